@@ -1,0 +1,62 @@
+"""Shardwise makes many GPUs work as one larger GPU.
+
+The public names are here, and each is loaded when it is first used: `import shardwise` is quick and loads neither torch
+nor numpy, so that a command, an editor or a login node can ask small questions cheaply.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardwise.errors import ShardwiseError
+    from shardwise.schedule.catalogue import make_schedule
+    from shardwise.schedule.instruction import Instruction
+    from shardwise.schedule.placement import Placement
+    from shardwise.schedule.prices import Prices
+    from shardwise.schedule.schedule import Schedule
+    from shardwise.schedule.simulate import simulate
+    from shardwise.schedule.verify import verify
+    from shardwise.trace.events import Trace
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Instruction",
+    "Placement",
+    "Prices",
+    "Schedule",
+    "ShardwiseError",
+    "Trace",
+    "make_schedule",
+    "simulate",
+    "verify",
+]
+
+# Where each public name lives. The imports above say the same to type checkers, and a test holds the two together.
+_HOMES = {
+    "Instruction": "shardwise.schedule.instruction",
+    "Placement": "shardwise.schedule.placement",
+    "Prices": "shardwise.schedule.prices",
+    "Schedule": "shardwise.schedule.schedule",
+    "ShardwiseError": "shardwise.errors",
+    "Trace": "shardwise.trace.events",
+    "make_schedule": "shardwise.schedule.catalogue",
+    "simulate": "shardwise.schedule.simulate",
+    "verify": "shardwise.schedule.verify",
+}
+
+
+if not TYPE_CHECKING:  # Seeing this function, a type checker would take any misspelt name for a public one.
+
+    def __getattr__(name: str) -> object:
+        """Load a public name's home and keep the name here, so that this is asked once for each."""
+        if name not in _HOMES:
+            raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+        from importlib import import_module
+
+        value = getattr(import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

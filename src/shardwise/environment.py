@@ -1,0 +1,31 @@
+"""The one file that reads the environment: no other may, so that what a run depends on is seen in one place."""
+
+import os
+from typing import TextIO
+
+# A pipe or a file has no width of its own; this is that of our own source lines.
+WIDTH_WITHOUT_TERMINAL = 120
+
+
+def wants_colour(stream: TextIO) -> bool:
+    """Whether to colour what goes to `stream`.
+
+    `NO_COLOR` (no-color.org) wins over `FORCE_COLOR` (force-color.org); both count when set and not empty.
+    """
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR", "") not in ("", "0"):
+        return True
+    return os.environ.get("TERM") != "dumb" and stream.isatty()
+
+
+def width_of(stream: TextIO) -> int:
+    """Columns to fill: `COLUMNS` if it is a positive number, else the terminal's, else `WIDTH_WITHOUT_TERMINAL`."""
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns) > 0:
+        return int(columns)
+    try:
+        # A terminal that was never told its size says 0.
+        return os.get_terminal_size(stream.fileno()).columns or WIDTH_WITHOUT_TERMINAL
+    except (OSError, ValueError):  # No terminal; no file descriptor at all.
+        return WIDTH_WITHOUT_TERMINAL

@@ -1,0 +1,43 @@
+"""Every error raised on purpose.
+
+A user's mistake is a `ShardwiseError`: a sentence with the numbers in it, and a thing to type instead. A mistake of
+ours is an `assert` with a sentence, and comes with its traceback.
+"""
+
+from collections.abc import Iterable
+
+
+class ShardwiseError(Exception):
+    """What is wrong (`problem`) and what to type instead (`remedy`, where there is such a thing)."""
+
+    def __init__(self, problem: str, *, remedy: str | None = None) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return self.problem if self.remedy is None else f"{self.problem}\n  try: {self.remedy}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # An error crosses from a failing rank to the process that started it. By default an exception is rebuilt from
+        # its positional arguments only, and the remedy would be lost on the way.
+        return _rebuilt, (type(self), self.problem, self.remedy)
+
+
+def _rebuilt(kind: type[ShardwiseError], problem: str, remedy: str | None) -> ShardwiseError:
+    return kind(problem, remedy=remedy)
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that `word` was most likely meant to be, if any is near."""
+    from difflib import get_close_matches  # Only ever needed on the way to an error.
+
+    by_lower_case = {candidate.lower(): candidate for candidate in known}
+    matches = get_close_matches(word.lower(), by_lower_case, n=1, cutoff=0.6)
+    return by_lower_case[matches[0]] if matches else None
+
+
+def unknown(what: str, word: str, known: Iterable[str]) -> ShardwiseError:
+    """The error for a word that should have been one of `known`; its remedy is the nearest of them."""
+    known = list(known)
+    return ShardwiseError(f"unknown {what} {word!r}; known: {', '.join(known)}", remedy=nearest(word, known))

@@ -1,0 +1,1 @@
+"""Who does what, in which order: the schedule language, its generators, passes, verifier and simulator."""

@@ -1,0 +1,1 @@
+"""One schedule a file. Each emits computation only; `schedule/passes/` adds the rest."""

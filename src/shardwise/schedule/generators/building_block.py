@@ -1,0 +1,178 @@
+"""Schedules made by repeating a building block: the controllable-memory family on a V placement (arXiv 2405.15362).
+
+A block says in which slot each rank does the four dependent things of microbatch 0: forward on the way down, forward
+on the way up, input gradient of the upper chunk, input gradient of the lower one. Microbatch n does the same 6 n slots
+later, and the two slots in six that stay free take weight gradients. How far apart the four lie decides how long
+activations are held, so the block alone sets the memory.
+
+Repeating it leaves holes while the pipe fills and empties. `_squeeze` moves things forward into them, as long as no
+rank comes to hold more than the fullest one already does.
+"""
+
+from collections.abc import Callable
+
+from shardwise.schedule.instruction import Instruction, Kind
+from shardwise.schedule.placement import vee
+from shardwise.schedule.schedule import Schedule
+
+#: (rank, number of ranks) to the slots of microbatch 0 on that rank.
+Block = Callable[[int, int], tuple[int, int, int, int]]
+
+#: One rank's slots: `slots[part][microbatch]`. Part 4, where there is one, are the weight gradients, counted in order.
+Slots = list[list[int]]
+
+_DOWN, _UP, _UP_GRADIENT, _DOWN_GRADIENT, _WEIGHTS = range(5)
+_INTERVAL = 6
+
+
+def repeat_block(name: str, num_ranks: int, num_microbatches: int, block: Block) -> Schedule:
+    """Return the schedule that a building block makes, squeezed."""
+    ranks = [
+        [[offset + _INTERVAL * microbatch for microbatch in range(num_microbatches)] for offset in block(rank, num_ranks)]
+        for rank in range(num_ranks)
+    ]
+    # First with the weight gradients in place, at both ends of the pipe; then without them at its emptying end, where
+    # they give way to everything else and take whatever slots are left.
+    ranks = _play(_squeeze([_with_weights(slots) for slots in ranks]))
+    ranks = _squeeze([slots[:_WEIGHTS] for slots in ranks])
+    ranks = _play([_with_weights(slots) for slots in ranks])
+    placement = vee(num_ranks)
+    orders = [_order(slots, placement.stages[rank]) for rank, slots in enumerate(ranks)]
+    return Schedule.of(name, placement, num_microbatches, orders)
+
+
+def _with_weights(slots: Slots) -> Slots:
+    """Put each weight gradient that is due into the next free slot."""
+    part_at = {slot: part for part in range(_WEIGHTS) for slot in slots[part]}
+    num_due, slot, weights = 0, 0, []
+    while slot <= max(part_at) or num_due:
+        part = part_at.get(slot)
+        if part is not None:
+            num_due += part in (_UP_GRADIENT, _DOWN_GRADIENT)
+        elif num_due:
+            weights.append(slot)
+            num_due -= 1
+        slot += 1
+    return [*slots[:_WEIGHTS], weights]
+
+
+def _in_order(ranks: list[Slots]) -> list[tuple[int, int, int, int]]:
+    """Everything there is, as (slot, rank, part, microbatch), by slot."""
+    return sorted(
+        (slot, rank, part, microbatch)
+        for rank, slots in enumerate(ranks)
+        for part, row in enumerate(slots)
+        for microbatch, slot in enumerate(row)
+    )
+
+
+def _last_need(ranks: list[Slots], rank: int, part: int, microbatch: int) -> int:
+    """The last slot that must be over before this one: that of the neighbour, of the part before, of the microbatch before."""
+    slots, needs = ranks[rank], [-1]
+    if part in (_DOWN, _UP_GRADIENT) and rank > 0:
+        needs.append(ranks[rank - 1][part][microbatch])
+    if part in (_UP, _DOWN_GRADIENT) and rank < len(ranks) - 1:
+        needs.append(ranks[rank + 1][part][microbatch])
+    if part in (_UP, _UP_GRADIENT, _DOWN_GRADIENT):
+        needs.append(slots[part - 1][microbatch])
+    if part == _WEIGHTS:
+        needs.append(sorted(slots[_UP_GRADIENT] + slots[_DOWN_GRADIENT])[microbatch])
+    if microbatch > 0:
+        needs.append(slots[part][microbatch - 1])
+    return max(needs)
+
+
+def _squeeze(ranks: list[Slots]) -> list[Slots]:
+    """Move what lies in the filling and the emptying of the pipe to earlier free slots; the steady part stays.
+
+    Without weight gradients in place only the emptying end moves.
+    """
+    with_weights = len(ranks[0]) > _WEIGHTS
+    ranks = [[list(row) for row in slots] for slots in ranks]
+    holdings = [_Holdings(slots) for slots in ranks]
+    limit = max(holding.peak for holding in holdings)
+    last = len(ranks[0][_DOWN]) - 1
+    filling, emptying = True, False
+    for slot, rank, part, microbatch in _in_order(ranks):
+        filling = filling and not (part == _DOWN_GRADIENT and rank == 0)
+        if emptying or (filling and with_weights):
+            for place in range(_last_need(ranks, rank, part, microbatch) + 1, slot):
+                if holdings[rank].move(slot, place, limit):
+                    ranks[rank][part][microbatch] = place
+                    break
+        emptying = emptying or (not filling and part == _DOWN and microbatch == last)
+    return ranks
+
+
+class _Holdings:
+    """What a rank holds after each slot, and how many weight gradients are due. Those without a slot take free ones."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._implied = len(slots) == _WEIGHTS
+        self._part_at = {slot: part for part, row in enumerate(slots) for slot in row}
+        self._states = [(0, 0)]
+        for slot in range(1 + max(self._part_at)):
+            self._states.append(self._next(self._states[-1], self._part_at.get(slot)))
+
+    @property
+    def peak(self) -> int:
+        return max(held for held, _ in self._states)
+
+    def move(self, slot: int, place: int, limit: int) -> bool:
+        """Move what is in a slot to an earlier place, if that is free and the rank then never holds more than `limit`."""
+        if place in self._part_at:
+            return False
+        part_at = {**{place: self._part_at[slot]}, slot: None}
+        state, states = self._states[place], []
+        for each in range(place, len(self._states) - 1):
+            state = self._next(state, part_at.get(each, self._part_at.get(each)))
+            if state[0] > limit:
+                return False
+            states.append(state)
+            if each >= slot and state == self._states[each + 1]:
+                break
+        self._states[place + 1 : place + 1 + len(states)] = states
+        self._part_at[place] = self._part_at.pop(slot)
+        return True
+
+    def _next(self, state: tuple[int, int], part: int | None) -> tuple[int, int]:
+        held, num_due = state
+        if part in (_DOWN, _UP):
+            return held + 1, num_due
+        if part == _WEIGHTS:
+            return held - 1, num_due
+        if self._implied and part is None and num_due:
+            return held - 1, num_due - 1
+        if self._implied and part is not None:
+            return held, num_due + 1
+        return state
+
+
+def _play(ranks: list[Slots]) -> list[Slots]:
+    """Run everything in its order, each as early as it can."""
+    played = [[[0] * len(row) for row in slots] for slots in ranks]
+    free = [0] * len(ranks)
+    for _, rank, part, microbatch in _in_order(ranks):
+        # A weight gradient behind its input gradient in the order has no other need.
+        needs = -1 if part == _WEIGHTS else _last_need(played, rank, part, microbatch)
+        slot = max(needs + 1, free[rank])
+        played[rank][part][microbatch] = slot
+        free[rank] = slot + 1
+    return played
+
+
+def _order(slots: Slots, stages: tuple[int, ...]) -> list[Instruction]:
+    """Name the instructions of a rank's slots. Of the weight gradients due, those of the upper chunk come first."""
+    down, up = stages
+    kinds = {_DOWN: (Kind.F, down), _UP: (Kind.F, up), _UP_GRADIENT: (Kind.I, up), _DOWN_GRADIENT: (Kind.I, down)}
+    order: list[Instruction] = []
+    due: dict[int, list[Instruction]] = {up: [], down: []}
+    for _, _, part, microbatch in _in_order([slots]):
+        if part == _WEIGHTS:
+            order.append((due[up] or due[down]).pop(0))
+            continue
+        kind, stage = kinds[part]
+        order.append(Instruction(kind, stage, microbatch))
+        if kind is Kind.I:
+            due[stage].append(Instruction(Kind.W, stage, microbatch))
+    return order

@@ -1,0 +1,23 @@
+"""1F1B: one forward, one backward. Activations are bounded by the depth of the pipe, not by the microbatches."""
+
+from shardwise.schedule.instruction import Instruction, backward, forward
+from shardwise.schedule.placement import loop
+from shardwise.schedule.schedule import Schedule
+
+
+def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
+    # A rank may run ahead only as far as the pipe below it is deep. Anything more is held as activations and starts no
+    # backward sooner.
+    orders = [alternate(rank, num_microbatches, num_ahead=num_ranks - 1 - rank) for rank in range(num_ranks)]
+    return Schedule.of("1f1b", loop(num_ranks), num_microbatches, orders)
+
+
+def alternate(stage: int, num_microbatches: int, *, num_ahead: int) -> list[Instruction]:
+    """Return `num_ahead` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    num_ahead = min(num_ahead, num_microbatches)
+    order = [forward(stage, microbatch) for microbatch in range(num_ahead)]
+    for microbatch in range(num_microbatches):
+        if microbatch + num_ahead < num_microbatches:
+            order.append(forward(stage, microbatch + num_ahead))
+        order.append(backward(stage, microbatch))
+    return order

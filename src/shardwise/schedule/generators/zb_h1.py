@@ -1,0 +1,33 @@
+"""ZB-H1: the order of 1F1B with the backward split, so that weight gradients fill a part of the bubble.
+
+Only the input gradient holds up the ranks above. A rank puts off its weight gradients by as many microbatches as there
+are ranks above it: then every rank holds what rank 0 of 1F1B holds, and the pipe empties sooner.
+"""
+
+from shardwise.schedule.generators.one_f_one_b import alternate
+from shardwise.schedule.instruction import Instruction, Kind, input_gradient, weight_gradient
+from shardwise.schedule.placement import loop
+from shardwise.schedule.schedule import Schedule
+
+
+def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
+    orders = [
+        split_backward(alternate(rank, num_microbatches, num_ahead=num_ranks - 1 - rank), lag=rank)
+        for rank in range(num_ranks)
+    ]
+    return Schedule.of("zb-h1", loop(num_ranks), num_microbatches, orders)
+
+
+def split_backward(order: list[Instruction], *, lag: int) -> list[Instruction]:
+    """Replace each backward by its input gradient, followed by the weight gradient of `lag` backwards ago."""
+    out: list[Instruction] = []
+    pending: list[Instruction] = []
+    for instruction in order:
+        if instruction.kind is not Kind.B:
+            out.append(instruction)
+            continue
+        out.append(input_gradient(instruction.stage, instruction.microbatch))
+        pending.append(weight_gradient(instruction.stage, instruction.microbatch))
+        if len(pending) > lag:
+            out.append(pending.pop(0))
+    return out + pending

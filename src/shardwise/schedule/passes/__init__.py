@@ -1,0 +1,1 @@
+"""Passes add to a compute-only schedule what a machine needs: transfers, gathers, reductions, steps, offloading."""

@@ -1,0 +1,150 @@
+"""What an instruction costs: seconds on its rank, seconds of a hop, and what the rank holds meanwhile.
+
+The simulator takes prices as functions, so that unit prices, the planner's predictions and measured times all go
+through one code. The prices made here know nothing of a model: they share out the times of a rank's whole stage.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from shardwise.errors import ShardwiseError
+from shardwise.schedule.instruction import Instruction, Kind
+from shardwise.schedule.placement import Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """Prices of a schedule's instructions.
+
+    `seconds(instruction, rank)` is asked of everything but sends and receives; `hop_seconds(send, source, target)` of
+    each send between two ranks, and answers how long it takes to arrive and for how much of that it keeps the link to
+    itself (nothing, if it is all latency). Compute takes `1 + slowdown` times as long while bytes move to or from its
+    rank.
+    `held(instruction)` is what the rank holds more from the instruction's start and from its end on.
+    """
+
+    seconds: Callable[[Instruction, int], float]
+    hop_seconds: Callable[[Instruction, int, int], tuple[float, float]]
+    held: Callable[[Instruction], tuple[float, float]]
+    slowdown: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """Seconds of one microbatch on a rank's whole stage: forward, input gradient, weight gradient, overlapped pair.
+
+    `pair` is the time of a forward overlapped with a full backward; without one they run one after the other.
+    """
+
+    forward: float = 1.0
+    input_gradient: float = 1.0
+    weight_gradient: float = 1.0
+    pair: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("F", self.forward), ("I", self.input_gradient), ("W", self.weight_gradient)):
+            if not 0 <= value < float("inf"):
+                raise ShardwiseError(f"the time of {name} is {value}, but a time is 0 or more", remedy="--times 1,1,1")
+        if self.total <= 0:
+            raise ShardwiseError("the times of F, I and W are all 0: nothing to schedule", remedy="--times 1,1,1")
+        low, high = max(self.forward, self.backward), self.total
+        if self.pair is not None and not low <= self.pair <= high:
+            raise ShardwiseError(
+                f"an overlapped pair of {self.pair} is not between its longer half, {low}, and both together, {high}",
+                remedy=f"--pair {low}",
+            )
+
+    @property
+    def backward(self) -> float:
+        return self.input_gradient + self.weight_gradient
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+    def of(self, instruction: Instruction) -> float:
+        """Seconds of a compute instruction on a whole stage; 0 for everything else."""
+        if instruction.beside is not None:
+            ahead, back = instruction.parts
+            if self.pair is not None and back.kind is Kind.B:
+                return self.pair
+            return self.of(ahead) + self.of(back)
+        kind = instruction.kind
+        if kind is Kind.F:
+            return self.forward
+        if kind is Kind.I:
+            return self.input_gradient
+        if kind is Kind.W:
+            return self.weight_gradient
+        return self.backward if kind is Kind.B else 0.0
+
+
+def stage_prices(
+    placement: Placement,
+    times: Sequence[StageTimes],
+    *,
+    hops: Sequence[float] = (),
+    kept_for_weights: float = 1.0,
+    slowdown: float = 0.0,
+) -> Prices:
+    """Return prices where each rank (or each stage) has its times and each boundary between ranks its hop.
+
+    `times` has an entry for each rank, shared out evenly over its chunks, or for each stage. `hops[r]` is the seconds
+    between ranks r and r + 1 (one entry serves all); a transfer over several boundaries takes as long as the slowest.
+    `kept_for_weights` is the part of an activation that is still held between I and W.
+    """
+    share = placement.share
+    of_stage = [times[stage] for stage in range(placement.num_stages)] if len(times) == placement.num_stages else [
+        times[rank] for rank in placement.ranks
+    ]
+    scale = 1.0 if len(times) == placement.num_stages != placement.num_ranks else share
+    cost = {
+        (kind, stage): scale * of_stage[stage].of(Instruction(kind, stage, 0))
+        for kind in Kind
+        for stage in range(placement.num_stages)
+    }
+
+    def seconds(instruction: Instruction, rank: int) -> float:  # noqa: ARG001 - a stage has one rank
+        if instruction.beside is None:
+            return cost[instruction.kind, instruction.stage]
+        ahead, back = instruction.parts
+        pair = of_stage[instruction.stage].pair
+        return cost[ahead.kind, ahead.stage] + cost[back.kind, back.stage] if pair is None else scale * pair
+
+    def hop_seconds(send: Instruction, source: int, target: int) -> tuple[float, float]:  # noqa: ARG001 - all values alike
+        if len(hops) <= 1:
+            return (hops[0] if hops else 0.0), 0.0
+        return max(hops[min(source, target) : max(source, target)]), 0.0
+
+    return Prices(
+        seconds=seconds, hop_seconds=hop_seconds, held=activations(placement, kept_for_weights), slowdown=slowdown
+    )
+
+
+def activations(placement: Placement, kept_for_weights: float = 1.0) -> Callable[[Instruction], tuple[float, float]]:
+    """Return what each instruction holds, in microbatch-stages: one microbatch's activations of a rank's whole stage."""
+    share = placement.share
+    freed_by_input = -share * (1 - kept_for_weights)
+    freed_by_weights = -share * kept_for_weights
+    table = {
+        Kind.F: (share, 0.0),
+        Kind.I: (0.0, freed_by_input),
+        Kind.W: (0.0, freed_by_weights),
+        Kind.B: (0.0, -share),
+        Kind.OFFLOAD: (0.0, -share),
+        Kind.RELOAD: (share, 0.0),
+    }
+
+    def held(instruction: Instruction) -> tuple[float, float]:
+        at_start, at_end = table.get(instruction.kind, (0.0, 0.0))
+        if instruction.beside is None:
+            return at_start, at_end
+        more_at_start, more_at_end = table[instruction.beside.kind]
+        return at_start + more_at_start, at_end + more_at_end
+
+    return held
+
+
+def free() -> Prices:
+    """Return prices of nothing: what remains is the order alone."""
+    return Prices(seconds=lambda *_: 0.0, hop_seconds=lambda *_: (0.0, 0.0), held=lambda _: (0.0, 0.0))

@@ -1,0 +1,290 @@
+"""Plays a schedule against prices and gives back a trace.
+
+Ranks run in order. What computes occupies the device; what moves bytes is issued when the computation before it has
+finished and then runs beside it, in order on each link and on each of a rank's other lanes. A transfer moves when it
+has been sent *and* its receive has been posted, as with real network buffers.
+"""
+
+from collections import deque
+from heapq import heappop, heappush
+
+from shardwise.errors import ShardwiseError
+from shardwise.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind, text_of
+from shardwise.schedule.needs import Needs
+from shardwise.schedule.passes.communication import insert_communication
+from shardwise.schedule.prices import Prices
+from shardwise.schedule.schedule import Schedule
+from shardwise.trace.events import Event, Lane, Trace
+
+
+def simulate(schedule: Schedule, prices: Prices) -> Trace:
+    """Return what happens, event by event. Sends and receives are inserted where the schedule has none yet."""
+    return play(insert_communication(schedule), prices)
+
+
+def play(schedule: Schedule, prices: Prices) -> Trace:
+    """Return what happens when the instructions are run exactly as they stand."""
+    return _Player(schedule, prices).run()
+
+
+class Stuck(ShardwiseError):
+    """The ranks wait for each other. `waiting` names for each stuck node the node that it waits for."""
+
+    def __init__(self, waiting: dict[int, int]) -> None:
+        super().__init__(f"{len(waiting)} ranks wait for each other", remedy="verify(schedule) says where")
+        self.waiting = waiting
+
+
+_LANES = {
+    **dict.fromkeys(COMPUTE, Lane.COMPUTE),
+    Kind.STEP: Lane.STEP,
+    **dict.fromkeys(SENDS, Lane.SEND),
+    **dict.fromkeys(RECEIVES, Lane.RECEIVE),
+    Kind.GATHER: Lane.COLLECTIVE,
+    Kind.REDUCE: Lane.COLLECTIVE,
+    Kind.RELEASE: Lane.COLLECTIVE,
+    Kind.OFFLOAD: Lane.OFFLOAD,
+    Kind.RELOAD: Lane.RELOAD,
+}
+
+
+class _Queue:
+    """Instructions that share a link or a copy engine: first come, first served, and they arrive in that order."""
+
+    __slots__ = ("busy", "last_end", "waiting")
+
+    def __init__(self) -> None:
+        self.waiting: deque[int] = deque()
+        self.busy = False
+        self.last_end = 0.0
+
+
+class _Running:
+    """The computation in progress on a rank, kept only where transfers slow it down."""
+
+    __slots__ = ("ends_at", "node", "num_transfers", "remaining", "since")
+
+    def __init__(self) -> None:
+        self.node: int | None = None
+        self.remaining = 0.0
+        self.since = 0.0
+        self.ends_at = 0.0
+        self.num_transfers = 0
+
+
+class _Player:
+    """One run. Everything is the consequence of some node's end, which becomes the `after` of what it let start."""
+
+    def __init__(self, schedule: Schedule, prices: Prices) -> None:
+        needs = Needs(schedule)
+        self.schedule, self.prices = schedule, prices
+        count = len(needs.nodes)
+        self.nodes, self.rank, self.before = needs.nodes, needs.rank, needs.before
+        self.computes = [instruction.kind in COMPUTE for instruction in needs.nodes]
+        self.start: list[float] = [0.0] * count
+        self.end: list[float | None] = [None] * count
+        self.after: list[int | None] = [None] * count
+        self.position = list(needs.first_node)
+        self.last_position = [*needs.first_node[1:], count]
+        # Ends of nodes to come, and, as ~node, the moments at which a node's lane is free for the next.
+        self.events: list[tuple[float, int, int]] = []
+        self.num_events = 0
+        # Who to look at again when a node ends: a rank (0 or more) or the queue of a node (as ~node).
+        self.waiting: dict[int, list[int]] = {}
+        self.queues: dict[tuple[object, ...], _Queue] = {}
+        self.queue_of: dict[int, _Queue] = {}
+        self.receive_of: dict[int, int] = {}
+        self.running = [_Running() for _ in schedule.orders] if prices.slowdown else None
+
+    def run(self) -> Trace:
+        for rank in range(self.schedule.num_ranks):
+            self._advance(rank, 0.0, None)
+        events, computes = self.events, self.computes
+        while events:
+            now, _, node = heappop(events)
+            if node < 0:
+                self._free_lane(~node, now)
+            elif not computes[node]:
+                self._finish_beside(node, now)
+            elif self.running is None or self._is_current(node, now):
+                self._finish_compute(node, now)
+        stuck = self._find_stuck()
+        if stuck:
+            raise Stuck(stuck)
+        return self._trace()
+
+    def _advance(self, rank: int, now: float, cause: int | None) -> None:
+        """Walk down a rank's list until something has to be waited for."""
+        last, end = self.last_position[rank], self.end
+        position = self.position[rank]
+        while position < last:
+            if not self.computes[position]:
+                position += 1
+                self.position[rank] = position
+                self._issue(position - 1, now, cause)
+                continue
+            for need in self.before[position]:
+                if end[need] is None:
+                    self.waiting.setdefault(need, []).append(rank)
+                    return
+            self._start_compute(position, rank, now, cause)
+            return
+
+    def _start_compute(self, node: int, rank: int, now: float, cause: int | None) -> None:
+        self.start[node] = now
+        self.after[node] = cause
+        seconds = self.prices.seconds(self.nodes[node], rank)
+        if self.running is not None:
+            running = self.running[rank]
+            running.node, running.remaining, running.since = node, seconds, now
+            seconds *= 1 + self.prices.slowdown if running.num_transfers else 1
+            running.ends_at = now + seconds
+        self.num_events += 1
+        heappush(self.events, (now + seconds, self.num_events, node))
+
+    def _finish_compute(self, node: int, now: float) -> None:
+        self.end[node] = now
+        rank = self.rank[node]
+        self.position[rank] = node + 1
+        if self.running is not None:
+            self.running[rank].node = None
+        self._advance(rank, now, node)
+        if node in self.waiting:
+            self._wake(node, now, node)
+
+    def _issue(self, node: int, now: float, cause: int | None) -> None:
+        """Hand over an instruction that runs beside the computation."""
+        instruction, rank = self.nodes[node], self.rank[node]
+        kind = instruction.kind
+        if kind is Kind.RELEASE:
+            self.start[node] = self.end[node] = now
+            self.after[node] = cause
+            return
+        if kind in RECEIVES:
+            self.start[node] = now
+            send = self.before[node][0]
+            self.receive_of[send] = node
+            if send in self.queue_of:
+                self._start_next(self.queue_of[send], now, cause)
+            return
+        lane: tuple[object, ...] = (rank, _LANES[kind])
+        if instruction.peer is not None and kind in SENDS:
+            lane = (rank, self.schedule.placement.ranks[instruction.peer])
+        queue = self.queues.get(lane)
+        if queue is None:
+            queue = self.queues[lane] = _Queue()
+        self.queue_of[node] = queue
+        queue.waiting.append(node)
+        self._start_next(queue, now, cause)
+
+    def _start_next(self, queue: _Queue, now: float, cause: int | None) -> None:
+        """Start what stands first in a queue, as long as the lane is free and the first has what it needs."""
+        while queue.waiting and not queue.busy:
+            node = queue.waiting[0]
+            for need in self.before[node]:
+                if self.end[need] is None:
+                    self.waiting.setdefault(need, []).append(~node)
+                    return
+            instruction, rank = self.nodes[node], self.rank[node]
+            if instruction.kind not in SENDS:
+                seconds = occupied = self.prices.seconds(instruction, rank)
+            elif node in self.receive_of:
+                seconds, occupied = self.prices.hop_seconds(instruction, rank, self.rank[self.receive_of[node]])
+            else:
+                return  # The receive is not posted yet; posting it looks here again.
+            queue.waiting.popleft()
+            self.start[node] = now
+            self.after[node] = cause
+            queue.last_end = max(queue.last_end, now + seconds)
+            self.num_events += 1
+            heappush(self.events, (queue.last_end, self.num_events, node))
+            if occupied > 0:
+                queue.busy = True
+                self.num_events += 1
+                heappush(self.events, (now + occupied, self.num_events, ~node))
+            if self.running is not None and seconds > 0:
+                self._change_pace(node, now, +1)
+
+    def _free_lane(self, node: int, now: float) -> None:
+        queue = self.queue_of[node]
+        queue.busy = False
+        self._start_next(queue, now, node)
+
+    def _finish_beside(self, node: int, now: float) -> None:
+        self.end[node] = now
+        if self.running is not None and now > self.start[node]:
+            self._change_pace(node, now, -1)
+        receive = self.receive_of.get(node)
+        if receive is not None:
+            self.end[receive] = now
+            self.after[receive] = node
+            self._wake(receive, now, node)
+        self._wake(node, now, node)
+
+    def _wake(self, node: int, now: float, cause: int) -> None:
+        for waiter in self.waiting.pop(node, ()):
+            if waiter >= 0:
+                self._advance(waiter, now, cause)
+            else:
+                self._start_next(self.queue_of[~waiter], now, cause)
+
+    def _is_current(self, node: int, now: float) -> bool:
+        """Whether a computation's end still stands, or was moved by a transfer that began or ended since."""
+        assert self.running is not None, "only a slowed computation can have an end that was moved"
+        running = self.running[self.rank[node]]
+        return running.node == node and running.ends_at == now
+
+    def _change_pace(self, node: int, now: float, change: int) -> None:
+        """A transfer begins or ends: the computation beside it, on both ranks of it, changes its pace."""
+        assert self.running is not None, "pace changes only where transfers slow compute"
+        touched = {self.rank[node]}
+        if node in self.receive_of:
+            touched.add(self.rank[self.receive_of[node]])
+        for rank in touched:
+            running = self.running[rank]
+            old = 1 + self.prices.slowdown if running.num_transfers else 1
+            running.num_transfers += change
+            new = 1 + self.prices.slowdown if running.num_transfers else 1
+            if running.node is None or old == new:
+                continue
+            running.remaining = max(0.0, running.remaining - (now - running.since) / old)
+            running.since = now
+            running.ends_at = now + running.remaining * new
+            self.num_events += 1
+            heappush(self.events, (running.ends_at, self.num_events, running.node))
+
+    def _find_stuck(self) -> dict[int, int]:
+        """For each rank that did not reach its end, the node where it stands and the first node that it waits for."""
+        stuck = {}
+        for rank in range(self.schedule.num_ranks):
+            node = self.position[rank]
+            if node < self.last_position[rank]:
+                stuck[node] = next(need for need in self.before[node] if self.end[need] is None)
+        return stuck
+
+    def _trace(self) -> Trace:
+        held, ranks = self.prices.held, self.schedule.placement.ranks
+        events = []
+        for node, instruction in enumerate(self.nodes):
+            end = self.end[node]
+            assert end is not None, f"{instruction} never ended"
+            at_start, at_end = held(instruction)
+            kind, stage, microbatch, peer, _ = instruction
+            lane = _LANES[kind]
+            other = ranks[peer] if peer is not None and (lane is Lane.SEND or lane is Lane.RECEIVE) else None
+            events.append(
+                Event(
+                    text_of(instruction),
+                    self.rank[node],
+                    lane,
+                    self.start[node],
+                    end,
+                    stage,
+                    microbatch,
+                    at_start,
+                    at_end,
+                    self.after[node],
+                    other,
+                )
+            )
+        return Trace(name=self.schedule.name, num_ranks=self.schedule.num_ranks, events=tuple(events))

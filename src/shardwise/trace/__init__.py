@@ -1,0 +1,1 @@
+"""What happened, or is predicted to happen: events, where the time and the memory went, drawings, exports."""

@@ -1,0 +1,69 @@
+"""What holds for every command: help with an example, `--json`, exit statuses, and no colour where none is wanted."""
+
+import json
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import shardwise
+from shardwise.cli import COMMANDS, Command, main
+from tests.promises.processes import run_shardwise
+
+every_command = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+
+
+@every_command
+def test_help_shows_an_example_that_calls_this_command(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command.name, "--help"]) == 0
+    _, _, example = capsys.readouterr().out.partition("example:")
+    assert f"shardwise {command.name} " in example
+
+
+@every_command
+def test_json_is_offered(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    main([command.name, "--help"])
+    assert "--json" in capsys.readouterr().out
+
+
+@every_command
+def test_every_example_runs_and_answers_in_json(
+    command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)  # An example may save a file.
+    for example in import_module(command.module).EXAMPLE.strip().splitlines():
+        _, *words = example.split()
+        assert main([*words, "--json"]) == 0
+        assert isinstance(json.loads(capsys.readouterr().out), dict)
+
+
+@every_command
+def test_the_overview_names_it(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert f"{command.name}  {command.help}" in capsys.readouterr().out
+
+
+@every_command
+def test_there_is_no_colour_in_a_pipe_unless_it_is_forced(command: Command) -> None:
+    example = import_module(command.module).EXAMPLE.strip().splitlines()[0].split()[1:]
+    assert "\x1b" not in run_shardwise(*example).stdout
+    assert "\x1b" in run_shardwise(*example, FORCE_COLOR="1").stdout
+    assert "\x1b" not in run_shardwise(*example, FORCE_COLOR="1", NO_COLOR="1").stdout
+
+
+def test_no_words_and_help_are_the_same_and_no_mistake() -> None:
+    alone, helped = run_shardwise(), run_shardwise("--help")
+    assert (alone.returncode, helped.returncode) == (0, 0)
+    assert alone.stdout == helped.stdout
+    assert alone.stdout.startswith("Shardwise makes many GPUs work as one larger GPU.\n")
+
+
+def test_version_is_printed_alone() -> None:
+    assert run_shardwise("--version").stdout == f"shardwise {shardwise.__version__}\n"
+
+
+def test_a_wrong_call_ends_with_2_and_says_so_on_stderr_only() -> None:
+    finished = run_shardwise("shedule")
+    assert finished.returncode == 2
+    assert finished.stdout == ""
+    assert finished.stderr.startswith("error: unknown command 'shedule'")

@@ -1,0 +1,41 @@
+"""`import shardwise` is light. Counted in modules, not in milliseconds: a busy machine must not fail this."""
+
+import pytest
+
+from shardwise.cli import COMMANDS, Command
+from tests.promises.processes import run_python
+
+HEAVY = {"torch", "triton", "numpy", "rich", "asyncio", "subprocess", "argparse", "dataclasses"}
+
+
+def modules_loaded_by(statement: str) -> set[str]:
+    report = "print(*(set(sys.modules) - before), file=sys.stderr)"
+    finished = run_python("-c", f"import sys; before = set(sys.modules); {statement}; {report}")
+    assert finished.returncode == 0, finished.stderr
+    return set(finished.stderr.split())
+
+
+def test_importing_the_package_loads_nothing_heavy_and_no_room_of_its_own() -> None:
+    loaded = modules_loaded_by("import shardwise")
+    assert loaded.isdisjoint(HEAVY)
+    assert {name for name in loaded if name.startswith("shardwise")} == {"shardwise"}
+
+
+def test_importing_the_package_loads_few_modules() -> None:
+    assert len(modules_loaded_by("import shardwise")) <= 30  # `typing` and what it stands on.
+
+
+def test_catching_our_error_loads_no_other_room() -> None:
+    loaded = modules_loaded_by("import shardwise; shardwise.ShardwiseError")
+    assert {name for name in loaded if name.startswith("shardwise")} == {"shardwise", "shardwise.errors"}
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_asking_a_command_for_help_loads_neither_torch_nor_rich(command: Command) -> None:
+    loaded = modules_loaded_by(f"from shardwise.cli import main; main(['{command.name}', '--help'])")
+    assert loaded.isdisjoint({"torch", "triton", "rich"})
+
+
+def test_the_overview_loads_no_command() -> None:
+    loaded = modules_loaded_by("from shardwise.cli import main; main([])")
+    assert loaded.isdisjoint(command.module for command in COMMANDS)

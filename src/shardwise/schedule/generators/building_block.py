@@ -9,7 +9,9 @@ Repeating it leaves holes while the pipe fills and empties. `_squeeze` moves thi
 rank comes to hold more than the fullest one already does.
 """
 
+from bisect import insort
 from collections.abc import Callable
+from functools import cache
 
 from shardwise.schedule.instruction import Instruction, Kind
 from shardwise.schedule.placement import vee
@@ -23,6 +25,32 @@ Slots = list[list[int]]
 
 _DOWN, _UP, _UP_GRADIENT, _DOWN_GRADIENT, _WEIGHTS = range(5)
 _INTERVAL = 6
+
+
+def spaced_block(steps: tuple[int, int, int, int]) -> Block:
+    """Return the block whose four parts go from rank to rank in steps of so many slots, or the next that is free."""
+
+    def block(rank: int, num_ranks: int) -> tuple[int, int, int, int]:
+        down, up, up_gradient, down_gradient = _spaced_slots(num_ranks, steps)[rank]
+        return down, up, up_gradient, down_gradient
+
+    return block
+
+
+@cache
+def _spaced_slots(num_ranks: int, steps: tuple[int, int, int, int]) -> list[list[int]]:
+    slots: list[list[int]] = [[] for _ in range(num_ranks)]
+    slot = -steps[_DOWN]
+    for part, step in enumerate(steps):
+        ranks = range(num_ranks) if part in (_DOWN, _UP_GRADIENT) else reversed(range(num_ranks))
+        for position, rank in enumerate(ranks):
+            # Turning round inside a rank costs one slot. Microbatches follow each other every six slots, so two parts
+            # of one rank must not lie a multiple of six apart.
+            slot += step if position or part == _DOWN else 1
+            while any((slot - other) % _INTERVAL == 0 for other in slots[rank]):
+                slot += 1
+            slots[rank].append(slot)
+    return slots
 
 
 def repeat_block(name: str, num_ranks: int, num_microbatches: int, block: Block) -> Schedule:
@@ -44,16 +72,16 @@ def repeat_block(name: str, num_ranks: int, num_microbatches: int, block: Block)
 def _with_weights(slots: Slots) -> Slots:
     """Put each weight gradient that is due into the next free slot."""
     part_at = {slot: part for part in range(_WEIGHTS) for slot in slots[part]}
-    num_due, slot, weights = 0, 0, []
-    while slot <= max(part_at) or num_due:
+    last = max(part_at)
+    num_due, weights = 0, []
+    for slot in range(last + 1):
         part = part_at.get(slot)
         if part is not None:
-            num_due += part in (_UP_GRADIENT, _DOWN_GRADIENT)
+            num_due += part >= _UP_GRADIENT
         elif num_due:
             weights.append(slot)
             num_due -= 1
-        slot += 1
-    return [*slots[:_WEIGHTS], weights]
+    return [*slots[:_WEIGHTS], weights + [last + 1 + due for due in range(num_due)]]
 
 
 def _in_order(ranks: list[Slots]) -> list[tuple[int, int, int, int]]:
@@ -67,7 +95,7 @@ def _in_order(ranks: list[Slots]) -> list[tuple[int, int, int, int]]:
 
 
 def _last_need(ranks: list[Slots], rank: int, part: int, microbatch: int) -> int:
-    """The last slot that must be over before this one: that of the neighbour, of the part before, of the microbatch before."""
+    """The last slot that must be over before: that of the neighbour, of the part before, of the microbatch before."""
     slots, needs = ranks[rank], [-1]
     if part in (_DOWN, _UP_GRADIENT) and rank > 0:
         needs.append(ranks[rank - 1][part][microbatch])
@@ -75,8 +103,6 @@ def _last_need(ranks: list[Slots], rank: int, part: int, microbatch: int) -> int
         needs.append(ranks[rank + 1][part][microbatch])
     if part in (_UP, _UP_GRADIENT, _DOWN_GRADIENT):
         needs.append(slots[part - 1][microbatch])
-    if part == _WEIGHTS:
-        needs.append(sorted(slots[_UP_GRADIENT] + slots[_DOWN_GRADIENT])[microbatch])
     if microbatch > 0:
         needs.append(slots[part][microbatch - 1])
     return max(needs)
@@ -92,14 +118,20 @@ def _squeeze(ranks: list[Slots]) -> list[Slots]:
     holdings = [_Holdings(slots) for slots in ranks]
     limit = max(holding.peak for holding in holdings)
     last = len(ranks[0][_DOWN]) - 1
+    gradients: list[list[int]] = [[] for _ in ranks]  # Where the input gradients of each rank have come to lie.
     filling, emptying = True, False
     for slot, rank, part, microbatch in _in_order(ranks):
         filling = filling and not (part == _DOWN_GRADIENT and rank == 0)
         if emptying or (filling and with_weights):
-            for place in range(_last_need(ranks, rank, part, microbatch) + 1, slot):
+            need = _last_need(ranks, rank, part, microbatch)
+            if part == _WEIGHTS:
+                need = max(need, gradients[rank][microbatch])
+            for place in range(need + 1, slot):
                 if holdings[rank].move(slot, place, limit):
                     ranks[rank][part][microbatch] = place
                     break
+        if part in (_UP_GRADIENT, _DOWN_GRADIENT):
+            insort(gradients[rank], ranks[rank][part][microbatch])
         emptying = emptying or (not filling and part == _DOWN and microbatch == last)
     return ranks
 
@@ -153,9 +185,7 @@ def _play(ranks: list[Slots]) -> list[Slots]:
     played = [[[0] * len(row) for row in slots] for slots in ranks]
     free = [0] * len(ranks)
     for _, rank, part, microbatch in _in_order(ranks):
-        # A weight gradient behind its input gradient in the order has no other need.
-        needs = -1 if part == _WEIGHTS else _last_need(played, rank, part, microbatch)
-        slot = max(needs + 1, free[rank])
+        slot = max(_last_need(played, rank, part, microbatch) + 1, free[rank])
         played[rank][part][microbatch] = slot
         free[rank] = slot + 1
     return played

@@ -28,7 +28,7 @@ def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> S
         ]
         # The first backward comes back when the first group has passed all chunks but one, and the last of those the
         # ranks below; a rank is two steps further from it for each rank between.
-        num_ahead = 2 * (num_ranks - 1 - rank) + (num_chunks - 1) * len(groups[0])
+        num_ahead = 2 * (num_ranks - 1 - rank) + (num_chunks - 1) * max(map(len, groups))
         orders.append(_alternate(forwards, backwards, num_ahead))
     return Schedule.of("interleaved", loop(num_ranks, num_chunks), num_microbatches, orders)
 
@@ -36,7 +36,7 @@ def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> S
 def _groups(num_ranks: int, num_microbatches: int) -> list[range]:
     """Cut the microbatches into as many runs of at least `num_ranks` as there can be."""
     num_groups = max(1, num_microbatches // num_ranks)
-    edges = [num_microbatches * group // num_groups for group in range(num_groups + 1)]
+    edges = [-(-num_microbatches * group // num_groups) for group in range(num_groups + 1)]
     return [range(start, stop) for start, stop in zip(edges, edges[1:], strict=False)]
 
 

@@ -1,0 +1,210 @@
+"""Finds the best schedule for given times, hops and memory.
+
+The named schedules come first, so that the answer is never slower than one of them under the same memory. Then their
+orders are packed anew against the real times, with weight gradients wherever a gap is; then orders between them, made
+from building blocks of other spacings; then packings that follow no order at all. All of them are tried on few
+microbatches, and the most promising on all.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+
+from shardwise.errors import ShardwiseError
+from shardwise.schedule.packing import Packed, Policy, Sequences, pack
+from shardwise.schedule.generators.building_block import repeat_block, spaced_block
+from shardwise.schedule.generators.eager_one_f_one_b import eager_one_f_one_b
+from shardwise.schedule.generators.gpipe import gpipe
+from shardwise.schedule.generators.interleaved import interleaved
+from shardwise.schedule.generators.looped_bfs import looped_bfs
+from shardwise.schedule.generators.one_f_one_b import one_f_one_b
+from shardwise.schedule.generators.v_half import v_half
+from shardwise.schedule.generators.v_min import v_min
+from shardwise.schedule.generators.zb_h1 import zb_h1
+from shardwise.schedule.generators.zb_h2 import zb_h2
+from shardwise.schedule.generators.zb_v import zb_v
+from shardwise.schedule.instruction import Kind
+from shardwise.schedule.placement import Placement, loop, vee
+from shardwise.schedule.prices import StageTimes, stage_prices
+from shardwise.schedule.schedule import Schedule
+
+#: The orders to start from. Those that hold a model twice are not here: `auto` never doubles the weights.
+_NAMED: tuple[Callable[[int, int], Schedule], ...] = (
+    zb_v, v_half, v_min, zb_h1, zb_h2, interleaved, eager_one_f_one_b, one_f_one_b, looped_bfs, gpipe,
+)  # fmt: skip
+
+#: Spacings of building blocks whose memory lies between V-Min's and a little over that of ZB-V; found by trying all
+#: steps of 1 to 5 slots on 4 and 8 ranks and keeping those that were best for some memory.
+_SPACINGS = (
+    (1, 1, 1, 2), (1, 2, 1, 1), (1, 1, 2, 1), (1, 2, 1, 2), (2, 2, 1, 1), (2, 2, 1, 2),
+    (1, 3, 1, 1), (1, 1, 3, 1), (1, 3, 1, 4), (1, 1, 3, 2), (1, 4, 1, 2), (1, 3, 3, 4),
+)  # fmt: skip
+
+#: A candidate is first tried on this many microbatches for each rank, and the best few of all on the whole.
+_TRIAL_ROUNDS = 3
+_NUM_FINALISTS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One question: times and hops as `stage_prices` takes them, and the microbatch-stages that each rank may hold."""
+
+    num_ranks: int
+    num_microbatches: int
+    times: tuple[StageTimes, ...]
+    hops: tuple[float, ...] = ()
+    memory: tuple[float, ...]
+    kept_for_weights: float = 1.0
+    max_chunks: int = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    """A way to make a schedule of any number of microbatches: an order, if it follows one, and a policy."""
+
+    name: str
+    placement: Placement
+    policy: Policy
+    order: Callable[[int, int], Schedule] | None = None
+    keeps_weights: bool = False
+
+    def pack(self, setting: Setting, num_microbatches: int) -> Packed | None:
+        policy = self.policy
+        if self.order is not None:
+            sequences = _sequences(self.order, setting.num_ranks, num_microbatches, self.keeps_weights)
+            policy = replace(policy, sequences=sequences)
+        prices = stage_prices(
+            self.placement, setting.times, hops=setting.hops, kept_for_weights=setting.kept_for_weights
+        )
+        return pack(self.placement, num_microbatches, prices, setting.memory, policy)
+
+
+_Found = tuple[_Candidate, Packed]
+
+
+def auto(setting: Setting) -> Schedule:
+    """Return the schedule with the shortest span that keeps to the memory; of equal ones, the one that ends first."""
+    _check(setting)
+    found = _pack_all(_named_candidates(setting), setting, setting.num_microbatches)
+    found += _finalists(_free_candidates(setting), setting)
+    busiest = setting.num_microbatches * max(_work(setting))
+    if min(packed.span for _, packed in found) > busiest * (1 + 1e-9):
+        found += _finalists(_repacked_candidates(setting), setting)
+    # A billionth of a step is rounding, not a difference.
+    winner, packed = min(found, key=lambda entry: (round(entry[1].span, 9), round(entry[1].makespan, 9)))
+    return Schedule.of("auto", winner.placement, setting.num_microbatches, packed.orders)
+
+
+def _pack_all(candidates: Iterable[_Candidate], setting: Setting, num_microbatches: int) -> list[_Found]:
+    tried = ((candidate, candidate.pack(setting, num_microbatches)) for candidate in candidates)
+    return [(candidate, packed) for candidate, packed in tried if packed is not None]
+
+
+def _finalists(candidates: Iterable[_Candidate], setting: Setting) -> list[_Found]:
+    """Try all candidates on few microbatches, and on all of them those that may be expected to be the best."""
+    count, trial = setting.num_microbatches, min(setting.num_microbatches, _TRIAL_ROUNDS * setting.num_ranks)
+
+    def expected(found: _Found) -> tuple[float, float]:
+        _, packed = found
+        more = (count - trial) * packed.pace
+        return packed.span + more, packed.makespan + more
+
+    best = sorted(_pack_all(candidates, setting, trial), key=expected)[:_NUM_FINALISTS]
+    return best if trial == count else _pack_all((candidate for candidate, _ in best), setting, count)
+
+
+def _work(setting: Setting) -> list[float]:
+    """Seconds of one microbatch on each rank."""
+    if len(setting.times) == setting.num_ranks:
+        return [times.total for times in setting.times]
+    placement = next(each for each in _placements(setting) if each.num_stages == len(setting.times))
+    return [sum(setting.times[stage].total for stage in stages) for stages in placement.stages]
+
+
+def _check(setting: Setting) -> None:
+    least = min(setting.memory)
+    if least < 1:
+        raise ShardwiseError(
+            f"rank {setting.memory.index(least)} may hold {least:g} microbatch-stages, but any schedule holds at least 1",
+            remedy="--memory 1",
+        )
+
+
+def _named_candidates(setting: Setting) -> Iterator[_Candidate]:
+    """The named schedules as they are, backwards split: that makes none of them slower."""
+    for make in _NAMED:
+        example = make(setting.num_ranks, 1)
+        if _is_allowed(example.placement, setting):
+            yield _Candidate(
+                name=example.name, placement=example.placement, policy=Policy(), order=make, keeps_weights=True
+            )
+
+
+def _free_candidates(setting: Setting) -> Iterator[_Candidate]:
+    """Packings that follow no order."""
+    for placement in _placements(setting):
+        for gap_share in (0.0, 0.5, 1.0):
+            for backward_first in (False, True):
+                for deepest in (True, False) if placement.num_chunks > 1 else (True,):
+                    policy = Policy(
+                        gap_share=gap_share, backward_first=backward_first, deepest_backward_first=deepest
+                    )
+                    yield _Candidate(name="free", placement=placement, policy=policy)
+
+
+def _repacked_candidates(setting: Setting) -> Iterator[_Candidate]:
+    """Orders of the named schedules and of building blocks between them, with weight gradients wherever a gap is."""
+    orders: list[tuple[Callable[[int, int], Schedule], tuple[int, ...]]] = [
+        (make, (1, 3, 6) if make in (v_min, v_half) else (1,)) for make in _NAMED[:6]
+    ]
+    # With memory for more than ZB-V the tight blocks have nothing to offer.
+    spacings = _SPACINGS if min(setting.memory) < setting.num_ranks else _SPACINGS[-2:]
+    orders += [(_block_order(steps), (1, 3) if steps[:2] == (1, 1) else (1,)) for steps in spacings]
+    for make, look_aheads in orders:
+        example = make(setting.num_ranks, 1)
+        if not _is_allowed(example.placement, setting):
+            continue
+        for look_ahead in look_aheads:
+            for gap_share in (0.0, 0.5, 1.0):
+                for patience in (0.0, 1.0) if look_ahead > 1 else (1.0,):
+                    policy = Policy(gap_share=gap_share, look_ahead=look_ahead, patience=patience)
+                    yield _Candidate(name=example.name, placement=example.placement, policy=policy, order=make)
+
+
+@cache
+def _block_order(steps: tuple[int, int, int, int]) -> Callable[[int, int], Schedule]:
+    def make(num_ranks: int, num_microbatches: int) -> Schedule:
+        return repeat_block("block", num_ranks, num_microbatches, spaced_block(steps))
+
+    return make
+
+
+def _placements(setting: Setting) -> list[Placement]:
+    ranks = setting.num_ranks
+    return [each for each in (vee(ranks), loop(ranks, 2), loop(ranks)) if _is_allowed(each, setting)]
+
+
+def _is_allowed(placement: Placement, setting: Setting) -> bool:
+    """Whether a placement has no more chunks than there may be, and the stages that the times are given for."""
+    return placement.num_chunks <= setting.max_chunks and len(setting.times) in (
+        placement.num_ranks,
+        placement.num_stages,
+    )
+
+
+@lru_cache(maxsize=64)
+def _sequences(
+    make: Callable[[int, int], Schedule], num_ranks: int, num_microbatches: int, with_weights: bool
+) -> Sequences:
+    """What each rank does one after the other, backwards split, with the weight gradients or without."""
+    sequences = []
+    for order in make(num_ranks, num_microbatches).orders:
+        sequence = []
+        for instruction in order:
+            for part in instruction.parts:
+                if part.kind is not Kind.W:
+                    sequence.append(part._replace(kind=Kind.I) if part.kind is Kind.B else part)
+                if with_weights and part.kind in (Kind.W, Kind.B):
+                    sequence.append(part._replace(kind=Kind.W))
+        sequences.append(tuple(sequence))
+    return tuple(sequences)

@@ -1,0 +1,47 @@
+"""Sends saved activations away and brings them back: memory for the price of the link to the host.
+
+    0F0 0OFFLOAD0 0F1 ... 0F6 0RELOAD0 0B5 0B0
+
+An offload stands directly behind the forward that saved the values. A reload is issued a few computations before its
+backward, so that the bytes are back in time.
+"""
+
+from collections.abc import Callable
+
+from shardwise.schedule.instruction import BACKWARD, COMPUTE, Instruction, Kind
+from shardwise.schedule.schedule import Schedule
+
+
+def insert_offloads(schedule: Schedule, *, which: Callable[[Instruction], bool], lead: int = 1) -> Schedule:
+    """Return the schedule with the activations of the forwards that `which` picks offloaded.
+
+    Each is reloaded `lead` computations before its backward. One whose backward follows that soon stays where it is.
+    """
+    return schedule.with_orders([_with_offloads(order, which, lead) for order in schedule.orders])
+
+
+def _with_offloads(
+    order: tuple[Instruction, ...], which: Callable[[Instruction], bool], lead: int
+) -> list[Instruction]:
+    computations = [position for position, instruction in enumerate(order) if instruction.kind in COMPUTE]
+    rank_of_position = {position: number for number, position in enumerate(computations)}
+    forward_at: dict[tuple[int, int], int] = {}
+    before: dict[int, list[Instruction]] = {}
+    behind: dict[int, list[Instruction]] = {}
+    for position in computations:
+        for part in order[position].parts:
+            if part.kind is Kind.F and which(part):
+                forward_at[part.stage, part.microbatch] = position
+            start = forward_at.get((part.stage, part.microbatch))
+            if part.kind not in BACKWARD or start is None:
+                continue
+            back = max(0, rank_of_position[position] - lead)
+            if computations[back] > start:
+                behind.setdefault(start, []).append(Instruction(Kind.OFFLOAD, part.stage, part.microbatch))
+                before.setdefault(computations[back], []).append(
+                    Instruction(Kind.RELOAD, part.stage, part.microbatch)
+                )
+    out: list[Instruction] = []
+    for position, instruction in enumerate(order):
+        out += [*before.get(position, ()), instruction, *behind.get(position, ())]
+    return out

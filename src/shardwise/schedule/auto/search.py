@@ -4,6 +4,12 @@ The named schedules come first, so that the answer is never slower than one of t
 orders are packed anew against the real times, with weight gradients wherever a gap is; then orders between them, made
 from building blocks of other spacings; then packings that follow no order at all. All of them are tried on few
 microbatches, and the most promising on all.
+
+    shardwise schedule auto --stages 3 --microbatches 5 --memory 2.5
+
+    rank 0  F0 F1 F2 F3 .  f0 i0 w0 .  .  f1 i1 I0 w1 f2 i2 I1 W0 F4 w2 f3 i3 I2 W1 w3 f4 i4 I3 W2 w4 W3 I4 W4
+    rank 1  .  F0 F1 F2 f0 F3 .  i0 w0 f1 I0 W0 i1 f2 w1 I1 i2 W1 f3 F4 I2 w2 i3 W2 f4 w3 I3 i4 W3 w4 I4 W4 .
+    rank 2  .  .  F0 f0 F1 f1 F2 .  i0 I0 w0 f2 W0 i1 I1 F3 w1 f3 i2 I2 W1 F4 w2 f4 i3 I3 W2 w3 i4 I4 W3 w4 W4
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -2,6 +2,11 @@
 
 The pair is one unit: it exists so that the communication inside one half (of experts, say) hides behind the
 computation of the other. Where a pair takes as long as its halves one after the other, ZB-V is no slower.
+
+    shardwise schedule dualpipe-v --stages 2 --microbatches 4
+
+    rank 0  F0 F1 F2 f0 i0 w0 f1 F3b1---- .  f2B0---- b2--- .  f3B1---- b3--- I2 W2 I3 W3
+    rank 1  .  F0 f0 F1 f1 F2 b0--- f2B0---- F3b1---- f3B1---- b2--- B2--- .  i3 I3 w3 W3
 """
 
 from shardwise.schedule.generators.writer import Writer

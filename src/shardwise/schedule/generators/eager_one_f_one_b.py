@@ -2,6 +2,12 @@
 
 In 1F1B a forward is sent just when it is needed: every microbatch pays the hop there and the hop back. A rank that is
 two microbatches ahead for each rank below has the next input lying there already, at the price of holding it.
+
+    shardwise schedule eager-1f1b --stages 3 --microbatches 5
+
+    rank 0  F0 F1 F2 F3 F4 .  .  B0--- .  B1--- .  B2--- .  B3--- .  B4---
+    rank 1  .  F0 F1 F2 .  B0--- F3 B1--- F4 B2--- .  B3--- .  B4--- .  .
+    rank 2  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4--- .  .  .  .
 """
 
 from shardwise.schedule.generators.one_f_one_b import alternate

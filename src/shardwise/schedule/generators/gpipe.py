@@ -1,4 +1,11 @@
-"""GPipe: all forwards, then all backwards. The simplest, and it holds every microbatch."""
+"""GPipe: all forwards, then all backwards. The simplest, and it holds every microbatch.
+
+    shardwise schedule gpipe --stages 3 --microbatches 4
+
+    rank 0  F0 F1 F2 F3 .  .  .  .  .  .  B0--- B1--- B2--- B3---
+    rank 1  .  F0 F1 F2 F3 .  .  .  B0--- B1--- B2--- B3--- .  .
+    rank 2  .  .  F0 F1 F2 F3 B0--- B1--- B2--- B3--- .  .  .  .
+"""
 
 from shardwise.schedule.instruction import backward, forward
 from shardwise.schedule.placement import loop

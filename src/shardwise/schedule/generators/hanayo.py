@@ -2,6 +2,16 @@
 
 More waves mean smaller stages and a smaller bubble, for as many more transfers. Each rank takes a backward whenever one
 is there, the shallowest first, and else the deepest forward; it holds no more than a pipe of 1F1B.
+
+    shardwise schedule hanayo --stages 2 --microbatches 2
+
+    time 0 to 3.5
+    rank 0  0F0 0F1 .   3F0 4F0 3F1 4F1 7F0 7B0---- 7F1 7B1---- .
+    rank 1  .   1F0 2F0 1F1 2F1 5F0 6F0 5F1 6F1 .   6B0---- 5B0----
+
+    time 3.5 to 7
+    rank 0  4B0---- 3B0---- 4B1---- 3B1---- 0B0---- .   .   0B1----
+    rank 1  6B1---- 5B1---- 2B0---- 1B0---- 2B1---- 1B1---- .   .
 """
 
 from shardwise.schedule.instruction import Kind

@@ -3,6 +3,11 @@
 Microbatches go through the chunks in groups of at least as many as there are ranks: the first group through chunk 0 of
 all ranks, then through chunk 1, and so on; backwards through the chunks in reverse. Where the ranks don't divide the
 microbatches, the groups are a little larger, and as equal as they can be.
+
+    shardwise schedule interleaved --stages 2 --microbatches 4
+
+    rank 0  F0 F1 f0 f1 F2 .  b0--- F3 b1--- f2 B0--- f3 B1--- .  b2--- .  b3--- B2--- B3---
+    rank 1  .  F0 F1 f0 b0--- f1 b1--- F2 B0--- F3 B1--- f2 b2--- f3 b3--- B2--- B3--- .  .
 """
 
 from shardwise.schedule.instruction import Instruction, backward, forward

@@ -2,6 +2,11 @@
 
 It holds as much as GPipe and fills as quickly as interleaved. Its point is that a chunk is used in one stretch: one
 gather and one reduction for each chunk in a step, each with the time of a whole chunk to hide in.
+
+    shardwise schedule looped-bfs --stages 2 --microbatches 4
+
+    rank 0  F0 F1 F2 F3 f0 f1 f2 f3 .  .  .  b0--- b1--- b2--- b3--- B0--- B1--- B2--- B3---
+    rank 1  .  F0 F1 F2 F3 f0 f1 f2 f3 b0--- b1--- b2--- b3--- B0--- B1--- B2--- B3--- .  .
 """
 
 from shardwise.schedule.instruction import backward, forward

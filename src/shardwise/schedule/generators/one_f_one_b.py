@@ -1,4 +1,11 @@
-"""1F1B: one forward, one backward. Activations are bounded by the depth of the pipe, not by the microbatches."""
+"""1F1B: one forward, one backward. Activations are bounded by the depth of the pipe, not by the microbatches.
+
+    shardwise schedule 1f1b --stages 3 --microbatches 4
+
+    rank 0  F0 F1 F2 .  .  .  .  B0--- F3 B1--- .  B2--- .  B3---
+    rank 1  .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- .  B3--- .  .
+    rank 2  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- .  .  .  .
+"""
 
 from shardwise.schedule.instruction import Instruction, backward, forward
 from shardwise.schedule.placement import loop

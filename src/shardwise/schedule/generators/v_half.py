@@ -1,4 +1,17 @@
-"""V-Half: half the activations of 1F1B, for about half its bubble."""
+"""V-Half: half the activations of 1F1B, for about half its bubble.
+
+    shardwise schedule v-half --stages 3 --microbatches 5
+
+    time 0 to 9
+    rank 0  F0 F1 F2 .  .  f0 i0 w0 f1 i1 w1 .  I0 W0 F3 f2 i2 w2
+    rank 1  .  F0 F1 .  f0 .  f1 i0 w0 F2 .  I0 i1 w1 f2 W0 F3 I1
+    rank 2  .  .  F0 f0 F1 f1 .  .  i0 w0 I0 W0 F2 f2 i1 w1 I1 W1
+
+    time 9 to 17.5
+    rank 0  I1 W1 F4 f3 i3 w3 I2 W2 .  f4 i4 I3 w4 W3 .  I4 W4
+    rank 1  i2 w2 f3 W1 F4 I2 i3 w3 f4 W2 I3 i4 w4 W3 I4 W4 .
+    rank 2  F3 f3 i2 I2 w2 F4 W2 f4 i3 I3 w3 W3 i4 I4 w4 W4 .
+"""
 
 from shardwise.schedule.generators.building_block import repeat_block
 from shardwise.schedule.schedule import Schedule

@@ -2,6 +2,12 @@
 
 Only the input gradient holds up the ranks above. A rank puts off its weight gradients by as many microbatches as there
 are ranks above it: then every rank holds what rank 0 of 1F1B holds, and the pipe empties sooner.
+
+    shardwise schedule zb-h1 --stages 3 --microbatches 5
+
+    rank 0  F0 F1 F2 .  .  I0 W0 F3 I1 W1 F4 I2 W2 I3 W3 I4 W4
+    rank 1  .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
+    rank 2  .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4
 """
 
 from shardwise.schedule.generators.one_f_one_b import alternate

@@ -2,6 +2,12 @@
 
 Every rank is busy from its first forward to its last weight gradient, when F, I and W take the same time and there are
 2p - 1 microbatches or more. It holds nearly twice what 1F1B holds.
+
+    shardwise schedule zb-h2 --stages 3 --microbatches 6
+
+    rank 0  F0 F1 F2 F3 F4 I0 W0 F5 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5 .  .
+    rank 1  .  F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 W1 I4 W2 I5 W3 W4 W5 .
+    rank 2  .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5
 """
 
 from shardwise.schedule.generators.one_f_one_b import alternate

@@ -1,6 +1,12 @@
 """ZB-V: two chunks a rank, laid out as a V, and no bubble with no more memory than 1F1B, when F, I and W are equal.
 
 Rank r holds stages r and 2p - 1 - r, so the loss is on rank 0 and its backward starts where the pipe began.
+
+    shardwise schedule zb-v --stages 3 --microbatches 5
+
+    rank 0  F0 F1 F2 F3 F4 f0 i0 w0 f1 i1 w1 f2 i2 w2 I0 W0 f3 i3 w3 I1 W1 f4 i4 w4 I2 W2 I3 W3 I4 W4 .  .
+    rank 1  .  F0 F1 F2 f0 F3 f1 i0 w0 f2 i1 w1 F4 I0 W0 f3 i2 w2 I1 W1 f4 i3 w3 I2 i4 I3 W2 I4 W3 w4 W4 .
+    rank 2  .  .  F0 f0 F1 f1 F2 f2 i0 w0 F3 I0 W0 f3 i1 w1 F4 I1 W1 f4 i2 w2 I2 i3 I3 i4 I4 W2 w3 W3 w4 W4
 """
 
 from shardwise.schedule.generators.writer import Writer

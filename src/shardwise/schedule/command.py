@@ -1,0 +1,197 @@
+"""`shardwise schedule`: draw, price, prove, save and compare pipeline schedules."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from shardwise.answer import Answer, Canvas, table
+from shardwise.errors import ShardwiseError, unknown
+from shardwise.schedule.outcome import Outcome, make, names, play_out
+from shardwise.schedule.question import Question, make_question
+from shardwise.schedule.schedule import Schedule
+from shardwise.schedule.text import load_schedule
+from shardwise.trace.attribution import Cause, critical_path, idle_by_cause
+from shardwise.trace.timeline import draw, legend, memory_bars
+from shardwise.units import format_number, format_percent
+
+DESCRIPTION = """Draw a pipeline schedule, play it against the times of its stages, and say what it costs: its makespan
+(from the first start to the last end), its span (the busy window of the rank that has the longest), the part of that in
+which even the busiest rank idles (bubble), and the activations that each rank holds at its fullest.
+"""
+
+EXAMPLE = """
+shardwise schedule zb-v --stages 4 --microbatches 8
+shardwise schedule auto --stages 4 --microbatches 12 --times 1,1.2,0.8 --hop 0.05 --memory 3
+shardwise schedule 1f1b --stages 4 --microbatches 8 --save 1f1b.schedule --save 1f1b.svg --save 1f1b.perfetto.json
+shardwise schedule --compare --stages 4 --microbatches 8
+"""
+
+#: A drawing of more computations than this is no longer read; it can still be saved.
+_MOST_DRAWN = 6000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", metavar="NAME", help=f"a file, or one of: {', '.join(names())}")
+    parser.add_argument("--compare", action="store_true", help="tabulate all schedules for one setting")
+    parser.add_argument("--stages", type=int, metavar="P", help="number of ranks")
+    parser.add_argument("--microbatches", type=int, metavar="M", help="microbatches of a step")
+    parser.add_argument("--chunks", type=int, metavar="V", help="chunks on a rank, where the schedule leaves a choice")
+    parser.add_argument("--times", metavar="F,I,W", help="time of one microbatch on a rank's whole stage (1,1,1)")
+    parser.add_argument("--stage-times", metavar="FILE", help="the same where stages differ: a line F,I,W for each")
+    parser.add_argument("--pair", type=float, metavar="T", help="time of an overlapped forward and backward (F+I+W)")
+    parser.add_argument("--hop", metavar="T", help="time of a transfer between ranks, or of each boundary: T,T,...")
+    parser.add_argument("--slowdown", type=float, default=0.0, metavar="X", help="compute takes 1+X beside a transfer")
+    parser.add_argument("--memory", metavar="N", help="microbatch-stages that a rank may hold, or N,N,... for each")
+    parser.add_argument(
+        "--kept-for-weights", type=float, default=1.0, metavar="X", help="part of an activation held from I to W (1)"
+    )
+    parser.add_argument(
+        "--save",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="save as FILE.svg (drawing), FILE.json (Perfetto trace), or anything else (the schedule itself)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> Answer:
+    if arguments.compare:
+        return _compare(arguments)
+    if arguments.name is None:
+        raise ShardwiseError("no schedule is named", remedy=f"shardwise schedule 1f1b, or one of: {', '.join(names())}")
+    schedule, question = _get_schedule(arguments)
+    outcome = play_out(schedule, question)
+    if arguments.save:
+        from shardwise.schedule.save import save  # Drawing to a file is not always wanted.
+
+        save(outcome, [Path(path) for path in arguments.save])
+    return Answer(data=_data(outcome), render=_renderer(outcome, arguments.save))
+
+
+def _get_schedule(arguments: argparse.Namespace) -> tuple[Schedule, Question]:
+    name = arguments.name
+    path = Path(name)
+    if name in names():
+        question = _get_question(arguments, arguments.stages, arguments.microbatches)
+        return make(name, question), question
+    if not (path.is_file() or path.suffix or path.parent != Path()):
+        error = unknown("schedule", name, names())
+        remedy = f"shardwise schedule {error.remedy or '1f1b'}, or the path of a schedule file"
+        raise ShardwiseError(error.problem, remedy=remedy)
+    if (arguments.stages, arguments.microbatches, arguments.chunks) != (None, None, None):
+        raise ShardwiseError(
+            f"{path.name} is a file and says itself how many stages, microbatches and chunks it has",
+            remedy=f"shardwise schedule {name}",
+        )
+    schedule = load_schedule(path)
+    return schedule, _get_question(arguments, schedule.num_ranks, schedule.num_microbatches)
+
+
+def _get_question(arguments: argparse.Namespace, num_ranks: int | None, num_microbatches: int | None) -> Question:
+    for option, value in (("--stages", num_ranks), ("--microbatches", num_microbatches)):
+        if value is None:
+            raise ShardwiseError(f"{option} is missing", remedy=f"{option} {4 if option == '--stages' else 8}")
+    assert num_ranks is not None, "was just checked"
+    assert num_microbatches is not None, "was just checked"
+    return make_question(
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        times=arguments.times,
+        stage_times=arguments.stage_times,
+        pair=arguments.pair,
+        hop=arguments.hop,
+        memory=arguments.memory,
+        kept_for_weights=arguments.kept_for_weights,
+        slowdown=arguments.slowdown,
+        num_chunks=arguments.chunks,
+    )
+
+
+def _data(outcome: Outcome) -> dict[str, object]:
+    schedule, trace = outcome.schedule, outcome.trace
+    return {
+        "name": schedule.name,
+        "num_stages": schedule.num_ranks,
+        "num_microbatches": schedule.num_microbatches,
+        "num_chunks": schedule.placement.num_chunks,
+        "num_steps": schedule.num_steps,
+        "makespan": outcome.makespan,
+        "span": outcome.span,
+        "bubble": outcome.bubble,
+        "peak_activations": outcome.peaks,
+        "num_instructions": schedule.num_instructions,
+        "num_transfers": outcome.num_transfers,
+        "ranks": [
+            {"span": span, "busy": busy, "idle": {str(cause): seconds for cause, seconds in idle.items()}}
+            for span, busy, idle in zip(trace.spans, trace.busy, idle_by_cause(trace), strict=True)
+        ],
+        "critical_path": [event.name for event in critical_path(trace) if event.seconds > 0],
+    }
+
+
+def _renderer(outcome: Outcome, saved: list[str]) -> Callable[[Canvas], None]:
+    def render(canvas: Canvas) -> None:
+        schedule, trace = outcome.schedule, outcome.trace
+        chunks = schedule.placement.num_chunks
+        canvas.print(
+            f"{canvas.paint(schedule.name, 'bold')}: {schedule.num_ranks} stages, "
+            f"{schedule.num_microbatches} microbatches" + (f", {chunks} chunks a rank" if chunks > 1 else "")
+        )
+        canvas.print()
+        if sum(map(len, trace.compute)) <= _MOST_DRAWN:
+            for line in [*draw(trace, width=canvas.width, paint=canvas.paint), "", legend(canvas.paint)]:
+                canvas.print(line)
+        else:
+            canvas.print("too many computations to draw here: --save FILE.svg, or FILE.json for Perfetto")
+        canvas.print()
+        _render_numbers(outcome, canvas)
+        for path in saved:
+            canvas.print(f"saved {path}")
+
+    return render
+
+
+def _render_numbers(outcome: Outcome, canvas: Canvas) -> None:
+    trace, schedule = outcome.trace, outcome.schedule
+    step = "a step, once the pipe is full," if schedule.staleness else "makespan"
+    canvas.print(
+        f"{step} {format_number(outcome.makespan, 6)}, span {format_number(outcome.span, 6)}, "
+        f"bubble {format_percent(outcome.bubble)}, {schedule.num_instructions} instructions"
+    )
+    if schedule.staleness:
+        canvas.print(f"drawn are {schedule.num_steps} steps, which take {format_number(trace.makespan, 6)} together")
+    path = [event for event in critical_path(trace) if event.seconds > 0]
+    on_path = {lane: sum(event.seconds for event in path if event.lane is lane) for lane in {each.lane for each in path}}
+    canvas.print(
+        "critical path: "
+        + ", ".join(f"{format_number(seconds, 6)} {lane}" for lane, seconds in sorted(on_path.items()))
+        + f", over ranks {_ranks_of([event.rank for event in path])}"
+    )
+    canvas.print()
+    causes = [cause for cause in Cause if any(idle[cause] > 1e-12 for idle in idle_by_cause(trace))]
+    rows = [
+        [f"rank {rank}", *(format_number(value, 6) for value in (busy, *(idle[cause] for cause in causes)))]
+        for rank, (busy, idle) in enumerate(zip(trace.busy, idle_by_cause(trace), strict=True))
+    ]
+    table(["", "busy", *map(str, causes)], rows, canvas)
+    canvas.print()
+    canvas.print("activations held at most, in microbatch-stages")
+    for line in memory_bars(trace, width=canvas.width, paint=canvas.paint):
+        canvas.print(line)
+
+
+def _ranks_of(ranks: list[int]) -> str:
+    """`0 1 2 3 2 1 0`: the ranks that a path goes through, each stay said once, the middle left out if it is long."""
+    stays = [rank for position, rank in enumerate(ranks) if position == 0 or ranks[position - 1] != rank]
+    if len(stays) > 24:
+        return " ".join([*map(str, stays[:12]), "...", *map(str, stays[-11:])])
+    return " ".join(map(str, stays))
+
+
+def _compare(arguments: argparse.Namespace) -> Answer:
+    from shardwise.schedule.compare import compare  # The whole catalogue is not always wanted.
+
+    if arguments.name is not None or arguments.save:
+        extra = arguments.name if arguments.name is not None else "--save"
+        raise ShardwiseError(f"--compare is about all schedules and does not go with {extra}", remedy="one of the two")
+    return compare(_get_question(arguments, arguments.stages, arguments.microbatches))

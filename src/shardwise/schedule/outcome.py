@@ -1,0 +1,92 @@
+"""A schedule made, proven, played and measured for one question."""
+
+from dataclasses import dataclass
+from math import inf
+
+from shardwise.schedule.catalogue import CATALOGUE, make_schedule
+from shardwise.schedule.instruction import SENDS
+from shardwise.schedule.passes.lower import lower
+from shardwise.schedule.question import Question
+from shardwise.schedule.schedule import Schedule
+from shardwise.schedule.simulate import simulate
+from shardwise.schedule.verify import peak_held, verify
+from shardwise.trace.events import Lane, Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A schedule and what happened. `makespan` and `span` are those of one step.
+
+    For a schedule that never flushes, a step is the time from one step's end to the next once the pipe is full.
+    """
+
+    question: Question
+    schedule: Schedule
+    trace: Trace
+    makespan: float
+    span: float
+
+    @property
+    def bubble(self) -> float:
+        """The part of the span in which not even the busiest rank works."""
+        work = max(self.trace.busy) / self.schedule.num_steps
+        return max(0.0, 1 - work / self.span) if self.span > 0 else 0.0
+
+    @property
+    def peaks(self) -> list[float]:
+        """Microbatch-stages held by each rank at most, an activation counting until its W."""
+        ranks = range(self.schedule.num_ranks)
+        return [peak_held(self.schedule, rank, self.question.kept_for_weights)[0] for rank in ranks]
+
+    @property
+    def num_transfers(self) -> int:
+        """Sends of one step."""
+        sends = sum(instruction.kind in SENDS for order in self.schedule.orders for instruction in order)
+        return sends // self.schedule.num_steps
+
+
+def make(name: str, question: Question) -> Schedule:
+    """Return a schedule by name, computation only; `auto` is made for the question's times and memory."""
+    if name != "auto":
+        return make_schedule(name, question.num_ranks, question.num_microbatches, question.num_chunks)
+    from shardwise.schedule.auto.search import Setting, auto  # Takes its time to import, and is not always wanted.
+
+    holds_all = float(question.num_microbatches)
+    return auto(
+        Setting(
+            num_ranks=question.num_ranks,
+            num_microbatches=question.num_microbatches,
+            times=question.times,
+            hops=question.hops,
+            memory=tuple(holds_all if limit == inf else limit for limit in question.memory),
+            kept_for_weights=question.kept_for_weights,
+            max_chunks=question.num_chunks or 2,
+        )
+    )
+
+
+def play_out(schedule: Schedule, question: Question) -> Outcome:
+    """Prove a schedule, play it against the question's prices, and measure it."""
+    complete = schedule if schedule.communicates else lower(schedule)
+    memory = question.memory if question.limits_memory else None
+    verify(complete, memory=memory, kept_for_weights=question.kept_for_weights)
+    trace = simulate(complete, question.prices(complete.placement))
+    if complete.staleness == 0:
+        makespan, span = trace.makespan, trace.span
+    else:
+        makespan = span = _steady_step(trace, complete.num_steps)
+    return Outcome(question=question, schedule=complete, trace=trace, makespan=makespan, span=span)
+
+
+def _steady_step(trace: Trace, num_steps: int) -> float:
+    """Seconds between the ends of the last two steps, all ranks having taken them."""
+    ends = [0.0] * num_steps
+    for event in trace.events:
+        if event.lane is Lane.STEP:
+            ends[event.microbatch] = max(ends[event.microbatch], event.end)
+    return ends[-1] - ends[-2] if num_steps > 1 else trace.makespan
+
+
+def names() -> list[str]:
+    """Every schedule that can be asked for."""
+    return [*CATALOGUE, "auto"]

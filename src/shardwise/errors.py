@@ -40,4 +40,5 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 def unknown(what: str, word: str, known: Iterable[str]) -> ShardwiseError:
     """The error for a word that should have been one of `known`; its remedy is the nearest of them."""
     known = list(known)
-    return ShardwiseError(f"unknown {what} {word!r}; known: {', '.join(known)}", remedy=nearest(word, known))
+    shown = word if len(word) <= 60 else f"{word[:57]}..."
+    return ShardwiseError(f"unknown {what} {shown!r}; known: {', '.join(known)}", remedy=nearest(word, known))

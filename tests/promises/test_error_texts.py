@@ -1,8 +1,36 @@
 """Every error that a user can cause: the command line, its exit status, and the text to the letter."""
 
+from pathlib import Path
+
 import pytest
 
 from shardwise.cli import main
+from shardwise.schedule.outcome import names
+
+NAMES = ", ".join(names())
+OPTIONS = (
+    "--help, --compare, --stages, --microbatches, --chunks, --times, --stage-times, --pair, --hop, --slowdown, "
+    "--memory, --kept-for-weights, --save, --json"
+)
+KEYS = "name, microbatches, stages, pipes, skips, ties, steps, staleness, rank 0"
+KINDS = "F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B, GATHER, RELEASE, REDUCE, STEP, OFFLOAD, RELOAD"
+
+#: What lies in the folder where the commands are called, beside an empty `folder`.
+FILES = {
+    "three.csv": b"1,1,1\n1,1,1\n1,1,1\n",
+    "four.csv": b"1,1,1\n1,1,1\n1,1,1\n1,1,1\n",
+    "wrong.csv": b"1,1,1\n1,one,1\n",
+    "wrong.json": b"[[1, 1, 1], 1]",
+    "binary": b"\xff\xfe\x00",
+    "binary.schedule": b"\xff\xfe\x00",
+    "empty.schedule": b"",
+    "gap.schedule": b"rank 0: 0F0 0B0\nrank 2: 1F0 1B0\n",
+    "word.schedule": b"name: mine\n\nrank 0: 0F0 0X0\n",
+    "key.schedule": b"microbatch: 2\nrank 0: 0F0 0B0\n",
+    "late.schedule": b"rank 0: 0B0 0F0\n",
+    "stuck.schedule": b"rank 0: 0F0 0B0 0F1 0B1\nrank 1: 1F1 1B1 1F0 1B0\n",
+    "short.schedule": b"microbatches: 3\nrank 0: 0F0 0B0\n",
+}
 
 ERRORS: list[tuple[str, int, str]] = [
     # The command line itself.
@@ -38,14 +66,615 @@ error: the first word must be a command, not '-x'; known: schedule
   try: shardwise --help
 """,
     ),
+    # What is asked for.
+    (
+        "schedule",
+        1,
+        f"""
+error: no schedule is named
+  try: shardwise schedule 1f1b, or one of: {NAMES}
+""",
+    ),
+    (
+        "schedule 1f1b",
+        1,
+        """
+error: --stages is missing
+  try: --stages 4
+""",
+    ),
+    (
+        "schedule 1f1b --stages 4",
+        1,
+        """
+error: --microbatches is missing
+  try: --microbatches 8
+""",
+    ),
+    (
+        "schedule zbv --stages 4 --microbatches 8",
+        1,
+        f"""
+error: unknown schedule 'zbv'; known: {NAMES}
+  try: shardwise schedule zb-v, or the path of a schedule file
+""",
+    ),
+    (
+        "schedule frobnicate",
+        1,
+        f"""
+error: unknown schedule 'frobnicate'; known: {NAMES}
+  try: shardwise schedule 1f1b, or the path of a schedule file
+""",
+    ),
+    (
+        "schedule 1f1b --stages four --microbatches 8",
+        2,
+        """
+error: --stages wants a whole number, not 'four'
+  try: shardwise schedule zb-v --stages 4 --microbatches 8
+""",
+    ),
+    (
+        "schedule 1f1b --stages 4 --microbatches 2.5",
+        2,
+        """
+error: --microbatches wants a whole number, not '2.5'
+  try: shardwise schedule zb-v --stages 4 --microbatches 8
+""",
+    ),
+    (
+        "schedule 1f1b --stages 4 --microbatches 8 --pair x",
+        2,
+        """
+error: --pair wants a number, not 'x'
+  try: shardwise schedule zb-v --stages 4 --microbatches 8
+""",
+    ),
+    (
+        "schedule 1f1b --stages",
+        2,
+        """
+error: --stages wants a value
+  try: shardwise schedule zb-v --stages 4 --microbatches 8
+""",
+    ),
+    (
+        "schedule 1f1b --stagse 4",
+        2,
+        f"""
+error: unknown option '--stagse'; known: {OPTIONS}
+  try: --stages
+""",
+    ),
+    (
+        "schedule 1f1b gpipe --stages 4",
+        2,
+        """
+error: not understood: gpipe
+  try: shardwise schedule zb-v --stages 4 --microbatches 8
+""",
+    ),
+    # How many stages, microbatches and chunks.
+    (
+        "schedule 1f1b --stages 0 --microbatches 8",
+        1,
+        """
+error: 0 stages: a pipeline has at least 1
+  try: --stages 4
+""",
+    ),
+    (
+        "schedule 1f1b --stages -4 --microbatches 8",
+        1,
+        """
+error: -4 stages: a pipeline has at least 1
+  try: --stages 4
+""",
+    ),
+    (
+        "schedule 1f1b --stages 2000 --microbatches 1",
+        1,
+        """
+error: 2000 stages: at most 1024 are played
+  try: --stages 1024
+""",
+    ),
+    (
+        "schedule 1f1b --stages 4 --microbatches 0",
+        1,
+        """
+error: 0 microbatches: a step has at least 1
+  try: --microbatches 8
+""",
+    ),
+    (
+        "schedule 1f1b --stages 2 --microbatches 1000000",
+        1,
+        """
+error: 1000000 microbatches through 2 stages are 2000000 forwards, but at most 200000 are played
+  try: --microbatches 8: a longer step repeats itself
+""",
+    ),
+    (
+        "schedule interleaved --stages 2 --microbatches 8 --chunks 1000000",
+        1,
+        """
+error: 8 microbatches through 2000000 stages are 16000000 forwards, but at most 200000 are played
+  try: --chunks 2
+""",
+    ),
+    (
+        "schedule dualpipe-v --stages 4 --microbatches 6",
+        1,
+        """
+error: dualpipe-v over 4 stages needs at least 8 microbatches, not 6
+  try: --microbatches 8
+""",
+    ),
+    (
+        "schedule dualpipe-v --stages 1 --microbatches 1",
+        1,
+        """
+error: dualpipe-v over 1 stage needs at least 2 microbatches, not 1
+  try: --microbatches 2
+""",
+    ),
+    (
+        "schedule pipedream-2bw --stages 4 --microbatches 3",
+        1,
+        """
+error: pipedream-2bw over 4 stages needs at least 4 microbatches, not 3
+  try: --microbatches 4
+""",
+    ),
+    (
+        "schedule dualpipe --stages 3 --microbatches 8",
+        1,
+        """
+error: dualpipe needs an even number of stages, not 3: microbatches meet in the middle
+  try: --stages 4
+""",
+    ),
+    (
+        "schedule chimera --stages 3 --microbatches 8",
+        1,
+        """
+error: chimera needs an even number of stages, not 3: microbatches meet in the middle
+  try: --stages 4
+""",
+    ),
+    (
+        "schedule chimera --stages 4 --microbatches 5",
+        1,
+        """
+error: chimera needs an even number of microbatches, not 5: half enter at each end
+  try: --microbatches 6
+""",
+    ),
+    (
+        "schedule 1f1b --stages 4 --microbatches 8 --chunks 2",
+        1,
+        """
+error: 1f1b has 1 chunk on a rank, not 2
+  try: --chunks 1, or a schedule that takes any number, like interleaved
+""",
+    ),
+    (
+        "schedule zb-v --stages 4 --microbatches 8 --chunks 3",
+        1,
+        """
+error: zb-v has 2 chunks on a rank, not 3
+  try: --chunks 2, or a schedule that takes any number, like interleaved
+""",
+    ),
+    (
+        "schedule interleaved --stages 4 --microbatches 8 --chunks 0",
+        1,
+        """
+error: 0 chunks: a rank has at least 1
+  try: --chunks 2
+""",
+    ),
+    (
+        "schedule hanayo --stages 4 --microbatches 8 --chunks 3",
+        1,
+        """
+error: hanayo takes an even number of chunks on a rank, 2 or more, not 3
+  try: --chunks 4
+""",
+    ),
+    # Memory.
+    (
+        "schedule 1f1b --stages 2 --microbatches 2 --memory 1",
+        1,
+        """
+error: 1f1b holds 2 microbatch-stages on rank 0 at 0F1, but may hold 1 (1 too many)
+    rank 0  0F0 0SEND_F0>1 0RECV_B0<1 [0F1] 0SEND_F1>1 0RECV_B1<1 0B0 0B1 ...
+    rank 1  1RECV_F0<0 1RECV_F1<0 1F0 1B0 1SEND_B0>0 1F1 1B1 1SEND_B1>0 1STEP0
+  try: --memory 2, or auto, which makes a schedule for the memory there is
+""",
+    ),
+    (
+        "schedule auto --stages 4 --microbatches 8 --memory 0.5",
+        1,
+        """
+error: rank 0 may hold 0.5 microbatch-stages, but any schedule holds at least 1
+  try: --memory 1
+""",
+    ),
+    (
+        "schedule --compare --stages 4 --microbatches 8 --memory 0.5",
+        1,
+        """
+error: rank 0 may hold 0.5 microbatch-stages, but any schedule holds at least 1
+  try: --memory 1
+""",
+    ),
+    (
+        "schedule 1f1b --stages 4 --microbatches 8 --memory 1,2",
+        1,
+        """
+error: --memory has 2 limits for 4 ranks
+  try: --memory 4, or a limit for each rank
+""",
+    ),
+    (
+        "schedule 1f1b --stages 4 --microbatches 8 --memory lots",
+        1,
+        """
+error: --memory: 'lots' is no number
+  try: --memory 4, or a limit for each rank
+""",
+    ),
+    # Times.
+    (
+        "schedule 1f1b --stages 4 --microbatches 8 --times -1,1,1",
+        1,
+        """
+error: --times: -1 is below 0
+  try: --times 1,1.2,0.8
+""",
+    ),
+    (
+        "schedule 1f1b --stages 4 --microbatches 8 --times 1,1",
+        1,
+        """
+error: --times: there are three times, F,I,W, but '1,1' has 2
+  try: --times 1,1.2,0.8
+""",
+    ),
+    (
+        "schedule 1f1b --stages 4 --microbatches 8 --times 1,x,1",
+        1,
+        """
+error: --times: 'x' is no number
+  try: --times 1,1.2,0.8
+""",
+    ),
+    (
+        "schedule 1f1b --stages 4 --microbatches 8 --times 0,0,0",
+        1,
+        """
+error: --times: the times of F, I and W are all 0: nothing to schedule
+  try: --times 1,1,1
+""",
+    ),
+    (
+        "schedule 1f1b --stages 4 --microbatches 8 --times 1,1,1e300",
+        1,
+        """
+error: --times: 1e300 is neither 0 nor between 1e-12 and 1e+12
+  try: --times 1,1.2,0.8
+""",
+    ),
+    (
+        "schedule 1f1b --stages 4 --microbatches 8 --pair 9",
+        1,
+        """
+error: --times: an overlapped pair of 9.0 is not between its longer half, 2.0, and both together, 3.0
+  try: --pair 2.0
+""",
+    ),
+    (
+        "schedule 1f1b --stages 4 --microbatches 8 --hop -0.1",
+        1,
+        """
+error: --hop: -0.1 is below 0
+  try: --hop 0.05
+""",
+    ),
+    (
+        "schedule 1f1b --stages 4 --microbatches 8 --hop 1,2",
+        1,
+        """
+error: --hop has 2 times, but between 4 ranks the number of boundaries is 3
+  try: --hop 0.05, or a time for each boundary
+""",
+    ),
+    (
+        "schedule 1f1b --stages 4 --microbatches 8 --slowdown -1",
+        1,
+        """
+error: a slowdown of -1 is not between 0 and 100
+  try: --slowdown 0.1
+""",
+    ),
+    (
+        "schedule 1f1b --stages 4 --microbatches 8 --kept-for-weights 2",
+        1,
+        """
+error: the part of an activation kept for W is 2, but a part is between 0 and 1
+  try: --kept-for-weights 1
+""",
+    ),
+    # Files of times.
+    (
+        "schedule 1f1b --stages 4 --microbatches 8 --times 1,1,1 --stage-times three.csv",
+        1,
+        """
+error: --times and --stage-times both say how long stages take
+  try: only one of them
+""",
+    ),
+    (
+        "schedule 1f1b --stages 4 --microbatches 8 --stage-times none.csv",
+        1,
+        """
+error: the stage times in none.csv cannot be read: No such file or directory
+  try: a file with 4 lines like 1,1.2,0.8
+""",
+    ),
+    (
+        "schedule 1f1b --stages 4 --microbatches 8 --stage-times binary",
+        1,
+        """
+error: the stage times in binary cannot be read: it is not text
+  try: a file with 4 lines like 1,1.2,0.8
+""",
+    ),
+    (
+        "schedule 1f1b --stages 4 --microbatches 8 --stage-times three.csv",
+        1,
+        """
+error: three.csv has times for 3 stages, but there are 4 ranks
+  try: 4 lines like 1,1.2,0.8, one for each rank
+""",
+    ),
+    (
+        "schedule 1f1b --stages 2 --microbatches 8 --stage-times wrong.csv",
+        1,
+        """
+error: wrong.csv, line 2: 'one' is no number
+  try: 1,1.2,0.8
+""",
+    ),
+    (
+        "schedule 1f1b --stages 2 --microbatches 8 --stage-times four.csv",
+        1,
+        """
+error: times are given for 4 stages, but the schedule has 2 stages on 2 ranks
+  try: a line of times for each rank, 2 in all
+""",
+    ),
+    (
+        "schedule auto --stages 1 --microbatches 8 --stage-times four.csv",
+        1,
+        """
+error: times are given for 4 stages, but auto cuts a model into at most 2
+  try: a line of times for each rank, 1 in all
+""",
+    ),
+    (
+        "schedule auto --stages 2 --microbatches 8 --stage-times four.csv --chunks 1",
+        1,
+        """
+error: times are given for 4 stages, but auto cuts a model into at most 2
+  try: a line of times for each rank, 2 in all
+""",
+    ),
+    (
+        "schedule 1f1b --stages 2 --microbatches 8 --stage-times wrong.json",
+        1,
+        """
+error: wrong.json, stage 1: 1 is no list of times
+  try: [1, 1.2, 0.8] or {"F": 1, "I": 1.2, "W": 0.8}
+""",
+    ),
+    # Schedule files.
+    (
+        "schedule none.schedule",
+        1,
+        """
+error: the schedule file none.schedule cannot be read: No such file or directory
+  try: shardwise schedule 1f1b --stages 4 --microbatches 8 --save 1f1b.schedule, which writes one
+""",
+    ),
+    (
+        "schedule folder/",
+        1,
+        """
+error: the schedule file folder cannot be read: Is a directory
+  try: shardwise schedule 1f1b --stages 4 --microbatches 8 --save 1f1b.schedule, which writes one
+""",
+    ),
+    (
+        "schedule binary.schedule",
+        1,
+        """
+error: the schedule file binary.schedule cannot be read: it is not text
+  try: shardwise schedule 1f1b --stages 4 --microbatches 8 --save 1f1b.schedule, which writes one
+""",
+    ),
+    (
+        "schedule empty.schedule",
+        1,
+        """
+error: empty.schedule: ranks must be numbered from 0 without a gap; found: none
+  try: a line 'rank 0: 0F0 0F1 0B0 0B1', and one for each other rank
+""",
+    ),
+    (
+        "schedule gap.schedule",
+        1,
+        """
+error: gap.schedule: ranks must be numbered from 0 without a gap; found: 0, 2
+  try: a line 'rank 0: 0F0 0F1 0B0 0B1', and one for each other rank
+""",
+    ),
+    (
+        "schedule word.schedule",
+        1,
+        f"""
+error: word.schedule, line 3, rank 0, instruction 2: unknown instruction 'X'; known: {KINDS}
+  try: 2F0, 1I3, 0SEND_F2>1 or 2STEP0
+""",
+    ),
+    (
+        "schedule key.schedule",
+        1,
+        f"""
+error: key.schedule, line 1: unknown key 'microbatch'; known: {KEYS}
+  try: microbatches
+""",
+    ),
+    (
+        "schedule late.schedule",
+        1,
+        """
+error: rank 0: 0B0 needs 0F0, which comes only after it
+    rank 0  [0B0] [0F0] 0STEP0
+  try: 0F0 before 0B0
+""",
+    ),
+    (
+        "schedule stuck.schedule",
+        1,
+        """
+error: ranks wait for each other: rank 0 at 0B0 for 1B0 of rank 1, rank 1 at 1F1 for 0F1 of rank 0
+    rank 0  0RECV_B1<1 0RECV_B0<1 0F0 0SEND_F0>1 [0B0] 0F1 0SEND_F1>1 0B1 0STEP0
+    rank 1  1RECV_F0<0 1RECV_F1<0 [1F1] 1B1 1SEND_B1>0 1F0 1B0 ...
+  try: one of these instructions earlier
+""",
+    ),
+    (
+        "schedule short.schedule",
+        1,
+        """
+error: microbatch 1 never goes forward (microbatches: 3)
+    rank 0  0F0 0B0 0STEP0
+  try: 0F1 in the line of rank 0
+""",
+    ),
+    (
+        "schedule stuck.schedule --stages 4",
+        1,
+        """
+error: stuck.schedule is a file and says itself how many stages, microbatches and chunks it has
+  try: shardwise schedule stuck.schedule
+""",
+    ),
+    # Comparing and saving.
+    (
+        "schedule --compare 1f1b --stages 4 --microbatches 8",
+        1,
+        """
+error: --compare is about all schedules and does not go with 1f1b
+  try: --compare without 1f1b
+""",
+    ),
+    (
+        "schedule --compare --stages 4 --microbatches 8 --save all.svg",
+        1,
+        """
+error: --compare is about all schedules and does not go with --save
+  try: --compare without --save
+""",
+    ),
+    (
+        "schedule --compare",
+        1,
+        """
+error: --stages is missing
+  try: --stages 4
+""",
+    ),
+    (
+        "schedule 1f1b --stages 4 --microbatches 8 --save x.pdf",
+        1,
+        """
+error: x.pdf: nothing is known to be saved as '.pdf'
+  try: x.svg, x.json (for Perfetto) or x.schedule
+""",
+    ),
+    (
+        "schedule 1f1b --stages 4 --microbatches 8 --save none/x.svg",
+        1,
+        """
+error: none/x.svg cannot be written: there is no folder none
+  try: mkdir -p none
+""",
+    ),
+    (
+        "schedule 1f1b --stages 4 --microbatches 8 --save folder",
+        1,
+        """
+error: folder cannot be written: it is a folder
+  try: --save folder/schedule.svg, a file in it
+""",
+    ),
+    (
+        "schedule 1f1b --stages 4 --microbatches 8 --chunks -1",
+        1,
+        """
+error: -1 chunks: a rank has at least 1
+  try: --chunks 2
+""",
+    ),
 ]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for name, content in FILES.items():
+        (tmp_path / name).write_bytes(content)
+    return tmp_path
 
 
 @pytest.mark.parametrize(("words", "status", "text"), ERRORS, ids=[words for words, _, _ in ERRORS])
 def test_the_error_says_what_is_wrong_and_what_to_type(
-    words: str, status: int, text: str, capsys: pytest.CaptureFixture[str]
+    words: str, status: int, text: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words.split()) == status
     captured = capsys.readouterr()
     assert captured.err == text.removeprefix("\n")
     assert captured.out == ""
+    assert {path.name for path in folder.iterdir()} == {*FILES, "folder"}, "a mistake leaves nothing behind"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["schedule", ""], f"error: unknown schedule ''; known: {NAMES}\n"),
+        (["schedule", "ünï çødé"], f"error: unknown schedule 'ünï çødé'; known: {NAMES}\n"),
+        (["schedule", "n" * 400], f"error: unknown schedule '{'n' * 400}'; known: {NAMES}\n"),
+        (["schedule", "\0.schedule"], "error: the schedule file \0.schedule cannot be read: it is not text\n"),
+        (["schedule", "n" * 400 + ".schedule"], f"error: the schedule file {'n' * 400}.schedule cannot be read: "),
+        (["--times", ""], "error: --times: there are three times, F,I,W, but '' has 0\n"),
+        (["--hop", " "], "error: --hop: '' is no number\n"),
+        (["--memory", ""], "error: --memory: '' is no number\n"),
+        (["--stage-times", ""], "error: the stage times in . cannot be read: Is a directory\n"),
+        (["--save", ""], "error: . cannot be written: it is a folder\n"),
+        (["--save", f"{'n' * 400}.svg"], f"error: {'n' * 400}.svg cannot be written: File name too long\n"),
+    ],
+)
+def test_what_no_shell_line_shows_is_told_too(
+    words: list[str], text: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if words[0] != "schedule":
+        words = ["schedule", "1f1b", "--stages", "2", "--microbatches", "2", *words]
+    assert main(words) == 1
+    assert capsys.readouterr().err.startswith(text)
+    assert {path.name for path in folder.iterdir()} == {*FILES, "folder"}

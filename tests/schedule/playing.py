@@ -18,9 +18,7 @@ UNIT: Times = (1, 1, 1)
 
 def stage_times(times: Times, pair: float | None = None) -> StageTimes:
     forward, input_gradient, weight_gradient = times
-    return StageTimes(
-        forward=forward, input_gradient=input_gradient, weight_gradient=weight_gradient, pair=pair
-    )
+    return StageTimes(forward=forward, input_gradient=input_gradient, weight_gradient=weight_gradient, pair=pair)
 
 
 def even_prices(

@@ -5,6 +5,7 @@ found in papers holds in a part of the settings only, the test states the form t
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
@@ -49,16 +50,16 @@ def paid_for_hops(
 # One stage a rank, whole backwards
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 8, 11, 16])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8, 16])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b"])
 def test_a_plain_pipe_takes_a_turn_for_each_microbatch_and_for_each_rank_but_one(name: str, num_ranks: int) -> None:
     for num_microbatches in few(num_ranks):
-        for times in TIMES[:3]:
+        for times in TIMES[:3] if num_ranks < 16 else TIMES[1:2]:
             makespan = played(name, num_ranks, num_microbatches, times).makespan
             assert makespan == (num_microbatches + num_ranks - 1) * sum(times)
 
 
-@pytest.mark.parametrize("num_ranks", range(1, 17))
+@pytest.mark.parametrize("num_ranks", [*range(1, 9), 12, 16])
 def test_1f1b_leaves_the_share_of_the_fill_idle_and_holds_what_the_pipe_below_is_deep(num_ranks: int) -> None:
     for num_microbatches in few(num_ranks):
         trace = played("1f1b", num_ranks, num_microbatches)
@@ -66,7 +67,7 @@ def test_1f1b_leaves_the_share_of_the_fill_idle_and_holds_what_the_pipe_below_is
         assert peaks(trace) == tuple(min(num_microbatches, num_ranks - rank) for rank in range(num_ranks))
 
 
-@pytest.mark.parametrize("num_ranks", range(1, 17))
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8, 16])
 def test_gpipe_holds_every_microbatch_and_eager_1f1b_two_for_each_rank_below_and_one(num_ranks: int) -> None:
     for num_microbatches in (1, num_ranks, 2 * num_ranks):
         assert peaks(played("gpipe", num_ranks, num_microbatches)) == (num_microbatches,) * num_ranks
@@ -82,7 +83,7 @@ def test_gpipe_holds_every_microbatch_and_eager_1f1b_two_for_each_rank_below_and
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", ["interleaved", "looped-bfs"])
 def test_a_loop_of_v_chunks_fills_in_a_vth_of_the_time(name: str, num_ranks: int, num_chunks: int) -> None:
-    for num_microbatches in (num_ranks, num_ranks + 1, 2 * num_ranks):
+    for num_microbatches in (num_ranks, num_ranks + 1, 2 * num_ranks) if num_ranks < 16 else (num_ranks + 5,):
         for times in TIMES[1:3] if num_ranks < 16 else TIMES[1:2]:
             trace = played(name, num_ranks, num_microbatches, times, chunks=num_chunks)
             assert trace.makespan == pytest.approx((num_microbatches + (num_ranks - 1) / num_chunks) * sum(times))
@@ -101,7 +102,7 @@ def test_with_fewer_microbatches_than_ranks_each_must_still_go_round_all_chunks(
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7, 8, 16])
 @pytest.mark.parametrize("num_chunks", [2, 3, 4])
 def test_interleaved_holds_its_warm_up_and_one_more_chunk(num_ranks: int, num_chunks: int) -> None:
-    for num_microbatches in (num_ranks, 2 * num_ranks):
+    for num_microbatches in (num_ranks, 2 * num_ranks) if num_ranks < 16 else (num_ranks,):
         trace = played("interleaved", num_ranks, num_microbatches, chunks=num_chunks)
         chunks_held = [
             min(num_microbatches * num_chunks, 2 * (num_ranks - 1 - rank) + (num_chunks - 1) * num_ranks + 1)
@@ -120,9 +121,9 @@ def test_looped_breadth_first_holds_every_chunk_of_every_microbatch(num_chunks: 
 # Backwards in two parts
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7, 12, 16])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7, 16])
 def test_zb_h1_fills_a_weight_gradient_into_the_bubble_for_each_rank(num_ranks: int) -> None:
-    for num_microbatches in (num_ranks, num_ranks + 1, 3 * num_ranks):
+    for num_microbatches in (num_ranks, num_ranks + 1, 3 * num_ranks) if num_ranks < 16 else (num_ranks + 1,):
         for forward, input_gradient, weight_gradient in SHORT_W:
             times = (forward, input_gradient, weight_gradient)
             makespan = played("zb-h1", num_ranks, num_microbatches, times).makespan
@@ -141,9 +142,9 @@ def test_zb_h1_fills_no_more_than_the_shortest_of_the_three_into_the_bubble(num_
             assert makespan == num_microbatches * sum(times) + bubble
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7, 12, 16])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7, 16])
 def test_zb_h2_fills_two_weight_gradients_into_the_bubble_of_the_span_for_each_rank(num_ranks: int) -> None:
-    for num_microbatches in (2 * num_ranks - 1, 2 * num_ranks, 3 * num_ranks):
+    for num_microbatches in (2 * num_ranks - 1, 3 * num_ranks) if num_ranks < 16 else (2 * num_ranks - 1,):
         for forward, input_gradient, weight_gradient in SHORT_W[:3]:
             times = (forward, input_gradient, weight_gradient)
             span = played("zb-h2", num_ranks, num_microbatches, times).span
@@ -163,7 +164,7 @@ def test_the_span_of_zb_h2_is_never_less_than_its_work_nor_than_what_a_slow_inpu
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.25, 0.5, 1.0])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 def test_zero_bubble_trades_whole_activations_for_what_weight_gradients_keep(num_ranks: int, kept: float) -> None:
     """Worker i of p, counted from 1: (p - i + 1) M_B + (i - 1) M_W; of ZB-H2, (2p - 2i + 1) M_B + (2i - 2) M_W."""
     for num_microbatches in many(num_ranks):
@@ -175,7 +176,7 @@ def test_zero_bubble_trades_whole_activations_for_what_weight_gradients_keep(num
         )
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 8, 13, 16])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 8, 16])
 def test_zb_v_has_no_bubble_in_its_span_and_holds_what_1f1b_holds_on_every_rank(num_ranks: int) -> None:
     for num_microbatches in (2 * num_ranks - 1, 2 * num_ranks):
         trace = played("zb-v", num_ranks, num_microbatches)
@@ -209,7 +210,7 @@ def test_with_no_more_microbatches_than_ranks_a_zero_bubble_pipe_is_filled_and_e
 
 @pytest.mark.parametrize("num_ranks", range(2, 17))
 def test_v_half_and_v_min_hold_half_and_a_third_of_what_1f1b_holds(num_ranks: int) -> None:
-    for num_microbatches in many(num_ranks) if num_ranks <= 10 else [2 * num_ranks]:
+    for num_microbatches in many(num_ranks) if num_ranks <= 8 else [2 * num_ranks]:
         half, third = played("v-half", num_ranks, num_microbatches), played("v-min", num_ranks, num_microbatches)
         assert max(peaks(half)) == (num_ranks + 2) // 2
         assert max(peaks(third)) == (num_ranks + 4) // 3
@@ -228,24 +229,24 @@ def two_way_bubble(times: Times, pair: float | None = None) -> float:
 
 #: For each of the two, the ranks of a pipe (a fold has half of them), and how much of a microbatch-stage a chunk is.
 TWO_WAY: list[tuple[str, Callable[[int], float], list[int]]] = [
-    ("dualpipe", lambda num_ranks: num_ranks / 2 - 1, [2, 4, 6, 8, 12, 16]),
-    ("dualpipe-v", lambda num_ranks: (num_ranks - 1) / 2, [1, 2, 3, 4, 5, 8]),
+    ("dualpipe", lambda num_ranks: num_ranks / 2 - 1, [2, 4, 6, 8, 16]),
+    ("dualpipe-v", lambda num_ranks: (num_ranks - 1) / 2, [1, 2, 3, 4, 8]),
 ]
 
 
-@pytest.mark.parametrize(("name", "num_bubbles", "all_ranks"), TWO_WAY, ids=lambda value: str(value)[:10])
+@pytest.mark.parametrize(("name", "num_bubbles", "all_ranks"), TWO_WAY, ids=["dualpipe", "dualpipe-v"])
 def test_dualpipe_takes_as_long_as_its_authors_say_when_forward_and_input_gradient_are_equal(
     name: str, num_bubbles: Callable[[int], float], all_ranks: list[int]
 ) -> None:
     for num_ranks in all_ranks:
         for num_microbatches in (2 * num_ranks, 2 * num_ranks + 2, 3 * num_ranks + num_ranks % 2):
-            for times in (UNIT, (1, 1, 0.5), (2, 2, 1.5)):
+            for times in (UNIT, (1, 1, 0.5), (2, 2, 1.5)) if num_ranks < 16 else (UNIT,):
                 work = num_microbatches * sum(times)
                 makespan = played(name, num_ranks, num_microbatches, times).makespan
                 assert makespan == work + num_bubbles(num_ranks) * two_way_bubble(times)
 
 
-@pytest.mark.parametrize(("name", "num_bubbles", "all_ranks"), TWO_WAY, ids=lambda value: str(value)[:10])
+@pytest.mark.parametrize(("name", "num_bubbles", "all_ranks"), TWO_WAY, ids=["dualpipe", "dualpipe-v"])
 def test_dualpipe_is_faster_than_its_authors_say_when_the_input_gradient_is_longer(
     name: str, num_bubbles: Callable[[int], float], all_ranks: list[int]
 ) -> None:
@@ -259,7 +260,7 @@ def test_dualpipe_is_faster_than_its_authors_say_when_the_input_gradient_is_long
                 assert makespan == said
 
 
-@pytest.mark.parametrize(("name", "num_bubbles", "all_ranks"), TWO_WAY, ids=lambda value: str(value)[:10])
+@pytest.mark.parametrize(("name", "num_bubbles", "all_ranks"), TWO_WAY, ids=["dualpipe", "dualpipe-v"])
 def test_dualpipe_is_slower_than_its_authors_say_when_the_input_gradient_is_shorter(
     name: str, num_bubbles: Callable[[int], float], all_ranks: list[int]
 ) -> None:
@@ -272,12 +273,12 @@ def test_dualpipe_is_slower_than_its_authors_say_when_the_input_gradient_is_shor
 
 
 @pytest.mark.parametrize("pair", [2, 2.5, 3])
-@pytest.mark.parametrize(("name", "num_bubbles", "all_ranks"), TWO_WAY, ids=lambda value: str(value)[:10])
+@pytest.mark.parametrize(("name", "num_bubbles", "all_ranks"), TWO_WAY, ids=["dualpipe", "dualpipe-v"])
 def test_with_overlap_the_form_of_dualpipes_authors_is_what_the_idlest_rank_is_idle(
     name: str, num_bubbles: Callable[[int], float], all_ranks: list[int], pair: float
 ) -> None:
     # It is a bubble and no makespan: with F&B under F + B the work itself is less than m T.
-    for num_ranks in all_ranks[1:5]:
+    for num_ranks in all_ranks[1:4]:
         for num_microbatches in (2 * num_ranks, 3 * num_ranks + num_ranks % 2):
             trace = played(name, num_ranks, num_microbatches, pair=pair)
             idle = trace.makespan - min(trace.busy)
@@ -286,9 +287,9 @@ def test_with_overlap_the_form_of_dualpipes_authors_is_what_the_idlest_rank_is_i
 
 @pytest.mark.parametrize("times", [UNIT, (1, 1, 0.5), (1, 1.25, 0.75)])
 def test_dualpipe_holds_one_microbatch_more_than_its_pipe_has_stages(times: Times) -> None:
-    for num_ranks in (2, 4, 6, 8, 16):
+    for num_ranks in (2, 4, 6, 8):
         assert peaks(played("dualpipe", num_ranks, 2 * num_ranks, times)) == (num_ranks + 1,) * num_ranks
-    for num_ranks in (1, 2, 3, 4, 8):
+    for num_ranks in (1, 2, 3, 4, 5):
         halves = [2 * peak for peak in peaks(played("dualpipe-v", num_ranks, 2 * num_ranks, times))]
         assert halves == [2 * num_ranks + 1] * num_ranks
 
@@ -329,7 +330,7 @@ def test_chimera_holds_from_half_the_ranks_and_one_at_the_ends_to_all_in_the_mid
         )
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 6, 8, 12, 16])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 6, 8, 16])
 def test_hanayos_bubble_shrinks_with_its_waves_as_its_authors_say(num_ranks: int) -> None:
     """Their ratio, (2P - 2) / (3PW + P - 1), is for a backward of two forwards and a microbatch for each rank."""
 
@@ -353,20 +354,20 @@ def test_hanayo_holds_no_more_than_1f1b() -> None:
 # No flush
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 def test_a_step_of_pipedream_2bw_takes_its_work_and_no_more(num_ranks: int) -> None:
     for num_microbatches in (num_ranks, num_ranks + 1, 2 * num_ranks):
         for times in TIMES[:2]:
             trace = played_schedule(pipedream_2bw(num_ranks, num_microbatches, 4), times)
             for rank in range(num_ranks):
                 ends = [event_of(trace, f"{rank}STEP{step}").end for step in range(4)]
-                for earlier, later in zip(ends[:-1], ends[1:], strict=True):
+                for earlier, later in pairwise(ends):
                     assert later - earlier == num_microbatches * sum(times)
             assert peaks(trace) == tuple(range(num_ranks, 0, -1))
 
 
 def live_versions(schedule: Schedule, rank: int) -> int:
-    """The most weight versions that a rank needs at once: the newest, and those that microbatches in flight began with."""
+    """The most weight versions that a rank needs at once: the newest, and those that its microbatches began with."""
     most, newest, in_flight = 0, 0, dict[int, int]()
     for kind, _, microbatch, _, _ in schedule.orders[rank]:
         if kind is Kind.F:
@@ -431,7 +432,7 @@ def test_a_microbatch_goes_over_a_link_as_often_each_way_as_its_placement_makes_
 # Latency
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8, 16])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("name", ["gpipe", "eager-1f1b"])
 def test_gpipe_and_eager_1f1b_pay_for_a_hop_once_each_way(name: str, num_ranks: int) -> None:
     for num_microbatches in few(num_ranks):
@@ -441,13 +442,13 @@ def test_gpipe_and_eager_1f1b_pay_for_a_hop_once_each_way(name: str, num_ranks: 
 
 @pytest.mark.parametrize("num_ranks", range(1, 17))
 def test_1f1b_pays_for_a_hop_both_ways_for_nearly_every_microbatch(num_ranks: int) -> None:
-    for num_microbatches in range(1, 4 * num_ranks, 1 if num_ranks < 5 else 3 if num_ranks < 9 else 11):
-        for times in TIMES[:2]:
+    for num_microbatches in range(1, 4 * num_ranks, 1 if num_ranks < 5 else 4 if num_ranks < 9 else 17):
+        for times in TIMES[:2] if num_ranks < 9 else TIMES[1:2]:
             num_hops = (num_ranks - 1) + (num_microbatches - 1) * (num_ranks - 1) // num_ranks
             assert paid_for_hops("1f1b", num_ranks, num_microbatches, times) == 2 * num_hops
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5, 8, 16])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5, 8])
 @pytest.mark.parametrize("num_chunks", [2, 3, 4])
 def test_interleaved_pays_for_each_hop_of_one_microbatch(num_ranks: int, num_chunks: int) -> None:
     for rounds in (1, 2, 4) if num_ranks < 8 else (1, 2):
@@ -464,7 +465,7 @@ def test_interleaved_pays_less_where_the_ranks_do_not_divide_the_microbatches(nu
         assert 2 * (num_ranks - 1) <= num_hops + 1e-6 < 2 * (num_ranks * num_chunks - 1)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5, 8, 16])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("num_chunks", [2, 3, 4])
 def test_looped_breadth_first_pays_for_a_hop_once_each_way_as_soon_as_it_has_slack(
     num_ranks: int, num_chunks: int
@@ -478,12 +479,12 @@ def test_looped_breadth_first_pays_for_a_hop_once_each_way_as_soon_as_it_has_sla
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8, 16])
 def test_zb_h1_pays_for_a_hop_twice_each_way(num_ranks: int) -> None:
-    for num_microbatches in many(num_ranks):
-        for times in TIMES[:3]:
+    for num_microbatches in many(num_ranks)[: 2 if num_ranks < 16 else 1]:
+        for times in TIMES[:3] if num_ranks < 16 else TIMES[1:2]:
             assert paid_for_hops("zb-h1", num_ranks, num_microbatches, times) == 4 * (num_ranks - 1)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 def test_zb_h2_pays_for_a_hop_once_one_way_in_its_makespan(num_ranks: int) -> None:
     for num_microbatches in many(num_ranks):
         assert paid_for_hops("zb-h2", num_ranks, num_microbatches) == num_ranks - 1
@@ -501,7 +502,8 @@ def test_zb_v_pays_for_five_hops_for_each_rank_less_seven(num_ranks: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "num_microbatches", "eager", "plain"), [(4, 8, 6, 16), (4, 16, 6, 28), (8, 16, 14, 40), (8, 32, 14, 68)]
+    ("num_ranks", "num_microbatches", "eager", "plain"),
+    [(4, 8, 6, 16), (4, 16, 6, 28), (8, 16, 14, 40), (8, 32, 14, 68)],
 )
 def test_eager_1f1b_takes_away_what_1f1b_pays_for_each_microbatch(
     num_ranks: int, num_microbatches: int, eager: int, plain: int

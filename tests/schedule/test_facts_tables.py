@@ -7,7 +7,7 @@ from shardwise.schedule.passes.backward import split_backward
 from shardwise.trace.memory import peaks
 from tests.schedule.playing import UNIT, Times, played, played_schedule
 
-#: p and m, then for each schedule "makespan" or "makespan/span"; "/span" where the table has the span alone. F = I = W = 1.
+#: p and m, then for each schedule "makespan", "makespan/span", or "/span" where the table has only that. F = I = W = 1.
 MAKESPANS_AND_SPANS = [
     (2, 4, "gpipe 15/15  1f1b 15/15  interleaved:2 13.5  interleaved:4 12.75  zb-h1 13/13  zb-h2 13/12  zb-v 12.5/12"),
     (2, 4, "dualpipe 12  dualpipe-v 13"),
@@ -27,7 +27,8 @@ MAKESPANS_AND_SPANS = [
 
 #: The same for p = 4, m = 8 with a hop of 0.1.
 WITH_A_HOP = (
-    "gpipe 33.6  1f1b 34.6  interleaved:2 29.9  zb-h1 28.2  zb-h2 27.3/24.6  zb-v 26.8/25.6  dualpipe-v 28.7  dualpipe 26.9"
+    "gpipe 33.6  1f1b 34.6  interleaved:2 29.9  zb-h1 28.2  zb-h2 27.3/24.6  zb-v 26.8/25.6  "
+    "dualpipe-v 28.7  dualpipe 26.9"
 )
 
 #: And with F, I, W of 1, 1.2, 0.8.
@@ -40,9 +41,7 @@ def check_row(num_ranks: int, num_microbatches: int, row: str, times: Times = UN
     words = row.split()
     for label, figures in zip(words[::2], words[1::2], strict=True):
         name, _, chunks = label.partition(":")
-        trace = played(
-            name, num_ranks, num_microbatches, times, chunks=int(chunks) if chunks else None, hop=hop
-        )
+        trace = played(name, num_ranks, num_microbatches, times, chunks=int(chunks) if chunks else None, hop=hop)
         makespan, _, span = figures.partition("/")
         if makespan:
             assert trace.makespan == pytest.approx(float(makespan), abs=1e-9), f"makespan of {label}"

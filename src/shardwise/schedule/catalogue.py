@@ -88,6 +88,11 @@ def make_schedule(name: str, num_ranks: int, num_microbatches: int, num_chunks: 
     return schedule
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 stage`, `4 stages`, `8 microbatches`."""
+    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("ch") else "s")
+
+
 def check_counts(num_ranks: int, num_microbatches: int) -> None:
     """Refuse numbers that no schedule can have."""
     if num_ranks < 1:
@@ -108,8 +113,9 @@ def check(entry: Entry, num_ranks: int, num_microbatches: int, num_chunks: int |
         )
     least = entry.least_microbatches * num_ranks
     if num_microbatches < least:
+        stages = counted(num_ranks, "stage")
         raise ShardwiseError(
-            f"{entry.name} over {num_ranks} stages needs at least {least} microbatches, not {num_microbatches}",
+            f"{entry.name} over {stages} needs at least {least} microbatches, not {num_microbatches}",
             remedy=f"--microbatches {least}",
         )
     if entry.even_microbatches and num_microbatches % 2:
@@ -125,12 +131,12 @@ def _check_chunks(entry: Entry, num_chunks: int) -> None:
     if entry.any_chunks_from is None:
         if num_chunks != entry.chunks:
             raise ShardwiseError(
-                f"{entry.name} has {entry.chunks} {'chunk' if entry.chunks == 1 else 'chunks'} on a rank, "
-                f"not {num_chunks}",
+                f"{entry.name} has {counted(entry.chunks, 'chunk')} on a rank, not {num_chunks}",
                 remedy=f"--chunks {entry.chunks}, or a schedule that takes any number, like interleaved",
             )
     elif num_chunks < entry.any_chunks_from or (entry.even_chunks and num_chunks % 2):
-        wanted = f"{entry.any_chunks_from} or more chunks" + (", an even number," if entry.even_chunks else "")
+        wanted = "an even number of chunks" if entry.even_chunks else "chunks"
         raise ShardwiseError(
-            f"{entry.name} takes {wanted} on a rank, not {num_chunks}", remedy=f"--chunks {entry.chunks}"
+            f"{entry.name} takes {wanted} on a rank, {entry.any_chunks_from} or more, not {num_chunks}",
+            remedy=f"--chunks {entry.chunks}",
         )

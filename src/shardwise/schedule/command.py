@@ -6,6 +6,7 @@ from pathlib import Path
 
 from shardwise.answer import Answer, Canvas, table
 from shardwise.errors import ShardwiseError, unknown
+from shardwise.schedule.catalogue import counted
 from shardwise.schedule.outcome import Outcome, make, names, play_out
 from shardwise.schedule.question import Question, make_question
 from shardwise.schedule.schedule import Schedule
@@ -74,17 +75,24 @@ def _get_schedule(arguments: argparse.Namespace) -> tuple[Schedule, Question]:
     if name in names():
         question = _get_question(arguments, arguments.stages, arguments.microbatches)
         return make(name, question), question
-    if not (path.is_file() or path.suffix or path.parent != Path()):
+    if not (path.suffix or "/" in name or _is_file(path)):
         error = unknown("schedule", name, names())
         remedy = f"shardwise schedule {error.remedy or '1f1b'}, or the path of a schedule file"
         raise ShardwiseError(error.problem, remedy=remedy)
+    schedule = load_schedule(path)
     if (arguments.stages, arguments.microbatches, arguments.chunks) != (None, None, None):
         raise ShardwiseError(
             f"{path.name} is a file and says itself how many stages, microbatches and chunks it has",
             remedy=f"shardwise schedule {name}",
         )
-    schedule = load_schedule(path)
     return schedule, _get_question(arguments, schedule.num_ranks, schedule.num_microbatches)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # No file has a name so long.
+        return False
 
 
 def _get_question(arguments: argparse.Namespace, num_ranks: int | None, num_microbatches: int | None) -> Question:
@@ -134,8 +142,8 @@ def _renderer(outcome: Outcome, saved: list[str]) -> Callable[[Canvas], None]:
         schedule, trace = outcome.schedule, outcome.trace
         chunks = schedule.placement.num_chunks
         canvas.print(
-            f"{canvas.paint(schedule.name, 'bold')}: {schedule.num_ranks} stages, "
-            f"{schedule.num_microbatches} microbatches" + (f", {chunks} chunks a rank" if chunks > 1 else "")
+            f"{canvas.paint(schedule.name, 'bold')}: {counted(schedule.num_ranks, 'stage')}, "
+            f"{counted(schedule.num_microbatches, 'microbatch')}" + (f", {chunks} chunks a rank" if chunks > 1 else "")
         )
         canvas.print()
         if sum(map(len, trace.compute)) <= _MOST_DRAWN:
@@ -159,12 +167,13 @@ def _render_numbers(outcome: Outcome, canvas: Canvas) -> None:
         f"bubble {format_percent(outcome.bubble)}, {schedule.num_instructions} instructions"
     )
     if schedule.staleness:
-        canvas.print(f"drawn are {schedule.num_steps} steps, which take {format_number(trace.makespan, 6)} together")
+        canvas.print(f"drawn: {counted(schedule.num_steps, 'step')}, {format_number(trace.makespan, 6)} in all")
     path = [event for event in critical_path(trace) if event.seconds > 0]
-    on_path = {lane: sum(event.seconds for event in path if event.lane is lane) for lane in {each.lane for each in path}}
+    lanes = sorted({event.lane for event in path})
+    on_path = [(sum(event.seconds for event in path if event.lane is lane), lane) for lane in lanes]
     canvas.print(
         "critical path: "
-        + ", ".join(f"{format_number(seconds, 6)} {lane}" for lane, seconds in sorted(on_path.items()))
+        + ", ".join(f"{format_number(seconds, 6)} {lane}" for seconds, lane in on_path)
         + f", over ranks {_ranks_of([event.rank for event in path])}"
     )
     canvas.print()
@@ -193,5 +202,7 @@ def _compare(arguments: argparse.Namespace) -> Answer:
 
     if arguments.name is not None or arguments.save:
         extra = arguments.name if arguments.name is not None else "--save"
-        raise ShardwiseError(f"--compare is about all schedules and does not go with {extra}", remedy="one of the two")
+        raise ShardwiseError(
+            f"--compare is about all schedules and does not go with {extra}", remedy=f"--compare without {extra}"
+        )
     return compare(_get_question(arguments, arguments.stages, arguments.microbatches))

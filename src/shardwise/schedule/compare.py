@@ -2,7 +2,7 @@
 
 from shardwise.answer import Answer, Canvas, table
 from shardwise.errors import ShardwiseError
-from shardwise.schedule.catalogue import CATALOGUE
+from shardwise.schedule.catalogue import CATALOGUE, counted
 from shardwise.schedule.outcome import Outcome, make, names, play_out
 from shardwise.schedule.question import Question
 from shardwise.units import format_number, format_percent
@@ -17,6 +17,8 @@ def compare(question: Question) -> Answer:
             outcomes.append((name, play_out(make(name, question), question)))
         except ShardwiseError as error:
             refused.append((name, error.problem.splitlines()[0]))
+            if len(refused) == len(names()):
+                raise  # What even `auto` cannot do, nothing can.
     outcomes.sort(key=lambda entry: (entry[1].span, entry[1].makespan))
     data = {
         "num_stages": question.num_ranks,
@@ -50,7 +52,8 @@ def _weight_copies(name: str) -> int:
 def _render(
     outcomes: list[tuple[str, Outcome]], refused: list[tuple[str, str]], question: Question, canvas: Canvas
 ) -> None:
-    canvas.print(f"{question.num_ranks} stages, {question.num_microbatches} microbatches, shortest span first")
+    stages, microbatches = counted(question.num_ranks, "stage"), counted(question.num_microbatches, "microbatch")
+    canvas.print(f"{stages}, {microbatches}, shortest span first")
     canvas.print()
     columns = ["schedule", "makespan", "span", "bubble", "holds", "weights", "chunks", "sends", "idea"]
     rows = [

@@ -144,7 +144,7 @@ def _parse_single(text: str) -> Instruction:
     kind = Kind[word]
     if mark != _PEER_MARK.get(kind) and not (kind is Kind.REDUCE and mark is None):
         wanted = _PEER_MARK.get(kind)
-        should = f"{stage}{word}{microbatch}" + (f"{wanted}1" if wanted else "")
+        should = f"{stage}{word}{microbatch}" + (f"{wanted}{peer or int(stage) + 1}" if wanted else "")
         raise ShardwiseError(
             f"'{text}': {word} " + (f"names its peer stage after '{wanted}'" if wanted else "has no peer"),
             remedy=should,

@@ -16,6 +16,11 @@ Order on a rank is the list itself: computation runs one after the other, and wh
 computation before it has finished.
 """
 
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from operator import itemgetter
+from typing import NamedTuple
+
 from shardwise.schedule.instruction import BACKWARD, Instruction, Kind
 from shardwise.schedule.schedule import Schedule
 
@@ -26,8 +31,19 @@ _USES_PARAMETERS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 _OF_A_STEP = frozenset({Kind.REDUCE, Kind.STEP})
 
 
+class Alike(NamedTuple):
+    """Nodes that are alike but for their microbatch, and the microbatch of each."""
+
+    nodes: list[int]
+    microbatches: list[int]
+
+
 class Needs:
-    """The relation, resolved for one schedule. Its nodes are the instructions, numbered rank by rank."""
+    """The relation, resolved for one schedule. Its nodes are the instructions, numbered rank by rank.
+
+    A schedule may hold millions of instructions, but they are a few hundred that come again with every microbatch.
+    So what does not depend on the microbatch is worked out once for all nodes that are alike but for it.
+    """
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -41,75 +57,88 @@ class Needs:
         self.repeated: list[tuple[int, int]] = []
         #: What is needed and made by nobody: (node, the instruction that it needs).
         self.missing: list[tuple[int, Instruction]] = []
-        # Makers are looked up by one whole number: that of what is made, times the microbatches, plus the microbatch.
-        self._numbers: dict[Made, int] = {}
-        self._stride = 1 + max(
-            (part.microbatch for node in self.nodes for part in (node, node.beside) if part is not None), default=0
-        )
-        self._makers: dict[int, int] = {}
+        #: The nodes, by what they are without their microbatch; a pair is with the forwards, and its backward below.
+        self.alike: dict[Made, Alike] = defaultdict(_none_yet)
+        self.beside: list[tuple[int, Instruction]] = []
+        for node, (kind, stage, microbatch, peer, beside) in enumerate(self.nodes):
+            nodes, microbatches = self.alike[kind, stage, peer]
+            nodes.append(node)
+            microbatches.append(microbatch)
+            if beside is not None:
+                self.beside.append((node, beside))
+        #: Who makes what: for each thing that is made, the node of each microbatch.
+        self._makers: dict[Made, dict[int, int]] = {}
         self._find_makers()
         #: For each node, the nodes that must have finished before it starts.
-        self.before: list[list[int]] = self._resolve()
+        self.before: list[tuple[int, ...]] = [()] * len(self.nodes)
+        self._resolve()
 
     def find(self, kind: Kind, stage: int, microbatch: int, peer: int | None = None) -> int | None:
         """The node that does this; a `B` does both `I` and `W`."""
-        return self._makers.get(self._number((kind, stage, peer)) + microbatch)
-
-    def _number(self, made: Made) -> int:
-        return self._numbers.setdefault(made, len(self._numbers) * self._stride)
+        makers = self._makers.get((kind, stage, peer))
+        return None if makers is None else makers.get(microbatch)
 
     def _find_makers(self) -> None:
-        makers, number = self._makers, self._number
-        for node, (kind, stage, microbatch, peer, beside) in enumerate(self.nodes):
-            if kind is Kind.B:
-                self._add(number((Kind.I, stage, None)) + microbatch, node)
-                self._add(number((Kind.W, stage, None)) + microbatch, node)
-                continue
-            key = number((kind, stage, peer)) + microbatch
-            if makers.setdefault(key, node) != node:
-                self.repeated.append((node, makers[key]))
-            if beside is not None:
-                self._add(number((Kind.I, beside.stage, None)) + beside.microbatch, node)
-                if beside.kind is Kind.B:
-                    self._add(number((Kind.W, beside.stage, None)) + beside.microbatch, node)
+        claims: dict[Made, Alike] = defaultdict(_none_yet)
+        for (kind, stage, peer), (nodes, microbatches) in self.alike.items():
+            for made in _made_by(kind, stage, peer):
+                claims[made].nodes.extend(nodes)
+                claims[made].microbatches.extend(microbatches)
+        for node, (kind, stage, microbatch, peer, _) in self.beside:
+            for made in _made_by(kind, stage, peer):
+                claims[made].nodes.append(node)
+                claims[made].microbatches.append(microbatch)
+        for made, (nodes, microbatches) in claims.items():
+            self._makers[made] = dict(zip(microbatches, nodes, strict=True))
+            if len(self._makers[made]) < len(nodes):
+                self._settle(made, claims[made])
+        self.repeated.sort(key=itemgetter(0))
 
-    def _add(self, key: int, node: int) -> None:
-        earlier = self._makers.setdefault(key, node)
-        if earlier != node:
-            self.repeated.append((node, earlier))
+    def _settle(self, made: Made, claims: Alike) -> None:
+        """Of several nodes that make the same, let the first be its maker and note the others."""
+        last_to_first = sorted(zip(claims.nodes, claims.microbatches, strict=True), reverse=True)
+        makers = self._makers[made] = {microbatch: node for node, microbatch in last_to_first}
+        earliest = [(node, makers[microbatch]) for node, microbatch in last_to_first]
+        self.repeated += [(node, earlier) for node, earlier in earliest if earlier != node]
 
-    def _resolve(self) -> list[list[int]]:
-        """Look up who makes what each node needs; what it needs of its own microbatch is the same for each of them."""
-        before: list[list[int]] = []
-        makers = self._makers
-        recipes: dict[Made, tuple[int, ...]] = {}
-        gathered: dict[int, int] = {}
-        offloads = any(kind is Kind.OFFLOAD for kind, _, _ in self._numbers)
-        plain = self.schedule.num_steps == 1 and not offloads
-        for node, instruction in enumerate(self.nodes):
-            kind, stage, microbatch, peer, beside = instruction
+    def _resolve(self) -> None:
+        """Look up who makes what each node needs."""
+        for (kind, stage, peer), alike in self.alike.items():
             if kind in _OF_A_STEP:
-                before.append(self._resolve_step(node, instruction))
-                continue
-            recipe = recipes.get((kind, stage, peer))
-            if recipe is None:
-                recipe = tuple(self._number(made) for made in self._made_for(kind, stage, peer))
-                recipes[kind, stage, peer] = recipe
-            found = []
-            for number in recipe:
-                maker = makers.get(number + microbatch)
-                if maker is None:
-                    self._note_missing(node, number, microbatch)
-                else:
-                    found.append(maker)
-            if kind is Kind.GATHER:
-                gathered[stage] = node
-            if beside is not None:
-                found += [maker for maker in self._resolve_part(node, beside) if maker != node]
-            if gathered or not plain:
-                found += self._resolve_weights(node, instruction, gathered)
-            before.append(found)
-        return before
+                for node in alike.nodes:
+                    self._add(node, self._made_for_step(self.nodes[node]))
+            else:
+                self._resolve_alike(alike, self._made_for(kind, stage, peer))
+        for node, (kind, stage, microbatch, peer, _) in self.beside:
+            self._add(node, [(made, microbatch) for made in self._made_for(kind, stage, peer)])
+        kinds = {kind for kind, _, _ in self.alike}
+        if self.schedule.num_steps > 1 or not kinds.isdisjoint({Kind.GATHER, Kind.OFFLOAD}):
+            self._resolve_weights()
+        self.missing.sort(key=itemgetter(0))
+
+    def _resolve_alike(self, alike: Alike, wanted: Sequence[Made]) -> None:
+        """Look up the same for many nodes: at once, and one by one only where something is missing."""
+        nodes, microbatches = alike
+        try:
+            columns = [map(self._makers[made].__getitem__, microbatches) for made in wanted]
+            found = list(zip(*columns, strict=True))
+        except KeyError:
+            for node, microbatch in zip(nodes, microbatches, strict=True):
+                self._add(node, [(made, microbatch) for made in wanted])
+        else:
+            for node, makers in zip(nodes, found, strict=bool(wanted)):
+                self.before[node] = makers
+
+    def _add(self, node: int, wanted: Iterable[tuple[Made, int]]) -> None:
+        """Let a node wait for what it wants: things made, each of a microbatch. A pair has its other half already."""
+        found = []
+        for (kind, stage, peer), microbatch in wanted:
+            maker = self.find(kind, stage, microbatch, peer)
+            if maker is None:
+                self.missing.append((node, Instruction(kind, stage, microbatch, peer)))
+            elif maker != node:
+                found.append(maker)
+        self.before[node] += tuple(found)
 
     def _made_for(self, kind: Kind, stage: int, peer: int | None) -> list[Made]:
         """What an instruction needs of its own microbatch."""
@@ -139,46 +168,41 @@ class Needs:
         ranks = self.schedule.placement.ranks
         return self.schedule.communicates and ranks[maker] != ranks[reader]
 
-    def _resolve_part(self, node: int, part: Instruction) -> list[int]:
-        return self._look_up(node, self._made_for(part.kind, part.stage, part.peer), part.microbatch)
-
-    def _resolve_weights(self, node: int, instruction: Instruction, gathered: dict[int, int]) -> list[int]:
-        """What a computation needs besides its microbatch's values: its weights, and saved values that were put away."""
-        found: list[int] = []
-        for kind, stage, microbatch, _, _ in instruction.parts:
-            if kind in _USES_PARAMETERS and stage in gathered:
-                found.append(gathered[stage])
-            version = self.schedule.step_of(microbatch) - 1 - self.schedule.staleness
-            if kind is Kind.F and version >= 0:
-                found += self._look_up(node, [(Kind.STEP, stage, None)], version)
-            if kind in BACKWARD and self.find(Kind.OFFLOAD, stage, microbatch) is not None:
-                found += self._look_up(node, [(Kind.RELOAD, stage, None)], microbatch)
-        return found
-
-    def _resolve_step(self, node: int, instruction: Instruction) -> list[int]:
+    def _made_for_step(self, instruction: Instruction) -> list[tuple[Made, int]]:
+        """The gradients of a whole step, and the reductions that there are."""
         kind, stage, step, tie, _ = instruction
         placement, count = self.schedule.placement, self.schedule.num_microbatches
-        found: list[int] = []
-        for member in (stage,) if tie is None else placement.ties[tie]:
-            for microbatch in range(step * count, (step + 1) * count):
-                if member in placement.pipe(microbatch):
-                    found += self._look_up(node, [(Kind.W, member, None)], microbatch)
+        wanted: list[tuple[Made, int]] = [
+            ((Kind.W, member, None), microbatch)
+            for member in ((stage,) if tie is None else placement.ties[tie])
+            for microbatch in range(step * count, (step + 1) * count)
+            if member in placement.pipe(microbatch)
+        ]
         if kind is Kind.STEP:
-            reductions = [self.find(Kind.REDUCE, stage, step, tie) for tie in (None, *range(len(placement.ties)))]
-            found += [reduction for reduction in reductions if reduction is not None]
-        return found
+            reductions: list[Made] = [(Kind.REDUCE, stage, tie) for tie in (None, *range(len(placement.ties)))]
+            wanted += [(made, step) for made in reductions if step in self._makers.get(made, ())]
+        return wanted
 
-    def _look_up(self, node: int, wanted: list[Made], microbatch: int) -> list[int]:
-        found = []
-        for made in wanted:
-            number = self._number(made)
-            maker = self._makers.get(number + microbatch)
-            if maker is None:
-                self._note_missing(node, number, microbatch)
-            else:
-                found.append(maker)
-        return found
+    def _resolve_weights(self) -> None:
+        """Add what a computation needs besides its microbatch's values: its weights, and saved values put away."""
+        gathered: dict[int, int] = {}
+        for node, instruction in enumerate(self.nodes):
+            if instruction.kind is Kind.GATHER:
+                gathered[instruction.stage] = node
+            for kind, stage, microbatch, _, _ in instruction.parts:
+                if kind in _USES_PARAMETERS and stage in gathered:
+                    self.before[node] += (gathered[stage],)
+                version = self.schedule.step_of(microbatch) - 1 - self.schedule.staleness
+                if kind is Kind.F and version >= 0:
+                    self._add(node, [((Kind.STEP, stage, None), version)])
+                if kind in BACKWARD and self.find(Kind.OFFLOAD, stage, microbatch) is not None:
+                    self._add(node, [((Kind.RELOAD, stage, None), microbatch)])
 
-    def _note_missing(self, node: int, number: int, microbatch: int) -> None:
-        kind, stage, peer = next(made for made, known in self._numbers.items() if known == number)
-        self.missing.append((node, Instruction(kind, stage, microbatch, peer)))
+
+def _made_by(kind: Kind, stage: int, peer: int | None) -> tuple[Made, ...]:
+    """What comes of an instruction: a full backward makes both gradients."""
+    return ((Kind.I, stage, None), (Kind.W, stage, None)) if kind is Kind.B else ((kind, stage, peer),)
+
+
+def _none_yet() -> Alike:
+    return Alike([], [])

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from math import inf
 
-from shardwise.schedule.catalogue import CATALOGUE, make_schedule
+from shardwise.errors import ShardwiseError
+from shardwise.schedule.catalogue import CATALOGUE, counted, make_schedule
 from shardwise.schedule.instruction import SENDS
 from shardwise.schedule.passes.lower import lower
 from shardwise.schedule.question import Question
@@ -11,6 +12,9 @@ from shardwise.schedule.schedule import Schedule
 from shardwise.schedule.simulate import simulate
 from shardwise.schedule.verify import peak_held, verify
 from shardwise.trace.events import Lane, Trace
+
+#: A larger schedule takes minutes to make and play, and says no more: a long step repeats itself.
+_MOST_FORWARDS = 200_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +51,18 @@ class Outcome:
 
 def make(name: str, question: Question) -> Schedule:
     """Return a schedule by name, computation only; `auto` is made for the question's times and memory."""
+    _check_size(question)
     if name != "auto":
         return make_schedule(name, question.num_ranks, question.num_microbatches, question.num_chunks)
     from shardwise.schedule.auto.search import Setting, auto  # Takes its time to import, and is not always wanted.
 
+    max_chunks = min(question.num_chunks or 2, 2)
+    if len(question.times) not in (question.num_ranks, max_chunks * question.num_ranks):
+        raise ShardwiseError(
+            f"times are given for {counted(len(question.times), 'stage')}, but auto cuts a model into at most "
+            f"{max_chunks * question.num_ranks}",
+            remedy=f"a line of times for each rank, {question.num_ranks} in all",
+        )
     holds_all = float(question.num_microbatches)
     return auto(
         Setting(
@@ -60,9 +72,22 @@ def make(name: str, question: Question) -> Schedule:
             hops=question.hops,
             memory=tuple(holds_all if limit == inf else limit for limit in question.memory),
             kept_for_weights=question.kept_for_weights,
-            max_chunks=question.num_chunks or 2,
+            max_chunks=max_chunks,
         )
     )
+
+
+def _check_size(question: Question) -> None:
+    """Refuse what would not be answered while a person waits."""
+    num_stages = question.num_ranks * (question.num_chunks or 1)
+    num_forwards = num_stages * question.num_microbatches
+    if num_forwards > _MOST_FORWARDS:
+        fewer = min(_MOST_FORWARDS // num_stages, 4 * question.num_ranks)
+        raise ShardwiseError(
+            f"{question.num_microbatches} microbatches through {counted(num_stages, 'stage')} are {num_forwards} "
+            f"forwards, but at most {_MOST_FORWARDS} are played",
+            remedy=f"--microbatches {fewer}: a longer step repeats itself" if fewer else "--chunks 2",
+        )
 
 
 def play_out(schedule: Schedule, question: Question) -> Outcome:

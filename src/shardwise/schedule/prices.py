@@ -50,8 +50,8 @@ class StageTimes:
         low, high = max(self.forward, self.backward), self.total
         if self.pair is not None and not low <= self.pair <= high:
             raise ShardwiseError(
-                f"an overlapped pair of {self.pair} is not between its longer half, {low}, and both together, {high}",
-                remedy=f"--pair {low}",
+                f"an overlapped pair of {self.pair:g} is not between its longer half, {low:g}, and both together, {high:g}",
+                remedy=f"--pair {low:g}",
             )
 
     @property
@@ -109,12 +109,14 @@ def stage_prices(
             return cost[instruction.kind, instruction.stage]
         ahead, back = instruction.parts
         pair = of_stage[instruction.stage].pair
-        return cost[ahead.kind, ahead.stage] + cost[back.kind, back.stage] if pair is None else scale * pair
+        if pair is not None and back.kind is Kind.B:
+            return scale * pair
+        return cost[ahead.kind, ahead.stage] + cost[back.kind, back.stage]
+
+    every_hop = (hops[0] if hops else 0.0, 0.0) if len(hops) <= 1 else None
 
     def hop_seconds(send: Instruction, source: int, target: int) -> tuple[float, float]:  # noqa: ARG001 - all values alike
-        if len(hops) <= 1:
-            return (hops[0] if hops else 0.0), 0.0
-        return max(hops[min(source, target) : max(source, target)]), 0.0
+        return every_hop or (max(hops[min(source, target) : max(source, target)]), 0.0)
 
     return Prices(
         seconds=seconds, hop_seconds=hop_seconds, held=activations(placement, kept_for_weights), slowdown=slowdown
@@ -135,12 +137,14 @@ def activations(placement: Placement, kept_for_weights: float = 1.0) -> Callable
         Kind.RELOAD: (share, 0.0),
     }
 
+    nothing = (0.0, 0.0)
+
     def held(instruction: Instruction) -> tuple[float, float]:
-        at_start, at_end = table.get(instruction.kind, (0.0, 0.0))
+        change = table.get(instruction.kind, nothing)
         if instruction.beside is None:
-            return at_start, at_end
-        more_at_start, more_at_end = table[instruction.beside.kind]
-        return at_start + more_at_start, at_end + more_at_end
+            return change
+        other = table[instruction.beside.kind]
+        return change[0] + other[0], change[1] + other[1]
 
     return held
 

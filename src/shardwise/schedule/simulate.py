@@ -5,10 +5,11 @@ finished and then runs beside it, in order on each link and on each of a rank's 
 has been sent *and* its receive has been posted, as with real network buffers.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from heapq import heappop, heappush
 
 from shardwise.errors import ShardwiseError
+from shardwise.schedule.garbage import collection_paused
 from shardwise.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind, text_of
 from shardwise.schedule.needs import Needs
 from shardwise.schedule.passes.communication import insert_communication
@@ -22,6 +23,7 @@ def simulate(schedule: Schedule, prices: Prices) -> Trace:
     return play(insert_communication(schedule), prices)
 
 
+@collection_paused()
 def play(schedule: Schedule, prices: Prices) -> Trace:
     """Return what happens when the instructions are run exactly as they stand."""
     return _Player(schedule, prices).run()
@@ -77,10 +79,12 @@ class _Player:
 
     def __init__(self, schedule: Schedule, prices: Prices) -> None:
         needs = Needs(schedule)
-        self.schedule, self.prices = schedule, prices
+        self.needs, self.schedule, self.prices = needs, schedule, prices
         count = len(needs.nodes)
         self.nodes, self.rank, self.before = needs.nodes, needs.rank, needs.before
+        self.lane = [_LANES[instruction.kind] for instruction in needs.nodes]
         self.computes = [instruction.kind in COMPUTE for instruction in needs.nodes]
+        self.receives = [instruction.kind in RECEIVES for instruction in needs.nodes]
         self.start: list[float] = [0.0] * count
         self.end: list[float | None] = [None] * count
         self.after: list[int | None] = [None] * count
@@ -91,9 +95,10 @@ class _Player:
         self.num_events = 0
         # Who to look at again when a node ends: a rank (0 or more) or the queue of a node (as ~node).
         self.waiting: dict[int, list[int]] = {}
-        self.queues: dict[tuple[object, ...], _Queue] = {}
-        self.queue_of: dict[int, _Queue] = {}
-        self.receive_of: dict[int, int] = {}
+        self.queues: dict[tuple[int, int | Lane], _Queue] = defaultdict(_Queue)
+        # For what has been issued its queue, and for a send its receive, once that is posted.
+        self.queue_of: list[_Queue | None] = [None] * count
+        self.receive_of: list[int | None] = [None] * count
         self.running = [_Running() for _ in schedule.orders] if prices.slowdown else None
 
     def run(self) -> Trace:
@@ -115,20 +120,22 @@ class _Player:
 
     def _advance(self, rank: int, now: float, cause: int | None) -> None:
         """Walk down a rank's list until something has to be waited for."""
-        last, end = self.last_position[rank], self.end
-        position = self.position[rank]
-        while position < last:
-            if not self.computes[position]:
-                position += 1
-                self.position[rank] = position
-                self._issue(position - 1, now, cause)
-                continue
-            for need in self.before[position]:
-                if end[need] is None:
-                    self.waiting.setdefault(need, []).append(rank)
-                    return
-            self._start_compute(position, rank, now, cause)
+        node, last = self.position[rank], self.last_position[rank]
+        computes, receives = self.computes, self.receives
+        while node < last and not computes[node]:
+            if receives[node]:
+                self._post(node, now, cause)
+            else:
+                self._issue(node, now, cause)
+            node += 1
+        self.position[rank] = node
+        if node == last:
             return
+        for need in self.before[node]:
+            if self.end[need] is None:
+                self.waiting.setdefault(need, []).append(rank)
+                return
+        self._start_compute(node, rank, now, cause)
 
     def _start_compute(self, node: int, rank: int, now: float, cause: int | None) -> None:
         self.start[node] = now
@@ -139,8 +146,12 @@ class _Player:
             running.node, running.remaining, running.since = node, seconds, now
             seconds *= 1 + self.prices.slowdown if running.num_transfers else 1
             running.ends_at = now + seconds
+        self._push(now + seconds, node)
+
+    def _push(self, time: float, node: int) -> None:
+        """Note what happens at a time; of what happens at the same time, the first noted comes first."""
         self.num_events += 1
-        heappush(self.events, (now + seconds, self.num_events, node))
+        heappush(self.events, (time, self.num_events, node))
 
     def _finish_compute(self, node: int, now: float) -> None:
         self.end[node] = now
@@ -152,30 +163,31 @@ class _Player:
         if node in self.waiting:
             self._wake(node, now, node)
 
+    def _post(self, node: int, now: float, cause: int | None) -> None:
+        """Make room for what is to be received; if it was sent already it may move now."""
+        self.start[node] = now
+        send = self.before[node][0]
+        self.receive_of[send] = node
+        queue = self.queue_of[send]
+        if queue is not None:
+            self._start_next(queue, now, cause)
+
     def _issue(self, node: int, now: float, cause: int | None) -> None:
         """Hand over an instruction that runs beside the computation."""
-        instruction, rank = self.nodes[node], self.rank[node]
-        kind = instruction.kind
-        if kind is Kind.RELEASE:
+        if self.nodes[node].kind is Kind.RELEASE:
             self.start[node] = self.end[node] = now
             self.after[node] = cause
             return
-        if kind in RECEIVES:
-            self.start[node] = now
-            send = self.before[node][0]
-            self.receive_of[send] = node
-            if send in self.queue_of:
-                self._start_next(self.queue_of[send], now, cause)
-            return
-        lane: tuple[object, ...] = (rank, _LANES[kind])
-        if instruction.peer is not None and kind in SENDS:
-            lane = (rank, self.schedule.placement.ranks[instruction.peer])
-        queue = self.queues.get(lane)
-        if queue is None:
-            queue = self.queues[lane] = _Queue()
-        self.queue_of[node] = queue
+        queue = self.queue_of[node] = self._get_queue(node)
         queue.waiting.append(node)
         self._start_next(queue, now, cause)
+
+    def _get_queue(self, node: int) -> _Queue:
+        """A send queues up with all that goes to the same rank, everything else with its own kind on its own rank."""
+        rank, lane, peer = self.rank[node], self.lane[node], self.nodes[node].peer
+        if lane is Lane.SEND and peer is not None:
+            return self.queues[rank, self.schedule.placement.ranks[peer]]
+        return self.queues[rank, lane]
 
     def _start_next(self, queue: _Queue, now: float, cause: int | None) -> None:
         """Start what stands first in a queue, as long as the lane is free and the first has what it needs."""
@@ -185,28 +197,26 @@ class _Player:
                 if self.end[need] is None:
                     self.waiting.setdefault(need, []).append(~node)
                     return
-            instruction, rank = self.nodes[node], self.rank[node]
-            if instruction.kind not in SENDS:
-                seconds = occupied = self.prices.seconds(instruction, rank)
-            elif node in self.receive_of:
-                seconds, occupied = self.prices.hop_seconds(instruction, rank, self.rank[self.receive_of[node]])
+            receive = self.receive_of[node]
+            if receive is not None:
+                seconds, occupied = self.prices.hop_seconds(self.nodes[node], self.rank[node], self.rank[receive])
+            elif self.lane[node] is not Lane.SEND:
+                seconds = occupied = self.prices.seconds(self.nodes[node], self.rank[node])
             else:
                 return  # The receive is not posted yet; posting it looks here again.
             queue.waiting.popleft()
             self.start[node] = now
             self.after[node] = cause
             queue.last_end = max(queue.last_end, now + seconds)
-            self.num_events += 1
-            heappush(self.events, (queue.last_end, self.num_events, node))
+            self._push(queue.last_end, node)
             if occupied > 0:
                 queue.busy = True
-                self.num_events += 1
-                heappush(self.events, (now + occupied, self.num_events, ~node))
+                self._push(now + occupied, ~node)
             if self.running is not None and seconds > 0:
                 self._change_pace(node, now, +1)
 
     def _free_lane(self, node: int, now: float) -> None:
-        queue = self.queue_of[node]
+        queue = self._get_queue(node)
         queue.busy = False
         self._start_next(queue, now, node)
 
@@ -214,19 +224,20 @@ class _Player:
         self.end[node] = now
         if self.running is not None and now > self.start[node]:
             self._change_pace(node, now, -1)
-        receive = self.receive_of.get(node)
-        if receive is not None:
+        receive = self.receive_of[node]
+        if receive is None:
+            self._wake(node, now, node)
+        else:  # What waits for a value waits for the receive, never for the send.
             self.end[receive] = now
             self.after[receive] = node
             self._wake(receive, now, node)
-        self._wake(node, now, node)
 
     def _wake(self, node: int, now: float, cause: int) -> None:
         for waiter in self.waiting.pop(node, ()):
             if waiter >= 0:
                 self._advance(waiter, now, cause)
             else:
-                self._start_next(self.queue_of[~waiter], now, cause)
+                self._start_next(self._get_queue(~waiter), now, cause)
 
     def _is_current(self, node: int, now: float) -> bool:
         """Whether a computation's end still stands, or was moved by a transfer that began or ended since."""
@@ -237,9 +248,8 @@ class _Player:
     def _change_pace(self, node: int, now: float, change: int) -> None:
         """A transfer begins or ends: the computation beside it, on both ranks of it, changes its pace."""
         assert self.running is not None, "pace changes only where transfers slow compute"
-        touched = {self.rank[node]}
-        if node in self.receive_of:
-            touched.add(self.rank[self.receive_of[node]])
+        receive = self.receive_of[node]
+        touched = {self.rank[node]} if receive is None else {self.rank[node], self.rank[receive]}
         for rank in touched:
             running = self.running[rank]
             old = 1 + self.prices.slowdown if running.num_transfers else 1
@@ -250,8 +260,7 @@ class _Player:
             running.remaining = max(0.0, running.remaining - (now - running.since) / old)
             running.since = now
             running.ends_at = now + running.remaining * new
-            self.num_events += 1
-            heappush(self.events, (running.ends_at, self.num_events, running.node))
+            self._push(running.ends_at, running.node)
 
     def _find_stuck(self) -> dict[int, int]:
         """For each rank that did not reach its end, the node where it stands and the first node that it waits for."""
@@ -263,28 +272,46 @@ class _Player:
         return stuck
 
     def _trace(self) -> Trace:
-        held, ranks = self.prices.held, self.schedule.placement.ranks
-        events = []
-        for node, instruction in enumerate(self.nodes):
-            end = self.end[node]
-            assert end is not None, f"{instruction} never ended"
-            at_start, at_end = held(instruction)
-            kind, stage, microbatch, peer, _ = instruction
-            lane = _LANES[kind]
-            other = ranks[peer] if peer is not None and (lane is Lane.SEND or lane is Lane.RECEIVE) else None
-            events.append(
-                Event(
-                    text_of(instruction),
-                    self.rank[node],
-                    lane,
-                    self.start[node],
-                    end,
-                    stage,
-                    microbatch,
-                    at_start,
-                    at_end,
-                    self.after[node],
-                    other,
-                )
-            )
-        return Trace(name=self.schedule.name, num_ranks=self.schedule.num_ranks, events=tuple(events))
+        """Put the events together, column by column: a million calls of anything take a good part of a second."""
+        nodes = self.nodes
+        unfinished = [instruction for instruction, end in zip(nodes, self.end, strict=True) if end is None]
+        assert not unfinished, f"{unfinished[0]} never ended"
+        held = [self.prices.held(instruction) for instruction in nodes]
+        columns = (
+            _texts(self.needs),
+            self.rank,
+            self.lane,
+            self.start,
+            self.end,
+            [instruction.stage for instruction in nodes],
+            [instruction.microbatch for instruction in nodes],
+            [at_start for at_start, _ in held],
+            [at_end for _, at_end in held],
+            self.after,
+            _peer_ranks(self.needs),
+        )
+        events = tuple(map(Event._make, zip(*columns, strict=True)))
+        return Trace(name=self.schedule.name, num_ranks=self.schedule.num_ranks, events=events)
+
+
+def _texts(needs: Needs) -> list[str]:
+    """The text of each node. Nodes that are alike but for their microbatch share all the rest of it."""
+    texts = [""] * len(needs.nodes)
+    for (kind, stage, peer), (nodes, microbatches) in needs.alike.items():
+        head = f"{stage}{kind}"
+        tail = text_of(Instruction(kind, stage, 0, peer)).removeprefix(f"{head}0")
+        for node, microbatch in zip(nodes, microbatches, strict=True):
+            texts[node] = f"{head}{microbatch}{tail}"
+    for node, _ in needs.beside:
+        texts[node] = text_of(needs.nodes[node])
+    return texts
+
+
+def _peer_ranks(needs: Needs) -> list[int | None]:
+    """For each node that sends or receives, the other rank."""
+    peers: list[int | None] = [None] * len(needs.nodes)
+    for (kind, _, peer), (nodes, _) in needs.alike.items():
+        if peer is not None and kind is not Kind.REDUCE:
+            for node in nodes:
+                peers[node] = needs.schedule.placement.ranks[peer]
+    return peers

@@ -15,10 +15,12 @@ microbatches, and the most promising on all.
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from math import inf
 
 from shardwise.errors import ShardwiseError
 from shardwise.schedule.packing import Packed, Policy, Sequences, pack
 from shardwise.schedule.generators.building_block import repeat_block, spaced_block
+from shardwise.schedule.generators.dualpipe_v import dualpipe_v
 from shardwise.schedule.generators.eager_one_f_one_b import eager_one_f_one_b
 from shardwise.schedule.generators.gpipe import gpipe
 from shardwise.schedule.generators.interleaved import interleaved
@@ -33,6 +35,8 @@ from shardwise.schedule.instruction import Kind
 from shardwise.schedule.placement import Placement, loop, vee
 from shardwise.schedule.prices import StageTimes, stage_prices
 from shardwise.schedule.schedule import Schedule
+from shardwise.schedule.simulate import simulate
+from shardwise.schedule.verify import peak_held
 
 #: The orders to start from. Those that hold a model twice are not here: `auto` never doubles the weights.
 _NAMED: tuple[Callable[[int, int], Schedule], ...] = (
@@ -46,9 +50,10 @@ _SPACINGS = (
     (1, 3, 1, 1), (1, 1, 3, 1), (1, 3, 1, 4), (1, 1, 3, 2), (1, 4, 1, 2), (1, 3, 3, 4),
 )  # fmt: skip
 
-#: A candidate is first tried on this many microbatches for each rank, and the best few of all on the whole.
+#: A candidate is first tried on this many microbatches for each rank; on all, those of the shortest spans and soonest ends.
 _TRIAL_ROUNDS = 3
 _NUM_FINALISTS = 4
+_NUM_SOONEST = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,16 +94,46 @@ _Found = tuple[_Candidate, Packed]
 
 
 def auto(setting: Setting) -> Schedule:
-    """Return the schedule with the shortest span that keeps to the memory; of equal ones, the one that ends first."""
+    """Return the schedule with the shortest span that keeps to the memory; of equal ones, the one that ends first.
+
+    One that would end later than a named schedule is taken only if nothing else has as short a span as they have.
+    """
     _check(setting)
-    found = _pack_all(_named_candidates(setting), setting, setting.num_microbatches)
-    found += _finalists(_free_candidates(setting), setting)
+    named = _pack_all(_named_candidates(setting), setting, setting.num_microbatches)
+    named += _overlapped(setting)
+    found = named + _finalists(_free_candidates(setting), setting)
     busiest = setting.num_microbatches * max(_work(setting))
     if min(packed.span for _, packed in found) > busiest * (1 + 1e-9):
         found += _finalists(_repacked_candidates(setting), setting)
-    # A billionth of a step is rounding, not a difference.
-    winner, packed = min(found, key=lambda entry: (round(entry[1].span, 9), round(entry[1].makespan, 9)))
+    span, makespan = (min((_rounded(each)[part] for each in named), default=inf) for part in (0, 1))
+    no_slower = [each for each in found if _rounded(each)[0] <= span and _rounded(each)[1] <= makespan]
+    winner, packed = min(no_slower or found, key=_rounded)
     return Schedule.of("auto", winner.placement, setting.num_microbatches, packed.orders)
+
+
+def _overlapped(setting: Setting) -> list[_Found]:
+    """DualPipeV, where a forward beside a backward takes less time than both: packing knows no pairs."""
+    placement = vee(setting.num_ranks)
+    if (
+        all(times.pair is None or times.pair >= times.total for times in setting.times)
+        or setting.num_microbatches < 2 * setting.num_ranks
+        or not _is_allowed(placement, setting)
+    ):
+        return []
+    schedule = dualpipe_v(setting.num_ranks, setting.num_microbatches)
+    held = [peak_held(schedule, rank, setting.kept_for_weights)[0] for rank in range(setting.num_ranks)]
+    if any(most > limit for most, limit in zip(held, setting.memory, strict=True)):
+        return []
+    prices = stage_prices(placement, setting.times, hops=setting.hops, kept_for_weights=setting.kept_for_weights)
+    trace = simulate(schedule, prices)
+    orders = [list(order) for order in schedule.orders]
+    packed = Packed(orders=orders, span=trace.span, makespan=trace.makespan, pace=0.0)
+    return [(_Candidate(name=schedule.name, placement=placement, policy=Policy()), packed)]
+
+
+def _rounded(found: _Found) -> tuple[float, float]:
+    """Span and makespan. A billionth of a step is rounding, not a difference."""
+    return round(found[1].span, 9), round(found[1].makespan, 9)
 
 
 def _pack_all(candidates: Iterable[_Candidate], setting: Setting, num_microbatches: int) -> list[_Found]:
@@ -115,8 +150,12 @@ def _finalists(candidates: Iterable[_Candidate], setting: Setting) -> list[_Foun
         more = (count - trial) * packed.pace
         return packed.span + more, packed.makespan + more
 
-    best = sorted(_pack_all(candidates, setting, trial), key=expected)[:_NUM_FINALISTS]
-    return best if trial == count else _pack_all((candidate for candidate, _ in best), setting, count)
+    tried = _pack_all(candidates, setting, trial)
+    if trial == count:
+        return tried
+    best = sorted(tried, key=expected)[:_NUM_FINALISTS]
+    best += sorted(tried, key=lambda found: expected(found)[::-1])[:_NUM_SOONEST]
+    return _pack_all(dict.fromkeys(candidate for candidate, _ in best), setting, count)
 
 
 def _work(setting: Setting) -> list[float]:
@@ -128,6 +167,16 @@ def _work(setting: Setting) -> list[float]:
 
 
 def _check(setting: Setting) -> None:
+    if len(setting.memory) != setting.num_ranks:
+        raise ShardwiseError(
+            f"memory is given for {len(setting.memory)} ranks of {setting.num_ranks}", remedy="a limit for each rank"
+        )
+    if not _placements(setting):
+        raise ShardwiseError(
+            f"times are given for {len(setting.times)} stages, but {setting.num_ranks} ranks with up to "
+            f"{setting.max_chunks} chunks have {setting.num_ranks} or {setting.num_ranks * setting.max_chunks}",
+            remedy=f"times for each of the {setting.num_ranks} ranks",
+        )
     least = min(setting.memory)
     if least < 1:
         raise ShardwiseError(

@@ -1,7 +1,7 @@
 """Writes out the transfers: a SEND behind every value that another rank reads, a RECV where it is posted.
 
-    rank 0   F0 SEND_F0>1 F1 SEND_F1>1                  B0 ...
-    rank 1   RECV_F0<0 RECV_F1<0 F0 B0 SEND_B0>0 F1 ...
+    rank 0   0F0 0SEND_F0>1 0RECV_B0<1 0F1 0SEND_F1>1 0RECV_B1<1 0B0 0B1
+    rank 1   1RECV_F0<0 1RECV_F1<0 1F0 1B0 1SEND_B0>0 1F1 1B1 1SEND_B1>0
 
 A SEND stands directly behind what it sends. A RECV stands as late as it may without ever being late: directly behind
 the last computation of its own rank that the sender must have waited for. Before that the sender cannot be ready,
@@ -9,60 +9,55 @@ whatever the times; after that it might be, and the transfer would wait for its 
 no more of them are open than the sender can run ahead.
 """
 
+from collections import defaultdict
+
+from shardwise.schedule.garbage import collection_paused
 from shardwise.schedule.instruction import Instruction, Kind
 from shardwise.schedule.needs import Needs
+from shardwise.schedule.placement import Placement
 from shardwise.schedule.schedule import Schedule
 
+#: A transfer, without its microbatch: the kinds of its SEND and RECV, the stage that reads it, and that stage's rank.
+Hop = tuple[Kind, Kind, int, int]
 
+
+@collection_paused()
 def insert_communication(schedule: Schedule) -> Schedule:
     """Return the schedule with its sends and receives. One that has them already comes back as it is."""
     if schedule.communicates or schedule.num_ranks == 1:
         return schedule
     needs = Needs(schedule)
-    known = _latest_known(needs)
-    ranks = schedule.placement.ranks
-    # For each node, the instructions to put behind it; for each rank, those to put before everything.
-    behind: dict[int, list[Instruction]] = {}
-    first: list[list[Instruction]] = [[] for _ in schedule.orders]
-    receives: list[tuple[int, int, int, Instruction]] = []
-    for node, instruction in enumerate(needs.nodes):
-        for send, receive in _transfers(instruction, schedule):
-            behind.setdefault(node, []).append(send)
-            target = ranks[receive.stage]
-            receives.append((target, known[node][target], node, receive))
+    known, hops = _latest_known(needs), _hops(schedule.placement)
+    # The sends behind each node; for each rank, the receives behind each position, with those before everything at -1.
+    sends: dict[int, list[Instruction]] = defaultdict(list)
+    receives: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in schedule.orders]
     # Two receives of one link stand in the order of their sends: what a sender has waited for only grows.
-    for target, place, _, receive in sorted(receives, key=lambda entry: entry[:3]):
-        if place < 0:
-            first[target].append(receive)
-        else:
-            behind.setdefault(needs.first_node[target] + place, []).append(receive)
+    for node, instruction in enumerate(needs.nodes):
+        for kind, stage, microbatch, _, _ in instruction.parts:
+            for send, receive, reader, target in hops.get((kind, stage), ()):
+                sends[node].append(Instruction(send, stage, microbatch, reader))
+                receives[target][known[node][target]].append(Instruction(receive, reader, microbatch, stage))
     orders = []
-    for rank, order in enumerate(schedule.orders):
-        out = list(first[rank])
+    for order, first, received in zip(schedule.orders, needs.first_node, receives, strict=True):
+        out = list(received.get(-1, ()))
         for position, instruction in enumerate(order):
             out.append(instruction)
-            out.extend(behind.get(needs.first_node[rank] + position, ()))
+            out += sends.get(first + position, ())
+            out += received.get(position, ())
         orders.append(out)
     return schedule.with_orders(orders)
 
 
-def _transfers(instruction: Instruction, schedule: Schedule) -> list[tuple[Instruction, Instruction]]:
-    """The sends that an instruction's results call for, each with its receive."""
-    placement = schedule.placement
-    found = []
-    for kind, stage, microbatch, _, _ in instruction.parts:
-        if kind is Kind.F:
-            send, receive, readers = Kind.SEND_F, Kind.RECV_F, placement.targets[stage]
-        elif kind in (Kind.B, Kind.I):
-            send, receive, readers = Kind.SEND_B, Kind.RECV_B, placement.sources[stage]
-        else:
-            continue
-        found += [
-            (Instruction(send, stage, microbatch, reader), Instruction(receive, reader, microbatch, stage))
-            for reader in readers
-            if placement.ranks[reader] != placement.ranks[stage]
-        ]
-    return found
+def _hops(placement: Placement) -> dict[tuple[Kind, int], list[Hop]]:
+    """For what a stage computes, the transfers that its result calls for."""
+    ranks, hops = placement.ranks, {}
+    for stage, rank in enumerate(ranks):
+        ahead = [reader for reader in placement.targets[stage] if ranks[reader] != rank]
+        back = [reader for reader in placement.sources[stage] if ranks[reader] != rank]
+        hops[Kind.F, stage] = [(Kind.SEND_F, Kind.RECV_F, reader, ranks[reader]) for reader in ahead]
+        for kind in (Kind.B, Kind.I):
+            hops[kind, stage] = [(Kind.SEND_B, Kind.RECV_B, reader, ranks[reader]) for reader in back]
+    return hops
 
 
 def _latest_known(needs: Needs) -> list[list[int]]:
@@ -70,7 +65,7 @@ def _latest_known(needs: Needs) -> list[list[int]]:
 
     These are vector clocks: a node knows what its predecessor on its rank knew, and what each of its needs knew.
     """
-    num_ranks = needs.schedule.num_ranks
+    num_ranks, orders = needs.schedule.num_ranks, needs.schedule.orders
     known: list[list[int] | None] = [None] * len(needs.nodes)
     position = [0] * num_ranks
     clocks = [[-1] * num_ranks for _ in range(num_ranks)]
@@ -79,20 +74,21 @@ def _latest_known(needs: Needs) -> list[list[int]]:
     while ready:
         rank = ready.pop()
         first = needs.first_node[rank]
-        while position[rank] < len(needs.schedule.orders[rank]):
+        while position[rank] < len(orders[rank]):
             node = first + position[rank]
-            missing = next((need for need in needs.before[node] if known[need] is None), None)
-            if missing is not None:
-                blocked.setdefault(missing, []).append(rank)
-                break
-            clock = clocks[rank]
+            clock = clocks[rank].copy()
             for need in needs.before[node]:
                 other = known[need]
-                if needs.rank[need] != rank and other is not None:
-                    clock = list(map(max, clock, other))
-            clock = clock.copy()
-            clock[rank] = position[rank]
-            known[node] = clocks[rank] = clock
-            position[rank] += 1
-            ready.extend(blocked.pop(node, ()))
+                if other is None:
+                    blocked.setdefault(need, []).append(rank)
+                    break
+                if needs.rank[need] != rank:
+                    clock = [mine if mine > theirs else theirs for mine, theirs in zip(clock, other, strict=True)]
+            else:
+                clock[rank] = position[rank]
+                known[node] = clocks[rank] = clock
+                position[rank] += 1
+                ready.extend(blocked.pop(node, ()))
+                continue
+            break
     return [clock if clock is not None else [-1] * num_ranks for clock in known]

@@ -7,4 +7,4 @@ from shardwise.schedule.schedule import Schedule
 
 def lower(schedule: Schedule) -> Schedule:
     """Return a compute-only schedule with its steps and its transfers, ready to run."""
-    return insert_communication(insert_steps(schedule))
+    return insert_steps(insert_communication(schedule))

@@ -15,7 +15,8 @@ from shardwise.schedule.schedule import Schedule
 def insert_offloads(schedule: Schedule, *, which: Callable[[Instruction], bool], lead: int = 1) -> Schedule:
     """Return the schedule with the activations of the forwards that `which` picks offloaded.
 
-    Each is reloaded `lead` computations before its backward. One whose backward follows that soon stays where it is.
+    Each is reloaded `lead` computations before its backward. One that would come back before
+    anything was computed stays where it is.
     """
     return schedule.with_orders([_with_offloads(order, which, lead) for order in schedule.orders])
 
@@ -24,7 +25,7 @@ def _with_offloads(
     order: tuple[Instruction, ...], which: Callable[[Instruction], bool], lead: int
 ) -> list[Instruction]:
     computations = [position for position, instruction in enumerate(order) if instruction.kind in COMPUTE]
-    rank_of_position = {position: number for number, position in enumerate(computations)}
+    number_of = {position: number for number, position in enumerate(computations)}
     forward_at: dict[tuple[int, int], int] = {}
     before: dict[int, list[Instruction]] = {}
     behind: dict[int, list[Instruction]] = {}
@@ -35,8 +36,9 @@ def _with_offloads(
             start = forward_at.get((part.stage, part.microbatch))
             if part.kind not in BACKWARD or start is None:
                 continue
-            back = max(0, rank_of_position[position] - lead)
-            if computations[back] > start:
+            back = max(0, number_of[position] - lead)
+            # With nothing computed in between, the bytes would leave and come back for nothing.
+            if back > number_of[start] + 1:
                 behind.setdefault(start, []).append(Instruction(Kind.OFFLOAD, part.stage, part.microbatch))
                 before.setdefault(computations[back], []).append(
                     Instruction(Kind.RELOAD, part.stage, part.microbatch)

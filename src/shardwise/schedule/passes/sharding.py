@@ -20,8 +20,8 @@ def insert_gathers(schedule: Schedule, *, max_gathered: int) -> Schedule:
 
     A rank never has more than `max_gathered` stages gathered: 2 or more let a gather run beside a computation.
     """
-    if max_gathered < 1 or (max_gathered < 2 and any(each.beside for order in schedule.orders for each in order)):
-        least = 2 if max_gathered == 1 else 1
+    least = 2 if any(each.beside is not None for order in schedule.orders for each in order) else 1
+    if max_gathered < least:
         raise ShardwiseError(
             f"{max_gathered} gathered stages at a time: the schedule computes on {least} at once",
             remedy=f"max_gathered={least}",

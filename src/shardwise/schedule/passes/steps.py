@@ -3,11 +3,12 @@
     0B7 0REDUCE0~0 0REDUCE0 0STEP0
 
 Gradients that several stages share are summed over those stages first: only then is the sum reduced over replicas.
-A reduction stands directly behind the last gradient that it needs, so that it runs beside what the rank still has to
-do for its other chunks.
+A reduction stands directly behind the last gradient of its rank that it needs, so that it runs beside what the rank
+still has to do for its other chunks. Ties are reduced in their order on every rank: two ranks that share two ties and
+began with different ones would wait for each other for ever.
 """
 
-from shardwise.schedule.instruction import Instruction, Kind
+from shardwise.schedule.instruction import RECEIVES, SENDS, Instruction, Kind
 from shardwise.schedule.schedule import Schedule
 
 
@@ -15,33 +16,59 @@ def insert_steps(schedule: Schedule, *, reduce_gradients: bool = False) -> Sched
     """Return the schedule with a STEP for each stage and step, and the reductions before it.
 
     Stages tied to others reduce over their tie; with `reduce_gradients` every stage also reduces over its replicas.
-    Steps that the schedule has already (PipeDream-2BW places its own) stay where they are.
+    Steps and reductions that the schedule has already (PipeDream-2BW places its steps) stay where they are.
     """
     return schedule.with_orders([_with_steps(order, schedule, reduce_gradients) for order in schedule.orders])
 
 
 def _with_steps(order: tuple[Instruction, ...], schedule: Schedule, reduce_gradients: bool) -> list[Instruction]:
     last_gradient = {
-        (part.stage, schedule.step_of(part.microbatch)): position
+        (part.stage, schedule.step_of(part.microbatch)): _behind_transfers(order, position)
         for position, instruction in enumerate(order)
         for part in instruction.parts
         if part.kind in (Kind.W, Kind.B)
     }
     has_steps = any(instruction.kind is Kind.STEP for instruction in order)
     behind: dict[int, list[Instruction]] = {}
+    ready = _place_ties(last_gradient, schedule, behind)
     steps: list[Instruction] = []
     for (stage, step), position in last_gradient.items():
-        ties = [number for number, tie in enumerate(schedule.placement.ties) if stage in tie]
-        reductions = [Instruction(Kind.REDUCE, stage, step, tie) for tie in ties]
+        complete = max(position, ready.get((stage, step), 0))
         if reduce_gradients:
-            reductions.append(Instruction(Kind.REDUCE, stage, step))
-        behind.setdefault(position, []).extend(reductions)
+            behind.setdefault(complete, []).append(Instruction(Kind.REDUCE, stage, step))
         if not has_steps:
             # The rank's other work comes first: a step that waits for its reduction would hold it up.
-            where = len(order) - 1 if schedule.num_steps == 1 else position
-            (steps if where == len(order) - 1 else behind[position]).append(Instruction(Kind.STEP, stage, step))
+            last = steps if schedule.num_steps == 1 else behind.setdefault(complete, [])
+            last.append(Instruction(Kind.STEP, stage, step))
+    there_already = {instruction for instruction in order if instruction.kind is Kind.REDUCE}
     out: list[Instruction] = []
     for position, instruction in enumerate(order):
         out.append(instruction)
-        out.extend(behind.get(position, ()))
+        out.extend(each for each in behind.get(position, ()) if each not in there_already)
     return out + steps
+
+
+def _behind_transfers(order: tuple[Instruction, ...], position: int) -> int:
+    """The position of the last transfer directly behind an instruction: others wait for those, nobody for a reduction."""
+    while position + 1 < len(order) and order[position + 1].kind in SENDS | RECEIVES:
+        position += 1
+    return position
+
+
+def _place_ties(
+    last_gradient: dict[tuple[int, int], int], schedule: Schedule, behind: dict[int, list[Instruction]]
+) -> dict[tuple[int, int], int]:
+    """Put each tie's reductions behind the last gradient that this rank gives to it or to a tie before it.
+
+    Returns, for each stage and step that has ties, where the last of them stands.
+    """
+    ready: dict[tuple[int, int], int] = {}
+    for step in range(schedule.num_steps):
+        position = 0
+        for number, tie in enumerate(schedule.placement.ties):
+            members = [stage for stage in tie if (stage, step) in last_gradient]
+            position = max([position, *(last_gradient[stage, step] for stage in members)])
+            for stage in members:
+                behind.setdefault(position, []).append(Instruction(Kind.REDUCE, stage, step, number))
+                ready[stage, step] = position
+    return ready

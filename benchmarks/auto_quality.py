@@ -1,10 +1,11 @@
 """How good `auto` is: span bubble against the named schedules and the bounds, for the settings of the design's figures.
 
-Times are (F, I, W) = (1, 1.2, 0.8) and a hop is 0.05 unless said otherwise. Every answer is proven by `verify` under its
-memory limit and measured by the simulator, never by the search itself.
+Times are (F, I, W) = (1, 1.2, 0.8) and a hop is 0.05 unless said otherwise. Every answer is proven by `verify` under
+its memory limit and measured by the simulator, never by the search itself.
 """
 
 import sys
+from itertools import pairwise
 
 from record import record
 
@@ -50,7 +51,7 @@ def between_v_min_and_1f1b() -> list[dict[str, object]]:
     for ranks in (4, 8, 16):
         limits = range((ranks + 4) // 3, ranks + 1)
         bubbles = [measure("auto", ask(ranks, 3 * ranks, limit)).bubble for limit in limits]
-        falls = all(later <= earlier + 1e-12 for earlier, later in zip(bubbles, bubbles[1:], strict=False))
+        falls = all(later <= earlier + 1e-12 for earlier, later in pairwise(bubbles))
         rows.append({"ranks": ranks, "memory": list(limits), "auto": bubbles, "monotone": falls})
     return rows
 

@@ -74,6 +74,11 @@ def format_number(value: float, significant: int = 12) -> str:
     return str(int(rounded)) if rounded.is_integer() and abs(rounded) < 1e16 else repr(rounded)
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 stage`, `4 stages`, `8 microbatches`."""
+    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("ch") else "s")
+
+
 def round_significant(value: float, significant: int = 12) -> float:
     """`value` without the last digits, where sums of floats leave their dust. Never -0.0."""
     return float(f"{value:.{significant}g}") + 0.0

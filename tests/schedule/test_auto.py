@@ -209,9 +209,9 @@ def test_times_may_be_given_for_each_of_two_stages_a_rank() -> None:
 @pytest.mark.parametrize(
     ("memory", "problem"),
     [
-        ((4, 0.5, 4, 4), "rank 1 may hold 0.5 microbatch-stages, but any schedule holds at least 1"),
-        ((0, 1, 1, 1), "rank 0 may hold 0 microbatch-stages, but any schedule holds at least 1"),
-        ((2, 2, 2, -1), "rank 3 may hold -1 microbatch-stages, but any schedule holds at least 1"),
+        ((4, 0.5, 4, 4), "rank 1 may hold 0.5 microbatch-stages, but every schedule holds 1"),
+        ((0, 1, 1, 1), "rank 0 may hold 0 microbatch-stages, but every schedule holds 1"),
+        ((2, 2, 2, -1), "rank 3 may hold -1 microbatch-stages, but every schedule holds 1"),
     ],
 )
 def test_memory_for_less_than_one_microbatch_is_refused_with_the_least_that_will_do(

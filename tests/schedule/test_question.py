@@ -95,8 +95,8 @@ def test_one_limit_serves_every_rank_and_several_are_for_each() -> None:
         ({"times": "0,0,0"}, "--times: the times of F, I and W are all 0: nothing to schedule", "--times 1,1,1"),
         (
             {"pair": 5.0},
-            "--times: an overlapped pair of 5.0 is not between its longer half, 2.0, and both together, 3.0",
-            "--pair 2.0",
+            "--times: an overlapped pair of 5 is not between its longer half, 2, and both together, 3",
+            "--pair 2",
         ),
         (
             {"times": "1,1,1", "stage_times": "x"},

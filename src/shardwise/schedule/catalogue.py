@@ -8,6 +8,7 @@ from importlib import import_module
 
 from shardwise.errors import ShardwiseError, unknown
 from shardwise.schedule.schedule import Schedule
+from shardwise.units import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +87,6 @@ def make_schedule(name: str, num_ranks: int, num_microbatches: int, num_chunks: 
     else:
         schedule = make(num_ranks, num_microbatches)
     return schedule
-
-
-def counted(number: int, noun: str) -> str:
-    """`1 stage`, `4 stages`, `8 microbatches`."""
-    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("ch") else "s")
 
 
 def check_counts(num_ranks: int, num_microbatches: int) -> None:

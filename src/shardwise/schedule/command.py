@@ -6,14 +6,13 @@ from pathlib import Path
 
 from shardwise.answer import Answer, Canvas, table
 from shardwise.errors import ShardwiseError, unknown
-from shardwise.schedule.catalogue import counted
 from shardwise.schedule.outcome import Outcome, make, names, play_out
 from shardwise.schedule.question import Question, make_question
 from shardwise.schedule.schedule import Schedule
 from shardwise.schedule.text import load_schedule
 from shardwise.trace.attribution import Cause, critical_path, idle_by_cause
 from shardwise.trace.timeline import draw, legend, memory_bars
-from shardwise.units import format_number, format_percent
+from shardwise.units import counted, format_number, format_percent
 
 DESCRIPTION = """Draw a pipeline schedule, play it against the times of its stages, and say what it costs: its makespan
 (from the first start to the last end), its span (the busy window of the rank that has the longest), the part of that in

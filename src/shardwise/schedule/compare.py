@@ -2,10 +2,10 @@
 
 from shardwise.answer import Answer, Canvas, table
 from shardwise.errors import ShardwiseError
-from shardwise.schedule.catalogue import CATALOGUE, counted
+from shardwise.schedule.catalogue import CATALOGUE
 from shardwise.schedule.outcome import Outcome, make, names, play_out
 from shardwise.schedule.question import Question
-from shardwise.units import format_number, format_percent
+from shardwise.units import counted, format_number, format_percent
 
 
 def compare(question: Question) -> Answer:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import inf
 
 from shardwise.errors import ShardwiseError
-from shardwise.schedule.catalogue import CATALOGUE, counted, make_schedule
+from shardwise.schedule.catalogue import CATALOGUE, make_schedule
 from shardwise.schedule.instruction import SENDS
 from shardwise.schedule.passes.lower import lower
 from shardwise.schedule.question import Question
@@ -12,6 +12,7 @@ from shardwise.schedule.schedule import Schedule
 from shardwise.schedule.simulate import simulate
 from shardwise.schedule.verify import peak_held, verify
 from shardwise.trace.events import Lane, Trace
+from shardwise.units import counted
 
 #: A larger schedule takes minutes to make and play, and says no more: a long step repeats itself.
 _MOST_FORWARDS = 200_000

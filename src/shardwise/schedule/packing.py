@@ -11,6 +11,7 @@ order that is fixed to the letter can be impossible, and then there is no packin
 from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import pairwise
 from math import inf
 
 from shardwise.schedule.instruction import Instruction, Kind
@@ -71,7 +72,7 @@ class _Packer:
         first_microbatch = [0] * len(stages)
         self.turns = len(placement.pipes)
         for turn, pipe in enumerate(placement.pipes):
-            for stage, behind in zip(pipe, pipe[1:], strict=False):
+            for stage, behind in pairwise(pipe):
                 self.below[stage], self.above[behind] = behind, stage
             for stage in pipe:
                 first_microbatch[stage] = turn
@@ -138,7 +139,8 @@ class _Packer:
 
     def _choose_in_order(self, rank: int, now: float) -> tuple[Instruction | None, float]:
         """The next instruction of the order, if it has arrived; else one a little further on that fits the gap."""
-        arrival, met = inf, set()
+        arrival = inf
+        met: set[tuple[Kind, int]] = set()
         sequence, front = self.sequences[rank], self.front[rank]
         for instruction in sequence[front : front + self.policy.look_ahead]:
             kind, stage, microbatch, _, _ = instruction
@@ -161,9 +163,7 @@ class _Packer:
         """What the policy prefers of all that has arrived; else when the next thing will arrive."""
         stages = self.placement.stages[rank]
         deepest_first = stages[::-1]
-        back, back_arrival = self._find_backward(
-            deepest_first if self.policy.deepest_backward_first else stages, now
-        )
+        back, back_arrival = self._find_backward(deepest_first if self.policy.deepest_backward_first else stages, now)
         if back is not None and (self.policy.backward_first or not self.backward_was_last[rank]):
             return back, inf
         ahead, ahead_arrival = self._find_forward(deepest_first, rank, now)

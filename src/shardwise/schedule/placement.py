@@ -14,6 +14,7 @@ A model is cut into stages, numbered in the order of the computation. A rank hol
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 
 from shardwise.errors import ShardwiseError
 
@@ -68,7 +69,7 @@ class Placement:
         return self._neighbours(reader=False)
 
     def _neighbours(self, *, reader: bool) -> tuple[tuple[int, ...], ...]:
-        edges = [edge for pipe in self.pipes for edge in zip(pipe, pipe[1:], strict=False)] + list(self.skips)
+        edges = [edge for pipe in self.pipes for edge in pairwise(pipe)] + list(self.skips)
         found: list[list[int]] = [[] for _ in self.ranks]
         for maker, user in edges:
             here, there = (user, maker) if reader else (maker, user)

@@ -50,7 +50,8 @@ class StageTimes:
         low, high = max(self.forward, self.backward), self.total
         if self.pair is not None and not low <= self.pair <= high:
             raise ShardwiseError(
-                f"an overlapped pair of {self.pair:g} is not between its longer half, {low:g}, and both together, {high:g}",
+                f"an overlapped pair of {self.pair:g} is not between its longer half, {low:g}, and both together, "
+                f"{high:g}",
                 remedy=f"--pair {low:g}",
             )
 
@@ -94,9 +95,11 @@ def stage_prices(
     `kept_for_weights` is the part of an activation that is still held between I and W.
     """
     share = placement.share
-    of_stage = [times[stage] for stage in range(placement.num_stages)] if len(times) == placement.num_stages else [
-        times[rank] for rank in placement.ranks
-    ]
+    of_stage = (
+        [times[stage] for stage in range(placement.num_stages)]
+        if len(times) == placement.num_stages
+        else [times[rank] for rank in placement.ranks]
+    )
     scale = 1.0 if len(times) == placement.num_stages != placement.num_ranks else share
     cost = {
         (kind, stage): scale * of_stage[stage].of(Instruction(kind, stage, 0))
@@ -124,7 +127,7 @@ def stage_prices(
 
 
 def activations(placement: Placement, kept_for_weights: float = 1.0) -> Callable[[Instruction], tuple[float, float]]:
-    """Return what each instruction holds, in microbatch-stages: one microbatch's activations of a rank's whole stage."""
+    """Return what each instruction holds, in microbatch-stages: a microbatch's activations of a rank's whole stage."""
     share = placement.share
     freed_by_input = -share * (1 - kept_for_weights)
     freed_by_weights = -share * kept_for_weights

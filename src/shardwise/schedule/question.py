@@ -10,9 +10,10 @@ from math import inf, isnan, nan
 from pathlib import Path
 
 from shardwise.errors import ShardwiseError
-from shardwise.schedule.catalogue import check_counts, counted
+from shardwise.schedule.catalogue import check_counts
 from shardwise.schedule.placement import Placement
 from shardwise.schedule.prices import Prices, StageTimes, stage_prices
+from shardwise.units import counted
 
 #: Beyond this an answer takes minutes.
 _MOST_RANKS = 1024

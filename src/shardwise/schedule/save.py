@@ -5,9 +5,9 @@ import os
 from pathlib import Path
 
 from shardwise.errors import ShardwiseError
-from shardwise.schedule.catalogue import counted
 from shardwise.schedule.outcome import Outcome
 from shardwise.schedule.text import print_schedule
+from shardwise.units import counted
 
 _SUFFIXES = (".svg", ".json", ".schedule", ".txt", "")
 

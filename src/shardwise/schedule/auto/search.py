@@ -18,7 +18,6 @@ from functools import cache, lru_cache
 from math import inf
 
 from shardwise.errors import ShardwiseError
-from shardwise.schedule.packing import Packed, Policy, Sequences, pack
 from shardwise.schedule.generators.building_block import repeat_block, spaced_block
 from shardwise.schedule.generators.dualpipe_v import dualpipe_v
 from shardwise.schedule.generators.eager_one_f_one_b import eager_one_f_one_b
@@ -32,6 +31,7 @@ from shardwise.schedule.generators.zb_h1 import zb_h1
 from shardwise.schedule.generators.zb_h2 import zb_h2
 from shardwise.schedule.generators.zb_v import zb_v
 from shardwise.schedule.instruction import Kind
+from shardwise.schedule.packing import Packed, Policy, Sequences, pack
 from shardwise.schedule.placement import Placement, loop, vee
 from shardwise.schedule.prices import StageTimes, stage_prices
 from shardwise.schedule.schedule import Schedule
@@ -50,7 +50,8 @@ _SPACINGS = (
     (1, 3, 1, 1), (1, 1, 3, 1), (1, 3, 1, 4), (1, 1, 3, 2), (1, 4, 1, 2), (1, 3, 3, 4),
 )  # fmt: skip
 
-#: A candidate is first tried on this many microbatches for each rank; on all, those of the shortest spans and soonest ends.
+#: A candidate is first tried on this many microbatches for each rank; those with the shortest spans and the soonest
+#: ends are then tried on all.
 _TRIAL_ROUNDS = 3
 _NUM_FINALISTS = 4
 _NUM_SOONEST = 2
@@ -180,7 +181,7 @@ def _check(setting: Setting) -> None:
     least = min(setting.memory)
     if least < 1:
         raise ShardwiseError(
-            f"rank {setting.memory.index(least)} may hold {least:g} microbatch-stages, but any schedule holds at least 1",
+            f"rank {setting.memory.index(least)} may hold {least:g} microbatch-stages, but every schedule holds 1",
             remedy="--memory 1",
         )
 
@@ -201,9 +202,7 @@ def _free_candidates(setting: Setting) -> Iterator[_Candidate]:
         for gap_share in (0.0, 0.5, 1.0):
             for backward_first in (False, True):
                 for deepest in (True, False) if placement.num_chunks > 1 else (True,):
-                    policy = Policy(
-                        gap_share=gap_share, backward_first=backward_first, deepest_backward_first=deepest
-                    )
+                    policy = Policy(gap_share=gap_share, backward_first=backward_first, deepest_backward_first=deepest)
                     yield _Candidate(name="free", placement=placement, policy=policy)
 
 

@@ -56,7 +56,10 @@ def _spaced_slots(num_ranks: int, steps: tuple[int, int, int, int]) -> list[list
 def repeat_block(name: str, num_ranks: int, num_microbatches: int, block: Block) -> Schedule:
     """Return the schedule that a building block makes, squeezed."""
     ranks = [
-        [[offset + _INTERVAL * microbatch for microbatch in range(num_microbatches)] for offset in block(rank, num_ranks)]
+        [
+            [offset + _INTERVAL * microbatch for microbatch in range(num_microbatches)]
+            for offset in block(rank, num_ranks)
+        ]
         for rank in range(num_ranks)
     ]
     # First with the weight gradients in place, at both ends of the pipe; then without them at its emptying end, where
@@ -151,10 +154,10 @@ class _Holdings:
         return max(held for held, _ in self._states)
 
     def move(self, slot: int, place: int, limit: int) -> bool:
-        """Move what is in a slot to an earlier place, if that is free and the rank then never holds more than `limit`."""
+        """Move what is in a slot to an earlier place, if that is free and the rank then holds no more than `limit`."""
         if place in self._part_at:
             return False
-        part_at = {**{place: self._part_at[slot]}, slot: None}
+        part_at = {place: self._part_at[slot], slot: None}
         state, states = self._states[place], []
         for each in range(place, len(self._states) - 1):
             state = self._next(state, part_at.get(each, self._part_at.get(each)))

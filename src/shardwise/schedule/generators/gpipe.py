@@ -1,5 +1,7 @@
 """GPipe: all forwards, then all backwards. The simplest, and it holds every microbatch.
 
+A rank waits while its last microbatch goes down the pipe and the first gradient comes back up.
+
     shardwise schedule gpipe --stages 3 --microbatches 4
 
     rank 0  F0 F1 F2 F3 .  .  .  .  .  .  B0--- B1--- B2--- B3---

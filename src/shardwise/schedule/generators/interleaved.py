@@ -10,6 +10,8 @@ microbatches, the groups are a little larger, and as equal as they can be.
     rank 1  .  F0 F1 f0 b0--- f1 b1--- F2 B0--- F3 B1--- f2 b2--- f3 b3--- B2--- B3--- .  .
 """
 
+from itertools import pairwise
+
 from shardwise.schedule.instruction import Instruction, backward, forward
 from shardwise.schedule.placement import loop
 from shardwise.schedule.schedule import Schedule
@@ -42,7 +44,7 @@ def _groups(num_ranks: int, num_microbatches: int) -> list[range]:
     """Cut the microbatches into as many runs of at least `num_ranks` as there can be."""
     num_groups = max(1, num_microbatches // num_ranks)
     edges = [-(-num_microbatches * group // num_groups) for group in range(num_groups + 1)]
-    return [range(start, stop) for start, stop in zip(edges, edges[1:], strict=False)]
+    return [range(start, stop) for start, stop in pairwise(edges)]
 
 
 def _alternate(forwards: list[Instruction], backwards: list[Instruction], num_ahead: int) -> list[Instruction]:

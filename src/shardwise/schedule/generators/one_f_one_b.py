@@ -1,5 +1,7 @@
 """1F1B: one forward, one backward. Activations are bounded by the depth of the pipe, not by the microbatches.
 
+The bubble is that of GPipe; what a rank holds is not.
+
     shardwise schedule 1f1b --stages 3 --microbatches 4
 
     rank 0  F0 F1 F2 .  .  .  .  B0--- F3 B1--- .  B2--- .  B3---

@@ -1,5 +1,7 @@
 """V-Half: half the activations of 1F1B, for about half its bubble.
 
+Activations of the lower chunk live about as long as those of two ranks of 1F1B, for each rank alike.
+
     shardwise schedule v-half --stages 3 --microbatches 5
 
     time 0 to 9

@@ -1,5 +1,7 @@
 """V-Min: a third of the activations of 1F1B, the least that a V can do with, and about its speed in practice.
 
+It is the one of its family that suffers when F, I and W differ: there is no slack anywhere.
+
     shardwise schedule v-min --stages 3 --microbatches 5
 
     time 0 to 9

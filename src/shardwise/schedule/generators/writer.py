@@ -1,4 +1,4 @@
-"""Writes a rank's order as its authors describe it: "three forwards of this chunk, then a pair", microbatches counted."""
+"""Writes a rank's order as its authors describe it: "three forwards of this chunk, then a pair"."""
 
 from shardwise.schedule.instruction import Instruction, Kind, overlapped
 from shardwise.schedule.placement import Placement

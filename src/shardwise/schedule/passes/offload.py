@@ -40,9 +40,7 @@ def _with_offloads(
             # With nothing computed in between, the bytes would leave and come back for nothing.
             if back > number_of[start] + 1:
                 behind.setdefault(start, []).append(Instruction(Kind.OFFLOAD, part.stage, part.microbatch))
-                before.setdefault(computations[back], []).append(
-                    Instruction(Kind.RELOAD, part.stage, part.microbatch)
-                )
+                before.setdefault(computations[back], []).append(Instruction(Kind.RELOAD, part.stage, part.microbatch))
     out: list[Instruction] = []
     for position, instruction in enumerate(order):
         out += [*before.get(position, ()), instruction, *behind.get(position, ())]

@@ -49,7 +49,7 @@ def _with_steps(order: tuple[Instruction, ...], schedule: Schedule, reduce_gradi
 
 
 def _behind_transfers(order: tuple[Instruction, ...], position: int) -> int:
-    """The position of the last transfer directly behind an instruction: others wait for those, nobody for a reduction."""
+    """The last transfer directly behind an instruction: others wait for transfers, nobody for a reduction."""
     while position + 1 < len(order) and order[position + 1].kind in SENDS | RECEIVES:
         position += 1
     return position

@@ -15,7 +15,7 @@ from shardwise.schedule.passes.communication import insert_communication
 from shardwise.schedule.passes.lower import lower
 from shardwise.schedule.placement import Placement, loop, mirrored, vee
 from shardwise.schedule.prices import Prices, StageTimes, free, stage_prices
-from shardwise.schedule.simulate import Stuck, play, simulate
+from shardwise.schedule.simulate import StuckError, play, simulate
 from shardwise.trace.events import Lane, Trace
 from tests.schedule.playing import even_prices, event_of, played_schedule, times_of, written
 
@@ -241,7 +241,7 @@ def test_a_reload_waits_for_its_offload_and_the_two_directions_run_at_once() -> 
 
 def test_ranks_that_wait_for_each_other_are_named_with_what_they_wait_for() -> None:
     schedule = written(loop(2), "0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1", num_microbatches=2)
-    with pytest.raises(Stuck) as caught:
+    with pytest.raises(StuckError) as caught:
         simulate(schedule, priced())
     assert caught.value.problem == "2 ranks wait for each other"
     nodes = Needs(insert_communication(schedule)).nodes
@@ -253,14 +253,14 @@ def test_ranks_that_wait_for_each_other_are_named_with_what_they_wait_for() -> N
 
 def test_receives_in_another_order_than_their_sends_get_the_link_stuck() -> None:
     schedule = written(loop(2), "0F0 0SEND_F0>1 0F1 0SEND_F1>1", "1RECV_F1<0 1F1 1RECV_F0<0 1F0", num_microbatches=2)
-    with pytest.raises(Stuck) as caught:
+    with pytest.raises(StuckError) as caught:
         play(schedule, priced())
     nodes = Needs(schedule).nodes
     assert {str(nodes[node]): str(nodes[need]) for node, need in caught.value.waiting.items()} == {"1F1": "1RECV_F1<0"}
 
 
 def test_a_rank_that_waits_for_itself_is_stuck() -> None:
-    with pytest.raises(Stuck):
+    with pytest.raises(StuckError):
         simulate(written(loop(1), "0B0 0F0"), priced())
 
 

@@ -8,7 +8,7 @@ from shardwise.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction
 from shardwise.schedule.needs import Needs
 from shardwise.schedule.prices import free
 from shardwise.schedule.schedule import Schedule
-from shardwise.schedule.simulate import Stuck, play
+from shardwise.schedule.simulate import StuckError, play
 
 #: The ranks and the positions in their orders that are at fault.
 Places = list[tuple[int, int]]
@@ -163,7 +163,7 @@ def _crossed_links(needs: Needs) -> Iterator[Problem]:
 def _deadlock(needs: Needs) -> Iterator[Problem]:
     try:
         play(needs.schedule, free())
-    except Stuck as stuck:
+    except StuckError as stuck:
         standing = {needs.rank[node]: node for node in stuck.waiting}
         waits = {rank: _undone_need(needs, stuck.waiting[node], standing) for rank, node in standing.items()}
         # Who waits for whom: from any of them the way leads into a circle, and that is what is wrong.

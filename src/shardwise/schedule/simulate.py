@@ -29,12 +29,15 @@ def play(schedule: Schedule, prices: Prices) -> Trace:
     return _Player(schedule, prices).run()
 
 
-class Stuck(ShardwiseError):
+class StuckError(ShardwiseError):
     """The ranks wait for each other. `waiting` names for each stuck node the node that it waits for."""
 
     def __init__(self, waiting: dict[int, int]) -> None:
         super().__init__(f"{len(waiting)} ranks wait for each other", remedy="verify(schedule) says where")
         self.waiting = waiting
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return StuckError, (self.waiting,)
 
 
 _LANES = {
@@ -115,7 +118,7 @@ class _Player:
                 self._finish_compute(node, now)
         stuck = self._find_stuck()
         if stuck:
-            raise Stuck(stuck)
+            raise StuckError(stuck)
         return self._trace()
 
     def _advance(self, rank: int, now: float, cause: int | None) -> None:
@@ -212,7 +215,7 @@ class _Player:
             if occupied > 0:
                 queue.busy = True
                 self._push(now + occupied, ~node)
-            if self.running is not None and seconds > 0:
+            if self.running is not None and queue.last_end > now:
                 self._change_pace(node, now, +1)
 
     def _free_lane(self, node: int, now: float) -> None:

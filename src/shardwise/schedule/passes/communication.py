@@ -12,7 +12,7 @@ no more of them are open than the sender can run ahead.
 from collections import defaultdict
 
 from shardwise.schedule.garbage import collection_paused
-from shardwise.schedule.instruction import Instruction, Kind
+from shardwise.schedule.instruction import COMPUTE, Instruction, Kind
 from shardwise.schedule.needs import Needs
 from shardwise.schedule.placement import Placement
 from shardwise.schedule.schedule import Schedule
@@ -77,7 +77,8 @@ def _latest_known(needs: Needs) -> list[list[int]]:
         while position[rank] < len(orders[rank]):
             node = first + position[rank]
             clock = clocks[rank].copy()
-            for need in needs.before[node]:
+            # What runs beside computation keeps nobody waiting: a rank goes on whether or not it has ended.
+            for need in needs.before[node] if needs.nodes[node].kind in COMPUTE else ():
                 other = known[need]
                 if other is None:
                     blocked.setdefault(need, []).append(rank)

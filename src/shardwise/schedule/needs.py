@@ -18,6 +18,7 @@ computation before it has finished.
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -57,15 +58,17 @@ class Needs:
         self.repeated: list[tuple[int, int]] = []
         #: What is needed and made by nobody: (node, the instruction that it needs).
         self.missing: list[tuple[int, Instruction]] = []
-        #: The nodes, by what they are without their microbatch; a pair is with the forwards, and its backward below.
+        #: The nodes, by what they are without their microbatch: a pair by its forward, and once more by its backward.
         self.alike: dict[Made, Alike] = defaultdict(_none_yet)
-        self.beside: list[tuple[int, Instruction]] = []
-        for node, (kind, stage, microbatch, peer, beside) in enumerate(self.nodes):
+        self.beside: dict[Made, Alike] = defaultdict(_none_yet)
+        for node, (kind, stage, microbatch, peer, back) in enumerate(self.nodes):
             nodes, microbatches = self.alike[kind, stage, peer]
             nodes.append(node)
             microbatches.append(microbatch)
-            if beside is not None:
-                self.beside.append((node, beside))
+            if back is not None:
+                nodes, microbatches = self.beside[back.kind, back.stage, back.peer]
+                nodes.append(node)
+                microbatches.append(back.microbatch)
         #: Who makes what: for each thing that is made, the node of each microbatch.
         self._makers: dict[Made, dict[int, int]] = {}
         self._find_makers()
@@ -80,14 +83,10 @@ class Needs:
 
     def _find_makers(self) -> None:
         claims: dict[Made, Alike] = defaultdict(_none_yet)
-        for (kind, stage, peer), (nodes, microbatches) in self.alike.items():
+        for (kind, stage, peer), (nodes, microbatches) in chain(self.alike.items(), self.beside.items()):
             for made in _made_by(kind, stage, peer):
                 claims[made].nodes.extend(nodes)
                 claims[made].microbatches.extend(microbatches)
-        for node, (kind, stage, microbatch, peer, _) in self.beside:
-            for made in _made_by(kind, stage, peer):
-                claims[made].nodes.append(node)
-                claims[made].microbatches.append(microbatch)
         for made, (nodes, microbatches) in claims.items():
             self._makers[made] = dict(zip(microbatches, nodes, strict=True))
             if len(self._makers[made]) < len(nodes):
@@ -103,14 +102,12 @@ class Needs:
 
     def _resolve(self) -> None:
         """Look up who makes what each node needs."""
-        for (kind, stage, peer), alike in self.alike.items():
+        for (kind, stage, peer), alike in chain(self.alike.items(), self.beside.items()):
             if kind in _OF_A_STEP:
                 for node in alike.nodes:
                     self._add(node, self._made_for_step(self.nodes[node]))
             else:
                 self._resolve_alike(alike, self._made_for(kind, stage, peer))
-        for node, (kind, stage, microbatch, peer, _) in self.beside:
-            self._add(node, [(made, microbatch) for made in self._made_for(kind, stage, peer)])
         kinds = {kind for kind, _, _ in self.alike}
         if self.schedule.num_steps > 1 or not kinds.isdisjoint({Kind.GATHER, Kind.OFFLOAD}):
             self._resolve_weights()
@@ -127,10 +124,11 @@ class Needs:
                 self._add(node, [(made, microbatch) for made in wanted])
         else:
             for node, makers in zip(nodes, found, strict=bool(wanted)):
-                self.before[node] = makers
+                # A pair has its other half already.
+                self.before[node] += makers if node not in makers else tuple(set(makers) - {node})
 
     def _add(self, node: int, wanted: Iterable[tuple[Made, int]]) -> None:
-        """Let a node wait for what it wants: things made, each of a microbatch. A pair has its other half already."""
+        """Let a node wait for what it wants: things made, each of a microbatch."""
         found = []
         for (kind, stage, peer), microbatch in wanted:
             maker = self.find(kind, stage, microbatch, peer)

@@ -108,13 +108,13 @@ def stage_prices(
     }
 
     def seconds(instruction: Instruction, rank: int) -> float:  # noqa: ARG001 - a stage has one rank
-        if instruction.beside is None:
-            return cost[instruction.kind, instruction.stage]
-        ahead, back = instruction.parts
-        pair = of_stage[instruction.stage].pair
+        kind, stage, _, _, back = instruction
+        if back is None:
+            return cost[kind, stage]
+        pair = of_stage[stage].pair
         if pair is not None and back.kind is Kind.B:
             return scale * pair
-        return cost[ahead.kind, ahead.stage] + cost[back.kind, back.stage]
+        return cost[kind, stage] + cost[back.kind, back.stage]
 
     every_hop = (hops[0] if hops else 0.0, 0.0) if len(hops) <= 1 else None
 

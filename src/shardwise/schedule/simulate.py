@@ -7,6 +7,7 @@ has been sent *and* its receive has been posted, as with real network buffers.
 
 from collections import defaultdict, deque
 from heapq import heappop, heappush
+from itertools import chain
 
 from shardwise.errors import ShardwiseError
 from shardwise.schedule.garbage import collection_paused
@@ -87,7 +88,6 @@ class _Player:
         self.nodes, self.rank, self.before = needs.nodes, needs.rank, needs.before
         self.lane = [_LANES[instruction.kind] for instruction in needs.nodes]
         self.computes = [instruction.kind in COMPUTE for instruction in needs.nodes]
-        self.receives = [instruction.kind in RECEIVES for instruction in needs.nodes]
         self.start: list[float] = [0.0] * count
         self.end: list[float | None] = [None] * count
         self.after: list[int | None] = [None] * count
@@ -124,9 +124,8 @@ class _Player:
     def _advance(self, rank: int, now: float, cause: int | None) -> None:
         """Walk down a rank's list until something has to be waited for."""
         node, last = self.position[rank], self.last_position[rank]
-        computes, receives = self.computes, self.receives
-        while node < last and not computes[node]:
-            if receives[node]:
+        while node < last and not self.computes[node]:
+            if self.lane[node] is Lane.RECEIVE:
                 self._post(node, now, cause)
             else:
                 self._issue(node, now, cause)
@@ -305,16 +304,17 @@ def _texts(needs: Needs) -> list[str]:
         tail = text_of(Instruction(kind, stage, 0, peer)).removeprefix(f"{head}0")
         for node, microbatch in zip(nodes, microbatches, strict=True):
             texts[node] = f"{head}{microbatch}{tail}"
-    for node, _ in needs.beside:
+    for node in chain.from_iterable(pairs.nodes for pairs in needs.beside.values()):
         texts[node] = text_of(needs.nodes[node])
     return texts
 
 
 def _peer_ranks(needs: Needs) -> list[int | None]:
     """For each node that sends or receives, the other rank."""
-    peers: list[int | None] = [None] * len(needs.nodes)
+    ranks: list[int | None] = [None] * len(needs.nodes)
     for (kind, _, peer), (nodes, _) in needs.alike.items():
         if peer is not None and kind is not Kind.REDUCE:
+            rank = needs.schedule.placement.ranks[peer]
             for node in nodes:
-                peers[node] = needs.schedule.placement.ranks[peer]
-    return peers
+                ranks[node] = rank
+    return ranks

@@ -2,6 +2,7 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
+TORCH := 2.13.0
 # Older than pyproject.toml, or absent: the environment is made or brought up to date.
 INSTALLED := $(VENV)/.installed
 
@@ -43,7 +44,9 @@ $(INSTALLED): pyproject.toml
 	    echo "  try: make PYTHON=/path/to/python3.12, or on Debian and Ubuntu: apt install python3 python3-venv" >&2; \
 	    exit 1; \
 	fi; \
-	echo "installing shardwise and its development tools into $(VENV), once: this takes about a minute"; \
+	echo "installing shardwise, torch and the development tools into $(VENV), once: this takes a few minutes"; \
 	"$$found" -m venv $(VENV)
+	@# One release of torch by its number, so that all of us test with the same; the package itself takes a range.
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@

@@ -124,11 +124,10 @@ class Needs:
                 self._add(node, [(made, microbatch) for made in wanted])
         else:
             for node, makers in zip(nodes, found, strict=bool(wanted)):
-                # A pair has its other half already.
-                self.before[node] += makers if node not in makers else tuple(set(makers) - {node})
+                self.before[node] += makers if node not in makers else tuple(each for each in makers if each != node)
 
     def _add(self, node: int, wanted: Iterable[tuple[Made, int]]) -> None:
-        """Let a node wait for what it wants: things made, each of a microbatch."""
+        """Let a node wait for what it wants: things made, each of a microbatch. A pair has its other half already."""
         found = []
         for (kind, stage, peer), microbatch in wanted:
             maker = self.find(kind, stage, microbatch, peer)

@@ -66,7 +66,7 @@ def _latest_known(needs: Needs) -> list[list[int]]:
     These are vector clocks: a node knows what its predecessor on its rank knew, and what each of its needs knew.
     """
     num_ranks, orders = needs.schedule.num_ranks, needs.schedule.orders
-    known: list[list[int] | None] = [None] * len(needs.nodes)
+    known: list[list[int]] = [[]] * len(needs.nodes)  # Empty until a node is reached.
     position = [0] * num_ranks
     clocks = [[-1] * num_ranks for _ in range(num_ranks)]
     blocked: dict[int, list[int]] = {}
@@ -76,20 +76,17 @@ def _latest_known(needs: Needs) -> list[list[int]]:
         first = needs.first_node[rank]
         while position[rank] < len(orders[rank]):
             node = first + position[rank]
-            clock = clocks[rank].copy()
             # What runs beside computation keeps nobody waiting: a rank goes on whether or not it has ended.
-            for need in needs.before[node] if needs.nodes[node].kind in COMPUTE else ():
-                other = known[need]
-                if other is None:
-                    blocked.setdefault(need, []).append(rank)
-                    break
-                if needs.rank[need] != rank:
-                    clock = [mine if mine > theirs else theirs for mine, theirs in zip(clock, other, strict=True)]
-            else:
-                clock[rank] = position[rank]
-                known[node] = clocks[rank] = clock
-                position[rank] += 1
-                ready.extend(blocked.pop(node, ()))
-                continue
-            break
-    return [clock if clock is not None else [-1] * num_ranks for clock in known]
+            before = needs.before[node] if needs.nodes[node].kind in COMPUTE else ()
+            unknown = [need for need in before if not known[need]]
+            if unknown:
+                blocked.setdefault(unknown[0], []).append(rank)
+                break
+            clock = clocks[rank].copy()
+            for other in [known[need] for need in before if needs.rank[need] != rank]:
+                clock = [mine if mine > theirs else theirs for mine, theirs in zip(clock, other, strict=True)]
+            clock[rank] = position[rank]
+            known[node] = clocks[rank] = clock
+            position[rank] += 1
+            ready.extend(blocked.pop(node, ()))
+    return [clock or [-1] * num_ranks for clock in known]

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shardwise.errors import ShardwiseError
+    from shardwise.planner.plan import Plan
+    from shardwise.runtime.parallel import parallelize
+    from shardwise.runtime.spawn import spawn
     from shardwise.schedule.catalogue import make_schedule
     from shardwise.schedule.instruction import Instruction
     from shardwise.schedule.placement import Placement
@@ -22,12 +25,15 @@ __version__ = "0.1.0"
 __all__ = [
     "Instruction",
     "Placement",
+    "Plan",
     "Prices",
     "Schedule",
     "ShardwiseError",
     "Trace",
     "make_schedule",
+    "parallelize",
     "simulate",
+    "spawn",
     "verify",
 ]
 
@@ -35,12 +41,15 @@ __all__ = [
 _HOMES = {
     "Instruction": "shardwise.schedule.instruction",
     "Placement": "shardwise.schedule.placement",
+    "Plan": "shardwise.planner.plan",
     "Prices": "shardwise.schedule.prices",
     "Schedule": "shardwise.schedule.schedule",
     "ShardwiseError": "shardwise.errors",
     "Trace": "shardwise.trace.events",
     "make_schedule": "shardwise.schedule.catalogue",
+    "parallelize": "shardwise.runtime.parallel",
     "simulate": "shardwise.schedule.simulate",
+    "spawn": "shardwise.runtime.spawn",
     "verify": "shardwise.schedule.verify",
 }
 

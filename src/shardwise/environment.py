@@ -29,3 +29,19 @@ def width_of(stream: TextIO) -> int:
         return os.get_terminal_size(stream.fileno()).columns or WIDTH_WITHOUT_TERMINAL
     except (OSError, ValueError):  # No terminal; no file descriptor at all.
         return WIDTH_WITHOUT_TERMINAL
+
+
+def all_variables() -> dict[str, str]:
+    """The environment as it is now, for a process that was not started with it."""
+    return dict(os.environ)
+
+
+def replace_all(variables: dict[str, str]) -> None:
+    """Make the environment this one."""
+    os.environ.clear()
+    os.environ.update(variables)
+
+
+def num_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

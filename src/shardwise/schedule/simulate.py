@@ -43,7 +43,7 @@ class StuckError(ShardwiseError):
         return StuckError, (self.waiting,)
 
 
-_LANES = {
+LANES = {
     **dict.fromkeys(COMPUTE, Lane.COMPUTE),
     Kind.STEP: Lane.STEP,
     **dict.fromkeys(SENDS, Lane.SEND),
@@ -91,7 +91,7 @@ class _Player:
         self.needs, self.schedule, self.prices = needs, schedule, prices
         count = len(needs.nodes)
         self.nodes, self.rank, self.before = needs.nodes, needs.rank, needs.before
-        self.lane = [_LANES[instruction.kind] for instruction in needs.nodes]
+        self.lane = [LANES[instruction.kind] for instruction in needs.nodes]
         self.computes = [instruction.kind in COMPUTE for instruction in needs.nodes]
         self.start: list[float] = [0.0] * count
         self.end: list[float | None] = [None] * count

@@ -1,0 +1,1 @@
+"""The plan, the search for it, and the reason of every choice."""

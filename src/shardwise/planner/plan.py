@@ -1,0 +1,306 @@
+"""The plan: how a model is spread over ranks, as a value.
+
+    dp=2,tp=4,pp=2,schedule=zb-v,microbatches=8,zero=1          the short form: what differs from one plain device
+    pp=3,layers=5+6+5,recompute=full,offload.optimizer=0.5      units of each stage; half of the optimizer on the host
+
+The same keys make `plan.toml`, where each may carry its reason in the table `reasons`. A plan that exists is valid by
+itself: whatever is wrong with one alone is said when it is made. What it asks of a model or of a cluster is checked by
+those who hold the model or the cluster.
+"""
+
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ShardwiseError, nearest, unknown
+from shardwise.schedule.catalogue import CATALOGUE, check
+
+AXES = ("dp", "tp", "pp", "cp", "ep")
+RECOMPUTE = ("none", "selective", "full")
+PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offload:
+    """How much of each kind of data lives on the host: 0 is none, 1 is all."""
+
+    optimizer: float = 0.0
+    parameters: float = 0.0
+    activations: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How a model is spread over ranks, and how a step goes.
+
+    The axes multiply: data, tensor, pipeline, context and expert parallel. `chunks` are the stages of one rank (None:
+    the schedule's own number). `layers` are the units of each stage, first to last (None: balanced). `zero` is the
+    ZeRO stage. `reasons` says of a key why it has its value; two plans that do the same are equal whatever theirs.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    chunks: int | None = None
+    schedule: str = "1f1b"
+    microbatches: int = 1
+    layers: tuple[int, ...] | None = None
+    zero: int = 0
+    recompute: str = "none"
+    offload: Offload = field(default_factory=Offload)
+    precision: str = "fp32"
+    reasons: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @staticmethod
+    def parse(text: str) -> "Plan":
+        """Read the short form."""
+        entries: dict[str, Any] = {}
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            key, equals, value = (word.strip() for word in part.partition("="))
+            if not equals:
+                raise ShardwiseError(
+                    f"'{part}' in the plan '{text}' has no value", remedy=f"{nearest(key, _READERS) or 'pp'}=2"
+                )
+            if key in entries:
+                raise ShardwiseError(
+                    f"the plan '{text}' says {key} twice: {entries[key]} and {value}", remedy=f"{key}={value}"
+                )
+            entries[key] = value
+        return _make(entries, reasons={})
+
+    def __str__(self) -> str:
+        changed = {key: value for key, value in _entries(self).items() if value != _DEFAULTS[key]}
+        return ",".join(f"{key}={_word(value)}" for key, value in changed.items()) or f"dp={self.dp}"
+
+    @staticmethod
+    def from_toml(text: str, *, source: str = "the plan") -> "Plan":
+        """Read the file form. `source` is what errors call it."""
+        try:
+            tree = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ShardwiseError(f"{source} is no TOML: {error}", remedy='lines like: schedule = "zb-v"') from None
+        reasons = _table(tree.pop("reasons", {}), "reasons")
+        offload = _table(tree.pop("offload", {}), "offload")
+        return _make({**tree, **{f"offload.{key}": value for key, value in offload.items()}}, reasons=reasons)
+
+    def to_toml(self) -> str:
+        """Return the file form, which `from_toml` reads back: every key that has a reason or is not as by default."""
+        lines = [f"# {self}: {self.num_ranks} {'rank' if self.num_ranks == 1 else 'ranks'}"]
+        for key, value in _entries(self).items():
+            if value is not None and (value != _DEFAULTS[key] or key in self.reasons):
+                lines.append(f"{key} = {_toml_value(value)}")
+        if self.reasons:
+            lines += ["", "[reasons]", *(f"{_quoted(key)} = {_quoted(why)}" for key, why in self.reasons.items())]
+        return "\n".join(lines) + "\n"
+
+    @staticmethod
+    def load(path: Path) -> "Plan":
+        """Read a plan from a file."""
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else str(error)
+            raise ShardwiseError(
+                f"the plan file {path} cannot be read: {why}", remedy="a short form like pp=2,microbatches=8"
+            ) from None
+        return Plan.from_toml(text, source=path.name)
+
+    @property
+    def num_ranks(self) -> int:
+        """The product of the axes."""
+        return self.dp * self.tp * self.pp * self.cp * self.ep
+
+    @property
+    def num_chunks(self) -> int | None:
+        """The stages of one rank, or None while the schedule is still to be found."""
+        return self.chunks or (CATALOGUE[self.schedule].chunks if self.schedule in CATALOGUE else None)
+
+    @property
+    def num_stages(self) -> int | None:
+        """The stages of the model; where a schedule holds it twice, of one copy. None as `num_chunks`."""
+        if self.num_chunks is None:
+            return None
+        copies = CATALOGUE[self.schedule].num_weight_copies if self.schedule in CATALOGUE else 1
+        return self.pp * self.num_chunks // copies
+
+    def check_world(self, num_processes: int) -> None:
+        """Refuse another number of processes than the plan's ranks."""
+        if num_processes != self.num_ranks:
+            raise ShardwiseError(
+                f"plan {self._axes_text()} needs {_ranks(self.num_ranks)} but there "
+                f"{'is' if num_processes == 1 else 'are'} {num_processes}",
+                remedy=f"{_ranks(self.num_ranks)}, or a plan whose dp, tp, pp, cp and ep multiply to {num_processes}",
+            )
+
+    def _axes_text(self) -> str:
+        shown = [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) != 1]
+        return ",".join(shown) or "dp=1"
+
+
+def _ranks(count: int) -> str:
+    return f"{count} {'rank' if count == 1 else 'ranks'}"
+
+
+def _entries(plan: Plan) -> dict[str, Any]:
+    """The plan as keys and values of the short form, in the order of the fields."""
+    entries: dict[str, Any] = {}
+    for each in fields(plan):
+        if each.name == "offload":
+            entries |= {f"offload.{part.name}": getattr(plan.offload, part.name) for part in fields(Offload)}
+        elif each.name != "reasons":
+            entries[each.name] = getattr(plan, each.name)
+    return entries
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "+".join(map(str, value))
+    if isinstance(value, str):
+        return value
+    return repr(value).removesuffix(".0")
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(str, value)) + "]"
+    return _quoted(value) if isinstance(value, str) else _word(value)
+
+
+def _quoted(text: str) -> str:
+    """A TOML basic string. JSON's escapes are TOML's too, but for those beyond 16 bits and for DEL."""
+    import json
+
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _table(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ShardwiseError(f"{name} = {value!r} in the plan is no table", remedy=f"[{name}]")
+    return value
+
+
+def _make(entries: Mapping[str, Any], *, reasons: Mapping[str, str]) -> Plan:
+    """Make a plan from keys and values that were typed."""
+    read: dict[str, Any] = {}
+    for key, value in entries.items():
+        if key not in _READERS:
+            raise unknown("plan key", key, _READERS)
+        read[key] = _READERS[key](key, value)
+    offload = {key.removeprefix("offload."): read.pop(key) for key in list(read) if key.startswith("offload.")}
+    return Plan(**read, offload=Offload(**offload), reasons=reasons)
+
+
+def _read_count(key: str, value: Any) -> int:
+    if isinstance(value, str) and value.removeprefix("-").isdecimal():
+        return int(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    raise ShardwiseError(f"{key}={value} in the plan wants a whole number", remedy=f"{key}={_EXAMPLES.get(key, 2)}")
+
+
+def _read_fraction(key: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ShardwiseError(f"{key}={value} in the plan wants a number from 0 to 1", remedy=f"{key}=0.5") from None
+
+
+def _read_layers(key: str, value: Any) -> tuple[int, ...]:
+    parts = value.split("+") if isinstance(value, str) else value
+    if not isinstance(parts, list):
+        raise ShardwiseError(
+            f"{key}={value} in the plan wants the units of each stage", remedy=f"{key}=4+4, or in a file {key} = [4, 4]"
+        )
+    return tuple(_read_count(key, part) for part in parts)
+
+
+def _read_word(key: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ShardwiseError(f"{key}={value} in the plan wants a word", remedy=f'{key} = "{_DEFAULTS[key]}"')
+    return value
+
+
+_EXAMPLES = {"zero": "1", "microbatches": "8", "layers": "4+4"}
+_READERS: dict[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys((*AXES, "chunks"), _read_count),
+    "schedule": _read_word,
+    "microbatches": _read_count,
+    "layers": _read_layers,
+    "zero": _read_count,
+    "recompute": _read_word,
+    **dict.fromkeys((f"offload.{part.name}" for part in fields(Offload)), _read_fraction),
+    "precision": _read_word,
+}
+
+
+def _check(plan: Plan) -> None:
+    """Refuse what no model and no cluster could make right."""
+    for axis in AXES:
+        if getattr(plan, axis) < 1:
+            sizes = " x ".join(f"{name}={getattr(plan, name)}" for name in AXES)
+            raise ShardwiseError(
+                f"{axis}={getattr(plan, axis)}: an axis has at least 1 rank ({sizes} = {_ranks(plan.num_ranks)})",
+                remedy=f"{axis}=1",
+            )
+    if plan.zero not in range(4):
+        raise ShardwiseError(f"zero={plan.zero}: the ZeRO stage is 0, 1, 2 or 3", remedy="zero=1")
+    for key, word, known in (
+        ("recompute", plan.recompute, RECOMPUTE),
+        ("precision", plan.precision, PRECISIONS),
+        ("schedule", plan.schedule, (*CATALOGUE, "auto")),
+    ):
+        if word not in known:
+            error = unknown(key, word, known)
+            raise ShardwiseError(error.problem, remedy=error.remedy and f"{key}={error.remedy}")
+    for key, value in _entries(plan).items():
+        if key.startswith("offload.") and not 0 <= value <= 1:
+            raise ShardwiseError(f"{key}={value:g}: a share is from 0 (none) to 1 (all)", remedy=f"{key}=1")
+    for key in plan.reasons:
+        if key not in _READERS:
+            raise unknown("plan key with a reason", key, _READERS)
+    _check_schedule(plan)
+    _check_layers(plan)
+
+
+def _check_schedule(plan: Plan) -> None:
+    if plan.microbatches < 1:
+        raise ShardwiseError(
+            f"microbatches={plan.microbatches}: a step has at least 1", remedy=f"microbatches={2 * plan.pp}"
+        )
+    if plan.schedule == "auto":
+        if plan.chunks is not None and plan.chunks < 1:
+            raise ShardwiseError(f"chunks={plan.chunks}: a rank holds at least 1", remedy="chunks=2")
+        return
+    try:
+        check(CATALOGUE[plan.schedule], plan.pp, plan.microbatches, plan.chunks)
+    except ShardwiseError as error:
+        # The catalogue speaks in options of the command line; here the same things are keys.
+        remedy = error.remedy or ""
+        for option, key in (("--stages ", "pp="), ("--microbatches ", "microbatches="), ("--chunks ", "chunks=")):
+            remedy = remedy.replace(option, key)
+        raise ShardwiseError(error.problem, remedy=remedy or None) from None
+
+
+def _check_layers(plan: Plan) -> None:
+    if plan.layers is None:
+        return
+    text = _word(plan.layers)
+    if any(units < 0 for units in plan.layers):
+        raise ShardwiseError(f"layers={text}: a stage cannot have fewer than 0 units", remedy="layers=4+4")
+    if plan.num_stages is not None and len(plan.layers) != plan.num_stages:
+        raise ShardwiseError(
+            f"layers={text} is for {len(plan.layers)} {'stage' if len(plan.layers) == 1 else 'stages'}, but "
+            f"pp={plan.pp} with schedule={plan.schedule} and {plan.num_chunks} "
+            f"{'chunk' if plan.num_chunks == 1 else 'chunks'} on a rank makes {plan.num_stages}",
+            remedy=f"layers={'+'.join(['4'] * plan.num_stages)}",
+        )
+
+
+_DEFAULTS: Mapping[str, Any] = _entries(Plan())

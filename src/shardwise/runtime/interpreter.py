@@ -1,0 +1,265 @@
+"""One rank: its stages, the values that it holds, and what each instruction does with them.
+
+An executor decides when an instruction may run; this decides what running it means. Both executors use this one, so an
+instruction means the same in one process and in many.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import ShardwiseError
+from shardwise.runtime.backward import WeightGradients, full_backward, input_gradients
+from shardwise.runtime.batch import home_of
+from shardwise.runtime.manner import Chance, Manner, saving_nothing
+from shardwise.runtime.stage import Batch, Split, Stage, Values
+from shardwise.schedule.instruction import BACKWARD, Instruction, Kind
+from shardwise.schedule.schedule import Schedule
+
+#: From the module's output and the microbatch: its loss, or a sum and the number that it is summed over.
+Loss = Callable[[Any, Batch], "Tensor | tuple[Tensor, Tensor | int | float]"]
+
+
+@dataclass(slots=True)
+class _Saved:
+    """What a forward leaves for its backward. With `chance`, outputs and loss are to be made again from inputs."""
+
+    inputs: Values
+    outputs: Values = field(default_factory=dict)
+    loss: Tensor | None = None
+    chance: Chance | None = None
+    wants_gradient: frozenset[str] = frozenset()
+    weights: WeightGradients | None = None
+
+
+class _Measured(NamedTuple):
+    """The loss of a microbatch, and the number that it is summed over; a mean counts as one."""
+
+    total: Tensor
+    number: Tensor | float
+
+
+@dataclass(slots=True)
+class Tally:
+    """The loss of a step so far: sums and what they are summed over, or means and their number."""
+
+    total: float = 0.0
+    count: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        if not self.count:
+            raise ShardwiseError(
+                "the loss is a sum over 0 numbers in the whole batch, so it has no mean",
+                remedy="leave out batches without a label",
+            )
+        return self.total / self.count
+
+
+class Interpreter:
+    """Runs the instructions of one rank. `schedule` and `split` are those of the whole pipeline."""
+
+    def __init__(self, rank: int, schedule: Schedule, split: Split, loss: Loss, manner: Manner | None = None) -> None:
+        self.rank, self.schedule, self.split, self.loss = rank, schedule, split, loss
+        self.manner = manner or Manner()
+        self.placement = schedule.placement
+        self.tally = Tally()
+        # A schedule of forwards alone leaves nothing to come back for.
+        self._trains = any(part.kind in BACKWARD for each in schedule.orders[rank] for part in each.parts)
+        self._names: dict[tuple[int, int], tuple[str, ...]] = {}
+        self._saved: dict[tuple[int, int], _Saved] = {}
+        # Values that a stage of this rank has made or received, until their last reader here has taken them; and
+        # gradients of values that a stage of this rank has made, as they come in from their readers.
+        self._values: dict[tuple[str, int, int], Tensor] = {}
+        self._gradients: dict[tuple[str, int, int], Tensor] = {}
+        self._microbatches: list[Batch] = []
+        self._handlers: dict[Kind, Callable[[Instruction], None]] = {
+            Kind.F: self._forward,
+            Kind.B: self._backward,
+            Kind.I: self._input_gradient,
+            Kind.W: self._weight_gradient,
+        }
+
+    def begin(self, microbatches: list[Batch]) -> None:
+        """Start a step on these microbatches. Of one that was broken off by an error nothing is left."""
+        for held in (self._saved, self._values, self._gradients):
+            held.clear()
+        self._microbatches = microbatches
+        self.tally = Tally()
+
+    def finish(self) -> Tally:
+        """End a step, and return its loss as far as it was measured here."""
+        left = [*self._saved, *self._values, *self._gradients]
+        assert not left, f"rank {self.rank} has ended its step and still holds {left}"
+        self._microbatches = []
+        return self.tally
+
+    def compute(self, instruction: Instruction) -> None:
+        """Run a forward or a backward, or both halves of a pair."""
+        for part in instruction.parts:
+            try:
+                self._handlers[part.kind](part)
+            except Exception as error:
+                error.add_note(f"in {part}: stage {part.stage}, microbatch {part.microbatch}, rank {self.rank}")
+                raise
+
+    def outgoing(self, send: Instruction) -> list[Tensor]:
+        """The tensors that a SEND sends, in the order in which the RECV expects them."""
+        assert send.peer is not None, f"{send} names no peer"
+        if send.kind is Kind.SEND_F:
+            names = self.names(send.stage, send.peer)
+            return [self._values.pop((name, send.microbatch, send.peer)) for name in names]
+        gradients = ((name, send.microbatch, send.stage) for name in self.names(send.peer, send.stage))
+        return [self._gradients.pop(key) for key in gradients if key in self._gradients]
+
+    def incoming(self, receive: Instruction, tensors: list[Tensor]) -> None:
+        """Take in what a RECV has received."""
+        assert receive.peer is not None, f"{receive} names no peer"
+        microbatch = receive.microbatch
+        if receive.kind is Kind.RECV_F:
+            for name, tensor in zip(self.names(receive.peer, receive.stage), tensors, strict=True):
+                self._values[name, microbatch, receive.stage] = tensor
+            return
+        names = [name for name in self.names(receive.stage, receive.peer) if self._has_gradient(receive, name)]
+        for name, tensor in zip(names, tensors, strict=True):
+            self._gradients[name, microbatch, receive.peer] = tensor
+
+    def names(self, maker: int, reader: int) -> tuple[str, ...]:
+        """The values between two stages. Where the model is held several times, both are of one copy."""
+        found = self._names.get((maker, reader))
+        if found is None:
+            count = self.split.num_stages
+            found = self._names[maker, reader] = self.split.between(maker % count, reader % count)
+        return found
+
+    def _has_gradient(self, receive: Instruction, name: str) -> bool:
+        return name in self._saved[receive.stage, receive.microbatch].wants_gradient
+
+    def _stage(self, stage: int) -> Stage:
+        found = self.split.stages[stage % self.split.num_stages]
+        assert found is not None, f"stage {stage} is not materialised on rank {self.rank}"
+        return found
+
+    def _forward(self, instruction: Instruction) -> None:
+        _, stage, microbatch, _, _ = instruction
+        piece = stage % self.split.num_stages
+        inputs: Values = {}
+        for name in self.split.reads[piece]:
+            inputs[name] = _cut_off(self._values.pop((name, microbatch, stage)))
+        saved = _Saved(inputs=inputs)
+        if self._trains and self.manner.recompute:
+            saved.chance = Chance.now(chain(inputs.values(), self._microbatches[microbatch].values()))
+            with saving_nothing():
+                made, measured = self._run(stage, microbatch, inputs)
+        else:
+            made, measured = self._run(stage, microbatch, inputs)
+            saved.outputs, saved.loss = made, None if measured is None else measured.total
+        if measured is not None:
+            self.tally.total += float(measured.total.detach())
+            self.tally.count += float(measured.number)
+        if self._trains:
+            saved.wants_gradient = frozenset(name for name, value in made.items() if value.requires_grad)
+            self._saved[stage, microbatch] = saved
+        for reader in self.placement.targets[stage]:
+            for name in self.names(stage, reader):
+                self._values[name, microbatch, reader] = _cut_off(made[name])
+
+    def _run(self, stage: int, microbatch: int, inputs: Values) -> "tuple[Values, _Measured | None]":
+        """What a stage makes of its inputs; and the loss, if it is the last."""
+        batch = self._microbatches[microbatch]
+        with self.manner.precision(home_of(batch)):
+            made, output = self._stage(stage).run(inputs, batch)
+            if stage % self.split.num_stages < self.split.num_stages - 1:
+                return made, None
+            return made, self._measure(output, stage, microbatch)
+
+    def _measure(self, output: Any, stage: int, microbatch: int) -> "_Measured":
+        """The loss of a microbatch."""
+        try:
+            result = self.loss(output, self._microbatches[microbatch])
+        except Exception as error:
+            error.add_note(f"in the loss of microbatch {microbatch}, which stage {stage} gave {_describe(output)}")
+            raise
+        measured = _Measured(*result) if isinstance(result, tuple) else _Measured(result, 1)
+        if measured.total.numel() != 1:
+            raise ShardwiseError(
+                f"the loss is {_describe(measured.total)}, but it must be one number for a microbatch",
+                remedy="return loss.sum(), loss.numel()",
+            )
+        if self._trains and not measured.total.requires_grad:
+            raise ShardwiseError(
+                "the loss does not depend on any parameter that requires a gradient, so there is nothing to train",
+                remedy="compute it from the module's output, without detach() or no_grad()",
+            )
+        return measured
+
+    def _sources(self, instruction: Instruction) -> tuple[list[Tensor], list[Tensor | None], _Saved]:
+        """What a backward starts from: the outputs that need gradients, and those gradients."""
+        _, stage, microbatch, _, _ = instruction
+        saved = self._saved[stage, microbatch]
+        if saved.chance is not None:
+            with saved.chance.again(self._stage(stage).buffers.values()):
+                saved.outputs, measured = self._run(stage, microbatch, saved.inputs)
+            saved.loss = None if measured is None else measured.total
+        outputs: list[Tensor] = []
+        gradients: list[Tensor | None] = []
+        if saved.loss is not None and saved.loss.requires_grad:
+            outputs.append(saved.loss)
+            gradients.append(None)
+        for name, tensor in saved.outputs.items():
+            arrived = [
+                self._gradients.pop(key)
+                for reader in self.placement.targets[stage]
+                if (key := (name, microbatch, reader)) in self._gradients
+            ]
+            if arrived and tensor.requires_grad:
+                outputs.append(tensor)
+                gradients.append(sum(arrived[1:], arrived[0]))
+        return outputs, gradients, saved
+
+    def _pass_back(self, instruction: Instruction, saved: _Saved) -> None:
+        """Hand the gradients of what was read to their makers."""
+        _, stage, microbatch, _, _ = instruction
+        for name, leaf in saved.inputs.items():
+            if leaf.requires_grad:
+                gradient = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
+                self._gradients[name, microbatch, stage] = gradient
+                leaf.grad = None
+
+    def _backward(self, instruction: Instruction) -> None:
+        outputs, gradients, saved = self._sources(instruction)
+        if outputs:
+            full_backward(outputs, gradients)
+        self._pass_back(instruction, saved)
+        del self._saved[instruction.stage, instruction.microbatch]
+
+    def _input_gradient(self, instruction: Instruction) -> None:
+        outputs, gradients, saved = self._sources(instruction)
+        if outputs:
+            leaves = [leaf for leaf in saved.inputs.values() if leaf.requires_grad]
+            saved.weights = input_gradients(outputs, gradients, leaves)
+        self._pass_back(instruction, saved)
+        # The graph lives on in what W still needs of it, and nowhere else.
+        saved.inputs, saved.outputs, saved.loss = {}, {}, None
+
+    def _weight_gradient(self, instruction: Instruction) -> None:
+        saved = self._saved.pop((instruction.stage, instruction.microbatch))
+        if saved.weights is not None:
+            saved.weights.run()
+
+
+def _cut_off(value: Tensor) -> Tensor:
+    """The same numbers outside any graph, which want a gradient if they did inside."""
+    return value.detach().requires_grad_(value.requires_grad)
+
+
+def _describe(output: Any) -> str:
+    """An output in a few words, for an error."""
+    kind = type(output).__name__
+    if isinstance(output, Tensor):
+        return f"a {kind} of shape {tuple(output.shape)}"
+    return f"a {kind} with {', '.join(map(str, output))}" if isinstance(output, Mapping) else f"a {kind}"

@@ -1,0 +1,100 @@
+"""How the tensors of a message lie in one run of bytes, and how that is told to the other side in whole numbers."""
+
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+#: Of each tensor: type, shape, whether it wants a gradient.
+Description = tuple[tuple[torch.dtype, torch.Size, bool], ...]
+
+#: Numbers in the first part of a header: enough for ten tensors of eight dims.
+HEADER_LENGTH = 128
+# Every tensor starts at a multiple of this many bytes, so that vector instructions find it aligned.
+_ALIGNMENT = 64
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
+
+
+def describe(tensors: list[Tensor]) -> Description:
+    """What the other side has to know of tensors before it can take them in."""
+    return tuple((tensor.dtype, tensor.shape, tensor.requires_grad) for tensor in tensors)
+
+
+def encode(description: Description) -> Tensor:
+    """A description as whole numbers: how many follow; then of each tensor its type, gradient, dims and shape."""
+    numbers: list[int] = []
+    for dtype, shape, wants_gradient in description:
+        numbers += [_DTYPES.index(dtype), int(wants_gradient), len(shape), *shape]
+    padding = max(0, HEADER_LENGTH - 1 - len(numbers))
+    return torch.tensor([len(numbers), *numbers, *[0] * padding], dtype=torch.int64)
+
+
+def decode(header: Tensor) -> Description:
+    """The description that `encode` made numbers of."""
+    length, *numbers = header.tolist()
+    found = []
+    place = 0
+    while place < length:
+        code, wants_gradient, num_dims = numbers[place : place + 3]
+        shape = torch.Size(numbers[place + 3 : place + 3 + num_dims])
+        found.append((_DTYPES[code], shape, bool(wants_gradient)))
+        place += 3 + num_dims
+    return tuple(found)
+
+
+class Layout:
+    """Where each tensor of a description lies in the message. A message of one tensor is that tensor."""
+
+    def __init__(self, description: Description) -> None:
+        self.description = description
+        sizes = [shape.numel() * dtype.itemsize for dtype, shape, _ in description]
+        starts = accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes[:-1]), initial=0)
+        self._spans = [(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+        self._strides = [torch.empty(shape, device="meta").stride() for _, shape, _ in description]
+        self.num_bytes = self._spans[-1][1] if any(sizes) else 0
+
+    def allocate(self, device: torch.device) -> Tensor:
+        """Room for a message."""
+        if len(self.description) == 1:
+            dtype, shape, _ = self.description[0]
+            return torch.empty(shape, dtype=dtype, device=device)
+        return torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+
+    def pack(self, tensors: list[Tensor]) -> Tensor:
+        """The message. A single tensor that lies in one piece is not copied."""
+        if len(tensors) == 1:
+            return tensors[0].detach().contiguous()
+        buffer = torch.empty(self.num_bytes, dtype=torch.uint8, device=tensors[0].device)
+        for tensor, (start, end) in zip(tensors, self._spans, strict=True):
+            buffer[start:end].copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
+        return buffer
+
+    def unpack(self, message: Tensor) -> list[Tensor]:
+        """The tensors in a message, without a copy."""
+        if len(self.description) == 1:
+            return [message.requires_grad_(self.description[0][2])]
+        storage = message.untyped_storage()
+        tensors = []
+        for (dtype, shape, wants_gradient), (start, _), strides in zip(
+            self.description, self._spans, self._strides, strict=True
+        ):
+            # Not a view: views share one count of writes, and autograd would take a write to one for one to all.
+            tensor = torch.empty(0, dtype=dtype, device=message.device)
+            tensor.set_(storage, start // dtype.itemsize, shape, strides)
+            tensors.append(tensor.requires_grad_(wants_gradient))
+        return tensors

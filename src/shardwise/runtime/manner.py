@@ -1,0 +1,68 @@
+"""In which manner stages are computed: what a forward keeps for its backward, and in which precision.
+
+Recomputation keeps a stage's inputs and nothing else. The forward still builds its graph, with nothing saved in it:
+that is how it is known which values will want a gradient. Before the backward it is run again, with the random numbers
+that it had (dropout drops the same) and without a trace in the buffers (batch norm counts a microbatch once).
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from shardwise.planner.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manner:
+    """How stages are computed. `autocast` is the type that matmuls and the like run in, if not the parameters' own."""
+
+    recompute: bool = False
+    autocast: torch.dtype | None = None
+
+    @staticmethod
+    def of(plan: Plan) -> "Manner":
+        return Manner(recompute=plan.recompute == "full", autocast=torch.bfloat16 if plan.precision == "bf16" else None)
+
+    def precision(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Where forwards and losses are computed. Backwards are not: they follow their forward's types."""
+        return nullcontext() if self.autocast is None else torch.autocast(device.type, dtype=self.autocast)
+
+
+@dataclass(frozen=True, slots=True)
+class Chance:
+    """The states of the random number generators at one moment."""
+
+    cpu: Tensor
+    devices: list[int]
+    on_devices: list[Tensor]
+
+    @staticmethod
+    def now(tensors: Iterable[Any]) -> "Chance":
+        """The state on the CPU and on the devices of these tensors."""
+        return Chance(torch.get_rng_state(), *get_device_states(*tensors))
+
+    @contextmanager
+    def again(self, buffers: Iterable[Tensor]) -> Iterator[None]:
+        """The same random numbers once more. Afterwards they go on as if nothing had been, and so do the buffers."""
+        before = [(buffer, buffer.clone()) for buffer in buffers]
+        with torch.random.fork_rng(devices=self.devices):
+            torch.set_rng_state(self.cpu)
+            set_device_states(self.devices, self.on_devices)
+            yield
+        for buffer, value in before:
+            # Through `data`, unseen by autograd: batch norm saves its statistics for a backward that never reads them.
+            buffer.data.copy_(value)
+
+
+def saving_nothing() -> AbstractContextManager[Any]:
+    """Where graphs are built for their shape alone, and no backward can be run."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda _: None, _unpack)
+
+
+def _unpack(_: None) -> Tensor:
+    raise AssertionError("a forward that is to be recomputed was not")

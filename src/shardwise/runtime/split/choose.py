@@ -1,0 +1,138 @@
+"""Which units, and where to cut between them.
+
+Units are coarse at first. They are opened, the costliest first, until there are as many calls as stages, and until no
+unit that could be opened holds up all the others.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from torch import nn
+
+from shardwise.errors import ShardwiseError
+from shardwise.runtime.split.cut import Cut, best_cut, given_cut
+from shardwise.runtime.split.flow import Flow, watch
+from shardwise.runtime.split.parts import inseparable_calls, received_bytes
+from shardwise.runtime.split.units import can_open, find_units, holds_blocks
+from shardwise.runtime.split.work import FLOPS_OF_A_BYTE
+from shardwise.runtime.stage import Batch
+
+#: A stage of one unit that takes this much longer than the mean is opened, if there are blocks inside.
+_UNEVEN = 1.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What the user asks of a cut."""
+
+    num_stages: int
+    cut: Sequence[int] | Sequence[str] | None
+    costs: Mapping[str, float] | None
+    speeds: Sequence[float] | None
+    limit_bytes: float | None
+
+
+def choose(module: nn.Module, example: Batch, wishes: Wishes) -> tuple[dict[str, nn.Module], Flow, Cut]:
+    """The units, what flows between them on the example, and the cut."""
+    if wishes.num_stages < 1:
+        raise ShardwiseError(f"a module cannot be split into {wishes.num_stages} stages", remedy="num_stages=1 or more")
+    opened: set[str] = set()
+    closed: set[str] = set()
+    units = find_units(module)
+    flow = watch(module, units, example)
+    while True:
+        where = None if len(flow.calls) < wishes.num_stages else _cut(module, units, flow, wishes)
+        more = [name for name in _to_open(module, units, flow, where, wishes) if name not in closed]
+        if not more:
+            break
+        finer_units = find_units(module, opened | set(more))
+        finer = watch(module, finer_units, example)
+        if len(finer.calls) <= len(flow.calls):
+            closed |= set(more)  # Its pieces are not called one by one, as in nn.MultiheadAttention.
+            continue
+        opened |= set(more)
+        units, flow = finer_units, finer
+    if where is None:
+        names = ", ".join(call.name for call in flow.calls)
+        raise ShardwiseError(
+            f"{wishes.num_stages} stages are asked for, but {type(module).__name__} has only {len(flow.calls)} units"
+            f" to divide: {names}",
+            remedy=f"at most {len(flow.calls)} stages",
+        )
+    return units, flow, where
+
+
+def _to_open(
+    module: nn.Module, units: Mapping[str, nn.Module], flow: Flow, where: Cut | None, wishes: Wishes
+) -> list[str]:
+    """Units to look into: those that are never called though glue uses what they hold, and those that are too large."""
+    called = {call.unit for call in flow.calls}
+    bypassed = [
+        name
+        for name in units
+        if name not in called and can_open(module, name) and any(held.startswith(f"{name}.") for held in flow.in_glue)
+    ]
+    if bypassed:
+        return bypassed
+    if where is None:
+        by_cost = sorted(zip(_costs(module, flow, wishes), flow.calls, strict=True), key=lambda pair: -pair[0])
+        can = dict.fromkeys(call.unit for _, call in by_cost if can_open(module, call.unit))
+        return list(can)[: wishes.num_stages - len(flow.calls)]
+    if wishes.cut is not None:
+        return []
+    costs = _costs(module, flow, wishes)
+    stage_costs = [sum(costs[call] for call in calls) for calls in where]
+    slowest = where[stage_costs.index(max(stage_costs))]
+    unit = flow.calls[slowest.start].unit
+    is_uneven = len(slowest) == 1 and max(stage_costs) > _UNEVEN * sum(stage_costs) / len(where)
+    return [unit] if is_uneven and holds_blocks(units[unit]) else []
+
+
+def _cut(module: nn.Module, units: Mapping[str, nn.Module], flow: Flow, wishes: Wishes) -> Cut:
+    names = [call.name for call in flow.calls]
+    if wishes.cut is not None:
+        return given_cut(wishes.cut, names, _blocks(units, flow), wishes.num_stages)
+    sizes = {name: each.numel() * each.element_size() for name, each in module.named_parameters()}
+
+    def stage_bytes(first: int, end: int) -> float:
+        held = set(chain.from_iterable(flow.calls[call].touched for call in range(first, end)))
+        return sum(sizes.get(name, 0) for name in held)
+
+    def received(first: int, end: int) -> float:
+        if wishes.costs is not None:
+            return 0.0  # Those are seconds.
+        return FLOPS_OF_A_BYTE * received_bytes(flow, first, end)
+
+    return best_cut(
+        _costs(module, flow, wishes),
+        wishes.num_stages,
+        received=received,
+        speeds=wishes.speeds,
+        stage_bytes=stage_bytes,
+        limit_bytes=wishes.limit_bytes,
+        inseparable=inseparable_calls(flow),
+    )
+
+
+def _costs(module: nn.Module, flow: Flow, wishes: Wishes) -> list[float]:
+    """What each call costs. Its weights count as bytes once: a step reads and writes them whatever the batch."""
+    sizes = {name: each.numel() * each.element_size() for name, each in module.named_parameters()}
+    costs = []
+    for call in flow.calls:
+        if wishes.costs is not None and call.unit in wishes.costs:
+            costs.append(wishes.costs[call.unit])
+        else:
+            weights = sum(sizes.get(name, 0) for name in call.touched)
+            costs.append(call.flops + FLOPS_OF_A_BYTE * (call.bytes + weights))
+    return costs
+
+
+def _blocks(units: Mapping[str, nn.Module], flow: Flow) -> list[int]:
+    """The calls of blocks: of the kind of unit that does most of the work."""
+    work: dict[type[nn.Module], float] = {}
+    for call in flow.calls:
+        kind = type(units[call.unit])
+        work[kind] = work.get(kind, 0.0) + call.flops + call.bytes
+    block = max(work, key=lambda kind: work[kind])
+    return [index for index, call in enumerate(flow.calls) if type(units[call.unit]) is block]

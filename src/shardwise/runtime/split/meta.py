@@ -1,0 +1,69 @@
+"""A unit run without numbers, on the meta device, to learn the outline of what it returns."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+
+
+class Guesses(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers questions about numbers where there are none, so that units which ask them get through.
+
+    The answers are such that sizes are upper bounds: every element is counted as nonzero. That is how far experts of a
+    mixture get without data.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        first = args[0] if args else None
+        if isinstance(first, Tensor) and first.is_meta:
+            if func is aten._local_scalar_dense.default:
+                return False if first.dtype is torch.bool else 0.0 if first.dtype.is_floating_point else 0
+            if func is aten.nonzero.default:
+                return first.new_empty((first.numel(), first.dim()), dtype=torch.long)
+            if func is aten.equal.default:
+                return False
+            if func is aten._grouped_mm.default and first.dim() == 2 and args[1].dim() == 3:
+                # Its meta kernel takes bf16 alone, though the real ones do not.
+                return first.new_empty((first.shape[0], args[1].shape[-1]))
+        return func(*args, **(kwargs or {}))
+
+
+def is_on_meta(module: nn.Module) -> bool:
+    """Whether every tensor of a module is on the meta device."""
+    return all(each.is_meta for each in [*module.parameters(), *module.buffers()])
+
+
+def has_meta(module: nn.Module) -> bool:
+    """Whether any tensor of a module is on the meta device."""
+    return any(each.is_meta for each in [*module.parameters(), *module.buffers()])
+
+
+def meta_twin(module: nn.Module) -> nn.Module:
+    """A copy of a module whose tensors are on the meta device: it takes up no memory, and has no numbers to spoil."""
+    twins: dict[int, Any] = {}
+    for parameter in module.parameters():
+        twins[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    for buffer in module.buffers():
+        twins[id(buffer)] = buffer.detach().to("meta")
+    return copy.deepcopy(module, twins)
+
+
+def on_meta(arguments: list[Any]) -> list[Any]:
+    """Arguments with their tensors on the meta device."""
+    return [each.detach().to("meta") if isinstance(each, Tensor) else each for each in arguments]
+
+
+def call_on_meta(call: Callable[..., Any], arguments: list[Any], tree: pytree.TreeSpec) -> Any:
+    """Call with arguments that are on the meta device, given as flat leaves and their structure."""
+    args, kwargs = pytree.tree_unflatten(arguments, tree)
+    with torch.no_grad(), Guesses():  # type: ignore[no-untyped-call]
+        return call(*args, **kwargs)

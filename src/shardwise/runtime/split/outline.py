@@ -1,0 +1,133 @@
+"""The outline of what a call returns: structure and shapes, without the numbers.
+
+A stage that does not need what another stage computes still runs the glue around it, and glue looks at shapes. So it is
+given placeholders: tensors of the right shape that take up no memory.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+#: Values that a call may return beside tensors and that another stage may return in its place.
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorOutline:
+    """A tensor's shape and kind."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def placeholder(self, device: torch.device, *, writable: bool = False) -> Tensor:
+        """Zeros of this shape. They lie in one element's memory, unless something will be written into them."""
+        if writable:
+            return torch.zeros(self.shape, dtype=self.dtype, device=device)
+        return torch.zeros((), dtype=self.dtype, device=device).expand(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A returned thing that is one of the arguments, untouched: the how-manieth of them."""
+
+    argument: int
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """A returned tensor that is returned at another place too: the leaf where it comes first."""
+
+    leaf: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What a call returns: its structure, and each leaf: a `TensorOutline`, `Passed`, `Again`, or the thing itself."""
+
+    tree: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+    #: The tensors that the call makes, by leaf.
+    tensors: dict[int, TensorOutline]
+
+    @classmethod
+    def of(cls, tree: pytree.TreeSpec, leaves: Sequence[Any]) -> "Outline":
+        tensors = {leaf: each for leaf, each in enumerate(leaves) if isinstance(each, TensorOutline)}
+        return cls(tree, tuple(leaves), tensors)
+
+    @property
+    def passes(self) -> bool:
+        """Whether any argument is passed through."""
+        return any(isinstance(leaf, Passed) for leaf in self.leaves)
+
+    @property
+    def strange(self) -> list[str]:
+        """Types of leaves that nothing is known about, so that what is inside them cannot be followed."""
+        known = (TensorOutline, Passed, Again, *_PLAIN)
+        return [type(leaf).__name__ for leaf in self.leaves if not isinstance(leaf, known)]
+
+    def filled(self, tensors: Mapping[int, Tensor], arguments: list[Any]) -> Any:
+        """What the call returns, given its tensors by leaf, and its arguments."""
+        leaves: list[Any] = []
+        for leaf, each in enumerate(self.leaves):
+            if isinstance(each, TensorOutline):
+                leaves.append(tensors[leaf])
+            elif isinstance(each, Again):
+                leaves.append(leaves[each.leaf])
+            else:
+                leaves.append(arguments[each.argument] if isinstance(each, Passed) else each)
+        return leaves[0] if self.tree.is_leaf() else pytree.tree_unflatten(leaves, self.tree)
+
+
+def outline_of(returned: Any, arguments: list[Any], changed: Collection[int] = ()) -> Outline:
+    """The outline of what a call returned, given its arguments as flat leaves, and which of them it wrote into."""
+    leaves, tree = pytree.tree_flatten(returned)
+    position = {
+        id(each): index for index, each in enumerate(arguments) if not isinstance(each, _PLAIN) and index not in changed
+    }
+    outlined: list[Any] = []
+    first: dict[int, int] = {}
+    for number, leaf in enumerate(leaves):
+        if id(leaf) in position:
+            outlined.append(Passed(position[id(leaf)]))
+        elif isinstance(leaf, Tensor) and first.setdefault(id(leaf), number) != number:
+            outlined.append(Again(first[id(leaf)]))
+        elif isinstance(leaf, Tensor):
+            outlined.append(TensorOutline(tuple(leaf.shape), leaf.dtype))
+        else:
+            outlined.append(leaf)
+    return Outline.of(tree, outlined)
+
+
+def leaves_of(given: Any) -> list[Any]:
+    """What `pytree.tree_leaves` gives. Arguments are mostly tuples and dictionaries, and for these this is faster."""
+    found: list[Any] = []
+    _gather(given, found)
+    return found
+
+
+def _gather(given: Any, found: list[Any]) -> None:
+    kind = type(given)
+    if kind is Tensor or given is None:
+        found.append(given)
+    elif kind is tuple or kind is list:
+        for each in given:
+            _gather(each, found)
+    elif kind is dict:
+        for each in given.values():
+            _gather(each, found)
+    elif kind in _PLAIN:
+        found.append(given)
+    else:
+        found += pytree.tree_leaves(given)
+
+
+def signature_of(arguments: list[Any]) -> tuple[Any, ...]:
+    """What the outline of a call depends on: shapes and kinds of tensors, plain values, and types of other things."""
+    return tuple(
+        (each.shape, each.dtype) if isinstance(each, Tensor) else each if isinstance(each, _PLAIN) else type(each)
+        for each in arguments
+    )

@@ -1,0 +1,89 @@
+"""Where the numbers in a tensor came from, followed through glue from unit to unit.
+
+Every tensor that glue makes carries the sources that it was computed from. What a unit returns is a source itself: what
+it was computed from in turn is that unit's business.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+class Made(NamedTuple):
+    """What a call of a unit returned: the how-manieth call of the run, and the how-manieth leaf."""
+
+    call: int
+    leaf: int
+
+
+class Held(NamedTuple):
+    """A parameter or a buffer, by its name."""
+
+    name: str
+
+
+class Hidden(NamedTuple):
+    """Something from inside a call that got out otherwise than by being returned."""
+
+    call: int
+
+
+class Drawn(NamedTuple):
+    """A random number drawn in glue, by the line of source that draws it."""
+
+    where: str
+
+
+Source = Made | Held | Hidden | Drawn
+Sources = frozenset[Source]
+NOTHING: Sources = frozenset()
+
+
+class Ledger:
+    """The sources of every tensor that is alive."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._sources = WeakTensorKeyDictionary()
+        #: The memory of what units returned. A weak reference keeps its number from being given to another.
+        self._homes: dict[int, tuple[StorageWeakRef, Made]] = {}
+        for name, buffer in module.named_buffers():
+            self._sources[buffer] = frozenset([Held(name)])
+        for name, parameter in module.named_parameters():
+            self._sources[parameter] = frozenset([Held(name)])
+
+    def of(self, tensor: Tensor) -> Sources:
+        found: Sources = self._sources.get(tensor, NOTHING)  # type: ignore[no-untyped-call]
+        return found
+
+    def of_all(self, tensors: Iterable[Tensor]) -> Sources:
+        return NOTHING.union(*(self.of(tensor) for tensor in tensors))
+
+    def set(self, tensor: Tensor, sources: Sources) -> None:
+        self._sources[tensor] = sources
+
+    def set_made(self, tensor: Tensor, made: Made) -> None:
+        """A unit returned this tensor."""
+        self._sources[tensor] = frozenset([made])
+        if tensor.layout is torch.strided:
+            reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            self._homes[storage_of(tensor)] = reference, made
+
+    def write(self, written: Tensor, sources: Sources) -> Made | None:
+        """Something was written into a tensor: all that share its memory have these sources too.
+
+        Returns what a unit had returned and is now overwritten, if that is what lay there.
+        """
+        place = storage_of(written)
+        sharing = [each for each in self._sources if storage_of(each) == place]
+        for each in [*sharing, written]:
+            self._sources[each] = self.of(each) | sources
+        return self._homes[place][1] if place in self._homes else None
+
+
+def storage_of(tensor: Tensor) -> int:
+    """What identifies the memory that a tensor lies in."""
+    return -1 if tensor.layout is not torch.strided else int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,79 @@
+"""Where a call of a unit is decided: run it, or return something in its place.
+
+A module calls its units as it always did. Each unit has a gate in front of it, and the gate asks the visitor, if one is
+there: that is what makes one forward serve every stage. Without a visitor the module is what it was.
+
+The gate sits where `Module.compile` puts its compiled call: hooks and subclasses keep working, nothing is left in
+`state_dict`, and copies and pickles of the module come without it.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import nn
+
+Inner = Callable[..., Any]
+
+
+class Visitor(Protocol):
+    """Decides about each call of a unit during one run of the module."""
+
+    def call(self, unit: str, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+
+class Gate:
+    """In front of one unit."""
+
+    __slots__ = ("_switch", "inner", "unit")
+
+    def __init__(self, unit: str, inner: Inner, switch: "Switch") -> None:
+        self.unit, self.inner, self._switch = unit, inner, switch
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        local = self._switch.local
+        visitor: Visitor | None = getattr(local, "visitor", None)
+        if visitor is None:
+            return self.inner(*args, **kwargs)
+        # Until the visitor is back it is away: a unit inside a unit is just a part of it.
+        local.visitor = None
+        try:
+            return visitor.call(self.unit, self.inner, args, kwargs)
+        finally:
+            local.visitor = visitor
+
+    # Not every module leaves its compiled call out of its copies and pickles (nn.LSTM does not). There it is None.
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+class Switch:
+    """The gates of one split module, and who is visiting it. Each thread has a visitor of its own."""
+
+    def __init__(self, units: Mapping[str, nn.Module]) -> None:
+        self.local = threading.local()
+        self.gates: dict[str, Gate] = {}
+        self._before = {name: unit._compiled_call_impl for name, unit in units.items()}
+        for name, unit in units.items():
+            self.gates[name] = Gate(name, self._before[name] or unit._call_impl, self)
+            unit._compiled_call_impl = self.gates[name]
+
+    def remove(self, units: Mapping[str, nn.Module]) -> None:
+        """Take the gates away again. Only for one that was the last to be set up."""
+        for name, unit in units.items():
+            assert unit._compiled_call_impl is self.gates[name], f"another gate stands in front of that of {name}"
+            unit._compiled_call_impl = self._before[name]
+
+    @contextmanager
+    def visited_by(self, visitor: Visitor) -> Iterator[None]:
+        """Let a visitor decide about every call of a unit in this thread."""
+        before = getattr(self.local, "visitor", None)
+        self.local.visitor = visitor
+        try:
+            yield
+        finally:
+            self.local.visitor = before

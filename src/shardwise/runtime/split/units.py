@@ -1,0 +1,80 @@
+"""Which pieces of a module are units: the calls between which it may be cut.
+
+A unit is an embedding, one block, a norm, a head: what holds weights or state, and is called. What lies around units is
+glue. It holds nothing of weight, and every stage runs it.
+
+    module
+    ├── embed        unit
+    ├── rotary       glue: it has no weights, and the same inputs give the same output anywhere
+    ├── dropout      unit: it must be drawn once
+    ├── layers       opened: a list of blocks
+    │   ├── 0        unit
+    │   └── 1        unit
+    └── head         unit
+"""
+
+from collections.abc import Collection, Iterator
+
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+#: These are never called themselves.
+SHELVES = (nn.ModuleList, nn.ModuleDict)
+
+
+def find_units(root: nn.Module, opened: Collection[str] = ()) -> dict[str, nn.Module]:
+    """Every unit by its name, in the module's order. `opened` names modules to look into that would be units."""
+    units: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+
+    def visit(name: str, module: nn.Module, *, is_block: bool) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        is_open = name == "" or name in opened or isinstance(module, SHELVES)
+        if is_open or (not is_block and holds_blocks(module)):
+            for child_name, child in module.named_children():
+                path = f"{name}.{child_name}" if name else child_name
+                visit(path, child, is_block=is_block_list(module))
+        elif holds_state(module):
+            units[name] = module
+
+    visit("", root, is_block=False)
+    return units
+
+
+def holds_state(module: nn.Module) -> bool:
+    """Whether a module must run in one place only: it has weights, remembers something, or draws at random."""
+    return (
+        next(module.parameters(), None) is not None
+        or any(isinstance(each, _DropoutNd) for each in module.modules())
+        or any(True for _ in persistent_buffers(module))
+    )
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[str]:
+    """Buffers that are saved with the module. The others can be computed anew, so any stage may have its own."""
+    for name, each in module.named_modules():
+        for key, buffer in each._buffers.items():
+            if buffer is not None and key not in each._non_persistent_buffers_set:
+                yield f"{name}.{key}" if name else key
+
+
+def is_block_list(module: nn.Module) -> bool:
+    """A list of at least two blocks. Linear, activation, linear in a Sequential is one block, not a list of them."""
+    if isinstance(module, SHELVES):
+        return len(module) >= 2
+    if not isinstance(module, nn.Sequential) or len(module) < 2:
+        return False
+    return sum(next(child.children(), None) is not None and holds_state(child) for child in module) >= 2
+
+
+def holds_blocks(module: nn.Module) -> bool:
+    """Whether a module is a list of blocks or has one inside."""
+    return any(is_block_list(each) for each in module.modules())
+
+
+def can_open(root: nn.Module, name: str) -> bool:
+    """Whether a unit has pieces that could be units in its place."""
+    unit = root.get_submodule(name)
+    return any(holds_state(child) for child in unit.children())

@@ -1,0 +1,168 @@
+"""Timed devices: stages whose compute is a wait, so that the real executor runs many ranks on few cores.
+
+A stage is three nodes of autograd. The weight's is one of its own beside the spine, so that an I waits for the input
+gradient alone, a W for the weight gradient alone, and a B for each of them once:
+
+      output
+        |
+      [add] --- [weights: waits for W] --- weight
+        |
+    [compute: waits for F, then for I]
+        |
+      input
+
+The first stage has no input to give a gradient to. There, as for any model (`backward.py`), the wait for I is part of
+its W: `first_stage_waits_in_weights` says so to the simulator.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.runtime.stage import Batch, Split, Stage, Values
+from shardwise.schedule.instruction import Instruction, Kind
+from shardwise.schedule.prices import Prices
+
+_WAKE_EARLY = 0.0001
+
+#: Lets time pass; given the seconds, and what they are for: `F`, `I` or `W`.
+Wait = Callable[[float, Kind], None]
+
+
+class Seconds(NamedTuple):
+    """What one stage takes for one microbatch."""
+
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+
+    def times(self, factor: float) -> "Seconds":
+        """The same for a part of the stage, or for a slower device."""
+        return Seconds(*(factor * each for each in self))
+
+
+def sleep(seconds: float, kind: Kind) -> None:  # noqa: ARG001 - all waits are alike
+    """Let time pass without using the processor, but for its end: a sleep alone is up to 0.1 ms late."""
+    if seconds <= 0:
+        return
+    end = time.perf_counter() + seconds
+    if seconds > _WAKE_EARLY:
+        time.sleep(seconds - _WAKE_EARLY)
+    while time.perf_counter() < end:
+        pass
+
+
+class TimedModule(nn.Module):
+    """A stage as a module: from a tensor of `width` numbers to another. The first stage begins with a parameter."""
+
+    def __init__(self, seconds: Seconds, *, is_first: bool, width: int = 8, wait: Wait = sleep) -> None:
+        super().__init__()
+        self.seconds, self.wait = seconds, wait
+        self.weight = nn.Parameter(torch.zeros(1, width))
+        self.begin = nn.Parameter(torch.zeros(1, width)) if is_first else None
+
+    def forward(self, value: Tensor) -> Tensor:
+        if self.begin is not None:
+            value = value + self.begin
+        computed: Tensor = _Compute.apply(value, self)  # type: ignore[no-untyped-call]
+        weights: Tensor = _Weights.apply(self.weight, self)  # type: ignore[no-untyped-call]
+        return computed + weights
+
+
+class _Compute(torch.autograd.Function):
+    """From the input: a forward, and the gradient of the input."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, module: TimedModule) -> Tensor:
+        ctx.module = module
+        module.wait(module.seconds.forward, Kind.F)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.module.wait(ctx.module.seconds.input_gradient, Kind.I)
+        return gradient, None
+
+
+class _Weights(torch.autograd.Function):
+    """From the weight: nothing to wait for on the way forward, and its gradient on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, module: TimedModule) -> Tensor:
+        ctx.module = module
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.module.wait(ctx.module.seconds.weight_gradient, Kind.W)
+        return gradient, None
+
+
+@dataclass(slots=True, kw_only=True)
+class TimedStage:
+    """A timed module as an executor sees it. The first stage reads the batch's `value`."""
+
+    module: TimedModule
+    parameters: Mapping[str, nn.Parameter]
+    buffers: Mapping[str, Tensor]
+    reads: str | None
+    writes: str | None
+
+    def run(self, values: Values, batch: Batch) -> tuple[Values, Any]:
+        made = self.module(batch["value"] if self.reads is None else values[self.reads])
+        return ({}, made) if self.writes is None else ({self.writes: made}, None)
+
+
+def timed_split(seconds: Sequence[Seconds], *, wait: Wait = sleep) -> Split:
+    """Return a chain of timed stages, one for each entry."""
+    last = len(seconds) - 1
+    names = [f"value{number}" for number in range(last)]
+    stages: list[Stage] = []
+    for number, each in enumerate(seconds):
+        module = TimedModule(each, is_first=number == 0, wait=wait)
+        stages.append(
+            TimedStage(
+                module=module,
+                parameters={f"stage{number}.{name}": each for name, each in module.named_parameters()},
+                buffers={},
+                reads=names[number - 1] if number else None,
+                writes=names[number] if number < last else None,
+            )
+        )
+    return Split(
+        stages=tuple(stages),
+        reads=((), *((name,) for name in names)),
+        writes=(*((name,) for name in names), ()),
+        makers={name: number for number, name in enumerate(names)},
+        ties={},
+        units=tuple((f"stage{number}",) for number in range(len(seconds))),
+    )
+
+
+def timed_batch(num_microbatches: int, width: int = 8) -> list[Batch]:
+    """Microbatches for timed stages: one row each."""
+    return [{"value": torch.zeros(1, width)} for _ in range(num_microbatches)]
+
+
+def square_of(output: Tensor, batch: Batch | None = None) -> Tensor:  # noqa: ARG001 - labels are for real models
+    """A loss, whose gradient is a tensor in its own right: torch sends no expanded one."""
+    return output.square().sum()
+
+
+def first_stage_waits_in_weights(prices: Prices, num_stages: int) -> Prices:
+    """Return the prices as timed stages pay them: the first stage of a model has no I of its own."""
+
+    def seconds(instruction: Instruction, rank: int) -> float:
+        total = 0.0
+        for part in instruction.parts:
+            if part.stage % num_stages or part.kind not in (Kind.I, Kind.W):
+                total += prices.seconds(part, rank)
+            elif part.kind is Kind.W:
+                total += prices.seconds(part, rank) + prices.seconds(part._replace(kind=Kind.I), rank)
+        return total
+
+    return replace(prices, seconds=seconds)

@@ -1,0 +1,121 @@
+"""What a case comes to: by the plain module, and by an engine.
+
+An engine takes part in the matrix by a function from a case to its outcome: see `in_one_process`.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.runtime.batch import cut_batch
+from shardwise.runtime.engine import Engine
+from shardwise.runtime.pipeline import schedule_of
+from shardwise.runtime.split import split
+from shardwise.runtime.stage import Split
+from tests.conformance.cases import Case, loss_of, make_batches, make_module, make_optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The loss of each step, the gradients of the first, and parameters and buffers after the last."""
+
+    losses: tuple[float, ...]
+    gradients: Mapping[str, Tensor]
+    weights: Mapping[str, Tensor]
+
+
+Runner = Callable[[Case], Outcome]
+
+
+def plain(case: Case) -> Outcome:
+    """The module as it is, on one microbatch after the other. Schedule, ranks and chunks make no difference."""
+    return _plain(replace(case, schedule="gpipe", num_ranks=1, num_chunks=None))
+
+
+@cache
+def _plain(case: Case) -> Outcome:
+    module, loss = make_module(case.model), loss_of(case.model)
+    optimizer = make_optimizer(case.optimizer)(module.parameters())
+    losses: list[float] = []
+    gradients: dict[str, Tensor] = {}
+    for batch in make_batches(case):
+        optimizer.zero_grad()
+        total, count = 0.0, 0.0
+        for microbatch in cut_batch(batch, case.num_microbatches):
+            result = loss(module(**_arguments(module, microbatch)), microbatch)
+            share, number = result if isinstance(result, tuple) else (result, 1)
+            share.backward()  # type: ignore[no-untyped-call]
+            total, count = total + float(share.detach()), count + float(number)
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(count)
+        losses.append(total / count)
+        gradients = gradients or gradients_of(module)
+        optimizer.step()
+    return Outcome(losses=tuple(losses), gradients=gradients, weights=weights_of(module))
+
+
+def _arguments(module: nn.Module, microbatch: Mapping[str, Tensor]) -> dict[str, Tensor | bool]:
+    names = inspect.signature(module.forward).parameters
+    given: dict[str, Tensor | bool] = {name: each for name, each in microbatch.items() if name in names}
+    return {**given, "use_cache": False} if "use_cache" in names else given
+
+
+def gradients_of(module: nn.Module) -> dict[str, Tensor]:
+    """Every gradient. None is as good as one of zeros: an expert that nobody chose has either."""
+    return {
+        name: torch.zeros_like(each) if each.grad is None else each.grad.clone()
+        for name, each in module.named_parameters()
+    }
+
+
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
+    return {name: each.detach().clone() for name, each in module.state_dict().items()}
+
+
+def in_one_process(case: Case) -> Outcome:
+    """The engine that runs every rank itself."""
+    module, stages, initial = _split(case.model, case.num_stages)
+    module.load_state_dict(initial)
+    engine = Engine(
+        module,
+        case.plan,
+        stages,
+        schedule_of(case.plan),
+        loss=loss_of(case.model),
+        optimizer=make_optimizer(case.optimizer),
+    )
+    losses: list[float] = []
+    gradients: dict[str, Tensor] = {}
+    for batch in make_batches(case):
+        losses.append(engine.train_step(batch))
+        gradients = gradients or gradients_of(module)
+    return Outcome(losses=tuple(losses), gradients=gradients, weights=weights_of(module))
+
+
+@cache
+def _split(model: str, num_stages: int) -> tuple[nn.Module, Split, dict[str, Tensor]]:
+    """A module, its stages, and the weights that it was made with. One serves all schedules."""
+    module = make_module(model)
+    initial = weights_of(module)
+    case = Case(model=model, schedule="gpipe", num_ranks=num_stages, num_microbatches=1, lengths=(6,))
+    (example,) = make_batches(case)
+    return module, split(module, num_stages, example), initial
+
+
+def worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], floor: float = 1e-4) -> tuple[float, str]:
+    """The largest relative error of a tensor, ||found - expected|| / ||expected||, and whose it is.
+
+    A tensor that is next to nothing is measured against the largest: `floor` of that one's norm, for its size.
+    """
+    assert found.keys() == expected.keys()
+    largest = max(float(each.double().norm()) for each in expected.values())
+    errors = []
+    for name, wanted in expected.items():
+        apart = float((found[name].double() - wanted.double()).norm())
+        errors.append((apart / max(float(wanted.double().norm()), floor * largest), name))
+    return max(errors)

@@ -1,0 +1,134 @@
+"""Small random models of Hugging Face, unmodified: one of each family that we promise to split."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import Tensor, nn
+
+SMALL = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+GATED = {
+    **SMALL,
+    "intermediate_size": 64,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MOE = {**GATED, "num_experts_per_tok": 2, "num_local_experts": 4}
+
+
+def _gpt2() -> nn.Module:
+    return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=97, n_embd=32, n_layer=4, n_head=4, n_positions=64, **DRY_GPT2))  # type: ignore[no-any-return]
+
+
+DRY_GPT2 = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+def _causal(config: Any) -> nn.Module:
+    return hf.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
+
+
+def _t5() -> nn.Module:
+    config = hf.T5Config(
+        vocab_size=97,
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_layers=4,
+        num_heads=4,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    return hf.T5ForConditionalGeneration(config)  # type: ignore[no-any-return]
+
+
+def _bert() -> nn.Module:
+    config = hf.BertConfig(
+        **SMALL,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return hf.BertForMaskedLM(config)  # type: ignore[no-any-return]
+
+
+def _vit() -> nn.Module:
+    config = hf.ViTConfig(
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=64,
+        image_size=16,
+        patch_size=4,
+        num_labels=5,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return hf.ViTForImageClassification(config)  # type: ignore[no-any-return]
+
+
+def _deepseek() -> nn.Module:
+    return _causal(
+        hf.DeepseekV3Config(
+            **{**GATED, "num_key_value_heads": 4},
+            moe_intermediate_size=16,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            n_group=2,
+            topk_group=1,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+            q_lora_rank=16,
+            kv_lora_rank=16,
+            qk_rope_head_dim=4,
+            qk_nope_head_dim=8,
+            v_head_dim=8,
+        )
+    )
+
+
+FAMILIES: dict[str, Callable[[], nn.Module]] = {
+    "gpt2": _gpt2,
+    "llama": lambda: _causal(hf.LlamaConfig(**GATED, tie_word_embeddings=True)),
+    "qwen3": lambda: _causal(hf.Qwen3Config(**GATED, head_dim=8, tie_word_embeddings=True)),
+    "mistral": lambda: _causal(hf.MistralConfig(**GATED, sliding_window=6)),
+    "gemma2": lambda: _causal(hf.Gemma2Config(**GATED, head_dim=8, sliding_window=6)),
+    "phi3": lambda: _causal(hf.Phi3Config(**GATED)),
+    "opt": lambda: _causal(
+        hf.OPTConfig(**SMALL, ffn_dim=64, max_position_embeddings=64, word_embed_proj_dim=32, dropout=0.0)
+    ),
+    "bloom": lambda: _causal(hf.BloomConfig(vocab_size=97, hidden_size=32, n_layer=4, n_head=4)),
+    "falcon": lambda: _causal(hf.FalconConfig(**SMALL)),
+    "gpt-neox": lambda: _causal(hf.GPTNeoXConfig(**SMALL, intermediate_size=64)),
+    "mixtral": lambda: _causal(hf.MixtralConfig(**MOE)),
+    "qwen3-moe": lambda: _causal(
+        hf.Qwen3MoeConfig(**GATED, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    ),
+    "deepseek-v3": _deepseek,
+    "t5": _t5,
+    "bert": _bert,
+    "vit": _vit,
+}
+
+
+def make_family(name: str, seed: int = 0) -> nn.Module:
+    """A model of the family, in training mode, with weights that depend on the seed."""
+    torch.manual_seed(seed)
+    return FAMILIES[name]().train()
+
+
+def make_batch(name: str, num_sequences: int = 2, length: int = 8, seed: int = 1) -> dict[str, Tensor]:
+    """A batch for the family. Language models get a mask with padding on the left of the first sequence."""
+    generator = torch.Generator().manual_seed(seed)
+    if name == "vit":
+        return {"pixel_values": torch.randn(num_sequences, 3, 16, 16, generator=generator)}
+    tokens = torch.randint(3, 97, (num_sequences, length), generator=generator)
+    mask = torch.ones_like(tokens)
+    mask[0, :2] = 0
+    batch = {"input_ids": tokens, "attention_mask": mask}
+    if name == "t5":
+        batch["decoder_input_ids"] = torch.randint(3, 97, (num_sequences, length - 3), generator=generator)
+    return batch

@@ -1,0 +1,33 @@
+"""The examples run as they stand, are short, and learn something."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+MOST_LINES = 40
+
+
+def test_there_is_a_hugging_face_model_a_resnet_and_a_u_net() -> None:
+    assert [path.name for path in EXAMPLES] == ["hf_llama.py", "resnet.py", "unet.py"]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_is_short_runs_and_its_loss_falls(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) < MOST_LINES
+    finished = subprocess.run(
+        [sys.executable, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert finished.returncode == 0, finished.stderr
+    losses = [float(loss) for loss in re.findall(r"^step \d+  loss ([\d.]+)", finished.stdout, re.MULTILINE)]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0]

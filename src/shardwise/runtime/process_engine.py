@@ -17,7 +17,7 @@ from shardwise.runtime.processes import ProcessExecutor
 from shardwise.runtime.split import split
 from shardwise.runtime.stage import Batch
 from shardwise.runtime.ties import TiedGradients
-from shardwise.runtime.transport import ProcessTransport, make_groups
+from shardwise.runtime.transport import ProcessTransport
 from shardwise.schedule.instruction import Instruction
 
 
@@ -58,7 +58,8 @@ class ProcessEngine:
         # Sums over all ranks have a group of their own: one that is given up on must not take another's with it.
         self._everybody = dist.new_group()
         self._watch.guard(self._everybody)
-        self._transport = ProcessTransport(make_groups(list(range(num_ranks))), watch=self._watch)
+        up, down = (dist.new_group(backend="gloo") for _ in range(2))
+        self._transport = ProcessTransport((up, down), watch=self._watch)
         self._trainer, self._evaluator = (
             ProcessExecutor(
                 self.rank,

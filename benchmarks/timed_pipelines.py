@@ -131,11 +131,18 @@ def _spans(step: Callable[[], object], clock: _Clock, num_steps: int) -> list[Sp
     spans = []
     for number in range(num_steps + 1):
         clock.runs = number > 0
-        dist.barrier()
-        start = perf_counter()
+        start = _start_together()
         step()
         spans.append((start, perf_counter()))
     return spans[1:]
+
+
+def _start_together() -> float:
+    """Wait for a moment that all ranks agree on: they leave a barrier milliseconds apart."""
+    moment = torch.tensor(perf_counter() + 0.02, dtype=torch.float64)
+    dist.all_reduce(moment, dist.ReduceOp.MAX)
+    sleep(float(moment) - perf_counter(), Kind.F)
+    return float(moment)
 
 
 class _Ours:
@@ -146,9 +153,11 @@ class _Ours:
         split = timed_split([seconds] * len(schedule.placement.pipes[0]), wait=self.clock.wait)
         self.schedule = complete(schedule, split)
         parameters = {name: each for stage in split.stages if stage for name, each in stage.parameters.items()}
-        self.ties = TiedGradients(self.rank, self.schedule.placement, split, parameters)
         self.watch = Watch(self.rank, schedule.num_ranks, name=name)
-        self.transport = ProcessTransport(make_groups(list(range(schedule.num_ranks))), watch=self.watch)
+        self.ties = TiedGradients(
+            self.rank, self.schedule.placement, split, lambda name, _: parameters[name], self.watch
+        )
+        self.transport = ProcessTransport(make_groups([range(schedule.num_ranks)]), watch=self.watch)
         self.executor = ProcessExecutor(
             self.rank,
             self.schedule,
@@ -161,8 +170,8 @@ class _Ours:
         self.batch = timed_batch(schedule.num_microbatches)
 
     def step(self, record: Any = None) -> None:
-        self.executor.run(self.batch, signature="timed", on_step=lambda _: None, record=record)
-        self.ties.finish(self.watch)
+        self.executor.run(self.batch, signature="timed", record=record)
+        self.ties.finish()
 
     def close(self) -> None:
         dist.barrier()

@@ -79,7 +79,7 @@ def talk() -> dict[str, Any]:
 
 
 def _pair(watch: Watch | None = None) -> tuple[ProcessTransport, int]:
-    return ProcessTransport(make_groups([0, 1]), watch=watch), dist.get_rank()
+    return ProcessTransport(make_groups([[0, 1]]), watch=watch), dist.get_rank()
 
 
 def _key(source: int, microbatch: int, kind: str = "F") -> Key:
@@ -238,7 +238,7 @@ def relay(fault: str, limit_seconds: float, folder: Path) -> None:
     write_id(folder)
     me = dist.get_rank()
     watch = Watch(me, 3, limit_seconds=limit_seconds, name=fault)
-    transport = ProcessTransport(make_groups([0, 1, 2]), watch=watch)
+    transport = ProcessTransport(make_groups([[0, 1, 2]]), watch=watch)
     start = time.monotonic()
     try:
         _relay(me, fault, watch, transport)
@@ -284,7 +284,7 @@ def wait_for_each_other(limit_seconds: float) -> str:
     """Each of two ranks receives what the other never sends."""
     me = dist.get_rank()
     watch = Watch(me, 2, limit_seconds=limit_seconds, name="circle")
-    transport = ProcessTransport(make_groups([0, 1]), watch=watch)
+    transport = ProcessTransport(make_groups([[0, 1]]), watch=watch)
     transport.begin_step("circle")
     try:
         transport.receive(_key(1 - me, 0))

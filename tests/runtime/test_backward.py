@@ -184,19 +184,23 @@ def test_the_two_halves_together_are_the_backward(case: str) -> None:
     make, make_inputs = CASES[case]
     module, inputs = make(), make_inputs()
     leaves = [each for each in inputs if each.requires_grad]
-    for _ in range(2):  # A second microbatch adds to the first.
-        full_backward(*made_by(module, inputs))
+    # A second microbatch adds to the first in the parameters; inputs are its own.
+    full_backward(*made_by(module, inputs))
+    gradients_of(nn.Identity(), inputs)
+    full_backward(*made_by(module, inputs))
     expected = gradients_of(module, inputs)
     for _ in range(2):
         outputs, gradients = made_by(module, inputs)
         input_gradients(outputs, gradients, leaves).run()
+    read_only = {id(each.grad) for each in inputs}
     found = gradients_of(module, inputs)
     for wanted, ours in zip(expected, found, strict=True):
         assert (wanted is None) == (ours is None)
         if wanted is not None and ours is not None:
             torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=1e-6)
-    storages = [each.data_ptr() for each in found if each is not None]
-    assert len(storages) == len(set(storages)), "gradients are scaled in place, so no two may be one tensor"
+    storages = [each.data_ptr() for each in found if each is not None and id(each) not in read_only]
+    storages += {each.data_ptr() for each in found if each is not None and id(each) in read_only}
+    assert len(storages) == len(set(storages)), "parameters' are scaled in place, so no two may be one tensor"
 
 
 #: Where a weight is reached in two ways it is computed in the first half, and nothing else is.

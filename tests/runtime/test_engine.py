@@ -93,11 +93,6 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], toleranc
             "precision=bf16",
         ),
         (
-            Plan(pp=2, schedule="pipedream-2bw", microbatches=2),
-            "schedule=pipedream-2bw keeps two versions of the weights, which the engines do not do yet",
-            "schedule=1f1b, which holds as many activations",
-        ),
-        (
             Plan(pp=2, schedule="auto", chunks=3, microbatches=2),
             "schedule=auto makes 1 or 2 chunks on a rank, not 3",
             "chunks=2, or schedule=interleaved",

@@ -45,7 +45,7 @@ def test_every_schedule_gives_the_gradients_of_the_plain_module(name: str, num_r
     for length in (5, 7):  # A sequence length that changes between steps is nothing special.
         batch = a_batch(length)
         expected_loss, expected = plain_gradients(net, batch)
-        tally = executor.run(cut_batch(batch, 8), on_step=lambda _: None)
+        tally = executor.run(cut_batch(batch, 8))
         assert tally.total / tally.count == pytest.approx(expected_loss, rel=1e-6)
         for parameter, gradient in expected.items():
             found = dict(net.named_parameters())[parameter].grad
@@ -64,5 +64,5 @@ def test_evaluation_runs_the_forwards_alone(name: str) -> None:
     expected, _ = plain_gradients(net, batch)
     for _ in range(2):
         with torch.no_grad():
-            tally = executor.run(cut_batch(batch, 4), on_step=lambda _: None)
+            tally = executor.run(cut_batch(batch, 4))
         assert tally.total / tally.count == pytest.approx(expected, rel=1e-6)

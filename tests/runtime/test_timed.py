@@ -54,7 +54,7 @@ def test_each_instruction_waits_once_for_what_it_computes(name: str) -> None:
         waits.clear()
 
     split = timed_split([FEW] * count, wait=lambda _, kind: waits.append(kind.value))
-    LocalExecutor(schedule, split, square_of).run(timed_batch(4), on_step=lambda _: None, record=note)
+    LocalExecutor(schedule, split, square_of).run(timed_batch(4), record=note)
     assert sum(len(got) for got, _ in found) == 3 * 4 * count
     assert [got for got, _ in found] == [wanted for _, wanted in found]
 
@@ -69,7 +69,7 @@ def run_rank(schedule: Schedule, count: int) -> tuple[list[Instruction], Counter
         sleep(seconds, kind)
 
     watch = Watch(rank, 2, name=schedule.name)
-    transport = ProcessTransport(make_groups([0, 1]), watch=watch)
+    transport = ProcessTransport(make_groups([[0, 1]]), watch=watch)
     executor = ProcessExecutor(
         rank,
         schedule,
@@ -86,7 +86,6 @@ def run_rank(schedule: Schedule, count: int) -> tuple[list[Instruction], Counter
         executor.run(
             timed_batch(schedule.num_microbatches),
             signature="timed",
-            on_step=lambda _: None,
             record=lambda _, instruction, start, end: ran.append(instruction),  # noqa: ARG005
         )
     dist.barrier()

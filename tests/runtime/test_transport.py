@@ -1,4 +1,4 @@
-"""Values between ranks: in one process, and between two."""
+"""Values between ranks."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 
 from shardwise.runtime.layout import HEADER_LENGTH, Layout, decode, describe, encode
 from shardwise.runtime.spawn import spawn
-from shardwise.runtime.transport import Key, LocalTransport
+from shardwise.runtime.transport import Key
 from tests.runtime import programs
 
 KEY = Key(source=0, target=1, kind="B", maker=3, reader=2, microbatch=7)
@@ -22,27 +22,6 @@ def talks() -> list[dict[str, Any]]:
 def test_a_key_prints_as_its_instructions() -> None:
     assert str(KEY) == "2RECV_B7<3"
     assert KEY.sending == "3SEND_B7>2"
-
-
-def test_in_one_process_a_message_is_handed_over_without_its_graph() -> None:
-    transport = LocalTransport()
-    transport.begin_step("any")
-    value = torch.ones(3, requires_grad=True) * 2
-    transport.send(KEY, [value, torch.arange(3)])
-    assert transport.has(KEY)
-    got, numbers = transport.receive(KEY)
-    assert got.is_leaf
-    assert got.requires_grad
-    assert not numbers.requires_grad
-    assert torch.equal(got, value)
-    transport.finish()
-
-
-def test_in_one_process_what_is_never_received_is_noticed() -> None:
-    transport = LocalTransport()
-    transport.send(KEY, [])
-    with pytest.raises(AssertionError, match="never received: 2RECV_B7<3"):
-        transport.finish()
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 60])

@@ -40,11 +40,6 @@ def check_plan(plan: Plan) -> None:
 
 
 def _check_schedule(plan: Plan) -> None:
-    if plan.schedule == "pipedream-2bw":
-        raise ShardwiseError(
-            "schedule=pipedream-2bw keeps two versions of the weights, which the engines do not do yet",
-            remedy="schedule=1f1b, which holds as many activations",
-        )
     if plan.schedule == "auto" and plan.chunks is not None and plan.chunks > _MOST_CHUNKS_OF_AUTO:
         raise ShardwiseError(
             f"schedule=auto makes 1 or {_MOST_CHUNKS_OF_AUTO} chunks on a rank, not {plan.chunks}",

@@ -72,16 +72,16 @@ def full_backward(outputs: Sequence[Tensor], gradients: Gradients) -> None:
 
 
 def input_gradients(outputs: Sequence[Tensor], gradients: Gradients, inputs: Sequence[Tensor]) -> WeightGradients:
-    """The first half: add gradients to the `grad` of `inputs`, and return what computes those of the weights."""
+    """The first half: gradients become the `grad` of `inputs`, to be read only; return what computes the weights'."""
     given = _given(outputs, gradients)
     roots = [get_gradient_edge(output) for output in outputs]
-    spine, cuts, at_once = _find_cuts([root.node for root in roots], {get_gradient_edge(each).node for each in inputs})
+    spine, cuts, at_once = _find_cuts([root.node for root in roots], set(map(id, inputs)))
     for cut in cuts:
         if cut.node is None:
             apart = [number for number, root in enumerate(roots) if root.node not in spine]
             cut.edges, cut.gradients = [roots[number] for number in apart], [given[number] for number in apart]
     if spine:
-        _go_down(outputs, given, [*inputs, *at_once], [cut for cut in cuts if cut.node is not None])
+        _go_down(outputs, given, inputs, at_once, [cut for cut in cuts if cut.node is not None])
     return WeightGradients(cuts)
 
 
@@ -90,8 +90,8 @@ def _given(outputs: Sequence[Tensor], gradients: Gradients) -> list[Tensor]:
     return [torch.ones_like(out) if each is None else each for out, each in zip(outputs, gradients, strict=True)]
 
 
-def _find_cuts(roots: Sequence[Node], ends: set[Node]) -> tuple[set[Node], list[_Cut], list[Tensor]]:
-    """The spine from roots to ends, its cuts with the parameters that each alone leads to, and those of several."""
+def _find_cuts(roots: Sequence[Node], ends: set[int]) -> tuple[set[Node], list[_Cut], list[Tensor]]:
+    """The spine from roots to the leaves with these ids, its cuts, and the parameters that several cuts lead to."""
     spine, ways = _explore(roots, ends)
     several: dict[Node, None] = {}
     seen: set[Node] = set()
@@ -106,19 +106,22 @@ def _find_cuts(roots: Sequence[Node], ends: set[Node]) -> tuple[set[Node], list[
     return spine, cuts, [_variable(leaf) for leaf in several]
 
 
-def _go_down(outputs: Sequence[Tensor], given: list[Tensor], targets: list[Tensor], cuts: list[_Cut]) -> None:
-    """Compute the gradients of `targets` alone, and keep what passes the cuts."""
+def _go_down(
+    outputs: Sequence[Tensor], given: list[Tensor], inputs: Sequence[Tensor], at_once: list[Tensor], cuts: list[_Cut]
+) -> None:
+    """Compute the gradients of `inputs`, and of parameters that cannot wait, and keep what passes the cuts."""
     handles = [cut.node.register_prehook(cut.keep) for cut in cuts if cut.node is not None]
-    found = _run_engine(outputs, given, targets, accumulates=False)
+    found = _run_engine(outputs, given, [*inputs, *at_once], accumulates=False)
     for handle in handles:
         handle.remove()
-    reached: list[tuple[Tensor, Tensor | None]] = list(zip(targets, found, strict=True))
-    for tensor, gradient in reached:
-        if gradient is not None and tensor.grad is not None:
-            tensor.grad += gradient
+    for leaf, gradient in zip(inputs, found, strict=False):
+        leaf.grad = gradient
+    for parameter, gradient in zip(at_once, found[len(inputs) :], strict=True):
+        if gradient is not None and parameter.grad is not None:
+            parameter.grad += gradient
         elif gradient is not None:
-            # Autograd may give one tensor as the gradient of two; each must have its own to add to.
-            tensor.grad = gradient.clone()
+            # Autograd may give one tensor as the gradient of two; what is added to must be its own.
+            parameter.grad = gradient.clone()
 
 
 def _run_engine(
@@ -148,25 +151,30 @@ def _run_engine(
 _Leaves = dict[Node, None]
 
 
-def _explore(roots: Sequence[Node], ends: set[Node]) -> "tuple[set[Node], dict[Node | None, _Leaves]]":
+def _explore(roots: Sequence[Node], ends: set[int]) -> "tuple[set[Node], dict[Node | None, _Leaves]]":
     """Go through the graph below the roots once, children first.
 
-    Returns the spine, which is all between the roots and `ends`, both included; and the ways off it: for each node of
-    the spine the leaves that it leads to beside it, from the inputs up, and at None those of roots outside the spine.
+    Returns the spine, which is all between the roots and the leaves in `ends`, both included; and the ways off it: for
+    each node of the spine the leaves that it leads to beside it, from the inputs up, and at None those of roots outside
+    the spine.
     """
     spine: set[Node] = set()
     ways: dict[Node | None, _Leaves] = {}
     leaves: dict[Node, _Leaves] = {}
     for node, children in _children_first(roots):
-        if node in ends or not spine.isdisjoint(children):
+        if not children:
+            variable = getattr(node, "variable", None)
+            if id(variable) in ends:
+                spine.add(node)
+            else:
+                leaves[node] = {} if variable is None else {node: None}
+        elif spine.isdisjoint(children):
+            leaves[node] = _union([leaves[child] for child in children])
+        else:
             spine.add(node)
             beside = _union([leaves[child] for child in children if child not in spine])
             if beside:
                 ways[node] = beside
-        elif hasattr(node, "variable"):
-            leaves[node] = {node: None}
-        else:
-            leaves[node] = _union([leaves[child] for child in children])
     apart = _union([leaves[root] for root in roots if root not in spine])
     if apart:
         ways[None] = apart

@@ -38,6 +38,11 @@ def cut_batch(batch: Batch, num_microbatches: int) -> list[Batch]:
     ]
 
 
+def shapes_of(batch: Batch) -> tuple[tuple[str, torch.Size, torch.dtype], ...]:
+    """All that the shapes of values depend on."""
+    return tuple((name, entry.shape, entry.dtype) for name, entry in batch.items() if isinstance(entry, Tensor))
+
+
 def home_of(batch: Batch) -> torch.device:
     """Where a batch's tensors are."""
     return next((entry.device for entry in batch.values() if isinstance(entry, Tensor)), torch.device("cpu"))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.planner.plan import Plan
-from shardwise.runtime.batch import cut_batch, home_of
+from shardwise.runtime.batch import cut_batch, home_of, shapes_of
 from shardwise.runtime.interpreter import Loss, Tally
 from shardwise.runtime.local import LocalExecutor
 from shardwise.runtime.manner import Manner
@@ -20,7 +20,8 @@ from shardwise.runtime.pipeline import complete, forward_only, schedule_of
 from shardwise.runtime.recording import Recording
 from shardwise.runtime.split import split
 from shardwise.runtime.stage import Batch, Split
-from shardwise.schedule.instruction import Instruction
+from shardwise.runtime.stream import Stream
+from shardwise.runtime.versions import WeightVersions
 from shardwise.schedule.schedule import Schedule
 from shardwise.trace.events import Trace
 
@@ -64,15 +65,32 @@ class Engine:
         self.optimizer = optimizer(self._parameters)
         self.gradient_norm: float | None = None
         self.trace: Trace | None = None
+        self._stream: Stream | None = None
+        if self.schedule.staleness:
+            trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
+            self._stream = Stream(
+                self._trainer,
+                WeightVersions(module, trained),
+                agree=lambda tally: tally,
+                finish=lambda _: None,
+                update=self._step,
+            )
+            for interpreter in self._trainer.ranks:
+                interpreter.select_weights = self._stream.select_weights
 
     def train_step(self, batch: Batch, *, trace: bool = False) -> float:
         """Take one step on a batch and return its loss."""
         microbatches = cut_batch(batch, self.plan.microbatches)
         recording = Recording(self.schedule) if trace else None
         self.optimizer.zero_grad(set_to_none=True)
-        tally = self._trainer.run(microbatches, on_step=_nothing, record=recording.note if recording else None)
-        start, loss = perf_counter(), tally.mean
-        self._step(tally)
+        record = recording.note if recording else None
+        if self._stream is not None:
+            tally = self._stream.train_step(microbatches, shapes_of(batch), record)
+            start, loss = perf_counter(), tally.mean
+        else:
+            tally = self._trainer.run(microbatches, record=record)
+            start, loss = perf_counter(), tally.mean
+            self._step(tally)
         if recording is not None:
             for rank, order in enumerate(self.schedule.orders):
                 recording.note(rank, order[-1], start, perf_counter())
@@ -83,17 +101,28 @@ class Engine:
     def evaluate(self, batch: Batch) -> float:
         """Return the loss of a batch in evaluation mode; nothing changes."""
         microbatches = cut_batch(batch, self.plan.microbatches)
+        self.flush()
         training = [each for each in self.module.modules() if each.training]
         self.module.eval()
         try:
-            return self._evaluator.run(microbatches, on_step=_nothing).mean
+            return self._evaluator.run(microbatches).mean
         finally:
             for each in training:
                 each.training = True
 
     def state_dict(self) -> dict[str, Any]:
         """Parameters and buffers under the names of the original module."""
+        self.flush()
         return self.module.state_dict()
+
+    def flush(self) -> None:
+        """Finish what is under way, where a schedule leaves its last step unfinished: the weights are the newest then.
+
+        `evaluate` and `state_dict` do this themselves.
+        """
+        if self._stream is not None:
+            with torch.enable_grad():
+                self._stream.flush()
 
     def _step(self, tally: Tally) -> None:
         """Make the summed gradients those of the whole batch's mean, clip them, and step."""
@@ -103,7 +132,3 @@ class Engine:
         if self._clip is not None:
             self.gradient_norm = float(nn.utils.clip_grad_norm_(self._parameters, self._clip))
         self.optimizer.step()
-
-
-def _nothing(step: Instruction) -> None:
-    """In one process the optimizer steps once for all stages."""

@@ -43,12 +43,24 @@ class _Measured(NamedTuple):
     number: Tensor | float
 
 
+class _Delivery(NamedTuple):
+    """A value that a stage makes for a reader, which may be on this rank."""
+
+    name: str
+    reader: int
+    is_here: bool
+
+
 @dataclass(slots=True)
 class Tally:
     """The loss of a step so far: sums and what they are summed over, or means and their number."""
 
     total: float = 0.0
     count: float = 0.0
+
+    def add(self, other: "Tally") -> None:
+        self.total += other.total
+        self.count += other.count
 
     @property
     def mean(self) -> float:
@@ -67,16 +79,20 @@ class Interpreter:
         self.rank, self.schedule, self.split, self.loss = rank, schedule, split, loss
         self.manner = manner or Manner()
         self.placement = schedule.placement
-        self.tally = Tally()
+        self._measured: dict[int, list[_Measured]] = {}
         # A schedule of forwards alone leaves nothing to come back for.
         self._trains = any(part.kind in BACKWARD for each in schedule.orders[rank] for part in each.parts)
         self._names: dict[tuple[int, int], tuple[str, ...]] = {}
+        self._deliveries = {stage: self._find_deliveries(stage) for stage in self.placement.stages[rank]}
         self._saved: dict[tuple[int, int], _Saved] = {}
-        # Values that a stage of this rank has made or received, until their last reader here has taken them; and
-        # gradients of values that a stage of this rank has made, as they come in from their readers.
+        # Values that a stage of this rank has made or received, until their reader has taken them or they are sent:
+        # what is for a stage of this rank is outside any graph. And gradients of values that a stage of this rank has
+        # made, as they come in from their readers.
         self._values: dict[tuple[str, int, int], Tensor] = {}
         self._gradients: dict[tuple[str, int, int], Tensor] = {}
-        self._microbatches: list[Batch] = []
+        self._microbatches: dict[int, Batch] = {}
+        #: Called with a step before its weights are used, where there are several versions of them.
+        self.select_weights: Callable[[int], None] | None = None
         self._handlers: dict[Kind, Callable[[Instruction], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -84,19 +100,30 @@ class Interpreter:
             Kind.W: self._weight_gradient,
         }
 
-    def begin(self, microbatches: list[Batch]) -> None:
-        """Start a step on these microbatches. Of one that was broken off by an error nothing is left."""
-        for held in (self._saved, self._values, self._gradients):
+    def begin(self) -> None:
+        """Start anew. Of what was broken off by an error nothing is left."""
+        for held in (self._saved, self._values, self._gradients, self._microbatches, self._measured):
             held.clear()
-        self._microbatches = microbatches
-        self.tally = Tally()
 
-    def finish(self) -> Tally:
-        """End a step, and return its loss as far as it was measured here."""
+    def take(self, step: int, microbatches: list[Batch]) -> None:
+        """Take the batch of a step, in microbatches."""
+        first = step * self.schedule.num_microbatches
+        self._microbatches.update(enumerate(microbatches, first))
+        self._measured[step] = []
+
+    def tally(self, step: int) -> Tally:
+        """The loss of a step, whose forwards have been run, as far as it was measured here."""
+        # Only now is it a number: on a GPU the host would have waited for each loss.
+        measured = self._measured.pop(step)
+        return Tally(
+            total=sum(float(each.total) for each in measured), count=sum(float(each.number) for each in measured)
+        )
+
+    def finish(self) -> None:
+        """End: all that was begun has been run."""
         left = [*self._saved, *self._values, *self._gradients]
         assert not left, f"rank {self.rank} has ended its step and still holds {left}"
-        self._microbatches = []
-        return self.tally
+        self._microbatches.clear()
 
     def compute(self, instruction: Instruction) -> None:
         """Run a forward or a backward, or both halves of a pair."""
@@ -117,7 +144,7 @@ class Interpreter:
         return [self._gradients.pop(key) for key in gradients if key in self._gradients]
 
     def incoming(self, receive: Instruction, tensors: list[Tensor]) -> None:
-        """Take in what a RECV has received."""
+        """Take in what a RECV has received: tensors outside any graph."""
         assert receive.peer is not None, f"{receive} names no peer"
         microbatch = receive.microbatch
         if receive.kind is Kind.RECV_F:
@@ -144,12 +171,19 @@ class Interpreter:
         assert found is not None, f"stage {stage} is not materialised on rank {self.rank}"
         return found
 
+    def _find_deliveries(self, stage: int) -> list[_Delivery]:
+        """What is to be done with the values that a stage makes."""
+        return [
+            _Delivery(name, reader, self.placement.ranks[reader] == self.rank)
+            for reader in self.placement.targets[stage]
+            for name in self.names(stage, reader)
+        ]
+
     def _forward(self, instruction: Instruction) -> None:
         _, stage, microbatch, _, _ = instruction
-        piece = stage % self.split.num_stages
-        inputs: Values = {}
-        for name in self.split.reads[piece]:
-            inputs[name] = _cut_off(self._values.pop((name, microbatch, stage)))
+        values = self._values
+        reads = self.split.reads[stage % self.split.num_stages]
+        inputs: Values = {name: values.pop((name, microbatch, stage)) for name in reads}
         saved = _Saved(inputs=inputs)
         if self._trains and self.manner.recompute:
             saved.chance = Chance.now(chain(inputs.values(), self._microbatches[microbatch].values()))
@@ -159,23 +193,28 @@ class Interpreter:
             made, measured = self._run(stage, microbatch, inputs)
             saved.outputs, saved.loss = made, None if measured is None else measured.total
         if measured is not None:
-            self.tally.total += float(measured.total.detach())
-            self.tally.count += float(measured.number)
+            step = self.schedule.step_of(microbatch)
+            self._measured[step].append(_Measured(measured.total.detach(), measured.number))
         if self._trains:
             saved.wants_gradient = frozenset(name for name, value in made.items() if value.requires_grad)
             self._saved[stage, microbatch] = saved
-        for reader in self.placement.targets[stage]:
-            for name in self.names(stage, reader):
-                self._values[name, microbatch, reader] = _cut_off(made[name])
+        for name, reader, is_here in self._deliveries[stage]:
+            values[name, microbatch, reader] = cut_off(made[name]) if is_here else made[name]
 
     def _run(self, stage: int, microbatch: int, inputs: Values) -> "tuple[Values, _Measured | None]":
         """What a stage makes of its inputs; and the loss, if it is the last."""
-        batch = self._microbatches[microbatch]
-        with self.manner.precision(home_of(batch)):
-            made, output = self._stage(stage).run(inputs, batch)
-            if stage % self.split.num_stages < self.split.num_stages - 1:
-                return made, None
-            return made, self._measure(output, stage, microbatch)
+        if self.select_weights is not None:
+            self.select_weights(self.schedule.step_of(microbatch))
+        if self.manner.autocast is None:
+            return self._run_plainly(stage, microbatch, inputs)
+        with self.manner.precision(home_of(self._microbatches[microbatch])):
+            return self._run_plainly(stage, microbatch, inputs)
+
+    def _run_plainly(self, stage: int, microbatch: int, inputs: Values) -> "tuple[Values, _Measured | None]":
+        made, output = self._stage(stage).run(inputs, self._microbatches[microbatch])
+        if stage % self.split.num_stages < self.split.num_stages - 1:
+            return made, None
+        return made, self._measure(output, stage, microbatch)
 
     def _measure(self, output: Any, stage: int, microbatch: int) -> "_Measured":
         """The loss of a microbatch."""
@@ -252,7 +291,7 @@ class Interpreter:
             saved.weights.run()
 
 
-def _cut_off(value: Tensor) -> Tensor:
+def cut_off(value: Tensor) -> Tensor:
     """The same numbers outside any graph, which want a gradient if they did inside."""
     return value.detach().requires_grad_(value.requires_grad)
 

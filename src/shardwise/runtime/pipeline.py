@@ -1,9 +1,12 @@
 """From a plan and a split module to the complete schedule that runs it."""
 
+from dataclasses import replace
+
 from shardwise.planner.plan import Plan
 from shardwise.runtime.stage import Split
 from shardwise.schedule.auto.search import Setting, auto
 from shardwise.schedule.catalogue import make_schedule
+from shardwise.schedule.generators.pipedream_2bw import pipedream_2bw
 from shardwise.schedule.instruction import Kind
 from shardwise.schedule.passes.lower import lower
 from shardwise.schedule.placement import Placement
@@ -11,9 +14,14 @@ from shardwise.schedule.prices import StageTimes
 from shardwise.schedule.schedule import Schedule
 from shardwise.schedule.verify import verify
 
+# A list has an end. Emptying the pipe costs the time of its length, here once in so many steps.
+_STEPS_BETWEEN_FLUSHES = 32
+
 
 def schedule_of(plan: Plan) -> Schedule:
     """Return the plan's schedule, computation only. `auto` is asked for even stages without a memory limit."""
+    if plan.schedule == "pipedream-2bw":
+        return pipedream_2bw(plan.pp, plan.microbatches, _STEPS_BETWEEN_FLUSHES)
     if plan.schedule != "auto":
         return make_schedule(plan.schedule, plan.pp, plan.microbatches, plan.chunks)
     # Times for each stage, where their number is given, leave `auto` no other number.
@@ -62,6 +70,14 @@ def _with_flow(placement: Placement, split: Split) -> Placement:
 def forward_only(schedule: Schedule) -> Schedule:
     """Return the forwards of a complete schedule and their transfers: what evaluation runs."""
     kept = (Kind.F, Kind.SEND_F, Kind.RECV_F, Kind.GATHER, Kind.RELEASE)
-    return schedule.with_orders(
-        [[each._replace(beside=None) for each in order if each.kind in kept] for order in schedule.orders]
+    once = replace(schedule, num_steps=1, staleness=0)
+    return once.with_orders(
+        [
+            [
+                each._replace(beside=None)
+                for each in order
+                if each.kind in kept and each.microbatch < schedule.num_microbatches
+            ]
+            for order in schedule.orders
+        ]
     )

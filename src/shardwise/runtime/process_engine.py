@@ -1,5 +1,7 @@
 """The engine of many processes: this process runs one rank of the pipeline."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -7,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.planner.plan import Plan
-from shardwise.runtime.batch import cut_batch, home_of
+from shardwise.runtime.batch import cut_batch, home_of, shapes_of
 from shardwise.runtime.engine import MakeOptimizer
 from shardwise.runtime.faults import Watch
 from shardwise.runtime.interpreter import Loss, Tally
@@ -16,9 +18,10 @@ from shardwise.runtime.pipeline import complete, forward_only, schedule_of
 from shardwise.runtime.processes import ProcessExecutor
 from shardwise.runtime.split import split
 from shardwise.runtime.stage import Batch
+from shardwise.runtime.stream import Stream
 from shardwise.runtime.ties import TiedGradients
-from shardwise.runtime.transport import ProcessTransport
-from shardwise.schedule.instruction import Instruction
+from shardwise.runtime.transport import ProcessTransport, make_groups
+from shardwise.runtime.versions import WeightVersions
 
 
 class ProcessEngine:
@@ -54,12 +57,11 @@ class ProcessEngine:
             self.parameters.update(stage.parameters)
             self.buffers.update(stage.buffers)
         self._watch = Watch(self.rank, num_ranks)
-        self._ties = TiedGradients(self.rank, self.schedule.placement, self.split, self.parameters, self._watch)
+        self._ties = TiedGradients(self.rank, self.schedule.placement, self.split, self._parameter_of, self._watch)
         # Sums over all ranks have a group of their own: one that is given up on must not take another's with it.
         self._everybody = dist.new_group()
         self._watch.guard(self._everybody)
-        up, down = (dist.new_group(backend="gloo") for _ in range(2))
-        self._transport = ProcessTransport((up, down), watch=self._watch)
+        self._transport = ProcessTransport(make_groups([range(num_ranks)]), watch=self._watch)
         self._trainer, self._evaluator = (
             ProcessExecutor(
                 self.rank,
@@ -77,18 +79,42 @@ class ProcessEngine:
         # A rank whose stages have nothing to train takes part all the same.
         self.optimizer = optimizer(self._trainable.values()) if self._trainable else None
         self.gradient_norm: float | None = None
+        self._stream: Stream | None = None
+        if self.schedule.staleness:
+            self._stream = Stream(
+                self._trainer,
+                WeightVersions(module, self._trainable),
+                agree=self._agree,
+                finish=self._ties.finish,
+                update=self._step,
+            )
+            self._trainer.interpreter.select_weights = self._stream.select_weights
 
     def train_step(self, batch: Batch) -> float:
         """Take one step on a batch, the same on every rank, and return its loss."""
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
+        if self._stream is not None:
+            microbatches = cut_batch(batch, self.plan.microbatches)
+            with self._published():
+                return self._stream.train_step(microbatches, ("train", shapes_of(batch))).mean
         tally = self._run(self._trainer, batch, "train")
         self._step(tally)
         return tally.mean
 
+    def flush(self) -> None:
+        """Finish what is under way, where a schedule leaves its last step unfinished: the weights are the newest then.
+
+        `evaluate` and `state_dict` do this themselves. Every rank calls it.
+        """
+        if self._stream is not None:
+            with torch.enable_grad(), self._published():
+                self._stream.flush()
+
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> float:
         """Return the loss of a batch in evaluation mode; nothing changes."""
+        self.flush()
         training = [each for each in self.module.modules() if each.training]
         self.module.eval()
         try:
@@ -99,6 +125,7 @@ class ProcessEngine:
 
     def state_dict(self) -> dict[str, Any]:
         """Parameters and buffers of the whole module, under its own names, on every rank."""
+        self.flush()
         parts: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
         persistent = set(self.module.state_dict())
         held = {**self.parameters, **self.buffers}
@@ -111,18 +138,24 @@ class ProcessEngine:
     def _originals(self) -> list[tuple[str, Tensor]]:
         return list(self.module.state_dict(keep_vars=True).items())
 
-    def _run(self, executor: ProcessExecutor, batch: Batch, what: str) -> Tally:
-        microbatches = cut_batch(batch, self.plan.microbatches)
-        shapes = tuple(
-            (name, tuple(entry.shape), entry.dtype) for name, entry in batch.items() if isinstance(entry, Tensor)
-        )
+    def _parameter_of(self, name: str, step: int) -> nn.Parameter:
+        return self.parameters[name] if self._stream is None else self._stream.parameter_of(name, step)
+
+    @contextmanager
+    def _published(self) -> Iterator[None]:
+        """Tell the other ranks of an error before it goes on to the caller."""
         try:
-            tally = executor.run(microbatches, signature=(what, shapes), on_step=_nothing)
-            self._ties.finish()
-            return self._agree(tally)
+            yield
         except BaseException as error:
             self._watch.fail(error)
             raise
+
+    def _run(self, executor: ProcessExecutor, batch: Batch, what: str) -> Tally:
+        microbatches = cut_batch(batch, self.plan.microbatches)
+        with self._published():
+            tally = executor.run(microbatches, signature=(what, shapes_of(batch)))
+            self._ties.finish()
+            return self._agree(tally)
 
     def _agree(self, tally: Tally) -> Tally:
         """The last stage has seen the loss; now everybody has."""
@@ -156,7 +189,3 @@ class ProcessEngine:
         """Stop watching the other ranks."""
         self._transport.close()
         self._watch.close()
-
-
-def _nothing(step: Instruction) -> None:
-    """The optimizer steps once for all stages of this rank, when the loss is known to all."""

@@ -5,17 +5,37 @@ send is handed over and never waited for. So a rank stands still only for a valu
 """
 
 from collections.abc import Callable, Hashable
+from functools import partial
+from itertools import dropwhile
 from time import perf_counter
+from typing import NamedTuple
 
+from shardwise.runtime.calls import calls_of
 from shardwise.runtime.faults import Watch
 from shardwise.runtime.interpreter import Interpreter, Loss, Tally
 from shardwise.runtime.local import Record
 from shardwise.runtime.manner import Manner
 from shardwise.runtime.stage import Batch, Split
 from shardwise.runtime.transport import Key, Transport
+from shardwise.schedule.garbage import collection_paused
 from shardwise.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind
 from shardwise.schedule.needs import Needs
 from shardwise.schedule.schedule import Schedule
+
+
+class _Entry(NamedTuple):
+    """An instruction made ready: the receives that it reads, each with its message, and what running it is."""
+
+    instruction: Instruction
+    awaited: tuple[tuple[Instruction, Key], ...]
+    do: Callable[[], None]
+
+
+class _Walk(NamedTuple):
+    """Instructions to run one after the other, and the messages that they want later."""
+
+    entries: list[_Entry]
+    ahead: list[Key]
 
 
 class ProcessExecutor:
@@ -37,15 +57,22 @@ class ProcessExecutor:
         self._transport, self._watch, self._on_reduce = transport, watch, on_reduce
         needs = Needs(schedule)
         first = needs.first_node[rank]
-        # With each instruction: the receives that it reads, and the message that a transfer is.
-        self._steps: list[tuple[Instruction, list[tuple[Instruction, Key]], Key | None]] = []
+        self._entries: list[_Entry] = []
         for position, instruction in enumerate(schedule.orders[rank]):
             read = [needs.nodes[node] for node in needs.before[first + position] if needs.nodes[node].kind in RECEIVES]
-            awaited = [(each, key) for each in read if (key := self._key(each)) is not None]
-            self._steps.append((instruction, awaited, self._key(instruction)))
+            awaited = tuple((each, key) for each in read if (key := self._key(each)) is not None)
+            self._entries.append(_Entry(instruction, awaited, self._make_ready(instruction)))
+        calls = calls_of(schedule, rank)
+        self._feeds = [self._make_walk(positions) for positions in calls.feeds]
+        self._flushes = [self._make_walk(positions) for positions in calls.flushes]
+        self._num_fed = 0
+
+    def _make_walk(self, positions: tuple[int, ...]) -> "_Walk":
+        entries = [self._entries[position] for position in positions]
         # A rank that is about to wait for the first time has time to say what else it will want.
-        first_wait = next((number for number, (_, awaited, _) in enumerate(self._steps) if awaited), len(self._steps))
-        self._ahead = [key for each, _, key in self._steps[first_wait:] if key is not None and each.kind in RECEIVES]
+        later = dropwhile(lambda entry: not entry.awaited, entries)
+        receives = (entry.instruction for entry in later if entry.instruction.kind in RECEIVES)
+        return _Walk(entries, [key for each in receives if (key := self._key(each)) is not None])
 
     def _key(self, instruction: Instruction) -> Key | None:
         """The message of a transfer; None for what is none, or carries nothing."""
@@ -59,45 +86,70 @@ class ProcessExecutor:
         ranks = self.schedule.placement.ranks
         return Key(ranks[maker], ranks[reader], "F" if activation else "B", maker, reader, microbatch)
 
-    def run(
-        self,
-        microbatches: list[Batch],
-        *,
-        signature: Hashable,
-        on_step: Callable[[Instruction], None],
-        record: Record | None = None,
-    ) -> Tally:
-        """Run a step, and return the loss of what this rank saw of it."""
-        interpreter, transport = self.interpreter, self._transport
-        interpreter.begin(microbatches)
-        transport.begin_step(signature)
-        has_waited = False
-        for instruction, awaited, key in self._steps:
-            if self._watch is not None:
-                self._watch.at(instruction)
-            if awaited and not has_waited:
-                transport.post_ahead(self._ahead)
-                has_waited = True
-            for receive, message in awaited:
-                interpreter.incoming(receive, transport.receive(message))
-            start = perf_counter()
-            self._do(instruction, key, on_step)
-            if record is not None:
-                record(interpreter.rank, instruction, start, perf_counter())
-        transport.finish()
-        return interpreter.finish()
+    @property
+    def is_full(self) -> bool:
+        """Whether all steps of the schedule have been fed, so that the pipe must be emptied before the next."""
+        return self._num_fed == self.schedule.num_steps
 
-    def _do(self, instruction: Instruction, key: Key | None, on_step: Callable[[Instruction], None]) -> None:
-        kind = instruction.kind
-        if kind is Kind.STEP:
-            on_step(instruction)
-        elif kind in COMPUTE:
-            self.interpreter.compute(instruction)
-        elif kind in SENDS:
-            if key is not None:
-                self._transport.send(key, self.interpreter.outgoing(instruction))
-        elif kind in RECEIVES:
-            if key is not None:
-                self._transport.post_receive(key)
-        elif kind is Kind.REDUCE:
-            self._on_reduce(instruction)
+    def run(self, microbatches: list[Batch], *, signature: Hashable, record: Record | None = None) -> Tally:
+        """Run one step from beginning to end, and return the loss of what this rank saw of it."""
+        self._num_fed = 0
+        tally = self.feed(microbatches, signature=signature, record=record)
+        self.flush(record=record)
+        return tally
+
+    def feed(self, microbatches: list[Batch], *, signature: Hashable, record: Record | None = None) -> Tally:
+        """Run what the next step's batch lets run (`calls.py`). All steps from one flush to the next are alike."""
+        step = self._num_fed
+        if step == 0:
+            self.interpreter.begin()
+            self._transport.begin_step(signature)
+        self.interpreter.take(step, microbatches)
+        self._walk(self._feeds[step], record)
+        self._num_fed += 1
+        return self.interpreter.tally(step)
+
+    def flush(self, *, record: Record | None = None) -> None:
+        """Run what is left of the steps that were fed, and wait until all that was sent has arrived."""
+        self._walk(self._flushes[self._num_fed - 1], record)
+        self._num_fed = 0
+        self._transport.finish()
+        self.interpreter.finish()
+
+    def _walk(self, walk: _Walk, record: Record | None) -> None:
+        interpreter, transport, watch = self.interpreter, self._transport, self._watch
+        has_waited = False
+        # A look for cycles among the objects of all of torch would hold up every rank that waits for this one.
+        with collection_paused():
+            for instruction, awaited, do in walk.entries:
+                if watch is not None:
+                    watch.at(instruction)
+                if awaited:
+                    if not has_waited:
+                        transport.post_ahead(walk.ahead)
+                        has_waited = True
+                    for receive, message in awaited:
+                        interpreter.incoming(receive, transport.receive(message))
+                if record is None:
+                    do()
+                else:
+                    start = perf_counter()
+                    do()
+                    record(interpreter.rank, instruction, start, perf_counter())
+
+    def _make_ready(self, instruction: Instruction) -> Callable[[], None]:
+        """What running an instruction is, as far as it can be known before."""
+        kind, key = instruction.kind, self._key(instruction)
+        if kind in COMPUTE and kind is not Kind.STEP:
+            return partial(self.interpreter.compute, instruction)
+        if kind is Kind.REDUCE:
+            return partial(self._on_reduce, instruction)
+        if key is None:  # Also a STEP: the engine steps for all stages of the rank at once.
+            return _nothing
+        if kind in SENDS:
+            return lambda: self._transport.send(key, self.interpreter.outgoing(instruction))
+        return partial(self._transport.post_receive, key)
+
+
+def _nothing(*_: object) -> None:
+    """What carries nothing, or is nobody's to do here."""

@@ -1,5 +1,7 @@
 """Parameters that several ranks hold: their gradients are summed where the schedule says so."""
 
+from collections.abc import Callable
+
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -32,18 +34,21 @@ def names_of_ties(placement: Placement, split: Split) -> list[tuple[str, ...]]:
 
 
 class TiedGradients:
-    """Sums gradients over the ranks that hold a parameter, once for each tie and step."""
+    """Sums gradients over the ranks that hold a parameter, once for each tie and step.
+
+    `parameter_of(name, step)` is the parameter whose `grad` has the gradients of a step.
+    """
 
     def __init__(
         self,
         rank: int,
         placement: Placement,
         split: Split,
-        parameters: dict[str, nn.Parameter],
+        parameter_of: Callable[[str, int], nn.Parameter],
         watch: Watch,
     ) -> None:
         self._names = names_of_ties(placement, split)
-        self._parameters, self._watch = parameters, watch
+        self._parameter_of, self._watch = parameter_of, watch
         self._groups: list[dist.ProcessGroup | None] = []
         self._partners: list[int] = []
         #: Parameters that another rank counts, where all are counted once.
@@ -58,26 +63,26 @@ class TiedGradients:
             self._partners.append(next((other for other in ranks if other != rank), rank))
             if rank in ranks[1:]:
                 self.counted_elsewhere.update(self._names[number])
-        self._under_way: dict[int, list[dist.Work]] = {}
+        # By step and tie.
+        self._under_way: dict[tuple[int, int], list[dist.Work]] = {}
 
     def reduce(self, instruction: Instruction) -> None:
         """Start summing what the tie of a REDUCE names: the others may come to it much later.
 
         The stages of one rank share the parameter itself, so one sum serves them all.
         """
-        tie = instruction.peer
-        if tie is None or tie in self._under_way or self._groups[tie] is None:
+        step, tie = instruction.microbatch, instruction.peer
+        if tie is None or (step, tie) in self._under_way or self._groups[tie] is None:
             return
-        gradients = [_gradient(self._parameters[name]) for name in self._names[tie]]
+        gradients = [_gradient(self._parameter_of(name, step)) for name in self._names[tie]]
         works = [dist.all_reduce(each, group=self._groups[tie], async_op=True) for each in gradients]
-        self._under_way[tie] = [work for work in works if work is not None]
+        self._under_way[step, tie] = [work for work in works if work is not None]
 
-    def finish(self) -> None:
-        """Wait until all sums are there."""
-        for tie, works in self._under_way.items():
-            for work in works:
-                self._watch.wait(work, f"the reduction of tie {tie}", self._partners[tie])
-        self._under_way = {}
+    def finish(self, step: int = 0) -> None:
+        """Wait until all sums of a step are there."""
+        for key in [each for each in self._under_way if each[0] == step]:
+            for work in self._under_way.pop(key):
+                self._watch.wait(work, f"the reduction of tie {key[1]}", self._partners[key[1]])
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -7,9 +7,11 @@ gradient alone, a W for the weight gradient alone, and a B for each of them once
         |
       [add] --- [weights: waits for W] --- weight
         |
-    [compute: waits for F, then for I]
+    [inputs: waits for I]
         |
       input
+
+A forward waits when its graph is built: from call to return it takes its time, as a device would.
 
 The first stage has no input to give a gradient to. There, as for any model (`backward.py`), the wait for I is part of
 its W: `first_stage_waits_in_weights` says so to the simulator.
@@ -66,20 +68,22 @@ class TimedModule(nn.Module):
         self.begin = nn.Parameter(torch.zeros(1, width)) if is_first else None
 
     def forward(self, value: Tensor) -> Tensor:
+        start = time.perf_counter()
         if self.begin is not None:
             value = value + self.begin
-        computed: Tensor = _Compute.apply(value, self)  # type: ignore[no-untyped-call]
+        inputs: Tensor = _Inputs.apply(value, self)  # type: ignore[no-untyped-call]
         weights: Tensor = _Weights.apply(self.weight, self)  # type: ignore[no-untyped-call]
-        return computed + weights
+        output = inputs + weights
+        self.wait(start + self.seconds.forward - time.perf_counter(), Kind.F)
+        return output
 
 
-class _Compute(torch.autograd.Function):
-    """From the input: a forward, and the gradient of the input."""
+class _Inputs(torch.autograd.Function):
+    """From the input: its gradient on the way back."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, module: TimedModule) -> Tensor:
         ctx.module = module
-        module.wait(module.seconds.forward, Kind.F)
         return value.clone()
 
     @staticmethod
@@ -89,7 +93,7 @@ class _Compute(torch.autograd.Function):
 
 
 class _Weights(torch.autograd.Function):
-    """From the weight: nothing to wait for on the way forward, and its gradient on the way back."""
+    """From the weight: its gradient on the way back."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, module: TimedModule) -> Tensor:

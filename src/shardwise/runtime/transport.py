@@ -84,37 +84,6 @@ class Transport(Protocol):
         ...
 
 
-class LocalTransport:
-    """All ranks in one process: a dictionary."""
-
-    def __init__(self) -> None:
-        self._messages: dict[Key, list[Tensor]] = {}
-
-    def begin_step(self, signature: Hashable | None) -> None:
-        """Nothing has to be agreed on."""
-
-    def send(self, key: Key, tensors: list[Tensor]) -> None:
-        assert key not in self._messages, f"{key.sending} was sent twice"
-        self._messages[key] = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
-
-    def post_receive(self, key: Key) -> None:
-        """Nothing moves."""
-
-    def post_ahead(self, keys: Sequence[Key]) -> None:
-        """Nothing moves."""
-
-    def has(self, key: Key) -> bool:
-        """Whether a message is there. In one process nobody can wait for another."""
-        return key in self._messages
-
-    def receive(self, key: Key) -> list[Tensor]:
-        assert key in self._messages, f"{key}: nothing was sent"
-        return self._messages.pop(key)
-
-    def finish(self) -> None:
-        assert not self._messages, f"never received: {', '.join(map(str, self._messages))}"
-
-
 class ProcessTransport:
     """Ranks in processes of their own.
 
@@ -270,11 +239,19 @@ class ProcessTransport:
         self._last_waited = work
 
 
-def make_groups(ranks: list[int]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Make the two groups of a pipeline whose ranks in the world are these. Only they have to call this."""
-    # Ranks of a group are in the order of the world's: so must be those of the pipeline.
-    assert ranks == sorted(ranks), f"the ranks {ranks} of a pipeline are not in the order of the world"
-    up, down = (dist.new_group(ranks, backend="gloo", use_local_synchronization=True) for _ in range(2))
+def make_groups(pipelines: Sequence[Sequence[int]]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Make the two groups of every pipeline, given the ranks of each in the world, and return those of this rank's.
+
+    Every rank of the world calls this, with the same pipelines.
+    """
+    found: list[dist.ProcessGroup] = []
+    for ranks in pipelines:
+        # Ranks of a group are in the order of the world's: so must be those of the pipeline.
+        assert list(ranks) == sorted(ranks), f"the ranks {ranks} of a pipeline are not in the order of the world"
+        pair = [dist.new_group(list(ranks), backend="gloo") for _ in range(2)]
+        if dist.get_rank() in ranks:
+            found = pair
+    up, down = found
     return up, down
 
 

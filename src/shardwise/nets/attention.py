@@ -1,0 +1,69 @@
+"""Attention by heads: every query head has its own keys and values (MHA), or several share them (GQA)."""
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from shardwise.nets.cache import Cache
+from shardwise.nets.rotary import Rotation, rotate
+from shardwise.nets.settings import Heads, Settings
+from shardwise.nets.sight import Sight
+
+#: From queries, keys, values (each [batch, heads, tokens, dim]), what is seen, and the scale of the logits. This is the
+#: seam for context parallelism: put another on `attend` of each attention.
+Attend = Callable[[Tensor, Tensor, Tensor, Sight, float], Tensor]
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, sight: Sight, scale: float) -> Tensor:
+    """Attention on one device, by torch's best kernel for it."""
+    num_sharing = query.shape[1] // key.shape[1]
+    if sight.mask is not None and num_sharing > 1:
+        # Kernels that take a mask want as many heads of keys as of queries.
+        key, value = key.repeat_interleave(num_sharing, 1), value.repeat_interleave(num_sharing, 1)
+    return scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=sight.mask,
+        is_causal=sight.mask is None and query.shape[2] > 1,
+        scale=scale,
+        enable_gqa=sight.mask is None and num_sharing > 1,
+    )
+
+
+class Attention(nn.Module):
+    """Queries, keys and values; positions; attention; and back. Heads are counted from the projections' outputs, so a
+    rank that has some of the rows of q_proj, k_proj and v_proj, and those columns of o_proj, computes some heads."""
+
+    def __init__(self, settings: Settings, layer: int) -> None:
+        super().__init__()
+        heads, width = settings.attention, settings.width
+        assert isinstance(heads, Heads), "latent attention has a module of its own"
+        self.layer, self.head_dim = layer, heads.head_dim
+        self.interleaved = settings.rope is not None and settings.rope.interleaved
+        self.q_proj = nn.Linear(width, heads.num_heads * heads.head_dim, bias=heads.qkv_bias)
+        self.k_proj = nn.Linear(width, heads.num_kv_heads * heads.head_dim, bias=heads.qkv_bias)
+        self.v_proj = nn.Linear(width, heads.num_kv_heads * heads.head_dim, bias=heads.qkv_bias)
+        self.o_proj = nn.Linear(heads.num_heads * heads.head_dim, width, bias=heads.output_bias)
+        self.q_norm = nn.RMSNorm(heads.head_dim, settings.norm_epsilon) if heads.qk_norm else None
+        self.k_norm = nn.RMSNorm(heads.head_dim, settings.norm_epsilon) if heads.qk_norm else None
+        self.attend: Attend = attend
+
+    def forward(self, hidden: Tensor, rotation: Rotation | None, sight: Sight, cache: Cache | None = None) -> Tensor:
+        query = self._heads(self.q_proj(hidden), self.q_norm)
+        key = self._heads(self.k_proj(hidden), self.k_norm)
+        value = self._heads(self.v_proj(hidden), None)
+        if rotation is not None:
+            query = rotate(query, rotation, interleaved=self.interleaved)
+            key = rotate(key, rotation, interleaved=self.interleaved)
+        if cache is not None:
+            key, value = cache.extend(self.layer, key, value)
+        seen = self.attend(query, key, value, sight, self.head_dim**-0.5)
+        projected: Tensor = self.o_proj(seen.transpose(1, 2).flatten(2))
+        return projected
+
+    def _heads(self, projected: Tensor, norm: nn.Module | None) -> Tensor:
+        """[batch, tokens, heads x dim] to [batch, heads, tokens, dim]."""
+        heads = projected.view(*projected.shape[:-1], -1, self.head_dim)
+        return (heads if norm is None else norm(heads)).transpose(1, 2)

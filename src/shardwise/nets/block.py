@@ -1,0 +1,44 @@
+"""One block: attention and a feed-forward layer, each behind a norm and beside a residual."""
+
+from torch import Tensor, nn
+
+from shardwise.nets.attention import Attention
+from shardwise.nets.cache import Cache
+from shardwise.nets.feedforward import FeedForward
+from shardwise.nets.latent import LatentAttention
+from shardwise.nets.moe import MoE
+from shardwise.nets.rotary import Rotation
+from shardwise.nets.settings import Latent, Settings
+from shardwise.nets.sight import Sight
+
+
+def make_norm(settings: Settings) -> nn.Module:
+    kind = nn.RMSNorm if settings.norm == "rms" else nn.LayerNorm
+    return kind(settings.width, settings.norm_epsilon)
+
+
+class Block(nn.Module):
+    """`balance` is the sum of balancing losses so far, or None. It goes from block to block beside the hidden states,
+    so that a pipeline carries it to the loss as it carries them."""
+
+    def __init__(self, settings: Settings, layer: int) -> None:
+        super().__init__()
+        is_latent = isinstance(settings.attention, Latent)
+        self.attention_norm = make_norm(settings)
+        self.attention = LatentAttention(settings, layer) if is_latent else Attention(settings, layer)
+        self.mlp_norm = make_norm(settings)
+        self.mlp = MoE(settings) if settings.is_mixture(layer) else FeedForward(settings.width, settings.mlp)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        balance: Tensor | None,
+        rotation: Rotation | None,
+        sight: Sight,
+        cache: Cache | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        hidden = hidden + self.attention(self.attention_norm(hidden), rotation, sight, cache)
+        if not isinstance(self.mlp, MoE):
+            return hidden + self.mlp(self.mlp_norm(hidden)), balance
+        output, auxiliary = self.mlp(self.mlp_norm(hidden))
+        return hidden + output, balance if auxiliary is None or balance is None else balance + auxiliary

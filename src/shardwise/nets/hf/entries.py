@@ -1,0 +1,88 @@
+"""A `config.json`, asked entry by entry. What is missing or of another kind is an error that names it."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ShardwiseError
+
+CONFIG = "config.json"
+
+
+class Entries:
+    """The entries, and where they are from. An entry that is null counts as absent, as it does for transformers."""
+
+    def __init__(self, entries: Mapping[str, Any], origin: str = CONFIG) -> None:
+        self._entries, self.origin = entries, origin
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self._get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise self._wrong(key, value, "a whole number")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._get(key, default)
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise self._wrong(key, value, "a number")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise self._wrong(key, value, "true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise self._wrong(key, value, "text")
+        return value
+
+    def find(self, key: str) -> Any:
+        """The entry as it is, or None."""
+        return self._entries.get(key)
+
+    def table(self, key: str) -> "Entries":
+        """A table within; empty if it is absent."""
+        value = self.find(key)
+        if value is not None and not isinstance(value, dict):
+            raise self._wrong(key, value, "a table")
+        return Entries(value or {}, f"{key} of {self.origin}")
+
+    def must_be(self, key: str, *allowed: Any) -> None:
+        """Refuse a setting that we would compute wrongly. The first of `allowed` is what its absence means."""
+        value = self.find(key)
+        if value is not None and value not in allowed:
+            raise ShardwiseError(
+                f"{self.origin} has {key}={json.dumps(value)}, and only {' or '.join(json.dumps(a) for a in allowed)}"
+                " is computed here",
+                remedy="another checkpoint, or transformers' own module",
+            )
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self.find(key)
+        if value is None and default is None:
+            raise ShardwiseError(f"{self.origin} lacks {key}", remedy=f"add {key} to it, as transformers writes it")
+        return default if value is None else value
+
+    def _wrong(self, key: str, value: Any, kind: str) -> ShardwiseError:
+        return ShardwiseError(f"{self.origin} has {key}={json.dumps(value)}, which should be {kind}")
+
+
+def read_entries(folder: Path) -> Entries:
+    """The `config.json` of a folder."""
+    path = folder / CONFIG
+    if not path.is_file():
+        raise ShardwiseError(
+            f"{folder} has no {CONFIG}, so it is no Hugging Face model",
+            remedy="the folder that save_pretrained wrote, or a downloaded snapshot",
+        )
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ShardwiseError(f"{path} is not JSON: {error}", remedy="download it again") from None
+    if not isinstance(entries, dict):
+        raise ShardwiseError(f"{path} is not a table of entries", remedy="download it again")
+    return Entries(entries, str(path))

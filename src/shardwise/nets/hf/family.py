@@ -1,0 +1,51 @@
+"""A family of models: how its `config.json` is read and written, and what its tensors are called."""
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields
+from typing import Any
+
+from shardwise.errors import ShardwiseError
+from shardwise.nets.hf.entries import Entries
+from shardwise.nets.hf.naming import Naming
+from shardwise.nets.settings import Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """`write` returns None for settings of quite another kind; what it cannot say is found by reading it again."""
+
+    #: `model_type` and `architectures` of its `config.json`.
+    name: str
+    architecture: str
+    read: Callable[[Entries], Settings]
+    write: Callable[[Settings], dict[str, Any] | None]
+    #: From the names of a folder's tensors; without any, the naming to write.
+    naming: Callable[[Collection[str]], Naming]
+    #: Tensors that are in some folders, and that nobody needs.
+    ignored: str = r"rotary_emb\.inv_freq$"
+    #: Layers behind the last that predict tokens after the next. transformers leaves them alone too.
+    has_layers_beyond: bool = False
+
+    def config(self, settings: Settings) -> dict[str, Any]:
+        """The `config.json` that says exactly these settings. Raises if the family has none."""
+        config = self.write(settings)
+        if config is None:
+            raise ShardwiseError(f"{self.name} models have another kind of attention, experts or positions")
+        again = self.read(Entries(config))
+        lost = [
+            f"{field.name}={getattr(settings, field.name)}"
+            for field in fields(settings)
+            if getattr(settings, field.name) != getattr(again, field.name)
+        ]
+        if lost:
+            raise ShardwiseError(f"a config.json of {self.name} cannot say {', '.join(lost)}")
+        return {"architectures": [self.architecture], "model_type": self.name, **config}
+
+    def ignores(self, tensor: str, settings: Settings) -> bool:
+        """Whether a tensor of a folder is rightly left alone: a copy, a table, or layers that are for training only."""
+        if tensor == "lm_head.weight" and settings.tied:
+            return True
+        layer = re.search(r"(?:^|\.)layers\.(\d+)\.", tensor)
+        is_beyond = layer is not None and int(layer[1]) >= settings.num_layers
+        return (is_beyond and self.has_layers_beyond) or re.search(self.ignored, tensor) is not None

@@ -1,0 +1,81 @@
+"""GPT-2: learned positions, layer norms, biases, and no gate."""
+
+from collections.abc import Collection
+from typing import Any
+
+from shardwise.errors import unknown
+from shardwise.nets.hf.entries import Entries
+from shardwise.nets.hf.family import Family
+from shardwise.nets.hf.naming import GPT2 as GPT2_NAMES
+from shardwise.nets.hf.naming import Naming
+from shardwise.nets.settings import Activation, Heads, Mlp, Settings
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu",
+    "silu": "silu",
+}
+
+
+def _read(entries: Entries) -> Settings:
+    """Dropout is left out: it is of one training, not of the model."""
+    for key in ("add_cross_attention", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"):
+        entries.must_be(key, False)
+    entries.must_be("scale_attn_weights", True)
+    activation = entries.text("activation_function", "gelu_new")
+    if activation not in _ACTIVATIONS:
+        raise unknown("activation_function", activation, _ACTIVATIONS)
+    width, num_heads = entries.integer("n_embd"), entries.integer("n_head")
+    return Settings(
+        vocabulary=entries.integer("vocab_size"),
+        width=width,
+        num_layers=entries.integer("n_layer"),
+        length=entries.integer("n_positions"),
+        attention=Heads(
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_dim=width // num_heads,
+            qkv_bias=True,
+            output_bias=True,
+        ),
+        mlp=Mlp(
+            width=entries.integer("n_inner", 4 * width), activation=_ACTIVATIONS[activation], gated=False, bias=True
+        ),
+        rope=None,
+        norm="layer",
+        norm_epsilon=entries.number("layer_norm_epsilon", 1e-5),
+        tied=entries.flag("tie_word_embeddings", True),
+    )
+
+
+def _write(settings: Settings) -> dict[str, Any] | None:
+    if not isinstance(settings.attention, Heads):
+        return None
+    return {
+        "vocab_size": settings.vocabulary,
+        "n_embd": settings.width,
+        "n_layer": settings.num_layers,
+        "n_positions": settings.length,
+        "n_head": settings.attention.num_heads,
+        "n_inner": settings.mlp.width,
+        "activation_function": next(word for word, ours in _ACTIVATIONS.items() if ours == settings.mlp.activation),
+        "layer_norm_epsilon": settings.norm_epsilon,
+        "tie_word_embeddings": settings.tied,
+    }
+
+
+def _naming(names: Collection[str]) -> Naming:
+    """The first folders, OpenAI's own, have no prefix."""
+    has_prefix = not names or any(name.startswith("transformer.") for name in names)
+    return Naming(parts=GPT2_NAMES, prefix="transformer." if has_prefix else "", is_gpt2=True)
+
+
+GPT2 = Family(
+    name="gpt2",
+    architecture="GPT2LMHeadModel",
+    read=_read,
+    write=_write,
+    naming=_naming,
+    ignored=r"\.attn\.(masked_)?bias$",
+)

@@ -1,0 +1,83 @@
+"""Rotary positions, from and to the entries of a `config.json`."""
+
+from typing import Any
+
+from shardwise.errors import unknown
+from shardwise.nets.hf.entries import Entries
+from shardwise.nets.settings import Linear, Llama3, Rope, Yarn
+
+_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+def read_rope(entries: Entries, *, theta: float = 10000.0, interleaved: bool = False) -> Rope:
+    """Since version 5 all is in `rope_parameters`; before, it was in `rope_theta` and `rope_scaling`."""
+    key = "rope_parameters" if entries.find("rope_parameters") is not None else "rope_scaling"
+    table = entries.table(key)
+    for each in (entries, table):
+        each.must_be("partial_rotary_factor", 1.0)
+    theta = table.number("rope_theta", entries.number("rope_theta", theta))
+    kind = table.text("rope_type", table.text("type", "default"))
+    if kind not in _KINDS:
+        raise unknown("rope_type", kind, _KINDS)
+    return Rope(theta=theta, scaling=_read_scaling(kind, table, entries), interleaved=interleaved)
+
+
+def _read_scaling(kind: str, table: Entries, entries: Entries) -> Linear | Llama3 | Yarn | None:
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return Linear(factor=table.number("factor"))
+    length = entries.integer("max_position_embeddings")
+    original = table.integer(
+        "original_max_position_embeddings", entries.integer("original_max_position_embeddings", length)
+    )
+    if kind == "llama3":
+        return Llama3(
+            factor=table.number("factor"),
+            low_turns=table.number("low_freq_factor"),
+            high_turns=table.number("high_freq_factor"),
+            original_length=original,
+        )
+    return Yarn(
+        factor=table.number("factor", length / original),
+        original_length=original,
+        fast_turns=table.number("beta_fast", 32.0),
+        slow_turns=table.number("beta_slow", 1.0),
+        magnitude=_find_number(table, "mscale"),
+        magnitude_all=_find_number(table, "mscale_all_dim"),
+        attention_factor=_find_number(table, "attention_factor"),
+        rounded=table.flag("truncate", True),
+    )
+
+
+def write_rope(rope: Rope) -> dict[str, Any]:
+    """The older form, which every version reads."""
+    return {"rope_theta": rope.theta, "rope_scaling": _write_scaling(rope.scaling)}
+
+
+def _write_scaling(scaling: Linear | Llama3 | Yarn | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    if isinstance(scaling, Linear):
+        return {"rope_type": "linear", "factor": scaling.factor}
+    shared = {"factor": scaling.factor, "original_max_position_embeddings": scaling.original_length}
+    if isinstance(scaling, Llama3):
+        turns = {"low_freq_factor": scaling.low_turns, "high_freq_factor": scaling.high_turns}
+        return {"rope_type": "llama3", **shared, **turns}
+    optional = {
+        "mscale": scaling.magnitude,
+        "mscale_all_dim": scaling.magnitude_all,
+        "attention_factor": scaling.attention_factor,
+    }
+    return {
+        "rope_type": "yarn",
+        **shared,
+        "beta_fast": scaling.fast_turns,
+        "beta_slow": scaling.slow_turns,
+        **{key: value for key, value in optional.items() if value is not None},
+        **({} if scaling.rounded else {"truncate": False}),
+    }
+
+
+def _find_number(table: Entries, key: str) -> float | None:
+    return None if table.find(key) is None else table.number(key)

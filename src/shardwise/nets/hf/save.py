@@ -1,0 +1,125 @@
+"""A model into a folder that transformers reads: safetensors of bounded size, an index, and `config.json`."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from shardwise.errors import ShardwiseError
+from shardwise.nets.hf.catalogue import config_for
+from shardwise.nets.hf.entries import CONFIG
+from shardwise.nets.hf.files import INDEX, ONE_FILE
+from shardwise.nets.hf.pieces import Piece
+from shardwise.nets.settings import Settings
+from shardwise.nets.transformer import Transformer
+from shardwise.nets.weights import shapes_of, weights_of
+
+#: A tensor of a file: the weights of ours that it is made of, and where each lies in it.
+_Recipe = list[tuple[str, Piece]]
+
+
+def save(
+    model: Transformer | Mapping[str, Tensor],
+    folder: Path | str,
+    *,
+    settings: Settings | None = None,
+    family: str | None = None,
+    shard_bytes: int = 5 * 10**9,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a model, or its weights by name with its `settings`, to a folder that holds none yet.
+
+    `family` is the `model_type` to write; by default the first that can say all of the settings. No file is larger than
+    `shard_bytes`, unless one tensor is; no more than one file's tensors are put together at a time. `extra` are further
+    entries of `config.json`: token ids and the like.
+    """
+    folder = Path(folder)
+    settings = model.settings if isinstance(model, Transformer) else settings
+    assert settings is not None, "weights by name are saved with their settings"
+    weights = weights_of(model) if isinstance(model, Transformer) else dict(model)
+    if settings.tied:
+        weights.pop("head.weight", None)
+    _check(weights, settings)
+    chosen, config = config_for(settings, family)
+    if any(folder.glob("*.safetensors")):
+        raise ShardwiseError(f"{folder} already has safetensors in it", remedy="an empty or new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    recipes: dict[str, _Recipe] = {}
+    for name, weight in weights.items():
+        for piece in chosen.naming(()).pieces(name, tuple(weight.shape)):
+            recipes.setdefault(piece.tensor, []).append((name, piece))
+    _write_files(folder, weights, recipes, shard_bytes)
+    config["torch_dtype"] = str(weights["embed.weight"].dtype).removeprefix("torch.")
+    _write_json(folder / CONFIG, {**config, **(extra or {})})
+
+
+def _check(weights: Mapping[str, Tensor], settings: Settings) -> None:
+    shapes = shapes_of(settings)
+    missing = [name for name in shapes if name not in weights or weights[name].is_meta]
+    if missing:
+        raise ShardwiseError(
+            f"{len(missing)} of {len(shapes)} weights are not here, {missing[0]} among them",
+            remedy="gather the weights of all ranks, then save",
+        )
+    for name, weight in weights.items():
+        if name not in shapes or tuple(weight.shape) != shapes[name]:
+            whole = f"{list(shapes[name])} by the settings" if name in shapes else "no weight by the settings"
+            raise ShardwiseError(
+                f"{name} is {list(weight.shape)} here, and {whole}",
+                remedy="whole weights, and the settings they are of",
+            )
+
+
+def _write_files(folder: Path, weights: Mapping[str, Tensor], recipes: dict[str, _Recipe], shard_bytes: int) -> None:
+    shards = list(_shards(weights, recipes, shard_bytes))
+    homes: dict[str, str] = {}
+    total = 0
+    for number, tensors in enumerate(shards, start=1):
+        file = ONE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        made = {tensor: _put_together(weights, recipes[tensor]) for tensor in tensors}
+        save_file(made, folder / file, metadata={"format": "pt"})
+        total += sum(each.numel() * each.element_size() for each in made.values())
+        homes |= dict.fromkeys(tensors, file)
+    if len(shards) > 1:
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": homes})
+
+
+def _shards(weights: Mapping[str, Tensor], recipes: dict[str, _Recipe], shard_bytes: int) -> Iterator[list[str]]:
+    """The tensors of each file, in order."""
+    current: list[str] = []
+    held = 0
+    for tensor, recipe in recipes.items():
+        size = sum(_box_bytes(weights[name], piece) for name, piece in recipe)
+        if current and held + size > shard_bytes:
+            yield current
+            current, held = [], 0
+        current.append(tensor)
+        held += size
+    yield current
+
+
+def _box_bytes(weight: Tensor, piece: Piece) -> int:
+    return torch.Size(piece.size).numel() * weight.element_size()
+
+
+def _put_together(weights: Mapping[str, Tensor], recipe: _Recipe) -> Tensor:
+    """One tensor as it is in a file, in memory of its own unless a weight is just that."""
+    name, piece = recipe[0]
+    if len(recipe) == 1:
+        made = piece.to_theirs(weights[name].detach()).cpu().contiguous()
+        is_alone = made.untyped_storage().nbytes() == made.numel() * made.element_size()
+        return made if is_alone else made.clone()
+    shape = [max(ends) for ends in zip(*(each.end_there for _, each in recipe), strict=True)]
+    made = torch.empty(shape, dtype=weights[name].dtype)
+    for name, piece in recipe:
+        box = tuple(slice(start, end) for start, end in zip(piece.offset, piece.end_there, strict=True))
+        made[box].copy_(piece.to_theirs(weights[name].detach()))
+    return made
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

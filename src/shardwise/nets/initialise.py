@@ -1,0 +1,65 @@
+"""First values, from the seed and each weight's name alone.
+
+It does not matter in which order weights are made, which of them a process has, or on which device they are: numbers
+are drawn on the CPU, for each weight by a generator of its own.
+"""
+
+import hashlib
+import math
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from shardwise.nets.rotary import Rotary
+from shardwise.nets.router import Router
+from shardwise.nets.settings import Settings
+from shardwise.nets.transformer import Transformer
+from shardwise.nets.weights import Slices, place, shapes_of, weights_of
+
+#: As GPT-2 has it (Radford et al. 2019).
+_DEVIATION = 0.02
+
+
+@torch.no_grad()
+def initialise(
+    module: Transformer,
+    seed: int,
+    *,
+    only: Collection[str] | None = None,
+    slices: Slices | None = None,
+    device: torch.device | str | None = None,
+) -> None:
+    """Give a model its first values; those on the meta device get memory on `device`. `only` names the weights to make.
+
+    `slices` says which part of a weight this process holds, where that is not all: its numbers are those of the whole.
+    """
+    shapes = shapes_of(module.settings)
+    for name in weights_of(module):
+        if only is None or name in only:
+            value = initial_value(module.settings, name, shapes[name], seed)
+            part = value if slices is None else value[slices(name, shapes[name])]
+            place(module, name, device=device).copy_(part)
+    for each in module.modules():
+        if isinstance(each, Router):
+            place(each, "load", device=device).zero_()
+        elif isinstance(each, Rotary) and device is not None:
+            each.to(device)
+
+
+def initial_value(settings: Settings, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """The whole first value of one weight: norms begin as the identity, biases at 0, all else is drawn.
+
+    What is added to the residual is the smaller the more often that is done, so that depth does not make it grow.
+    """
+    owner, kind = name.split(".")[-2:]
+    if kind in ("bias", "correction"):
+        return torch.zeros(shape, device="cpu")
+    if owner.endswith("norm"):
+        return torch.ones(shape, device="cpu")
+    deviation = _DEVIATION
+    if "o_proj" in (owner, kind) or "down_proj" in (owner, kind):
+        deviation /= math.sqrt(2 * settings.num_layers)
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "big") >> 1)
+    return torch.randn(shape, generator=generator, device="cpu") * deviation

@@ -1,0 +1,66 @@
+"""Mixture of experts: choose, sort by expert, compute, and bring back.
+
+hidden ── router ── routes ── to_experts ── exchange(experts) ── to_tokens ──┬── output
+   └───────────────────────── shared experts, meanwhile ─────────────────────┘
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.nets.experts import Experts
+from shardwise.nets.feedforward import FeedForward
+from shardwise.nets.router import Router, balancing_loss
+from shardwise.nets.routes import count_choices, make_routes, to_experts, to_tokens
+from shardwise.nets.settings import Settings
+
+#: From the experts, rows sorted by expert, the number of rows of each of all experts, and what can be computed while
+#: bytes move: what the experts make of the rows, in the same order, and what was computed meanwhile.
+Exchange = Callable[[Experts, Tensor, Tensor, Callable[[], Tensor | None]], tuple[Tensor, Tensor | None]]
+
+
+def all_here(
+    experts: Experts, rows: Tensor, counts: Tensor, meanwhile: Callable[[], Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
+    """The exchange of one device: there is nobody to exchange with."""
+    return experts(rows, counts), meanwhile()
+
+
+class MoE(nn.Module):
+    """One layer of experts. Expert parallelism puts its own function on `exchange`, and each rank's experts in
+    `experts`; all else stays."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        mixture, width, mlp = settings.mixture, settings.width, settings.mlp
+        assert mixture is not None, "the settings have no mixture"
+        self.mixture = mixture
+        self.router = Router(width, mixture)
+        self.experts = Experts(mixture.num_experts, width, mixture.width, mlp.activation)
+        shared = replace(mlp, width=mixture.width * mixture.num_shared)
+        self.shared = FeedForward(width, shared) if mixture.num_shared else None
+        self.exchange: Exchange = all_here
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The output, and the weighted balancing loss if the settings give it a weight."""
+        tokens = hidden.flatten(0, -2)
+        choice = self.router(tokens)
+        routes = make_routes(choice.experts, self.mixture.num_experts, self.mixture.capacity)
+        # Dropped tokens count too: balance is about what routers ask for.
+        load = count_choices(choice.experts, self.mixture.num_experts)
+        if self.training:
+            with torch.no_grad():
+                self.router.load += load
+        made, shared = self.exchange(
+            self.experts,
+            to_experts(tokens, routes),
+            routes.counts,
+            lambda: None if self.shared is None else self.shared(tokens),
+        )
+        output = to_tokens(made, choice.weights, routes)
+        output = (output if shared is None else output + shared).view_as(hidden)
+        if not self.mixture.auxiliary:
+            return output, None
+        return output, self.mixture.auxiliary * balancing_loss(choice, load)

@@ -1,0 +1,105 @@
+"""Rotary positions (Su et al. 2021), and how they are stretched beyond the length of training."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.nets.settings import Linear, Llama3, Rope, Yarn
+
+#: Cosines and sines, each [batch, tokens, half of the rotated dim].
+Rotation = tuple[Tensor, Tensor]
+
+
+class Rotary(nn.Module):
+    """From positions to rotations. It has no weights, so every pipeline stage may have its own."""
+
+    frequencies: Tensor
+
+    def __init__(self, rope: Rope, dim: int) -> None:
+        super().__init__()
+        self.rope, self.dim = rope, dim
+        self.scale = magnitude_of(rope)
+        self.register_buffer("frequencies", frequencies_of(rope, dim), persistent=False)
+
+    def forward(self, positions: Tensor) -> Rotation:
+        angles = positions[..., None].float() * self.frequencies.to(positions.device)
+        return angles.cos() * self.scale, angles.sin() * self.scale
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Rotary":
+        # A module may be cast to bfloat16, or emptied on its way from the meta device. Frequencies bear neither.
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.frequencies = frequencies_of(self.rope, self.dim).to(self.frequencies.device)
+        return self
+
+
+def rotate(heads: Tensor, rotation: Rotation, *, interleaved: bool) -> Tensor:
+    """Rotate [batch, heads, tokens, dim]. Pairs come out half a head apart, whichever way they came in: queries and
+    keys alike, so that their products are what they should be."""
+    cosine, sine = (part[:, None] for part in rotation)
+    if interleaved:
+        first, second = heads[..., 0::2], heads[..., 1::2]
+    else:
+        first, second = heads.chunk(2, dim=-1)
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1).type_as(heads)
+
+
+def frequencies_of(rope: Rope, dim: int) -> Tensor:
+    """Radians a token for each pair. Computed on the CPU, in float32: the same numbers on every device."""
+    even = torch.arange(0, dim, 2, device="cpu", dtype=torch.float32)
+    frequencies: Tensor = 1.0 / rope.theta ** (even / dim)
+    if isinstance(rope.scaling, Linear):
+        return frequencies / rope.scaling.factor
+    if isinstance(rope.scaling, Llama3):
+        return _llama3(frequencies, rope.scaling)
+    if isinstance(rope.scaling, Yarn):
+        return _yarn(frequencies, rope.scaling, rope.theta, dim)
+    return frequencies
+
+
+def magnitude_of(rope: Rope) -> float:
+    """What cosines and sines are multiplied by: YaRN's sharper logits, half of it on each side of the product."""
+    yarn = rope.scaling
+    if not isinstance(yarn, Yarn):
+        return 1.0
+    if yarn.attention_factor is not None:
+        return yarn.attention_factor
+    if yarn.magnitude and yarn.magnitude_all:
+        return _sharpness(yarn.factor, yarn.magnitude) / _sharpness(yarn.factor, yarn.magnitude_all)
+    return _sharpness(yarn.factor, 1.0)
+
+
+def latent_magnitude_of(rope: Rope) -> float:
+    """What DeepSeek multiplies the logits of latent attention by, beside that: all of a head, not its rotated part."""
+    yarn = rope.scaling
+    if not isinstance(yarn, Yarn) or not yarn.magnitude_all:
+        return 1.0
+    return _sharpness(yarn.factor, yarn.magnitude_all) ** 2
+
+
+def _sharpness(factor: float, magnitude: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * magnitude * math.log(factor) + 1.0
+
+
+def _llama3(frequencies: Tensor, scaling: Llama3) -> Tensor:
+    turns = scaling.original_length * frequencies / (2 * math.pi)
+    kept = ((turns - scaling.low_turns) / (scaling.high_turns - scaling.low_turns)).clamp(0, 1)
+    return (1 - kept) * frequencies / scaling.factor + kept * frequencies
+
+
+def _yarn(frequencies: Tensor, scaling: Yarn, theta: float, dim: int) -> Tensor:
+    def pair_of(turns: float) -> float:
+        """The pair that turns this many times in the original length: theta^(2 pair / dim) solved for the pair."""
+        return dim * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair_of(scaling.fast_turns), pair_of(scaling.slow_turns)
+    if scaling.rounded:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001  # A step in place of a ramp.
+    pairs = torch.arange(dim // 2, device="cpu", dtype=torch.float32)
+    stretched = ((pairs - low) / (high - low)).clamp(0, 1)
+    return frequencies / scaling.factor * stretched + frequencies * (1 - stretched)

@@ -1,0 +1,66 @@
+"""Which tokens a token sees, and where tokens stand in their documents."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Sight(NamedTuple):
+    """What queries may see of keys, for the layers of one kind.
+
+    An attention on one device needs the mask alone. One that has only a part of the sequence makes its own from the
+    rest.
+    """
+
+    #: [batch or 1, 1, queries, keys], True where seen. None: all before it and itself, in the order of the tokens.
+    mask: Tensor | None
+    #: [batch or 1, queries].
+    positions: Tensor
+    #: [batch, queries], where several documents are packed into one sequence.
+    documents: Tensor | None
+    window: int | None
+
+
+def number_documents(documents: Tensor) -> Tensor:
+    """Runs of equal ids, counted from 0 in each sequence: an id that comes back later is another document."""
+    return _starts(documents).cumsum(1) - 1
+
+
+def positions_in(documents: Tensor) -> Tensor:
+    """Positions that begin at 0 in each document."""
+    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    return index - torch.where(_starts(documents), index, 0).cummax(1).values
+
+
+def causal_mask(
+    num_queries: int,
+    num_keys: int,
+    device: torch.device,
+    *,
+    window: int | None = None,
+    documents: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+) -> Tensor | None:
+    """The mask of queries that are the last of the keys, or None where the plain order says it all.
+
+    `attention_mask` is [batch, keys], 0 for padding.
+    """
+    sees_all = num_queries in (1, num_keys) and (window is None or window >= num_keys)
+    if sees_all and documents is None and attention_mask is None:
+        return None
+    keys = torch.arange(num_keys, device=device)
+    queries = keys[num_keys - num_queries :, None]
+    seen = (keys <= queries)[None]
+    if window is not None:
+        seen = seen & (queries - keys < window)
+    if documents is not None:
+        seen = seen & (documents[:, :, None] == documents[:, None, :])
+    if attention_mask is not None:
+        seen = seen & attention_mask[:, None, :].bool()
+    return seen[:, None]
+
+
+def _starts(documents: Tensor) -> Tensor:
+    first = torch.ones_like(documents[:, :1], dtype=torch.bool)
+    return torch.cat((first, documents[:, 1:] != documents[:, :-1]), dim=1)

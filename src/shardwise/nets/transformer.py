@@ -1,0 +1,108 @@
+"""The transformer: an embedding, blocks, a norm and a head. `settings.py` says which."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import ShardwiseError
+from shardwise.nets.block import Block, make_norm
+from shardwise.nets.cache import Cache
+from shardwise.nets.rotary import Rotary
+from shardwise.nets.settings import Settings
+from shardwise.nets.sight import Sight, causal_mask, number_documents, positions_in
+
+
+class Output(NamedTuple):
+    """What a model with a balancing loss returns: add `auxiliary`, which is weighted already, to the mean loss."""
+
+    logits: Tensor
+    auxiliary: Tensor
+
+
+class Transformer(nn.Module):
+    """A causal language model. Built under `torch.device("meta")` it takes no memory; `initialise` or `hf.load` then
+    gives weights to those of its parameters that a process wants."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self.settings = settings
+        self.embed = nn.Embedding(settings.vocabulary, settings.width)
+        self.positions = nn.Embedding(settings.length, settings.width) if settings.rope is None else None
+        self.rotary = Rotary(settings.rope, settings.rotated_dim) if settings.rope is not None else None
+        self.layers = nn.ModuleList(Block(settings, layer) for layer in range(settings.num_layers))
+        self.norm = make_norm(settings)
+        self.head = nn.Linear(settings.width, settings.vocabulary, bias=False)
+        if settings.tied:
+            self.head.weight = self.embed.weight
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor | Output:
+        """Logits, [batch, tokens, vocabulary].
+
+        `attention_mask` is 0 for padding, over all tokens with those in the cache. `documents` are ids of the packed
+        documents that tokens belong to: none sees another, and positions begin at 0 in each.
+        """
+        num_before = 0 if cache is None else cache.num_tokens
+        self._check(input_ids, documents, num_before)
+        if documents is not None:
+            documents = number_documents(documents)
+        if position_ids is None:
+            position_ids = _positions(input_ids, documents, num_before)
+        whole, windowed = self._sights(position_ids, documents, attention_mask, num_before)
+        rotation = None if self.rotary is None else self.rotary(position_ids)
+        hidden = self.embed(input_ids)
+        if self.positions is not None:
+            hidden = hidden + self.positions(position_ids)
+        balance = torch.zeros((), device=input_ids.device) if self.settings.has_auxiliary else None
+        for layer, block in enumerate(self.layers):
+            sight = windowed if self.settings.is_windowed(layer) else whole
+            hidden, balance = block(hidden, balance, rotation, sight, cache)
+        logits: Tensor = self.head(self.norm(hidden))
+        return logits if balance is None else Output(logits, balance)
+
+    def _sights(
+        self, positions: Tensor, documents: Tensor | None, attention_mask: Tensor | None, num_before: int
+    ) -> tuple[Sight, Sight]:
+        """What queries see in layers without a window, and in those with one."""
+        num_queries = positions.shape[1]
+
+        def sight(window: int | None) -> Sight:
+            mask = causal_mask(
+                num_queries,
+                num_before + num_queries,
+                positions.device,
+                window=window,
+                documents=documents,
+                attention_mask=attention_mask,
+            )
+            return Sight(mask, positions, documents, window)
+
+        kinds = {self.settings.is_windowed(layer) for layer in range(self.settings.num_layers)}
+        windowed = sight(self.settings.window)
+        return sight(None) if False in kinds else windowed, windowed
+
+    def _check(self, input_ids: Tensor, documents: Tensor | None, num_before: int) -> None:
+        num_tokens = num_before + input_ids.shape[1]
+        if self.positions is not None and num_tokens > self.settings.length:
+            raise ShardwiseError(
+                f"a sequence of {num_tokens} tokens is longer than the {self.settings.length} learned positions",
+                remedy=f"sequences of at most {self.settings.length} tokens",
+            )
+        if documents is not None and num_before:
+            raise ShardwiseError(
+                f"packed documents cannot go on from a cache of {num_before} tokens", remedy="one sequence a row"
+            )
+
+
+def _positions(input_ids: Tensor, documents: Tensor | None, num_before: int) -> Tensor:
+    if documents is not None:
+        return positions_in(documents)
+    num_tokens = num_before + input_ids.shape[1]
+    return torch.arange(num_before, num_tokens, device=input_ids.device).expand(input_ids.shape)

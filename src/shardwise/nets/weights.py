@@ -1,0 +1,54 @@
+"""The weights of a transformer by name: their shapes, a part of each, and a way to put them into a module."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.nets.settings import Settings
+from shardwise.nets.transformer import Transformer
+
+#: From a weight's name and its whole shape: the part of it that a rank holds, one slice a dim.
+Slices = Callable[[str, tuple[int, ...]], tuple[slice, ...]]
+
+
+def shapes_of(settings: Settings) -> dict[str, tuple[int, ...]]:
+    """Every weight that is saved, by name, with its whole shape. A tied head is under the embedding's name alone."""
+    with torch.device("meta"):
+        whole = Transformer(settings).state_dict()
+    if settings.tied:
+        del whole["head.weight"]
+    return {name: tuple(each.shape) for name, each in whole.items()}
+
+
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and saved buffers of a module, by the first of each one's names."""
+    saved = set(module.state_dict())
+    buffers = {name: each for name, each in module.named_buffers() if name in saved}
+    return {**dict(module.named_parameters()), **buffers}
+
+
+def place(module: nn.Module, name: str, *, device: torch.device | str | None = None) -> Tensor:
+    """Return the memory of a parameter or buffer, to be filled without autograd.
+
+    It is new memory if the weight is on the meta device, or is to be moved. Its type stays what it is, and what is tied
+    stays tied.
+    """
+    owner, _, key = name.rpartition(".")
+    old: Tensor = getattr(module.get_submodule(owner), key)
+    target = torch.device(device) if device is not None else torch.device("cpu") if old.is_meta else old.device
+    if not old.is_meta and old.device == target:
+        return old
+    new = torch.empty_like(old, device=target, requires_grad=False)
+    if isinstance(old, nn.Parameter):
+        new = nn.Parameter(new, old.requires_grad)
+    _replace(module, old, new)
+    return new
+
+
+def _replace(module: nn.Module, old: Tensor, new: Tensor) -> None:
+    for each in module.modules():
+        for held in (each._parameters, each._buffers):
+            for key, tensor in held.items():
+                if tensor is old:
+                    held[key] = new  # type: ignore[assignment]

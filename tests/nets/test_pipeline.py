@@ -1,0 +1,123 @@
+"""The transformer under the runtime: cut into stages it is the same model, with its ties, experts and their loss."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import SGD
+
+from shardwise.nets.initialise import initialise
+from shardwise.nets.loss import next_token_loss
+from shardwise.nets.router import Router
+from shardwise.nets.settings import Heads, Mlp, Settings
+from shardwise.nets.transformer import Output, Transformer
+from shardwise.nets.weights import weights_of
+from shardwise.runtime.engine import Engine
+from shardwise.runtime.parallel import parallelize
+from shardwise.runtime.split import split
+from tests.nets.closeness import assert_all_close
+from tests.nets.families import tokens
+from tests.nets.small import LATENT, MIXTURE, small
+
+MODELS: dict[str, Settings] = {
+    "dense, tied, a window in some layers": small(tied=True, window=5, windowed_layers=(1, 3)),
+    "as gpt2": small(
+        rope=None,
+        norm="layer",
+        attention=Heads(num_heads=4, num_kv_heads=4, head_dim=8, qkv_bias=True, output_bias=True),
+        mlp=Mlp(width=64, gated=False, bias=True, activation="gelu_tanh"),
+        tied=True,
+    ),
+    "experts and their loss": small(mixture=replace(MIXTURE, auxiliary=0.1, dense_layers=(1,))),
+    "latent, groups, shared experts": small(
+        attention=LATENT,
+        mixture=replace(
+            MIXTURE, scores="sigmoid", correction=True, num_groups=3, num_chosen_groups=2, num_shared=1, scale=2.5
+        ),
+    ),
+}
+PLANS = [
+    "pp=2,schedule=1f1b,microbatches=4",
+    "pp=2,schedule=zb-v,microbatches=4",
+    "pp=3,schedule=zb-h1,microbatches=4,recompute=full",
+    "pp=4,schedule=interleaved,chunks=1,microbatches=4",
+]
+RATE = 0.5
+
+
+def a_batch(packed: bool = False) -> dict[str, Tensor]:
+    ids = tokens(num_sequences=8, length=13)
+    labels = ids[:, 1:].clone()
+    labels[0, :9] = -100
+    documents = {"documents": (torch.arange(12) // 5).expand(8, 12).contiguous()} if packed else {}
+    return {"input_ids": ids[:, :-1], "labels": labels, **documents}
+
+
+def a_model(settings: Settings) -> Transformer:
+    module = Transformer(settings)
+    initialise(module, seed=5)
+    with torch.no_grad():
+        for each in module.parameters():
+            if each.dim() > 1:
+                each.mul_(5)
+    return module.train()
+
+
+def plain_step(module: Transformer, batch: dict[str, Tensor], num_microbatches: int) -> float:
+    """One step of SGD on one device. Microbatches one by one: the balancing loss is one of each."""
+    total, number = 0.0, 0.0
+    for part in range(num_microbatches):
+        size = len(batch["labels"]) // num_microbatches
+        microbatch = {name: each[part * size : (part + 1) * size] for name, each in batch.items()}
+        given = {name: each for name, each in microbatch.items() if name != "labels"}
+        loss, count = next_token_loss(module(**given), microbatch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        total, number = total + float(loss.detach()), number + float(count)
+    with torch.no_grad():
+        for each in module.parameters():
+            assert each.grad is not None
+            each.sub_(RATE * each.grad / number)
+    return total / number
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_under_a_pipeline_is_a_step_of_the_plain_model(name: str, plan: str) -> None:
+    batch = a_batch(packed="experts" in name)
+    plain, module = a_model(MODELS[name]), a_model(MODELS[name])
+    before = {key: each.clone() for key, each in weights_of(plain).items()}
+    engine: Any = parallelize(
+        module, plan, loss=next_token_loss, optimizer=lambda each: SGD(each, lr=RATE), example=batch
+    )
+    assert isinstance(engine, Engine)
+    expected = plain_step(plain, batch, num_microbatches=4)
+    assert engine.train_step(batch) == pytest.approx(expected, rel=1e-5)
+    moved, should = ({key: each.detach() - before[key] for key, each in weights_of(m).items()} for m in (module, plain))
+    assert_all_close(moved, should)
+    loads = [[each.load.tolist() for each in m.modules() if isinstance(each, Router)] for m in (module, plain)]
+    assert loads[0] == loads[1]
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_stages_made_apart_on_the_meta_device_are_the_whole_model(name: str, num_stages: int) -> None:
+    batch = a_batch()
+    whole = Transformer(MODELS[name])
+    initialise(whole, seed=5)
+    values: dict[str, Tensor] = {}
+    output: Any = None
+    for number in range(num_stages):
+        with torch.device("meta"):
+            module = Transformer(MODELS[name])
+        stages = split(module, num_stages, batch, only=[number])
+        stage = stages.stages[number]
+        assert stage is not None
+        initialise(module, seed=5, only=stage.parameters.keys() | stage.buffers.keys())
+        assert len(stage.parameters) < len(weights_of(whole))
+        made, output = stage.run({each: values[each] for each in stages.reads[number]}, batch)
+        values |= made
+    expected = whole.train()(batch["input_ids"])
+    pairs = zip(output, expected, strict=True) if isinstance(output, Output) else [(output, expected)]
+    assert all(found.equal(should) for found, should in pairs)

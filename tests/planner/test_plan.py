@@ -30,6 +30,11 @@ FULL = Plan(
         ("dp=1", Plan()),
         ("pp=3,schedule=zb-v,microbatches=8", Plan(pp=3, schedule="zb-v", microbatches=8)),
         ("pp=2,layers=5+6", Plan(pp=2, layers=(5, 6))),
+        ("tp=2,sp=true", Plan(tp=2, sp=True)),
+        (
+            "dp=4,cp=2,ep=4,context=all-to-all,zero=2,zero_group=4",
+            Plan(dp=4, cp=2, ep=4, context="all-to-all", zero=2, zero_group=4),
+        ),
         (
             "dp=2,tp=4,pp=2,chunks=2,schedule=zb-v,microbatches=8,layers=3+4+4+3,zero=1,recompute=full,"
             "offload.optimizer=0.5,precision=bf16",
@@ -86,7 +91,11 @@ def test_a_plan_travels_to_other_processes_and_can_be_a_key() -> None:
 
 
 def test_the_ranks_are_the_product_of_the_axes() -> None:
-    assert Plan(dp=2, tp=3, pp=5, cp=7, ep=11).num_ranks == 2 * 3 * 5 * 7 * 11
+    assert Plan(dp=2, tp=3, pp=5, cp=7).num_ranks == 2 * 3 * 5 * 7
+
+
+def test_experts_are_shared_out_among_ranks_that_are_there_anyway() -> None:
+    assert Plan(dp=4, cp=3, ep=6, pp=2).num_ranks == 24
 
 
 @pytest.mark.parametrize(
@@ -111,7 +120,15 @@ def test_stages_are_ranks_times_chunks_of_one_copy_of_the_model(text: str, num_s
         ("pp", "'pp' in the plan 'pp' has no value\n  try: pp=2"),
         ("pp=2,pp=3", "the plan 'pp=2,pp=3' says pp twice: 2 and 3\n  try: pp=3"),
         ("pp=two", "pp=two in the plan wants a whole number\n  try: pp=2"),
-        ("dp=2,pp=0", "pp=0: an axis has at least 1 rank (dp=2 x tp=1 x pp=0 x cp=1 x ep=1 = 0 ranks)\n  try: pp=1"),
+        ("dp=2,pp=0", "pp=0: an axis has at least 1 rank (dp=2 x tp=1 x pp=0 x cp=1 = 0 ranks)\n  try: pp=1"),
+        (
+            "dp=3,ep=2",
+            "ep=2 does not divide the 3 ranks that hold the same dense weights (dp=3 x cp=1)\n  try: ep=1",
+        ),
+        ("dp=4,zero=1,zero_group=3", "zero_group=3 does not divide the 4 replicas (dp=4 x cp=1)\n  try: zero_group=2"),
+        ("sp=true", "sp=true cuts sequences over the ranks of tp, and tp=1\n  try: tp=2,sp=true"),
+        ("tp=2,sp=yes", "sp=yes in the plan wants true or false\n  try: sp=true"),
+        ("cp=2,context=rings", "unknown context 'rings'; known: ring, all-to-all\n  try: context=ring"),
         ("zero=4", "zero=4: the ZeRO stage is 0, 1, 2 or 3\n  try: zero=1"),
         ("schedule=zbv", "try: schedule=zb-v"),
         ("recompute=ful", "unknown recompute 'ful'; known: none, selective, full\n  try: recompute=full"),

@@ -18,7 +18,10 @@ from shardwise.errors import ShardwiseError, nearest, unknown
 from shardwise.schedule.catalogue import CATALOGUE, check
 
 AXES = ("dp", "tp", "pp", "cp", "ep")
+#: What a rank counts for: experts are shared out among ranks that are there for data and context.
+_MULTIPLY = ("dp", "tp", "pp", "cp")
 RECOMPUTE = ("none", "selective", "full")
+CONTEXT = ("ring", "all-to-all")
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 
@@ -35,9 +38,12 @@ class Offload:
 class Plan:
     """How a model is spread over ranks, and how a step goes.
 
-    The axes multiply: data, tensor, pipeline, context and expert parallel. `chunks` are the stages of one rank (None:
-    the schedule's own number). `layers` are the units of each stage, first to last (None: balanced). `zero` is the
-    ZeRO stage. `reasons` says of a key why it has its value; two plans that do the same are equal whatever theirs.
+    The axes multiply: data, tensor, pipeline and context parallel. Experts are shared out over `ep` of the ranks that
+    hold the same dense weights, so `ep` divides dp x cp and makes no ranks of its own. With `sp` activations between
+    tensor parallel layers are cut along the sequence; `context` is how attention reaches the rest of a sequence.
+    `chunks` are the stages of one rank (None: the schedule's own number). `layers` are the units of each stage, first
+    to last (None: balanced). `zero` is the ZeRO stage, over groups of `zero_group` replicas (None: all). `reasons` says
+    of a key why it has its value; two plans that do the same are equal whatever theirs.
     """
 
     dp: int = 1
@@ -45,11 +51,14 @@ class Plan:
     pp: int = 1
     cp: int = 1
     ep: int = 1
+    sp: bool = False
+    context: str = "ring"
     chunks: int | None = None
     schedule: str = "1f1b"
     microbatches: int = 1
     layers: tuple[int, ...] | None = None
     zero: int = 0
+    zero_group: int | None = None
     recompute: str = "none"
     offload: Offload = field(default_factory=Offload)
     precision: str = "fp32"
@@ -114,8 +123,8 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        """The product of the axes."""
-        return self.dp * self.tp * self.pp * self.cp * self.ep
+        """The product of the axes, without `ep`."""
+        return self.dp * self.tp * self.pp * self.cp
 
     @property
     def num_chunks(self) -> int | None:
@@ -136,7 +145,7 @@ class Plan:
             raise ShardwiseError(
                 f"plan {self._axes_text()} needs {_ranks(self.num_ranks)} but there "
                 f"{'is' if num_processes == 1 else 'are'} {num_processes}",
-                remedy=f"{_ranks(self.num_ranks)}, or a plan whose dp, tp, pp, cp and ep multiply to {num_processes}",
+                remedy=f"{_ranks(self.num_ranks)}, or a plan whose dp, tp, pp and cp multiply to {num_processes}",
             )
 
     def _axes_text(self) -> str:
@@ -164,7 +173,7 @@ def _word(value: Any) -> str:
         return "+".join(map(str, value))
     if isinstance(value, str):
         return value
-    return repr(value).removesuffix(".0")
+    return repr(value).removesuffix(".0").lower()
 
 
 def _toml_value(value: Any) -> str:
@@ -212,6 +221,14 @@ def _read_fraction(key: str, value: Any) -> float:
         raise ShardwiseError(f"{key}={value} in the plan wants a number from 0 to 1", remedy=f"{key}=0.5") from None
 
 
+def _read_switch(key: str, value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if value not in ("true", "false"):
+        raise ShardwiseError(f"{key}={value} in the plan wants true or false", remedy=f"{key}=true")
+    return bool(value == "true")
+
+
 def _read_layers(key: str, value: Any) -> tuple[int, ...]:
     parts = value.split("+") if isinstance(value, str) else value
     if not isinstance(parts, list):
@@ -229,7 +246,9 @@ def _read_word(key: str, value: Any) -> str:
 
 _EXAMPLES = {"zero": "1", "microbatches": "8", "layers": "4+4"}
 _READERS: dict[str, Callable[[str, Any], Any]] = {
-    **dict.fromkeys((*AXES, "chunks"), _read_count),
+    **dict.fromkeys((*AXES, "chunks", "zero_group"), _read_count),
+    "sp": _read_switch,
+    "context": _read_word,
     "schedule": _read_word,
     "microbatches": _read_count,
     "layers": _read_layers,
@@ -244,14 +263,16 @@ def _check(plan: Plan) -> None:
     """Refuse what no model and no cluster could make right."""
     for axis in AXES:
         if getattr(plan, axis) < 1:
-            sizes = " x ".join(f"{name}={getattr(plan, name)}" for name in AXES)
+            sizes = " x ".join(f"{name}={getattr(plan, name)}" for name in _MULTIPLY)
             raise ShardwiseError(
                 f"{axis}={getattr(plan, axis)}: an axis has at least 1 rank ({sizes} = {_ranks(plan.num_ranks)})",
                 remedy=f"{axis}=1",
             )
     if plan.zero not in range(4):
         raise ShardwiseError(f"zero={plan.zero}: the ZeRO stage is 0, 1, 2 or 3", remedy="zero=1")
+    _check_sharing(plan)
     for key, word, known in (
+        ("context", plan.context, CONTEXT),
         ("recompute", plan.recompute, RECOMPUTE),
         ("precision", plan.precision, PRECISIONS),
         ("schedule", plan.schedule, (*CATALOGUE, "auto")),
@@ -267,6 +288,32 @@ def _check(plan: Plan) -> None:
             raise unknown("plan key with a reason", key, _READERS)
     _check_schedule(plan)
     _check_layers(plan)
+
+
+def _check_sharing(plan: Plan) -> None:
+    """Whoever shares something out does so evenly among the ranks that have it."""
+    replicas = plan.dp * plan.cp
+    if replicas % plan.ep:
+        raise ShardwiseError(
+            f"ep={plan.ep} does not divide the {replicas} ranks that hold the same dense weights (dp={plan.dp} x "
+            f"cp={plan.cp})",
+            remedy=f"ep={_divisor(replicas, plan.ep)}, or dp={plan.ep * plan.dp}",
+        )
+    group = plan.zero_group
+    if group is not None and (group < 1 or replicas % group):
+        raise ShardwiseError(
+            f"zero_group={group} does not divide the {replicas} replicas (dp={plan.dp} x cp={plan.cp})",
+            remedy=f"zero_group={_divisor(replicas, max(group, 1))}",
+        )
+    if plan.sp and plan.tp == 1:
+        raise ShardwiseError(
+            "sp=true cuts sequences over the ranks of tp, and tp=1", remedy="tp=2,sp=true, or sp=false"
+        )
+
+
+def _divisor(number: int, limit: int) -> int:
+    """The largest divisor that is no more than a limit."""
+    return max(size for size in range(1, limit + 1) if number % size == 0)
 
 
 def _check_schedule(plan: Plan) -> None:

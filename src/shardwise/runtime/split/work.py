@@ -18,7 +18,9 @@ def flops_of(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], retu
     packet = getattr(operation, "_overloadpacket", None)
     name = getattr(packet, "__name__", "")
     if name.startswith("_scaled_dot_product") and not name.endswith("backward"):
-        return float(sdpa_flop(args[0].shape, args[1].shape, args[2].shape))
+        # Heads that share keys and values cost as if each had its own; not every torch counts them by itself.
+        query, key, value = (tuple(each.shape) for each in args[:3])
+        return float(sdpa_flop(query, (key[0], query[1], *key[2:]), (value[0], query[1], *value[2:])))
     if name == "_grouped_mm" and args[0].dim() == 2:
         return float(2 * args[0].shape[0] * args[0].shape[1] * args[1].shape[-1])
     formula = flop_registry.get(packet)

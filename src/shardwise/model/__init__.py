@@ -1,0 +1,1 @@
+"""What is computed: blocks, shapes, parameters, FLOPs, bytes, and no tensors."""

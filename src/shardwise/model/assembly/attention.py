@@ -1,0 +1,152 @@
+"""Attention: projections, norms and rotation of queries and keys, the product, the output projection."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from shardwise.model.assembly.norms import kept_input, norm_parameters
+from shardwise.model.assembly.part import Part, fused_linear, linear, matmul
+from shardwise.model.model import Cache, Parameter
+from shardwise.model.operations import Attention, Elementwise, Moves, Norm, Operation, Saved, Width
+from shardwise.model.shape import AttentionShape, NormShape
+from shardwise.model.traffic import FLOAT32
+
+CORE = ("core_attention",)
+
+
+def attention(shape: AttentionShape, hidden: int, norm: NormShape, *, rows: int | None = None) -> Part:
+    """Attention from its normalised input to what is added to the residual."""
+    return Part(
+        operations=tuple(_operations(shape, hidden, norm, rows)),
+        parameters=tuple(_parameters(shape, hidden, norm)),
+        cache=None if shape.cross else _cache(shape),
+        reduces=True,
+    )
+
+
+def core(
+    heads: int,
+    kv_heads: int,
+    qk_dim: int,
+    v_dim: int,
+    *,
+    shape: AttentionShape | None = None,
+    rows: int | None = None,
+    made_by: tuple[str, ...] = (),
+) -> Attention:
+    """The product itself and what it keeps: queries, keys, values, and scores or, with flash, one sum of each row.
+
+    Korthikanti et al. 2022, section 4.1: the probabilities, and with dropout its mask and its output. `made_by` is the
+    choice of recomputation that makes queries, keys and values again.
+    """
+    dropout = shape is not None and shape.dropout
+    kept = [
+        Saved(name="queries", elements=heads * qk_dim, cut="tp", units=heads, rows=rows, dropped_by=made_by),
+        Saved(name="keys", elements=kv_heads * qk_dim, cut="tp", units=kv_heads, rows=rows, dropped_by=made_by),
+        Saved(name="values", elements=kv_heads * v_dim, cut="tp", units=kv_heads, rows=rows, dropped_by=made_by),
+        Saved(name="sums", elements=heads, cut="tp", units=heads, width=4, rows=rows, when="flash"),
+        _score("probabilities", heads, rows),
+    ]
+    if dropout:
+        kept += [_score("dropout mask", heads, rows, width=1), _score("dropped probabilities", heads, rows)]
+    # Plain torch's softmax gives float32, and keys and values are repeated for each query that shares them.
+    kept.append(_score("probabilities in float32", heads, rows, width=FLOAT32, when="unfused scores"))
+    if heads > kv_heads:
+        repeated = (heads - kv_heads) * (qk_dim + v_dim)
+        kept.append(
+            Saved(name="repeated", elements=repeated, cut="tp", rows=rows, when="unfused scores", dropped_by=CORE)
+        )
+    kept.append(Saved(name="attended", elements=heads * v_dim, cut="tp", units=heads, rows=rows))
+    return Attention(
+        name="attention",
+        heads=heads,
+        kv_heads=kv_heads,
+        qk_dim=qk_dim,
+        v_dim=v_dim,
+        causal=shape is None or (shape.causal and not shape.cross),
+        window=None if shape is None else shape.window,
+        chunk=None if shape is None else shape.chunk,
+        dropout=dropout,
+        rows=rows,
+        saves=tuple(kept),
+        rerun_by=CORE,
+    )
+
+
+def rotation(elements: int, *, rows: int | None = None) -> Elementwise:
+    """Rotary positions: once through memory, or plain torch's halving, negating, joining, two products and a sum.
+
+    Plain torch's backward fills in the other half with zeros each time: counted call by call.
+    """
+    once = Moves(elements, elements, elements, elements)
+    unfused = Moves(elements * 11 // 2, elements * 9 // 2, elements * 15 // 2, elements * 13 // 2)
+    return Elementwise(name="rotation", fused=once, unfused=unfused, cut="tp", rows=rows)
+
+
+def _score(
+    name: str,
+    heads: int,
+    rows: int | None,
+    *,
+    width: int | None = None,
+    when: Literal["scores", "unfused scores"] = "scores",
+) -> Saved:
+    """A tensor with an element for each head, query and key."""
+    per_key = rows is None
+    elements = heads if rows is None else heads * rows
+    return Saved(
+        name=name,
+        elements=elements,
+        cut="tp",
+        units=heads,
+        width=width,
+        rows=rows,
+        per_key=per_key,
+        when=when,
+        dropped_by=CORE,
+    )
+
+
+def _operations(shape: AttentionShape, hidden: int, norm: NormShape, rows: int | None) -> Iterator[Operation]:
+    queries, keys = Width(shape.heads, shape.head_dim), Width(shape.kv_heads, shape.head_dim)
+    whole = Width(hidden)
+    if shape.cross:  # Queries from the decoder, keys and values from the encoder: two inputs, two products.
+        yield matmul("q", whole, queries, sharding="column", bias=shape.qkv_bias, rows=rows)
+        yield matmul("kv", whole, (keys, keys), sharding="column", bias=shape.qkv_bias, rows=rows)
+    else:
+        yield matmul("qkv", whole, (queries, keys, keys), sharding="column", bias=shape.qkv_bias, rows=rows)
+    turned = queries.elements + keys.elements
+    if shape.qk_norm != "none":
+        kept = kept_input(turned, norm, cut="tp", rows=rows)
+        yield Norm(name="qk_norm", kind=norm.kind, elements=turned, cut="tp", rows=rows, saves=kept)
+    if shape.rotary:
+        yield rotation(turned, rows=rows)
+    yield core(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim, shape=shape, rows=rows)
+    yield matmul("out", queries, whole, sharding="row", bias=shape.out_bias, rows=rows)
+
+
+def _parameters(shape: AttentionShape, hidden: int, norm: NormShape) -> Iterator[Parameter]:
+    queries, keys = Width(shape.heads, shape.head_dim), Width(shape.kv_heads, shape.head_dim)
+    whole = Width(hidden)
+    names = shape.names
+    if "qkv" in names:
+        parts = (queries, keys, keys)
+        yield from fused_linear(
+            names["qkv"], whole, parts, sharding="column", bias=shape.qkv_bias, transposed=shape.transposed
+        )
+    else:
+        for part, width in (("q", queries), ("k", keys), ("v", keys)):
+            yield from linear(names[part], whole, width, sharding="column", bias=shape.qkv_bias)
+    yield from linear(names["o"], queries, whole, sharding="row", bias=shape.out_bias, transposed=shape.transposed)
+    if shape.qk_norm == "head":
+        yield from norm_parameters(names["q_norm"], shape.head_dim, norm)
+        yield from norm_parameters(names["k_norm"], shape.head_dim, norm)
+    if shape.sinks:
+        yield Parameter(name=names["sinks"], shape=(shape.heads,), role="other", tp_dim=0)
+    if shape.position_buckets:
+        buckets = (shape.position_buckets, shape.heads)
+        yield Parameter(name=names["positions"], shape=buckets, role="embedding", tp_dim=1)
+
+
+def _cache(shape: AttentionShape) -> Cache:
+    longest = shape.window if shape.chunk is None else shape.chunk
+    return Cache(elements=2 * shape.kv_heads * shape.head_dim, units=shape.kv_heads, window=longest)

@@ -1,0 +1,67 @@
+"""One layer: its sublayers in order, with norms and residual sums."""
+
+from collections.abc import Iterator
+
+from shardwise.model.assembly.attention import attention
+from shardwise.model.assembly.experts import experts
+from shardwise.model.assembly.feedforward import mlp
+from shardwise.model.assembly.latent import latent_attention
+from shardwise.model.assembly.mamba import mamba
+from shardwise.model.assembly.norms import norm
+from shardwise.model.assembly.part import Part, joined, residual
+from shardwise.model.model import Block
+from shardwise.model.shape import AttentionShape, ExpertsShape, LatentShape, LayerShape, MambaShape, MlpShape, NormShape
+
+
+def layer(shape: LayerShape, hidden: int, norms: NormShape, *, dropout: bool = False, rows: int | None = None) -> Block:
+    """A layer as a block. What a decoder's layers read of an encoder goes along with their output."""
+    parts = list(_parts(shape, hidden, norms, dropout=dropout, rows=rows))
+    whole = joined(parts)
+    num_reductions = sum(part.reduces for part in parts)
+    crosses = any(isinstance(each.mixer, AttentionShape) and each.mixer.cross for each in shape.sublayers)
+    return Block(
+        kind=shape.kind,
+        stack=shape.stack,
+        operations=whole.operations,
+        parameters=whole.parameters,
+        input_elements=hidden,
+        output_elements=hidden * (2 if crosses else 1),
+        rows=rows,
+        num_reductions=1 if shape.parallel else num_reductions,
+        cache=whole.cache,
+    )
+
+
+def _parts(shape: LayerShape, hidden: int, norms: NormShape, *, dropout: bool, rows: int | None) -> Iterator[Part]:
+    for sublayer in shape.sublayers:
+        if sublayer.norm is not None:
+            yield norm(sublayer.norm, hidden, norms, rows=rows)
+        yield _mixer(sublayer.mixer, hidden, norms, rows)
+        if sublayer.post_norm is not None:
+            yield norm(sublayer.post_norm, hidden, norms, keeps_output=False, rows=rows)
+        if not shape.parallel:
+            yield Part(operations=(residual(hidden, dropout=dropout, rows=rows),))
+        if sublayer.after_norm is not None:
+            yield norm(sublayer.after_norm, hidden, norms, rows=rows)
+    if shape.parallel:
+        num_added = len(shape.sublayers)
+        yield Part(operations=(residual(hidden, dropout=dropout, num_added=num_added, rows=rows),))
+
+
+def _mixer(
+    shape: AttentionShape | LatentShape | MlpShape | ExpertsShape | MambaShape,
+    hidden: int,
+    norms: NormShape,
+    rows: int | None,
+) -> Part:
+    match shape:
+        case AttentionShape():
+            return attention(shape, hidden, norms, rows=rows)
+        case LatentShape():
+            return latent_attention(shape, hidden, norms)
+        case MlpShape():
+            return mlp(shape, hidden, rows=rows)
+        case ExpertsShape():
+            return experts(shape, hidden)
+        case MambaShape():
+            return mamba(shape, hidden, norms)

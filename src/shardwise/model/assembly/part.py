@@ -1,0 +1,99 @@
+"""What a builder gives back: operations in order, the parameters that they use, and what decoding keeps."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shardwise.model.model import Cache, Parameter
+from shardwise.model.operations import Elementwise, Matmul, Moves, Operation, Saved, Sharding, Width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A piece of a block. `reduces` says that its output is summed over tensor parallel ranks."""
+
+    operations: tuple[Operation, ...] = ()
+    parameters: tuple[Parameter, ...] = ()
+    cache: Cache | None = None
+    reduces: bool = False
+
+
+def joined(parts: Iterable[Part]) -> Part:
+    """Several parts, one after the other."""
+    parts = list(parts)
+    caches = [part.cache for part in parts if part.cache is not None]
+    assert len(caches) <= 1, "a block has one mixer that decoding keeps something of"
+    return Part(
+        operations=tuple(operation for part in parts for operation in part.operations),
+        parameters=tuple(parameter for part in parts for parameter in part.parameters),
+        cache=caches[0] if caches else None,
+        reduces=any(part.reduces for part in parts),
+    )
+
+
+def linear(
+    name: str,
+    inputs: Width,
+    outputs: Width,
+    *,
+    sharding: Sharding = "none",
+    bias: bool = False,
+    transposed: bool = False,
+) -> tuple[Parameter, ...]:
+    """The parameters of a projection: a weight, stored as outputs x inputs unless `transposed`, and perhaps a bias."""
+    return fused_linear(name, inputs, (outputs,), sharding=sharding, bias=bias, transposed=transposed)
+
+
+def fused_linear(
+    name: str,
+    inputs: Width,
+    outputs: tuple[Width, ...],
+    *,
+    sharding: Sharding = "none",
+    bias: bool = False,
+    transposed: bool = False,
+) -> tuple[Parameter, ...]:
+    """The parameters of several projections that are stored as one."""
+    num_outputs = sum(width.elements for width in outputs)
+    out_dim = 1 if transposed else 0
+    shape = (inputs.elements, num_outputs) if transposed else (num_outputs, inputs.elements)
+    tp_dim = {"column": out_dim, "row": 1 - out_dim, "none": None}[sharding]
+    pieces = {"column": outputs, "row": (inputs,), "none": ()}[sharding]
+    weight = Parameter(name=f"{name}.weight", shape=shape, tp_dim=tp_dim, pieces=pieces)
+    if not bias:
+        return (weight,)
+    if sharding != "column":
+        return weight, Parameter(name=f"{name}.bias", shape=(num_outputs,), role="bias")
+    return weight, Parameter(name=f"{name}.bias", shape=(num_outputs,), role="bias", tp_dim=0, pieces=outputs)
+
+
+def residual(hidden: int, *, dropout: bool, num_added: int = 1, rows: int | None = None) -> Elementwise:
+    """The sum of a layer's input and what its sublayers give, with dropout on the latter."""
+    read = hidden * (1 + num_added)
+    added = Moves(read, hidden, read, hidden)
+    dropped = Moves(*(moved + hidden * num_added * dropout for moved in added))
+    mask = Saved(name="dropout mask", elements=hidden * num_added, width=1, rows=rows)
+    return Elementwise(name="residual", fused=added, unfused=dropped, rows=rows, saves=(mask,) if dropout else ())
+
+
+def matmul(
+    name: str,
+    inputs: Width,
+    outputs: tuple[Width, ...] | Width,
+    *,
+    sharding: Sharding = "none",
+    bias: bool = False,
+    rows: int | None = None,
+    saves: tuple[Saved, ...] = (),
+    rerun_by: tuple[str, ...] = (),
+) -> Matmul:
+    """A projection that every row meets."""
+    return Matmul(
+        name=name,
+        inputs=inputs,
+        outputs=(outputs,) if isinstance(outputs, Width) else outputs,
+        sharding=sharding,
+        bias=bias,
+        rows=rows,
+        saves=saves,
+        rerun_by=rerun_by,
+    )

@@ -1,0 +1,103 @@
+"""A Hugging Face `config.json` read into a `Model`."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ShardwiseError, nearest
+from shardwise.model.families.bert import bert
+from shardwise.model.families.deepseek import deepseek
+from shardwise.model.families.fields import GIVE_THE_MODULE, Fields
+from shardwise.model.families.gpt import bloom, falcon, gpt2, gpt_neox, mpt, opt, phi
+from shardwise.model.families.hybrid import nemotron_h
+from shardwise.model.families.llama import gemma, gemma2, gemma3, llama, mistral, nemotron, phi3, qwen2, qwen3
+from shardwise.model.families.resnet import resnet
+from shardwise.model.families.sparse import gpt_oss, llama4, mixtral, phimoe, qwen2_moe, qwen3_moe
+from shardwise.model.families.t5 import t5
+from shardwise.model.families.vit import vit
+from shardwise.model.model import Model
+
+# `model_type` of a configuration, and who reads it.
+READERS: dict[str, Callable[[Fields, str], Model]] = {
+    "bert": bert,
+    "bloom": bloom,
+    "deepseek_v2": deepseek,
+    "deepseek_v3": deepseek,
+    "falcon": falcon,
+    "gemma": gemma,
+    "gemma2": gemma2,
+    "gemma3": gemma3,
+    "gemma3_text": gemma3,
+    "gpt2": gpt2,
+    "gpt_neox": gpt_neox,
+    "gpt_oss": gpt_oss,
+    "internlm": llama,
+    "llama": llama,
+    "llama4": llama4,
+    "llama4_text": llama4,
+    "mistral": mistral,
+    "mixtral": mixtral,
+    "mpt": mpt,
+    "nemotron": nemotron,
+    "nemotron_h": nemotron_h,
+    "opt": opt,
+    "phi": phi,
+    "phi3": phi3,
+    "phimoe": phimoe,
+    "qwen2": qwen2,
+    "qwen2_moe": qwen2_moe,
+    "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
+    "resnet": resnet,
+    "t5": t5,
+    "vit": vit,
+}
+
+_EXAMPLE = "a config.json as Hugging Face writes it, with a model_type like llama"
+
+
+def read_config(source: Mapping[str, Any] | Path, *, name: str | None = None) -> Model:
+    """The model that a configuration describes: its values, or the path of a `config.json` or of the folder with one.
+
+    Of a model that sees and reads (Gemma 3, Llama 4), the part that reads.
+    """
+    if isinstance(source, Path):
+        values = _load(source)
+        called = source.name if source.suffix == ".json" else f"{source.name}/config.json"
+        name = name or (source.parent.name if source.suffix == ".json" else source.name) or source.stem
+    else:
+        values, called = source, "the configuration"
+    kind = values.get("model_type")
+    if kind not in READERS:
+        raise _unknown_family(kind, called)
+    inner = values.get("text_config")
+    if isinstance(inner, Mapping):
+        values = {**inner, "model_type": kind}
+    return READERS[kind](Fields(values=values, source=called), name or str(kind))
+
+
+def _load(path: Path) -> Mapping[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise ShardwiseError(f"the configuration {path} cannot be read: {why}", remedy=_EXAMPLE) from None
+    except json.JSONDecodeError as error:
+        raise ShardwiseError(f"{file.name} is no JSON: {error}", remedy=_EXAMPLE) from None
+    if not isinstance(values, Mapping):
+        raise ShardwiseError(f"{file.name} holds no object of keys and values", remedy=_EXAMPLE)
+    return values
+
+
+def _unknown_family(kind: object, called: str) -> ShardwiseError:
+    """What is missing, and how to give the module instead."""
+    if not isinstance(kind, str):
+        return ShardwiseError(f"{called} has no model_type, so its family is not known", remedy=_EXAMPLE)
+    near = nearest(kind, READERS)
+    meant = f'"model_type": "{near}" if it has the layers of {near}, or ' if near else ""
+    return ShardwiseError(
+        f"{called} is of the family {kind!r}, and which layers that has is not known here; known: {', '.join(READERS)}",
+        remedy=meant + GIVE_THE_MODULE,
+    )

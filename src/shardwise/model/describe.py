@@ -1,0 +1,120 @@
+"""A model from its sizes alone, as a table of published runs or a sketch on paper gives them."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from shardwise.errors import ShardwiseError, unknown
+from shardwise.model.config import read_config
+from shardwise.model.model import Model
+
+STYLES = ("gpt", "bloom", "llama")
+
+# Llama rounds two thirds of four times its width up to a multiple of this.
+_LLAMA_MULTIPLE = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """A mixture in place of the MLP: `top_k` of `count` experts of `width`, and one of `shared_width` for all."""
+
+    count: int
+    top_k: int
+    width: int
+    shared_width: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What a row of a table says. Of what is left out, the style's own: four times as wide an MLP, and so on.
+
+    `ffn` is the width of the MLP; `positions` the longest sequence (learned positions have a vector for each).
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    kv_heads: int | None = None
+    ffn: int | None = None
+    positions: int = 2048
+    tied: bool | None = None
+    dropout: bool = False
+    experts: Experts | None = None
+
+
+def describe(style: Literal["gpt", "bloom", "llama"], sizes: Sizes, *, name: str | None = None) -> Model:
+    """The model of these sizes.
+
+    `gpt`: layer norm, biases, GELU, learned positions, one table for both ends (Megatron's GPT, llm-foundry's MPT).
+    `bloom`: the same with slopes for positions and a norm after the embedding. `llama`: root mean square norm, no
+    biases, a gate, rotary positions, a head of its own; the only one that may have experts or fewer keys than queries.
+    """
+    if style not in STYLES:
+        raise unknown("style", style, STYLES)
+    if style != "llama" and (sizes.experts or sizes.kv_heads not in (None, sizes.heads)):
+        raise ShardwiseError(
+            f"a model of style {style} has no experts, and as many keys as its {sizes.heads} heads",
+            remedy='describe("llama", ...)',
+        )
+    makers = {"gpt": _gpt, "bloom": _bloom, "llama": _llama}
+    return read_config(makers[style](sizes), name=name or f"{style}-{sizes.layers}x{sizes.hidden}")
+
+
+def _gpt(sizes: Sizes) -> dict[str, Any]:
+    rate = 0.1 if sizes.dropout else 0.0
+    return {
+        "model_type": "gpt2",
+        "n_embd": sizes.hidden,
+        "n_layer": sizes.layers,
+        "n_head": sizes.heads,
+        "n_inner": sizes.ffn,
+        "n_positions": sizes.positions,
+        "vocab_size": sizes.vocabulary,
+        "tie_word_embeddings": sizes.tied,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), rate),
+    }
+
+
+def _bloom(sizes: Sizes) -> dict[str, Any]:
+    if sizes.ffn not in (None, 4 * sizes.hidden):
+        raise ShardwiseError(
+            f"a model of style bloom has an MLP of 4 x {sizes.hidden}, not of {sizes.ffn}",
+            remedy='describe("gpt", ...)',
+        )
+    return {
+        "model_type": "bloom",
+        "hidden_size": sizes.hidden,
+        "n_layer": sizes.layers,
+        "n_head": sizes.heads,
+        "vocab_size": sizes.vocabulary,
+        "seq_length": sizes.positions,
+        "tie_word_embeddings": sizes.tied,
+        "hidden_dropout": 0.1 if sizes.dropout else 0.0,
+    }
+
+
+def _llama(sizes: Sizes) -> dict[str, Any]:
+    rounded = -(-8 * sizes.hidden // 3 // _LLAMA_MULTIPLE) * _LLAMA_MULTIPLE
+    values = {
+        "model_type": "llama",
+        "hidden_size": sizes.hidden,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads or sizes.heads,
+        "intermediate_size": sizes.ffn or rounded,
+        "vocab_size": sizes.vocabulary,
+        "max_position_embeddings": sizes.positions,
+        "tie_word_embeddings": sizes.tied,
+        "hidden_dropout": 0.1 if sizes.dropout else 0.0,
+    }
+    if sizes.experts is None:
+        return values
+    return {
+        **values,
+        "model_type": "qwen2_moe",
+        "qkv_bias": False,
+        "num_experts": sizes.experts.count,
+        "num_experts_per_tok": sizes.experts.top_k,
+        "moe_intermediate_size": sizes.experts.width,
+        "shared_expert_intermediate_size": sizes.experts.shared_width,
+    }

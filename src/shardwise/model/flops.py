@@ -1,0 +1,184 @@
+"""Arithmetic of an operation on one rank: forward, gradient of the input, gradient of the weight.
+
+A multiplication and an addition are two FLOPs. Only products of matrices are counted: all else is bound by memory, and
+is in `traffic.py`.
+"""
+
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+from shardwise.model.operations import Attention, Convolution, Matmul, Operation, Product, Scan, Width
+from shardwise.model.share import Count, Share, divided
+
+
+class Passes(NamedTuple):
+    """One quantity of each of the three passes: forward `F`, input gradient `I`, weight gradient `W`."""
+
+    forward: Count
+    input: Count
+    weight: Count
+
+    @property
+    def backward(self) -> Count:
+        return self.input + self.weight
+
+    @property
+    def total(self) -> Count:
+        return self.forward + self.input + self.weight
+
+
+NOTHING = Passes(0, 0, 0)
+
+
+class Gemm(NamedTuple):
+    """`num_products` products of m x k by k x n, as one rank computes them forward.
+
+    The gradient of the input is m x n by n x k, that of the weight k x m by m x n.
+    """
+
+    m: Count
+    k: Count
+    n: Count
+    num_products: Count
+
+
+def flops(operation: Operation, share: Share) -> Passes:
+    """FLOPs of one operation on one rank. Attention is counted as its kernel computes it: see `num_pairs`."""
+    match operation:
+        case Matmul():
+            return _trained(operation, 2 * expert_rows(operation, share) * _weight_elements(operation, share))
+        case Convolution():
+            filters = operation.in_channels // operation.groups * operation.kernel * operation.out_channels
+            return _trained(operation, 2 * share.microbatch * operation.positions * filters)
+        case Attention():
+            return _attention(operation, share)
+        case Product():
+            forward = 2 * share.microbatch * operation.batch * operation.m * operation.k * operation.n
+            return Passes(forward, 2 * forward, 0)
+        case Scan():
+            forward = _scan(operation, share)
+            return Passes(forward, 2 * forward, 0)
+        case _:
+            return NOTHING
+
+
+def sum_flops(operations: Iterable[Operation], share: Share) -> Passes:
+    """FLOPs of several operations together."""
+    return add_passes(flops(operation, share) for operation in operations)
+
+
+def rerun_flops(operations: Iterable[Operation], share: Share, recompute: str | Collection[str]) -> Count:
+    """FLOPs of what the backward computes again: all of it (`full`), or what the chosen parts name."""
+    parts = chosen_parts(recompute)
+    again = [each for each in operations if parts is None or not parts.isdisjoint(each.rerun_by)]
+    return sum_flops(again, share).forward
+
+
+def chosen_parts(recompute: str | Collection[str]) -> frozenset[str] | None:
+    """The parts that a choice of recomputation names; None stands for all (`full`)."""
+    if recompute == "full":
+        return None
+    if recompute == "none":
+        return frozenset()
+    return frozenset({"core_attention"} if isinstance(recompute, str) else recompute)
+
+
+def gemm(operation: Matmul, share: Share) -> Gemm:
+    """The shape of a matmul on one rank; of an expert's, with the rows spread evenly over the experts."""
+    experts = divided(operation.num_experts, share.ep) if operation.num_experts else 1
+    return Gemm(
+        m=divided(expert_rows(operation, share), experts),
+        k=_inputs_on(operation, share),
+        n=_outputs_on(operation, share),
+        num_products=experts,
+    )
+
+
+def expert_rows(operation: Matmul, share: Share) -> Count:
+    """Rows that a rank multiplies, those of all its experts together.
+
+    A weight that tensor parallelism does not cut sees the rows of its rank only, which under sequence parallelism are
+    `1/tp` of them. An expert that is cut less than the rest of the layer (`expert_tp < tp`) sees `expert_tp/tp`.
+    """
+    rows = share.num_rows(operation.rows)
+    if operation.num_experts:
+        return rows * operation.top_k * share.expert_tp // share.tp
+    return divided(rows, share.outside) if operation.sharding == "none" else rows
+
+
+def num_pairs(operation: Attention, share: Share) -> Count:
+    """Twice the pairs of a query and a key of one sample that are multiplied, before cp divides them.
+
+    Twice, so that it is whole: a causal sequence has s(s+1)/2. Flash attention skips what no query sees; attention with
+    a matrix of scores multiplies all of it and masks.
+    """
+    queries: Count = share.sequence if operation.rows is None else operation.rows
+    keys: Count = queries if operation.key_rows is None else operation.key_rows
+    if not (share.flash and operation.causal):
+        return 2 * queries * keys
+    if operation.chunk is not None:
+        chunks, rest = queries // operation.chunk, queries % operation.chunk
+        return chunks * operation.chunk * (operation.chunk + 1) + rest * (rest + 1)
+    if operation.window is not None:
+        beyond = (queries - operation.window) * (queries > operation.window)
+        full = queries - beyond
+        return full * (full + 1) + 2 * beyond * operation.window
+    return queries * (queries + 1)
+
+
+def add_passes(passes: Iterable[Passes]) -> Passes:
+    """The sum, pass by pass."""
+    forward: Count = 0
+    inputs: Count = 0
+    weights: Count = 0
+    for each in passes:
+        forward, inputs, weights = forward + each.forward, inputs + each.input, weights + each.weight
+    return Passes(forward, inputs, weights)
+
+
+def width_on(width: Width, ranks: Count) -> Count:
+    """Elements of a row that one of several ranks has."""
+    return divided(width.units, ranks) * width.size
+
+
+def _trained(operation: Matmul | Convolution, forward: Count) -> Passes:
+    return Passes(forward, forward * operation.input_gradient, forward * operation.trains)
+
+
+def _weight_elements(operation: Matmul, share: Share) -> Count:
+    return _inputs_on(operation, share) * _outputs_on(operation, share)
+
+
+def _inputs_on(operation: Matmul, share: Share) -> Count:
+    return width_on(operation.inputs, _ranks(operation, share)) if operation.sharding == "row" else operation.k
+
+
+def _outputs_on(operation: Matmul, share: Share) -> Count:
+    if operation.sharding != "column":
+        return operation.n
+    outputs: Count = 0
+    for width in operation.outputs:
+        outputs = outputs + width_on(width, _ranks(operation, share))
+    return outputs
+
+
+def _ranks(operation: Matmul, share: Share) -> Count:
+    return share.expert_tp if operation.num_experts else share.tp
+
+
+def _attention(operation: Attention, share: Share) -> Passes:
+    """The backward has four products where the forward has two, and flash makes the scores once more."""
+    pairs = divided(share.microbatch * num_pairs(operation, share) * divided(operation.heads, share.tp), share.cp)
+    forward = pairs * (operation.qk_dim + operation.v_dim)
+    again = pairs * operation.qk_dim * share.flash
+    return Passes(forward, 2 * forward + again, 0)
+
+
+def _scan(operation: Scan, share: Share) -> Count:
+    """Mamba 2 as products of matrices (Dao and Gu 2024, section 6): within chunks, and through the states between."""
+    heads = divided(operation.heads, share.tp)
+    groups = divided(operation.groups, share.tp)
+    inside = operation.chunk * (operation.state * groups + operation.head_dim * heads)
+    through = 2 * operation.state * operation.head_dim * heads
+    convolved = operation.convolution * (heads * operation.head_dim + 2 * groups * operation.state)
+    return 2 * share.num_rows(operation.rows) * (inside + through + convolved)

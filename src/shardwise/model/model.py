@@ -1,0 +1,288 @@
+"""The model: blocks in order, each a list of operations and parameters. A description; it holds no tensors.
+
+    Model ── blocks ──┬─ Block "embedding"      operations, parameters
+                      ├─ Block "layer"    ┐
+                      ├─ Block "layer"    │ one object, as often as the model has such layers
+                      ├─ ...              ┘
+                      └─ Block "head"
+
+Blocks that are equal are one object, and `Model.kinds` gives each once with its count: whoever prices a model prices
+kinds and multiplies. What a block costs is asked of it with a `Share`, which says how much of it one rank computes; the
+same of single operations is in `flops.py`, `traffic.py` and `activations.py`.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from math import prod
+from typing import Any, Literal
+
+from shardwise.model.activations import held_for_weights_bytes, saved_bytes
+from shardwise.model.flops import Passes, rerun_flops, sum_flops, width_on
+from shardwise.model.operations import Matmul, Operation, Width
+from shardwise.model.share import Count, Share, divided
+from shardwise.model.traffic import Traffic, sum_traffic
+from shardwise.units import format_bytes, format_flops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """One parameter tensor, by the name it has in the module (in a repeated block: below the block's own).
+
+    Tensor parallelism cuts dimension `tp_dim` (None: each rank has it whole). `pieces` are what lies along it, each cut
+    for itself: the heads of queries, of keys, of values. Expert parallelism cuts dimension `ep_dim`; a tensor that has
+    one belongs to experts, and is cut by `Share.expert_tp` instead of `Share.tp`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    role: Literal["weight", "bias", "norm", "embedding", "router", "other"] = "weight"
+    tp_dim: int | None = None
+    pieces: tuple[Width, ...] = ()
+    ep_dim: int | None = None
+    trains: bool = True
+
+    @property
+    def count(self) -> int:
+        """Its elements."""
+        return prod(self.shape)
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay is usually applied to it: matrices yes, biases and norms no."""
+        return self.role in ("weight", "embedding", "router")
+
+    @property
+    def is_expert(self) -> bool:
+        return self.ep_dim is not None
+
+    def count_on(self, share: Share) -> Count:
+        """Its elements on one rank."""
+        count: Count = self.count
+        if self.ep_dim is not None:
+            experts = self.shape[self.ep_dim]
+            count = count // experts * divided(experts, share.ep)
+        if self.tp_dim is not None:
+            along = self.pieces or (Width(self.shape[self.tp_dim]),)
+            ranks = share.expert_tp if self.is_expert else share.tp
+            count = count // self.shape[self.tp_dim] * _total(width_on(width, ranks) for width in along)
+        return count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cache:
+    """What decoding keeps of past positions in one block.
+
+    `elements` of each position, cut over tp in `units` (None: not cut, as with multi-head latent attention); at most
+    `window` positions are kept. `state_elements` is what is kept once for each sample, however long it is.
+    """
+
+    elements: int
+    units: int | None = None
+    window: int | None = None
+    state_elements: int = 0
+
+    def elements_on(self, share: Share) -> Count:
+        """Elements of one position on one rank."""
+        return self.elements if self.units is None else self.elements // self.units * divided(self.units, share.tp)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Block:
+    """A piece of the model that a pipeline does not cut: an embedding, a layer, the head.
+
+    `kind` names it: two blocks of a model with one kind are one object. `stack` is where the module keeps the layers
+    that it is one of (`model.layers`): its parameters' names are then below `model.layers.7`. A block that is there
+    once has none. `input_elements` of each row come in from the block before and `output_elements` go out to the next;
+    `rows` of each sample (None: positions of the sequence). `num_reductions` is how many sums over tp ranks a forward
+    makes: two in a usual layer, one where attention and MLP run side by side. `cache` is what decoding keeps.
+    """
+
+    kind: str
+    operations: tuple[Operation, ...]
+    parameters: tuple[Parameter, ...]
+    input_elements: int
+    output_elements: int
+    rows: int | None = None
+    stack: str = ""
+    num_reductions: int = 0
+    cache: Cache | None = None
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Its parameters, tied ones among them."""
+        return sum(parameter.count for parameter in self.parameters)
+
+    @cached_property
+    def num_idle_parameters(self) -> int:
+        """Parameters of the experts that one token is not sent to."""
+        experts = {each.num_experts: each.top_k for each in self.operations if isinstance(each, Matmul)}
+        idle = 0
+        for parameter in self.parameters:
+            if parameter.ep_dim is not None:
+                num_experts = parameter.shape[parameter.ep_dim]
+                idle += parameter.count // num_experts * (num_experts - experts[num_experts])
+        return idle
+
+    def num_parameters_on(self, share: Share) -> Count:
+        """Its parameters on one rank."""
+        return _total(parameter.count_on(share) for parameter in self.parameters)
+
+    def num_expert_parameters_on(self, share: Share) -> Count:
+        """Those of them that belong to experts: their gradients are summed over fewer ranks."""
+        return _total(parameter.count_on(share) for parameter in self.parameters if parameter.is_expert)
+
+    def flops(self, share: Share) -> Passes:
+        """FLOPs of one microbatch on one rank: forward, input gradient, weight gradient."""
+        return sum_flops(self.operations, share)
+
+    def rerun_flops(self, share: Share, recompute: str | Collection[str]) -> Count:
+        """FLOPs that recomputation adds to the backward."""
+        return rerun_flops(self.operations, share, recompute)
+
+    def traffic(self, share: Share) -> Traffic:
+        """Bytes that its kernels read and write, of one microbatch on one rank."""
+        return sum_traffic(self.operations, share)
+
+    def input_bytes(self, share: Share) -> Count:
+        """Bytes of what comes in from the block before: what full recomputation keeps."""
+        return divided(share.num_rows(self.rows) * self.input_elements, share.outside) * share.width
+
+    def output_bytes(self, share: Share) -> Count:
+        """Bytes of what goes out to the next block: what a pipeline sends."""
+        return divided(share.num_rows(self.rows) * self.output_elements, share.outside) * share.width
+
+    def saved_bytes(self, share: Share, recompute: str | Collection[str] = "none") -> Count:
+        """Bytes kept from the forward for the backward: `none`, `selective`, `full`, or the names of parts."""
+        if recompute == "full":
+            return self.input_bytes(share)
+        return saved_bytes(self.operations, share, recompute)
+
+    def held_for_weights_bytes(self, share: Share) -> Count:
+        """Bytes held between the input gradient and the weight gradient, where a schedule takes these apart."""
+        return held_for_weights_bytes(self.operations, share)
+
+    def cache_bytes(self, share: Share) -> Count:
+        """Bytes of keys and values that decoding keeps of one position, on one rank."""
+        return 0 if self.cache is None else self.cache.elements_on(share) * share.width
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Model:
+    """What is computed.
+
+    `blocks` run in order. `ties` are sets of parameters, by full name, that are one tensor: the first of each is where
+    it lives. `hidden` is the width between layers. `max_sequence` is the longest sequence that positions allow (None:
+    any); `sequence` is the only one for which the numbers hold (a traced module, an image model's patches), or None.
+    """
+
+    name: str
+    family: str
+    blocks: tuple[Block, ...]
+    ties: tuple[tuple[str, ...], ...] = ()
+    hidden: int
+    vocabulary: int = 0
+    max_sequence: int | None = None
+    sequence: int | None = None
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[Block, int], ...]:
+        """Each different block with how often it occurs, in order of first occurrence."""
+        counts = Counter(block.kind for block in self.blocks)
+        first = {block.kind: block for block in reversed(self.blocks)}
+        return tuple((first[kind], count) for kind, count in counts.items())
+
+    @cached_property
+    def kind_indices(self) -> tuple[int, ...]:
+        """For each block in order, where its kind stands in `kinds`."""
+        order = {block.kind: index for index, (block, _) in enumerate(self.kinds)}
+        return tuple(order[block.kind] for block in self.blocks)
+
+    @cached_property
+    def num_layers(self) -> int:
+        """Blocks that belong to a stack."""
+        return sum(bool(block.stack) for block in self.blocks)
+
+    @cached_property
+    def block_names(self) -> tuple[str, ...]:
+        """Where each block is in the module: `model.layers.7`, or its kind where it is there once."""
+        seen: Counter[str] = Counter()
+        names = []
+        for block in self.blocks:
+            names.append(f"{block.stack}.{seen[block.stack]}" if block.stack else block.kind)
+            seen[block.stack] += 1
+        return tuple(names)
+
+    def parameters(self) -> Iterator[tuple[int, str, Parameter]]:
+        """Every parameter: the index of its block, its full name, itself. Tied ones come as often as they are used."""
+        for index, (block, name) in enumerate(zip(self.blocks, self.block_names, strict=True)):
+            prefix = f"{name}." if block.stack else ""
+            for parameter in block.parameters:
+                yield index, prefix + parameter.name, parameter
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """The model's parameters, each tied one counted once."""
+        again = {name for tie in self.ties for name in tie[1:]}
+        tied = sum(parameter.count for _, name, parameter in self.parameters() if name in again) if again else 0
+        return sum(block.num_parameters * count for block, count in self.kinds) - tied
+
+    @cached_property
+    def num_active_parameters(self) -> int:
+        """The parameters that one token meets: of the experts, only those that it is sent to."""
+        return self.num_parameters - sum(block.num_idle_parameters * count for block, count in self.kinds)
+
+    def flops(self, share: Share) -> Passes:
+        """FLOPs of all blocks: forward, input gradient, weight gradient. No recomputation."""
+        return sum_flops((each for block in self.blocks for each in block.operations), share)
+
+    def cache_bytes(self, share: Share) -> Count:
+        """Bytes of keys and values of one position, in all blocks."""
+        return _total(block.cache_bytes(share) * count for block, count in self.kinds)
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The model as plain data: its facts, and each kind of block with its count, parameters and operations."""
+        facts = ("name", "family", "hidden", "vocabulary", "max_sequence", "sequence", "num_layers")
+        return {
+            **{fact: getattr(self, fact) for fact in facts},
+            "num_parameters": self.num_parameters,
+            "num_active_parameters": self.num_active_parameters,
+            "ties": [list(tie) for tie in self.ties],
+            "blocks": [_block_data(block, count) for block, count in self.kinds],
+        }
+
+
+def _total(counts: Iterator[Count]) -> Count:
+    total: Count = 0
+    for count in counts:
+        total = total + count
+    return total
+
+
+def _block_data(block: Block, count: int) -> dict[str, Any]:
+    return {
+        "kind": block.kind,
+        "count": count,
+        "stack": block.stack,
+        "num_parameters": block.num_parameters,
+        "parameters": [asdict(parameter) for parameter in block.parameters],
+        "operations": [{"type": type(each).__name__.lower(), **asdict(each)} for each in block.operations],
+    }
+
+
+def _lines(model: Model) -> Iterator[str]:
+    """The model as a table: each kind of block, and what one sequence costs."""
+    share = Share(sequence=model.sequence or min(model.max_sequence or 2048, 2048))
+    active = model.num_active_parameters
+    some = f", {active / 1e9:.3f} B active" if active != model.num_parameters else ""
+    yield f"{model.name}: {model.num_parameters:,} parameters{some}; at sequence {share.sequence}, one sequence:"
+    yield f"{'block':24} {'count':>5} {'parameters':>16} {'forward':>12} {'backward':>12} {'saved':>10}"
+    for block, count in model.kinds:
+        flops = block.flops(share)
+        forward, backward = format_flops(int(flops.forward)), format_flops(int(flops.backward))
+        saved = format_bytes(int(block.saved_bytes(share)))
+        yield f"{block.kind:24} {count:>5} {block.num_parameters:>16,} {forward:>12} {backward:>12} {saved:>10}"

@@ -1,0 +1,68 @@
+"""Any `nn.Module` as a `Model`, from one run without numbers.
+
+The module runs forward and backward once, with tensors that have shapes and no memory, while every call of a kernel is
+noted under the block that made it. So parameters, FLOPs, bytes moved and bytes kept are those of this very module, and
+not of a family that it resembles. They hold for the sequence of the example; the number of samples may change.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwise.model.model import Block, Model
+from shardwise.model.operations import Embedding
+from shardwise.model.tracing.blocks import find_blocks
+from shardwise.model.tracing.layers import Traced, blocks_of, gather
+from shardwise.model.tracing.run import record
+from shardwise.model.tracing.segment import tensors_in
+
+
+def trace_model(
+    module: nn.Module,
+    batch: Mapping[str, Any] | Sequence[Any] | Tensor,
+    *,
+    name: str | None = None,
+    fake: bool = True,
+) -> Model:
+    """The model of a module, called with an example batch: keyword arguments, positional ones, or one tensor.
+
+    The first dimension of the first tensor is the samples. `fake=False` runs the module in earnest, on copies of its
+    tensors, for modules that decide by numbers what to do next.
+    """
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = {}
+    if isinstance(batch, Mapping):
+        kwargs = batch
+    else:
+        args = (batch,) if isinstance(batch, Tensor) else tuple(batch)
+    segments, parameters = record(module, find_blocks(module), args, kwargs, fake=fake)
+    first = next(tensor for tensor in tensors_in((args, dict(kwargs))) if tensor.dim() > 0)
+    traced = Traced(
+        segments=gather(segments),
+        parameters=parameters,
+        module=module,
+        num_samples=first.shape[0],
+        width=next(iter(parameters.values())).element_size(),
+    )
+    blocks, ties = blocks_of(traced)
+    sequence = first.shape[1] if first.dim() == 2 and not first.is_floating_point() else 1
+    return Model(
+        name=name or type(module).__name__,
+        family="traced",
+        blocks=blocks,
+        ties=ties,
+        hidden=_hidden(blocks, sequence),
+        vocabulary=_vocabulary(blocks),
+        sequence=sequence,
+    )
+
+
+def _hidden(blocks: tuple[Block, ...], sequence: int) -> int:
+    """The width of what the first block gives to the second, at one position."""
+    return blocks[min(1, len(blocks) - 1)].input_elements // sequence
+
+
+def _vocabulary(blocks: tuple[Block, ...]) -> int:
+    tables = [each.vocabulary for block in blocks for each in block.operations if isinstance(each, Embedding)]
+    return max(tables, default=0)

@@ -1,0 +1,203 @@
+"""Calls of torch that multiply matrices, as operations of a model."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.model.operations import Attention, Convolution, Embedding, Matmul, Operation, Product, Width
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a call is seen against: the samples of the batch, its positions, and which tensors are parameters.
+
+    `parameter` gives a parameter's key for a tensor that is one, or a view or a cast of one; else None.
+    """
+
+    num_samples: int
+    num_positions: int
+    parameter: Callable[[Tensor], int | None]
+
+    def each(self, count: int) -> int:
+        """A count of one sample. What does not depend on the batch is spread over it, rounded up."""
+        return -(-count // self.num_samples)
+
+
+def find_operation(
+    function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], setting: Setting
+) -> Operation | None:
+    """The operation that a call is, if it is one of those that products of matrices are made of."""
+    maker = _MAKERS.get(function)
+    return None if maker is None else maker(args, dict(kwargs), setting)
+
+
+def expert_weights(function: Any, args: tuple[Any, ...]) -> Tensor | None:
+    """The tensor with the weights of all experts that a grouped product uses."""
+    return args[1] if function is aten._grouped_mm.default and args[1].dim() == 3 else None
+
+
+def _mm(args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting) -> Operation:
+    del kwargs
+    left, right = args[0], args[1]
+    return _weighted(left, right, setting, bias=False)
+
+
+def _addmm(args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting) -> Operation:
+    del kwargs
+    added, left, right = args[0], args[1], args[2]
+    return _weighted(left, right, setting, bias=setting.parameter(added) is not None)
+
+
+def _weighted(left: Tensor, right: Tensor, setting: Setting, *, bias: bool) -> Operation:
+    """Rows times a weight, whichever of the two is the weight; or a product of activations."""
+    (rows, k), columns = left.shape, right.shape[1]
+    if setting.parameter(right) is not None:
+        return _matmul(rows, k, columns, setting, bias=bias, weight=right, inputs=left)
+    if setting.parameter(left) is not None:
+        return _matmul(columns, k, rows, setting, bias=bias, weight=left, inputs=right)
+    return Product(name="mm", batch=1, m=setting.each(rows), k=k, n=columns)
+
+
+def _matmul(rows: int, k: int, n: int, setting: Setting, *, bias: bool, weight: Tensor, inputs: Tensor) -> Matmul:
+    return Matmul(
+        name="matmul",
+        inputs=Width(k),
+        outputs=(Width(n),),
+        bias=bias,
+        rows=setting.each(rows),
+        trains=weight.requires_grad,
+        input_gradient=inputs.requires_grad,
+    )
+
+
+def _bmm(args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting) -> Operation:
+    del kwargs
+    left, right = args[-2], args[-1]
+    (batch, m, k), n = left.shape, right.shape[2]
+    if setting.parameter(right) is not None:
+        return Matmul(
+            name="matmul",
+            inputs=Width(k),
+            outputs=(Width(n),),
+            num_experts=batch,
+            rows=setting.each(batch * m),
+            trains=right.requires_grad,
+            input_gradient=left.requires_grad,
+        )
+    return Product(name="bmm", batch=setting.each(batch), m=m, k=k, n=n)
+
+
+def _baddbmm(args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting) -> Operation:
+    return _bmm(args[1:3], kwargs, setting)
+
+
+def _grouped_mm(args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting) -> Operation:
+    """Rows that were sorted by expert. Where they are a multiple of the positions, each token was sent so often."""
+    del kwargs
+    left, right = args[0], args[1]
+    rows, k, n = prod(left.shape[:-1]), left.shape[-1], right.shape[-1]
+    sent = rows // setting.num_positions if rows % setting.num_positions == 0 else 1
+    return Matmul(
+        name="expert matmul",
+        inputs=Width(k),
+        outputs=(Width(n),),
+        num_experts=right.shape[0],
+        top_k=sent,
+        rows=setting.each(rows // sent),
+        trains=right.requires_grad,
+        input_gradient=left.requires_grad,
+    )
+
+
+def _attention(causal_at: int | None) -> Callable[[tuple[Any, ...], dict[str, Any], Setting], Operation]:
+    def make(args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting) -> Operation:
+        queries, keys, values = args[:3]
+        batch, heads, rows, qk_dim = queries.shape
+        named = kwargs.get("is_causal", False)
+        causal = args[causal_at] if causal_at is not None and len(args) > causal_at else named
+        # Attention over windows of an image has more sequences than samples: they count as further heads.
+        return Attention(
+            name="attention",
+            heads=setting.each(batch * heads),
+            kv_heads=setting.each(batch * keys.shape[1]),
+            qk_dim=qk_dim,
+            v_dim=values.shape[-1],
+            causal=bool(causal),
+            rows=rows,
+            key_rows=keys.shape[2],
+        )
+
+    return make
+
+
+def _convolution(args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting) -> Operation:
+    """A filter, or the transpose of one, which is applied at each position of the input instead of the output."""
+    del kwargs
+    inputs, weight, bias = args[:3]
+    padding, dilation, transposed, output_padding, groups = args[4], args[5], args[6], args[7], args[8]
+    in_positions = setting.each(inputs.shape[0]) * prod(inputs.shape[2:])
+    kernel = weight.shape[2:]
+    if transposed:
+        sides = [
+            (side - 1) * stride - 2 * pad + spread * (taps - 1) + more + 1
+            for side, stride, pad, spread, taps, more in zip(
+                inputs.shape[2:], args[3], padding, dilation, kernel, output_padding, strict=True
+            )
+        ]
+    else:
+        sides = [
+            (side + 2 * pad - spread * (taps - 1) - 1) // stride + 1
+            for side, stride, pad, spread, taps in zip(
+                inputs.shape[2:], args[3], padding, dilation, kernel, strict=True
+            )
+        ]
+    out_positions = setting.each(inputs.shape[0]) * prod(sides)
+    return Convolution(
+        name="convolution",
+        in_channels=inputs.shape[1],
+        out_channels=weight.shape[1] * groups if transposed else weight.shape[0],
+        kernel=prod(kernel),
+        positions=in_positions if transposed else out_positions,
+        in_positions=in_positions,
+        out_positions=out_positions if transposed else None,
+        groups=groups,
+        bias=bias is not None,
+        trains=weight.requires_grad,
+        input_gradient=inputs.requires_grad,
+    )
+
+
+def _embedding(args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting) -> Operation | None:
+    del kwargs
+    table, indices = args[:2]
+    if setting.parameter(table) is None:
+        return None
+    return Embedding(
+        name="embedding",
+        vocabulary=table.shape[0],
+        elements=table.shape[1],
+        sharding="none",
+        rows=setting.each(indices.numel()),
+        trains=table.requires_grad,
+    )
+
+
+_MAKERS: dict[Any, Callable[[tuple[Any, ...], dict[str, Any], Setting], Operation | None]] = {
+    aten.mm.default: _mm,
+    aten.addmm.default: _addmm,
+    aten.bmm.default: _bmm,
+    aten.baddbmm.default: _baddbmm,
+    aten._grouped_mm.default: _grouped_mm,
+    aten.convolution.default: _convolution,
+    aten.embedding.default: _embedding,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention(4),
+    aten._scaled_dot_product_flash_attention.default: _attention(4),
+    aten._scaled_dot_product_efficient_attention.default: _attention(6),
+    aten._scaled_dot_product_cudnn_attention.default: _attention(6),
+}

@@ -1,0 +1,1 @@
+"""Context parallelism: the ranks of a group share out the tokens of every sequence."""

@@ -1,0 +1,156 @@
+"""Which keys a query sees: by the rule of a layer, and by what is known of the tokens of a batch.
+
+Ranks never hold a mask of the whole sequence against itself. They know the positions of any two pieces, and with them
+whether one sees all of the other, nothing of it, or a part; only for a part is a mask made, of those two pieces.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+
+class Sight(Enum):
+    """What the queries of one piece see of the keys of another."""
+
+    NOTHING = "."
+    ALL = "#"
+    #: The keys up to the query's own, in pieces that are the same.
+    BEFORE = "\\"
+    #: What a mask says.
+    SOME = "?"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """The rule of a layer. Within a `window` are keys less than this many tokens away.
+
+    Whether the documents and the padding of the batch matter is the layer's to say too: one that calls torch's
+    attention with `is_causal` and no mask sees across documents, and so it does here.
+    """
+
+    causal: bool
+    window: int | None = None
+    documents: bool = False
+    padding: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """What the queries of each piece (rows) see of the keys of each. One that is the same is the same object."""
+
+    rows: tuple[tuple[Sight, ...], ...]
+
+    def __str__(self) -> str:
+        return "\n".join("".join(sight.value for sight in row) for row in self.rows)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Tokens:
+    """What every rank knows of the whole sequences of a batch.
+
+    `length` is that of a sequence with the tokens that were added to make it divide, `num_real` without. `documents`
+    are numbered in order, and `hidden` are keys that nobody sees: [batch, length] both, on the batch's device.
+    """
+
+    num_ranks: int
+    length: int
+    num_real: int
+    documents: Tensor | None = None
+    hidden: Tensor | None = None
+    _tables: dict[Reach, Table] = field(default_factory=dict)
+
+    @property
+    def piece_length(self) -> int:
+        return self.length // (2 * self.num_ranks)
+
+    def table(self, reach: Reach) -> Table:
+        """What each piece sees of each, found once for a rule."""
+        if reach not in self._tables:
+            num_pieces, num_real = 2 * self.num_ranks, self.length if reach.causal else self.num_real
+            table = _by_position(num_pieces, self.piece_length, num_real, reach.causal, reach.window)
+            if reach.documents and self.documents is not None:
+                table = _narrowed(table, *_by_documents(self.documents, num_pieces))
+            if reach.padding and self.hidden is not None:
+                table = _narrowed(table, *_by_padding(self.hidden, num_pieces))
+            self._tables[reach] = table
+        return self._tables[reach]
+
+    def mask(self, reach: Reach, queries: Tensor, keys: Tensor) -> Tensor:
+        """[batch or 1, 1, queries, keys], True where seen, for tokens given by their places in the whole sequence."""
+        distance = queries[:, None] - keys
+        far = self.length if reach.window is None else reach.window
+        seen = (distance < far) & (distance >= 0 if reach.causal else distance > -far)
+        if not reach.causal and self.num_real < self.length:
+            # A causal query that matters stands before the tokens that were added, and never sees them.
+            seen = seen & (keys < self.num_real)
+        seen = seen[None]
+        if reach.documents and self.documents is not None:
+            seen = seen & (self.documents[:, queries, None] == self.documents[:, None, keys])
+        if reach.padding and self.hidden is not None:
+            seen = seen & ~self.hidden[:, None, keys]
+        return seen[:, None]
+
+    def may_see_nothing(self, reach: Reach) -> bool:
+        """Whether some queries may see no key at all. Without padding each sees itself."""
+        return reach.padding and self.hidden is not None
+
+
+@lru_cache(maxsize=256)
+def _by_position(num_pieces: int, length: int, num_real: int, causal: bool, window: int | None) -> Table:
+    top = (num_pieces * length if window is None else window) - 1
+    bottom = 0 if causal else -top
+
+    def sight(query: int, key: int) -> Sight:
+        nearest, furthest = (query - key - 1) * length + 1, (query - key + 1) * length - 1
+        if furthest < bottom or nearest > top or key * length >= num_real:
+            return Sight.NOTHING
+        if bottom <= nearest and furthest <= top and (key + 1) * length <= num_real:
+            return Sight.ALL
+        return Sight.BEFORE if causal and query == key and top >= length - 1 else Sight.SOME
+
+    return Table(tuple(tuple(sight(query, key) for key in range(num_pieces)) for query in range(num_pieces)))
+
+
+def _by_documents(documents: Tensor, num_pieces: int) -> tuple[list[list[bool]], list[list[bool]]]:
+    """For pairs of pieces: whether they share a document in any sequence, and whether both are of one in all."""
+    pieces = documents.view(len(documents), num_pieces, -1)
+    first, last = pieces[..., 0], pieces[..., -1]  # Numbers only rise.
+    meet = (first[:, :, None] <= last[:, None, :]) & (first[:, None, :] <= last[:, :, None])
+    alike = (first[:, :, None] == last[:, None, :]) & (first[:, None, :] == last[:, :, None])
+    return meet.any(0).tolist(), alike.all(0).tolist()
+
+
+def _by_padding(hidden: Tensor, num_pieces: int) -> tuple[list[list[bool]], list[list[bool]]]:
+    """The same for keys that are hidden: whether any is seen, and whether all are."""
+    pieces = hidden.view(len(hidden), num_pieces, -1)
+    some, every = (~pieces).any(2).any(0).tolist(), (~pieces).all(2).all(0).tolist()
+    return [some] * num_pieces, [every] * num_pieces
+
+
+def _narrowed(table: Table, some: list[list[bool]], every: list[list[bool]]) -> Table:
+    def narrower(query: int, key: int) -> Sight:
+        if not some[query][key]:
+            return Sight.NOTHING
+        before = table.rows[query][key]
+        return before if every[query][key] or before is Sight.NOTHING else Sight.SOME
+
+    places = range(len(table.rows))
+    return Table(tuple(tuple(narrower(query, key) for key in places) for query in places))
+
+
+def number_documents(documents: Tensor) -> Tensor:
+    """Runs of equal ids, counted from 0 in each sequence: an id that comes back later is another document."""
+    starts = torch.zeros_like(documents, dtype=torch.bool)
+    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return starts.cumsum(1)
+
+
+def positions_in(documents: Tensor) -> Tensor:
+    """Positions that begin at 0 in each of the numbered documents."""
+    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    starts = torch.ones_like(documents, dtype=torch.bool)
+    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return index - torch.where(starts, index, 0).cummax(1).values

@@ -1,0 +1,30 @@
+"""The stages of a pipeline whose tokens are shared out: each runs where attention sees those of other ranks."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.runtime.context.parallel import ContextParallel
+from shardwise.runtime.stage import Batch, Split, Stage, Values
+
+
+class ContextStage:
+    """A stage that is run on microbatches which were cut for cp."""
+
+    def __init__(self, stage: Stage, context: ContextParallel) -> None:
+        self._stage, self._context = stage, context
+        self.parameters: Mapping[str, nn.Parameter] = stage.parameters
+        self.buffers: Mapping[str, torch.Tensor] = stage.buffers
+
+    def run(self, values: Values, batch: Batch) -> tuple[Values, Any]:
+        with self._context.running(batch):
+            return self._stage.run(values, batch)
+
+
+def in_context(split: Split, context: ContextParallel) -> Split:
+    """The same stages, each in its context."""
+    stages = tuple(None if stage is None else ContextStage(stage, context) for stage in split.stages)
+    return replace(split, stages=stages)

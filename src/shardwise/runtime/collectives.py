@@ -1,0 +1,244 @@
+"""What the ranks of a group do together, each with its backward, and each counted.
+
+      forward                            backward
+    copy             nothing           all_reduce     the input of a sharded layer: every rank adds to its gradient
+    sum              all_reduce        nothing        the output of one: every rank has a part of each number
+    gather           all_gather        reduce_scatter, or a slice where all ranks use the whole alike
+    scatter          a slice           all_gather
+    sum_scatter      reduce_scatter    all_gather
+    exchange         all_to_all        all_to_all, the other way
+
+Every collective can be started and finished apart (`start_*`), so that something is computed in between. On the meta
+device nothing moves and shapes are right. What a rank sends is counted as a ring sends it.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 has new names for these.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What this rank has sent in a group: how many collectives of each kind, and the bytes."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+
+    def note(self, kind: str, num_bytes: int) -> None:
+        self.calls[kind] += 1
+        self.bytes[kind] += num_bytes
+
+    def clear(self) -> None:
+        self.calls.clear()
+        self.bytes.clear()
+
+
+class Group:
+    """Ranks that work on something together. One rank alone needs no process group, and sends nothing."""
+
+    def __init__(self, handle: dist.ProcessGroup | None = None) -> None:
+        self.handle = handle
+        self.size = 1 if handle is None else handle.size()
+        self.rank = 0 if handle is None else handle.rank()
+        self.traffic = Traffic()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Group":
+        return self  # A copy of a module talks to the same ranks.
+
+    def __repr__(self) -> str:
+        return f"rank {self.rank} of {self.size}"
+
+
+class Pending:
+    """A collective that is under way. `finish` waits for it and gives the result."""
+
+    __slots__ = ("_result", "_work")
+
+    def __init__(self, work: dist.Work | None, result: Callable[[], Tensor]) -> None:
+        self._work, self._result = work, result
+
+    def finish(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+        return self._result()
+
+
+def start_all_reduce(tensor: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Pending:
+    """Sum over the ranks, in place where the tensor lies in one piece."""
+    whole = tensor.contiguous()
+    if group.size == 1 or whole.is_meta:
+        return Pending(None, lambda: whole)
+    group.traffic.note("all_reduce", 2 * _others_part(whole, group))
+    return Pending(dist.all_reduce(whole, op, group=group.handle, async_op=True), lambda: whole)
+
+
+def start_all_gather(tensor: Tensor, group: Group, dim: int = 0) -> Pending:
+    """Every rank's piece, one after the other along a dim. All are of one size."""
+    if group.size == 1:
+        return Pending(None, lambda: tensor)
+    piece = tensor.contiguous()
+    stacked = piece.new_empty((group.size, *piece.shape))
+    work = None
+    if not piece.is_meta:
+        group.traffic.note("all_gather", _others_part(stacked, group))
+        work = _all_gather(stacked.view(-1), piece.view(-1), group=group.handle, async_op=True)
+    return Pending(work, lambda: _joined(stacked, dim))
+
+
+def start_reduce_scatter(tensor: Tensor, group: Group, dim: int = 0) -> Pending:
+    """Sum over the ranks, of which each keeps its piece along a dim. The dim divides by the number of ranks."""
+    if group.size == 1:
+        return Pending(None, lambda: tensor)
+    stacked = _cut(tensor, group.size, dim)
+    piece = torch.empty_like(stacked[0])
+    work = None
+    if not piece.is_meta:
+        group.traffic.note("reduce_scatter", _others_part(stacked, group))
+        work = _reduce_scatter(piece.view(-1), stacked.view(-1), group=group.handle, async_op=True)
+    return Pending(work, lambda: piece)
+
+
+def start_all_to_all(tensor: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]) -> Pending:
+    """Rows for every rank, one rank's after the other's, against rows from every rank."""
+    if group.size == 1:
+        return Pending(None, lambda: tensor)
+    rows = tensor.contiguous()
+    arrived = rows.new_empty((sum(received), *rows.shape[1:]))
+    work = None
+    if not rows.is_meta:
+        row_bytes = rows[:1].numel() * rows.element_size() if len(rows) else 0
+        group.traffic.note("all_to_all", (sum(sent) - sent[group.rank]) * row_bytes)
+        work = dist.all_to_all_single(arrived, rows, list(received), list(sent), group=group.handle, async_op=True)
+    return Pending(work, lambda: arrived)
+
+
+def copy(tensor: Tensor, group: Group) -> Tensor:
+    """The tensor itself, whose gradient is summed over the ranks."""
+    return tensor if group.size == 1 else _Copy.apply(tensor, group)  # type: ignore[no-untyped-call]
+
+
+def sum_over(tensor: Tensor, group: Group, *, in_place: bool = False) -> Tensor:
+    """The sum over the ranks. Its gradient is the same on all of them. `in_place`: nobody else uses the tensor."""
+    return tensor if group.size == 1 else _Sum.apply(tensor, group, in_place)  # type: ignore[no-untyped-call]
+
+
+def gather(tensor: Tensor, group: Group, dim: int, *, used_alike: bool) -> Tensor:
+    """Every rank's piece along a dim. `used_alike`: all ranks compute the same from it, so gradients are not summed."""
+    return tensor if group.size == 1 else _Gather.apply(tensor, group, dim, used_alike)  # type: ignore[no-untyped-call]
+
+
+def scatter(tensor: Tensor, group: Group, dim: int) -> Tensor:
+    """This rank's piece, along a dim, of what all ranks have alike."""
+    return tensor if group.size == 1 else _Scatter.apply(tensor, group, dim)  # type: ignore[no-untyped-call]
+
+
+def sum_scatter(tensor: Tensor, group: Group, dim: int) -> Tensor:
+    """This rank's piece, along a dim, of the sum over the ranks."""
+    return tensor if group.size == 1 else _SumScatter.apply(tensor, group, dim)  # type: ignore[no-untyped-call]
+
+
+def exchange(tensor: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """Rows for every rank against rows from every rank."""
+    return tensor if group.size == 1 else _Exchange.apply(tensor, group, sent, received)  # type: ignore[no-untyped-call]
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        # The engine may hand one tensor to several nodes; it is not ours to write into.
+        return start_all_reduce(gradient.clone(), ctx.group).finish(), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group, in_place: bool) -> Tensor:  # noqa: ARG004 - of no use later
+        return start_all_reduce(tensor.detach() if in_place else tensor.clone(), group).finish()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ARG004
+        return gradient, None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group, dim: int, used_alike: bool) -> Tensor:
+        ctx.group, ctx.dim, ctx.used_alike = group, dim, used_alike
+        return start_all_gather(tensor, group, dim).finish()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.used_alike:
+            return piece_of(gradient, ctx.group, ctx.dim).contiguous(), None, None, None
+        return start_reduce_scatter(gradient, ctx.group, ctx.dim).finish(), None, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return piece_of(tensor, group, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return start_all_gather(gradient, ctx.group, ctx.dim).finish(), None, None
+
+
+class _SumScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return start_reduce_scatter(tensor, group, dim).finish()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return start_all_gather(gradient, ctx.group, ctx.dim).finish(), None, None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        ctx.group, ctx.sent, ctx.received = group, sent, received
+        return start_all_to_all(tensor, group, sent, received).finish()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return start_all_to_all(gradient, ctx.group, ctx.received, ctx.sent).finish(), None, None, None
+
+
+def piece_of(tensor: Tensor, group: Group, dim: int) -> Tensor:
+    """This rank's piece of a tensor along a dim that divides by the number of ranks."""
+    length = tensor.shape[dim] // group.size
+    return tensor.narrow(dim, group.rank * length, length)
+
+
+def _others_part(whole: Tensor, group: Group) -> int:
+    """The bytes of all but one rank's piece: what a ring sends to bring a whole from rank to rank."""
+    return whole.numel() * whole.element_size() * (group.size - 1) // group.size
+
+
+def _joined(stacked: Tensor, dim: int) -> Tensor:
+    """Pieces that lie one after the other, joined along a dim."""
+    dim %= stacked.dim() - 1
+    return stacked.flatten(0, 1) if dim == 0 else stacked.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def _cut(tensor: Tensor, count: int, dim: int) -> Tensor:
+    """The pieces of a tensor along a dim, one after the other in memory."""
+    dim %= tensor.dim()
+    assert tensor.shape[dim] % count == 0, f"{tensor.shape[dim]} along dim {dim} do not divide by {count} ranks"
+    pieces = (*tensor.shape[:dim], count, -1, *tensor.shape[dim + 1 :])
+    return tensor.reshape(pieces).movedim(dim, 0).contiguous()

@@ -1,0 +1,47 @@
+"""Models of Hugging Face, unmodified, cut over ranks: the loss and every gradient are those of the whole model."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from shardwise.runtime.spawn import Ranks
+from tests.runtime.families import FAMILIES
+from tests.runtime.tensor import programs
+
+#: One of each way in which heads, keys and channels are written. All have 4 heads and most 2 key heads: on 3 ranks
+#: heads are uneven, on 4 every key head is on two ranks.
+KINDS = ["gpt2", "llama", "qwen3", "phi3", "bloom", "falcon", "mixtral", "t5"]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as started:
+        yield started
+
+
+@pytest.fixture(scope="module", params=[3, 4])
+def more(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with Ranks(request.param) as started:
+        yield started
+
+
+def check(ranks: Ranks, family: str) -> None:
+    # The 17 patches of an image are an odd sequence.
+    forms = [{}] if family == "vit" else [{}, {"sequence": True}]
+    cases: list[Any] = [(programs.family, (family,), options) for options in forms]
+    for outcomes in ranks.run(programs.parities, cases, timeout_seconds=300):
+        for outcome in outcomes:
+            assert outcome.loss < 1e-5
+            assert outcome.worst < 1e-5, outcome.where
+            assert outcome.norm < 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_the_same_model_on_two_ranks_with_and_without_a_shared_sequence(two: Ranks, family: str) -> None:
+    check(two, family)
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_a_family_is_the_same_model_on_three_and_four_ranks(more: Ranks, family: str) -> None:
+    check(more, family)

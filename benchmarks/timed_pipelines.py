@@ -1,14 +1,16 @@
 """The real executor on timed devices: measured steps over simulated ones, beside torch.distributed.pipelining.
 
 Every rank is a process whose stages wait for 50 ms each of F, I and W (a chunk for its share) in place of computing, so
-that 8 ranks run on 2 cores. What a step takes beyond the simulated one is what executor and transport cost. torch's
-schedules run the same stages. Efficiency is the compute of the busiest rank over the step.
+that 8 ranks run on 2 cores; where there is a core for each they wait busily. What a step takes beyond the simulated one
+is what executor and transport cost. torch's schedules run the same stages. Efficiency is the compute of the busiest
+rank over the step.
 
     python benchmarks/timed_pipelines.py                  both sizes, everything: about 10 minutes
     python benchmarks/timed_pipelines.py --quick          the best few
 """
 
 import argparse
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -23,7 +25,7 @@ import torch.distributed as dist
 from record import record
 from torch.distributed import pipelining
 
-from shardwise.runtime.faults import Watch
+from shardwise.runtime.faults import RankError, Watch
 from shardwise.runtime.pipeline import complete
 from shardwise.runtime.processes import ProcessExecutor
 from shardwise.runtime.spawn import Ranks
@@ -33,6 +35,7 @@ from shardwise.runtime.timed import (
     TimedModule,
     first_stage_waits_in_weights,
     sleep,
+    spin,
     square_of,
     timed_batch,
     timed_split,
@@ -118,12 +121,14 @@ def simulated(schedule: Schedule, setup: Setup) -> float:
 class _Clock:
     """The waits of a rank, which the first step skips: it is there to open connections and agree on shapes."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_ranks: int) -> None:
         self.runs = False
+        # Where there is a core for each rank it is kept, and one for all else.
+        self._wait = spin if len(os.sched_getaffinity(0)) > num_ranks else sleep
 
     def wait(self, seconds: float, kind: Kind) -> None:
         if self.runs:
-            sleep(seconds, kind)
+            self._wait(seconds, kind)
 
 
 def _spans(step: Callable[[], object], clock: _Clock, num_steps: int) -> list[Span]:
@@ -149,7 +154,7 @@ class _Ours:
     """One rank of our executor over timed stages."""
 
     def __init__(self, schedule: Schedule, seconds: Seconds, name: str) -> None:
-        self.rank, self.clock = dist.get_rank(), _Clock()
+        self.rank, self.clock = dist.get_rank(), _Clock(schedule.num_ranks)
         split = timed_split([seconds] * len(schedule.placement.pipes[0]), wait=self.clock.wait)
         self.schedule = complete(schedule, split)
         parameters = {name: each for stage in split.stages if stage for name, each in stage.parameters.items()}
@@ -188,7 +193,7 @@ def run_ours(schedule: Schedule, setup: Setup, num_steps: int, name: str) -> lis
 
 
 def run_theirs(name: str, setup: Setup, num_steps: int) -> list[Span]:
-    rank, ranks, clock = dist.get_rank(), setup.ranks, _Clock()
+    rank, ranks, clock = dist.get_rank(), setup.ranks, _Clock(setup.ranks)
     way = THEIRS[name]
     mine = {"one": [rank], "loop": [rank, ranks + rank], "vee": [rank, 2 * ranks - 1 - rank]}[way]
     count = ranks * len(mine)
@@ -249,7 +254,14 @@ def measure(ranks: Ranks, setup: Setup, ours: list[str], theirs: list[str], num_
                 row |= {"step": step, "simulated": simulated(schedule, setup)}
                 row["over_simulated"] = step / row["simulated"]
             else:
-                step = step_of(ranks.run(run_theirs, name, setup, num_steps))
+                # On ranks of their own: what fails there takes its connections with it.
+                try:
+                    with Ranks(setup.ranks) as others:
+                        step = step_of(others.run(run_theirs, name, setup, num_steps))
+                except RankError as error:
+                    rows.append({**row, "failed": error.problem.partition("\n")[0]})
+                    print(f"{title:18} {who:9} {name:22} {rows[-1]['failed']}", flush=True)
+                    continue
                 row["step"] = step
             row["efficiency"] = setup.busiest / step
             rows.append(row)
@@ -259,7 +271,8 @@ def measure(ranks: Ranks, setup: Setup, ours: list[str], theirs: list[str], num_
 
 
 def best(rows: list[dict[str, Any]], setup: str, who: str) -> float:
-    return max((row["efficiency"] for row in rows if row["setup"] == setup and row["of"] == who), default=float("nan"))
+    found = (row["efficiency"] for row in rows if row["setup"] == setup and row["of"] == who and "efficiency" in row)
+    return max(found, default=float("nan"))
 
 
 def idle_cost() -> dict[str, float]:

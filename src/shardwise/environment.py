@@ -45,3 +45,10 @@ def replace_all(variables: dict[str, str]) -> None:
 def num_cores() -> int:
     """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def place_under_torchrun() -> tuple[int, int] | None:
+    """Which of how many processes on this machine this is, if `torchrun` has started it."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    return int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])

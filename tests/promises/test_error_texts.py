@@ -4,16 +4,22 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli import main
+from shardwise.cli import COMMANDS, main
 from shardwise.schedule.outcome import names
 
 NAMES = ", ".join(names())
+COMMAND_NAMES = ", ".join(command.name for command in COMMANDS)
 OPTIONS = (
     "--help, --compare, --stages, --microbatches, --chunks, --times, --stage-times, --pair, --hop, --slowdown, "
     "--memory, --kept-for-weights, --save, --json"
 )
 KEYS = "name, microbatches, stages, pipes, skips, ties, steps, staleness, rank 0"
 KINDS = "F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B, GATHER, RELEASE, REDUCE, STEP, OFFLOAD, RELOAD"
+
+RUN_COLUMNS = (
+    "id,model,layers,hidden,heads,sequence,gpu,num_gpus,gpus_per_node,dp,tp,pp,microbatch,global_batch,precision,"
+    "outcome,step_seconds"
+)
 
 #: What lies in the folder where the commands are called, beside an empty `folder`.
 FILES = {
@@ -30,6 +36,8 @@ FILES = {
     "late.schedule": b"rank 0: 0B0 0F0\n",
     "stuck.schedule": b"rank 0: 0F0 0B0 0F1 0B1\nrank 1: 1F1 1B1 1F0 1B0\n",
     "short.schedule": b"microbatches: 3\nrank 0: 0F0 0B0\n",
+    "header.csv": RUN_COLUMNS.encode() + b"\n",
+    "thin.csv": RUN_COLUMNS.replace("microbatch,", "micro_batch,").encode() + b"\n",
 }
 
 ERRORS: list[tuple[str, int, str]] = [
@@ -37,32 +45,32 @@ ERRORS: list[tuple[str, int, str]] = [
     (
         "shedule zb-v",
         2,
-        """
-error: unknown command 'shedule'; known: schedule
+        f"""
+error: unknown command 'shedule'; known: {COMMAND_NAMES}
   try: shardwise schedule
 """,
     ),
     (
         "frobnicate",
         2,
-        """
-error: unknown command 'frobnicate'; known: schedule
+        f"""
+error: unknown command 'frobnicate'; known: {COMMAND_NAMES}
   try: shardwise --help
 """,
     ),
     (
         "--verson",
         2,
-        """
-error: the first word must be a command, not '--verson'; known: schedule
+        f"""
+error: the first word must be a command, not '--verson'; known: {COMMAND_NAMES}
   try: shardwise --version
 """,
     ),
     (
         "-x schedule",
         2,
-        """
-error: the first word must be a command, not '-x'; known: schedule
+        f"""
+error: the first word must be a command, not '-x'; known: {COMMAND_NAMES}
   try: shardwise --help
 """,
     ),
@@ -629,6 +637,63 @@ error: folder cannot be written: it is a folder
         """
 error: -1 chunks: a rank has at least 1
   try: --chunks 2
+""",
+    ),
+    # Tables of published runs.
+    (
+        "validate",
+        2,
+        """
+error: missing: RUNS.csv
+  try: shardwise validate korthikanti-2022
+""",
+    ),
+    (
+        "validate korthikanti",
+        1,
+        """
+error: unknown table of runs 'korthikanti'; known: korthikanti-2022
+  try: korthikanti-2022
+""",
+    ),
+    (
+        "validate nowhere.csv",
+        1,
+        """
+error: the table of runs nowhere.csv cannot be read: No such file or directory
+  try: a CSV file, like runs.csv
+""",
+    ),
+    (
+        "validate thin.csv",
+        1,
+        f"""
+error: thin.csv has no column microbatch; a table of runs has at least {RUN_COLUMNS.replace(",", ", ")}
+  try: rename micro_batch to microbatch
+""",
+    ),
+    (
+        "validate header.csv",
+        1,
+        """
+error: header.csv has a header and no run
+  try: one line for each run
+""",
+    ),
+    (
+        "validate korthikanti-2022 --quality D",
+        1,
+        """
+error: unknown quality 'D'; known: A, B, C
+  try: --quality A
+""",
+    ),
+    (
+        "validate korthikanti-2022 --quality C",
+        1,
+        """
+error: none of the 8 runs has quality C; there are: A
+  try: --quality A
 """,
     ),
 ]

@@ -20,10 +20,19 @@ MOE = {**GATED, "num_experts_per_tok": 2, "num_local_experts": 4}
 
 
 def _gpt2() -> nn.Module:
-    return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=97, n_embd=32, n_layer=4, n_head=4, n_positions=64, **DRY_GPT2))  # type: ignore[no-any-return]
-
-
-DRY_GPT2 = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = hf.GPT2Config(
+        vocab_size=97,
+        n_embd=32,
+        n_layer=4,
+        n_head=4,
+        n_positions=64,
+        bos_token_id=1,
+        eos_token_id=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    return hf.GPT2LMHeadModel(config)  # type: ignore[no-any-return]
 
 
 def _causal(config: Any) -> nn.Module:

@@ -3,12 +3,14 @@
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from shardwise.runtime import backward
 from shardwise.runtime.backward import full_backward, input_gradients
 
 #: Makes outputs of inputs.
@@ -203,6 +205,14 @@ def test_the_two_halves_together_are_the_backward(case: str) -> None:
     assert len(storages) == len(set(storages)), "parameters' are scaled in place, so no two may be one tensor"
 
 
+@every_case
+def test_where_torch_lacks_its_private_engine_the_public_one_does_the_same(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backward, "_engine_run_backward", None)
+    test_the_two_halves_together_are_the_backward(case)
+
+
 #: Where a weight is reached in two ways it is computed in the first half, and nothing else is.
 AT_ONCE = {
     "a weight used twice": {"shared.weight", "shared.bias"},
@@ -270,3 +280,35 @@ def test_what_was_saved_is_held_until_the_second_half_has_run_and_no_longer(has_
         assert seen[0]() is None
     finally:
         gc.enable()
+
+
+class _Product(torch.autograd.Function):
+    """A matrix product as a library of kernels would write it: one node for input and weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.T, x.T @ gradient
+
+
+def test_nodes_of_custom_functions_live_until_the_second_half() -> None:
+    first, second = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    for ends_in_one in (True, False):
+        x = wants(3, 4)
+        made: Tensor = _Product.apply(torch.tanh(_Product.apply(x, first)), second)  # type: ignore[no-untyped-call]
+        outputs = [made if ends_in_one else made.sin()]
+        del made
+        half = input_gradients(outputs, [torch.ones(3, 4)], [x])
+        expected = torch.autograd.grad(outputs[0].sum(), [first, second], retain_graph=True)
+        del outputs
+        gc.collect()
+        half.run()
+        for weight, wanted in zip((first, second), expected, strict=True):
+            assert weight.grad is not None
+            torch.testing.assert_close(weight.grad, wanted)
+            weight.grad = None

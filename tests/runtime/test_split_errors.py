@@ -1,5 +1,6 @@
 """A module that cannot be split as asked says so before anything is launched, with the numbers and a way out."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from tests.runtime import odd_nets
 from tests.runtime.odd_nets import Chain, rows
 
 EXAMPLE = {"x": rows()}
+#: Where `Overheard` uses what it overheard.
+LINE = next(number for number, line in enumerate(inspect.getsource(odd_nets).splitlines(), 1) if "left.mean()" in line)
 
 CASES: list[tuple[str, Callable[[], Any], str]] = [
     (
@@ -66,14 +69,15 @@ CASES: list[tuple[str, Callable[[], Any], str]] = [
     (
         "something left behind",
         lambda: split(odd_nets.Overheard(), 4, EXAMPLE),
-        "no cut of 4 units into 4 stages keeps 1 pairs of units together that share what they do not return\n"
-        "  try: fewer stages than 4",
+        "no cut of 4 units into 4 stages keeps together 1 pair of units that share what they do not return: blocks.1"
+        " and blocks.3 (a hook or an attribute carries it, or it is written in place; used by mean at"
+        f" odd_nets.py:{LINE} (return x, left.mean()))\n  try: fewer stages than 4",
     ),
     (
         "something left behind, and a cut through it",
         lambda: split(odd_nets.Overheard(), 2, EXAMPLE, cut=[2, 2]),
         "stage 1 uses something from inside blocks.1 of stage 0 that the unit does not return (a hook or an attribute"
-        " carries it, or it is written in place)\n"
+        f" carries it, or it is written in place; used by mean at odd_nets.py:{LINE} (return x, left.mean()))\n"
         "  try: return it from the unit, or cut so that both are on one stage",
     ),
 ]

@@ -22,12 +22,18 @@ second: in a fixed order of instructions, time that moves from an I to its W can
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
+from torch.autograd import graph as autograd_graph
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+# Private, and the same from torch 2.11 to 2.13. Where it is missing, what is public does the same more slowly.
+_engine_run_backward = getattr(autograd_graph, "_engine_run_backward", None)
 
 Gradients = Sequence[Tensor | None]
+_WrittenInPython: Any = torch._C._FunctionBase
 
 
 @dataclass(slots=True)
@@ -53,13 +59,20 @@ class _Cut:
     parameters: list[Tensor]
     edges: list[GradientEdge] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
+    #: Keeps the node alive, if that is one written in Python.
+    owner: object = None
 
-    def keep(self, arrived: Gradients) -> None:
+    def ways_in(self) -> list[GradientEdge]:
+        """Where gradients arrive."""
         assert self.node is not None, "nothing arrives outside the spine"
-        for number, gradient in enumerate(arrived):
-            if gradient is not None:
-                self.edges.append(GradientEdge(self.node, number))
-                self.gradients.append(gradient)
+        # One for each output that the forward had.
+        return [GradientEdge(self.node, number) for number in range(len(self.node._input_metadata))]
+
+    def keep(self, edge: GradientEdge, gradient: Tensor | None) -> None:
+        """Take what has arrived, if anything."""
+        if gradient is not None:
+            self.edges.append(edge)
+            self.gradients.append(gradient)
 
     def run(self) -> None:
         if self.edges:
@@ -80,6 +93,8 @@ def input_gradients(outputs: Sequence[Tensor], gradients: Gradients, inputs: Seq
         if cut.node is None:
             apart = [number for number, root in enumerate(roots) if root.node not in spine]
             cut.edges, cut.gradients = [roots[number] for number in apart], [given[number] for number in apart]
+    if any(isinstance(cut.node, _WrittenInPython) for cut in cuts):
+        _keep_alive(cuts, roots)
     if spine:
         _go_down(outputs, given, inputs, at_once, [cut for cut in cuts if cut.node is not None])
     return WeightGradients(cuts)
@@ -106,28 +121,42 @@ def _find_cuts(roots: Sequence[Node], ends: set[int]) -> tuple[set[Node], list[_
     return spine, cuts, [_variable(leaf) for leaf in several]
 
 
+def _keep_alive(cuts: list[_Cut], roots: list[GradientEdge]) -> None:
+    """Hold on to what owns the nodes of custom functions and compiled units: a reference to such a node does not."""
+    owners: dict[Node, Node] = {}
+    for node, children in _children_first([root.node for root in roots]):
+        owners.update((child, node) for child in children if isinstance(child, _WrittenInPython))
+    tokens = {root.node: root for root in roots}
+    for cut in cuts:
+        owner = cut.node
+        while isinstance(owner, _WrittenInPython) and owner in owners:
+            owner = owners[owner]
+        if owner is not None:
+            cut.owner = tokens.get(owner, owner)
+
+
 def _go_down(
     outputs: Sequence[Tensor], given: list[Tensor], inputs: Sequence[Tensor], at_once: list[Tensor], cuts: list[_Cut]
 ) -> None:
     """Compute the gradients of `inputs`, and of parameters that cannot wait, and keep what passes the cuts."""
-    handles = [cut.node.register_prehook(cut.keep) for cut in cuts if cut.node is not None]
-    found = _run_engine(outputs, given, [*inputs, *at_once], accumulates=False)
-    for handle in handles:
-        handle.remove()
+    ways = [(cut, edge) for cut in cuts for edge in cut.ways_in()]
+    found = iter(_run_engine(outputs, given, [*inputs, *at_once, *(edge for _, edge in ways)], accumulates=False))
     for leaf, gradient in zip(inputs, found, strict=False):
         leaf.grad = gradient
-    for parameter, gradient in zip(at_once, found[len(inputs) :], strict=True):
+    for parameter, gradient in zip(at_once, found, strict=False):
         if gradient is not None and parameter.grad is not None:
             parameter.grad += gradient
         elif gradient is not None:
             # Autograd may give one tensor as the gradient of two; what is added to must be its own.
             parameter.grad = gradient.clone()
+    for (cut, edge), gradient in zip(ways, found, strict=True):
+        cut.keep(edge, gradient)
 
 
 def _run_engine(
     starts: Sequence[Tensor | GradientEdge],
     gradients: Sequence[Tensor],
-    targets: Sequence[Tensor],
+    targets: Sequence[Tensor | GradientEdge],
     *,
     accumulates: bool,
 ) -> tuple[Tensor | None, ...]:
@@ -136,7 +165,9 @@ def _run_engine(
     Gradients are there and have their tensors' shapes: they were made for them. To check that again takes a good part
     of the 130 microseconds of a W on a stage that computes nothing (torch 2.13).
     """
-    return _engine_run_backward(
+    if _engine_run_backward is None:
+        return _run_publicly(starts, gradients, targets, accumulates=accumulates)
+    found: tuple[Tensor | None, ...] = _engine_run_backward(
         tuple(starts),
         tuple(gradients),
         not accumulates,
@@ -145,6 +176,20 @@ def _run_engine(
         allow_unreachable=True,
         accumulate_grad=accumulates,
     )
+    return found
+
+
+def _run_publicly(
+    starts: Sequence[Tensor | GradientEdge],
+    gradients: Sequence[Tensor],
+    targets: Sequence[Tensor | GradientEdge],
+    *,
+    accumulates: bool,
+) -> tuple[Tensor | None, ...]:
+    if accumulates:
+        torch.autograd.backward(starts, gradients, inputs=targets or None)  # type: ignore[arg-type]
+        return ()
+    return torch.autograd.grad(starts, targets, gradients, retain_graph=True, allow_unused=True)  # type: ignore[arg-type]
 
 
 #: Leaves of parameters, each once and in order. One that is complete is shared and never added to.

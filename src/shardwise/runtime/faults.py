@@ -163,7 +163,8 @@ class Watch:
         self._waits: tuple[tuple[int, ...], float] | None = None
         self._verdict: RankError | None = None
         self._others = tuple(other for other in range(num_ranks) if other != rank)
-        self._guarded: list[dist.ProcessGroup] = []
+        #: Groups whose waits it ends when a rank fails.
+        self.guarded: list[dist.ProcessGroup] = []
         self._stopped, self._closed, self._hurry = threading.Event(), threading.Event(), threading.Event()
         self._board = _Board(self._store, self._name, rank, num_ranks)
         self._thread = threading.Thread(target=self._look, name="shardwise-watch", daemon=True)
@@ -232,7 +233,7 @@ class Watch:
 
     def guard(self, group: dist.ProcessGroup) -> None:
         """End waits for work of this group, and with it all its connections, when a rank fails."""
-        self._guarded.append(group)
+        self.guarded.append(group)
 
     def close(self) -> None:
         """Stop looking. The rank stands at the end from now on."""
@@ -292,7 +293,7 @@ class Watch:
     def _stop(self, verdict: RankError) -> None:
         self._verdict = verdict
         self._stopped.set()
-        for group in self._guarded:
+        for group in self.guarded:
             _break(group)
 
 

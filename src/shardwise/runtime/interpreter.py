@@ -221,12 +221,12 @@ class Interpreter:
         try:
             result = self.loss(output, self._microbatches[microbatch])
         except Exception as error:
-            error.add_note(f"in the loss of microbatch {microbatch}, which stage {stage} gave {_describe(output)}")
+            error.add_note(f"in the loss of microbatch {microbatch}, which stage {stage} gave {describe(output)}")
             raise
         measured = _Measured(*result) if isinstance(result, tuple) else _Measured(result, 1)
         if measured.total.numel() != 1:
             raise ShardwiseError(
-                f"the loss is {_describe(measured.total)}, but it must be one number for a microbatch",
+                f"the loss is {describe(measured.total)}, but it must be one number for a microbatch",
                 remedy="return loss.sum(), loss.numel()",
             )
         if self._trains and not measured.total.requires_grad:
@@ -296,7 +296,7 @@ def cut_off(value: Tensor) -> Tensor:
     return value.detach().requires_grad_(value.requires_grad)
 
 
-def _describe(output: Any) -> str:
+def describe(output: Any) -> str:
     """An output in a few words, for an error."""
     kind = type(output).__name__
     if isinstance(output, Tensor):

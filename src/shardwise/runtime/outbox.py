@@ -20,13 +20,22 @@ _HELD_BYTES = 64 * 2**20
 _FOREVER = timedelta(days=1)
 
 
+class Message(Protocol):
+    """What is sent: by which instruction, and to which rank."""
+
+    @property
+    def sending(self) -> str: ...
+
+    @property
+    def target(self) -> int: ...
+
+
 class Sent(NamedTuple):
-    """A tensor on its way, as part of an instruction, to a rank."""
+    """A tensor on its way, as part of a message."""
 
     work: Any
     tensor: Tensor
-    sending: object
-    target: int
+    message: Message
 
 
 class Outbox(Protocol):
@@ -77,12 +86,13 @@ class WaitingOutbox:
             if self._watch is None:
                 sent.work.wait()
             else:
-                self._watch.wait(sent.work, sent.sending, sent.target)
+                self._watch.wait(sent.work, sent.message.sending, sent.message.target)
             self._last_waited = sent.work
         self._num_bytes = 0
 
     def close(self) -> None:
         self._newest.clear()
+        self._last_waited = None
         if self._thread is not None:
             self._older.put(None)
             self._thread = None
@@ -102,7 +112,7 @@ class WaitingOutbox:
 
     def _where(self) -> tuple[object, int] | None:
         oldest = self._oldest
-        return None if oldest is None else (oldest.sending, oldest.target)
+        return None if oldest is None else (oldest.message.sending, oldest.message.target)
 
     def _let_go(self) -> None:
         while (item := self._older.get()) is not None:
@@ -113,7 +123,7 @@ class WaitingOutbox:
             try:
                 item.work.wait(_FOREVER)
             except RuntimeError as error:
-                self._broken = (error, item.target)
+                self._broken = (error, item.message.target)
             # No name may keep what has arrived while the queue is empty.
             self._oldest = None
             del item

@@ -1,7 +1,9 @@
 """From a plan and a split module to the complete schedule that runs it."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
 from shardwise.runtime.stage import Split
 from shardwise.schedule.auto.search import Setting, auto
@@ -10,36 +12,62 @@ from shardwise.schedule.generators.pipedream_2bw import pipedream_2bw
 from shardwise.schedule.instruction import Kind
 from shardwise.schedule.passes.lower import lower
 from shardwise.schedule.placement import Placement
-from shardwise.schedule.prices import StageTimes
+from shardwise.schedule.prices import StageTimes, stage_prices
 from shardwise.schedule.schedule import Schedule
+from shardwise.schedule.simulate import simulate
 from shardwise.schedule.verify import verify
 
 # A list has an end. Emptying the pipe costs the time of its length, here once in so many steps.
 _STEPS_BETWEEN_FLUSHES = 32
+_WORTH_CHUNKS = 0.01
 
 
-def schedule_of(plan: Plan) -> Schedule:
-    """Return the plan's schedule, computation only. `auto` is asked for even stages without a memory limit."""
+def schedule_of(plan: Plan, costs: Callable[[int], Sequence[float]] | None = None) -> Schedule:
+    """Return the plan's schedule, computation only.
+
+    For `auto`, `costs` gives what each stage costs if there are so many; without it they are alike. Memory is no limit.
+    """
     if plan.schedule == "pipedream-2bw":
         return pipedream_2bw(plan.pp, plan.microbatches, _STEPS_BETWEEN_FLUSHES)
     if plan.schedule != "auto":
         return make_schedule(plan.schedule, plan.pp, plan.microbatches, plan.chunks)
-    # Times for each stage, where their number is given, leave `auto` no other number.
-    num_stages = len(plan.layers) if plan.layers else plan.pp * (plan.chunks or 1)
-    is_given = plan.layers is not None or plan.chunks is not None
-    return auto(
+    if plan.layers is not None or plan.chunks is not None:
+        # Times for each stage, where their number is given, leave `auto` no other number.
+        num_stages = len(plan.layers) if plan.layers else plan.pp * (plan.chunks or 1)
+        return _find(plan, num_stages, costs)[0]
+    # Two chunks send twice as much: they must be worth it.
+    schedule, seconds = _find(plan, plan.pp, costs)
+    try:
+        chunked, with_chunks = _find(plan, 2 * plan.pp, costs)
+    except ShardwiseError:  # There is too little to divide.
+        return schedule
+    return chunked if with_chunks < (1 - _WORTH_CHUNKS) * seconds else schedule
+
+
+def _find(plan: Plan, num_stages: int, costs: Callable[[int], Sequence[float]] | None) -> tuple[Schedule, float]:
+    """The best schedule for so many stages, and how long it takes: 3 for each microbatch, if all were even."""
+    each = costs(num_stages) if costs is not None else [1.0] * num_stages
+    shares = [cost * plan.pp / sum(each) for cost in each]
+    times = tuple(StageTimes(forward=share, input_gradient=share, weight_gradient=share) for share in shares)
+    schedule = auto(
         Setting(
             num_ranks=plan.pp,
             num_microbatches=plan.microbatches,
-            times=(StageTimes(),) * num_stages,
+            times=times,
             memory=(float(plan.microbatches),) * plan.pp,
-            max_chunks=num_stages // plan.pp if is_given else 2,
+            max_chunks=num_stages // plan.pp,
         )
     )
+    return schedule, simulate(lower(schedule), stage_prices(schedule.placement, times)).makespan
 
 
-def complete(schedule: Schedule, split: Split) -> Schedule:
-    """Return the schedule with what the module needs: its skips and ties, transfers and steps; proven."""
+def complete(
+    schedule: Schedule, split: Split, *, reduce_gradients: bool = False, max_gathered: int | None = None
+) -> Schedule:
+    """Return the schedule with what the module needs: its skips and ties, transfers and steps; proven.
+
+    With `reduce_gradients`, and with `max_gathered` stages at a time, it has what replicas need too.
+    """
     placement = _with_flow(schedule.placement, split)
     connected = Schedule.of(
         schedule.name,
@@ -49,7 +77,7 @@ def complete(schedule: Schedule, split: Split) -> Schedule:
         num_steps=schedule.num_steps,
         staleness=schedule.staleness,
     )
-    finished = lower(connected)
+    finished = lower(connected, reduce_gradients=reduce_gradients, max_gathered=max_gathered)
     verify(finished)
     return finished
 

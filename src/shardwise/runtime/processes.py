@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 from functools import partial
 from itertools import dropwhile
 from time import perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from shardwise.runtime.calls import calls_of
 from shardwise.runtime.faults import Watch
@@ -38,6 +38,23 @@ class _Walk(NamedTuple):
     ahead: list[Key]
 
 
+class Beside(Protocol):
+    """What goes on beside the computation of a rank, for its replicas: `data.parallel.DataParallel`.
+
+    `begin` and `end` stand around every computation on a stage; a pair of two has both around both.
+    """
+
+    def gather(self, instruction: Instruction) -> None: ...
+
+    def release(self, instruction: Instruction) -> None: ...
+
+    def reduce(self, instruction: Instruction) -> None: ...
+
+    def begin(self, instruction: Instruction) -> None: ...
+
+    def end(self, instruction: Instruction) -> None: ...
+
+
 class ProcessExecutor:
     """Interprets this rank's part of a complete schedule."""
 
@@ -52,7 +69,9 @@ class ProcessExecutor:
         on_reduce: Callable[[Instruction], None],
         manner: Manner | None = None,
         watch: Watch | None = None,
+        beside: Beside | None = None,
     ) -> None:
+        self._beside = beside
         self.schedule, self.interpreter = schedule, Interpreter(rank, schedule, split, loss, manner)
         self._transport, self._watch, self._on_reduce = transport, watch, on_reduce
         needs = Needs(schedule)
@@ -141,7 +160,9 @@ class ProcessExecutor:
         """What running an instruction is, as far as it can be known before."""
         kind, key = instruction.kind, self._key(instruction)
         if kind in COMPUTE and kind is not Kind.STEP:
-            return partial(self.interpreter.compute, instruction)
+            return partial(self.interpreter.compute if self._beside is None else self._compute, instruction)
+        if self._beside is not None and kind in (Kind.GATHER, Kind.RELEASE, Kind.REDUCE):
+            return partial(getattr(self._beside, kind.lower()), instruction)
         if kind is Kind.REDUCE:
             return partial(self._on_reduce, instruction)
         if key is None:  # Also a STEP: the engine steps for all stages of the rank at once.
@@ -149,6 +170,15 @@ class ProcessExecutor:
         if kind in SENDS:
             return lambda: self._transport.send(key, self.interpreter.outgoing(instruction))
         return partial(self._transport.post_receive, key)
+
+    def _compute(self, instruction: Instruction) -> None:
+        """Compute, with what goes on beside it told before and after."""
+        assert self._beside is not None, "there is nothing beside it"
+        for part in instruction.parts:
+            self._beside.begin(part)
+        self.interpreter.compute(instruction)
+        for part in instruction.parts:
+            self._beside.end(part)
 
 
 def _nothing(*_: object) -> None:

@@ -73,11 +73,15 @@ def _end_group() -> None:
 def _join(rank: int, num_ranks: int, port: int) -> None:
     torch.set_num_threads(max(1, environment.num_cores() // num_ranks))
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    backend = "gloo"
-    if dist.is_nccl_available() and torch.cuda.is_available() and num_ranks <= torch.cuda.device_count():
-        torch.cuda.set_device(rank)
-        backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
+    dist.init_process_group(choose_backend(rank, num_ranks), store=store, rank=rank, world_size=num_ranks)
+
+
+def choose_backend(place: int, num_places: int) -> str:
+    """How processes of one machine talk: over NCCL too if there is a GPU for each, and then this one takes its own."""
+    if dist.is_nccl_available() and torch.cuda.is_available() and num_places <= torch.cuda.device_count():
+        torch.cuda.set_device(place)
+        return "cpu:gloo,cuda:nccl"
+    return "gloo"
 
 
 def _run(rank: int, call: bytes) -> object:

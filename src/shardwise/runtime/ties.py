@@ -47,7 +47,10 @@ class TiedGradients:
         parameter_of: Callable[[str, int], nn.Parameter],
         watch: Watch,
     ) -> None:
-        self._names = names_of_ties(placement, split)
+        # What is frozen has no gradient to sum.
+        stages = [stage for stage in split.stages if stage is not None]
+        trained = {name for stage in stages for name, each in stage.parameters.items() if each.requires_grad}
+        self._names = [tuple(name for name in names if name in trained) for names in names_of_ties(placement, split)]
         self._parameter_of, self._watch = parameter_of, watch
         self._groups: list[dist.ProcessGroup | None] = []
         self._partners: list[int] = []
@@ -83,6 +86,10 @@ class TiedGradients:
         for key in [each for each in self._under_way if each[0] == step]:
             for work in self._under_way.pop(key):
                 self._watch.wait(work, f"the reduction of tie {key[1]}", self._partners[key[1]])
+
+    def close(self) -> None:
+        """Let go of the groups. They are not destroyed."""
+        self._groups.clear()
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

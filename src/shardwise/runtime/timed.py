@@ -58,6 +58,13 @@ def sleep(seconds: float, kind: Kind) -> None:  # noqa: ARG001 - all waits are a
         pass
 
 
+def spin(seconds: float, kind: Kind) -> None:  # noqa: ARG001 - all waits are alike
+    """Let time pass and keep the processor, as a rank that computes does: one that slept finds its caches cold."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
 class TimedModule(nn.Module):
     """A stage as a module: from a tensor of `width` numbers to another. The first stage begins with a parameter."""
 

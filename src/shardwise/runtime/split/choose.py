@@ -4,16 +4,17 @@ Units are coarse at first. They are opened, the costliest first, until there are
 unit that could be opened holds up all the others.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 from torch import nn
 
 from shardwise.errors import ShardwiseError
 from shardwise.runtime.split.cut import Cut, best_cut, given_cut
 from shardwise.runtime.split.flow import Flow, watch
-from shardwise.runtime.split.parts import inseparable_calls, received_bytes
+from shardwise.runtime.split.parts import describe_pairs, inseparable_calls, received_bytes
 from shardwise.runtime.split.units import can_open, find_units, holds_blocks
 from shardwise.runtime.split.work import FLOPS_OF_A_BYTE
 from shardwise.runtime.stage import Batch
@@ -33,14 +34,24 @@ class Wishes:
     limit_bytes: float | None
 
 
-def choose(module: nn.Module, example: Batch, wishes: Wishes) -> tuple[dict[str, nn.Module], Flow, Cut]:
-    """The units, what flows between them on the example, and the cut."""
+class TooFewUnitsError(ShardwiseError):
+    """More stages are asked for than a module has units."""
+
+    def __init__(self, problem: str, *, remedy: str | None = None, num_units: int = 0) -> None:
+        super().__init__(problem, remedy=remedy)
+        self.num_units = num_units
+
+
+def choose(
+    module: nn.Module, example: Batch, wishes: Wishes, probe: Callable[[Any], None] | None = None
+) -> tuple[dict[str, nn.Module], Flow, Cut]:
+    """The units, what flows between them on the example, and the cut. `probe` is given the module's output, once."""
     if wishes.num_stages < 1:
         raise ShardwiseError(f"a module cannot be split into {wishes.num_stages} stages", remedy="num_stages=1 or more")
     opened: set[str] = set()
     closed: set[str] = set()
     units = find_units(module)
-    flow = watch(module, units, example)
+    flow = watch(module, units, example, probe)
     while True:
         where = None if len(flow.calls) < wishes.num_stages else _cut(module, units, flow, wishes)
         more = [name for name in _to_open(module, units, flow, where, wishes) if name not in closed]
@@ -55,10 +66,11 @@ def choose(module: nn.Module, example: Batch, wishes: Wishes) -> tuple[dict[str,
         units, flow = finer_units, finer
     if where is None:
         names = ", ".join(call.name for call in flow.calls)
-        raise ShardwiseError(
+        raise TooFewUnitsError(
             f"{wishes.num_stages} stages are asked for, but {type(module).__name__} has only {len(flow.calls)} units"
             f" to divide: {names}",
             remedy=f"at most {len(flow.calls)} stages",
+            num_units=len(flow.calls),
         )
     return units, flow, where
 
@@ -76,12 +88,12 @@ def _to_open(
     if bypassed:
         return bypassed
     if where is None:
-        by_cost = sorted(zip(_costs(module, flow, wishes), flow.calls, strict=True), key=lambda pair: -pair[0])
+        by_cost = sorted(zip(costs_of(module, flow, wishes), flow.calls, strict=True), key=lambda pair: -pair[0])
         can = dict.fromkeys(call.unit for _, call in by_cost if can_open(module, call.unit))
         return list(can)[: wishes.num_stages - len(flow.calls)]
     if wishes.cut is not None:
         return []
-    costs = _costs(module, flow, wishes)
+    costs = costs_of(module, flow, wishes)
     stage_costs = [sum(costs[call] for call in calls) for calls in where]
     slowest = where[stage_costs.index(max(stage_costs))]
     unit = flow.calls[slowest.start].unit
@@ -104,18 +116,20 @@ def _cut(module: nn.Module, units: Mapping[str, nn.Module], flow: Flow, wishes: 
             return 0.0  # Those are seconds.
         return FLOPS_OF_A_BYTE * received_bytes(flow, first, end)
 
+    pairs = inseparable_calls(flow)
     return best_cut(
-        _costs(module, flow, wishes),
+        costs_of(module, flow, wishes),
         wishes.num_stages,
         received=received,
         speeds=wishes.speeds,
         stage_bytes=stage_bytes,
         limit_bytes=wishes.limit_bytes,
-        inseparable=inseparable_calls(flow),
+        inseparable=pairs,
+        reason=describe_pairs(flow, pairs),
     )
 
 
-def _costs(module: nn.Module, flow: Flow, wishes: Wishes) -> list[float]:
+def costs_of(module: nn.Module, flow: Flow, wishes: Wishes) -> list[float]:
     """What each call costs. Its weights count as bytes once: a step reads and writes them whatever the batch."""
     sizes = {name: each.numel() * each.element_size() for name, each in module.named_parameters()}
     costs = []

@@ -20,12 +20,13 @@ def best_cut(
     stage_bytes: Callable[[int, int], float] | None = None,
     limit_bytes: float | None = None,
     inseparable: Sequence[tuple[int, int]] = (),
+    reason: str = "that share what they do not return",
 ) -> Cut:
     """The cut whose slowest stage is fastest, and among those the most even one. Exact.
 
     A stage of calls `first` to `end - 1` costs what its calls do, and `received(first, end)` for what it receives.
     `speeds` are of each stage, 1.0 if they are alike. `stage_bytes(first, end)` stays within `limit_bytes`. Calls of an
-    inseparable pair stay on one stage.
+    inseparable pair stay on one stage; `reason` says why, after "pairs of units".
     """
     total = [0.0]
     for cost in costs:
@@ -46,7 +47,13 @@ def best_cut(
 
     slowest, _ = _search(len(costs), num_stages, seconds, max)
     if slowest == _NEVER:
-        _refuse(len(costs), num_stages, stage_bytes, limit_bytes, inseparable)
+        if limit_bytes is None or stage_bytes is None:
+            raise ShardwiseError(
+                f"no cut of {len(costs)} units into {num_stages} stages keeps together {len(inseparable)}"
+                f" {'pair' if len(inseparable) == 1 else 'pairs'} of units {reason}",
+                remedy=f"fewer stages than {num_stages}",
+            )
+        _refuse(len(costs), num_stages, stage_bytes, limit_bytes)
     bound = slowest * (1 + 1e-9)
 
     def squared(stage: int, first: int, end: int) -> float:
@@ -81,25 +88,13 @@ def _search(
     return best[num_calls], tuple(reversed(stages))
 
 
-def _refuse(
-    num_calls: int,
-    num_stages: int,
-    stage_bytes: Callable[[int, int], float] | None,
-    limit_bytes: float | None,
-    inseparable: Sequence[tuple[int, int]],
-) -> None:
-    if limit_bytes is not None and stage_bytes is not None:
-        largest = max(stage_bytes(call, call + 1) for call in range(num_calls))
-        raise ShardwiseError(
-            f"no cut of {num_calls} units into {num_stages} stages keeps every stage within"
-            f" {format_bytes(limit_bytes)}: all together are {format_bytes(stage_bytes(0, num_calls))}, the largest"
-            f" alone {format_bytes(largest)}",
-            remedy=f"more stages than {num_stages}, or a larger limit",
-        )
+def _refuse(num_calls: int, num_stages: int, stage_bytes: Callable[[int, int], float], limit_bytes: float) -> None:
+    largest = max(stage_bytes(call, call + 1) for call in range(num_calls))
     raise ShardwiseError(
-        f"no cut of {num_calls} units into {num_stages} stages keeps {len(inseparable)} pairs of units together"
-        " that share what they do not return",
-        remedy=f"fewer stages than {num_stages}",
+        f"no cut of {num_calls} units into {num_stages} stages keeps every stage within"
+        f" {format_bytes(limit_bytes)}: all together are {format_bytes(stage_bytes(0, num_calls))}, the largest"
+        f" alone {format_bytes(largest)}",
+        remedy=f"more stages than {num_stages}, or a larger limit",
     )
 
 

@@ -4,9 +4,8 @@ A module that is there is run as it is. One on the meta device is run as far as 
 each unit without numbers.
 """
 
-import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import ShardwiseError
 from shardwise.runtime.split.arguments import Signature
+from shardwise.runtime.split.lines import line_of, line_of_error
 from shardwise.runtime.split.meta import call_on_meta, has_meta, on_meta
 from shardwise.runtime.split.outline import Outline, TensorOutline, outline_of, signature_of
 from shardwise.runtime.split.sources import NOTHING, Drawn, Held, Hidden, Ledger, Made, Source, Sources, storage_of
@@ -51,6 +51,8 @@ class Flow:
     output_needs: Sources
     #: Parameters and buffers that glue touches.
     in_glue: frozenset[str]
+    #: Where something from inside a call is first used outside of it, though the call did not return it.
+    leaks: Mapping[int, str]
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -61,6 +63,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ledger = Ledger(module)
         self.calls: list[Call] = []
         self.in_glue: set[str] = set()
+        self.leaks: dict[int, str] = {}
         self._times_called: dict[str, int] = {}
         self._on_meta = has_meta(module)
         self._home = home
@@ -78,10 +81,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         sources = self.ledger.of_all(tensors) | self._decided_by
         self.in_glue.update(each.name for each in sources if isinstance(each, Held))
+        note_leaks(func, sources, self.leaks)
         if self._on_meta:
             args, kwargs = self._with_numbers(func, args, kwargs)
         if draws(func, args, kwargs):
-            sources |= {Drawn(_line_of_source())}
+            sources |= {Drawn(line_of())}
         returned = func(*args, **kwargs)
         if isinstance(returned, (bool, int, float, complex)):
             self.look(sources)
@@ -136,7 +140,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = f"{unit}#{times}" if times else unit
         needs = self.needs_of(arguments)
         given = on_meta(arguments) if self._on_meta else arguments
-        self._inside = inside = _Inside(self.ledger, index, given)
+        self._inside = inside = _Inside(self.ledger, index, given, self.leaks)
         try:
             returned = self._run_on_meta(name, inner, given, tree) if self._on_meta else inner(*args, **kwargs)
         finally:
@@ -176,7 +180,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return call_on_meta(inner, given, tree)
         except Exception as error:
             raise ShardwiseError(
-                f"{name} does not run on the meta device: {error}",
+                f"{name} does not run on the meta device, at {line_of_error(error)}: {error}",
                 remedy="build the module on the CPU instead of under torch.device('meta')",
             ) from error
 
@@ -200,8 +204,8 @@ class _Looks(TorchFunctionMode):
 class _Inside:
     """One call of a unit, from inside: what it touches, and what it costs."""
 
-    def __init__(self, ledger: Ledger, call: int, arguments: list[Any]) -> None:
-        self._ledger, self._hidden = ledger, frozenset([Hidden(call)])
+    def __init__(self, ledger: Ledger, call: int, arguments: list[Any], leaks: dict[int, str]) -> None:
+        self._ledger, self._hidden, self._leaks = ledger, frozenset([Hidden(call)]), leaks
         self._places = {storage_of(each): at for at, each in enumerate(arguments) if isinstance(each, Tensor)}
         #: Which of its arguments it wrote into.
         self.changed: set[int] = set()
@@ -210,7 +214,9 @@ class _Inside:
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        self.sources |= self._ledger.of_all(tensors) - self._hidden
+        sources = self._ledger.of_all(tensors) - self._hidden
+        self.sources |= sources
+        note_leaks(func, sources, self._leaks)
         returned = func(*args, **kwargs)
         made = [each for each in pytree.tree_leaves(returned) if isinstance(each, Tensor)]
         self.flops += flops_of(func, args, kwargs, returned)
@@ -223,6 +229,13 @@ class _Inside:
             if storage_of(written) in self._places:
                 self.changed.add(self._places[storage_of(written)])
         return returned
+
+
+def note_leaks(func: Any, sources: Sources, leaks: dict[int, str]) -> None:
+    """Note the operation and the line that first uses something from inside a call that it did not return."""
+    for each in sources:
+        if isinstance(each, Hidden) and each.call not in leaks:
+            leaks[each.call] = f"{func.overloadpacket.__name__} at {line_of()}"
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -249,8 +262,13 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return True
 
 
-def watch(module: nn.Module, units: dict[str, nn.Module], example: Batch) -> Flow:
-    """Run the module once on the example and return what flowed where. The module is left as it was."""
+def watch(
+    module: nn.Module, units: dict[str, nn.Module], example: Batch, probe: Callable[[Any], None] | None = None
+) -> Flow:
+    """Run the module once on the example and return what flowed where. The module is left as it was.
+
+    `probe` is called with the module's output; numbers in it mean nothing if the module is on the meta device.
+    """
     signature = Signature(module)
     signature.check(example)
     args, kwargs = signature.arguments(example)
@@ -259,21 +277,19 @@ def watch(module: nn.Module, units: dict[str, nn.Module], example: Batch) -> Flo
     watcher, switch = Watch(module, home), Switch(units)
     before = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
     try:
-        with torch.random.fork_rng(devices), torch.no_grad(), watcher, _Looks(watcher), switch.visited_by(watcher):
-            output = module(*args, **kwargs)
+        with torch.random.fork_rng(devices), torch.no_grad():
+            with watcher, _Looks(watcher), switch.visited_by(watcher):
+                output = module(*args, **kwargs)
+            if probe is not None:
+                probe(output)
     finally:
         switch.remove(units)
         for buffer, value in before:
             buffer.copy_(value)
     leaves = pytree.tree_leaves(output)
-    return Flow(calls=tuple(watcher.calls), output_needs=watcher.needs_of(leaves), in_glue=frozenset(watcher.in_glue))
-
-
-def _line_of_source() -> str:
-    """The line that is being run, of the model's own code: the innermost that is neither torch's nor ours."""
-    own = Path(__file__).parent
-    for frame in reversed(traceback.extract_stack()):
-        path = Path(frame.filename)
-        if "torch" not in path.parts and path.parent != own:
-            return f"{path.name}:{frame.lineno} ({frame.line})"
-    return "an unknown line"
+    return Flow(
+        calls=tuple(watcher.calls),
+        output_needs=watcher.needs_of(leaves),
+        in_glue=frozenset(watcher.in_glue),
+        leaks=watcher.leaks,
+    )

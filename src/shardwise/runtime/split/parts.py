@@ -61,6 +61,15 @@ def inseparable_calls(flow: Flow) -> list[tuple[int, int]]:
     ]
 
 
+def describe_pairs(flow: Flow, pairs: Sequence[tuple[int, int]]) -> str:
+    """Why calls cannot be separated, by the example of the first pair."""
+    if not pairs:
+        return ""
+    maker, user = pairs[0]
+    names = f"{flow.calls[maker].name} and {flow.calls[user].name}"
+    return f"that share what they do not return: {names}{describe_leak(flow, maker)}"
+
+
 def received_bytes(flow: Flow, first: int, end: int) -> int:
     """The bytes that a stage of calls `first` to `end - 1` would read from others."""
     needs: set[Source] = set().union(*(call.needs for call in flow.calls[first:end]))
@@ -80,10 +89,15 @@ def _check_hidden(flow: Flow, needs: Sequence[set[Source]], stage_of: Mapping[in
             if isinstance(each, Hidden) and stage_of[each.call] != stage:
                 raise ShardwiseError(
                     f"stage {stage} uses something from inside {flow.calls[each.call].name} of stage"
-                    f" {stage_of[each.call]} that the unit does not return (a hook or an attribute carries it, or it is"
-                    " written in place)",
+                    f" {stage_of[each.call]} that the unit does not return{describe_leak(flow, each.call)}",
                     remedy="return it from the unit, or cut so that both are on one stage",
                 )
+
+
+def describe_leak(flow: Flow, call: int) -> str:
+    """How something got out of a call without being returned, and where it is used."""
+    used = flow.leaks.get(call, "what the module returns")
+    return f" (a hook or an attribute carries it, or it is written in place; used by {used})"
 
 
 def _check_drawn(needs: Sequence[set[Source]]) -> None:

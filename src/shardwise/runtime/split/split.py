@@ -8,13 +8,14 @@
 6. `stages.py` runs a stage: the module's own forward, with the units of other stages skipped.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.runtime.split.choose import Wishes, choose
+from shardwise.runtime.split.choose import Wishes, choose, costs_of
 from shardwise.runtime.split.flow import Flow
 from shardwise.runtime.split.forecast import Forecast
 from shardwise.runtime.split.materialise import free, materialise
@@ -36,6 +37,7 @@ def split(
     limit_bytes: float | None = None,
     seed: int = 0,
     device: torch.device | str | None = None,
+    probe: Callable[[Any], None] | None = None,
 ) -> Split:
     """Split an unmodified module into stages, from one run on an example microbatch.
 
@@ -44,10 +46,10 @@ def split(
     stage has, or the names of the stages' first units.
 
     `only` are the stages of this process; the weights of others are freed. A module on the meta device is materialised
-    on `device` from `seed`, for these stages alone.
+    on `device` from `seed`, for these stages alone. `probe` is given the module's output on the example.
     """
     wishes = Wishes(num_stages=num_stages, cut=cut, costs=costs, speeds=speeds, limit_bytes=limit_bytes)
-    units, flow, where = choose(module, example, wishes)
+    units, flow, where = choose(module, example, wishes, probe)
     parts = make_parts(module, units, flow, where)
     _check_whole(flow, parts)
     here = range(num_stages) if only is None else sorted(only)
@@ -69,6 +71,16 @@ def split(
         ties=_ties(module, parts),
         units=tuple(tuple(flow.calls[call].name for call in part.calls) for part in parts),
     )
+
+
+def stage_costs(
+    module: nn.Module, num_stages: int, example: Batch, *, cut: Sequence[int] | Sequence[str] | None = None
+) -> list[float]:
+    """What each stage would cost, in FLOPs or their like, if the module were split so. Nothing is changed."""
+    wishes = Wishes(num_stages=num_stages, cut=cut, costs=None, speeds=None, limit_bytes=None)
+    _, flow, where = choose(module, example, wishes)
+    costs = costs_of(module, flow, wishes)
+    return [sum(costs[call] for call in calls) for calls in where]
 
 
 def _check_whole(flow: Flow, parts: Sequence[Part]) -> None:

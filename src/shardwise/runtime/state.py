@@ -1,0 +1,57 @@
+"""The state of a module under its own names, of which a process may hold a part."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwise.errors import ShardwiseError, unknown
+
+
+def held_state(module: nn.Module, held: Iterable[Tensor]) -> dict[str, Any]:
+    """The entries of the module's state whose tensors are held here: a tied parameter under each of its names.
+
+    What is no tensor, a module's extra state, is everybody's.
+    """
+    here = {id(each) for each in held}
+    whole: dict[str, Any] = module.state_dict(keep_vars=True)
+    return {
+        name: each.detach() if isinstance(each, Tensor) else each
+        for name, each in whole.items()
+        if not isinstance(each, Tensor) or id(each) in here
+    }
+
+
+def joined(module: nn.Module, parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The whole state in the module's order, from the parts of all processes."""
+    found: dict[str, Any] = {}
+    for part in parts:
+        found.update(part)
+    return {name: found[name] for name in module.state_dict()}
+
+
+def load_held_state(module: nn.Module, held: Iterable[Tensor], state: Mapping[str, Any]) -> None:
+    """Take what is held here from a state, whole or a part. Nothing is changed if something is missing or misshapen."""
+    whole: dict[str, Any] = module.state_dict(keep_vars=True)
+    for name in state:
+        if name not in whole:
+            raise unknown("entry of a state", name, whole)
+    mine = held_state(module, held)
+    # Of a tied parameter one name will do.
+    thing = {name: id(whole[name]) if isinstance(whole[name], Tensor) else name for name in mine}
+    given = {thing[name]: state[name] for name in reversed(mine) if name in state}
+    missing = [name for name in mine if thing[name] not in given]
+    if missing:
+        raise ShardwiseError(
+            f"the state lacks {missing[0]}, one of {len(missing)} missing of the {len(mine)} entries that are held"
+            " here",
+            remedy="engine.state_dict() of all ranks, or state_dict(sharded=True) of this one under the same plan",
+        )
+    values = {name: given[thing[name]] for name in mine}
+    for name, value in values.items():
+        if isinstance(value, Tensor) and value.shape != whole[name].shape:
+            raise ShardwiseError(
+                f"{name} has shape {tuple(value.shape)} in the state and {tuple(whole[name].shape)} in the module",
+                remedy="the state of a module with the same shapes",
+            )
+    module.load_state_dict(values, strict=False)

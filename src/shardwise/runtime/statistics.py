@@ -1,0 +1,87 @@
+"""Running statistics of batch norm, where a schedule holds the model twice: each copy sees a part of the microbatches.
+
+After k microbatches with momentum m a running mean is r(k) = (1-m)^k r(0) + what these microbatches added. So what
+another copy has added is known from its r(k), and can be added here as if its microbatches had come after ours:
+(1-m)^k r + (r' - (1-m)^k r(0)). Without momentum, where all microbatches weigh the same, it is the mean over all.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+#: Gives what each rank gave, in their order.
+Gather = Callable[[Any], list[Any]]
+
+
+class _Seen(NamedTuple):
+    """What one batch norm has: its statistics, and from how many microbatches."""
+
+    number: int
+    values: tuple[Tensor, ...]
+
+
+class SharedStatistics:
+    """The batch norms of this rank, of which other ranks have copies."""
+
+    def __init__(self, module: nn.Module, buffers: Mapping[str, Tensor], gather: Gather) -> None:
+        self._gather = gather
+        self._norms = {
+            name: each
+            for name, each in module.named_modules()
+            if isinstance(each, _NormBase) and each.track_running_stats and f"{name}.running_mean" in buffers
+        }
+        #: Whether any rank has some: then all gather.
+        self.are_there = any(gather(bool(self._norms)))
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Around a step: at its end every copy has what all of them have seen."""
+        before = {name: _seen(each) for name, each in self._norms.items()}
+        yield
+        told = self._gather({name: _seen(each) for name, each in self._norms.items()})
+        for name, norm in self._norms.items():
+            copies = [part[name] for part in told if name in part]
+            if len(copies) > 1:
+                _set(norm, _joined(norm.momentum, before[name], copies))
+
+
+def _seen(norm: _NormBase) -> _Seen:
+    assert norm.running_mean is not None, "it tracks its statistics"
+    assert norm.running_var is not None, "it tracks its statistics"
+    assert norm.num_batches_tracked is not None, "it tracks its statistics"
+    return _Seen(int(norm.num_batches_tracked), (norm.running_mean.clone(), norm.running_var.clone()))
+
+
+def _joined(momentum: float | None, before: _Seen, copies: list[_Seen]) -> _Seen:
+    """What one batch norm would have that had seen the microbatches of all copies, one copy's after the other's."""
+    now = before
+    for copy in copies:
+        added = copy.number - before.number
+        if momentum is None:
+            total = now.number + added
+            # A mean over all so far: of `now.number` and of those that this copy has added.
+            values = tuple(
+                (now.number * ours + copy.number * theirs - before.number * first) / max(total, 1)
+                for ours, theirs, first in zip(now.values, copy.values, before.values, strict=True)
+            )
+        else:
+            left = (1 - momentum) ** added
+            values = tuple(
+                left * ours + theirs - left * first
+                for ours, theirs, first in zip(now.values, copy.values, before.values, strict=True)
+            )
+        now = _Seen(now.number + added, values)
+    return now
+
+
+@torch.no_grad()
+def _set(norm: _NormBase, seen: _Seen) -> None:
+    for buffer, value in zip((norm.running_mean, norm.running_var), seen.values, strict=True):
+        assert buffer is not None, "it tracks its statistics"
+        buffer.copy_(value)
+    assert norm.num_batches_tracked is not None, "it tracks its statistics"
+    norm.num_batches_tracked.fill_(seen.number)

@@ -1,0 +1,85 @@
+"""How parameters lie one after the other in a bucket, and which numbers of them each rank keeps.
+
+    bucket of 3 parameters, 4 ranks         | a a a a a | b b b | c c c c c c c · |
+    what each rank keeps of it              | 0       | 1       | 2     | 3       |
+
+A bucket is one run of memory, so that one transfer moves all of it and no number is copied for that. Its pieces are cut
+without regard to parameters: every rank keeps the same number of bytes, however odd the shapes are. Padding (the dot)
+is zero for ever, and no piece has a part of it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+# Parameters begin where the fastest matrix kernels want them to.
+_ALIGNMENT_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a parameter lies in its bucket, in numbers from the beginning."""
+
+    name: str
+    shape: torch.Size
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.shape.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A part of a parameter: the numbers from `start` to `stop` of it, flattened, which begin at `at` of a shard."""
+
+    slot: Slot
+    start: int
+    stop: int
+    at: int
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def is_whole(self) -> bool:
+        return self.length == self.slot.shape.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The parameters of a bucket, shared out over `num_ranks`. `length` is with padding, and divides by them."""
+
+    slots: tuple[Slot, ...]
+    length: int
+    num_ranks: int
+
+    @staticmethod
+    def of(parameters: Sequence[tuple[str, torch.Size]], dtype: torch.dtype, num_ranks: int) -> "Layout":
+        alignment = max(1, _ALIGNMENT_BYTES // dtype.itemsize)
+        slots, end = [], 0
+        for name, shape in parameters:
+            slots.append(Slot(name, shape, -(-end // alignment) * alignment))
+            end = slots[-1].stop
+        return Layout(tuple(slots), -(-end // num_ranks) * num_ranks, num_ranks)
+
+    @property
+    def shard_length(self) -> int:
+        return self.length // self.num_ranks
+
+    @property
+    def num_parameters(self) -> int:
+        """The numbers in it that are parameters."""
+        return sum(slot.shape.numel() for slot in self.slots)
+
+    def spans(self, rank: int) -> list[Span]:
+        """What a rank keeps, parameter by parameter."""
+        first = rank * self.shard_length
+        found = []
+        for slot in self.slots:
+            start, stop = max(slot.start, first), min(slot.stop, first + self.shard_length)
+            if start < stop:
+                found.append(Span(slot, start - slot.start, stop - slot.start, start - first))
+        return found

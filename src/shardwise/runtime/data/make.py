@@ -1,0 +1,117 @@
+"""From the stages of a rank to its buckets."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shardwise.runtime.data.bucket import Bucket
+from shardwise.runtime.data.buckets import BUCKET_BYTES, Home, Members, share_out
+from shardwise.runtime.data.exchange import Exchange
+from shardwise.runtime.data.gradients import ScatteredGradients, WholeGradients
+from shardwise.runtime.data.layout import Layout
+from shardwise.runtime.data.loans import Loans
+from shardwise.runtime.data.replicas import Replicas
+from shardwise.runtime.data.ties import Tie
+from shardwise.runtime.data.weights import Weights
+
+#: Of each bucket: gathers, sums over shards, sums over copies, and other transfers of the bucket.
+CHANNELS_OF_A_BUCKET = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """How much of the state of a model is shared out over its replicas.
+
+    `zero` is the ZeRO stage. With `precision`, parameters and gradients are of that type and optimizers work on copies
+    in full precision. `layerwise`: with zero=3, weights are gathered unit by unit and not stage by stage.
+    """
+
+    zero: int = 0
+    precision: torch.dtype | None = None
+    bucket_bytes: int = BUCKET_BYTES
+    layerwise: bool = False
+
+    @property
+    def scatters(self) -> bool:
+        """Whether gradients are summed to shards in every backward."""
+        return self.zero >= 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What is known of parameters by their names: who else holds them."""
+
+    replicas_of: Callable[[str], Replicas]
+    ties: Sequence[Tie]
+    partial: frozenset[str]
+    #: The unit of a parameter, by its id.
+    units: Mapping[int, str]
+
+    def find_tie(self, name: str) -> int | None:
+        """The tie that other ranks have a part in."""
+        numbers = (number for number, tie in enumerate(self.ties) if tie.group.size > 1 and name in tie.names)
+        return next(numbers, None)
+
+
+def make_buckets(
+    parameters: Mapping[int, Mapping[str, nn.Parameter]],
+    sharing: Sharing,
+    surroundings: Surroundings,
+    exchange: Exchange,
+    parameter_of: Callable[[str, int], nn.Parameter] | None,
+) -> list[Bucket]:
+    """Move the parameters of this rank's stages into buckets. Frozen ones only where weights are sharded."""
+    is_layered = sharing.zero == 3 and sharing.layerwise
+
+    def home_of(name: str, parameter: nn.Parameter, stages: frozenset[int]) -> Home:
+        tie = surroundings.find_tie(name)
+        # Tied ranks have the same buckets, though their units differ.
+        in_units = is_layered and (tie is None or surroundings.ties[tie].is_copy)
+        lowers = sharing.precision is not None and parameter.is_floating_point()
+        return Home(
+            stages=stages,
+            unit=surroundings.units.get(id(parameter)) if in_units else None,
+            tie=tie,
+            replicas=surroundings.replicas_of(name),
+            dtype=sharing.precision if lowers and sharing.precision is not None else parameter.dtype,
+            device=parameter.device,
+            trains=parameter.requires_grad,
+            is_partial=name in surroundings.partial,
+        )
+
+    wanted = {
+        stage: {name: each for name, each in held.items() if each.requires_grad or sharing.zero == 3}
+        for stage, held in parameters.items()
+    }
+    loans = Loans()
+    every = share_out(wanted, home_of, None if is_layered else sharing.bucket_bytes)
+    return [_make(number, members, sharing, exchange, loans, parameter_of) for number, members in enumerate(every)]
+
+
+def _make(
+    number: int,
+    members: Members,
+    sharing: Sharing,
+    exchange: Exchange,
+    loans: Loans,
+    parameter_of: Callable[[str, int], nn.Parameter] | None,
+) -> Bucket:
+    home, parameters = members.home, list(members.parameters.values())
+    shapes = [(name, each.shape) for name, each in members.parameters.items()]
+    shard, channel = home.replicas.shard, number * CHANNELS_OF_A_BUCKET
+    layout = Layout.of(shapes, home.dtype, shard.size)
+    weights = Weights(layout, parameters, shard, exchange, channel, dtype=home.dtype, is_sharded=sharing.zero == 3)
+    gradients: WholeGradients | ScatteredGradients | None = None
+    if home.trains and sharing.scatters:
+        gradients = ScatteredGradients(layout, parameters, home.replicas, exchange, channel + 1, loans=loans)
+    elif home.trains:
+        gradients = WholeGradients(
+            layout, parameters, home.replicas, exchange, channel + 1, to_all=sharing.zero == 0,
+            parameter_of=parameter_of,
+        )  # fmt: skip
+    return Bucket(
+        home, layout, weights, gradients, updates_whole=sharing.zero == 0, master=home.dtype != torch.float32
+        and sharing.precision is not None,
+    )  # fmt: skip

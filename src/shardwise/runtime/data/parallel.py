@@ -1,0 +1,282 @@
+"""Data parallelism and ZeRO, as the instructions of a schedule see it.
+
+    zero    weights          gradients                            optimizer
+    0       whole            whole, summed to all                 whole
+    1       whole            whole, each rank sums its shard      shard
+    2       whole            summed to shards in each backward    shard
+    3       shard            summed to shards in each backward    shard
+
+A rank of a pipeline has one of these beside its executor. GATHER and RELEASE bring weights in and let them go, REDUCE
+says that a stage's gradients of a step are complete; `begin` and `end` stand around every computation. Whatever moves
+is only started there, and runs beside the instructions that follow.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.runtime.data.backend import BackendExchange
+from shardwise.runtime.data.bucket import Bucket
+from shardwise.runtime.data.direct import DirectExchange
+from shardwise.runtime.data.exchange import Exchange, Ticket
+from shardwise.runtime.data.launches import Launches
+from shardwise.runtime.data.layers import Layers, Wrappable, find_units
+from shardwise.runtime.data.make import CHANNELS_OF_A_BUCKET, Sharing, Surroundings, make_buckets
+from shardwise.runtime.data.memory import Held, measure
+from shardwise.runtime.data.norm import Norm
+from shardwise.runtime.data.replicas import Replicas
+from shardwise.runtime.data.tensorwise import Tensorwise, counted_places, sum_partial
+from shardwise.runtime.data.ties import Tie
+from shardwise.runtime.data.usage import Usage
+from shardwise.runtime.faults import Watch
+from shardwise.runtime.optimizers.share import MakeOptimizer, Share, shares_of
+from shardwise.runtime.optimizers.updates import Updates
+from shardwise.runtime.stage import Stage
+from shardwise.schedule.instruction import Instruction
+from shardwise.schedule.schedule import Schedule
+
+# Channels of ties: these are numbered alike on ranks whose buckets are not.
+_TIES, _BUCKETS_OF_A_TIE = 20_000, 64
+
+
+class DataParallel:
+    """The replicas' side of one rank of a pipeline.
+
+    `stages` are the rank's own, by their numbers in the schedule; `rank` is its place in the pipeline. `replicas_of`
+    says for a parameter which ranks hold it too. `module` is needed where weights are gathered unit by unit.
+    `parameter_of(name, step)` says where a step's gradients are, where there are several versions of the weights.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        schedule: Schedule,
+        rank: int,
+        *,
+        sharing: Sharing,
+        replicas_of: Callable[[str], Replicas],
+        optimizer: MakeOptimizer | Sequence[Share],
+        ties: Sequence[Tie] = (),
+        tensor: Tensorwise | None = None,
+        module: nn.Module | None = None,
+        parameter_of: Callable[[str, int], nn.Parameter] | None = None,
+        exchange: Exchange | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        self.sharing, self._ties, self._tensor = sharing, ties, tensor
+        self._layers = _make_layers(stages, sharing, module)
+        units = {} if module is None else find_units(self._layers.values(), module)
+        parameters = {number: stage.parameters for number, stage in stages.items()}
+        self._parameters = {name: each for held in parameters.values() for name, each in held.items()}
+        self.exchange = exchange or _make_exchange(parameters, watch)
+        surroundings = Surroundings(
+            replicas_of=replicas_of, ties=ties, partial=tensor.partial if tensor else frozenset(), units=units
+        )
+        self.buckets = make_buckets(parameters, sharing, surroundings, self.exchange, parameter_of)
+        self._trained = [bucket for bucket in self.buckets if bucket.gradients is not None]
+        self._of_stage = {
+            number: [bucket for bucket in self.buckets if number in bucket.home.stages] for number in stages
+        }
+        self._places = {slot.name: (bucket, slot) for bucket in self.buckets for slot in bucket.layout.slots}
+        #: What is not waited for by a unit is waited for by its stage.
+        self._loose = {
+            number: [each for each in mine if number not in self._layers or not _has_units(each, units)]
+            for number, mine in self._of_stage.items()
+        }
+        for number, layers in self._layers.items():
+            layers.attach(_by_unit(layers, self._of_stage[number], units))
+        self._launches = Launches(
+            self._trained, schedule, rank, scatters=sharing.scatters, listens=parameter_of is None,
+            on_start=self._started,
+        )  # fmt: skip
+        self._updates = Updates(
+            shares_of(optimizer), self._trained, are_cut=sharing.zero > 0, cost_of=self._cost_of, tensor=tensor
+        )
+        self._norm = Norm(
+            self._trained, is_counted=self._is_counted, counted=lambda name, shape: counted_places(tensor, name, shape)
+        )
+        self._usage = Usage(self._trained, ties, self.exchange)
+        self._used: Mapping[Bucket, list[bool]] = {}
+
+    # --- what the executor calls -------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Forget the gradients of the last step."""
+        for bucket in self._trained:
+            bucket.trained.begin()
+        self._launches.begin_step()
+
+    def gather(self, instruction: Instruction) -> None:
+        """GATHER: a stage's weights begin to come in."""
+        for bucket in self._of_stage[instruction.stage]:
+            bucket.weights.claim(instruction.stage)
+
+    def release(self, instruction: Instruction) -> None:
+        """RELEASE: and go again."""
+        for bucket in self._of_stage[instruction.stage]:
+            bucket.weights.let_go(instruction.stage)
+
+    def reduce(self, instruction: Instruction) -> None:
+        """REDUCE: a stage's gradients of a step are complete. Ties are summed at the end, shard by shard."""
+        if instruction.peer is None:
+            self._launches.reduce(instruction)
+
+    def begin(self, instruction: Instruction) -> None:
+        """Something is about to be computed on a stage."""
+        for bucket in self._loose[instruction.stage]:
+            bucket.weights.wait()
+        self._launches.begin(instruction)
+
+    def end(self, instruction: Instruction) -> None:
+        """It has been computed."""
+        self._launches.end(instruction)
+        if instruction.stage in self._layers:
+            self._layers[instruction.stage].leave_all()
+            for bucket in self._loose[instruction.stage]:
+                bucket.weights.let_go(instruction.stage)
+
+    # --- what the engine calls ---------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def finish(self, step: int = 0) -> None:
+        """Wait until this rank's gradients of a step are the sums over all replicas, and over tied stages."""
+        self._usage.start()
+        for bucket in self._trained:
+            bucket.trained.finish(step)
+        self._sum_ties()
+        partial = [bucket for bucket in self._trained if bucket.home.is_partial]
+        if self._tensor is not None and partial:
+            numbers = {bucket: number for number, bucket in enumerate(self.buckets)}
+            sum_partial(self._tensor, partial, self.exchange, lambda bucket: numbers[bucket] * CHANNELS_OF_A_BUCKET + 3)
+        self._used = self._usage.read()
+
+    def square(self) -> Tensor:
+        """This rank's part of the sum of all squares of the gradients: summed over the world it is the model's."""
+        return self._norm.square()
+
+    @torch.no_grad()
+    def step(self, scale: float = 1.0) -> None:
+        """Multiply the gradients (one over the tokens of the whole batch, and what clipping asks for) and update."""
+        self.exchange.settle()
+        for bucket in self._trained:
+            if scale != 1.0:
+                bucket.result.mul_(scale)
+        self._updates.step(self._used)
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """Those of this rank, one for each share that has something here."""
+        return self._updates.optimizers
+
+    def held(self) -> Held:
+        """What this rank holds now."""
+        return measure(self.buckets, self._updates.optimizers, self._updates.owned)
+
+    @torch.no_grad()
+    def whole(self, name: str) -> Tensor:
+        """A parameter of a stage of this rank, from the shards of all replicas. They call this alike."""
+        if name not in self._places:
+            return self._parameters[name].detach().clone()
+        bucket, slot = self._places[name]
+        bucket.weights.hold("whole")
+        numbers = bucket.weights.whole[slot.start : slot.stop].view(slot.shape).clone()
+        bucket.weights.let_go("whole")
+        return numbers
+
+    @torch.no_grad()
+    def whole_gradient(self, name: str) -> Tensor | None:
+        """The gradient of a parameter in the last step, as it was given to the optimizer. Replicas call this alike."""
+        bucket, slot = self._places[name]
+        if bucket.gradients is None or not self._used[bucket][bucket.layout.slots.index(slot)]:
+            return None
+        result = bucket.result
+        if not bucket.updates_whole:
+            result = result.new_empty(bucket.layout.length)
+            channel = self.buckets.index(bucket) * CHANNELS_OF_A_BUCKET + 3
+            self.exchange.gather(result, bucket.result.clone(), bucket.sharing, channel).wait()
+        return result[slot.start : slot.stop].view(slot.shape).clone()
+
+    def pieces(self) -> Iterator[tuple[str, torch.Size, int, Tensor]]:
+        """What this rank updates: name, shape of the whole, where the piece begins in it, and its numbers."""
+        for bucket in self.buckets:
+            for span in bucket.updated(bucket.sharing.rank):
+                yield span.slot.name, span.slot.shape, span.start, bucket.kept[span.at : span.at + span.length]
+
+    def optimizer_pieces(self) -> Iterator[tuple[str, int, Mapping[str, object]]]:
+        """The optimizers' states of this rank's pieces: name, where the piece begins in it, and the state."""
+        for optimizer in self._updates.optimizers:
+            for weight, state in optimizer.state.items():
+                name, start = self._updates.names[weight]
+                yield name, start, state
+
+    @torch.no_grad()
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        """Take over whole parameters, by name. Replicas call this alike."""
+        self.exchange.settle()
+        for name, whole in values.items():
+            bucket, slot = self._places[name]
+            bucket.load(slot, whole)
+        self._updates.refresh()
+        for bucket in self.buckets:
+            if bucket.gradients is None:
+                bucket.weights.expire()
+
+    def close(self) -> None:
+        """Let go of the parameters' hooks and of the thread."""
+        self._launches.close()
+        self.exchange.close()
+
+    # ---------------------------------------------------------------------------------------------------------------
+
+    def _started(self, bucket: Bucket) -> None:
+        """The gradients of a bucket are on their way: its unit's backward is done."""
+        if bucket.home.unit is not None:
+            bucket.weights.let_go(bucket.home.unit)
+
+    def _cost_of(self, name: str) -> int:
+        if self._tensor is not None:
+            return int(torch.Size(self._tensor.of(name).shape).numel())
+        return self._places[name][1].shape.numel()
+
+    def _is_counted(self, bucket: Bucket) -> bool:
+        return bucket.home.tie is None or self._ties[bucket.home.tie].is_counted_here
+
+    def _sum_ties(self) -> None:
+        """Over the stages of each tie, in the order of the ties on every rank."""
+        under_way: list[Ticket] = []
+        for number, tie in enumerate(self._ties):
+            mine = [bucket for bucket in self._trained if bucket.home.tie == number]
+            assert len(mine) <= _BUCKETS_OF_A_TIE, f"tie {number} has {len(mine)} buckets"
+            for place, bucket in enumerate(mine):
+                channel = _TIES + number * _BUCKETS_OF_A_TIE + place
+                under_way.append(self.exchange.sum_to_all(bucket.result, tie.group, channel))
+        for ticket in under_way:
+            ticket.wait()
+
+
+def _make_exchange(parameters: Mapping[int, Mapping[str, nn.Parameter]], watch: Watch | None) -> Exchange:
+    devices = {each.device.type for held in parameters.values() for each in held.values()}
+    return DirectExchange(watch) if devices <= {"cpu"} else BackendExchange()
+
+
+def _make_layers(stages: Mapping[int, Stage], sharing: Sharing, module: nn.Module | None) -> dict[int, Layers]:
+    """Where weights come unit by unit, and stages have units."""
+    if sharing.zero == 0 or module is None or (sharing.zero == 3 and not sharing.layerwise):
+        return {}
+    return {number: Layers(stage) for number, stage in stages.items() if isinstance(stage, Wrappable)}
+
+
+def _has_units(bucket: Bucket, units: Mapping[int, str]) -> bool:
+    return all(id(each) in units for each in bucket.weights.parameters)
+
+
+def _by_unit(layers: Layers, buckets: Sequence[Bucket], units: Mapping[int, str]) -> dict[str, list[Bucket]]:
+    """The buckets that have a parameter of each unit."""
+    found: dict[str, list[Bucket]] = {unit: [] for unit in layers.units}
+    for bucket in buckets:
+        for unit in {units[id(each)] for each in bucket.weights.parameters if id(each) in units}:
+            if unit in found:
+                found[unit].append(bucket)
+    return found

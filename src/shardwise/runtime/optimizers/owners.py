@@ -1,0 +1,143 @@
+"""Whole parameters for optimizers that must see them so, where ranks hold pieces.
+
+Each parameter has an owner among the ranks that share it. The pieces of its gradient go to the owner, which has the
+whole weight and the optimizer's state for it, and pieces of the new weight come back. Every rank owns about as much.
+
+    rank 0   a1 b1 ─┬─> a1 a2 = a     step     a ─┬─> a1 b1
+    rank 1   a2 b2 ─┴─> b1 b2 = b     step     b ─┴─> a2 b2
+
+Under tensor parallelism a rank's whole is itself a piece; those are joined before the step, on every tensor rank alike.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.runtime.collectives import Group, start_all_to_all
+from shardwise.runtime.data.bucket import Bucket
+from shardwise.runtime.data.layout import Slot, Span
+from shardwise.runtime.data.tensorwise import Tensorwise
+
+
+class Owned(NamedTuple):
+    """A parameter that has an owner."""
+
+    bucket: Bucket
+    slot: Slot
+    number: int
+
+
+class Owners:
+    """The parameters of some buckets that are shared out over one group."""
+
+    def __init__(self, entries: Sequence[Owned], group: Group, costs: Sequence[int], tensor: Tensorwise | None) -> None:
+        self._group, self._tensor = group, tensor
+        self._of = _share_out(entries, costs, group.size)
+        self._mine = self._of[group.rank]
+        #: What each rank has of each parameter.
+        self._spans = [_spans_by_slot((entry.bucket for entry in entries), rank) for rank in range(group.size)]
+        self.weights = [nn.Parameter(self._joined(entry, part)) for entry, part in self._to_owners(_weight)]
+
+    @property
+    def names(self) -> list[tuple[str, int]]:
+        """What the weights are called: all begin at their first number."""
+        return [(entry.slot.name, 0) for entry in self._mine]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """The ranks' pieces were changed from outside: take them over."""
+        for weight, (entry, part) in zip(self.weights, self._to_owners(_weight), strict=True):
+            weight.copy_(self._joined(entry, part))
+
+    @torch.no_grad()
+    def give(self, used: Callable[[Bucket], Sequence[bool]]) -> None:
+        """Bring the gradients to the owners."""
+        for weight, (entry, part) in zip(self.weights, self._to_owners(_gradient), strict=True):
+            whole = self._joined(entry, part).to(weight.dtype)
+            weight.grad = whole if used(entry.bucket)[entry.number] else None
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Bring the new weights to the ranks' pieces."""
+        size, rank = self._group.size, self._group.rank
+        wholes = [self._cut(entry, weight) for entry, weight in zip(self._mine, self.weights, strict=True)]
+        for weight in self.weights:
+            weight.grad = None
+        like = self.weights[0] if self.weights else _weight_of(self._of)
+        sent = [[w[s.start : s.stop] for e, w in zip(self._mine, wholes, strict=True) for s in self._part(e, other)]
+                for other in range(size)]  # fmt: skip
+        lengths = [sum(s.length for e in self._of[other] for s in self._part(e, rank)) for other in range(size)]
+        arrived = self._exchange(sent, lengths, like)
+        for other in range(size):
+            at = 0
+            for entry in self._of[other]:
+                for span in self._part(entry, rank):
+                    _weight(entry.bucket, span).copy_(arrived[other][at : at + span.length])
+                    at += span.length
+
+    def _to_owners(self, read: Callable[[Bucket, Span], Tensor]) -> list[tuple[Owned, Tensor]]:
+        """Each parameter of this rank's, flattened, from the pieces that `read` gives on every rank."""
+        size, rank = self._group.size, self._group.rank
+        sent = [[read(e.bucket, s) for e in self._of[other] for s in self._part(e, rank)] for other in range(size)]
+        lengths = [sum(s.length for e in self._mine for s in self._part(e, other)) for other in range(size)]
+        arrived = self._exchange(sent, lengths, next((part for parts in sent for part in parts), _weight_of(self._of)))
+        places, found = [0] * size, []
+        for entry in self._mine:
+            parts = []
+            for other in range(size):
+                for span in self._part(entry, other):
+                    parts.append(arrived[other][places[other] : places[other] + span.length])
+                    places[other] += span.length
+            found.append((entry, torch.cat(parts)))
+        return found
+
+    def _exchange(self, sent: list[list[Tensor]], lengths: list[int], like: Tensor) -> Sequence[Tensor]:
+        flat = torch.cat([part.detach().to(like.dtype) for parts in sent for part in parts] or [like.new_empty(0)])
+        counts = [sum(part.numel() for part in parts) for parts in sent]
+        arrived = start_all_to_all(flat, self._group, counts, lengths).finish()
+        return torch.split(arrived, lengths)
+
+    def _part(self, entry: Owned, rank: int) -> list[Span]:
+        return self._spans[rank].get(entry.slot, [])
+
+    def _joined(self, entry: Owned, flat: Tensor) -> Tensor:
+        local = flat.view(entry.slot.shape)
+        return local.clone() if self._tensor is None else self._tensor.gather(entry.slot.name, local).clone()
+
+    def _cut(self, entry: Owned, whole: Tensor) -> Tensor:
+        local = whole if self._tensor is None else self._tensor.local(entry.slot.name, whole)
+        return local.detach().reshape(-1)
+
+
+def _share_out(entries: Sequence[Owned], costs: Sequence[int], num_ranks: int) -> list[list[Owned]]:
+    """Give the next largest to whom has least so far; each rank's stay in their order."""
+    owners: dict[int, int] = {}
+    load = [0] * num_ranks
+    for index in sorted(range(len(entries)), key=lambda index: -costs[index]):
+        owner = load.index(min(load))
+        owners[index] = owner
+        load[owner] += costs[index]
+    return [[entry for index, entry in enumerate(entries) if owners[index] == rank] for rank in range(num_ranks)]
+
+
+def _spans_by_slot(buckets: Iterable[Bucket], rank: int) -> dict[Slot, list[Span]]:
+    found: dict[Slot, list[Span]] = {}
+    for bucket in dict.fromkeys(buckets):
+        for span in bucket.updated(rank):
+            found.setdefault(span.slot, []).append(span)
+    return found
+
+
+def _weight(bucket: Bucket, span: Span) -> Tensor:
+    return bucket.kept[span.at : span.at + span.length]
+
+
+def _gradient(bucket: Bucket, span: Span) -> Tensor:
+    return bucket.result[span.at : span.at + span.length]
+
+
+def _weight_of(owned: Sequence[Sequence[Owned]]) -> Tensor:
+    entry = next(entry for entries in owned for entry in entries)
+    return entry.bucket.kept

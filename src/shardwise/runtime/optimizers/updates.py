@@ -1,0 +1,92 @@
+"""The step: every piece of a parameter is updated by the optimizer of its share."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.runtime.collectives import Group
+from shardwise.runtime.data.bucket import Bucket
+from shardwise.runtime.data.tensorwise import Tensorwise
+from shardwise.runtime.optimizers.owners import Owned, Owners
+from shardwise.runtime.optimizers.share import Share, make_on_pieces, sort_out
+
+
+class Updates:
+    """The optimizers of this rank. A share that has nothing here has none.
+
+    `are_cut`: whether ranks hold pieces of parameters. `cost_of(name)` is how much work a whole parameter is, the same
+    on all ranks that have a piece of it.
+    """
+
+    def __init__(
+        self,
+        shares: Sequence[Share],
+        buckets: Sequence[Bucket],
+        *,
+        are_cut: bool,
+        cost_of: Callable[[str], int],
+        tensor: Tensorwise | None = None,
+    ) -> None:
+        self._buckets = list(buckets)
+        self.optimizers: list[Optimizer] = []
+        self._owners: list[Owners] = []
+        self._cost_of, self._tensor = cost_of, tensor
+        #: What each optimizer's parameters are called: a weight's name and where it begins.
+        self.names: dict[Tensor, tuple[str, int]] = {}
+        parameters = {
+            slot.name: parameter
+            for bucket in self._buckets
+            for slot, parameter in zip(bucket.layout.slots, bucket.weights.parameters, strict=True)
+        }
+        for share, names in zip(shares, sort_out(shares, parameters), strict=True):
+            if names:
+                self._add(share, set(names), are_cut=are_cut or tensor is not None)
+
+    def _add(self, share: Share, names: set[str], *, are_cut: bool) -> None:
+        pieces = [piece for bucket in self._buckets for piece in bucket.pieces if piece.name in names]
+        weights = [piece.weight for piece in pieces]
+        made = make_on_pieces(share, weights) if are_cut else share.make(weights)
+        if made is not None:
+            self.names |= {piece.weight: (piece.name, piece.span.start) for piece in pieces}
+            self.optimizers.append(made)
+            return
+        by_group: dict[Group, list[Owned]] = {}
+        for bucket in self._buckets:
+            for number, slot in enumerate(bucket.layout.slots):
+                if slot.name in names:
+                    by_group.setdefault(bucket.sharing, []).append(Owned(bucket, slot, number))
+        owned: list[nn.Parameter] = []
+        for group, entries in by_group.items():
+            costs = [self._cost_of(entry.slot.name) for entry in entries]
+            owners = Owners(entries, group, costs, self._tensor)
+            self._owners.append(owners)
+            owned += owners.weights
+            self.names |= dict(zip(owners.weights, owners.names, strict=True))
+        if owned:
+            self.optimizers.append(share.make(owned))
+
+    def step(self, used: Mapping[Bucket, list[bool]]) -> None:
+        """Update all weights of this rank from its gradients."""
+        for bucket in self._buckets:
+            bucket.give(used[bucket])
+        for owners in self._owners:
+            owners.give(lambda bucket: used[bucket])
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for owners in self._owners:
+            owners.take_back()
+        for bucket in self._buckets:
+            bucket.take_back()
+
+    def refresh(self) -> None:
+        """Weights were changed from outside: take them over."""
+        for owners in self._owners:
+            owners.refresh()
+        for bucket in self._buckets:
+            bucket.take_back()
+
+    @property
+    def owned(self) -> list[nn.Parameter]:
+        """Whole weights that this rank has for its optimizers, beside its pieces."""
+        return [weight for owners in self._owners for weight in owners.weights]

@@ -45,6 +45,11 @@ COMMANDS = (
         module="shardwise.schedule.command",
         help="draw, price and compare pipeline schedules",
     ),
+    Command(
+        name="validate",
+        module="shardwise.planner.validate_command",
+        help="predictions against published measurements",
+    ),
 )
 
 

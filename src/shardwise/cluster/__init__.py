@@ -1,0 +1,1 @@
+"""What it runs on: devices, links, topology, measured tables."""

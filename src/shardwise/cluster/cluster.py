@@ -1,0 +1,117 @@
+"""The cluster: pools of equal nodes, as a value, with a name that can be typed and a file form.
+
+8xh100                        one node of eight
+64x8xh100                     sixty-four such nodes
+2x8xh100+4x8xa100-80g         unequal pools
+18x4xgb200                    four to a node, seventy-two in one NVLink domain
+2xcpu                         two processes of this computer
+"""
+
+import re
+from dataclasses import dataclass
+
+from shardwise.cluster.catalogue import NODES, get_device
+from shardwise.cluster.device import Device
+from shardwise.cluster.topology import Fabric, Host, Link, NodeKind
+from shardwise.errors import ShardwiseError
+
+_POOL = re.compile(r"(?:(?P<nodes>\d+)x)?(?P<devices>\d+)x(?P<device>[a-z][\w.-]*|[345]090)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """Equal nodes with equal devices."""
+
+    device: Device
+    num_nodes: int
+    node: NodeKind
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_nodes * self.node.devices_per_node
+
+    @property
+    def domain(self) -> int:
+        """How many devices of this pool one fast link joins."""
+        return min(self.node.domain, self.num_devices)
+
+    def __str__(self) -> str:
+        nodes = f"{self.num_nodes}x" if self.num_nodes > 1 else ""
+        return f"{nodes}{self.node.devices_per_node}x{self.device.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """What a model runs on: one pool, or several that differ. Ranks number the devices pool by pool, node by node."""
+
+    pools: tuple[Pool, ...]
+
+    def __post_init__(self) -> None:
+        if not self.pools:
+            raise ShardwiseError("a cluster without devices", remedy="8xh100")
+        for pool in self.pools:
+            if pool.num_nodes < 1 or pool.node.devices_per_node < 1:
+                raise ShardwiseError(
+                    f"{pool.num_nodes} nodes of {pool.node.devices_per_node} {pool.device.name}: both are at least 1",
+                    remedy=f"8x{pool.device.name}",
+                )
+
+    @staticmethod
+    def parse(text: str) -> "Cluster":
+        """Read a name like `64x8xh100`; pools are joined with `+`."""
+        return Cluster(pools=tuple(_parse_pool(part.strip(), text) for part in text.split("+")))
+
+    def __str__(self) -> str:
+        return "+".join(map(str, self.pools))
+
+    @property
+    def num_devices(self) -> int:
+        return sum(pool.num_devices for pool in self.pools)
+
+    def pool_of(self, rank: int) -> Pool:
+        """The pool that a rank is in."""
+        for pool in self.pools:
+            if rank < pool.num_devices:
+                return pool
+            rank -= pool.num_devices
+        raise ShardwiseError(f"{self} has {self.num_devices} devices, so no rank {rank}", remedy="a smaller rank")
+
+
+def make_pool(
+    device: str,
+    *,
+    num_nodes: int = 1,
+    devices_per_node: int | None = None,
+    link: Link | None = None,
+    fabric: Fabric | None = None,
+    host: Host | None = None,
+) -> Pool:
+    """A pool of a catalogue device in its usual node, with what is given instead of the usual."""
+    known = get_device(device)
+    usual = NODES[known.name]
+    per_node = devices_per_node or usual.devices_per_node
+    # A rack's domain is not cut by how many devices share a host; a node's domain is the node.
+    domain = usual.domain if usual.domain > usual.devices_per_node else per_node
+    node = NodeKind(
+        devices_per_node=per_node,
+        link=link or usual.link,
+        domain=domain,
+        fabric=fabric or usual.fabric,
+        host=host or usual.host,
+    )
+    return Pool(device=known, num_nodes=num_nodes, node=node)
+
+
+def _parse_pool(part: str, text: str) -> Pool:
+    match = _POOL.fullmatch(part)
+    if match is None:
+        raise ShardwiseError(
+            f"the cluster {text!r} is not understood at {part!r}: devices, or nodes x devices, x a name",
+            remedy="8xh100, 64x8xh100 or 2x8xh100+4x8xa100-80g",
+        )
+    nodes, devices = int(match["nodes"] or 1), int(match["devices"])
+    if nodes < 1 or devices < 1:
+        raise ShardwiseError(
+            f"the cluster {part!r} has {nodes * devices} devices: there is at least 1", remedy=f"8x{match['device']}"
+        )
+    return make_pool(match["device"], num_nodes=nodes, devices_per_node=devices)

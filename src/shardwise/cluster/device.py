@@ -1,0 +1,40 @@
+"""One device: what it holds and how fast it goes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardwise.errors import unknown
+
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A device as its maker and those who measured it describe it.
+
+    `memory_bytes` is what a program can allocate, context included. `flops_per_second` is the dense peak of the data
+    sheet for each precision; `matmul_efficiency` the share of it that the best shape of a matmul reaches.
+    `memory_efficiency` is the share of `memory_bytes_per_second` that a long copy reaches. `num_units` are streaming
+    multiprocessors (compute units, cores): what a matmul's tiles are dealt out to. `cache_bytes` is the
+    last cache before that memory. `architecture` is the generation, for
+    what kernels of one generation have in common.
+    """
+
+    name: str
+    memory_bytes: int
+    flops_per_second: Mapping[str, float]
+    memory_bytes_per_second: float
+    num_units: int
+    matmul_efficiency: float
+    memory_efficiency: float = 0.9
+    cache_bytes: int = 0
+    architecture: str = "other"
+
+    def peak(self, precision: str) -> float:
+        """FLOP/s of the data sheet in a precision. One that the device lacks runs as the next wider one does."""
+        if precision not in PRECISIONS:
+            raise unknown("precision", precision, PRECISIONS)
+        wider = {"fp4": "fp8", "fp8": "bf16", "bf16": "fp16", "fp16": "tf32", "tf32": "fp32"}
+        while precision not in self.flops_per_second:
+            precision = wider[precision]
+        return self.flops_per_second[precision]

@@ -1,0 +1,168 @@
+"""`cluster.toml`: a cluster written out: a machine without a name described, or one with a name changed.
+
+[[pool]]
+device = "h100-80g"            # a name of the catalogue; or any name, with a whole [pool.device_is] table
+num_nodes = 2
+devices_per_node = 8
+
+[pool.fabric]                  # what is not said is as the catalogue has it
+bytes_per_second = 25e9
+"""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shardwise.cluster.catalogue import DEVICES, NODES, get_device
+from shardwise.cluster.cluster import Cluster, Pool
+from shardwise.cluster.device import PRECISIONS, Device
+from shardwise.cluster.topology import Fabric, Host, Link, NodeKind
+from shardwise.errors import ShardwiseError, unknown
+
+_KEYS = ("device", "num_nodes", "devices_per_node", "domain", "device_is", "link", "fabric", "host")
+_DESCRIBED = Device(
+    name="",
+    memory_bytes=0,
+    flops_per_second={},
+    memory_bytes_per_second=0.0,
+    num_units=0,
+    matmul_efficiency=0.8,
+)
+_Part = TypeVar("_Part", Device, Link, Fabric, Host)
+
+
+def to_toml(cluster: Cluster) -> str:
+    """The file form, everything said, which `from_toml` reads back."""
+    lines = [f"# {cluster}"]
+    for pool in cluster.pools:
+        lines += [
+            "",
+            "[[pool]]",
+            f"device = {_value(pool.device.name)}",
+            f"num_nodes = {pool.num_nodes}",
+            f"devices_per_node = {pool.node.devices_per_node}",
+            f"domain = {pool.node.domain}",
+        ]
+        for name, part in (
+            ("device_is", pool.device),
+            ("link", pool.node.link),
+            ("fabric", pool.node.fabric),
+            ("host", pool.node.host),
+        ):
+            entries = {field.name: getattr(part, field.name) for field in fields(part)}
+            if name == "device_is":
+                entries.pop("name")
+            lines += [f"[pool.{name}]", *(f"{key} = {_value(value)}" for key, value in entries.items())]
+    return "\n".join(lines) + "\n"
+
+
+def from_toml(text: str, *, source: str = "the cluster file") -> Cluster:
+    """Read the file form. `source` is what errors call it."""
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ShardwiseError(f"{source} is no TOML: {error}", remedy='[[pool]] and device = "h100-80g"') from None
+    for key in tree:
+        if key != "pool":
+            raise unknown(f"key in {source}", key, ["pool"])
+    pools = tree.get("pool", [])
+    if not isinstance(pools, list) or not pools:
+        raise ShardwiseError(f"{source} names no pool of devices", remedy='[[pool]] and device = "h100-80g"')
+    return Cluster(pools=tuple(_read_pool(entry, source) for entry in pools))
+
+
+def load(path: Path) -> Cluster:
+    """Read a cluster from a file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise ShardwiseError(f"the cluster file {path} cannot be read: {why}", remedy="a name like 8xh100") from None
+    return from_toml(text, source=path.name)
+
+
+def find_cluster(text: str) -> Cluster:
+    """A cluster from what was typed: a name, or the path of a file that ends in .toml."""
+    return load(Path(text)) if text.endswith(".toml") else Cluster.parse(text)
+
+
+def _read_pool(entry: Any, source: str) -> Pool:
+    if not isinstance(entry, dict):
+        raise ShardwiseError(f"a pool in {source} is no table: {entry!r}", remedy="[[pool]]")
+    for key in entry:
+        if key not in _KEYS:
+            raise unknown(f"key of a pool in {source}", key, _KEYS)
+    name = entry.get("device")
+    if not isinstance(name, str):
+        raise ShardwiseError(f"a pool in {source} names no device", remedy='device = "h100-80g"')
+    device = _read_device(name, entry, source)
+    usual = NODES[device.name] if device.name in NODES else NODES["a100-80g"]
+    per_node = _read_count(entry, "devices_per_node", usual.devices_per_node, source)
+    is_rack = usual.domain > usual.devices_per_node
+    node = NodeKind(
+        devices_per_node=per_node,
+        domain=_read_count(entry, "domain", usual.domain if is_rack else per_node, source),
+        link=_read_part(usual.link, entry, "link", source),
+        fabric=_read_part(usual.fabric, entry, "fabric", source),
+        host=_read_part(usual.host, entry, "host", source),
+    )
+    return Pool(device=device, num_nodes=_read_count(entry, "num_nodes", 1, source), node=node)
+
+
+def _read_device(name: str, entry: Mapping[str, Any], source: str) -> Device:
+    if "device_is" not in entry:
+        return get_device(name)
+    known = DEVICES.get(name, replace(_DESCRIBED, name=name))
+    device = _read_part(known, entry, "device_is", source)
+    for precision in device.flops_per_second:
+        if precision not in PRECISIONS:
+            raise unknown(f"precision of {name} in {source}", precision, PRECISIONS)
+    missing = [
+        field.name
+        for field in fields(Device)
+        if getattr(device, field.name) in (0, 0.0, {}) and field.name != "cache_bytes"
+    ]
+    if missing:
+        raise ShardwiseError(
+            f"the device {name!r} in {source} is not in the catalogue, and its table says no {', '.join(missing)}",
+            remedy=f"[pool.device_is] with {missing[0]} = ...",
+        )
+    return device
+
+
+def _read_part(usual: _Part, entry: Mapping[str, Any], name: str, source: str) -> _Part:
+    """The usual part with what a table says instead."""
+    table = entry.get(name, {})
+    if not isinstance(table, dict):
+        raise ShardwiseError(f"{name} = {table!r} in {source} is no table", remedy=f"[pool.{name}]")
+    known = asdict(usual)
+    if name == "device_is":
+        known.pop("name")
+    for key, value in table.items():
+        if key not in known:
+            raise unknown(f"key of {name} in {source}", key, known)
+        wanted = type(known[key])
+        alike = isinstance(value, (int, float)) and wanted in (int, float) and not isinstance(value, bool)
+        if not alike and not isinstance(value, wanted):
+            raise ShardwiseError(
+                f"{name}.{key} = {value!r} in {source} wants a {wanted.__name__}",
+                remedy=f"{key} = {_value(known[key])}",
+            )
+    return replace(usual, **table)
+
+
+def _read_count(entry: Mapping[str, Any], key: str, usual: int, source: str) -> int:
+    value = entry.get(key, usual)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ShardwiseError(f"{key} = {value!r} in {source} wants a whole number of at least 1", remedy=f"{key} = 8")
+    return value
+
+
+def _value(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{key} = {_value(item)}" for key, item in value.items()) + " }"
+    return f'"{value}"' if isinstance(value, str) else repr(value)

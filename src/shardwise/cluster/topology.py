@@ -1,0 +1,55 @@
+"""How devices hang together: links inside a node, one network between nodes, and the hosts."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What joins the devices of one domain: bytes/s of each device, one way, and seconds of one step of a collective.
+
+    `in_switch`: the switch can sum (NVLS). `is_shared`: the devices share one bus instead of having a link each.
+    """
+
+    name: str
+    bytes_per_second: float
+    latency_seconds: float
+    in_switch: bool = False
+    is_shared: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fabric:
+    """The network between nodes: bytes/s of each device's share of its node's NICs, one way, and seconds of a step.
+
+    `oversubscription` is how much more bandwidth the nodes have than the network's upper levels. With `rails`, the
+    devices of one position in their nodes hang on one switch, and traffic between them never goes above it.
+    """
+
+    name: str
+    bytes_per_second: float
+    latency_seconds: float
+    oversubscription: float = 1.0
+    rails: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """The computer around the devices of a node: its RAM, the way to each device, its cores and its disk."""
+
+    memory_bytes: int
+    device_bytes_per_second: float
+    num_cores: int
+    # A step of fused AdamW reads and writes 28 to 30 bytes a parameter (facts 4.4); 16 cores did 3.75e9/s (peers.md).
+    adam_parameters_per_core_second: float = 3.75e9 / 16
+    disk_bytes_per_second: float = 3e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeKind:
+    """The node a device stands in. `domain` is how many devices one link joins: a node's, or a rack's (NVL72)."""
+
+    devices_per_node: int
+    link: Link
+    domain: int
+    fabric: Fabric
+    host: Host

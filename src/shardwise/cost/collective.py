@@ -1,0 +1,156 @@
+"""Seconds of collectives and hops on a topology.
+
+A group is placed before it is priced: how many of its ranks share a domain of fast links (`inside`), and how many
+domains it spans (`domains`). Axes are laid out with tensor parallel innermost, then context, data, pipeline, as
+Megatron-LM and DeepSpeed do, so a group is its size and its stride.
+
+    t = latency(steps) + factor x bytes / bus bandwidth        nccl-tests' factors: facts 2.1
+
+Inside a domain, the measured curve of the link is used where there is one (`cluster/measured.py`). Across domains
+every group of the cluster runs at the same time, so each rank has its own share of its node's NICs and no more: a ring
+that has `inside` ranks in a domain leaves it over `inside` shares.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwise.cluster.cluster import Pool
+from shardwise.cluster.measured import ALL_REDUCE, NUM_DEVICES, RING_SHARE, SIZES
+from shardwise.cluster.topology import Link
+from shardwise.cost.numbers import Floats, Number, ceil_divide
+
+# NCCL's own tuner, simple protocol, microseconds (facts 2.2, src/graph/tuning.cc): a call, a step inside, a step over
+# the network (doubled by the tuner for this protocol).
+_CALL = 8.4e-6
+_STEP_INSIDE = 3.4e-6
+_TREE_STEP_INSIDE = 4.0e-6
+# Share of a link's rate that large messages reach without a measured curve: A100 .78 (235 of 300), facts 2.4. PCIe: .7
+# (SimuMax, A100 PCIe all-reduce .69 to .70).
+_REACHED = 0.78
+# Share of a NIC's rate: 97 % (EFA, facts 2.4), 382 of 400 GB/s for four nodes of B200.
+_NIC_REACHED = 0.95
+# Between two devices of one domain: A100 .91, H100 .83, GB200 .83 (facts 2.4).
+_HOP_REACHED = 0.85
+
+
+# Now and then a larger message was measured faster; a prediction that grows with size is easier to search.
+_CURVES = {name: np.maximum.accumulate(curve) for name, curve in ALL_REDUCE.items()}
+_LOG_SIZES = np.log(SIZES)
+
+
+class Group(NamedTuple):
+    """Ranks that communicate: how many, how many of them in one domain, and over how many domains."""
+
+    size: Floats
+    inside: Floats
+    domains: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wires:
+    """The links of one pool as collectives see them."""
+
+    pool: Pool
+    nic_efficiency: float = _NIC_REACHED
+
+    def group(self, size: Number, stride: Number) -> Group:
+        """Place a group of `size` ranks that are `stride` apart."""
+        count = np.asarray(size, dtype=np.float64)
+        inside = np.clip(np.floor(self.pool.domain / np.asarray(stride, dtype=np.float64)), 1, count)
+        return Group(count, inside, ceil_divide(count, inside))
+
+    def all_reduce(self, num_bytes: Number, group: Group) -> Floats:
+        """Seconds to add up `num_bytes` over a group, whichever of ring, tree and switch is fastest."""
+        size = np.asarray(num_bytes, dtype=np.float64)
+        ring = 2 * (group.size - 1) / group.size
+        inside = self._inside(size, group.size)
+        steps = 2 * (group.size - 1)
+        steps_across = 2 * (group.domains - 1)
+        by_ring = self._latency(steps, steps_across) + ring * size / self._across(group)
+        depth = 2 * ((group.inside - 1) * _TREE_STEP_INSIDE + np.log2(np.maximum(group.domains, 1)) * self._step_across)
+        by_tree = _CALL + depth + 2 * size / (0.85 * self._across(group))
+        across = np.minimum(by_ring, by_tree)
+        return np.where(group.size <= 1, 0.0, np.where(group.domains <= 1, inside, across))
+
+    def all_gather(self, num_bytes: Number, group: Group) -> Floats:
+        """Seconds until every rank has all `num_bytes`, of which each had its part. A reduce-scatter takes as long."""
+        size = np.asarray(num_bytes, dtype=np.float64)
+        inside = self._inside(size, group.size) / 2 / self._ring_share
+        latency = self._latency(group.size - 1, group.domains - 1)
+        across = latency + (group.size - 1) / group.size * size / self._across(group)
+        return np.where(group.size <= 1, 0.0, np.where(group.domains <= 1, inside, across))
+
+    def dispatch(self, num_bytes: Number, top_k: int, group: Group, *, once: bool) -> Floats:
+        """Seconds to send rows of `num_bytes` together to `top_k` experts each, spread evenly over a group.
+
+        A row crosses to another domain once, however many of its experts are there (DeepEP, HybridEP); of d domains it
+        needs d(1 - (1 - 1/d)^k) on average. Inside a domain it is sent to every expert, or with `once` to every rank.
+        """
+        size = np.asarray(num_bytes, dtype=np.float64)
+        others = np.maximum(group.domains - 1, 0.0)
+        far = others * (1.0 - (1.0 - 1.0 / group.domains) ** top_k)
+        ranks = group.inside * (1.0 - (1.0 - 1.0 / group.size) ** top_k) if once else top_k * group.inside / group.size
+        near = ranks * (group.inside - 1) / group.inside * group.domains
+        latency = _CALL + _STEP_INSIDE * np.log2(np.maximum(group.size, 2)) + (group.domains > 1) * self._step_across
+        moved = np.maximum(size * near / self._large(self.pool.node.link), size * far / self._nic)
+        return np.where(group.size <= 1, 0.0, latency + moved)
+
+    def all_to_all(self, num_bytes: Number, group: Group) -> Floats:
+        """Seconds for each rank to exchange its `num_bytes` with all others evenly."""
+        size = np.asarray(num_bytes, dtype=np.float64)
+        stays = (group.inside - 1) / group.size * size / self._large(self.pool.node.link)
+        leaves = (group.size - group.inside) / group.size * size / self._nic
+        latency = _CALL + _STEP_INSIDE * np.log2(np.maximum(group.size, 2)) + (group.domains > 1) * self._step_across
+        return np.where(group.size <= 1, 0.0, latency + np.maximum(stays, leaves))
+
+    def hop(self, num_bytes: Number, stride: Number, size: Number) -> Floats:
+        """Seconds to send to the next of `size` ranks that are `stride` apart, over the slowest boundary among them."""
+        amount = np.asarray(num_bytes, dtype=np.float64)
+        across = np.asarray(stride, dtype=np.float64) * size > self.pool.domain
+        near = _CALL + amount / (_HOP_REACHED * self.pool.node.link.bytes_per_second)
+        far = _CALL + self.pool.node.fabric.latency_seconds + amount / self._nic
+        return np.where(np.asarray(size) <= 1, 0.0, np.where(across, far, near))
+
+    @property
+    def _nic(self) -> float:
+        return self.pool.node.fabric.bytes_per_second * self.nic_efficiency
+
+    @property
+    def _step_across(self) -> float:
+        return 2 * self.pool.node.fabric.latency_seconds
+
+    @property
+    def _ring_share(self) -> float:
+        return RING_SHARE.get(self.pool.node.link.name, 1.0)
+
+    def _large(self, link: Link) -> float:
+        """Bus bandwidth of large messages between the devices of one domain, around a ring."""
+        if link.name in ALL_REDUCE:
+            factor = 2 * (NUM_DEVICES - 1) / NUM_DEVICES
+            return SIZES[-1] * factor / ALL_REDUCE[link.name][-1] * RING_SHARE[link.name]
+        return _REACHED * link.bytes_per_second / (2.0 if link.is_shared else 1.0)
+
+    def _across(self, group: Group) -> Floats:
+        """Bus bandwidth of a ring over several domains: that of the links inside, or of the NICs it leaves by."""
+        fabric = self.pool.node.fabric
+        nics = group.inside * self._nic / (1.0 if fabric.rails else fabric.oversubscription)
+        return np.minimum(nics, self._large(self.pool.node.link))
+
+    def _latency(self, steps: Number, steps_across: Number) -> Floats:
+        inside = np.asarray(steps, dtype=np.float64) - steps_across
+        return _CALL + inside * self.pool.node.link.latency_seconds + np.asarray(steps_across) * self._step_across
+
+    def _inside(self, size: Floats, count: Floats) -> Floats:
+        """Seconds of an all-reduce inside a domain: the measured curve of eight, its steps and factor for `count`."""
+        link = self.pool.node.link
+        factor = 2 * (count - 1) / count
+        if link.name not in ALL_REDUCE:
+            return self._latency(2 * (count - 1), 0) + factor * size / self._large(link)
+        curve = _CURVES[link.name]
+        measured: Floats = np.exp(np.interp(np.log(np.maximum(size, 1.0)), _LOG_SIZES, np.log(curve)))
+        beyond = np.maximum(size / SIZES[-1], 1.0)
+        fixed: Floats = curve[0] * (count - 1) / (NUM_DEVICES - 1)
+        moving: Floats = np.maximum(measured * beyond - curve[0], 0.0) * factor
+        return fixed + moving * NUM_DEVICES / (2 * (NUM_DEVICES - 1))

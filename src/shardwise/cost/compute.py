@@ -1,0 +1,209 @@
+"""Seconds of a block's compute on one rank: forward, gradient of the input, gradient of the weights."""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwise.cluster.device import Device
+from shardwise.cost.constants import Constants
+from shardwise.cost.matmul import matmul_seconds
+from shardwise.cost.numbers import Floats, Number
+from shardwise.cost.software import Software
+from shardwise.model.flops import flops, gemm
+from shardwise.model.model import Block
+from shardwise.model.operations import Attention, CrossEntropy, Matmul, Norm, Operation, Permutation, Router, Scan
+from shardwise.model.share import Share
+from shardwise.model.traffic import traffic
+
+# Choosing experts and sorting rows for them takes many small kernels, and the processor waits for the number of rows of
+# each expert: together as long as so many launches. Fitted with `expert_launch_seconds`.
+_ROUTING_KERNELS = 100
+
+
+class Seconds(NamedTuple):
+    """Seconds of each of the three passes."""
+
+    forward: Floats
+    input: Floats
+    weight: Floats
+
+    @property
+    def backward(self) -> Floats:
+        return self.input + self.weight
+
+    def plus(self, other: "Seconds") -> "Seconds":
+        return Seconds(self.forward + other.forward, self.input + other.input, self.weight + other.weight)
+
+    def times(self, factor: Number) -> "Seconds":
+        return Seconds(self.forward * factor, self.input * factor, self.weight * factor)
+
+
+ZERO = Seconds(np.zeros(()), np.zeros(()), np.zeros(()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """A device with the software on it: what prices operations."""
+
+    device: Device
+    software: Software
+    constants: Constants
+
+    def block(self, block: Block, share: Share) -> Seconds:
+        """Seconds of a block on one rank, for one microbatch: what its kernels take, or launching them."""
+        total = ZERO
+        for operation in block.operations:
+            total = total.plus(self.operation(operation, share, narrow=bool(block.stack)))
+        kernels = sum((np.asarray(self._num_kernels(each, share)) for each in block.operations), np.zeros(()))
+        if self.software.blocking_launches:
+            waits = self.constants.blocking_seconds * kernels
+            return Seconds(total.forward + waits, total.input + waits, total.weight + waits / 2)
+        launches = self._launch_seconds(block) * kernels
+        return Seconds(
+            np.maximum(total.forward, launches),
+            np.maximum(total.input, launches),
+            np.maximum(total.weight, launches / 2),
+        )
+
+    def _launch_seconds(self, block: Block) -> float:
+        """Seconds that the processor needs for one launch."""
+        if self.software.cuda_graphs:
+            return 0.0
+        has_experts = any(isinstance(each, Router) for each in block.operations)
+        return self.constants.expert_launch_seconds if has_experts else self.constants.launch_seconds
+
+    def rerun(self, block: Block, share: Share, parts: frozenset[str] | None) -> Floats:
+        """Seconds of what a backward computes again: the named parts, or all of the forward (None)."""
+        if parts is None:
+            return self.block(block, share).forward
+        again = [each for each in block.operations if not parts.isdisjoint(each.rerun_by)]
+        total = ZERO
+        for operation in again:
+            total = total.plus(self.operation(operation, share, narrow=bool(block.stack)))
+        return total.forward
+
+    def operation(self, operation: Operation, share: Share, *, narrow: bool = True) -> Seconds:
+        """Seconds of one operation. `narrow`: it may run in 8 or 4 bits, as layers do and heads do not."""
+        if isinstance(operation, Matmul):
+            return self._matmul(operation, share, narrow=narrow)
+        if isinstance(operation, Attention) and self.software.is_flash:
+            return self._flash(operation, share)
+        if isinstance(operation, Attention):
+            return self._scores(operation, share)
+        fused = self.software.fused
+        if isinstance(operation, Norm):
+            fused = self.software.fused_norms
+        if isinstance(operation, CrossEntropy):
+            fused = self.software.fused_loss
+        moved = traffic(operation, replace(share, fused=fused)).moved
+        work = flops(operation, share)
+        rate = self._rate("wide")
+        more = 1.0 if fused else self.constants.unfused
+        if isinstance(operation, Scan):
+            more, rate = self.constants.scan, rate / self.constants.scan
+        return Seconds(
+            *(
+                np.maximum(more * self._stream(each), np.asarray(arithmetic) / rate)
+                for each, arithmetic in zip(moved, work, strict=True)
+            )
+        )
+
+    def _stream(self, num_bytes: Number) -> Floats:
+        """Seconds to read and write so many bytes; what fits the cache is still there for the next kernel."""
+        moved = np.asarray(num_bytes, dtype=np.float64)
+        room = self.device.cache_bytes
+        gain = 1.0 + (self.constants.cached - 1.0) * np.clip(2.0 - moved / max(room, 1), 0.0, 1.0)
+        return moved / (self._streaming * gain)
+
+    @property
+    def _streaming(self) -> float:
+        return self.device.memory_bytes_per_second * self.constants.streaming
+
+    def _rate(self, kind: str) -> float:
+        """FLOP/s of a full tile on every unit, held through a step."""
+        precision = self.software.matmul_precision if kind == "narrow" else self.software.wide_precision
+        rate = self.device.peak(precision) * self.device.matmul_efficiency
+        rate *= getattr(self.constants, f"sustained_{self.device.architecture}", self.constants.sustained_other)
+        return rate * (getattr(self.constants, f"narrow_{self.software.precision}") if kind == "narrow" else 1.0)
+
+    def _matmul(self, operation: Matmul, share: Share, *, narrow: bool) -> Seconds:
+        shape = gemm(operation, share)
+        is_narrow = narrow and operation.sharding != "none" and self.software.matmul_precision in ("fp8", "fp4")
+        rate = self._rate("narrow" if is_narrow else "wide")
+
+        if operation.num_experts:
+            fast = self.software.fast_dispatch
+            rate *= self.constants.fast_grouped if fast else self.constants.grouped
+
+        def seconds(m: Number, k: Number, n: Number) -> Floats:
+            return matmul_seconds(
+                self.device, rate, m, k, n, constants=self.constants, count=shape.num_products, width=share.width
+            )
+
+        forward, inputs = seconds(shape.m, shape.k, shape.n), seconds(shape.m, shape.n, shape.k)
+        weights = seconds(shape.k, shape.m, shape.n)
+        # Added to the gradient of earlier microbatches: in the kernel's own write, or by reading and writing both.
+        gradient = self.software.gradient_bytes
+        added = 2 * gradient if self.software.fused_accumulation else 2 * gradient + share.width * (gradient > 2)
+        weights = (
+            weights + shape.num_products * shape.k * shape.n * added / self._streaming * self.constants.accumulation
+        )
+        if is_narrow:
+            # Operands are read once and written in both orders: 2 + 1 + 1 bytes of each element.
+            cast = 4 * shape.num_products / self._streaming
+            forward = forward + cast * (shape.m * shape.k + shape.k * shape.n)
+            inputs = inputs + cast * shape.m * shape.n
+        return Seconds(forward, inputs * operation.input_gradient, weights * operation.trains)
+
+    def _flash(self, operation: Attention, share: Share) -> Seconds:
+        work = flops(operation, share)
+        peak = self.device.peak(self.software.wide_precision)
+        kernel = self.software.attention
+        if kernel != "flash3" and self.device.architecture in ("hopper", "blackwell"):
+            peak *= self.constants.flash_on_hopper
+        keys = np.asarray(share.sequence, dtype=np.float64)
+        reached = keys / (keys + self.constants.attention_ramp)
+        moved = traffic(operation, share).moved
+        forward = np.asarray(work.forward) / (peak * getattr(self.constants, f"{kernel}_forward") * reached)
+        backward = np.asarray(work.input) / (peak * getattr(self.constants, f"{kernel}_backward") * reached)
+        return Seconds(
+            np.maximum(forward, self._stream(moved.forward)),
+            np.maximum(backward, self._stream(moved.input)),
+            np.zeros(()),
+        )
+
+    def _scores(self, operation: Attention, share: Share) -> Seconds:
+        """Two batched products with the matrix of scores between them in memory."""
+        heads = -(-operation.heads // share.tp)
+        count = share.microbatch * heads
+        queries = -(-share.sequence // share.cp) if operation.rows is None else operation.rows
+        keys = share.sequence if operation.key_rows is None else operation.key_rows
+        rate = self._rate("wide")
+
+        def seconds(m: Number, k: Number, n: Number) -> Floats:
+            return matmul_seconds(self.device, rate, m, k, n, constants=self.constants, count=count)
+
+        first, second = seconds(queries, operation.qk_dim, keys), seconds(queries, keys, operation.v_dim)
+        products = (first + second) * (self.constants.misaligned if operation.qk_dim % 8 else 1.0)
+        moved = traffic(operation, replace(share, fused=self.software.attention == "megatron")).moved
+        more = getattr(self.constants, f"scores_{self.software.attention}")
+        return Seconds(
+            products + more * self._stream(moved.forward),
+            2 * products + more * self._stream(moved.input),
+            np.zeros(()),
+        )
+
+    def _num_kernels(self, operation: Operation, share: Share) -> Number:
+        """Kernels that one operation launches forward, or waits of the processor for the device that cost as much."""
+        if isinstance(operation, Matmul):
+            if not operation.num_experts:
+                return 1
+            return gemm(operation, share).num_products
+        if isinstance(operation, Attention):
+            return 2 if self.software.is_flash else 4 if self.software.attention == "megatron" else 8
+        if isinstance(operation, Norm):
+            return 1 if self.software.fused_norms else 6
+        if isinstance(operation, (Router, Permutation)):
+            return _ROUTING_KERNELS
+        return 1 if self.software.fused else 4

@@ -1,0 +1,110 @@
+"""Every constant of the cost model that no data sheet gives, with where it comes from.
+
+"fitted" means: on quality A rows of published/runs.csv, by least absolute errors of log time, all rows that a constant
+has a part in together, never one source by itself. [llmf] and so on name the sources whose rows decide a constant
+most, with their number. docs/planning.md says how to fit again.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constants:
+    """The constants, as a value, so that a fit can try others."""
+
+    # Share of the best matmul (Device.matmul_efficiency) that holds through a training step: clocks fall under load.
+    # Fitted: ampere [aleph 208, llmf 72, zb 54, bloom 62, sc21 16, korth 8], hopper [llmf 43], blackwell [bridge 113].
+    # Volta and others: between those, for want of rows.
+    sustained_volta: float = 0.8
+    sustained_ampere: float = 0.902
+    sustained_hopper: float = 0.863
+    sustained_blackwell: float = 0.747
+    sustained_other: float = 0.8
+    # The same for 8 and 4 bits, against the bf16 share above. Fitted [bridge 113, bcard 11, llmf 4].
+    narrow_fp8: float = 1.3
+    narrow_mxfp8: float = 1.18
+    narrow_nvfp4: float = 1.01
+    # Products of many small groups of rows (experts) against one of all rows; the second with grouped kernels of 2026.
+    # SimuMax measured .30 to .51 of the peak on B200 (facts 3.2). Fitted [bridge 113].
+    grouped: float = 0.516
+    fast_grouped: float = 0.699
+    # Length of k that a tile's start and end cost. Fitted [all on A100].
+    tile_ramp: float = 213.0
+    # Batched products whose inner dimension is no multiple of 8 elements cannot use the tensor cores fully: slower by
+    # this factor. Fitted [bloom 62: heads of 108 against 104 and 112].
+    misaligned: float = 7.75
+    # Share of the memory's rate that elementwise kernels reach, and how much faster they are while tensors fit the
+    # cache. Fitted; SimuMax has .91 for A100 (facts 3.2).
+    streaming: float = 0.794
+    cached: float = 1.24
+    # Chains of elementwise operations and norms that are not fused: kernels that move more than the formulas say.
+    # Fitted [aleph 208].
+    unfused: float = 1.38
+    # Share of the time to add up gradients of weights over microbatches that the products do not hide. Fitted.
+    accumulation: float = 0.353
+    # Matrices of scores: passes over them against what the formulas say, torch one by one and Megatron's fused softmax.
+    # Fitted [aleph: 11 torch, 15 fused; zb 54, sc21 16, korth 8, bloom 62].
+    scores_torch: float = 1.06
+    scores_megatron: float = 0.744
+    # Seconds of a kernel's launch that the processor spends; a block cannot be faster than its launches. Fitted
+    # [llmf small models; bskill 8 and bridge mixtures of one sequence a microbatch for the second].
+    launch_seconds: float = 6.1e-6
+    expert_launch_seconds: float = 12.5e-6
+    # Seconds of a launch that is waited for (CUDA_LAUNCH_BLOCKING=1). Fitted [bloom 60].
+    blocking_seconds: float = 175e-6
+    # Scans of state space models against their bytes and products at full rate. Fitted [bridge, bskill: Nemotron 3,
+    # 34].
+    scan: float = 22.8
+    # Share of the bf16 peak that attention kernels reach: forward and backward, long causal sequences. Fitted
+    # [flash1: aleph 56, llmf 115; flash2: aleph 126; flash3: bridge]. Measured on one H200: .237 SDPA, .387 cuDNN, both
+    # passes, heads of 64 (peers.md); SimuMax on B200 .71 and .69 (facts 3.2).
+    flash1_forward: float = 0.619
+    flash1_backward: float = 0.247
+    flash2_forward: float = 0.723
+    flash2_backward: float = 0.452
+    flash3_forward: float = 0.483
+    flash3_backward: float = 0.311
+    # Kernels written for Ampere reach less of the peak of later devices. Fitted [llmf 43 on H100].
+    flash_on_hopper: float = 0.548
+    # Positions at which a flash kernel reaches half of that. Fitted.
+    attention_ramp: float = 463.0
+    # Collectives that compute waits for: seconds of each call beside those of nccl-tests, and the share of their rate.
+    # Fitted [aleph, bloom, sc21, korth: tensor parallel rows].
+    sync_seconds: float = 82.4e-6
+    sync_rate: float = 0.854
+    # The same of exchanges of gradients and of hops between stages. Fitted [aleph, bloom, sc21, zb].
+    exchange_rate: float = 0.434
+    hop_rate: float = 0.991
+    # Of all-to-alls of experts, NCCL's and those made for it (HybridEP), against the rate of rings: above 1 because
+    # nothing is sent twice, and in 8 bits where layers compute in them. Fitted [bridge mixtures].
+    dispatch_rate: float = 1.43
+    fast_dispatch_rate: float = 1.31
+    # Share of an overlapped exchange that can hide: of tensor parallel sums, of those beside the gradients of weights
+    # (Megatron 2022), of all-to-alls of experts, hops, gradients. Fitted [bridge; korth 8 for the second].
+    tp_hidden: float = 0.38
+    tp_hidden_backward: float = 0.688
+    ep_hidden: float = 0.636
+    hop_hidden: float = 0.952
+    dp_hidden: float = 0.857
+    # Microbatches that a pipeline loses at the start of a step where each instruction goes through Python (DeepSpeed's
+    # way). Fitted [bloom 60: batches of 32 to 128 microbatches].
+    pipe_fill: float = 0.513
+    # Of the time that communication and compute overlap, how much compute loses. Fitted [llmf 115]; Echo found 38 % for
+    # the kernels that overlap (facts 2.4), calculon takes 15 % of the multiprocessors.
+    overlap_loss: float = 0.153
+    # Adam's step against 30 bytes a parameter at the memory's rate. Fitted.
+    optimizer: float = 1.08
+    # Seconds of a step that no part explains: data, loss scale, norm of gradients, logging. Fitted [llmf].
+    step_seconds: float = 0.0243
+    # Bytes of a CUDA context with its kernels (facts 4.3: 0.47 to 0.92 GiB, up to 2), of NCCL's buffers for each group
+    # that a rank is in (544 to 688 MB on A100, facts 4.3), and of libraries' workspaces.
+    context_bytes: float = 0.9 * 2**30
+    group_bytes: float = 0.4 * 2**30
+    workspace_bytes: float = 0.3 * 2**30
+    # What the allocator takes beyond: of what comes and goes within a step, and of weights and gradients. Chosen where
+    # the out-of-memory rows and the successes part [aleph 289 and 210, bloom 5 and 62, llmf 116, zb 54].
+    fragments: float = 0.20
+    fragments_states: float = 0.26
+
+
+CONSTANTS = Constants()

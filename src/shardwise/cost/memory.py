@@ -1,0 +1,205 @@
+"""Bytes on a rank at its fullest, by part and by the place of its stage, for many layouts at once."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardwise.cluster.device import Device
+from shardwise.cost.constants import CONSTANTS, Constants
+from shardwise.cost.flight import in_flight
+from shardwise.cost.layouts import Layouts
+from shardwise.cost.numbers import Floats
+from shardwise.cost.software import Software
+from shardwise.cost.stage import Deal, share_of
+from shardwise.cost.states import PLACES, count_blocks
+from shardwise.model.activations import saved_bytes
+from shardwise.model.model import Block, Model
+from shardwise.model.operations import Attention, CrossEntropy, Norm
+from shardwise.model.share import Share
+
+_SELECTIVE = ("core_attention",)
+# Bytes of one logit at the worst moment: as it is (2), in fp32 (4), its gradient in both; a fused kernel writes the
+# gradient over the logit (facts 4.1: 6 for the first two, 8 to 12 in all).
+_LOGIT = 14.0
+_FUSED_LOGIT = 2.0
+# Bytes of one score of attention that come and go within it.
+_TORCH_SCORE = 8.0
+_FUSED_SCORE = 2.0
+
+
+#: Parts that a program's own count of allocated tensors leaves out.
+NOT_ALLOCATED = ("context", "buffers", "workspace", "fragments")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBytes:
+    """Bytes of each part on each place (first, middle, last stage) of each candidate: arrays of candidates x places."""
+
+    parts: Mapping[str, Floats]
+    host: Floats
+
+    @property
+    def by_place(self) -> Floats:
+        return sum(self.parts.values(), np.zeros(()))
+
+    @property
+    def peak(self) -> Floats:
+        """Bytes of the fullest rank."""
+        return np.asarray(self.by_place.max(axis=1))
+
+    @property
+    def allocated(self) -> Floats:
+        """Bytes of tensors on the fullest rank: without context, buffers, workspaces and what the allocator loses."""
+        parts = [part for name, part in self.parts.items() if name not in NOT_ALLOCATED]
+        return np.asarray(sum(parts, np.zeros(())).max(axis=1))
+
+    @property
+    def fullest(self) -> list[str]:
+        """The place of the fullest rank of each candidate."""
+        return [PLACES[index] for index in self.by_place.argmax(axis=1)]
+
+
+def step_bytes(
+    model: Model,
+    device: Device,
+    layouts: Layouts,
+    dealt: Deal,
+    *,
+    sequence: int,
+    software: Software | None = None,
+    constants: Constants = CONSTANTS,
+) -> StepBytes:
+    """Account for the memory of each layout, whose layers are dealt out as `dealt` says."""
+    software = software or Software()
+    share = share_of(layouts, sequence, software)
+    counts = count_blocks(model, layouts, dealt)
+    parts = _states(layouts, counts.dense, counts.expert, software)
+    parts |= _activations(model, layouts, dealt, share, software)
+    host = _on_host(parts, layouts)
+    every = np.ones((len(layouts), len(PLACES)))
+    if np.any(layouts.zero == 3):
+        # Two layers gathered (one ahead), the gradients of one as they are made and as they are reduced, and both ends.
+        gathered = counts.layer * (2 * 2.0 + 2.0 + software.reduce_bytes) + counts.ends * 2.0
+        parts["gathered"] = np.where(layouts.zero == 3, gathered, 0.0)[:, None] * every
+    if device.architecture != "cpu":
+        axes = (layouts.tp, layouts.dp * layouts.cp, layouts.pp, layouts.ep)
+        groups = 1.0 + sum((axis > 1).astype(np.float64) for axis in axes)
+        buffers = np.where(layouts.num_ranks > 1, groups * constants.group_bytes, 0.0)
+        moving = parts["activations"] + parts["recomputed"] + parts["loss"] + parts["scores"]
+        states = parts["weights"] + parts["gradients"]
+        parts["buffers"] = buffers[:, None] * every
+        parts["workspace"] = constants.workspace_bytes * every
+        parts["context"] = constants.context_bytes * every
+        parts["fragments"] = constants.fragments * moving + constants.fragments_states * states
+    return StepBytes(parts=parts, host=host)
+
+
+def _on_host(parts: dict[str, Floats], layouts: Layouts) -> Floats:
+    """Take off the device what lives on the host, and return the bytes of a rank there."""
+    host = np.zeros(len(layouts))
+    for share, names in (
+        (layouts.offload_optimizer, ("optimizer", "masters")),
+        (layouts.offload_parameters, ("weights",)),
+        (layouts.offload_activations, ("activations",)),
+    ):
+        for name in names:
+            host = host + (parts[name] * share[:, None]).max(axis=1)
+            parts[name] = parts[name] * (1.0 - share)[:, None]
+    return host
+
+
+def _states(layouts: Layouts, dense: Floats, expert: Floats, software: Software) -> dict[str, Floats]:
+    """Weights, gradients and the optimizer's states, as ZeRO spreads them. Experts have fewer replicas."""
+    replicas = (layouts.dp * layouts.cp).astype(np.float64)
+    group = np.where(layouts.zero_group > 0, layouts.zero_group, replicas)[:, None]
+    experts = np.maximum(replicas * layouts.tp / layouts.ep, 1.0)[:, None]
+    zero = layouts.zero[:, None]
+
+    def spread(stage: int) -> Floats:
+        return np.where(zero >= stage, dense / group + expert / experts, dense + expert)
+
+    width = 4.0 if software.precision == "fp32" else 2.0
+    masters = 4.0 if software.precision != "fp32" else 0.0
+    # Under ZeRO-3 the shards are the masters: fp32, and cast when they are gathered (FSDP, facts 4.2).
+    weights = np.where(zero >= 3, 0.0, dense + expert) * width
+    weights = weights + np.where((zero >= 3) & (masters == 0.0), spread(3) * width, 0.0)
+    return {
+        "weights": weights,
+        "gradients": spread(2) * software.gradient_bytes,
+        "optimizer": spread(1) * (software.state_bytes - 4.0),
+        "masters": spread(1) * masters,
+    }
+
+
+def _activations(model: Model, layouts: Layouts, dealt: Deal, share: Share, software: Software) -> dict[str, Floats]:
+    layers = [(block, count) for block, count in model.kinds if block.stack]
+    num_layers = sum(count for _, count in layers)
+    zero = np.zeros(len(layouts))
+    kept, whole, biggest = zero, zero, zero
+    for block, count in layers:
+        none = zero + saved(block, share, software)
+        chosen = np.where(
+            layouts.recompute == 2,
+            zero + block.input_bytes(share),
+            np.where(layouts.recompute == 1, zero + saved(block, share, software, _SELECTIVE), none),
+        )
+        kept, whole = kept + chosen * (count / num_layers), whole + none * (count / num_layers)
+        biggest = np.maximum(biggest, none)
+    first = next((index for index, block in enumerate(model.blocks) if block.stack), 0)
+    begin = sum((zero + saved(block, share, software) for block in model.blocks[:first]), zero)
+    ends = [block for block in model.blocks[first:] if not block.stack]
+    end = sum((zero + saved(block, share, software) for block in ends), zero)
+    loss = sum((zero + _loss_bytes(block, share, software) for block in ends), zero)
+    alone = layouts.pp == 1
+    last_rank: Floats = layouts.pp.astype(np.float64) - 1.0
+    flight = np.stack([in_flight(layouts, rank) for rank in (zero, np.minimum(1.0, last_rank), last_rank)], axis=1)
+    held = np.stack([dealt.first + dealt.extra, dealt.middle + dealt.extra, dealt.last], axis=1)
+    held = np.where(alone[:, None], num_layers, held)
+    activations = flight * held * kept[:, None]
+    activations[:, 0] += flight[:, 0] * begin
+    tail = np.stack([np.where(alone, 1.0, 0.0), zero, np.ones(len(layouts))], axis=1)
+    again = np.where(layouts.recompute == 2, biggest, 0.0)[:, None] * np.ones(len(PLACES))
+    if software.interpreted_pipe:
+        # What a stage sends is kept beside what it received until its gradient is back.
+        activations += flight * (zero + layers[0][0].output_bytes(share))[:, None] * (layouts.pp > 1)[:, None]
+    scores = zero + sum((_score_bytes(block, share, software) for block, _ in layers[:1]), zero)
+    return {
+        "scores": scores[:, None] * np.ones(len(PLACES)),
+        "activations": activations + tail * (end * flight[:, 2])[:, None],
+        "recomputed": again,
+        "loss": tail * loss[:, None],
+    }
+
+
+def saved(block: Block, share: Share, software: Software, recompute: tuple[str, ...] | str = "none") -> Floats:
+    """Bytes that a block keeps of one microbatch, norms and the rest fused as the software does."""
+    norms = [each for each in block.operations if isinstance(each, Norm)]
+    others = [each for each in block.operations if not isinstance(each, (Norm, CrossEntropy))]
+    return np.asarray(
+        saved_bytes(norms, replace(share, fused=software.fused_norms), recompute)
+        + saved_bytes(others, share, recompute),
+        dtype=np.float64,
+    )
+
+
+def _score_bytes(block: Block, share: Share, software: Software) -> Floats:
+    """Matrices of scores that live only inside attention: torch makes several, in fp32 too; a fused softmax one."""
+    total = np.zeros(())
+    for operation in block.operations:
+        if isinstance(operation, Attention) and not software.is_flash:
+            rows = np.asarray(share.num_rows(operation.rows), dtype=np.float64)
+            pairs = rows * share.sequence * -(-operation.heads // share.tp)
+            total = np.maximum(total, pairs * (_TORCH_SCORE if software.attention == "torch" else _FUSED_SCORE))
+    return total
+
+
+def _loss_bytes(block: Block, share: Share, software: Software) -> Floats:
+    """Logits while their loss is computed: as they are, in fp32, and their gradient (facts 4.1: 8 to 12 bytes each)."""
+    total = np.zeros(())
+    for operation in block.operations:
+        if isinstance(operation, CrossEntropy):
+            rows = np.asarray(share.num_rows(operation.rows), dtype=np.float64)
+            cut = share.tp if operation.cut == "tp" and software.parallel_loss else 1
+            total = total + rows * operation.vocabulary / cut * (_FUSED_LOGIT if software.fused_loss else _LOGIT)
+    return total

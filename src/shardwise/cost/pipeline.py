@@ -1,0 +1,83 @@
+"""Seconds of a pipeline by closed forms: how long a step is, given what one microbatch takes on each stage.
+
+The forms are those of facts 1.1 and 1.2, which the simulator of `schedule/` reproduces; here they are for many
+candidates at once. Stages may differ at the ends (embedding, head): a microbatch passes every stage once, and the
+slowest sets the pace.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwise.cost.numbers import Floats, Number
+
+SCHEDULES = (
+    "1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe", "dualpipe-v",
+)  # fmt: skip
+
+
+class Stage(NamedTuple):
+    """Seconds of one microbatch on one rank's stage."""
+
+    forward: Floats
+    input: Floats
+    weight: Floats
+
+    @property
+    def total(self) -> Floats:
+        return self.forward + self.input + self.weight
+
+
+class Span(NamedTuple):
+    """A pipelined step: all of it, the part in which the slowest rank idles for want of input, and what hops add."""
+
+    seconds: Floats
+    bubble: Floats
+    hops: Floats
+
+
+def span(
+    schedule: Number, pp: Number, chunks: Number, num_microbatches: Number, first: Stage, middle: Stage, last: Stage,
+    hop: Number,
+) -> Span:  # fmt: skip
+    """Seconds of a step over `pp` stages, all but the ends alike; `hop` is one transfer between ranks."""
+    code = np.asarray(schedule)
+    p, v, m = (np.asarray(each, dtype=np.float64) for each in (pp, chunks, num_microbatches))
+    slowest = np.where(p > 1, np.maximum(np.maximum(first.total, middle.total), last.total), first.total)
+    others = np.maximum(p - 2, 0.0)
+    through = np.where(p > 1, first.total + others * middle.total + last.total, first.total)
+    work = m * slowest
+    ramp = through - slowest
+    # Warm-up and cool-down of one whole backward; V schedules' leftovers in facts 1.3, for tF = tI = tW.
+    t_forward, t_input, t_weight = middle
+    shape = np.maximum(t_forward + t_input - t_weight, 0.0) / np.maximum(t_forward + t_input + t_weight, 1e-12)
+    ideal = {
+        "1f1b": ramp,
+        "gpipe": ramp,
+        "interleaved": ramp / v,
+        "looped-bfs": ramp / v,
+        "zb-h1": ramp * shape,
+        "zb-h2": ramp * 0.0,
+        "zb-v": ramp * 0.2,
+        "v-half": ramp / 2,
+        "v-min": ramp * 2 / 3,
+        "dualpipe": ramp / 3,
+        "dualpipe-v": ramp / 3,
+    }
+    # Hops that are not hidden: 1F1B waits for two with every microbatch (facts 1.2).
+    each = {
+        "1f1b": (p - 1) + (m - 1) * (p - 1) / p,
+        "gpipe": p - 1,
+        "interleaved": p * v - 1,
+        "looped-bfs": p - 1,
+        "zb-h1": 2 * (p - 1),
+        "zb-h2": 2 * (p - 1),
+        "zb-v": 2 * (p - 1),
+        "v-half": 2 * (p - 1),
+        "v-min": 2 * (p - 1),
+        "dualpipe": 2 * (p - 1),
+        "dualpipe-v": 2 * (p - 1),
+    }
+    bubble = np.choose(code, [np.broadcast_to(ideal[name], work.shape) for name in SCHEDULES])
+    hops = 2 * hop * np.choose(code, [np.broadcast_to(each[name], work.shape) for name in SCHEDULES])
+    return Span(work + bubble + hops, bubble, hops)

@@ -1,0 +1,59 @@
+"""How the software runs a model: what two programs with one layout may still do differently."""
+
+from dataclasses import dataclass
+
+#: Kernels of attention: torch's operations one by one; Megatron's fused softmax between two batched products;
+#: FlashAttention 1 and 2; and 3, or cuDNN's, which are alike.
+ATTENTION = ("torch", "megatron", "flash1", "flash2", "flash3")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Software:
+    """What is fused, overlapped and kept in which precision: many small facts, each of which a run may state."""
+
+    # Of matmuls in layers: fp32, fp16, bf16, fp8 (one scale a tensor), mxfp8 (one a block of 32), nvfp4.
+    precision: str = "bf16"
+    attention: str = "flash2"
+    # One kernel for a chain of elementwise operations; for a norm; for the loss, which then writes over the logits.
+    fused: bool = True
+    fused_norms: bool = True
+    fused_loss: bool = False
+    # Each tensor parallel rank takes the loss of its part of the vocabulary; else logits are gathered first.
+    parallel_loss: bool = True
+    # Gradients of weights are added to earlier ones by the product's own kernel.
+    fused_accumulation: bool = True
+    # What runs beside compute: reductions of gradients; gathers of shards; tensor parallel sums, all of them or only
+    # those of the backward, beside the gradients of weights; all-to-alls of experts; hops between stages.
+    overlap_gradients: bool = True
+    overlap_parameters: bool = True
+    overlap_tp: bool = False
+    async_tp: bool = False
+    overlap_experts: bool = False
+    overlap_hops: bool = False
+    # All-to-alls and grouped products made for experts (HybridEP and the kernels of its time).
+    fast_dispatch: bool = False
+    # A tensor parallel rank sends its part of an activation to the next stage, not all of it.
+    split_hops: bool = True
+    # The pipeline's instructions go through Python one by one, and what is sent is kept (DeepSpeed).
+    interpreted_pipe: bool = False
+    # Kernels are not launched one by one; or each is waited for (CUDA_LAUNCH_BLOCKING=1).
+    cuda_graphs: bool = False
+    blocking_launches: bool = False
+    # Bytes of a gradient as it is accumulated and as it is reduced, and of the optimizer's states with the masters.
+    gradient_bytes: int = 4
+    reduce_bytes: int = 4
+    state_bytes: int = 12
+
+    @property
+    def is_flash(self) -> bool:
+        return self.attention.startswith("flash")
+
+    @property
+    def matmul_precision(self) -> str:
+        """What the tensor cores compute in."""
+        return {"mxfp8": "fp8", "nvfp4": "fp4"}.get(self.precision, self.precision)
+
+    @property
+    def wide_precision(self) -> str:
+        """What stays out of 8 and 4 bits: attention, the head, routers."""
+        return "bf16" if self.matmul_precision in ("fp8", "fp4") else self.precision

@@ -1,0 +1,217 @@
+"""Seconds of one microbatch on the first, a middle and the last stage: compute, computed again, and communication."""
+
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.cluster.cluster import Pool
+from shardwise.cost.collective import Wires
+from shardwise.cost.compute import Engine
+from shardwise.cost.constants import Constants
+from shardwise.cost.layouts import Layouts
+from shardwise.cost.numbers import Floats, Number
+from shardwise.cost.software import Software
+from shardwise.model.model import Block, Model
+from shardwise.model.operations import Attention, Permutation
+from shardwise.model.share import Share
+
+_SELECTIVE = frozenset({"core_attention"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Seconds of one microbatch on some blocks: the three passes, what is computed again, and exposed communication."""
+
+    forward: Floats
+    input: Floats
+    weight: Floats
+    again: Floats
+    tp_forward: Floats
+    tp_backward: Floats
+    cp: Floats
+    ep: Floats
+
+    def times(self, factor: Number) -> "Work":
+        return Work(**{each.name: getattr(self, each.name) * factor for each in fields(Work)})
+
+    @property
+    def backward(self) -> Floats:
+        return self.input + self.weight + self.again
+
+    @property
+    def total(self) -> Floats:
+        return self.forward + self.backward + self.tp_forward + self.tp_backward + self.cp + self.ep
+
+
+def add(*works: Work) -> Work:
+    """All of several works."""
+    return Work(**{each.name: sum(getattr(work, each.name) for work in works) for each in fields(Work)})
+
+
+def pick(chosen: NDArray[np.bool_], work: Work, other: Work) -> Work:
+    """Of each candidate the work, where it is chosen, else the other."""
+    return Work(
+        **{each.name: np.where(chosen, getattr(work, each.name), getattr(other, each.name)) for each in fields(Work)}
+    )
+
+
+class Stages(NamedTuple):
+    """Work of one microbatch on a stage, by its place; `extra` is what the fullest has beyond a middle one."""
+
+    first: Work
+    middle: Work
+    last: Work
+    extra: Work
+    layer: Work
+    dealt: "Deal"
+
+
+class Deal(NamedTuple):
+    """Layers on a rank: of the first, a middle and the last stage, and what the fullest has beyond a middle one."""
+
+    first: Floats
+    middle: Floats
+    last: Floats
+    extra: Floats
+
+
+def deal(num_layers: int, layouts: Layouts, begin: Number, end: Number) -> Deal:
+    """Deal out layers over ranks. `begin` and `end` are what embedding and head weigh, in layers."""
+    pp = layouts.pp.astype(np.float64)
+    alone = layouts.pp == 1
+    weigh, count = layouts.balance == 2, layouts.balance == 1
+    first_less = np.where(weigh, begin, np.where(count, 1.0, 0.0))
+    last_less = np.where(weigh, end, np.where(count, 1.0, 0.0))
+    slots = (num_layers + first_less + last_less) / pp
+    first, last = np.maximum(slots - first_less, 0.0), np.maximum(slots - last_less, 0.0)
+    middle = np.where(pp > 2, (num_layers - first - last) / np.maximum(pp - 2, 1), slots)
+    pieces = layouts.chunks.astype(np.float64)
+    fullest = np.ceil(middle / pieces - 1e-9) * pieces
+    extra = np.where(alone | (pp <= 2) & weigh, 0.0, np.maximum(fullest - middle, 0.0))
+    return Deal(np.where(alone, num_layers, first), middle, last, extra)
+
+
+def share_of(layouts: Layouts, sequence: int, software: Software) -> Share:
+    """What one rank computes of one microbatch."""
+    return Share(
+        sequence=sequence,
+        microbatch=layouts.microbatch,
+        tp=layouts.tp,
+        sequence_parallel=layouts.sequence_parallel,
+        cp=layouts.cp,
+        ep=layouts.ep,
+        flash=software.is_flash,
+        fused=software.fused,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pricer:
+    """A model on a pool with its software: prices blocks of candidates."""
+
+    model: Model
+    pool: Pool
+    software: Software
+    constants: Constants
+    sequence: int
+
+    @property
+    def engine(self) -> Engine:
+        return Engine(device=self.pool.device, software=self.software, constants=self.constants)
+
+    @property
+    def wires(self) -> Wires:
+        return Wires(pool=self.pool)
+
+    def stages(self, layouts: Layouts) -> Stages:
+        """Work of one microbatch on each place of the pipeline."""
+        share = share_of(layouts, self.sequence, self.software)
+        layers = [(block, count) for block, count in self.model.kinds if block.stack]
+        num_layers = sum(count for _, count in layers)
+        outside = [block for block, _ in self.model.kinds if not block.stack]
+        split = next((index for index, block in enumerate(self.model.blocks) if block.stack), 0)
+        before = [block for block in outside if block in self.model.blocks[:split]]
+        after = [block for block in outside if block not in before]
+        layer = self._sum([(block, count / num_layers) for block, count in layers], layouts, share)
+        begin = self._sum([(block, 1.0) for block in before], layouts, share, again=False)
+        end = self._sum([(block, 1.0) for block in after], layouts, share, again=False)
+        weight = np.maximum(layer.total, 1e-12)
+        dealt = deal(num_layers, layouts, begin.total / weight, end.total / weight)
+        alone = layouts.pp == 1
+        first = add(layer.times(dealt.first), begin, end.times(alone.astype(np.float64)))
+        last = add(layer.times(dealt.last), end)
+        return Stages(first, layer.times(dealt.middle), last, layer.times(dealt.extra), layer, dealt)
+
+    def _sum(self, blocks: list[tuple[Block, float]], layouts: Layouts, share: Share, *, again: bool = True) -> Work:
+        zero = np.zeros(len(layouts))
+        nothing = Work(**{each.name: zero for each in fields(Work)})
+        return add(nothing, *(self.block(block, layouts, share, again=again).times(count) for block, count in blocks))
+
+    def block(self, block: Block, layouts: Layouts, share: Share, *, again: bool = True) -> Work:
+        """Work of one block; with `again`, recomputed as the layouts say."""
+        seconds = self.engine.block(block, share)
+        tp_forward, tp_backward = self._tp(block, layouts, share)
+        cp = self._cp(block, layouts, share)
+        ep_forward, ep_backward = self._ep(block, layouts, share)
+        zero = np.zeros(len(layouts))
+        rerun, repeated_tp, repeated_ep = zero, zero, zero
+        if again:
+            full = layouts.recompute == 2
+            selective = self.engine.rerun(block, share, _SELECTIVE)
+            rerun = np.where(full, seconds.forward, np.where(layouts.recompute == 1, selective, 0.0))
+            repeated_tp, repeated_ep = np.where(full, tp_forward, 0.0), np.where(full, ep_forward, 0.0)
+        return Work(
+            forward=seconds.forward + zero,
+            input=seconds.input + zero,
+            weight=seconds.weight + zero,
+            again=rerun + zero,
+            tp_forward=tp_forward + zero,
+            tp_backward=tp_backward + repeated_tp + zero,
+            cp=cp + zero,
+            ep=ep_forward + ep_backward + repeated_ep + zero,
+        )
+
+    def _tp(self, block: Block, layouts: Layouts, share: Share) -> tuple[Floats, Floats]:
+        """Sums over tensor parallel ranks: all-reduces, or under sequence parallelism gathers and scatters."""
+        group = self.wires.group(layouts.tp, 1)
+        num_bytes = np.asarray(share.num_rows(block.rows)) * block.output_elements * share.width
+        waits = self.constants.sync_seconds * (layouts.tp > 1)
+        reduce = self.wires.all_reduce(num_bytes, group) / self.constants.sync_rate + waits
+        gather = self.wires.all_gather(num_bytes, group) / self.constants.sync_rate + waits
+        forward = np.where(layouts.sequence_parallel, 2 * gather, reduce) * block.num_reductions
+        # Backward, sums run beside the gradients of weights if the software lets them; so does what sequence
+        # parallelism gathers once more for those.
+        hidden = self.constants.tp_hidden_backward * self.software.async_tp
+        backward = forward * (1.0 - hidden)
+        exposed = 1.0 - self.constants.tp_hidden * self.software.overlap_tp
+        return forward * exposed, backward * exposed
+
+    def _cp(self, block: Block, layouts: Layouts, share: Share) -> Floats:
+        """Keys and values around the ring of context parallel ranks, beside attention; what attention does not hide."""
+        total = np.zeros(len(layouts))
+        for operation in block.operations:
+            if isinstance(operation, Attention):
+                per_row = operation.kv_heads * (operation.qk_dim + operation.v_dim) * share.width
+                num_bytes = np.asarray(share.num_rows(operation.rows)) * per_row / layouts.tp
+                ring = (layouts.cp - 1) * self.wires.hop(num_bytes, layouts.tp, layouts.cp)
+                attention = self.engine.operation(operation, share)
+                total = total + np.maximum(ring - attention.forward, 0.0) + np.maximum(2 * ring - attention.input, 0.0)
+        return total
+
+    def _ep(self, block: Block, layouts: Layouts, share: Share) -> tuple[Floats, Floats]:
+        """Rows to their experts and back, forward and backward."""
+        total = np.zeros(len(layouts))
+        fast = self.software.fast_dispatch
+        rate = self.constants.fast_dispatch_rate if fast else self.constants.dispatch_rate
+        for operation in block.operations:
+            if isinstance(operation, Permutation):
+                rows = np.asarray(share.num_rows(operation.rows)) / share.outside
+                num_bytes = rows * operation.elements * share.width
+                group = self.wires.group(layouts.ep, 1)
+                exchanged = self.wires.dispatch(num_bytes, operation.top_k, group, once=fast)
+                waits = self.constants.sync_seconds * (layouts.ep > 1)
+                total = total + exchanged / rate + waits
+        exposed = 1.0 - self.constants.ep_hidden * self.software.overlap_experts
+        return total * exposed, total * exposed

@@ -1,0 +1,163 @@
+"""Seconds and bytes of a training step, by part, for many layouts at once."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardwise.cluster.cluster import Cluster, Pool
+from shardwise.cost.constants import CONSTANTS, Constants
+from shardwise.cost.interval import spread
+from shardwise.cost.layouts import Layouts
+from shardwise.cost.memory import StepBytes, step_bytes
+from shardwise.cost.numbers import Floats
+from shardwise.cost.pipeline import Stage, span
+from shardwise.cost.replicas import exchange
+from shardwise.cost.software import Software
+from shardwise.cost.stage import Pricer, Stages, Work, add, pick
+from shardwise.cost.states import Counts, count_blocks
+from shardwise.model.model import Model
+from shardwise.model.operations import Router
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A step of each candidate: seconds with the interval of nine in ten, where they go, and the bytes of its ranks.
+
+    The parts add up to the seconds. `fits` compares the fullest rank with what its device has.
+    """
+
+    seconds: Floats
+    low: Floats
+    high: Floats
+    parts: Mapping[str, Floats]
+    bytes: StepBytes
+    fits: np.ndarray
+
+
+def price(
+    model: Model,
+    cluster: Cluster,
+    layouts: Layouts,
+    *,
+    sequence: int,
+    software: Software | None = None,
+    constants: Constants = CONSTANTS,
+) -> Estimate:
+    """Price a step of each layout. Where pools differ, a step is as slow as on the slowest, and must fit every one."""
+    each = [_price_on(model, pool, layouts, sequence, software or Software(), constants) for pool in cluster.pools]
+    if len(each) == 1:
+        return each[0]
+    slowest = np.stack([one.seconds for one in each]).argmax(axis=0)
+
+    def of_slowest(values: list[Floats]) -> Floats:
+        return np.asarray(np.choose(slowest, values))
+
+    return Estimate(
+        seconds=of_slowest([one.seconds for one in each]),
+        low=of_slowest([one.low for one in each]),
+        high=of_slowest([one.high for one in each]),
+        parts={name: of_slowest([one.parts[name] for one in each]) for name in each[0].parts},
+        bytes=each[0].bytes,
+        fits=np.logical_and.reduce([one.fits for one in each]),
+    )
+
+
+def _price_on(
+    model: Model, pool: Pool, layouts: Layouts, sequence: int, software: Software, constants: Constants
+) -> Estimate:
+    pricer = Pricer(model=model, pool=pool, software=software, constants=constants, sequence=sequence)
+    stages = pricer.stages(layouts)
+    counts = count_blocks(model, layouts, stages.dealt)
+    held = step_bytes(
+        model, pool.device, layouts, stages.dealt, sequence=sequence, software=software, constants=constants
+    )
+    parts = _parts(pricer, layouts, stages, counts)
+    seconds = sum(parts.values(), np.zeros(len(layouts)))
+    has_experts = any(isinstance(each, Router) for block, _ in model.kinds for each in block.operations)
+    width = spread(parts, seconds, has_experts=has_experts)
+    return Estimate(
+        seconds=seconds,
+        low=seconds / (1 + width),
+        high=seconds * (1 + width),
+        parts=parts,
+        bytes=held,
+        fits=held.peak <= pool.device.memory_bytes,
+    )
+
+
+def _parts(pricer: Pricer, layouts: Layouts, stages: Stages, counts: Counts) -> dict[str, Floats]:
+    """Where the seconds of a step go: those of the slowest stage, and what the pipeline and the replicas add."""
+    num = layouts.num_microbatches.astype(np.float64)
+    fullest = add(stages.middle, stages.extra)
+    slowest = _slowest(stages.first, fullest, stages.last, layouts)
+    played = span(
+        layouts.schedule,
+        layouts.pp,
+        layouts.chunks,
+        num,
+        _as_stage(stages.first),
+        _as_stage(fullest),
+        _as_stage(stages.last),
+        _hop(pricer, layouts),
+    )
+    fill = pricer.constants.pipe_fill * pricer.software.interpreted_pipe * (layouts.pp > 1)
+    return {
+        "compute": num * (slowest.forward + slowest.input + slowest.weight),
+        "recompute": num * slowest.again,
+        "tp": num * (slowest.tp_forward + slowest.tp_backward),
+        "cp": num * slowest.cp,
+        "ep": num * slowest.ep,
+        "bubble": played.bubble + fill * slowest.total,
+        "hops": played.hops,
+        "dp": exchange(pricer, layouts, counts, stages, slowest),
+        "optimizer": _optimizer(pricer, layouts, counts),
+        "other": np.full(len(layouts), pricer.constants.step_seconds),
+    }
+
+
+def _as_stage(work: Work) -> Stage:
+    exchanged = (work.cp + work.ep) / 2
+    return Stage(
+        work.forward + work.tp_forward + exchanged,
+        work.input + work.again + work.tp_backward + exchanged,
+        work.weight,
+    )
+
+
+def _slowest(first: Work, middle: Work, last: Work, layouts: Layouts) -> Work:
+    """The work of the stage that sets the pace."""
+    alone = layouts.pp == 1
+    is_last = ~alone & (last.total > np.maximum(first.total, middle.total))
+    is_middle = ~alone & ~is_last & (middle.total >= first.total)
+    return pick(is_last, last, pick(is_middle, middle, first))
+
+
+def _hop(pricer: Pricer, layouts: Layouts) -> Floats:
+    """Seconds of one activation to the next stage."""
+    rows = layouts.microbatch * (pricer.sequence / layouts.cp)
+    split = np.where(layouts.sequence_parallel | pricer.software.split_hops, layouts.tp, 1)
+    num_bytes = rows * pricer.model.hidden * 2 / split
+    stride = layouts.tp * layouts.cp * layouts.dp
+    hop = pricer.wires.hop(num_bytes, stride, layouts.pp)
+    exposed = 1.0 - pricer.constants.hop_hidden * pricer.software.overlap_hops
+    return hop / pricer.constants.hop_rate * exposed
+
+
+def _optimizer(pricer: Pricer, layouts: Layouts, counts: Counts) -> Floats:
+    """Adam on the states that a rank owns: 30 bytes of each parameter pass through memory (facts 4.4), and the norm.
+
+    What lives on the host is stepped there, by the device's share of the cores, and crosses over and back.
+    """
+    replicas = (layouts.dp * layouts.cp).astype(np.float64)
+    group = np.where(layouts.zero_group > 0, layouts.zero_group, replicas)
+    experts = np.maximum(replicas * layouts.tp / layouts.ep, 1.0)
+    dense, expert = counts.dense.max(axis=1), counts.expert.max(axis=1)
+    owned = np.where(layouts.zero >= 1, dense / group + expert / experts, dense + expert)
+    moved = owned * (30 + 2 * pricer.software.gradient_bytes)
+    rate = pricer.pool.device.memory_bytes_per_second * pricer.constants.streaming
+    on_device: Floats = pricer.constants.optimizer * moved / rate
+    host, devices = pricer.pool.node.host, pricer.pool.node.devices_per_node
+    stepped = owned / (host.adam_parameters_per_core_second * host.num_cores / devices)
+    on_host: Floats = np.maximum(stepped, 4 * owned / host.device_bytes_per_second)
+    return on_device * (1 - layouts.offload_optimizer) + on_host * layouts.offload_optimizer

@@ -1,0 +1,123 @@
+"""What can be combined, in one table: the engines refuse by it before anything is launched, and the planner plans by it.
+
+Whatever is not named here composes. Each rule says when it applies, what is wrong, and the nearest plan that can be run.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from shardwise.errors import ShardwiseError
+from shardwise.planner.plan import Offload, Plan
+
+_MOST_CHUNKS_OF_AUTO = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """Plans that cannot be run, why, and what can be instead."""
+
+    name: str
+    applies: Callable[[Plan], bool]
+    problem: Callable[[Plan], str]
+    instead: Callable[[Plan], Plan]
+
+
+def _is_stale(plan: Plan) -> bool:
+    return plan.schedule == "pipedream-2bw"
+
+
+def _other_axes(plan: Plan) -> str:
+    return ",".join(f"{axis}={getattr(plan, axis)}" for axis in ("dp", "tp", "cp") if getattr(plan, axis) > 1)
+
+
+def _offloaded(plan: Plan) -> str:
+    names = [name for name in ("optimizer", "parameters", "activations") if getattr(plan.offload, name)]
+    return names[0] if names else ""
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        name="zero without replicas",
+        applies=lambda plan: plan.zero > 0 and plan.dp * plan.cp == 1,
+        problem=lambda plan: f"zero={plan.zero} shares states out over replicas, and dp=1 x cp=1 is one alone",
+        instead=lambda plan: replace(plan, zero=0, zero_group=None),
+    ),
+    Rule(
+        name="two weight versions on a mesh",
+        applies=lambda plan: _is_stale(plan) and plan.num_ranks > plan.pp,
+        problem=lambda plan: f"schedule=pipedream-2bw keeps two versions of the weights, which {_other_axes(plan)} does"
+        " not know of yet",
+        instead=lambda plan: replace(plan, schedule="1f1b"),
+    ),
+    Rule(
+        name="sequence and context parallelism together",
+        applies=lambda plan: plan.sp and plan.cp > 1,
+        problem=lambda plan: f"sp=true and cp={plan.cp} both cut sequences, and one does not know of the other yet",
+        instead=lambda plan: replace(plan, sp=False),
+    ),
+    Rule(
+        name="offload",
+        applies=lambda plan: bool(_offloaded(plan)),
+        problem=lambda plan: f"offload.{_offloaded(plan)}={getattr(plan.offload, _offloaded(plan)):g}: the engines keep"
+        " everything on the device yet",
+        instead=lambda plan: replace(
+            plan, offload=Offload(), recompute="full" if plan.offload.activations else plan.recompute
+        ),
+    ),
+    Rule(
+        name="selective recomputation",
+        applies=lambda plan: plan.recompute == "selective",
+        problem=lambda plan: "recompute=selective: the engines recompute all of a stage's forward or nothing yet",
+        instead=lambda plan: replace(plan, recompute="full"),
+    ),
+    Rule(
+        name="fp16",
+        applies=lambda plan: plan.precision == "fp16",
+        problem=lambda plan: "precision=fp16 needs its loss scaled, which the engines do not do yet",
+        instead=lambda plan: replace(plan, precision="bf16"),
+    ),
+    Rule(
+        name="many chunks of auto",
+        applies=lambda plan: plan.schedule == "auto" and (plan.chunks or 0) > _MOST_CHUNKS_OF_AUTO,
+        problem=lambda plan: f"schedule=auto makes 1 or {_MOST_CHUNKS_OF_AUTO} chunks on a rank, not {plan.chunks}",
+        instead=lambda plan: replace(plan, chunks=_MOST_CHUNKS_OF_AUTO),
+    ),
+    Rule(
+        name="layers of auto",
+        applies=lambda plan: plan.schedule == "auto" and plan.layers is not None and not _fits_auto(plan),
+        problem=lambda plan: f"layers is for {len(plan.layers or ())} stages, but schedule=auto over pp={plan.pp} makes "
+        f"{' or '.join(map(str, _counts_of_auto(plan)))}",
+        instead=lambda plan: replace(plan, layers=None),
+    ),
+)
+
+
+def check_composition(plan: Plan) -> None:
+    """Refuse a plan that is right in itself but cannot be run, with the nearest one that can."""
+    for rule in RULES:
+        if rule.applies(plan):
+            raise ShardwiseError(rule.problem(plan), remedy=str(nearest_plan(plan)))
+
+
+def composes(plan: Plan) -> bool:
+    """Whether the engines run a plan."""
+    return not any(rule.applies(plan) for rule in RULES)
+
+
+def nearest_plan(plan: Plan) -> Plan:
+    """The plan, or the nearest one that can be run."""
+    for rule in RULES:
+        if rule.applies(plan):
+            plan = rule.instead(plan)
+    assert composes(plan), f"no rule may lead to what another refuses: {plan}"
+    return plan
+
+
+def _counts_of_auto(plan: Plan) -> list[int]:
+    return [plan.pp * chunks for chunks in range(1, (plan.chunks or _MOST_CHUNKS_OF_AUTO) + 1)]
+
+
+def _fits_auto(plan: Plan) -> bool:
+    return len(plan.layers or ()) in _counts_of_auto(plan)
+
+

@@ -1,0 +1,190 @@
+"""What a published run states beside its layout: the model, and the software that ran it.
+
+Two programs with one layout differ in what they fuse, overlap and keep in which precision. A row says so in its notes,
+its detail, or by naming the program (and release) it was run with. Here that is looked up; nothing here is a number
+that was fitted, and no source has a factor of its own.
+"""
+
+import re
+from dataclasses import replace
+from functools import lru_cache
+
+from shardwise.cost.software import Software
+from shardwise.model.catalogue import find_name, get_model
+from shardwise.model.describe import Sizes, describe
+from shardwise.model.model import Model
+from shardwise.model.prediction import with_prediction
+from shardwise.planner.runs import Run, SkippedError
+
+# Megatron-LM pads GPT-2's vocabulary of 50257 to 51200 for 8 tensor parallel ranks; rows that name none mean this.
+_USUAL_VOCABULARY = 51200
+
+# Megatron-LM of 2021: fused softmax, no flash attention, fp16, gradients in one exchange at the end of the step.
+_MEGATRON_2021 = Software(
+    precision="fp16",
+    attention="megatron",
+    overlap_gradients=False,
+    overlap_parameters=False,
+    reduce_bytes=2,
+    gradient_bytes=4,
+    fused_loss=True,
+)
+# Of 2022 (Korthikanti et al.): sums of tensor parallel ranks beside the gradients of weights.
+_MEGATRON_2022 = replace(_MEGATRON_2021, async_tp=True, reduce_bytes=4)
+# Megatron-DeepSpeed as BLOOM was prepared with: DeepSpeed's pipeline, whole activations sent by every tensor parallel
+# rank, gradients in fp16 (bf16 runs: in fp32 too), CUDA_LAUNCH_BLOCKING=1 on 40 nodes and more (NOTES.md).
+_MEGATRON_DEEPSPEED = replace(
+    _MEGATRON_2021,
+    gradient_bytes=2,
+    fused_accumulation=False,
+    interpreted_pipe=True,
+    split_hops=False,
+    fused_loss=False,
+    state_bytes=16,
+)
+# Aleph Alpha's training of Llama (arXiv 2311.05610): kernels as the row names them, elementwise operations of torch.
+_ALEPH_ALPHA = Software(
+    attention="flash2",
+    fused=False,
+    fused_norms=False,
+    overlap_gradients=False,
+    overlap_parameters=False,
+    fused_accumulation=False,
+    gradient_bytes=2,
+    reduce_bytes=4,
+    parallel_loss=False,
+    split_hops=False,
+)
+# llm-foundry: FSDP1, FlashAttention, norms in low precision, elementwise operations of torch. `mp=PURE` reduces in
+# bf16.
+_LLM_FOUNDRY = Software(attention="flash1", fused=False, gradient_bytes=4, reduce_bytes=4, fused_loss=True)
+# Megatron-Core with Transformer Engine: cuDNN attention, fused kernels, everything overlapped that can be.
+_MEGATRON_CORE = Software(
+    attention="flash3", async_tp=True, overlap_tp=True, overlap_hops=True, cuda_graphs=True, fused_loss=True
+)
+# NanoTron, InternEvo: FlashAttention 2, gradients in fp32, overlapped.
+_NANOTRON = Software(attention="flash2", fused_loss=False)
+
+_PROGRAMS = (
+    ("llm-foundry", _LLM_FOUNDRY),
+    ("Aleph-Alpha", _ALEPH_ALPHA),
+    ("bigscience", _MEGATRON_DEEPSPEED),
+    ("Zero Bubble", _MEGATRON_2022),
+    ("Korthikanti", _MEGATRON_2022),
+    ("Megatron-Bridge", _MEGATRON_CORE),
+    ("mcore", _MEGATRON_CORE),
+    ("nanotron", _NANOTRON),
+    ("InternEvo", _NANOTRON),
+    ("Megatron", _MEGATRON_2021),
+)
+# Programs whose GPT trains with dropout, as Megatron-LM's does.
+_WITH_DROPOUT = ("Megatron SC21", "Megatron-LM git", "MT-NLG", "Zero Bubble", "Korthikanti")
+_PRECISIONS = {"fp8-cs": "fp8", "fp8-mx": "mxfp8"}
+_KERNELS = {"torch": "torch", "fused": "megatron", "flash_attention": "flash1", "flash_attentionv1.0.8": "flash1"}
+
+
+def software_of(run: Run) -> Software:
+    """The software that a run names; without a name, that of today."""
+    source = run.text("source")
+    found = next((software for word, software in _PROGRAMS if word.lower() in source.lower()), Software())
+    precision = run.text("precision")
+    if precision:
+        found = replace(found, precision=_PRECISIONS.get(precision, precision))
+    kernel = re.search(r"attn_kernel=([^;]*)", run.text("detail"))
+    if kernel is not None:
+        name = kernel[1].split(" + ")[0].strip()
+        found = replace(found, attention=_KERNELS.get(name, "flash2"), fused_norms="RMS" in kernel[1])
+    if "mp=PURE" in run.text("data_parallel"):
+        found = replace(found, reduce_bytes=2)
+    if "DeepSpeed" in source or "bigscience" in source.lower():
+        found = replace(
+            found,
+            blocking_launches=run.count("num_gpus") >= 320,
+            gradient_bytes=6 if "fp32 grad" in run.text("notes") else 2,
+        )
+    return _with_experts(found, run)
+
+
+def balance_of(run: Run) -> str:
+    """How layers are dealt out: as many on each stage; where that does not go, with light ends or by weight.
+
+    DeepSpeed gives some stages a layer more, as the rows of BLOOM note themselves.
+    """
+    layers, pp = run.count("layers", 0), run.count("pp")
+    if layers % pp == 0:
+        return "even"
+    if (layers + 2) % pp == 0:
+        return "ends"
+    return "even" if "bigscience" in run.text("source").lower() else "weight"
+
+
+def _with_experts(software: Software, run: Run) -> Software:
+    """Mixtures under Megatron-Bridge: overlap of all-to-alls and CUDA graphs where the row or its release has them."""
+    if run.text("arch") != "moe":
+        return software
+    notes = run.text("notes")
+    release = re.search(r"\[(\d\d\.\d\d)", run.text("source"))
+    # HybridEP and graphs of whole layers came for NVL72 systems with 26.06; cards are of that time.
+    rack = run.text("gpu").startswith("gb")
+    is_hybrid = "Nemotron" in run.text("model")  # Its Mamba layers are in no graph.
+    is_new = rack and not is_hybrid and (release is None or release[1] >= "26.06")
+    if "GPT-OSS" in run.text("model") and not is_new:
+        # Experts with biases and a clamped gate had no fused kernel yet.
+        software = replace(software, fused=False)
+    # Its recipes for mixtures keep gradients and moments in bf16 beside masters in fp32 (precision-aware optimizer, M).
+    return replace(
+        software,
+        gradient_bytes=2,
+        reduce_bytes=2,
+        state_bytes=8,
+        overlap_experts=is_new or "EP overlap on" in notes or "HybridEP + EP overlap" in notes,
+        cuda_graphs=is_new or (not is_hybrid and "HybridEP" in notes),
+        fast_dispatch=is_new or "HybridEP" in notes,
+    )
+
+
+def model_of(run: Run) -> Model:
+    """The model of a run: by its name if the catalogue has it and the row says no other sizes, else by its sizes."""
+    called = run.text("model").split(" (")[0].removesuffix(" SFT").removesuffix(" LoRA")
+    known = find_name(called)
+    if known is not None and (run.text("arch") == "moe" or not run.text("hidden")):
+        model = get_model(known)
+        predicts = known == "deepseek-v3" and "w/o MTP" not in run.text("model")
+        return _predicting(known) if predicts else model
+    if not run.text("hidden") or not run.text("layers"):
+        raise SkippedError(f"the sizes of {run.text('model')} are not published and the catalogue has no such model")
+    return _described(
+        layers=run.count("layers"),
+        hidden=run.count("hidden"),
+        heads=run.count("heads"),
+        kv_heads=run.count("kv_heads", run.count("heads")),
+        ffn=run.count("ffn_hidden", 0),
+        vocabulary=run.count("vocab", _USUAL_VOCABULARY),
+        sequence=run.count("sequence"),
+        is_bloom="bigscience" in run.text("source").lower(),
+        dropout=any(word in run.text("source") for word in _WITH_DROPOUT),
+    )
+
+
+@lru_cache(maxsize=8)
+def _predicting(name: str) -> Model:
+    return with_prediction(get_model(name))
+
+
+@lru_cache(maxsize=256)
+def _described(
+    *, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocabulary: int, sequence: int, is_bloom: bool,
+    dropout: bool,
+) -> Model:  # fmt: skip
+    is_gpt = kv_heads == heads and ffn in (0, 4 * hidden)
+    sizes = Sizes(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=ffn or None,
+        vocabulary=vocabulary,
+        positions=sequence,
+        dropout=dropout and is_gpt and not is_bloom,
+    )
+    return describe("bloom" if is_bloom and is_gpt else "gpt" if is_gpt else "llama", sizes)

@@ -1,0 +1,1 @@
+"""Tables of published runs that come with Shardwise."""

@@ -1,0 +1,152 @@
+"""Bytes of a rank: Korthikanti's figures to every digit, ZeRO's table, and what grows with what."""
+
+import numpy as np
+import pytest
+
+from shardwise.cluster.catalogue import get_device
+from shardwise.cost.flight import in_flight
+from shardwise.cost.layouts import Layouts
+from shardwise.cost.memory import saved, step_bytes
+from shardwise.cost.pipeline import SCHEDULES
+from shardwise.cost.software import Software
+from shardwise.cost.stage import Deal, share_of
+from shardwise.cost.states import count_blocks
+from shardwise.model.describe import Sizes, describe
+from shardwise.model.model import Model
+from tests.cost.priced import ask
+
+GIB = 2**30
+MEGATRON = Software(precision="fp16", attention="megatron")
+
+# facts 4.1: layers, hidden, heads, microbatch, pp, chunks; activations of the first stage in GiB, nothing recomputed
+# without sequence parallelism, and scores recomputed with it.
+KORTHIKANTI = {
+    "22B": (48, 6144, 64, 4, 1, 1, 59.25, 9.5625),
+    "175B": (96, 12288, 96, 1, 8, 3, 66.84375, 12.3515625),
+    "530B": (105, 20480, 128, 1, 35, 3, 114.0234, 23.0762),
+    "1T": (128, 25600, 160, 1, 64, 1, 131.25, 26.5625),
+}
+
+
+def gpt(layers: int, hidden: int, heads: int) -> Model:
+    return describe("gpt", Sizes(layers=layers, hidden=hidden, heads=heads, vocabulary=51200, dropout=True))
+
+
+@pytest.mark.parametrize("name", KORTHIKANTI)
+@pytest.mark.parametrize("selective", [False, True])
+def test_activations_are_korthikantis_to_every_digit(name: str, selective: bool) -> None:
+    layers, hidden, heads, microbatch, pp, chunks, plain, chosen = KORTHIKANTI[name]
+    model = gpt(layers, hidden, heads)
+    layouts = Layouts.of(
+        tp=8,
+        pp=pp,
+        chunks=chunks,
+        microbatch=microbatch,
+        num_microbatches=1000,
+        sequence_parallel=selective,
+        schedule=SCHEDULES.index("interleaved" if chunks > 1 else "1f1b"),
+    )
+    block = next(block for block, _ in model.kinds if block.stack)
+    share = share_of(layouts, 2048, MEGATRON)
+    kept = saved(block, share, MEGATRON, ("core_attention",) if selective else "none")
+    held = in_flight(layouts, np.zeros(1)) * layers / pp * kept / GIB
+    assert float(held[0]) == pytest.approx(chosen if selective else plain, rel=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "hidden", "heads", "batch", "num_gpus", "seconds", "mfu"),
+    [
+        ("22B", 48, 6144, 64, 4, 8, 1.10, 41.7),
+        ("175B", 96, 12288, 96, 64, 64, 13.75, 51.4),
+        ("530B", 105, 20480, 128, 280, 280, 37.83, 56.0),
+        ("1T", 128, 25600, 160, 512, 512, 71.49, 56.3),
+    ],
+)
+def test_mfu_of_the_measured_steps_is_korthikantis(
+    name: str, layers: int, hidden: int, heads: int, batch: int, num_gpus: int, seconds: float, mfu: float
+) -> None:
+    # facts 5: the formula 72BsLh^2(1 + s/6h + V/12Lh), attention counted in full, at 312 TFLOP/s.
+    model = gpt(layers, hidden, heads)
+    share = share_of(Layouts.of(microbatch=1), 2048, MEGATRON)
+    flops = float(np.asarray(model.flops(share).total).max()) * batch
+    assert round(100 * flops / (seconds * num_gpus * 312e12), 1) == mfu, name
+
+
+@pytest.mark.parametrize(
+    ("zero", "per_parameter"),
+    [(0, 16.0), (1, 4 + 12 / 64), (2, 2 + 14 / 64), (3, 14 / 64)],
+)
+def test_states_are_spread_as_zero_says(zero: int, per_parameter: float) -> None:
+    # facts 4.2, 2-byte gradients; under ZeRO-3 the masters are the shards, so 2 of the 16 bytes are not there.
+    found = ask("8x8xh100", dp=64, zero=zero, software=Software(gradient_bytes=2))
+    names = ("weights", "gradients", "optimizer", "masters")
+    states = sum(found.bytes.parts[name][0, 0] for name in names)
+    layouts = Layouts.of(dp=64, zero=zero)
+    model_bytes = (
+        states
+        / count_blocks(
+            _llama(), layouts, Deal(np.array([32.0]), np.array([32.0]), np.array([32.0]), np.zeros(1))
+        ).dense[0, 0]
+    )
+    assert model_bytes == pytest.approx(per_parameter)
+
+
+def _llama() -> Model:
+    from shardwise.model.catalogue import get_model
+
+    return get_model("llama3-8b")
+
+
+def test_a_first_stage_holds_a_microbatch_for_every_stage_below() -> None:
+    layouts = Layouts.of(pp=4, num_microbatches=[2, 8], schedule=SCHEDULES.index("1f1b"))
+    assert in_flight(layouts, np.zeros(2)).tolist() == [2, 4]
+    assert in_flight(layouts, np.full(2, 3.0)).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "peak"),
+    [("gpipe", 1, 8), ("interleaved", 2, 11 / 2), ("zb-h1", 1, 4), ("zb-h2", 1, 7), ("zb-v", 2, 4), ("v-half", 2, 3)],
+)
+def test_schedules_hold_what_facts_say_for_four_ranks_and_eight_microbatches(
+    schedule: str, chunks: int, peak: float
+) -> None:
+    layouts = Layouts.of(pp=4, chunks=chunks, num_microbatches=8, schedule=SCHEDULES.index(schedule))
+    assert in_flight(layouts, np.zeros(1))[0] == peak
+
+
+def test_recomputation_trades_activations_for_a_working_set() -> None:
+    none, selective, full = (ask("8xh100", dp=8, recompute=choice).bytes for choice in (0, 1, 2))
+    assert full.parts["activations"][0, 0] < selective.parts["activations"][0, 0] <= none.parts["activations"][0, 0]
+    assert full.parts["recomputed"][0, 0] > none.parts["recomputed"][0, 0] == 0
+    assert full.peak[0] < none.peak[0]
+
+
+def test_what_is_offloaded_is_on_the_host() -> None:
+    here, half = ask("8xh100", dp=8, zero=1), ask("8xh100", dp=8, zero=1, offload_optimizer=0.5)
+    for name in ("optimizer", "masters"):
+        assert half.bytes.parts[name] == pytest.approx(here.bytes.parts[name] / 2)
+    assert here.bytes.host[0] == 0
+    assert half.bytes.host[0] > 0
+    assert half.seconds[0] > here.seconds[0]
+
+
+def test_the_last_stage_has_the_logits_and_the_first_the_most_activations() -> None:
+    parts = ask("8xh100", pp=8, num_microbatches=16).bytes.parts
+    assert parts["loss"][0].tolist()[:2] == [0, 0]
+    assert parts["loss"][0, 2] > 0
+    assert parts["activations"][0, 0] > parts["activations"][0, 1] > parts["activations"][0, 2]
+
+
+def test_many_layouts_are_counted_at_once_as_one_by_one() -> None:
+    tp = [1, 2, 4, 8]
+    together = ask("8xh100", tp=tp, sequence_parallel=True).bytes.peak
+    alone = [ask("8xh100", tp=one, sequence_parallel=True).bytes.peak[0] for one in tp]
+    assert together.tolist() == pytest.approx(alone)
+
+
+def test_bytes_need_no_cluster_only_a_device() -> None:
+    layouts = Layouts.of()
+    whole = np.array([32.0])
+    held = step_bytes(_llama(), get_device("cpu"), layouts, Deal(whole, whole, whole, np.zeros(1)), sequence=128)
+    assert "context" not in held.parts
+    assert held.fullest == ["first"]

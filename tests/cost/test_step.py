@@ -1,0 +1,93 @@
+"""The whole step: parts that add up, layouts ranked as physics says, and pipelines against the simulator."""
+
+import numpy as np
+import pytest
+
+from shardwise.cost.layouts import Layouts
+from shardwise.cost.pipeline import SCHEDULES, Stage, span
+from shardwise.cost.software import Software
+from shardwise.schedule.catalogue import make_schedule
+from shardwise.schedule.passes.lower import lower
+from shardwise.schedule.prices import StageTimes, stage_prices
+from shardwise.schedule.simulate import simulate
+from tests.cost.priced import ask
+
+
+def test_the_parts_add_up_to_the_step_and_the_interval_is_around_it() -> None:
+    found = ask("8x8xh100", tp=[1, 2, 8], dp=[64, 16, 4], pp=[1, 2, 2], num_microbatches=[1, 4, 16], zero=1)
+    assert sum(found.parts.values()) == pytest.approx(found.seconds)
+    assert (found.low < found.seconds).all()
+    assert (found.seconds < found.high).all()
+
+
+def test_a_candidate_costs_the_same_alone_as_among_others() -> None:
+    tp, pp = np.meshgrid([1, 2, 4, 8], [1, 2, 4, 8])
+    columns = {"tp": tp.ravel(), "pp": pp.ravel(), "dp": 64 // (tp * pp).ravel(), "num_microbatches": 16}
+    together = ask("8x8xh100", **columns)
+    for index in range(16):
+        one = ask("8x8xh100", **{name: np.broadcast_to(column, 16)[index] for name, column in columns.items()})
+        assert one.seconds[0] == pytest.approx(together.seconds[index])
+        assert one.bytes.peak[0] == pytest.approx(together.bytes.peak[index])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zb-h1"])
+@pytest.mark.parametrize("num_microbatches", [8, 16])
+def test_a_pipeline_of_equal_stages_takes_as_long_as_the_simulator_plays(schedule: str, num_microbatches: int) -> None:
+    times = StageTimes(forward=1.0, input_gradient=1.1, weight_gradient=0.9)
+    chunks = 2 if schedule == "interleaved" else None
+    made = lower(make_schedule(schedule, 4, num_microbatches, chunks))
+    played = simulate(made, stage_prices(made.placement, [times] * 4)).makespan
+    stage = Stage(*(np.array([value]) for value in (1.0, 1.1, 0.9)))
+    found = span(np.array([SCHEDULES.index(schedule)]), 4, chunks or 1, num_microbatches, stage, stage, stage, 0.0)
+    assert float(found.seconds[0]) == pytest.approx(played, rel=1e-6)
+
+
+@pytest.mark.parametrize(("schedule", "num_hops"), [("1f1b", 2 * (3 + 5)), ("gpipe", 2 * 3)])
+def test_hops_cost_what_facts_say(schedule: str, num_hops: int) -> None:
+    # facts 1.2: 1F1B pays 2[(p-1) + floor((m-1)(p-1)/p)] hops; p = 4, m = 8.
+    stage = Stage(*(np.ones(1) for _ in range(3)))
+    found = span(np.array([SCHEDULES.index(schedule)]), 4, 1, 8, stage, stage, stage, 0.01)
+    assert float(found.hops[0]) == pytest.approx(num_hops * 0.01, rel=0.05)
+
+
+def test_tensor_parallelism_across_nodes_is_slower_than_inside() -> None:
+    found = ask("2x8xh100", model="llama3-70b", tp=[8, 16], dp=[2, 1], num_microbatches=[4, 8])
+    assert found.parts["tp"][1] > 2 * found.parts["tp"][0]
+
+
+def test_overlap_hides_gradients_but_not_all() -> None:
+    hidden = ask("8x8xh100", dp=64, num_microbatches=4, zero=1)
+    plain = ask(
+        "8x8xh100",
+        dp=64,
+        num_microbatches=4,
+        zero=1,
+        software=Software(overlap_gradients=False, overlap_parameters=False),
+    )
+    assert 0 < hidden.parts["dp"][0] < plain.parts["dp"][0] / 2
+
+
+def test_full_recomputation_costs_about_a_forward() -> None:
+    none, full = ask("8xh100", dp=8), ask("8xh100", dp=8, recompute=2)
+    assert full.parts["recompute"][0] == pytest.approx(none.parts["compute"][0] / 3.2, rel=0.12)
+
+
+def test_unequal_pools_go_at_the_pace_of_the_slowest_and_must_all_fit() -> None:
+    mixed = ask("1x8xh100+1x8xa100-40g", dp=16)
+    slow = ask("2x8xa100-40g", dp=16)
+    assert mixed.seconds[0] == pytest.approx(slow.seconds[0], rel=0.2)
+    assert not mixed.fits[0]
+    assert ask("2x8xh200", dp=16, zero=1).fits[0]
+
+
+def test_layers_by_weight_take_from_the_stage_with_the_head() -> None:
+    even, by_weight = (ask("2x8xh100", pp=16, num_microbatches=64, balance=choice) for choice in (0, 2))
+    assert by_weight.seconds[0] < even.seconds[0]
+
+
+def test_a_large_batch_of_candidates_is_priced_at_once() -> None:
+    count = 20_000
+    tp = np.random.default_rng(0).choice([1, 2, 4, 8], count)
+    found = ask("64x8xh100", model="llama3-70b", tp=tp, dp=512 // tp, num_microbatches=4, zero=1)
+    assert len(found.seconds) == len(Layouts.of(tp=tp)) == count
+    assert np.isfinite(found.seconds).all()

@@ -315,9 +315,11 @@ def keep(rows: list[dict[str, Any]], idle: dict[str, float]) -> list[dict[str, A
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="only the best few schedules")
+    parser.add_argument("--alone", action="store_true", help="without torch's, whose gloo may lack what theirs need")
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each, of which the median counts")
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
     given = parser.parse_args()
+    theirs = [] if given.alone else THEIR_FEW if given.quick else list(THEIRS)
     idle = idle_cost()
     print("microseconds an instruction:", {kind: round(value, 1) for kind, value in idle.items()}, flush=True)
     rows: list[dict[str, Any]] = []
@@ -328,10 +330,8 @@ def main() -> int:
             microbatches=2 * size, slowness=tuple(SLOWER if rank == size // 2 else 1.0 for rank in range(size))
         )
         with Ranks(size) as ranks:
-            rows += measure(
-                ranks, even, OUR_FEW if given.quick else OURS, THEIR_FEW if given.quick else list(THEIRS), given.steps
-            )
-            rows += measure(ranks, slow, OUR_FEW, THEIR_FEW, given.steps)
+            rows += measure(ranks, even, OUR_FEW if given.quick else OURS, theirs, given.steps)
+            rows += measure(ranks, slow, OUR_FEW, [each for each in THEIR_FEW if each in theirs], given.steps)
         late = keep(rows, idle)
     return int(bool(late) or idle["median"] > MOST_MICROSECONDS)
 

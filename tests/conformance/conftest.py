@@ -1,22 +1,25 @@
 """The engines that take part in the matrix, and what becomes of its errors."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.conformance.cases import MODELS, SCHEDULES, cases_of
+from tests.conformance.cases import MODELS, ONE_PROCESS, PROCESSES, RUNNERS, SCHEDULES, cases_of
 from tests.conformance.outcomes import Runner, in_one_process
+from tests.conformance.processes import Pools, import_once
 from tests.conformance.table import PAGE, Table
 from tests.runtime.small import small_matrices
-
-RUNNERS: dict[str, Runner] = {"one process": in_one_process}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-docs",
         action="store_true",
-        help="run the parity matrix over every number of stages and write docs/conformance.md",
+        help="write docs/conformance.md from what the parity matrix shows (no -n)",
+    )
+    parser.addoption(
+        "--every-layout", action="store_true", help="run each cell of the parity matrix in all its numbers of stages"
     )
 
 
@@ -25,13 +28,31 @@ def _writes(config: pytest.Config) -> bool:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give a test that takes a `case` each case of the matrix."""
+    """Give a test that takes a `case` each case of the matrix, with each runner, and whether to run it twice.
+
+    One that takes a `runner` alone gets each.
+    """
     if "case" in metafunc.fixturenames:
-        everything = _writes(metafunc.config)
+        everything = bool(metafunc.config.getoption("--every-layout", default=False))
         # A model at a time: what is made for one serves all of its cases.
-        cells = [(model, schedule) for model in MODELS for schedule in SCHEDULES]
-        cases = [case for cell in cells for case in cases_of(*cell, all_layouts=everything)]
-        metafunc.parametrize("case", cases, ids=str)
+        rows = [
+            (case, runner, everything or runner == ONE_PROCESS or number % 5 == 0)
+            for model in MODELS
+            for number, schedule in enumerate(SCHEDULES, MODELS.index(model))
+            for runner in RUNNERS
+            for case in cases_of(model, schedule, runner, all_layouts=everything)
+        ]
+        ids = [f"{case}-{runner.replace(' ', '-')}" for case, runner, _ in rows]
+        metafunc.parametrize(("case", "runner_name", "twice"), rows, ids=ids)
+    elif "runner_name" in metafunc.fixturenames:
+        metafunc.parametrize("runner_name", RUNNERS)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Before any test starts ranks, so that all of them are forked from one process that has imported their models."""
+    ours = any(Path(__file__).parent in item.path.parents for item in session.items)
+    if ours and not session.config.option.collectonly:
+        import_once()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -40,16 +61,24 @@ def quick() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=RUNNERS)
-def runner(request: pytest.FixtureRequest) -> Runner:
-    return RUNNERS[request.param]
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Pools]:
+    found = Pools()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def runner(runner_name: str, pools: Pools) -> Runner:
+    return {ONE_PROCESS: in_one_process, PROCESSES: pools.run}[runner_name]
 
 
 @pytest.fixture(scope="session")
 def table(request: pytest.FixtureRequest) -> Iterator[Table]:
     """Collects the errors of a run, and writes them down if that was asked for and all were seen."""
-    noted = Table()
+    noted = Table(PAGE.read_text(encoding="utf-8"))
     yield noted
     if _writes(request.config):
-        assert noted.is_whole, "docs/conformance.md is written by a run of all cases, in one process (no -n)"
+        assert request.session.testsfailed == 0, "docs/conformance.md is written by a run in which all pass"
+        assert noted.is_whole, "docs/conformance.md is written by a run of all cases of a model (no -n)"
         PAGE.write_text(noted.page(), encoding="utf-8")

@@ -1,6 +1,6 @@
 """What a case comes to: by the plain module, and by an engine.
 
-An engine takes part in the matrix by a function from a case to its outcome: see `in_one_process`.
+An engine takes part in the matrix by a `Runner`, a function from a case to its outcome: see `in_one_process`.
 """
 
 import inspect
@@ -16,6 +16,7 @@ from shardwise.runtime.engine import Engine
 from shardwise.runtime.pipeline import schedule_of
 from shardwise.runtime.split import split
 from shardwise.runtime.stage import Split
+from shardwise.runtime.trainer import Trainer
 from tests.conformance.cases import Case, loss_of, make_batches, make_module, make_optimizer
 
 
@@ -27,36 +28,67 @@ class Outcome:
     gradients: Mapping[str, Tensor]
     weights: Mapping[str, Tensor]
 
+    def is_same(self, other: "Outcome") -> bool:
+        """Bit for bit."""
+        return (
+            self.losses == other.losses
+            and _are_same(self.gradients, other.gradients)
+            and _are_same(self.weights, other.weights)
+        )
+
+
+def _are_same(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
+    return some.keys() == others.keys() and all(torch.equal(some[name], others[name]) for name in some)
+
 
 Runner = Callable[[Case], Outcome]
 
 
 def plain(case: Case) -> Outcome:
-    """The module as it is, on one microbatch after the other. Schedule, ranks and chunks make no difference."""
-    return _plain(replace(case, schedule="gpipe", num_ranks=1, num_chunks=None))
+    """The module as it is, on one microbatch after the other. Ranks, chunks and their order make no difference."""
+    return _plain(replace(case, schedule=case.schedule if case.is_stale else "gpipe", num_ranks=1, num_chunks=None))
 
 
 @cache
 def _plain(case: Case) -> Outcome:
     module, loss = make_module(case.model), loss_of(case.model)
-    optimizer = make_optimizer(case.optimizer)(module.parameters())
+    used = list(module.parameters())
+    # The module computes with weights that are one step old, W(t-1); the optimizer steps on W(t).
+    newest = [nn.Parameter(each.detach().clone()) for each in used] if case.is_stale else used
+    optimizer = make_optimizer(case.optimizer)(newest)
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
     for batch in make_batches(case):
-        optimizer.zero_grad()
+        module.zero_grad()
         total, count = 0.0, 0.0
         for microbatch in cut_batch(batch, case.num_microbatches):
             result = loss(module(**_arguments(module, microbatch)), microbatch)
             share, number = result if isinstance(result, tuple) else (result, 1)
             share.backward()  # type: ignore[no-untyped-call]
             total, count = total + float(share.detach()), count + float(number)
-        for parameter in module.parameters():
+        for parameter in used:
             if parameter.grad is not None:
                 parameter.grad.div_(count)
         losses.append(total / count)
-        gradients = gradients or gradients_of(module)
+        gradients = gradients or gradients_of(dict(module.named_parameters()))
+        if case.is_stale:
+            _hand_over(used, newest)
         optimizer.step()
+    _copy(newest, used)
     return Outcome(losses=tuple(losses), gradients=gradients, weights=weights_of(module))
+
+
+def _hand_over(used: list[nn.Parameter], newest: list[nn.Parameter]) -> None:
+    """Give the gradients of W(t-1) to W(t), which is about to become W(t+1), and let the module have W(t)."""
+    for old, new in zip(used, newest, strict=True):
+        new.grad, old.grad = old.grad, None
+    _copy(newest, used)
+
+
+@torch.no_grad()
+def _copy(sources: list[nn.Parameter], targets: list[nn.Parameter]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
 
 
 def _arguments(module: nn.Module, microbatch: Mapping[str, Tensor]) -> dict[str, Tensor | bool]:
@@ -65,16 +97,28 @@ def _arguments(module: nn.Module, microbatch: Mapping[str, Tensor]) -> dict[str,
     return {**given, "use_cache": False} if "use_cache" in names else given
 
 
-def gradients_of(module: nn.Module) -> dict[str, Tensor]:
+def gradients_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """Every gradient. None is as good as one of zeros: an expert that nobody chose has either."""
     return {
-        name: torch.zeros_like(each) if each.grad is None else each.grad.clone()
-        for name, each in module.named_parameters()
+        name: torch.zeros_like(each) if each.grad is None else each.grad.clone() for name, each in parameters.items()
     }
 
 
-def weights_of(module: nn.Module) -> dict[str, Tensor]:
+def weights_of(module: nn.Module | Trainer) -> dict[str, Tensor]:
     return {name: each.detach().clone() for name, each in module.state_dict().items()}
+
+
+def train(engine: Trainer, case: Case) -> Outcome:
+    """What an engine makes of a case. The gradients are those of the parameters that it holds."""
+    losses: list[float] = []
+    gradients: dict[str, Tensor] = {}
+    for batch in make_batches(case):
+        losses.append(engine.train_step(batch))
+        if not gradients:
+            # Where a step is left unfinished, so are its gradients.
+            engine.flush()
+            gradients = gradients_of(engine.parameters)
+    return Outcome(losses=tuple(losses), gradients=gradients, weights=weights_of(engine))
 
 
 def in_one_process(case: Case) -> Outcome:
@@ -89,12 +133,7 @@ def in_one_process(case: Case) -> Outcome:
         loss=loss_of(case.model),
         optimizer=make_optimizer(case.optimizer),
     )
-    losses: list[float] = []
-    gradients: dict[str, Tensor] = {}
-    for batch in make_batches(case):
-        losses.append(engine.train_step(batch))
-        gradients = gradients or gradients_of(module)
-    return Outcome(losses=tuple(losses), gradients=gradients, weights=weights_of(module))
+    return train(engine, case)
 
 
 @cache

@@ -1,54 +1,106 @@
-"""The table of docs/conformance.md: models by schedules, and the worst error of each cell."""
+"""docs/conformance.md: for each engine a table of models by schedules, and the worst error of each cell."""
 
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
-from tests.conformance.cases import MODELS, SCHEDULES, Case, layouts
+from tests.conformance.cases import MODELS, ONE_PROCESS, PROCESSES, RUNNERS, SCHEDULES, Case, layouts_for
 
 PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
 
 _HEAD = """\
 # Conformance
 
-Every model below, unmodified, is trained under every schedule with weights of the newest step, and held against the
-plain module on the same microbatches: the loss and every gradient of a step, and the weights after three steps of AdamW
-or SGD with momentum. On a second run loss and gradients are the same bit for bit. The models are small and random:
-those of `transformers` (`tests/runtime/families.py`), a ResNet-50 and a U-Net (`tests/runtime/nets.py`).
+Every model below, unmodified, is trained under every schedule, and held against the plain module on the same
+microbatches: the losses and every gradient of the first step, and the weights after three steps of AdamW or SGD with
+momentum. PipeDream-2BW, whose gradients are one step old, is held against a plain module that steps with gradients as
+old: W(t+1) = W(t) - lr g(W(t-1)). A second run gives the same losses, gradients and weights bit for bit. The models are
+small and random, in fp32: those of `transformers` (`tests/runtime/families.py`), a ResNet-50 and a U-Net
+(`tests/runtime/nets.py`).
 
-A number is the worst relative error of a gradient, ||ours - plain|| / ||plain||, over all tensors and over all numbers
-of stages that are named at the bottom; 1e-5 is what we promise. 0 is the same bit for bit.
+A number is the worst relative error of a gradient, ||ours - plain|| / ||plain||, over all tensors; in the last column
+it is that of a weight after three steps, over all schedules. 1e-5 is what we promise. 0 is the same bit for bit. Each
+cell has one of the numbers of stages that are named at the bottom, another for each model.
 
-This page is written by the tests: `pytest tests/conformance --write-docs`.
-
+This page is written by the tests: `pytest tests/conformance --write-docs`, for all models, or with `-k` for some. With
+`--every-layout` each cell is the worst of all its numbers of stages.
 """
+_SECTIONS = {
+    ONE_PROCESS: "One process\n\nAll ranks of the schedule in one process, one after the other.\n",
+    PROCESSES: "Processes\n\nEach rank is a process with the weights of its own stages; values move over gloo.\n",
+}
+_TITLES = ["model", *SCHEDULES, "weights"]
+_FIGURE = re.compile(r"(0|\de-\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Errors:
+    """The worst relative error of a gradient of the first step, and of a weight after the last."""
+
+    gradient: float
+    weight: float
 
 
 class Table:
-    """The errors that were seen."""
+    """The errors that were seen, and the rows of a page, which stay where a model is not run."""
 
-    def __init__(self) -> None:
-        self._errors: dict[tuple[str, str], float] = {}
+    def __init__(self, page: str = "") -> None:
+        self._errors: dict[tuple[str, str], dict[str, Errors]] = {}
+        self._kept = _rows_of(page)
 
-    def note(self, case: Case, error: float) -> None:
-        cell = case.model, case.schedule
-        self._errors[cell] = max(error, self._errors.get(cell, 0.0))
+    def note(self, runner: str, case: Case, errors: Errors) -> None:
+        row = self._errors.setdefault((runner, case.model), {})
+        before = row.get(case.schedule, errors)
+        row[case.schedule] = Errors(
+            gradient=max(errors.gradient, before.gradient), weight=max(errors.weight, before.weight)
+        )
 
     @property
     def is_whole(self) -> bool:
-        return len(self._errors) == len(MODELS) * len(SCHEDULES)
+        """Whether each row is from one run of all its schedules, or was there."""
+        rows = ((runner, model) for runner in RUNNERS for model in MODELS)
+        return all(
+            len(self._errors[row]) == len(SCHEDULES) if row in self._errors else row in self._kept for row in rows
+        )
 
     def page(self) -> str:
-        rows = [["model", *SCHEDULES], ["---"] * (len(SCHEDULES) + 1)]
-        rows += [[model, *(_digits(self._errors[model, schedule]) for schedule in SCHEDULES)] for model in MODELS]
-        rows.append(["stages", *(_stages(schedule) for schedule in SCHEDULES)])
-        return _HEAD + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+        return "\n".join([_HEAD, *(f"## {_SECTIONS[runner]}\n{self._table(runner)}" for runner in RUNNERS)])
+
+    def _table(self, runner: str) -> str:
+        rows = [_TITLES, ["---"] * len(_TITLES), *(self._row(runner, model) for model in MODELS)]
+        rows.append(["stages", *(_stages(runner, each) for each in SCHEDULES), ""])
+        return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+    def _row(self, runner: str, model: str) -> list[str]:
+        errors = self._errors.get((runner, model))
+        if errors is None:
+            return self._kept[runner, model]
+        cells = [errors[schedule].gradient for schedule in SCHEDULES] + [max(each.weight for each in errors.values())]
+        return [model, *map(_digits, cells)]
+
+
+def _rows_of(page: str) -> dict[tuple[str, str], list[str]]:
+    """The rows of a page that are about the schedules of today."""
+    found = {}
+    for runner, (title, *lines) in zip(RUNNERS, _sections_of(page), strict=False):
+        assert _SECTIONS[runner].startswith(title), f"a section about {title}"
+        rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("|")]
+        if rows[0] == _TITLES:
+            found.update({(runner, row[0]): row for row in rows[2:-1]})
+    return found
+
+
+def _sections_of(page: str) -> list[list[str]]:
+    return [section.splitlines() for section in page.split("\n## ")[1:]]
 
 
 def _digits(error: float) -> str:
     return "0" if error == 0 else f"{error:.0e}".replace("e-0", "e-")
 
 
-def _stages(schedule: str) -> str:
-    return ", ".join(str(count) for count in dict.fromkeys(_count(schedule, *each) for each in layouts(schedule)))
+def _stages(runner: str, schedule: str) -> str:
+    counts = sorted({_count(schedule, *each) for each in layouts_for(runner, schedule)})
+    return ", ".join(map(str, counts))
 
 
 def _count(schedule: str, num_ranks: int, num_chunks: int | None, num_microbatches: int) -> int:
@@ -57,7 +109,9 @@ def _count(schedule: str, num_ranks: int, num_chunks: int | None, num_microbatch
     ).num_stages
 
 
-def listed(page: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The models and the schedules that a page lists."""
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("|")]
-    return tuple(row[0] for row in rows[2:-1]), tuple(rows[0][1:])
+def without_figures(page: str) -> str:
+    """A page but for its errors: what does not change from run to run."""
+    lines = (line.split(" | ") for line in page.splitlines())
+    return "\n".join(
+        " | ".join("*" if _FIGURE.fullmatch(cell.strip("| ")) else cell for cell in line) for line in lines
+    )

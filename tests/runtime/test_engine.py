@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW
 
 from shardwise.errors import ShardwiseError
-from shardwise.planner.plan import Offload, Plan
+from shardwise.planner.plan import Plan
 from shardwise.runtime.batch import cut_batch
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.parallel import parallelize
@@ -66,48 +66,20 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], toleranc
         assert float((found[name] - wanted).norm()) <= tolerance * float(wanted.norm()), name
 
 
-@pytest.mark.parametrize(
-    ("plan", "problem", "remedy"),
-    [
-        (Plan(dp=2, pp=2), "dp=2: the engines run pipelines (pp), and no other axis yet", "pp=4"),
-        (Plan(tp=2, cp=3, pp=2), "tp=2,cp=3: the engines run pipelines (pp), and no other axis yet", "pp=12"),
-        (Plan(pp=2, zero=1), "zero=1 shards over dp, and the engines run pipelines (pp) alone yet", "zero=0"),
-        (
-            Plan(pp=2, offload=Offload(optimizer=0.5)),
-            "offload.optimizer=0.5: the engines keep everything on the device yet",
-            "offload.optimizer=0",
-        ),
-        (
-            Plan(pp=2, offload=Offload(activations=1)),
-            "offload.activations=1: the engines keep everything on the device yet",
-            "offload.activations=0, and recompute=full to hold less",
-        ),
-        (
-            Plan(pp=2, recompute="selective"),
-            "recompute=selective: the engines recompute all of a stage's forward or nothing yet",
-            "recompute=full, or recompute=none",
-        ),
-        (
-            Plan(pp=2, precision="fp16"),
-            "precision=fp16 needs its loss scaled, which the engines do not do yet",
-            "precision=bf16",
-        ),
-        (
-            Plan(pp=2, schedule="auto", chunks=3, microbatches=2),
-            "schedule=auto makes 1 or 2 chunks on a rank, not 3",
-            "chunks=2, or schedule=interleaved",
-        ),
-        (
-            Plan(pp=2, schedule="auto", layers=(1, 1, 2), microbatches=2),
-            "layers is for 3 stages, but schedule=auto over pp=2 makes 2 or 4",
-            "layers=4+4",
-        ),
-    ],
-)
-def test_a_plan_that_cannot_be_run_yet_is_refused_with_one_that_can(plan: Plan, problem: str, remedy: str) -> None:
+def test_axes_that_need_processes_are_refused_where_there_is_one() -> None:
     with pytest.raises(ShardwiseError) as caught:
-        an_engine(plan)
-    assert (caught.value.problem, caught.value.remedy) == (problem, remedy)
+        an_engine("dp=2,tp=2,pp=2")
+    assert str(caught.value) == (
+        "dp=2,tp=2 needs processes: one alone runs all ranks of a pipeline (pp), and of no other axis\n"
+        "  try: sw.spawn(fn, devices=8), or torchrun --nproc-per-node 8"
+    )
+
+
+def test_what_does_not_compose_is_refused_with_the_nearest_plan_that_does() -> None:
+    with pytest.raises(ShardwiseError) as caught:
+        an_engine("pp=2,zero=1,precision=fp16")
+    assert caught.value.problem == "zero=1 shares states out over replicas, and dp=1 x cp=1 is one alone"
+    assert caught.value.remedy == "pp=2,precision=bf16"
 
 
 def test_a_module_that_is_frozen_altogether_is_refused() -> None:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import ShardwiseError
 from shardwise.runtime.engine import Engine
+from shardwise.runtime.mesh_engine import MeshEngine
 from shardwise.runtime.parallel import parallelize
 from shardwise.runtime.process_engine import ProcessEngine
 from shardwise.runtime.spawn import Ranks
@@ -82,7 +83,9 @@ def an_engine(
 ) -> Engine | ProcessEngine:
     torch.set_num_threads(1)
     given: dict[str, Any] = {"loss": token_loss, "optimizer": sgd, "example": tokens(), **changed}
-    return parallelize(build(), plan, **given)
+    engine = parallelize(build(), plan, **given)
+    assert not isinstance(engine, MeshEngine)
+    return engine
 
 
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:

@@ -1,6 +1,6 @@
-"""What can be combined, in one table: the engines refuse by it before anything is launched, and the planner plans by it.
+"""What can be combined, in one table: engines refuse by it before anything is launched, and the planner plans by it.
 
-Whatever is not named here composes. Each rule says when it applies, what is wrong, and the nearest plan that can be run.
+Whatever is not named here composes. Each rule says when it applies, what is wrong, and the nearest plan that can run.
 """
 
 from collections.abc import Callable
@@ -45,8 +45,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="two weight versions on a mesh",
         applies=lambda plan: _is_stale(plan) and plan.num_ranks > plan.pp,
-        problem=lambda plan: f"schedule=pipedream-2bw keeps two versions of the weights, which {_other_axes(plan)} does"
-        " not know of yet",
+        problem=lambda plan: (
+            f"schedule=pipedream-2bw keeps two versions of the weights, which {_other_axes(plan)} does not know of yet"
+        ),
         instead=lambda plan: replace(plan, schedule="1f1b"),
     ),
     Rule(
@@ -58,8 +59,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="offload",
         applies=lambda plan: bool(_offloaded(plan)),
-        problem=lambda plan: f"offload.{_offloaded(plan)}={getattr(plan.offload, _offloaded(plan)):g}: the engines keep"
-        " everything on the device yet",
+        problem=lambda plan: (
+            f"offload.{_offloaded(plan)}={getattr(plan.offload, _offloaded(plan)):g}: the engines keep"
+            " everything on the device yet"
+        ),
         instead=lambda plan: replace(
             plan, offload=Offload(), recompute="full" if plan.offload.activations else plan.recompute
         ),
@@ -67,13 +70,15 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="selective recomputation",
         applies=lambda plan: plan.recompute == "selective",
-        problem=lambda plan: "recompute=selective: the engines recompute all of a stage's forward or nothing yet",
+        problem=lambda plan: (
+            f"recompute={plan.recompute}: the engines recompute all of a stage's forward or nothing yet"
+        ),
         instead=lambda plan: replace(plan, recompute="full"),
     ),
     Rule(
         name="fp16",
         applies=lambda plan: plan.precision == "fp16",
-        problem=lambda plan: "precision=fp16 needs its loss scaled, which the engines do not do yet",
+        problem=lambda plan: f"precision={plan.precision} needs its loss scaled, which the engines do not do yet",
         instead=lambda plan: replace(plan, precision="bf16"),
     ),
     Rule(
@@ -85,8 +90,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="layers of auto",
         applies=lambda plan: plan.schedule == "auto" and plan.layers is not None and not _fits_auto(plan),
-        problem=lambda plan: f"layers is for {len(plan.layers or ())} stages, but schedule=auto over pp={plan.pp} makes "
-        f"{' or '.join(map(str, _counts_of_auto(plan)))}",
+        problem=lambda plan: (
+            f"layers is for {len(plan.layers or ())} stages, but schedule=auto over pp={plan.pp} makes "
+            f"{' or '.join(map(str, _counts_of_auto(plan)))}"
+        ),
         instead=lambda plan: replace(plan, layers=None),
     ),
 )
@@ -119,5 +126,3 @@ def _counts_of_auto(plan: Plan) -> list[int]:
 
 def _fits_auto(plan: Plan) -> bool:
     return len(plan.layers or ()) in _counts_of_auto(plan)
-
-

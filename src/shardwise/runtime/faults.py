@@ -297,6 +297,52 @@ class Watch:
             _break(group)
 
 
+class Waiter(Protocol):
+    """What those who wait for other ranks of a pipeline need of a watch."""
+
+    def at(self, place: object) -> None: ...
+
+    def wait(self, work: Waitable, what: object, peer: int) -> None: ...
+
+    def wait_for(self, event: threading.Event, where: Callable[[], tuple[object, int] | None]) -> None: ...
+
+    def explain(self, error: BaseException, peer: int) -> NoReturn: ...
+
+    def guard(self, group: dist.ProcessGroup) -> None: ...
+
+
+class PipelineWatch:
+    """The watch of a rank as its pipeline sees it, where the world has several: peers are places in the pipeline."""
+
+    def __init__(self, watch: Watch, ranks: Sequence[int]) -> None:
+        self._watch, self._ranks = watch, ranks
+
+    def at(self, place: object) -> None:
+        """See `Watch.at`."""
+        self._watch.at(place)
+
+    def guard(self, group: dist.ProcessGroup) -> None:
+        """See `Watch.guard`."""
+        self._watch.guard(group)
+
+    def wait(self, work: Waitable, what: object, peer: int) -> None:
+        """See `Watch.wait`."""
+        self._watch.wait(work, what, self._ranks[peer])
+
+    def wait_for(self, event: threading.Event, where: Callable[[], tuple[object, int] | None]) -> None:
+        """See `Watch.wait_for`."""
+
+        def in_world() -> tuple[object, int] | None:
+            found = where()
+            return None if found is None else (found[0], self._ranks[found[1]])
+
+        self._watch.wait_for(event, in_world)
+
+    def explain(self, error: BaseException, peer: int) -> NoReturn:
+        """See `Watch.explain`."""
+        self._watch.explain(error, self._ranks[peer])
+
+
 class _Board:
     """The places of all ranks in the store. Clocks of machines differ, so only the reader's own clock is used:
     a rank has been silent since the reader last saw its place change, and a place changes with every beat."""

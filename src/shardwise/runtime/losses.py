@@ -48,6 +48,21 @@ def _remedy(error: Exception, output: Any, batch: Batch) -> str:
     return "a loss(output, batch) of what the module returns and of what the batch has"
 
 
+def summed_only(loss: Loss, cp: int) -> Loss:
+    """The same loss, refused if it is a mean: ranks have different numbers of tokens that count."""
+
+    def checked(output: Any, batch: Batch) -> tuple[Tensor, Tensor | int | float]:
+        result = loss(output, batch)
+        if not isinstance(result, tuple):
+            raise ShardwiseError(
+                f"the loss is a mean, and under cp={cp} a mean of means over parts of sequences is not the whole's",
+                remedy="return the sum and the number that it is summed over: total, (labels != -100).sum()",
+            )
+        return result
+
+    return checked
+
+
 def by_rows(loss: Loss) -> Loss:
     """The same loss where microbatches differ in size: a mean weighs as much as it has rows, padding nothing."""
 

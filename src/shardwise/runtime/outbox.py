@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from shardwise.runtime.faults import Watch
+from shardwise.runtime.faults import Waiter
 
 _HELD_BYTES = 64 * 2**20
 _FOREVER = timedelta(days=1)
@@ -57,7 +57,7 @@ class Outbox(Protocol):
 class WaitingOutbox:
     """For gloo. The newest are held; those before them are a thread's, which waits for them first to last."""
 
-    def __init__(self, watch: Watch | None, held_bytes: int = _HELD_BYTES) -> None:
+    def __init__(self, watch: Waiter | None, held_bytes: int = _HELD_BYTES) -> None:
         self._watch, self._most_bytes = watch, held_bytes
         self._newest: deque[Sent] = deque()
         self._num_bytes = 0

@@ -7,10 +7,13 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise import environment
+from shardwise.errors import ShardwiseError
+from shardwise.planner.composition import check_composition
 from shardwise.planner.plan import Plan
-from shardwise.runtime.able import check_module, check_plan
+from shardwise.runtime.able import check_alone, check_module
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.interpreter import Loss
+from shardwise.runtime.mesh_engine import MeshEngine
 from shardwise.runtime.prepare import prepare
 from shardwise.runtime.process_engine import ProcessEngine
 from shardwise.runtime.rank import choose_backend
@@ -29,7 +32,7 @@ def parallelize(
     compile: bool | str = False,
     seed: int = 0,
     pad: bool = False,
-) -> Engine | ProcessEngine:
+) -> Engine | ProcessEngine | MeshEngine:
     """Return an engine that trains `module` under `plan`.
 
     `plan` may be a `Plan` or its short form, `pp=3,schedule=zb-v,microbatches=8`. `loss(output, batch)` gives the mean
@@ -44,11 +47,20 @@ def parallelize(
     Where `torch.distributed` has several ranks, each of them runs one of the plan. Under `torchrun` it is started here.
     """
     chosen = Plan.parse(plan) if isinstance(plan, str) else plan
-    check_plan(chosen)
+    check_composition(chosen)
     check_module(module)
     _join_if_launched()
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         chosen.check_world(dist.get_world_size())
+        if chosen.num_ranks > chosen.pp:
+            if compile:
+                raise ShardwiseError(
+                    f"compile with plan {chosen}: blocks are compiled in pipelines (pp) alone yet",
+                    remedy="compile=False",
+                )
+            return MeshEngine(
+                module, chosen, loss=loss, optimizer=optimizer, example=example, clip=clip, seed=seed, pad=pad
+            )
         return ProcessEngine(
             module,
             chosen,
@@ -60,6 +72,7 @@ def parallelize(
             seed=seed,
             pad=pad,
         )
+    check_alone(chosen)
     stages, schedule = prepare(module, chosen, loss=loss, example=example, pad=pad, seed=seed, compile=compile)
     return Engine(module, chosen, stages, schedule, loss=loss, optimizer=optimizer, clip=clip, pad=pad)
 

@@ -15,10 +15,11 @@ from shardwise.runtime.interpreter import Interpreter, Loss, Tally
 from shardwise.runtime.local import Record
 from shardwise.runtime.losses import by_rows
 from shardwise.runtime.manner import Manner
+from shardwise.runtime.notes import gather_notes
 from shardwise.runtime.pipeline import forward_only
 from shardwise.runtime.prepare import prepare
 from shardwise.runtime.processes import ProcessExecutor
-from shardwise.runtime.recording import Note, Recording
+from shardwise.runtime.recording import Recording
 from shardwise.runtime.stage import Batch
 from shardwise.runtime.state import joined
 from shardwise.runtime.statistics import SharedStatistics
@@ -146,14 +147,11 @@ class ProcessEngine(Trainer):
         return told
 
     def _gather_notes(self, recording: Recording) -> None:
-        """Everybody tells everybody, by one clock. A rank runs no more than its list, and what was left of the last."""
-        correction = self._clock.correction()
-        mine = torch.full((2 * max(map(len, self.schedule.orders)) + 1, 3), -1.0, dtype=torch.float64)
-        for row, note in enumerate(recording.notes_of(self.rank)):
-            mine[row] = torch.tensor([note.position, note.start + correction, note.end + correction])
-        told = [torch.empty_like(mine) for _ in self.schedule.orders]
-        work: Any = dist.all_gather(told, mine, group=self._everybody, async_op=True)
-        self._watch.wait(work, "the gathering of the trace")
-        recording.clear()
-        for rank, rows in enumerate(told):
-            recording.add(rank, (Note(int(row[0]), row[1], row[2]) for row in rows.tolist() if row[0] >= 0))
+        gather_notes(
+            recording,
+            self.schedule,
+            self.rank,
+            group=self._everybody,
+            correction=self._clock.correction(),
+            watch=self._watch,
+        )

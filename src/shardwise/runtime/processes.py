@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import NamedTuple, Protocol
 
 from shardwise.runtime.calls import calls_of
-from shardwise.runtime.faults import Watch
+from shardwise.runtime.faults import Waiter
 from shardwise.runtime.interpreter import Interpreter, Loss, Tally
 from shardwise.runtime.local import Record
 from shardwise.runtime.manner import Manner
@@ -68,7 +68,7 @@ class ProcessExecutor:
         transport: Transport,
         on_reduce: Callable[[Instruction], None],
         manner: Manner | None = None,
-        watch: Watch | None = None,
+        watch: Waiter | None = None,
         beside: Beside | None = None,
     ) -> None:
         self._beside = beside

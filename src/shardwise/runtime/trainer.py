@@ -50,7 +50,7 @@ class Trainer(ABC):
     ) -> None:
         self.module, self.plan, self.split = module, plan, stages
         self._clip, self._pad = clip, pad
-        self.schedule = complete(schedule, stages)
+        self.schedule = self._complete(schedule, stages)
         here = [stage for stage in stages.stages if stage is not None]
         held = {name for stage in here for name in stage.parameters}
         self.parameters = {name: each for name, each in module.named_parameters() if name in held}
@@ -74,8 +74,7 @@ class Trainer(ABC):
         """Take one step on a batch, the same on every rank, and return its loss. With `trace` it is recorded."""
         recording = Recording(self.schedule) if trace else None
         record = None if recording is None else recording.note
-        if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none=True)
+        self._forget_gradients()
         with self._told_to_all():
             microbatches, signature = self._cut(batch), ("train", shapes_of(batch))
             if self._stream is not None:
@@ -179,6 +178,15 @@ class Trainer(ABC):
             self.optimizer.step()
 
     # What differs between one process and many.
+
+    def _complete(self, schedule: Schedule, stages: Split) -> Schedule:
+        """The schedule with all that the engine runs."""
+        return complete(schedule, stages)
+
+    def _forget_gradients(self) -> None:
+        """Begin a step without the gradients of the last."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
 
     @abstractmethod
     def _run(self, trains: bool, microbatches: list[Batch], signature: Hashable, record: Record | None) -> Tally:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.errors import ShardwiseError
-from shardwise.runtime.faults import Watch
+from shardwise.runtime.faults import Waiter
 from shardwise.runtime.layout import HEADER_LENGTH, Description, Layout, decode, describe, encode
 from shardwise.runtime.outbox import Outbox, Sent, StreamOutbox, WaitingOutbox
 
@@ -99,7 +99,7 @@ class ProcessTransport:
         *,
         device: torch.device | str = "cpu",
         links: Mapping[tuple[int, int], dist.ProcessGroup] | None = None,
-        watch: Watch | None = None,
+        watch: Waiter | None = None,
     ) -> None:
         self._groups: tuple[dist.ProcessGroup, ...] = groups if isinstance(groups, tuple) else (groups, groups)
         self._watch = watch

@@ -51,7 +51,9 @@ def install(module: nn.Module, name: str, attend: Attend) -> Callable[[], None]:
 
     AttentionInterface.register(name, _function(attend))
     AttentionMaskInterface.register(name, _mask)
-    configs: list[Any] = list({id(model.config): model.config for model in models_in(module)}.values())
+    # A layer may have a configuration of its own: tensor parallelism gives it one with fewer heads.
+    found = [getattr(each, "config", None) for each in module.modules()]
+    configs: list[Any] = list({id(each): each for each in found if hasattr(each, "_attn_implementation")}.values())
     before = [(config, config._attn_implementation) for config in configs]
     for config in configs:
         config._attn_implementation = name

@@ -1,0 +1,314 @@
+"""The engine of a mesh: this process runs one rank of one of several pipelines, on its part of every layer and batch.
+
+batch ── rows of this replica (dp) ── microbatches ── tokens of this rank (cp) ──┐
+                                                                                executor (pp)
+module ── its part of layers (tp) ── its experts (ep) ── its stages (pp) ────────┘     │
+                                                                         REDUCE, GATHER, RELEASE: data/ (dp, ZeRO)
+"""
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.errors import ShardwiseError
+from shardwise.planner.plan import Plan
+from shardwise.runtime.batch import cut_batch, length_of
+from shardwise.runtime.clocks import SharedClock
+from shardwise.runtime.context.parallel import ContextParallel
+from shardwise.runtime.context.stages import in_context
+from shardwise.runtime.data.make import Sharing
+from shardwise.runtime.data.parallel import DataParallel
+from shardwise.runtime.data.replicas import Replicas, make_replicas
+from shardwise.runtime.data.ties import make_ties
+from shardwise.runtime.expert.shard import shard_experts
+from shardwise.runtime.faults import PipelineWatch, Watch
+from shardwise.runtime.interpreter import Interpreter, Loss, Tally
+from shardwise.runtime.local import Record
+from shardwise.runtime.losses import by_rows, summed_only
+from shardwise.runtime.manner import Manner
+from shardwise.runtime.mesh import make_mesh
+from shardwise.runtime.notes import gather_notes
+from shardwise.runtime.optimizers.share import Share
+from shardwise.runtime.pipeline import complete, forward_only
+from shardwise.runtime.prepare import prepare
+from shardwise.runtime.processes import ProcessExecutor
+from shardwise.runtime.recording import Recording
+from shardwise.runtime.stage import Batch, Split
+from shardwise.runtime.state import joined
+from shardwise.runtime.stream import Feedable
+from shardwise.runtime.tensor.shard import shard
+from shardwise.runtime.tensor.sharding import Sharding
+from shardwise.runtime.trainer import MakeOptimizer, Trainer
+from shardwise.runtime.transport import ProcessTransport, make_groups
+from shardwise.schedule.instruction import Kind
+from shardwise.schedule.schedule import Schedule
+
+# Stages whose weights are gathered at a time, where a stage's come at once.
+_MAX_GATHERED = 2
+
+
+class MeshEngine(Trainer):
+    """Trains a module under a plan of several axes; every process of the default group holds one and calls it alike.
+
+    All are given the same batch, of which each computes its part.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: Plan,
+        *,
+        loss: Loss,
+        optimizer: MakeOptimizer | Sequence[Share],
+        example: Batch,
+        clip: float | None = None,
+        seed: int = 0,
+        pad: bool = False,
+    ) -> None:
+        self.plan, self.mesh = plan, make_mesh(plan)
+        self.rank = self.mesh.coordinates["pp"]
+        self.ranks = (self.rank,)
+        loss = summed_only(loss, plan.cp) if plan.cp > 1 else loss
+        rows = self._rows(example)
+        self._tensor = self._shard(module, cut_batch(rows, plan.microbatches, pad=pad)[0], seed)
+        self._experts = shard_experts(module, self.mesh) if plan.dp * plan.cp > 1 else None
+        stages, schedule = prepare(module, plan, loss=loss, example=rows, rank=self.rank, pad=pad, seed=seed)
+        self._context: ContextParallel | None = None
+        self._has_attended = False
+        if plan.cp > 1:
+            form = cast(Literal["ring", "all-to-all"], plan.context)
+            self._context = ContextParallel(self.mesh.group("cp"), form=form)
+            self._context.attach(module)
+            stages = in_context(stages, self._context)
+        self._sharing = Sharing(zero=plan.zero, layerwise=not _splits_backward(schedule))
+        super().__init__(module, plan, stages, schedule, optimizer=_no_optimizer, clip=clip, pad=pad)
+        self._watch = Watch(self.mesh.rank, dist.get_world_size())
+        self._everybody = dist.new_group(backend="gloo")
+        self._watch.guard(self._everybody)
+        self._clock = SharedClock(self._everybody, self._watch)
+        self.data = self._make_data(optimizer)
+        watch = PipelineWatch(self._watch, self.mesh.ranks("pp"))
+        self._transport = ProcessTransport(make_groups(self.mesh.pipelines), watch=watch)
+        self._trainer, self._evaluator = (
+            ProcessExecutor(
+                self.rank,
+                each,
+                self.split,
+                by_rows(loss) if pad else loss,
+                manner=Manner.of(plan),
+                transport=self._transport,
+                on_reduce=self.data.reduce,
+                watch=watch,
+                beside=self.data,
+            )
+            for each in (self.schedule, forward_only(self.schedule))
+        )
+
+    def _shard(self, module: nn.Module, microbatch: Batch, seed: int) -> Sharding | None:
+        """Keep this rank's part of every layer that comes apart."""
+        if self.plan.tp == 1:
+            return None
+        sharding = shard(module, self.mesh, sequence=self.plan.sp, example=microbatch)
+        if any(each.is_meta for each in module.parameters()):
+            sharding.materialise(module, seed=seed)
+        return sharding
+
+    def _make_data(self, optimizer: MakeOptimizer | Sequence[Share]) -> DataParallel:
+        dense = make_replicas(self.mesh.ranks("gradients"), shard_size=self.plan.zero_group)
+        same = make_replicas(self.mesh.ranks("expert_gradients")) if self.plan.ep > 1 else dense
+        experts = self._experts.parameters if self._experts is not None else {}
+
+        def replicas_of(name: str) -> Replicas:
+            return same if name in experts else dense
+
+        count = self.split.num_stages
+        mine = {stage: self.split.stages[stage % count] for stage in self.schedule.placement.stages[self.rank]}
+        return DataParallel(
+            {number: stage for number, stage in mine.items() if stage is not None},
+            self.schedule,
+            self.rank,
+            sharing=self._sharing,
+            replicas_of=replicas_of,
+            optimizer=optimizer,
+            ties=make_ties(self.schedule.placement, self.split, self.mesh.pipelines, self.mesh.rank),
+            tensor=self._tensor,
+            module=self.module,
+            watch=self._watch,
+        )
+
+    def close(self) -> None:
+        """Stop watching the other ranks, and give the module back its own attention."""
+        super().close()
+        if self._context is not None:
+            self._context.detach()
+        self.data.close()
+        self._transport.close()
+        self._watch.close()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients of the last step as the optimizer was given them, whole, by original names, on every rank."""
+        found = {name: self.data.whole_gradient(name) for name in self._trained}
+        part = {name: self._assembled(name, each) for name, each in found.items() if each is not None}
+        return {name: each for part in self._from_pipeline(part) for name, each in part.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take weights and buffers from a state of the whole module."""
+        names = self._names_here()
+        given = {own for name, own in names.items() if name in state}
+        missing = [name for name, own in names.items() if own not in given]
+        if missing:
+            raise ShardwiseError(
+                f"the state lacks {missing[0]}, one of {len(missing)} missing of the {len(names)} entries that are held"
+                " here",
+                remedy="engine.state_dict(), which is whole under any plan",
+            )
+        values = {own: state[name] for name, own in names.items() if name in state}
+        with self._told_to_all():
+            self.data.load({name: self._part(name, each) for name, each in values.items() if name in self._in_buckets})
+            for name, value in values.items():
+                if name in self.buffers:
+                    self.buffers[name].copy_(value)
+
+    # What a trainer leaves to engines.
+
+    def _complete(self, schedule: Schedule, stages: Split) -> Schedule:
+        gathers = self.plan.zero == 3 and not self._sharing.layerwise
+        return complete(schedule, stages, reduce_gradients=True, max_gathered=_MAX_GATHERED if gathers else None)
+
+    def _forget_gradients(self) -> None:
+        self.data.begin_step()
+
+    def _rows(self, batch: Batch) -> Batch:
+        """The rows of this replica."""
+        replicas, length = self.plan.dp, length_of(batch)
+        if length % replicas:
+            below = length - length % replicas
+            raise ShardwiseError(
+                f"a batch of {length} cannot be shared out evenly over dp={replicas} replicas",
+                remedy=f"a batch of {' or '.join(str(each) for each in (below, below + replicas) if each)}",
+            )
+        return cut_batch(batch, replicas)[self.mesh.coordinates["dp"]]
+
+    def _cut(self, batch: Batch) -> list[Batch]:
+        microbatches = super()._cut(self._rows(batch))
+        return microbatches if self._context is None else [self._context.cut(each) for each in microbatches]
+
+    def _run(self, trains: bool, microbatches: list[Batch], signature: Hashable, record: Record | None) -> Tally:
+        executor = self._trainer if trains else self._evaluator
+        tally = self._agree(executor.run(microbatches, signature=signature, record=record))
+        if self._context is not None and not self._has_attended:
+            self._check_attention(self._context)
+        return tally
+
+    def _check_attention(self, context: ContextParallel) -> None:
+        """A module whose attention was not found would see the tokens of one rank alone, and train without a word."""
+        numbers = torch.tensor([context.num_calls], dtype=torch.float64)
+        self._sum(numbers, "the number of attentions")
+        if not numbers.any():
+            raise ShardwiseError(
+                f"no attention of {type(self.module).__name__} was found, so tokens would see those of one rank alone",
+                remedy="torch.nn.functional.scaled_dot_product_attention in the module, or cp=1",
+            )
+        self._has_attended = True
+
+    def _step(self, tally: Tally) -> None:
+        """Sum gradients over replicas, make them those of the whole batch's mean, clip them, and step."""
+        tally.mean  # noqa: B018 - a batch that has none says so here, before a weight has changed
+        self.data.finish()
+        scale = 1 / tally.count
+        if self._clip is not None:
+            square = self.data.square()
+            self._sum(square, "the norm of the gradients")
+            self.gradient_norm = float(square) ** 0.5 * scale
+            scale *= min(1.0, self._clip / (self.gradient_norm + 1e-6))
+        self.data.step(scale)
+
+    def _feedable(self) -> tuple[Feedable, list[Interpreter]]:
+        return self._trainer, [self._trainer.interpreter]
+
+    def _agree(self, tally: Tally) -> Tally:
+        """The last stages have seen the loss, each of its own rows and tokens; all tensor parallel ranks the same."""
+        numbers = torch.tensor([tally.total, tally.count], dtype=torch.float64)
+        self._sum(numbers, "the sum of the loss")
+        numbers /= self.plan.tp
+        return Tally(total=float(numbers[0]), count=float(numbers[1]))
+
+    def _sum(self, numbers: Tensor, what: str) -> None:
+        work: Any = dist.all_reduce(numbers, group=self._everybody, async_op=True)
+        self._watch.wait(work, what)
+
+    def _finish(self, step: int) -> None:
+        self.data.finish(step)
+
+    def _gather_notes(self, recording: Recording) -> None:
+        """A trace is of this rank's pipeline; replicas do the same at the same time."""
+        handle, correction = self.mesh.group("pp").handle, self._clock.correction()
+        if handle is not None and self.plan.pp > 1:
+            gather_notes(recording, self.schedule, self.rank, group=handle, correction=correction, watch=self._watch)
+
+    @contextmanager
+    def _told_to_all(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._watch.fail(error)
+            raise
+
+    # States: parts of parameters to whole ones, and back.
+
+    @property
+    def _in_buckets(self) -> set[str]:
+        return {slot.name for bucket in self.data.buckets for slot in bucket.layout.slots}
+
+    def _names_here(self) -> dict[str, str]:
+        """The entries of the module's state that are held here; a tied parameter under each of its names."""
+        own = {id(each): name for name, each in (*self.parameters.items(), *self.buffers.items())}
+        state: dict[str, Any] = self.module.state_dict(keep_vars=True)
+        return {name: own[id(each)] for name, each in state.items() if id(each) in own}
+
+    def state_dict(self, *, sharded: bool = False) -> dict[str, Any]:
+        """Parameters and buffers under the names of the original module.
+
+        Whole, all of them on every rank; or the parts that this rank has of those of its stages.
+        """
+        bucketed = self._in_buckets
+        held: dict[str, Tensor] = {name: each.detach() for name, each in self.buffers.items()}
+        for name, each in self.parameters.items():
+            held[name] = self.data.whole(name) if name in bucketed else each.detach()
+        if not sharded:
+            held |= {name: self._assembled(name, held[name]) for name in self.parameters}
+        part = {name: held[own] for name, own in self._names_here().items()}
+        return part if sharded else joined(self.module, self._from_pipeline(part))
+
+    def _assembled(self, name: str, part: Tensor) -> Tensor:
+        """A whole parameter from the parts of tensor and expert parallel ranks, which call this alike."""
+        if self._experts is not None:
+            part = self._experts.gather(name, part)
+        return part if self._tensor is None else self._tensor.gather(name, part)
+
+    def _part(self, name: str, whole: Tensor) -> Tensor:
+        part = whole if self._tensor is None else self._tensor.local(name, whole)
+        return part if self._experts is None else self._experts.local(name, part)
+
+    def _from_pipeline(self, part: dict[str, Any]) -> list[dict[str, Any]]:
+        """The parts of all ranks of this pipeline. What others hold is on the CPU."""
+        if self.plan.pp == 1:
+            return [part]
+        parts: list[dict[str, Any]] = [{} for _ in range(self.plan.pp)]
+        self._watch.at("the gathering of the state")
+        dist.all_gather_object(
+            parts, {name: each.cpu() for name, each in part.items()}, group=self.mesh.group("pp").handle
+        )
+        return [*parts, part]
+
+
+def _splits_backward(schedule: Schedule) -> bool:
+    return any(part.kind is Kind.W for order in schedule.orders for each in order for part in each.parts)
+
+
+def _no_optimizer(_: object) -> Any:
+    """Replicas have theirs."""

@@ -1,0 +1,93 @@
+"""One way to train under any plan, and the same on one device; for tests of what composes."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import AdamW
+
+from shardwise.errors import ShardwiseError
+from shardwise.runtime.mesh_engine import MeshEngine
+from shardwise.runtime.parallel import parallelize
+from shardwise.runtime.stage import Batch
+from tests.runtime.families import make_family
+
+IGNORED = -100
+ROWS, LENGTH, NUM_STEPS, CLIP = 8, 8, 3, 0.5
+
+
+class Outcome(NamedTuple):
+    """What came of it: the losses, the last norm and gradients, and the weights."""
+
+    losses: list[float]
+    norm: float
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def make_batch(seed: int) -> dict[str, Tensor]:
+    """Tokens of which more and more labels are ignored from row to row, so that replicas have different numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 64, (ROWS, LENGTH + 1), generator=generator)
+    labels = ids[:, 1:].clone()
+    for row in range(ROWS):
+        labels[row, : row // 2] = IGNORED
+    return {"input_ids": ids[:, :-1].contiguous(), "labels": labels}
+
+
+def token_loss(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    labels = batch["labels"].flatten()
+    total = cross_entropy(output.logits.flatten(0, 1), labels, ignore_index=IGNORED, reduction="sum")
+    return total, (labels != IGNORED).sum()
+
+
+def make_optimizer(parameters: Any) -> AdamW:
+    return AdamW(parameters, lr=1e-3, eps=1e-4, weight_decay=0.1)
+
+
+def alone(model: str) -> Outcome:
+    """Plain torch on one device."""
+    module = make_family(model)
+    optimizer = make_optimizer(module.parameters())
+    losses, norm = [], 0.0
+    gradients: dict[str, Tensor] = {}
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        batch = make_batch(step)
+        total, count = token_loss(module(input_ids=batch["input_ids"]), batch)
+        (total / count).backward()  # type: ignore[no-untyped-call]
+        norm = float(nn.utils.clip_grad_norm_(module.parameters(), CLIP))
+        gradients = {name: each.grad.clone() for name, each in module.named_parameters() if each.grad is not None}
+        optimizer.step()
+        losses.append((total / count).item())
+    return Outcome(losses, norm, gradients, dict(module.state_dict()))
+
+
+def train(plan: str, model: str) -> Outcome:
+    """One rank of a plan."""
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+    engine = parallelize(
+        make_family(model), plan, loss=token_loss, optimizer=make_optimizer, example=make_batch(0), clip=CLIP
+    )
+    assert isinstance(engine, MeshEngine)
+    losses = [engine.train_step(make_batch(step)) for step in range(NUM_STEPS)]
+    assert engine.gradient_norm is not None, "it was to be clipped"
+    found = Outcome(losses, engine.gradient_norm, engine.gradients(), engine.state_dict())
+    engine.close()
+    return found
+
+
+def mean_under_cp() -> str:
+    """What is said of a loss that is a mean."""
+    try:
+        parallelize(
+            make_family("llama"),
+            "cp=2",
+            loss=lambda output, batch: cross_entropy(output.logits.flatten(0, 1), batch["labels"].flatten()),
+            optimizer=make_optimizer,
+            example=make_batch(0),
+        )
+    except ShardwiseError as error:
+        return error.problem
+    return "nothing"

@@ -12,8 +12,8 @@ EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 MOST_LINES = 40
 
 
-def test_there_is_a_hugging_face_model_a_resnet_and_a_u_net() -> None:
-    assert [path.name for path in EXAMPLES] == ["hf_llama.py", "resnet.py", "unet.py"]
+def test_there_are_hugging_face_models_a_resnet_and_a_u_net() -> None:
+    assert [path.name for path in EXAMPLES] == ["hf_llama.py", "mesh_llama.py", "resnet.py", "unet.py"]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)

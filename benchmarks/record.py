@@ -20,6 +20,8 @@ def record(name: str, results: Mapping[str, object]) -> Path:
     run = {
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": {"processor": _processor(), "cores": os.cpu_count()},
+        # Whether anything else was going on: processes that wanted to run, over the last 1, 5 and 15 minutes.
+        "load": [round(each, 1) for each in os.getloadavg()],
         "versions": {"shardwise": shardwise.__version__, "python": platform.python_version(), **_packages()},
         "results": results,
     }

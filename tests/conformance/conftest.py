@@ -55,7 +55,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         import_once()
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def quick() -> Iterator[None]:
     with small_matrices():
         yield

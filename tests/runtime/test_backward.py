@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -162,6 +162,15 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]]
 }
 
 every_case = pytest.mark.parametrize("case", CASES)
+
+
+@pytest.fixture(autouse=True)
+def with_onednn() -> Iterator[None]:
+    """An LSTM is one node with oneDNN, and without it a loop that uses its weights again and again."""
+    before = bool(torch.backends.mkldnn.enabled)
+    torch.backends.mkldnn.enabled = True  # type: ignore[assignment]
+    yield
+    torch.backends.mkldnn.enabled = before  # type: ignore[assignment]
 
 
 def made_by(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

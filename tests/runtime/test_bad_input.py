@@ -1,6 +1,6 @@
 """What a user can get wrong with `parallelize`: each a sentence before anything is trained, in one process and many."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,12 +15,6 @@ from shardwise.runtime.spawn import Ranks
 from tests.runtime.families import make_batch, make_family
 from tests.runtime.odd_nets import Noisy, Overheard, rows
 from tests.runtime.pieces import Net
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def tokens(size: int = 4) -> dict[str, Tensor]:

@@ -1,12 +1,11 @@
 """Axes alone, in pairs and more at once: the losses, norm, gradients and weights of one device."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from shardwise.runtime.spawn import Ranks
-from tests.runtime.composed import Outcome, alone, mean_under_cp, train
+from tests.runtime.composed import Outcome, alone, look_and_load, make_batch, mean_under_cp, token_loss, train
+from tests.runtime.families import make_family
 
 TWO = [
     ("llama", "dp=2"),
@@ -41,18 +40,6 @@ FOUR = [
     ("mixtral", "dp=2,pp=2,ep=2,schedule=zb-v,microbatches=2"),
     ("llama", "dp=4,zero=3,zero_group=2"),
 ]
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with Ranks(4) as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +82,26 @@ def test_four_ranks_train_as_one_device_does(model: str, plan: str, four: Ranks,
 def test_a_second_run_is_the_same_bit_for_bit(plan: str, four: Ranks) -> None:
     first, again = four.run(train, plan, "llama"), four.run(train, plan, "llama")
     assert all(map(is_same, first, again))
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        ("gpt2", "dp=2,pp=2,zero=3,microbatches=2"),
+        ("gpt2", "tp=2,pp=2,microbatches=2"),
+        ("mixtral", "dp=2,pp=2,ep=2,zero=1,microbatches=2"),
+    ],
+)
+def test_it_evaluates_and_loads_what_it_saved_and_traces_its_pipeline(model: str, plan: str) -> None:
+    with Ranks(4) as ranks, torch.no_grad():
+        looked = ranks.run(look_and_load, plan, model)
+        batch = make_batch(0)
+        total, count = token_loss(make_family(model).eval()(input_ids=batch["input_ids"]), batch)
+    for found in looked:
+        assert found.loss == pytest.approx(float(total / count), rel=1e-5)
+        assert found.again == found.loss
+        assert found.num_events > 0
+        assert " in the state and " in found.refusal
 
 
 def test_a_mean_loss_is_refused_where_ranks_have_parts_of_sequences(two: Ranks) -> None:

@@ -29,12 +29,6 @@ NUM_TOKENS = 11
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
 def three() -> Iterator[Ranks]:
     with Ranks(3) as ranks:
         yield ranks

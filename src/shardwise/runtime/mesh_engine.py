@@ -6,18 +6,16 @@ module ── its part of layers (tp) ── its experts (ep) ── its stages 
                                                                          REDUCE, GATHER, RELEASE: data/ (dp, ZeRO)
 """
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
 from shardwise.runtime.batch import cut_batch, length_of
-from shardwise.runtime.clocks import SharedClock
+from shardwise.runtime.connected import ConnectedTrainer
 from shardwise.runtime.context.parallel import ContextParallel
 from shardwise.runtime.context.stages import in_context
 from shardwise.runtime.data.make import Sharing
@@ -25,24 +23,20 @@ from shardwise.runtime.data.parallel import DataParallel
 from shardwise.runtime.data.replicas import Replicas, make_replicas
 from shardwise.runtime.data.ties import make_ties
 from shardwise.runtime.expert.shard import shard_experts
-from shardwise.runtime.faults import PipelineWatch, Watch
-from shardwise.runtime.interpreter import Interpreter, Loss, Tally
+from shardwise.runtime.faults import PipelineWatch
+from shardwise.runtime.interpreter import Loss, Tally
 from shardwise.runtime.local import Record
-from shardwise.runtime.losses import by_rows, summed_only
-from shardwise.runtime.manner import Manner
+from shardwise.runtime.losses import summed_only
 from shardwise.runtime.mesh import make_mesh
-from shardwise.runtime.notes import gather_notes
+from shardwise.runtime.mesh_state import MeshState
 from shardwise.runtime.optimizers.share import Share
-from shardwise.runtime.pipeline import complete, forward_only
+from shardwise.runtime.pipeline import complete
 from shardwise.runtime.prepare import prepare
-from shardwise.runtime.processes import ProcessExecutor
 from shardwise.runtime.recording import Recording
 from shardwise.runtime.stage import Batch, Split
-from shardwise.runtime.state import joined
-from shardwise.runtime.stream import Feedable
 from shardwise.runtime.tensor.shard import shard
 from shardwise.runtime.tensor.sharding import Sharding
-from shardwise.runtime.trainer import MakeOptimizer, Trainer
+from shardwise.runtime.trainer import MakeOptimizer
 from shardwise.runtime.transport import ProcessTransport, make_groups
 from shardwise.schedule.instruction import Kind
 from shardwise.schedule.schedule import Schedule
@@ -51,7 +45,7 @@ from shardwise.schedule.schedule import Schedule
 _MAX_GATHERED = 2
 
 
-class MeshEngine(Trainer):
+class MeshEngine(ConnectedTrainer):
     """Trains a module under a plan of several axes; every process of the default group holds one and calls it alike.
 
     All are given the same batch, of which each computes its part.
@@ -72,6 +66,7 @@ class MeshEngine(Trainer):
         self.plan, self.mesh = plan, make_mesh(plan)
         self.rank = self.mesh.coordinates["pp"]
         self.ranks = (self.rank,)
+        shapes = {name: each.shape for name, each in module.state_dict().items() if isinstance(each, Tensor)}
         loss = summed_only(loss, plan.cp) if plan.cp > 1 else loss
         rows = self._rows(example)
         self._tensor = self._shard(module, cut_batch(rows, plan.microbatches, pad=pad)[0], seed)
@@ -86,27 +81,21 @@ class MeshEngine(Trainer):
             stages = in_context(stages, self._context)
         self._sharing = Sharing(zero=plan.zero, layerwise=not _splits_backward(schedule))
         super().__init__(module, plan, stages, schedule, optimizer=_no_optimizer, clip=clip, pad=pad)
-        self._watch = Watch(self.mesh.rank, dist.get_world_size())
-        self._everybody = dist.new_group(backend="gloo")
-        self._watch.guard(self._everybody)
-        self._clock = SharedClock(self._everybody, self._watch)
+        self._connect()
         self.data = self._make_data(optimizer)
+        self._state = MeshState(
+            module,
+            self.parameters,
+            self.buffers,
+            data=self.data,
+            tensor=self._tensor,
+            experts=self._experts,
+            shapes=shapes,
+            from_pipeline=self._from_pipeline,
+        )
         watch = PipelineWatch(self._watch, self.mesh.ranks("pp"))
         self._transport = ProcessTransport(make_groups(self.mesh.pipelines), watch=watch)
-        self._trainer, self._evaluator = (
-            ProcessExecutor(
-                self.rank,
-                each,
-                self.split,
-                by_rows(loss) if pad else loss,
-                manner=Manner.of(plan),
-                transport=self._transport,
-                on_reduce=self.data.reduce,
-                watch=watch,
-                beside=self.data,
-            )
-            for each in (self.schedule, forward_only(self.schedule))
-        )
+        self._make_executors(loss, watch=watch, on_reduce=self.data.reduce, beside=self.data)
 
     def _shard(self, module: nn.Module, microbatch: Batch, seed: int) -> Sharding | None:
         """Keep this rank's part of every layer that comes apart."""
@@ -140,38 +129,21 @@ class MeshEngine(Trainer):
             watch=self._watch,
         )
 
-    def close(self) -> None:
-        """Stop watching the other ranks, and give the module back its own attention."""
-        super().close()
-        if self._context is not None:
-            self._context.detach()
-        self.data.close()
-        self._transport.close()
-        self._watch.close()
-
     def gradients(self) -> dict[str, Tensor]:
         """The gradients of the last step as the optimizer was given them, whole, by original names, on every rank."""
-        found = {name: self.data.whole_gradient(name) for name in self._trained}
-        part = {name: self._assembled(name, each) for name, each in found.items() if each is not None}
-        return {name: each for part in self._from_pipeline(part) for name, each in part.items()}
+        return self._state.gradients()
+
+    def state_dict(self, *, sharded: bool = False) -> dict[str, Any]:
+        """Parameters and buffers under the names of the original module.
+
+        Whole, all of them on every rank; or the parts that this rank has of those of its stages.
+        """
+        return self._state.part() if sharded else self._state.whole()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take weights and buffers from a state of the whole module."""
-        names = self._names_here()
-        given = {own for name, own in names.items() if name in state}
-        missing = [name for name, own in names.items() if own not in given]
-        if missing:
-            raise ShardwiseError(
-                f"the state lacks {missing[0]}, one of {len(missing)} missing of the {len(names)} entries that are held"
-                " here",
-                remedy="engine.state_dict(), which is whole under any plan",
-            )
-        values = {own: state[name] for name, own in names.items() if name in state}
         with self._told_to_all():
-            self.data.load({name: self._part(name, each) for name, each in values.items() if name in self._in_buckets})
-            for name, value in values.items():
-                if name in self.buffers:
-                    self.buffers[name].copy_(value)
+            self._state.load(state)
 
     # What a trainer leaves to engines.
 
@@ -227,83 +199,26 @@ class MeshEngine(Trainer):
             scale *= min(1.0, self._clip / (self.gradient_norm + 1e-6))
         self.data.step(scale)
 
-    def _feedable(self) -> tuple[Feedable, list[Interpreter]]:
-        return self._trainer, [self._trainer.interpreter]
-
-    def _agree(self, tally: Tally) -> Tally:
-        """The last stages have seen the loss, each of its own rows and tokens; all tensor parallel ranks the same."""
-        numbers = torch.tensor([tally.total, tally.count], dtype=torch.float64)
-        self._sum(numbers, "the sum of the loss")
-        numbers /= self.plan.tp
-        return Tally(total=float(numbers[0]), count=float(numbers[1]))
-
-    def _sum(self, numbers: Tensor, what: str) -> None:
-        work: Any = dist.all_reduce(numbers, group=self._everybody, async_op=True)
-        self._watch.wait(work, what)
-
     def _finish(self, step: int) -> None:
         self.data.finish(step)
 
     def _gather_notes(self, recording: Recording) -> None:
         """A trace is of this rank's pipeline; replicas do the same at the same time."""
-        handle, correction = self.mesh.group("pp").handle, self._clock.correction()
+        handle = self.mesh.group("pp").handle
         if handle is not None and self.plan.pp > 1:
-            gather_notes(recording, self.schedule, self.rank, group=handle, correction=correction, watch=self._watch)
-
-    @contextmanager
-    def _told_to_all(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            self._watch.fail(error)
-            raise
-
-    # States: parts of parameters to whole ones, and back.
-
-    @property
-    def _in_buckets(self) -> set[str]:
-        return {slot.name for bucket in self.data.buckets for slot in bucket.layout.slots}
-
-    def _names_here(self) -> dict[str, str]:
-        """The entries of the module's state that are held here; a tied parameter under each of its names."""
-        own = {id(each): name for name, each in (*self.parameters.items(), *self.buffers.items())}
-        state: dict[str, Any] = self.module.state_dict(keep_vars=True)
-        return {name: own[id(each)] for name, each in state.items() if id(each) in own}
-
-    def state_dict(self, *, sharded: bool = False) -> dict[str, Any]:
-        """Parameters and buffers under the names of the original module.
-
-        Whole, all of them on every rank; or the parts that this rank has of those of its stages.
-        """
-        bucketed = self._in_buckets
-        held: dict[str, Tensor] = {name: each.detach() for name, each in self.buffers.items()}
-        for name, each in self.parameters.items():
-            held[name] = self.data.whole(name) if name in bucketed else each.detach()
-        if not sharded:
-            held |= {name: self._assembled(name, held[name]) for name in self.parameters}
-        part = {name: held[own] for name, own in self._names_here().items()}
-        return part if sharded else joined(self.module, self._from_pipeline(part))
-
-    def _assembled(self, name: str, part: Tensor) -> Tensor:
-        """A whole parameter from the parts of tensor and expert parallel ranks, which call this alike."""
-        if self._experts is not None:
-            part = self._experts.gather(name, part)
-        return part if self._tensor is None else self._tensor.gather(name, part)
-
-    def _part(self, name: str, whole: Tensor) -> Tensor:
-        part = whole if self._tensor is None else self._tensor.local(name, whole)
-        return part if self._experts is None else self._experts.local(name, part)
+            self._gather_notes_in(recording, handle)
 
     def _from_pipeline(self, part: dict[str, Any]) -> list[dict[str, Any]]:
-        """The parts of all ranks of this pipeline. What others hold is on the CPU."""
+        """The parts of all ranks of this pipeline, on the CPU."""
         if self.plan.pp == 1:
-            return [part]
-        parts: list[dict[str, Any]] = [{} for _ in range(self.plan.pp)]
-        self._watch.at("the gathering of the state")
-        dist.all_gather_object(
-            parts, {name: each.cpu() for name, each in part.items()}, group=self.mesh.group("pp").handle
-        )
-        return [*parts, part]
+            return []
+        told = {name: each.cpu() if isinstance(each, Tensor) else each for name, each in part.items()}
+        return self._gather(told, self.mesh.group("pp").handle)
+
+    def _disconnect(self) -> None:
+        if self._context is not None:
+            self._context.detach()
+        self.data.close()
 
 
 def _splits_backward(schedule: Schedule) -> bool:

@@ -1,8 +1,9 @@
 """The state of a module under its own names, of which a process may hold a part."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError, unknown
@@ -33,11 +34,21 @@ def joined(module: nn.Module, parts: Iterable[Mapping[str, Any]]) -> dict[str, A
 def load_held_state(module: nn.Module, held: Iterable[Tensor], state: Mapping[str, Any]) -> None:
     """Take what is held here from a state, whole or a part. Nothing is changed if something is missing or misshapen."""
     whole: dict[str, Any] = module.state_dict(keep_vars=True)
+    module.load_state_dict(values_for(module, held, state, lambda name: whole[name].shape), strict=False)
+
+
+def values_for(
+    module: nn.Module, held: Iterable[Tensor], state: Mapping[str, Any], shape_of: Callable[[str], torch.Size]
+) -> dict[str, Any]:
+    """The values of what is held here, by all names that the module has for it; of a tied parameter one will do.
+
+    Refuses a state that lacks some, has others than the module, or has one of another shape than it is to have.
+    """
+    whole: dict[str, Any] = module.state_dict(keep_vars=True)
     for name in state:
         if name not in whole:
             raise unknown("entry of a state", name, whole)
     mine = held_state(module, held)
-    # Of a tied parameter one name will do.
     thing = {name: id(whole[name]) if isinstance(whole[name], Tensor) else name for name in mine}
     given = {thing[name]: state[name] for name in reversed(mine) if name in state}
     missing = [name for name in mine if thing[name] not in given]
@@ -49,9 +60,9 @@ def load_held_state(module: nn.Module, held: Iterable[Tensor], state: Mapping[st
         )
     values = {name: given[thing[name]] for name in mine}
     for name, value in values.items():
-        if isinstance(value, Tensor) and value.shape != whole[name].shape:
+        if isinstance(value, Tensor) and value.shape != shape_of(name):
             raise ShardwiseError(
-                f"{name} has shape {tuple(value.shape)} in the state and {tuple(whole[name].shape)} in the module",
+                f"{name} has shape {tuple(value.shape)} in the state and {tuple(shape_of(name))} in the module",
                 remedy="the state of a module with the same shapes",
             )
-    module.load_state_dict(values, strict=False)
+    return values

@@ -78,39 +78,26 @@ class TimedModule(nn.Module):
         start = time.perf_counter()
         if self.begin is not None:
             value = value + self.begin
-        inputs: Tensor = _Inputs.apply(value, self)  # type: ignore[no-untyped-call]
-        weights: Tensor = _Weights.apply(self.weight, self)  # type: ignore[no-untyped-call]
+        inputs: Tensor = _Wait.apply(value, self, Kind.I)  # type: ignore[no-untyped-call]
+        weights: Tensor = _Wait.apply(self.weight, self, Kind.W)  # type: ignore[no-untyped-call]
         output = inputs + weights
         self.wait(start + self.seconds.forward - time.perf_counter(), Kind.F)
         return output
 
 
-class _Inputs(torch.autograd.Function):
-    """From the input: its gradient on the way back."""
+class _Wait(torch.autograd.Function):
+    """Hands a value on, and waits on the way back for the gradient that it stands for."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, module: TimedModule) -> Tensor:
-        ctx.module = module
+    def forward(ctx: Any, value: Tensor, module: TimedModule, kind: Kind) -> Tensor:
+        ctx.module, ctx.kind = module, kind
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.module.wait(ctx.module.seconds.input_gradient, Kind.I)
-        return gradient, None
-
-
-class _Weights(torch.autograd.Function):
-    """From the weight: its gradient on the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, module: TimedModule) -> Tensor:
-        ctx.module = module
-        return weight.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.module.wait(ctx.module.seconds.weight_gradient, Kind.W)
-        return gradient, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        seconds = ctx.module.seconds
+        ctx.module.wait(seconds.input_gradient if ctx.kind is Kind.I else seconds.weight_gradient, ctx.kind)
+        return gradient, None, None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,25 +1,11 @@
 """The exchange: what happens meanwhile, how many bytes are sent, and what a capacity drops."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from shardwise.runtime.spawn import Ranks
 from tests.runtime.expert import exchanges, programs
 
 WIDTH, NUM_EXPERTS, FLOAT_BYTES, COUNT_BYTES = 32, 8, 4, 8
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with Ranks(4) as started:
-        yield started
 
 
 def test_rows_lie_as_drawn(two: Ranks) -> None:

@@ -1,25 +1,11 @@
 """Experts move between steps, and training does not notice."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from shardwise.errors import ShardwiseError
 from shardwise.runtime.expert import Placement
 from shardwise.runtime.spawn import Ranks
 from tests.runtime.expert import training
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with Ranks(4) as started:
-        yield started
 
 
 def unnoticed(plain: list[training.Training], moved: list[training.Training], *, to_the_bit: bool) -> None:

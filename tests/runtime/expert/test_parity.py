@@ -1,24 +1,10 @@
 """Experts shared out: loss and every gradient are those of one device that has the whole batch and all experts."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from shardwise.runtime.spawn import Ranks
 from tests.runtime.expert import programs
 from tests.runtime.expert.models import MODELS
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with Ranks(4) as started:
-        yield started
 
 
 def same(outcomes: list[programs.Outcome]) -> None:

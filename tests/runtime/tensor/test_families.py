@@ -14,12 +14,6 @@ from tests.runtime.tensor import programs
 KINDS = ["gpt2", "llama", "qwen3", "phi3", "bloom", "falcon", "mixtral", "t5"]
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as started:
-        yield started
-
-
 @pytest.fixture(scope="module", params=[3, 4])
 def more(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     with Ranks(request.param) as started:

@@ -11,12 +11,6 @@ from tests.runtime.tensor.programs import Outcome
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
 def three() -> Iterator[Ranks]:
     with Ranks(3) as started:
         yield started

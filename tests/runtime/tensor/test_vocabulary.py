@@ -1,17 +1,9 @@
 """A vocabulary that is shared out: its cross entropy, and scores that look like the whole."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from shardwise.runtime.spawn import Ranks
 from tests.runtime.tensor import programs
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as started:
-        yield started
 
 
 @pytest.mark.parametrize("kind", ["mean", "sum", "none"])

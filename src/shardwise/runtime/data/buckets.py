@@ -14,8 +14,8 @@ from torch import nn
 
 from shardwise.runtime.data.replicas import Replicas
 
-#: Between 2 CPU processes a byte of a sum costs about 1.5 times as much in buckets of 8 MB as in those of 32; but the
-#: last bucket of a backward has nothing left to hide behind.
+#: A byte of a sum costs more in small buckets, between CPU processes; but the last bucket of a backward has nothing
+#: left to hide behind.
 BUCKET_BYTES = 16 * 2**20
 
 

@@ -1,0 +1,121 @@
+"""What engines of many processes do alike: tell each other what fails, add up, and run their rank's list."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.runtime.clocks import SharedClock
+from shardwise.runtime.faults import Waiter, Watch
+from shardwise.runtime.interpreter import Interpreter, Loss, Tally
+from shardwise.runtime.losses import by_rows
+from shardwise.runtime.manner import Manner
+from shardwise.runtime.notes import gather_notes
+from shardwise.runtime.pipeline import forward_only
+from shardwise.runtime.processes import Beside, ProcessExecutor
+from shardwise.runtime.recording import Recording
+from shardwise.runtime.stream import Feedable
+from shardwise.runtime.trainer import Trainer
+from shardwise.runtime.transport import ProcessTransport
+from shardwise.schedule.instruction import Instruction
+
+
+class ConnectedTrainer(Trainer):
+    """Trains with other processes, which all call it alike. `rank` is this one's place in its pipeline."""
+
+    rank: int
+    _transport: ProcessTransport
+    _trainer: ProcessExecutor
+    _evaluator: ProcessExecutor
+
+    def _connect(self) -> None:
+        """Begin to watch the other ranks of the world."""
+        self._watch = Watch(dist.get_rank(), dist.get_world_size())
+        # Numbers that all ranks add up or tell each other have a group of their own: one that is given up on must not
+        # take another's with it.
+        self._everybody = dist.new_group(backend="gloo")
+        self._watch.guard(self._everybody)
+        self._clock = SharedClock(self._everybody, self._watch)
+
+    def _make_executors(
+        self,
+        loss: Loss,
+        *,
+        watch: Waiter,
+        on_reduce: Callable[[Instruction], None],
+        beside: Beside | None = None,
+    ) -> None:
+        """Make what runs a step of this rank, and what runs an evaluation."""
+        self._trainer, self._evaluator = (
+            ProcessExecutor(
+                self.rank,
+                each,
+                self.split,
+                by_rows(loss) if self._pad else loss,
+                manner=Manner.of(self.plan),
+                transport=self._transport,
+                on_reduce=on_reduce,
+                watch=watch,
+                beside=beside,
+            )
+            for each in (self.schedule, forward_only(self.schedule))
+        )
+
+    def close(self) -> None:
+        """Stop watching the other ranks, and end what groups have: a thread and a connection for each other rank."""
+        super().close()
+        self._disconnect()
+        self._transport.close()
+        self._watch.close()
+        if self._watch.guarded:
+            # gloo ends them with the last name for the group.
+            del self._everybody, self._clock
+        while self._watch.guarded:
+            dist.destroy_process_group(self._watch.guarded.pop())
+
+    @abstractmethod
+    def _disconnect(self) -> None:
+        """Let go of what else holds groups."""
+
+    def _feedable(self) -> tuple[Feedable, list[Interpreter]]:
+        return self._trainer, [self._trainer.interpreter]
+
+    @contextmanager
+    def _told_to_all(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._watch.fail(error)
+            raise
+
+    def _agree(self, tally: Tally) -> Tally:
+        """Last stages have seen the loss, each of its rows and tokens, tensor parallel ranks the same: now all have."""
+        numbers = torch.tensor([tally.total, tally.count], dtype=torch.float64)
+        self._sum(numbers, "the sum of the loss")
+        numbers /= self.plan.tp
+        return Tally(total=float(numbers[0]), count=float(numbers[1]))
+
+    def _sum(self, numbers: Tensor, what: str) -> None:
+        work: Any = dist.all_reduce(numbers, group=self._everybody, async_op=True)
+        self._watch.wait(work, what)
+
+    def _gather(self, given: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+        """What each rank of a group gives, on every one of them; without a group it is of all."""
+        among = self._everybody if group is None else group
+        told = [None for _ in range(dist.get_world_size(among))]
+        self._watch.at("the gathering of what ranks hold")
+        try:
+            dist.all_gather_object(told, given, group=among)
+        except RuntimeError as error:
+            self._watch.explain(error)
+        return told
+
+    def _gather_notes_in(self, recording: Recording, group: dist.ProcessGroup) -> None:
+        """Notes of all ranks of a pipeline. The clock is asked by all of the world."""
+        gather_notes(
+            recording, self.schedule, self.rank, group=group, correction=self._clock.correction(), watch=self._watch
+        )

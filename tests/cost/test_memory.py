@@ -8,6 +8,7 @@ from shardwise.cost.flight import in_flight
 from shardwise.cost.layouts import Layouts
 from shardwise.cost.memory import saved, step_bytes
 from shardwise.cost.pipeline import SCHEDULES
+from shardwise.cost.places import Places, typical_places
 from shardwise.cost.software import Software
 from shardwise.cost.stage import Deal, share_of
 from shardwise.cost.states import count_blocks
@@ -82,13 +83,14 @@ def test_states_are_spread_as_zero_says(zero: int, per_parameter: float) -> None
     names = ("weights", "gradients", "optimizer", "masters")
     states = sum(found.bytes.parts[name][0, 0] for name in names)
     layouts = Layouts.of(dp=64, zero=zero)
-    model_bytes = (
-        states
-        / count_blocks(
-            _llama(), layouts, Deal(np.array([32.0]), np.array([32.0]), np.array([32.0]), np.zeros(1))
-        ).dense[0, 0]
-    )
+    model_bytes = states / count_blocks(_llama(), layouts, whole_model(layouts)).dense[0, 0]
     assert model_bytes == pytest.approx(per_parameter)
+
+
+def whole_model(layouts: Layouts) -> Places:
+    """All 32 layers on one rank."""
+    layers = np.array([32.0])
+    return typical_places(_llama(), layouts, Deal(layers, layers, layers, np.zeros(1)))
 
 
 def _llama() -> Model:
@@ -146,7 +148,7 @@ def test_many_layouts_are_counted_at_once_as_one_by_one() -> None:
 
 def test_bytes_need_no_cluster_only_a_device() -> None:
     layouts = Layouts.of()
-    whole = np.array([32.0])
-    held = step_bytes(_llama(), get_device("cpu"), layouts, Deal(whole, whole, whole, np.zeros(1)), sequence=128)
+
+    held = step_bytes(_llama(), get_device("cpu"), layouts, whole_model(layouts), sequence=128)
     assert "context" not in held.parts
     assert held.fullest == ["first"]

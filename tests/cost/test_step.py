@@ -6,7 +6,7 @@ import pytest
 from shardwise.cost.layouts import Layouts
 from shardwise.cost.pipeline import SCHEDULES, Stage, span
 from shardwise.cost.software import Software
-from shardwise.schedule.catalogue import make_schedule
+from shardwise.schedule.catalogue import CATALOGUE, make_schedule
 from shardwise.schedule.passes.lower import lower
 from shardwise.schedule.prices import StageTimes, stage_prices
 from shardwise.schedule.simulate import simulate
@@ -40,6 +40,26 @@ def test_a_pipeline_of_equal_stages_takes_as_long_as_the_simulator_plays(schedul
     stage = Stage(*(np.array([value]) for value in (1.0, 1.1, 0.9)))
     found = span(np.array([SCHEDULES.index(schedule)]), 4, chunks or 1, num_microbatches, stage, stage, stage, 0.0)
     assert float(found.seconds[0]) == pytest.approx(played, rel=1e-6)
+
+
+# How far the closed form of a schedule may be from the simulator, for few microbatches and many.
+CLOSE = {**dict.fromkeys(SCHEDULES, 0.09), "1f1b": 1e-6, "gpipe": 1e-6, "interleaved": 1e-6, "looped-bfs": 1e-6,
+         "zb-h1": 1e-6, "eager-1f1b": 1e-6, "hanayo": 0.25, "chimera": 0.12}  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("num_microbatches", [2, 4, 8, 16])
+def test_every_schedule_is_priced_near_what_the_simulator_plays(schedule: str, num_microbatches: int) -> None:
+    entry = CATALOGUE[schedule]
+    if num_microbatches < 4 * entry.least_microbatches:
+        return
+    times = StageTimes(forward=1.0, input_gradient=1.1, weight_gradient=0.9)
+    made = make_schedule(schedule, 4, num_microbatches)
+    played = simulate(made, stage_prices(made.placement, [times] * 4)).makespan
+    stage = Stage(*(np.array([value]) for value in (1.0, 1.1, 0.9)))
+    code = np.array([SCHEDULES.index(schedule)])
+    found = span(code, 4, entry.chunks, num_microbatches, stage, stage, stage, 0.0)
+    assert float(found.seconds[0]) == pytest.approx(played, rel=CLOSE[schedule])
 
 
 @pytest.mark.parametrize(("schedule", "num_hops"), [("1f1b", 2 * (3 + 5)), ("gpipe", 2 * 3)])

@@ -61,6 +61,15 @@ class Wires:
         inside = np.clip(np.floor(self.pool.domain / np.asarray(stride, dtype=np.float64)), 1, count)
         return Group(count, inside, ceil_divide(count, inside))
 
+    def nested(self, near: Number, stride: Number, far: Number, far_stride: Number) -> Group:
+        """Place `far` runs of `near` ranks: ranks of a run are `stride` apart, and runs `far_stride`."""
+        count, runs = np.asarray(near, dtype=np.float64), np.asarray(far, dtype=np.float64)
+        apart = np.asarray(far_stride, dtype=np.float64)
+        in_run = np.clip(np.floor(self.pool.domain / np.asarray(stride, dtype=np.float64)), 1, count)
+        whole_runs = np.clip(np.floor(self.pool.domain / apart), 1, runs)
+        inside = np.where(apart <= self.pool.domain, count * whole_runs, in_run)
+        return Group(count * runs, inside, ceil_divide(count * runs, inside))
+
     def all_reduce(self, num_bytes: Number, group: Group) -> Floats:
         """Seconds to add up `num_bytes` over a group, whichever of ring, tree and switch is fastest."""
         size = np.asarray(num_bytes, dtype=np.float64)

@@ -28,6 +28,9 @@ def in_flight(layouts: Layouts, rank: Floats) -> Floats:
         "v-min": (p + 4) // 3,
         "dualpipe": p + 1,
         "dualpipe-v": p + 0.5,
+        "eager-1f1b": 2 * ahead - 1,
+        "chimera": p,
+        "hanayo": p,
     }
     table = [np.broadcast_to(held[name], m.shape) for name in SCHEDULES]
     held_by_schedule: Floats = np.choose(layouts.schedule, table)

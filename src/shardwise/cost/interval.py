@@ -19,6 +19,7 @@ _SPREAD: Mapping[str, float] = {
     "hops": 0.60,
     "dp": 0.60,
     "optimizer": 0.60,
+    "offload": 0.60,
     "other": 1.00,
 }
 # Mixtures of experts differ more: what is fused and graphed changes with every release.

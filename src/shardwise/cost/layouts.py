@@ -9,8 +9,12 @@ from numpy.typing import NDArray
 from shardwise.cost.numbers import Floats, Ints
 
 RECOMPUTE = ("none", "selective", "full")
-#: Layers over stages: as many on each; embedding and head counted as a layer each; by the seconds that each takes.
-BALANCE = ("even", "ends", "weight")
+#: How attention reaches the rest of a sequence, and which axis is outermost on the devices.
+CONTEXT = ("ring", "all-to-all")
+ORDERS = ("pp-dp-cp-tp", "dp-pp-cp-tp")
+#: Layers over stages: as many on each; embedding and head counted as a layer each; by the seconds that each takes; and
+#: the same over ranks, whose chunks need not be equal.
+BALANCE = ("even", "ends", "weight", "ranks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,8 +24,9 @@ class Layouts:
     `dp x tp x pp x cp` ranks; experts are spread over `ep` of the `dp x cp x tp` ranks that share a stage. `microbatch`
     samples make a microbatch, `num_microbatches` of them a step of one replica. `chunks` are stages on a rank.
     `zero` is the ZeRO stage and `zero_group` the ranks that one copy of the states is spread over (0: all replicas).
-    `recompute` counts as in `RECOMPUTE`. `schedule` is an index into `pipeline.SCHEDULES`. `balance` says how layers
-    are dealt out, as in `BALANCE`. `offload_*` are shares that live on the host.
+    `recompute` counts as in `RECOMPUTE`, for `recompute_share` of the layers. `schedule` is an index into
+    `pipeline.SCHEDULES`. `balance` says how layers are dealt out, as in `BALANCE`, `context` and `order` count as in
+    `CONTEXT` and `ORDERS`. `offload_*` are shares that live on the host.
     """
 
     dp: Ints
@@ -38,6 +43,9 @@ class Layouts:
     sequence_parallel: NDArray[np.bool_]
     schedule: Ints
     balance: Ints
+    context: Ints
+    order: Ints
+    recompute_share: Floats
     offload_optimizer: Floats
     offload_parameters: Floats
     offload_activations: Floats
@@ -48,6 +56,8 @@ class Layouts:
         usual: dict[str, Any] = {
             **dict.fromkeys(("dp", "tp", "pp", "cp", "ep", "chunks", "microbatch", "num_microbatches"), np.int64(1)),
             **dict.fromkeys(("zero", "zero_group", "recompute", "schedule", "balance"), np.int64(0)),
+            **dict.fromkeys(("context", "order"), np.int64(0)),
+            "recompute_share": np.float64(1),
             **dict.fromkeys(("sequence_parallel",), np.bool_(False)),
             **dict.fromkeys(("offload_optimizer", "offload_parameters", "offload_activations"), np.float64(0)),
         }
@@ -68,6 +78,18 @@ class Layouts:
     def batch(self) -> Ints:
         """Samples of a step."""
         return self.dp * self.microbatch * self.num_microbatches
+
+    def distinct(self, names: tuple[str, ...]) -> tuple["Layouts", Ints]:
+        """One candidate of each kind that differs in these columns, and of every candidate which kind it is.
+
+        What depends on few columns is computed once for each kind.
+        """
+        codes = np.zeros(len(self), dtype=np.int64)
+        for name in names:
+            values, inverse = np.unique(getattr(self, name), return_inverse=True)
+            codes = codes * len(values) + inverse
+        _, chosen, kinds = np.unique(codes, return_index=True, return_inverse=True)
+        return self.take(chosen), kinds
 
     def take(self, index: Any) -> "Layouts":
         """Some of the candidates."""

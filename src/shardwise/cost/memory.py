@@ -7,12 +7,12 @@ import numpy as np
 
 from shardwise.cluster.device import Device
 from shardwise.cost.constants import CONSTANTS, Constants
-from shardwise.cost.flight import in_flight
 from shardwise.cost.layouts import Layouts
 from shardwise.cost.numbers import Floats
+from shardwise.cost.places import PLACES, Places, ends_of, layer_kinds
 from shardwise.cost.software import Software
-from shardwise.cost.stage import Deal, share_of
-from shardwise.cost.states import PLACES, count_blocks
+from shardwise.cost.stage import DECIDE_WORK, share_of
+from shardwise.cost.states import count_blocks
 from shardwise.model.activations import saved_bytes
 from shardwise.model.model import Block, Model
 from shardwise.model.operations import Attention, CrossEntropy, Norm
@@ -34,10 +34,13 @@ NOT_ALLOCATED = ("context", "buffers", "workspace", "fragments")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBytes:
-    """Bytes of each part on each place (first, middle, last stage) of each candidate: arrays of candidates x places."""
+    """Bytes of each part on each place (first, middle, last stage; or every rank): arrays of candidates x places.
+
+    `hosted` is what of each part lives on the host instead, on each place.
+    """
 
     parts: Mapping[str, Floats]
-    host: Floats
+    hosted: Mapping[str, Floats]
 
     @property
     def by_place(self) -> Floats:
@@ -49,6 +52,11 @@ class StepBytes:
         return np.asarray(self.by_place.max(axis=1))
 
     @property
+    def host(self) -> Floats:
+        """Bytes on the host of the rank that has most there."""
+        return np.asarray(sum(self.hosted.values(), np.zeros(())).max(axis=1))
+
+    @property
     def allocated(self) -> Floats:
         """Bytes of tensors on the fullest rank: without context, buffers, workspaces and what the allocator loses."""
         parts = [part for name, part in self.parts.items() if name not in NOT_ALLOCATED]
@@ -56,7 +64,7 @@ class StepBytes:
 
     @property
     def fullest(self) -> list[str]:
-        """The place of the fullest rank of each candidate."""
+        """The place of the fullest rank of each candidate, of typical ones."""
         return [PLACES[index] for index in self.by_place.argmax(axis=1)]
 
 
@@ -64,23 +72,23 @@ def step_bytes(
     model: Model,
     device: Device,
     layouts: Layouts,
-    dealt: Deal,
+    places: Places,
     *,
     sequence: int,
     software: Software | None = None,
     constants: Constants = CONSTANTS,
 ) -> StepBytes:
-    """Account for the memory of each layout, whose layers are dealt out as `dealt` says."""
+    """Account for the memory of each layout on its places."""
     software = software or Software()
-    share = share_of(layouts, sequence, software)
-    counts = count_blocks(model, layouts, dealt)
+    counts = count_blocks(model, layouts, places)
     parts = _states(layouts, counts.dense, counts.expert, software)
-    parts |= _activations(model, layouts, dealt, share, software)
-    host = _on_host(parts, layouts)
-    every = np.ones((len(layouts), len(PLACES)))
+    parts |= _activations(model, layouts, places, sequence, software)
+    hosted = _on_host(parts, layouts)
+    every = np.ones_like(places.begins)
     if np.any(layouts.zero == 3):
         # Two layers gathered (one ahead), the gradients of one as they are made and as they are reduced, and both ends.
-        gathered = counts.layer * (2 * 2.0 + 2.0 + software.reduce_bytes) + counts.ends * 2.0
+        width = 4.0 if software.precision == "fp32" else 2.0
+        gathered = counts.layer * (3 * width + software.reduce_bytes) + counts.ends * width
         parts["gathered"] = np.where(layouts.zero == 3, gathered, 0.0)[:, None] * every
     if device.architecture != "cpu":
         axes = (layouts.tp, layouts.dp * layouts.cp, layouts.pp, layouts.ep)
@@ -92,21 +100,21 @@ def step_bytes(
         parts["workspace"] = constants.workspace_bytes * every
         parts["context"] = constants.context_bytes * every
         parts["fragments"] = constants.fragments * moving + constants.fragments_states * states
-    return StepBytes(parts=parts, host=host)
+    return StepBytes(parts=parts, hosted=hosted)
 
 
-def _on_host(parts: dict[str, Floats], layouts: Layouts) -> Floats:
-    """Take off the device what lives on the host, and return the bytes of a rank there."""
-    host = np.zeros(len(layouts))
+def _on_host(parts: dict[str, Floats], layouts: Layouts) -> dict[str, Floats]:
+    """Take off the device what lives on the host, and return that."""
+    hosted = {}
     for share, names in (
         (layouts.offload_optimizer, ("optimizer", "masters")),
         (layouts.offload_parameters, ("weights",)),
         (layouts.offload_activations, ("activations",)),
     ):
         for name in names:
-            host = host + (parts[name] * share[:, None]).max(axis=1)
-            parts[name] = parts[name] * (1.0 - share)[:, None]
-    return host
+            hosted[name] = parts[name] * share[:, None]
+            parts[name] = parts[name] - hosted[name]
+    return hosted
 
 
 def _states(layouts: Layouts, dense: Floats, expert: Floats, software: Software) -> dict[str, Floats]:
@@ -132,43 +140,40 @@ def _states(layouts: Layouts, dense: Floats, expert: Floats, software: Software)
     }
 
 
-def _activations(model: Model, layouts: Layouts, dealt: Deal, share: Share, software: Software) -> dict[str, Floats]:
-    layers = [(block, count) for block, count in model.kinds if block.stack]
-    num_layers = sum(count for _, count in layers)
-    zero = np.zeros(len(layouts))
-    kept, whole, biggest = zero, zero, zero
-    for block, count in layers:
+def _activations(
+    model: Model, layouts: Layouts, places: Places, sequence: int, software: Software
+) -> dict[str, Floats]:
+    some, kinds = layouts.distinct(DECIDE_WORK)
+    share = share_of(some, sequence, software)
+    zero = np.zeros(len(some))
+    every = np.ones_like(places.begins)
+    layers = layer_kinds(model)
+    activations, biggest = np.zeros_like(places.begins), zero
+    for index, (block, _) in enumerate(layers):
         none = zero + saved(block, share, software)
         chosen = np.where(
-            layouts.recompute == 2,
+            some.recompute == 2,
             zero + block.input_bytes(share),
-            np.where(layouts.recompute == 1, zero + saved(block, share, software, _SELECTIVE), none),
+            np.where(some.recompute == 1, zero + saved(block, share, software, _SELECTIVE), none),
         )
-        kept, whole = kept + chosen * (count / num_layers), whole + none * (count / num_layers)
+        kept = none + (chosen - none) * some.recompute_share
+        activations = activations + places.kept_layers[:, :, index] * kept[kinds, None]
         biggest = np.maximum(biggest, none)
-    first = next((index for index, block in enumerate(model.blocks) if block.stack), 0)
-    begin = sum((zero + saved(block, share, software) for block in model.blocks[:first]), zero)
-    ends = [block for block in model.blocks[first:] if not block.stack]
-    end = sum((zero + saved(block, share, software) for block in ends), zero)
-    loss = sum((zero + _loss_bytes(block, share, software) for block in ends), zero)
-    alone = layouts.pp == 1
-    last_rank: Floats = layouts.pp.astype(np.float64) - 1.0
-    flight = np.stack([in_flight(layouts, rank) for rank in (zero, np.minimum(1.0, last_rank), last_rank)], axis=1)
-    held = np.stack([dealt.first + dealt.extra, dealt.middle + dealt.extra, dealt.last], axis=1)
-    held = np.where(alone[:, None], num_layers, held)
-    activations = flight * held * kept[:, None]
-    activations[:, 0] += flight[:, 0] * begin
-    tail = np.stack([np.where(alone, 1.0, 0.0), zero, np.ones(len(layouts))], axis=1)
-    again = np.where(layouts.recompute == 2, biggest, 0.0)[:, None] * np.ones(len(PLACES))
+    before, after = ends_of(model)
+    begin = sum((zero + saved(block, share, software) for block in before), zero)
+    end = sum((zero + saved(block, share, software) for block in after), zero)
+    loss = sum((zero + _loss_bytes(block, share, software) for block in after), zero)
+    activations = activations + places.kept_begins * begin[kinds, None] + places.kept_ends * end[kinds, None]
     if software.interpreted_pipe:
         # What a stage sends is kept beside what it received until its gradient is back.
-        activations += flight * (zero + layers[0][0].output_bytes(share))[:, None] * (layouts.pp > 1)[:, None]
+        sent = zero + layers[0][0].output_bytes(share)
+        activations = activations + places.flight * sent[kinds, None] * (layouts.pp > 1)[:, None]
     scores = zero + sum((_score_bytes(block, share, software) for block, _ in layers[:1]), zero)
     return {
-        "scores": scores[:, None] * np.ones(len(PLACES)),
-        "activations": activations + tail * (end * flight[:, 2])[:, None],
-        "recomputed": again,
-        "loss": tail * loss[:, None],
+        "scores": scores[kinds, None] * every,
+        "activations": activations,
+        "recomputed": np.where(some.recompute == 2, biggest, 0.0)[kinds, None] * every,
+        "loss": np.minimum(places.ends, 1.0) * loss[kinds, None],
     }
 
 

@@ -13,7 +13,11 @@ from shardwise.cost.numbers import Floats, Number
 
 SCHEDULES = (
     "1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe", "dualpipe-v",
+    "eager-1f1b", "chimera", "hanayo",
 )  # fmt: skip
+
+
+_SPLITS_BACKWARD = [index for index, name in enumerate(SCHEDULES) if name.startswith(("zb", "v-", "dual"))]
 
 
 class Stage(NamedTuple):
@@ -38,9 +42,12 @@ class Span(NamedTuple):
 
 def span(
     schedule: Number, pp: Number, chunks: Number, num_microbatches: Number, first: Stage, middle: Stage, last: Stage,
-    hop: Number,
+    hop: Number, *, steps_overlap: bool = False,
 ) -> Span:  # fmt: skip
-    """Seconds of a step over `pp` stages, all but the ends alike; `hop` is one transfer between ranks."""
+    """Seconds of a step over `pp` stages, all but the ends alike; `hop` is one transfer between ranks.
+
+    Where steps overlap, a step is as long as the busiest rank is busy, from its first forward on.
+    """
     code = np.asarray(schedule)
     p, v, m = (np.asarray(each, dtype=np.float64) for each in (pp, chunks, num_microbatches))
     slowest = np.where(p > 1, np.maximum(np.maximum(first.total, middle.total), last.total), first.total)
@@ -51,18 +58,25 @@ def span(
     # Warm-up and cool-down of one whole backward; V schedules' leftovers in facts 1.3, for tF = tI = tW.
     t_forward, t_input, t_weight = middle
     shape = np.maximum(t_forward + t_input - t_weight, 0.0) / np.maximum(t_forward + t_input + t_weight, 1e-12)
+    # With fewer microbatches than ranks, a round over the ranks is not full.
+    missing = np.maximum(p - m, 0.0) * slowest * (1.0 - 1.0 / v)
     ideal = {
         "1f1b": ramp,
         "gpipe": ramp,
-        "interleaved": ramp / v,
-        "looped-bfs": ramp / v,
+        "interleaved": ramp / v + missing,
+        "looped-bfs": ramp / v + missing,
         "zb-h1": ramp * shape,
-        "zb-h2": ramp * 0.0,
+        "zb-h2": ramp * (0.0 if steps_overlap else shape),
         "zb-v": ramp * 0.2,
         "v-half": ramp / 2,
         "v-min": ramp * 2 / 3,
         "dualpipe": ramp / 3,
         "dualpipe-v": ramp / 3,
+        "eager-1f1b": ramp,
+        # Units of p microbatches, which do not quite close up behind each other.
+        "chimera": ramp * (p / 2 - 1) / np.maximum(p - 1, 1) * np.maximum(0.85 * m / p, 1.0),
+        # v / 2 waves: bubble / step is (2p - 2) / (3pw + p - 1) for m = p and a backward of two forwards.
+        "hanayo": ramp * 2 * p / np.maximum(1.5 * p * v - p + 1, 1) + (-m % p) * slowest / 2,
     }
     # Hops that are not hidden: 1F1B waits for two with every microbatch (facts 1.2).
     each = {
@@ -77,7 +91,15 @@ def span(
         "v-min": 2 * (p - 1),
         "dualpipe": 2 * (p - 1),
         "dualpipe-v": 2 * (p - 1),
+        "eager-1f1b": p - 1,
+        "chimera": 2 * (p - 1),
+        "hanayo": p * v - 1,
     }
     bubble = np.choose(code, [np.broadcast_to(ideal[name], work.shape) for name in SCHEDULES])
+    # No step is shorter than one microbatch's way there and back. Where the backward is split, the way has no weight
+    # gradients on it, and few microbatches leave nothing else to do meanwhile (facts 1.1: m <= p).
+    few = (m + p - 1) * (t_forward + t_input) + t_weight
+    least = np.where(np.isin(code, _SPLITS_BACKWARD), np.where(m <= p, few, 0.0), through)
+    bubble = np.maximum(bubble, least - work)
     hops = 2 * hop * np.choose(code, [np.broadcast_to(each[name], work.shape) for name in SCHEDULES])
     return Span(work + bubble + hops, bubble, hops)

@@ -1,7 +1,10 @@
 """What data parallelism adds to a step: gradients added up, shards gathered, as far as compute does not hide them."""
 
+from typing import NamedTuple
+
 import numpy as np
 
+from shardwise.cost.collective import Group, Wires
 from shardwise.cost.layouts import Layouts
 from shardwise.cost.numbers import Floats
 from shardwise.cost.stage import Pricer, Stages, Work
@@ -11,42 +14,84 @@ from shardwise.cost.states import Counts
 def exchange(pricer: Pricer, layouts: Layouts, counts: Counts, stages: Stages, pace: Work) -> Floats:
     """Seconds of a step that replicas spend on each other and that nothing hides."""
     return np.where(
-        layouts.zero >= 3, _sharded(pricer, layouts, counts, stages), _replicated(pricer, layouts, counts, pace)
+        layouts.zero >= 3, _sharded(pricer, layouts, counts, stages, pace), _replicated(pricer, layouts, counts, pace)
     )
 
 
+class _Replicas(NamedTuple):
+    """The ranks with the same dense weights; those of them that share states out; and those with the same share."""
+
+    all: Group
+    shard: Group
+    copies: Group
+    shard_size: Floats
+
+
+def _replicas(wires: Wires, layouts: Layouts) -> _Replicas:
+    """Place the replicas. With pipelines inside of replicas (`dp` outermost), a pipeline lies between two of them."""
+    count = layouts.dp * layouts.cp
+    size = np.where(layouts.zero_group > 0, layouts.zero_group, count)
+    apart = np.where(layouts.order == 1, layouts.pp, 1)
+    near, far = np.minimum(size, layouts.cp), np.maximum(size // layouts.cp, 1)
+    jump = layouts.tp * layouts.cp * apart
+    plain = layouts.order == 0
+    whole = wires.nested(layouts.cp, layouts.tp, layouts.dp, jump)
+    shard = wires.nested(near, layouts.tp, far, jump)
+    return _Replicas(
+        all=_choose(plain, wires.group(count, layouts.tp), whole),
+        shard=_choose(plain, wires.group(size, layouts.tp), shard),
+        copies=wires.group(np.maximum(count // size, 1), layouts.tp * size * apart),
+        shard_size=size.astype(np.float64),
+    )
+
+
+def _choose(chosen: np.ndarray, group: Group, other: Group) -> Group:
+    return Group(*(np.where(chosen, mine, theirs) for mine, theirs in zip(group, other, strict=True)))
+
+
 def _replicated(pricer: Pricer, layouts: Layouts, counts: Counts, pace: Work) -> Floats:
-    """ZeRO 0 to 2: once a step, gradients are reduced, and what each rank has updated is gathered."""
+    """ZeRO 0 to 2: gradients are reduced (under 2 with every microbatch), and what each rank updates is gathered.
+
+    Where groups of replicas share states out, each rank's share is also added up over the groups.
+    """
     wires, software = pricer.wires, pricer.software
     dense, expert = counts.dense.max(axis=1), counts.expert.max(axis=1)
-    replicas = layouts.dp * layouts.cp
-    group = wires.group(replicas, layouts.tp)
-    experts = wires.group(np.maximum(replicas * layouts.tp // layouts.ep, 1), layouts.ep)
-    scatter = wires.all_gather(dense * software.reduce_bytes, group)
+    replicas = _replicas(wires, layouts)
+    count = layouts.dp * layouts.cp
+    experts = wires.group(np.maximum(count * layouts.tp // layouts.ep, 1), layouts.ep)
+    width = 4 if software.precision == "fp32" else 2
+    scatter = wires.all_gather(dense * software.reduce_bytes, replicas.shard)
     scatter = scatter + wires.all_gather(expert * software.reduce_bytes, experts)
-    gather = wires.all_gather(dense * 2, group) + wires.all_gather(expert * 2, experts)
-    reduce = wires.all_reduce(dense * software.reduce_bytes, group)
+    between = wires.all_reduce(dense * software.reduce_bytes / replicas.shard_size, replicas.copies)
+    gather = wires.all_gather(dense * width, replicas.shard) + wires.all_gather(expert * width, experts)
+    reduce = wires.all_reduce(dense * software.reduce_bytes, replicas.all)
     reduce = reduce + wires.all_reduce(expert * software.reduce_bytes, experts)
-    gradients = np.where(layouts.zero >= 1, scatter, reduce)
-    parameters = np.where(layouts.zero >= 1, gather, 0.0)
+    rate, hidden = pricer.constants.exchange_rate, pricer.constants.dp_hidden
+    gradients = np.where(layouts.zero >= 1, scatter, reduce) / rate
+    parameters = np.where(layouts.zero >= 1, gather, 0.0) / rate
+    last = np.where(layouts.zero >= 1, between, 0.0) / rate
     # Beside the backward (forward) of one microbatch there is that much room.
     backward, forward = pace.backward + pace.tp_backward, pace.forward + pace.tp_forward
-    hidden = pricer.constants.dp_hidden
-    gradients, parameters = gradients / pricer.constants.exchange_rate, parameters / pricer.constants.exchange_rate
+    before = gradients
     if software.overlap_gradients:
-        gradients = gradients - np.minimum(gradients * hidden, backward)
+        gradients = gradients + last - np.minimum((gradients + last) * hidden, backward)
+        before = before - np.minimum(before * hidden, backward)
+    else:
+        gradients = gradients + last
     if software.overlap_parameters:
         parameters = parameters - np.minimum(parameters * hidden, forward)
-    return gradients + parameters
+    earlier = np.where(layouts.zero == 2, (layouts.num_microbatches - 1) * before, 0.0)
+    return gradients + earlier + parameters
 
 
-def _sharded(pricer: Pricer, layouts: Layouts, counts: Counts, stages: Stages) -> Floats:
+def _sharded(pricer: Pricer, layouts: Layouts, counts: Counts, stages: Stages, pace: Work) -> Floats:
     """ZeRO-3: with every microbatch, each layer is gathered for both passes and its gradients are scattered."""
     wires, software = pricer.wires, pricer.software
-    replicas = layouts.dp * layouts.cp
-    group = wires.group(np.where(layouts.zero_group > 0, layouts.zero_group, replicas), layouts.tp)
+    replicas = _replicas(wires, layouts)
+    group = replicas.shard
     layer = counts.layer
-    gather = wires.all_gather(layer * 2, group)
+    width = 4 if software.precision == "fp32" else 2
+    gather = wires.all_gather(layer * width, group)
     scatter = wires.all_gather(layer * software.reduce_bytes, group)
     gather, scatter = gather / pricer.constants.exchange_rate, scatter / pricer.constants.exchange_rate
     num_layers = pricer.model.num_layers / layouts.pp
@@ -55,6 +100,11 @@ def _sharded(pricer: Pricer, layouts: Layouts, counts: Counts, stages: Stages) -
     exposed_forward = np.maximum(gather - forward, 0.0) + loss * np.minimum(gather, forward)
     both = gather + scatter
     exposed_backward = np.maximum(both - backward, 0.0) + loss * np.minimum(both, backward)
-    ends = wires.all_gather(counts.ends * 2, group) + wires.all_gather(counts.ends * software.reduce_bytes, group)
+    ends = wires.all_gather(counts.ends * width, group) + wires.all_gather(counts.ends * software.reduce_bytes, group)
     once = gather + scatter + ends
-    return layouts.num_microbatches * (num_layers * (exposed_forward + exposed_backward) + once)
+    # Between groups that each hold all of the states, a rank's share of the gradients is added up once a step.
+    owned = counts.dense.max(axis=1) / replicas.shard_size
+    between = wires.all_reduce(owned * software.reduce_bytes, replicas.copies) / pricer.constants.exchange_rate
+    if software.overlap_gradients:
+        between = between - np.minimum(between * pricer.constants.dp_hidden, pace.backward + pace.tp_backward)
+    return layouts.num_microbatches * (num_layers * (exposed_forward + exposed_backward) + once) + between

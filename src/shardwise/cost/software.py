@@ -36,6 +36,8 @@ class Software:
     split_hops: bool = True
     # The pipeline's instructions go through Python one by one, and what is sent is kept (DeepSpeed).
     interpreted_pipe: bool = False
+    # A rank that has its gradients takes its step and goes on, without waiting for the others (Qi et al. 2023, 4).
+    steps_overlap: bool = False
     # Kernels are not launched one by one; or each is waited for (CUDA_LAUNCH_BLOCKING=1).
     cuda_graphs: bool = False
     blocking_launches: bool = False

@@ -18,6 +18,8 @@ from shardwise.model.operations import Attention, Permutation
 from shardwise.model.share import Share
 
 _SELECTIVE = frozenset({"core_attention"})
+#: The columns of a layout that decide the work of a microbatch on a block, and what it keeps.
+DECIDE_WORK = ("microbatch", "tp", "cp", "ep", "sequence_parallel", "context", "recompute", "recompute_share")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,9 @@ class Work:
     tp_backward: Floats
     cp: Floats
     ep: Floats
+
+    def take(self, index: NDArray[np.int64]) -> "Work":
+        return Work(**{each.name: getattr(self, each.name)[index] for each in fields(Work)})
 
     def times(self, factor: Number) -> "Work":
         return Work(**{each.name: getattr(self, each.name) * factor for each in fields(Work)})
@@ -55,6 +60,14 @@ def pick(chosen: NDArray[np.bool_], work: Work, other: Work) -> Work:
     return Work(
         **{each.name: np.where(chosen, getattr(work, each.name), getattr(other, each.name)) for each in fields(Work)}
     )
+
+
+class Pieces(NamedTuple):
+    """Work of one microbatch on a layer of each kind, and on all that stands before and after the layers."""
+
+    kinds: list[Work]
+    begin: Work
+    end: Work
 
 
 class Stages(NamedTuple):
@@ -81,13 +94,13 @@ def deal(num_layers: int, layouts: Layouts, begin: Number, end: Number) -> Deal:
     """Deal out layers over ranks. `begin` and `end` are what embedding and head weigh, in layers."""
     pp = layouts.pp.astype(np.float64)
     alone = layouts.pp == 1
-    weigh, count = layouts.balance == 2, layouts.balance == 1
+    weigh, count = layouts.balance >= 2, layouts.balance == 1
     first_less = np.where(weigh, begin, np.where(count, 1.0, 0.0))
     last_less = np.where(weigh, end, np.where(count, 1.0, 0.0))
     slots = (num_layers + first_less + last_less) / pp
     first, last = np.maximum(slots - first_less, 0.0), np.maximum(slots - last_less, 0.0)
     middle = np.where(pp > 2, (num_layers - first - last) / np.maximum(pp - 2, 1), slots)
-    pieces = layouts.chunks.astype(np.float64)
+    pieces = np.where(layouts.balance == 3, 1.0, layouts.chunks)
     fullest = np.ceil(middle / pieces - 1e-9) * pieces
     extra = np.where(alone | (pp <= 2) & weigh, 0.0, np.maximum(fullest - middle, 0.0))
     return Deal(np.where(alone, num_layers, first), middle, last, extra)
@@ -104,6 +117,7 @@ def share_of(layouts: Layouts, sequence: int, software: Software) -> Share:
         ep=layouts.ep,
         flash=software.is_flash,
         fused=software.fused,
+        width=4 if software.precision == "fp32" else 2,
     )
 
 
@@ -125,18 +139,30 @@ class Pricer:
     def wires(self) -> Wires:
         return Wires(pool=self.pool)
 
-    def stages(self, layouts: Layouts) -> Stages:
-        """Work of one microbatch on each place of the pipeline."""
-        share = share_of(layouts, self.sequence, self.software)
-        layers = [(block, count) for block, count in self.model.kinds if block.stack]
-        num_layers = sum(count for _, count in layers)
+    def pieces(self, layouts: Layouts) -> "Pieces":
+        """Work of one microbatch on a layer of each kind, and on what stands before and after them.
+
+        It depends on few of the columns. Candidates that agree in those are priced once.
+        """
+        some, inverse = layouts.distinct(DECIDE_WORK)
+        share = share_of(some, self.sequence, self.software)
         outside = [block for block, _ in self.model.kinds if not block.stack]
         split = next((index for index, block in enumerate(self.model.blocks) if block.stack), 0)
         before = [block for block in outside if block in self.model.blocks[:split]]
         after = [block for block in outside if block not in before]
-        layer = self._sum([(block, count / num_layers) for block, count in layers], layouts, share)
-        begin = self._sum([(block, 1.0) for block in before], layouts, share, again=False)
-        end = self._sum([(block, 1.0) for block in after], layouts, share, again=False)
+        return Pieces(
+            [self.block(block, some, share).take(inverse) for block, _ in self.model.kinds if block.stack],
+            self._ends(before, some, share).take(inverse),
+            self._ends(after, some, share).take(inverse),
+        )
+
+    def stages(self, layouts: Layouts) -> Stages:
+        """Work of one microbatch on each place of the pipeline."""
+        kinds, begin, end = self.pieces(layouts)
+        counts = [count for block, count in self.model.kinds if block.stack]
+        num_layers = max(sum(counts), 1)
+        nothing = begin.times(0.0)
+        layer = add(nothing, *(work.times(count / num_layers) for work, count in zip(kinds, counts, strict=True)))
         weight = np.maximum(layer.total, 1e-12)
         dealt = deal(num_layers, layouts, begin.total / weight, end.total / weight)
         alone = layouts.pp == 1
@@ -144,10 +170,10 @@ class Pricer:
         last = add(layer.times(dealt.last), end)
         return Stages(first, layer.times(dealt.middle), last, layer.times(dealt.extra), layer, dealt)
 
-    def _sum(self, blocks: list[tuple[Block, float]], layouts: Layouts, share: Share, *, again: bool = True) -> Work:
+    def _ends(self, blocks: list[Block], layouts: Layouts, share: Share) -> Work:
         zero = np.zeros(len(layouts))
         nothing = Work(**{each.name: zero for each in fields(Work)})
-        return add(nothing, *(self.block(block, layouts, share, again=again).times(count) for block, count in blocks))
+        return add(nothing, *(self.block(block, layouts, share, again=False) for block in blocks))
 
     def block(self, block: Block, layouts: Layouts, share: Share, *, again: bool = True) -> Work:
         """Work of one block; with `again`, recomputed as the layouts say."""
@@ -160,8 +186,9 @@ class Pricer:
         if again:
             full = layouts.recompute == 2
             selective = self.engine.rerun(block, share, _SELECTIVE)
-            rerun = np.where(full, seconds.forward, np.where(layouts.recompute == 1, selective, 0.0))
-            repeated_tp, repeated_ep = np.where(full, tp_forward, 0.0), np.where(full, ep_forward, 0.0)
+            part = layouts.recompute_share
+            rerun = part * np.where(full, seconds.forward, np.where(layouts.recompute == 1, selective, 0.0))
+            repeated_tp, repeated_ep = np.where(full, part * tp_forward, 0.0), np.where(full, part * ep_forward, 0.0)
         return Work(
             forward=seconds.forward + zero,
             input=seconds.input + zero,
@@ -189,16 +216,34 @@ class Pricer:
         return forward * exposed, backward * exposed
 
     def _cp(self, block: Block, layouts: Layouts, share: Share) -> Floats:
-        """Keys and values around the ring of context parallel ranks, beside attention; what attention does not hide."""
+        """What reaching the rest of a sequence adds to attention: around a ring beside it, or in all-to-alls."""
         total = np.zeros(len(layouts))
         for operation in block.operations:
             if isinstance(operation, Attention):
-                per_row = operation.kv_heads * (operation.qk_dim + operation.v_dim) * share.width
-                num_bytes = np.asarray(share.num_rows(operation.rows)) * per_row / layouts.tp
-                ring = (layouts.cp - 1) * self.wires.hop(num_bytes, layouts.tp, layouts.cp)
-                attention = self.engine.operation(operation, share)
-                total = total + np.maximum(ring - attention.forward, 0.0) + np.maximum(2 * ring - attention.input, 0.0)
+                exchange = np.where(
+                    layouts.context == 1,
+                    self._heads_exchanged(operation, layouts, share),
+                    self._ring(operation, layouts, share),
+                )
+                total = total + exchange
         return total
+
+    def _ring(self, operation: Attention, layouts: Layouts, share: Share) -> Floats:
+        """Keys and values around the ring of context parallel ranks; what attention does not hide."""
+        per_row = operation.kv_heads * (operation.qk_dim + operation.v_dim) * share.width
+        num_bytes = np.asarray(share.num_rows(operation.rows)) * per_row / layouts.tp
+        ring = (layouts.cp - 1) * self.wires.hop(num_bytes, layouts.tp, layouts.cp)
+        attention = self.engine.operation(operation, share)
+        return np.maximum(ring - attention.forward, 0.0) + np.maximum(2 * ring - attention.input, 0.0)
+
+    def _heads_exchanged(self, operation: Attention, layouts: Layouts, share: Share) -> Floats:
+        """Tokens of all heads for heads of all tokens and back, forward and backward: nothing runs beside it."""
+        heads = operation.heads * (operation.qk_dim + operation.v_dim)
+        per_row = (heads + operation.kv_heads * (operation.qk_dim + operation.v_dim)) * share.width
+        num_bytes = np.asarray(share.num_rows(operation.rows)) * per_row / layouts.tp
+        group = self.wires.group(layouts.cp, layouts.tp)
+        waits = 4 * self.constants.sync_seconds * (layouts.cp > 1)
+        return 2 * self.wires.all_to_all(num_bytes, group) / self.constants.sync_rate + waits
 
     def _ep(self, block: Block, layouts: Layouts, share: Share) -> tuple[Floats, Floats]:
         """Rows to their experts and back, forward and backward."""

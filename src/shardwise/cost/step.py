@@ -12,12 +12,16 @@ from shardwise.cost.layouts import Layouts
 from shardwise.cost.memory import StepBytes, step_bytes
 from shardwise.cost.numbers import Floats
 from shardwise.cost.pipeline import Stage, span
+from shardwise.cost.places import Places, typical_places
 from shardwise.cost.replicas import exchange
 from shardwise.cost.software import Software
 from shardwise.cost.stage import Pricer, Stages, Work, add, pick
 from shardwise.cost.states import Counts, count_blocks
 from shardwise.model.model import Model
 from shardwise.model.operations import Router
+
+#: Of a node's memory, how much its ranks may have: the rest is for the system, the data and the programs themselves.
+HOST_TAKEN = 0.85
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +72,11 @@ def _price_on(
 ) -> Estimate:
     pricer = Pricer(model=model, pool=pool, software=software, constants=constants, sequence=sequence)
     stages = pricer.stages(layouts)
-    counts = count_blocks(model, layouts, stages.dealt)
-    held = step_bytes(
-        model, pool.device, layouts, stages.dealt, sequence=sequence, software=software, constants=constants
-    )
+    places = typical_places(model, layouts, stages.dealt)
+    counts = count_blocks(model, layouts, places)
+    held = step_bytes(model, pool.device, layouts, places, sequence=sequence, software=software, constants=constants)
     parts = _parts(pricer, layouts, stages, counts)
+    parts["offload"] = _offload(pricer, layouts, stages, held, places)
     seconds = sum(parts.values(), np.zeros(len(layouts)))
     has_experts = any(isinstance(each, Router) for block, _ in model.kinds for each in block.operations)
     width = spread(parts, seconds, has_experts=has_experts)
@@ -82,7 +86,7 @@ def _price_on(
         high=seconds * (1 + width),
         parts=parts,
         bytes=held,
-        fits=held.peak <= pool.device.memory_bytes,
+        fits=_fits(pool, held),
     )
 
 
@@ -96,10 +100,11 @@ def _parts(pricer: Pricer, layouts: Layouts, stages: Stages, counts: Counts) -> 
         layouts.pp,
         layouts.chunks,
         num,
-        _as_stage(stages.first),
-        _as_stage(fullest),
-        _as_stage(stages.last),
-        _hop(pricer, layouts),
+        as_stage(stages.first),
+        as_stage(fullest),
+        as_stage(stages.last),
+        hop_seconds(pricer, layouts),
+        steps_overlap=pricer.software.steps_overlap,
     )
     fill = pricer.constants.pipe_fill * pricer.software.interpreted_pipe * (layouts.pp > 1)
     return {
@@ -116,7 +121,7 @@ def _parts(pricer: Pricer, layouts: Layouts, stages: Stages, counts: Counts) -> 
     }
 
 
-def _as_stage(work: Work) -> Stage:
+def as_stage(work: Work) -> Stage:
     exchanged = (work.cp + work.ep) / 2
     return Stage(
         work.forward + work.tp_forward + exchanged,
@@ -133,12 +138,13 @@ def _slowest(first: Work, middle: Work, last: Work, layouts: Layouts) -> Work:
     return pick(is_last, last, pick(is_middle, middle, first))
 
 
-def _hop(pricer: Pricer, layouts: Layouts) -> Floats:
+def hop_seconds(pricer: Pricer, layouts: Layouts) -> Floats:
     """Seconds of one activation to the next stage."""
     rows = layouts.microbatch * (pricer.sequence / layouts.cp)
     split = np.where(layouts.sequence_parallel | pricer.software.split_hops, layouts.tp, 1)
-    num_bytes = rows * pricer.model.hidden * 2 / split
-    stride = layouts.tp * layouts.cp * layouts.dp
+    width = 4 if pricer.software.precision == "fp32" else 2
+    num_bytes = rows * pricer.model.hidden * width / split
+    stride = layouts.tp * layouts.cp * np.where(layouts.order == 1, 1, layouts.dp)
     hop = pricer.wires.hop(num_bytes, stride, layouts.pp)
     exposed = 1.0 - pricer.constants.hop_hidden * pricer.software.overlap_hops
     return hop / pricer.constants.hop_rate * exposed
@@ -161,3 +167,24 @@ def _optimizer(pricer: Pricer, layouts: Layouts, counts: Counts) -> Floats:
     stepped = owned / (host.adam_parameters_per_core_second * host.num_cores / devices)
     on_host: Floats = np.maximum(stepped, 4 * owned / host.device_bytes_per_second)
     return on_device * (1 - layouts.offload_optimizer) + on_host * layouts.offload_optimizer
+
+
+def _offload(pricer: Pricer, layouts: Layouts, stages: Stages, held: StepBytes, places: Places) -> Floats:
+    """Copies from and to the host that compute does not hide: of weights for both passes, of activations out and in.
+
+    Both ways at once, a device has nearly its full rate each way (peers.md: 48.8 of 55 GB/s).
+    """
+    if not (layouts.offload_parameters.any() or layouts.offload_activations.any()):
+        return np.zeros(len(layouts))
+    weights = held.hosted["weights"].max(axis=1)
+    activations = (held.hosted["activations"] / np.maximum(places.flight, 1.0)).max(axis=1)
+    copied = (2 * weights + activations) / pricer.pool.node.host.device_bytes_per_second
+    slowest = _slowest(stages.first, add(stages.middle, stages.extra), stages.last, layouts)
+    return np.asarray(layouts.num_microbatches * np.maximum(copied - slowest.total, 0.0))
+
+
+def _fits(pool: Pool, held: StepBytes) -> np.ndarray:
+    """Whether the fullest rank fits its device, and what its node's ranks keep on the host fits there."""
+    on_host = held.host * pool.node.devices_per_node
+    room = HOST_TAKEN * pool.node.host.memory_bytes
+    return np.asarray((held.peak <= pool.device.memory_bytes) & (on_host <= room))

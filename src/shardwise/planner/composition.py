@@ -51,12 +51,6 @@ RULES: tuple[Rule, ...] = (
         instead=lambda plan: replace(plan, schedule="1f1b"),
     ),
     Rule(
-        name="sequence and context parallelism together",
-        applies=lambda plan: plan.sp and plan.cp > 1,
-        problem=lambda plan: f"sp=true and cp={plan.cp} both cut sequences, and one does not know of the other yet",
-        instead=lambda plan: replace(plan, sp=False),
-    ),
-    Rule(
         name="offload",
         applies=lambda plan: bool(_offloaded(plan)),
         problem=lambda plan: (
@@ -76,10 +70,12 @@ RULES: tuple[Rule, ...] = (
         instead=lambda plan: replace(plan, recompute="full"),
     ),
     Rule(
-        name="fp16",
-        applies=lambda plan: plan.precision == "fp16",
-        problem=lambda plan: f"precision={plan.precision} needs its loss scaled, which the engines do not do yet",
-        instead=lambda plan: replace(plan, precision="bf16"),
+        name="recomputation of some layers",
+        applies=lambda plan: plan.recompute_layers is not None,
+        problem=lambda plan: (
+            f"recompute_layers={plan.recompute_layers}: the engines recompute all of a stage's forward or nothing yet"
+        ),
+        instead=lambda plan: replace(plan, recompute_layers=None),
     ),
     Rule(
         name="many chunks of auto",

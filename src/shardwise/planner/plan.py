@@ -2,6 +2,7 @@
 
     dp=2,tp=4,pp=2,schedule=zb-v,microbatches=8,zero=1          the short form: what differs from one plain device
     pp=3,layers=5+6+5,recompute=full,offload.optimizer=0.5      units of each stage; half of the optimizer on the host
+    pp=16,layers=7+14x8+7                                       fourteen stages of eight
 
 The same keys make `plan.toml`, where each may carry its reason in the table `reasons`. A plan that exists is valid by
 itself: whatever is wrong with one alone is said when it is made. What it asks of a model or of a cluster is checked by
@@ -9,8 +10,9 @@ those who hold the model or the cluster.
 """
 
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,11 @@ AXES = ("dp", "tp", "pp", "cp", "ep")
 _MULTIPLY = ("dp", "tp", "pp", "cp")
 RECOMPUTE = ("none", "selective", "full")
 CONTEXT = ("ring", "all-to-all")
+#: Axes on the devices, outermost first. Neighbours talk most.
+ORDERS = ("pp-dp-cp-tp", "dp-pp-cp-tp")
 PRECISIONS = ("fp32", "bf16", "fp16")
+# As many equal stages in a row are written as one.
+_LONG_RUN = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +48,8 @@ class Plan:
     hold the same dense weights, so `ep` divides dp x cp and makes no ranks of its own. With `sp` activations between
     tensor parallel layers are cut along the sequence; `context` is how attention reaches the rest of a sequence.
     `chunks` are the stages of one rank (None: the schedule's own number). `layers` are the units of each stage, first
-    to last (None: balanced). `zero` is the ZeRO stage, over groups of `zero_group` replicas (None: all). `reasons` says
+    to last (None: balanced). `zero` is the ZeRO stage, over groups of `zero_group` replicas (None: all). `recompute` is
+    for `recompute_layers` of each stage (None: all). `order` is how the axes lie on the devices. `reasons` says
     of a key why it has its value; two plans that do the same are equal whatever theirs.
     """
 
@@ -60,8 +67,10 @@ class Plan:
     zero: int = 0
     zero_group: int | None = None
     recompute: str = "none"
+    recompute_layers: int | None = None
     offload: Offload = field(default_factory=Offload)
     precision: str = "fp32"
+    order: str = "pp-dp-cp-tp"
     reasons: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -70,19 +79,7 @@ class Plan:
     @staticmethod
     def parse(text: str) -> "Plan":
         """Read the short form."""
-        entries: dict[str, Any] = {}
-        for part in filter(None, (part.strip() for part in text.split(","))):
-            key, equals, value = (word.strip() for word in part.partition("="))
-            if not equals:
-                raise ShardwiseError(
-                    f"'{part}' in the plan '{text}' has no value", remedy=f"{nearest(key, _READERS) or 'pp'}=2"
-                )
-            if key in entries:
-                raise ShardwiseError(
-                    f"the plan '{text}' says {key} twice: {entries[key]} and {value}", remedy=f"{key}={value}"
-                )
-            entries[key] = value
-        return _make(entries, reasons={})
+        return _make(_split(text), reasons={})
 
     def __str__(self) -> str:
         changed = {key: value for key, value in _entries(self).items() if value != _DEFAULTS[key]}
@@ -121,6 +118,20 @@ class Plan:
             ) from None
         return Plan.from_toml(text, source=path.name)
 
+    def save(self, path: Path | str) -> None:
+        """Write the plan to a file, which `load` reads back."""
+        try:
+            Path(path).write_text(self.to_toml(), encoding="utf-8")
+        except OSError as error:
+            raise ShardwiseError(
+                f"the plan cannot be written to {path}: {error.strerror}", remedy="plan.toml"
+            ) from None
+
+    def explain(self) -> str:
+        """The plan and, in a line each, the reason of every choice that has one."""
+        width = max((len(key) for key in self.reasons), default=0)
+        return "\n".join([str(self), *(f"  {key.ljust(width)}  {why}" for key, why in self.reasons.items())])
+
     @property
     def num_ranks(self) -> int:
         """The product of the axes, without `ep`."""
@@ -153,6 +164,34 @@ class Plan:
         return ",".join(shown) or "dp=1"
 
 
+def read_keys(text: str) -> dict[str, Any]:
+    """The keys of a short form with their values, and no plan: what is not said stays open."""
+    return {key: _read(key, value) for key, value in _split(text).items()}
+
+
+def _split(text: str) -> dict[str, str]:
+    """Keys and values as they were typed."""
+    entries: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = (word.strip() for word in part.partition("="))
+        if not equals:
+            raise ShardwiseError(
+                f"'{part}' in the plan '{text}' has no value", remedy=f"{nearest(key, _READERS) or 'pp'}=2"
+            )
+        if key in entries:
+            raise ShardwiseError(
+                f"the plan '{text}' says {key} twice: {entries[key]} and {value}", remedy=f"{key}={value}"
+            )
+        entries[key] = value
+    return entries
+
+
+def _read(key: str, value: Any) -> Any:
+    if key not in _READERS:
+        raise unknown("plan key", key, _READERS)
+    return _READERS[key](key, value)
+
+
 def _ranks(count: int) -> str:
     return f"{count} {'rank' if count == 1 else 'ranks'}"
 
@@ -170,10 +209,17 @@ def _entries(plan: Plan) -> dict[str, Any]:
 
 def _word(value: Any) -> str:
     if isinstance(value, tuple):
-        return "+".join(map(str, value))
+        return "+".join(_runs(value))
     if isinstance(value, str):
         return value
     return repr(value).removesuffix(".0").lower()
+
+
+def _runs(layers: tuple[int, ...]) -> Iterator[str]:
+    """`3+4+4+3`, and `14x4` for fourteen stages of four in a row."""
+    for units, run in groupby(layers):
+        count = len(list(run))
+        yield from [f"{count}x{units}"] if count >= _LONG_RUN else [str(units)] * count
 
 
 def _toml_value(value: Any) -> str:
@@ -197,11 +243,7 @@ def _table(value: Any, name: str) -> dict[str, Any]:
 
 def _make(entries: Mapping[str, Any], *, reasons: Mapping[str, str]) -> Plan:
     """Make a plan from keys and values that were typed."""
-    read: dict[str, Any] = {}
-    for key, value in entries.items():
-        if key not in _READERS:
-            raise unknown("plan key", key, _READERS)
-        read[key] = _READERS[key](key, value)
+    read = {key: _read(key, value) for key, value in entries.items()}
     offload = {key.removeprefix("offload."): read.pop(key) for key in list(read) if key.startswith("offload.")}
     return Plan(**read, offload=Offload(**offload), reasons=reasons)
 
@@ -235,7 +277,15 @@ def _read_layers(key: str, value: Any) -> tuple[int, ...]:
         raise ShardwiseError(
             f"{key}={value} in the plan wants the units of each stage", remedy=f"{key}=4+4, or in a file {key} = [4, 4]"
         )
-    return tuple(_read_count(key, part) for part in parts)
+    return tuple(units for part in parts for units in _read_run(key, part))
+
+
+def _read_run(key: str, part: Any) -> tuple[int, ...]:
+    """Units of one stage, or of a row of them: `14x4`."""
+    count, times, units = str(part).partition("x")
+    if not times:
+        return (_read_count(key, part),)
+    return (_read_count(key, units.strip()),) * _read_count(key, count.strip())
 
 
 def _read_word(key: str, value: Any) -> str:
@@ -246,7 +296,7 @@ def _read_word(key: str, value: Any) -> str:
 
 _EXAMPLES = {"zero": "1", "microbatches": "8", "layers": "4+4"}
 _READERS: dict[str, Callable[[str, Any], Any]] = {
-    **dict.fromkeys((*AXES, "chunks", "zero_group"), _read_count),
+    **dict.fromkeys((*AXES, "chunks", "zero_group", "recompute_layers"), _read_count),
     "sp": _read_switch,
     "context": _read_word,
     "schedule": _read_word,
@@ -256,6 +306,7 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
     "recompute": _read_word,
     **dict.fromkeys((f"offload.{part.name}" for part in fields(Offload)), _read_fraction),
     "precision": _read_word,
+    "order": _read_word,
 }
 
 
@@ -275,6 +326,7 @@ def _check(plan: Plan) -> None:
         ("context", plan.context, CONTEXT),
         ("recompute", plan.recompute, RECOMPUTE),
         ("precision", plan.precision, PRECISIONS),
+        ("order", plan.order, ORDERS),
         ("schedule", plan.schedule, (*CATALOGUE, "auto")),
     ):
         if word not in known:
@@ -286,6 +338,11 @@ def _check(plan: Plan) -> None:
     for key in plan.reasons:
         if key not in _READERS:
             raise unknown("plan key with a reason", key, _READERS)
+    if plan.recompute_layers is not None and plan.recompute_layers < 1:
+        raise ShardwiseError(
+            f"recompute_layers={plan.recompute_layers}: of each stage at least 1 layer is recomputed",
+            remedy="recompute=none",
+        )
     _check_schedule(plan)
     _check_layers(plan)
 

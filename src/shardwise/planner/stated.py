@@ -69,7 +69,7 @@ _PROGRAMS = (
     ("llm-foundry", _LLM_FOUNDRY),
     ("Aleph-Alpha", _ALEPH_ALPHA),
     ("bigscience", _MEGATRON_DEEPSPEED),
-    ("Zero Bubble", _MEGATRON_2022),
+    ("Zero Bubble", replace(_MEGATRON_2022, steps_overlap=True)),
     ("Korthikanti", _MEGATRON_2022),
     ("Megatron-Bridge", _MEGATRON_CORE),
     ("mcore", _MEGATRON_CORE),

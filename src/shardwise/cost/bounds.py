@@ -1,0 +1,65 @@
+"""What no schedule, ZeRO stage, recomputation or balance can better: for pruning before anything is priced."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from shardwise.cluster.cluster import Cluster, Pool
+from shardwise.cost.constants import CONSTANTS, Constants
+from shardwise.cost.layouts import Layouts
+from shardwise.cost.memory import StepBytes, step_bytes
+from shardwise.cost.numbers import Floats
+from shardwise.cost.places import typical_places
+from shardwise.cost.software import Software
+from shardwise.cost.stage import Deal, Pricer
+from shardwise.model.model import Model
+
+
+def least_seconds(
+    model: Model, cluster: Cluster, layouts: Layouts, *, sequence: int, software: Software,
+    constants: Constants = CONSTANTS,
+) -> Floats:  # fmt: skip
+    """Seconds below which no step of these axes and microbatches can be: all stages equally busy, and never idle."""
+    plain = replace(layouts, recompute=np.zeros_like(layouts.recompute))
+    found = np.zeros(len(layouts))
+    for pool in cluster.pools:
+        pricer = Pricer(model=model, pool=pool, software=software, constants=constants, sequence=sequence)
+        stages = pricer.stages(plain)
+        others = np.maximum(layouts.pp - 2, 0)
+        through = stages.first.total + others * stages.middle.total + np.where(layouts.pp > 1, stages.last.total, 0.0)
+        found = np.maximum(found, layouts.num_microbatches * through / layouts.pp)
+    return found + constants.step_seconds
+
+
+def least_bytes(
+    model: Model, pool: Pool, layouts: Layouts, *, sequence: int, software: Software, offloads: bool,
+) -> StepBytes:  # fmt: skip
+    """Bytes of the leanest ranks: states shared out as far as they can be, one microbatch under way.
+
+    Recomputation keeps only inputs but needs room for a layer at work, so nothing or everything is recomputed,
+    whichever takes less.
+    """
+    none, full = (_lean(model, pool, layouts, sequence, software, offloads, choice) for choice in (0, 2))
+    is_leaner = (full.peak < none.peak)[:, None]
+    parts = {name: np.where(is_leaner, full.parts[name], part) for name, part in none.parts.items()}
+    return replace(none, parts=parts)
+
+
+def _lean(
+    model: Model, pool: Pool, layouts: Layouts, sequence: int, software: Software, offloads: bool, recompute: int
+) -> StepBytes:
+    lean = Layouts.of(
+        **{name: getattr(layouts, name) for name in ("dp", "tp", "pp", "cp", "ep", "microbatch", "sequence_parallel")},
+        recompute=recompute,
+        zero=np.where(layouts.dp * layouts.cp > 1, 2, 0),
+        **dict.fromkeys(("offload_optimizer", "offload_parameters", "offload_activations"), float(offloads)),
+    )
+    nothing = np.zeros(len(layouts))
+    # Some rank has its share of the layers; the ends have none at best.
+    dealt = Deal(nothing, model.num_layers / layouts.pp, nothing, nothing)
+    places = typical_places(model, lean, dealt)
+    held = step_bytes(model, pool.device, lean, places, sequence=sequence, software=software)
+    # Under ZeRO-3 there are no whole weights. What it gathers instead is left out here, and so are fragments.
+    alone = (layouts.dp * layouts.cp == 1)[:, None]
+    parts = {name: part for name, part in held.parts.items() if name != "fragments"}
+    return replace(held, parts={**parts, "weights": parts["weights"] * alone})

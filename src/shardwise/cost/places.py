@@ -1,0 +1,132 @@
+"""What stands on which rank, and what it keeps at its fullest: on three typical ranks, or on every one of a plan."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwise.cost.flight import in_flight
+from shardwise.cost.layouts import Layouts
+from shardwise.cost.numbers import Floats
+from shardwise.cost.pipeline import SCHEDULES
+from shardwise.cost.stage import Deal
+from shardwise.model.model import Block, Model
+from shardwise.schedule.catalogue import CATALOGUE
+from shardwise.schedule.instruction import Kind
+from shardwise.schedule.schedule import Schedule
+
+#: Where a typical rank's stage stands: ends differ by embedding and head.
+PLACES = ("first", "middle", "last")
+_COPIES = np.array([CATALOGUE[name].num_weight_copies for name in SCHEDULES], dtype=np.float64)
+# All forwards come first: what is held grows with the step, and a shorter one does not show it.
+_HOLDS_ALL = ("gpipe", "looped-bfs")
+
+
+class Places(NamedTuple):
+    """Some ranks of each candidate, as arrays of candidates x places (x kinds of layer).
+
+    `layers` of each kind that a rank holds; `begins` and `ends`: whether it has what stands before and after them. The
+    `kept_*` are the same at the moment when most is kept for backwards, once for each microbatch that is under way.
+    `flight` is the microbatches of a whole stage then.
+    """
+
+    layers: Floats
+    begins: Floats
+    ends: Floats
+    kept_layers: Floats
+    kept_begins: Floats
+    kept_ends: Floats
+    flight: Floats
+
+
+def layer_kinds(model: Model) -> list[tuple[Block, int]]:
+    """The kinds of layers with their counts."""
+    return [(block, count) for block, count in model.kinds if block.stack]
+
+
+def ends_of(model: Model) -> tuple[list[Block], list[Block]]:
+    """The blocks before the first layer, and the other blocks that are no layers."""
+    first = next((index for index, block in enumerate(model.blocks) if block.stack), 0)
+    return list(model.blocks[:first]), [block for block in model.blocks[first:] if not block.stack]
+
+
+def typical_places(model: Model, layouts: Layouts, dealt: Deal) -> Places:
+    """The first, a middle and the last rank of each candidate, whose layers are dealt out as `dealt` says."""
+    counts = np.array([count for _, count in layer_kinds(model)], dtype=np.float64)
+    shares = counts / max(counts.sum(), 1.0)
+    alone, copies = layouts.pp == 1, _COPIES[layouts.schedule]
+    last = layouts.pp.astype(np.float64) - 1.0
+    ranks = (np.zeros(len(layouts)), np.minimum(1.0, last), last)
+    flight = np.stack([in_flight(layouts, rank) for rank in ranks], axis=1)
+    held = np.stack([dealt.first + dealt.extra, dealt.middle + dealt.extra, dealt.last], axis=1)
+    held = np.where(alone[:, None], counts.sum(), held)
+    one, lone, twice = np.ones(len(layouts)), alone.astype(np.float64), (copies > 1).astype(np.float64)
+    begins = np.stack([one, lone, np.maximum(lone, twice)], axis=1)
+    ends = np.stack([np.maximum(lone, twice), lone, one], axis=1)
+    layers = held[:, :, None] * shares
+    # Where the model is held twice, half of the microbatches go through each copy.
+    through = flight / copies[:, None]
+    return Places(
+        layers=layers * copies[:, None, None],
+        begins=begins,
+        ends=ends,
+        kept_layers=layers * flight[:, :, None],
+        kept_begins=begins * through,
+        kept_ends=ends * through,
+        flight=flight,
+    )
+
+
+def rank_places(model: Model, stage_layers: Sequence[int], schedule: Schedule, num_microbatches: int) -> Places:
+    """Every rank of one pipeline, whose stages have so many layers. `schedule` may be that of a shorter step."""
+    counts = _stage_counts(model, stage_layers)
+    num_stages = len(stage_layers)
+    placement = schedule.placement
+    longer = num_microbatches / schedule.num_microbatches if schedule.name in _HOLDS_ALL else 1.0
+    rows: list[tuple[np.ndarray, float, float, np.ndarray, float, float, float]] = []
+    for rank, stages in enumerate(placement.stages):
+        own = [stage % num_stages for stage in stages]
+        weights = {stage: float(counts[stage % num_stages].sum()) + 1.0 for stage in stages}
+        kept = {stage: count * longer for stage, count in _fullest(schedule, rank, weights).items()}
+        most = sum(kept.values()) * placement.share
+        rows.append(
+            (
+                sum((counts[stage] for stage in own), np.zeros(counts.shape[1])),
+                float(own.count(0)),
+                float(own.count(num_stages - 1)),
+                sum((counts[stage % num_stages] * count for stage, count in kept.items()), np.zeros(counts.shape[1])),
+                sum((count for stage, count in kept.items() if stage % num_stages == 0), 0.0),
+                sum((count for stage, count in kept.items() if stage % num_stages == num_stages - 1), 0.0),
+                most,
+            )
+        )
+    return Places(*(np.array([column]) for column in zip(*rows, strict=True)))
+
+
+def _stage_counts(model: Model, stage_layers: Sequence[int]) -> np.ndarray:
+    """Layers of each kind on each stage: stages x kinds."""
+    kinds = {block.kind: index for index, (block, _) in enumerate(layer_kinds(model))}
+    order = [kinds[block.kind] for block in model.blocks if block.stack]
+    assert sum(stage_layers) == len(order), f"{stage_layers} add up to other than {len(order)} layers"
+    counts = np.zeros((len(stage_layers), len(kinds)))
+    begin = 0
+    for stage, number in enumerate(stage_layers):
+        for kind in order[begin : begin + number]:
+            counts[stage, kind] += 1
+        begin += number
+    return counts
+
+
+def _fullest(schedule: Schedule, rank: int, weights: dict[int, float]) -> dict[int, float]:
+    """Microbatches under way of each stage of a rank, at the moment when they weigh most. Kept until the last half."""
+    under_way = dict.fromkeys(weights, 0.0)
+    fullest, held, most = dict(under_way), 0.0, 0.0
+    for instruction in schedule.orders[rank]:
+        for part in instruction.parts:
+            change = 1.0 if part.kind is Kind.F else -1.0 if part.kind in (Kind.B, Kind.W) else 0.0
+            if change:
+                under_way[part.stage] += change
+                held += change * weights[part.stage]
+        if held > most:
+            most, fullest = held, dict(under_way)
+    return fullest

@@ -1,0 +1,116 @@
+"""One layout played on its schedule, stage by stage: uneven layers and hops, where closed forms round."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from shardwise.cost.layouts import Layouts
+from shardwise.cost.places import layer_kinds
+from shardwise.cost.stage import Pieces, Pricer, Work, add
+from shardwise.cost.step import as_stage, hop_seconds
+from shardwise.schedule.catalogue import make_schedule
+from shardwise.schedule.prices import StageTimes, stage_prices
+from shardwise.schedule.schedule import Schedule
+from shardwise.schedule.simulate import simulate
+
+# A long step repeats itself: a warm-up of so many times the ranks is played, and once more with one round added.
+_ROUNDS = 3
+# More forwards than these take longer to play than a person waits.
+_MOST_FORWARDS = 8000
+
+
+class Played(NamedTuple):
+    """Seconds of all microbatches, and of those the busiest rank's own work."""
+
+    seconds: float
+    work: float
+
+
+def share_layers(num_layers: int, ranks: Sequence[int], begin: float, end: float) -> tuple[int, ...]:
+    """Layers of each stage, at least one, so that ranks are equally busy: embedding and head count as so many layers.
+
+    `ranks` says on which rank each stage is. What a rank has is dealt out evenly over its stages.
+    """
+    stages = {rank: [stage for stage, on in enumerate(ranks) if on == rank] for rank in dict.fromkeys(ranks)}
+    share = (num_layers + begin + end) / len(stages)
+    ideal = {
+        rank: max(share - begin * (0 in own) - end * (len(ranks) - 1 in own), float(len(own)))
+        for rank, own in stages.items()
+    }
+    counts = _whole(ideal, num_layers, {rank: len(own) for rank, own in stages.items()})
+    layers = [0] * len(ranks)
+    for rank, own in stages.items():
+        each, more = divmod(counts[rank], len(own))
+        for place, stage in enumerate(own):
+            layers[stage] = each + (place < more)
+    return tuple(layers)
+
+
+def _whole(ideal: dict[int, float], total: int, least: dict[int, int]) -> dict[int, int]:
+    """Whole numbers that add up to a total, each as near its ideal as may be and no smaller than its least."""
+    counts = {rank: max(int(value), least[rank]) for rank, value in ideal.items()}
+    while sum(counts.values()) < total:
+        # Of equals the later rank: those at the end of a pipe hold fewer microbatches.
+        counts[max(counts, key=lambda rank: (round(ideal[rank] - counts[rank], 9), rank))] += 1
+    while sum(counts.values()) > total:
+        free = [rank for rank in counts if counts[rank] > least[rank]]
+        counts[min(free, key=lambda rank: (round(ideal[rank] - counts[rank], 9), rank))] -= 1
+    return counts
+
+
+def end_weights(pieces: Pieces, num_layers: int, counts: Sequence[int]) -> tuple[float, float]:
+    """What embedding and head weigh, in layers."""
+    layer = sum(float(work.total[0]) * count for work, count in zip(pieces.kinds, counts, strict=True)) / num_layers
+    return float(pieces.begin.total[0]) / layer, float(pieces.end.total[0]) / layer
+
+
+@lru_cache(maxsize=32)
+def short_schedule(name: str, num_ranks: int, num_microbatches: int, chunks: int | None, *, more: int = 0) -> Schedule:
+    """The schedule of a step, or of one that is shorter and goes as long through its steady state."""
+    short = _ROUNDS * num_ranks + num_microbatches % num_ranks + more * num_ranks
+    return make_schedule(name, num_ranks, min(num_microbatches, short), chunks)
+
+
+def play(pricer: Pricer, layouts: Layouts, name: str, chunks: int | None, stage_layers: Sequence[int]) -> Played | None:
+    """Play the only layout of `layouts`. None where that would take too long."""
+    num_ranks, num_microbatches = int(layouts.pp[0]), int(layouts.num_microbatches[0])
+    if len(stage_layers) * min(num_microbatches, (_ROUNDS + 2) * num_ranks) > _MOST_FORWARDS:
+        return None
+    works = _stage_works(pricer, pricer.pieces(layouts), stage_layers)
+    times = [_times(work) for work in works]
+    hop = float(hop_seconds(pricer, layouts)[0])
+    first = short_schedule(name, num_ranks, num_microbatches, chunks)
+    seconds = _makespan(first, times, hop)
+    left = num_microbatches - first.num_microbatches
+    if left > 0:
+        longer = short_schedule(name, num_ranks, num_microbatches, chunks, more=1)
+        rounds = left / (longer.num_microbatches - first.num_microbatches)
+        seconds += rounds * (_makespan(longer, times, hop) - seconds)
+    placement = first.placement
+    ranks = [sum(times[stage % len(times)].total for stage in stages) for stages in placement.stages]
+    copies = len(placement.pipes)
+    return Played(seconds, max(ranks) * num_microbatches / copies)
+
+
+def _stage_works(pricer: Pricer, pieces: Pieces, stage_layers: Sequence[int]) -> list[Work]:
+    kinds = {block.kind: index for index, (block, _) in enumerate(layer_kinds(pricer.model))}
+    order = [pieces.kinds[kinds[block.kind]] for block in pricer.model.blocks if block.stack]
+    works, begin = [], 0
+    for stage, number in enumerate(stage_layers):
+        own = order[begin : begin + number]
+        own += [pieces.begin] if stage == 0 else []
+        own += [pieces.end] if stage == len(stage_layers) - 1 else []
+        works.append(add(*own))
+        begin += number
+    return works
+
+
+def _times(work: Work) -> StageTimes:
+    forward, inputs, weights = (float(each[0]) for each in as_stage(work))
+    return StageTimes(forward=forward, input_gradient=inputs, weight_gradient=weights)
+
+
+def _makespan(schedule: Schedule, times: Sequence[StageTimes], hop: float) -> float:
+    placement = schedule.placement
+    each = [times[stage % len(times)] for stage in range(placement.num_stages)]
+    return simulate(schedule, stage_prices(placement, each, hops=[hop])).makespan

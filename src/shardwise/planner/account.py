@@ -1,0 +1,261 @@
+"""One plan accounted for, rank by rank: what takes how much, whether it fits, and how long a step is.
+
+The search prices thousands of candidates by typical ranks and closed forms. Here is one plan exactly: its own layers on
+every stage, what each rank holds by the order of its own instructions, and the schedule played.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from shardwise.cost.constants import CONSTANTS
+from shardwise.cost.interval import spread
+from shardwise.cost.layouts import BALANCE, CONTEXT, ORDERS, RECOMPUTE, Layouts
+from shardwise.cost.memory import StepBytes, step_bytes
+from shardwise.cost.pipeline import SCHEDULES
+from shardwise.cost.places import layer_kinds, rank_places
+from shardwise.cost.play import end_weights, play, share_layers, short_schedule
+from shardwise.cost.stage import Pricer
+from shardwise.cost.step import HOST_TAKEN, Estimate, price
+from shardwise.errors import ShardwiseError
+from shardwise.model.operations import Router
+from shardwise.planner.plan import Plan
+from shardwise.planner.question import Question
+from shardwise.schedule.schedule import Schedule
+from shardwise.units import counted
+
+# What a played pipeline replaces of the closed forms' parts.
+_IN_PIPELINE = ("compute", "recompute", "tp", "cp", "ep")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankBytes:
+    """What the ranks of one place of the pipeline hold at their fullest, by part. All their replicas hold as much."""
+
+    place: int
+    num_ranks: int
+    parts: Mapping[str, float]
+    hosted: float
+    capacity: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def headroom(self) -> float:
+        """Bytes that are left; less than 0 where it does not fit."""
+        return self.capacity - self.total
+
+
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    """A plan priced: seconds of a step, the interval of nine in ten, where they go, and every rank's bytes."""
+
+    question: Question
+    plan: Plan
+    layers: tuple[int, ...]
+    seconds: float
+    low: float
+    high: float
+    parts: Mapping[str, float]
+    ranks: tuple[RankBytes, ...]
+    fits_host: bool
+
+    @cached_property
+    def fullest(self) -> RankBytes:
+        """The rank with the least room left."""
+        return min(self.ranks, key=lambda rank: rank.headroom)
+
+    @property
+    def fits(self) -> bool:
+        return self.fullest.headroom >= 0 and self.fits_host
+
+    @property
+    def microbatch(self) -> int:
+        return self.question.batch // (self.plan.dp * self.plan.microbatches)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.question.batch * self.question.sequence / self.seconds
+
+
+def account(question: Question, plan: Plan) -> Account:
+    """Account for a plan. It must be for all devices of the cluster and divide the batch."""
+    check_question(question, plan)
+    layouts = layouts_of(question, plan)
+    software = question.software_in(plan.precision)
+    found = price(question.model, question.cluster, layouts, sequence=question.sequence, software=software)
+    pricer = _slowest(question, plan)
+    stages = stage_layers(question, plan, pricer, layouts)
+    parts = _played(pricer, layouts, plan, stages, found)
+    seconds = sum(parts.values())
+    has_experts = any(isinstance(each, Router) for block, _ in question.model.kinds for each in block.operations)
+    arrays = {name: np.array([part]) for name, part in parts.items()}
+    width = float(spread(arrays, np.array([seconds]), has_experts=has_experts)[0])
+    held = _rank_bytes(question, plan, layouts, stages, pricer)
+    host = question.cluster.pools[0].node
+    return Account(
+        question=question,
+        plan=plan,
+        layers=stages,
+        seconds=seconds,
+        low=seconds / (1 + width),
+        high=seconds * (1 + width),
+        parts=parts,
+        ranks=_ranks(question, plan, held),
+        fits_host=float(held.host[0]) * host.devices_per_node <= HOST_TAKEN * host.host.memory_bytes,
+    )
+
+
+def check_question(question: Question, plan: Plan) -> None:
+    """Refuse a plan for another number of devices, another batch, or more stages than there are layers."""
+    devices = question.cluster.num_devices
+    if plan.num_ranks != devices:
+        sizes = " x ".join(f"{axis}={getattr(plan, axis)}" for axis in ("dp", "tp", "pp", "cp"))
+        fitting = devices * plan.dp // plan.num_ranks
+        is_whole = fitting >= 1 and devices * plan.dp % plan.num_ranks == 0
+        raise ShardwiseError(
+            f"the plan is for {sizes} = {counted(plan.num_ranks, 'rank')}, but {question.cluster} has "
+            f"{counted(devices, 'device')}",
+            remedy=f"dp={fitting}" if is_whole else f"axes that multiply to {devices}",
+        )
+    step = plan.dp * plan.microbatches
+    if question.batch % step:
+        below = question.batch - question.batch % step
+        fewer = _divisor(question.batch // plan.dp, plan.microbatches) if question.batch % plan.dp == 0 else None
+        raise ShardwiseError(
+            f"a batch of {question.batch} cannot be divided over dp={plan.dp} x microbatches={plan.microbatches}"
+            f" = {step}",
+            remedy=f"--batch {below or step}" + (f", or microbatches={fewer}" if fewer else ""),
+        )
+    if plan.schedule == "pipedream-2bw":
+        raise ShardwiseError(
+            "schedule=pipedream-2bw trains with weights that are one step old, and its step is not priced",
+            remedy="schedule=1f1b",
+        )
+    num_layers = question.model.num_layers
+    stages = plan.num_stages or plan.pp
+    if plan.pp > 1 and stages > num_layers:
+        raise ShardwiseError(
+            f"pp={plan.pp} with {counted(plan.num_chunks or 1, 'chunk')} on a rank makes {stages} stages, but "
+            f"{question.model.name} has {counted(num_layers, 'layer')}",
+            remedy=f"pp={max(num_layers // (plan.num_chunks or 1), 1)}",
+        )
+    if plan.layers is not None and sum(plan.layers) != num_layers:
+        raise ShardwiseError(
+            f"layers adds up to {sum(plan.layers)}, but {question.model.name} has {num_layers}",
+            remedy="leave layers out, and they are balanced",
+        )
+
+
+def layouts_of(question: Question, plan: Plan) -> Layouts:
+    """The plan as the one candidate of layouts."""
+    schedule = "1f1b" if plan.schedule == "auto" else plan.schedule
+    per_stage = -(-question.model.num_layers // plan.pp)
+    share = 1.0 if plan.recompute_layers is None else min(plan.recompute_layers / max(per_stage, 1), 1.0)
+    return Layouts.of(
+        dp=plan.dp, tp=plan.tp, pp=plan.pp, cp=plan.cp, ep=plan.ep, chunks=_stages_of(plan) // plan.pp,
+        microbatch=question.batch // (plan.dp * plan.microbatches), num_microbatches=plan.microbatches,
+        zero=plan.zero, zero_group=plan.zero_group or 0, recompute=RECOMPUTE.index(plan.recompute),
+        recompute_share=share, sequence_parallel=plan.sp, schedule=SCHEDULES.index(schedule),
+        balance=BALANCE.index("ranks"), context=CONTEXT.index(plan.context), order=ORDERS.index(plan.order),
+        offload_optimizer=plan.offload.optimizer, offload_parameters=plan.offload.parameters,
+        offload_activations=plan.offload.activations,
+    )  # fmt: skip
+
+
+def stage_layers(question: Question, plan: Plan, pricer: Pricer, layouts: Layouts) -> tuple[int, ...]:
+    """Layers of each stage: the plan's, or balanced by what they and the ends take."""
+    num_layers, num_stages = question.model.num_layers, _stages_of(plan)
+    if plan.layers is not None:
+        return plan.layers
+    if num_stages == 1 or num_layers == 0:
+        return (num_layers,)
+    counts = [count for _, count in layer_kinds(question.model)]
+    ends = end_weights(pricer.pieces(layouts), num_layers, counts)
+    return share_layers(num_layers, _schedule(plan).placement.ranks[:num_stages], *ends)
+
+
+def _schedule(plan: Plan) -> Schedule:
+    """The plan's schedule, perhaps of a shorter step. What `auto` will find is not known before: at worst 1F1B."""
+    if plan.schedule == "auto":
+        return short_schedule(
+            "interleaved" if _stages_of(plan) > plan.pp else "1f1b", plan.pp, plan.microbatches, plan.chunks
+        )
+    return short_schedule(plan.schedule, plan.pp, plan.microbatches, plan.chunks)
+
+
+def _stages_of(plan: Plan) -> int:
+    return plan.num_stages or plan.pp * (plan.chunks or 1)
+
+
+def _divisor(number: int, limit: int) -> int:
+    return max(size for size in range(1, limit + 1) if number % size == 0)
+
+
+def _slowest(question: Question, plan: Plan) -> Pricer:
+    """The pool that sets the pace."""
+    software, layouts = question.software_in(plan.precision), layouts_of(question, plan)
+    pricers = [
+        Pricer(model=question.model, pool=pool, software=software, constants=CONSTANTS, sequence=question.sequence)
+        for pool in question.cluster.pools
+    ]
+    return pricers[0] if len(pricers) == 1 else max(pricers, key=lambda each: _work(each, layouts))
+
+
+def _work(pricer: Pricer, layouts: Layouts) -> float:
+    """Seconds of one microbatch on a layer of each kind and on both ends: to tell a slower pool."""
+    kinds, begin, end = pricer.pieces(layouts)
+    return sum(float(work.total[0]) for work in (*kinds, begin, end))
+
+
+def _played(pricer: Pricer, layouts: Layouts, plan: Plan, stages: tuple[int, ...], found: Estimate) -> dict[str, float]:
+    """The parts of a step, the pipeline's own as the schedule plays. Where it is too long to, by closed forms."""
+    parts = {name: float(part[0]) for name, part in found.parts.items()}
+    if plan.pp == 1 or plan.schedule == "auto":
+        return parts
+    played = play(pricer, layouts, plan.schedule, plan.chunks, stages)
+    if played is None:
+        return parts
+    inside = sum(parts[name] for name in _IN_PIPELINE)
+    scale = played.work / inside
+    parts |= {name: parts[name] * scale for name in _IN_PIPELINE}
+    idle = played.seconds - played.work
+    hops = min(parts["hops"], idle)
+    return {**parts, "bubble": idle - hops, "hops": hops}
+
+
+def hold(question: Question, plan: Plan) -> tuple[RankBytes, ...]:
+    """What every rank of a plan holds, without its seconds."""
+    layouts, pricer = layouts_of(question, plan), _slowest(question, plan)
+    stages = stage_layers(question, plan, pricer, layouts)
+    return _ranks(question, plan, _rank_bytes(question, plan, layouts, stages, pricer))
+
+
+def _rank_bytes(question: Question, plan: Plan, layouts: Layouts, stages: tuple[int, ...], pricer: Pricer) -> StepBytes:
+    places = rank_places(question.model, stages, _schedule(plan), plan.microbatches)
+    return step_bytes(
+        question.model, question.device, layouts, places, sequence=question.sequence, software=pricer.software
+    )
+
+
+def _ranks(question: Question, plan: Plan, held: StepBytes) -> tuple[RankBytes, ...]:
+    hosted = sum(held.hosted.values(), np.zeros(()))
+    return tuple(
+        RankBytes(
+            place=place,
+            num_ranks=plan.num_ranks // plan.pp,
+            parts={name: float(part[0, place]) for name, part in held.parts.items()},
+            hosted=float(hosted[0, place]),
+            capacity=float(question.device.memory_bytes),
+        )
+        for place in range(plan.pp)
+    )
+
+
+def with_layers(plan: Plan, layers: tuple[int, ...]) -> Plan:
+    """The plan with its layers said, where stages have different numbers of them."""
+    return replace(plan, layers=layers if len(set(layers)) > 1 else None)

@@ -1,0 +1,65 @@
+"""`shardwise doctor`: what holds a run up, with the numbers, what to type against it, and what that would gain."""
+
+import argparse
+from collections.abc import Sequence
+
+from shardwise.answer import Answer, Canvas
+from shardwise.planner.runs_by_name import find_run
+from shardwise.schedule.replay import Replay
+from shardwise.trace.doctor.examine import examine
+from shardwise.trace.doctor.finding import Finding
+from shardwise.trace.run import Run
+from shardwise.units import format_number, format_percent, format_seconds
+
+DESCRIPTION = """Say what holds a run up: slow stages and ranks, bubbles, exposed communication, waits for data, memory.
+Every finding has its evidence in numbers, something to type, and what that would gain, from the trace played again with
+it. RUN is the folder that `shardwise train` or `shardwise profile` has written, a trace, or a plan, whose schedule is
+simulated.
+"""
+
+EXAMPLE = """
+shardwise doctor pp=4,microbatches=8
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run's folder, a trace, or a plan")
+
+
+def run(arguments: argparse.Namespace) -> Answer:
+    found_run = find_run(arguments.run)
+    found = examine(found_run, Replay.of(found_run.trace))
+    data = {"run": found_run.name, "step": found_run.trace.makespan, "findings": [_as_data(each) for each in found]}
+    return Answer(data=data, render=lambda canvas: render_findings(canvas, found_run, found))
+
+
+def _as_data(finding: Finding) -> dict[str, object]:
+    return {
+        "kind": finding.kind,
+        "problem": finding.problem,
+        "evidence": finding.evidence,
+        "fix": finding.fix,
+        "gain": finding.gain_seconds,
+        "about": finding.about,
+        "ranks": list(finding.ranks),
+    }
+
+
+def render_findings(canvas: Canvas, run: Run, found: Sequence[Finding]) -> None:
+    """The findings as a person reads them, the gravest first."""
+    step = run.trace.makespan
+    if not found:
+        canvas.print(f"{canvas.paint(run.name, 'bold')}: nothing was found that holds it up")
+        return
+    canvas.print(f"{canvas.paint(run.name, 'bold')}: {len(found)} {'finding' if len(found) == 1 else 'findings'}")
+    for number, finding in enumerate(found, 1):
+        canvas.print()
+        canvas.print(f"{number}. {canvas.paint(finding.problem, 'bold')}")
+        canvas.print(f"   {finding.evidence}")
+        canvas.print(f"   try: {canvas.paint(finding.fix, 'cyan')}")
+        if finding.gain_seconds is not None and step > 0:
+            gain = finding.gain_seconds
+            text = format_seconds(gain) if run.unit == "s" else format_number(gain, 4)
+            canvas.print(f"   predicted gain: {text}, {format_percent(gain / step)} of the step")
+        elif finding.about:
+            canvas.print(f"   {finding.about}")

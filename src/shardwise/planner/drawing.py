@@ -1,0 +1,192 @@
+"""How plans look to a person: seconds with their interval, where they go, memory as bars, sentences."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from shardwise.answer import Canvas
+from shardwise.model.share import Share
+from shardwise.planner.account import Account, RankBytes
+from shardwise.planner.search.reasons import PART_WORDS
+from shardwise.units import format_bytes, format_percent, format_seconds
+
+#: Parts of a rank's memory, put together as a person thinks of them: name, its parts, a mark, a colour.
+GROUPS: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
+    ("weights", ("weights", "gathered"), "█", "blue"),
+    ("gradients", ("gradients",), "▓", "cyan"),
+    ("optimizer", ("optimizer", "masters"), "▒", "magenta"),
+    ("activations", ("activations", "recomputed", "loss", "scores"), "░", "yellow"),
+    ("other", ("buffers", "workspace", "context", "fragments"), "·", "white"),
+)
+_BAR = 48
+# Of what does not fit, so much is drawn.
+_BEYOND = 12
+_TIME_BAR = 24
+
+
+def in_groups(parts: Mapping[str, float]) -> dict[str, float]:
+    """A rank's bytes, put together."""
+    return {name: sum(parts.get(part, 0.0) for part in members) for name, members, _, _ in GROUPS}
+
+
+def interval_text(account: Account) -> str:
+    """`4.31 s (3.8 s to 4.9 s)`."""
+    return f"{format_seconds(account.seconds)} ({format_seconds(account.low)} to {format_seconds(account.high)})"
+
+
+def utilisation(account: Account) -> float:
+    """Model FLOPs over what the devices could do: attention counted as far as it is seen, recomputation not at all."""
+    question = account.question
+    forward = question.model.flops(Share(sequence=question.sequence, microbatch=1)).forward
+    peak = sum(pool.num_devices * pool.device.peak(account.plan.precision) for pool in question.cluster.pools)
+    return 3.0 * float(forward) * question.batch / (account.seconds * peak)
+
+
+def draw_head(account: Account, canvas: Canvas) -> None:
+    """What is asked, and the answer in four lines."""
+    question, fullest = account.question, account.fullest
+    cluster, devices = question.cluster, question.cluster.num_devices
+    canvas.print(
+        f"{canvas.paint(question.model.name, 'bold')} on {cluster}: {devices} "
+        f"{'device' if devices == 1 else 'devices'}, batch {question.batch} x {question.sequence}"
+    )
+    canvas.print()
+    rate = account.tokens_per_second
+    canvas.print(f"  plan    {canvas.paint(str(account.plan), 'bold green')}")
+    canvas.print(
+        f"  step    {canvas.paint(interval_text(account), 'bold')}   {rate:,.0f} tokens/s, {rate / devices:,.0f} on "
+        f"each device, {format_percent(utilisation(account))} of its peak"
+    )
+    left = f"{format_bytes(fullest.headroom)} left" if fullest.headroom >= 0 else _short_text(fullest, canvas)
+    canvas.print(
+        f"  memory  {format_bytes(fullest.total)} of {format_bytes(fullest.capacity)} on the fullest rank "
+        f"(stage {fullest.place}), {left}"
+    )
+
+
+def _short_text(rank: RankBytes, canvas: Canvas) -> str:
+    return canvas.paint(f"{format_bytes(-rank.headroom)} short", "bold red")
+
+
+def draw_seconds(account: Account, canvas: Canvas) -> None:
+    """Where the seconds of a step go."""
+    canvas.print(canvas.paint("where a step goes", "bold"))
+    width = max(map(len, PART_WORDS.values()))
+    for name, seconds in sorted(account.parts.items(), key=lambda item: -item[1]):
+        share = seconds / account.seconds
+        if share >= 0.001:
+            bar = canvas.paint("█" * max(round(share * _TIME_BAR), 1), "blue")
+            canvas.print(
+                f"  {PART_WORDS[name].ljust(width)}  {format_percent(share):>7}  {format_seconds(seconds):>8}  {bar}"
+            )
+
+
+def draw_memory(account: Account, canvas: Canvas) -> None:
+    """The memory of each stage as a bar; stages that hold the same share a line."""
+    legend = "  ".join(f"{canvas.paint(mark, colour)} {name}" for name, _, mark, colour in GROUPS)
+    canvas.print(f"{canvas.paint('memory of a rank', 'bold')}   {legend}")
+    capacity = account.fullest.capacity
+    runs = list(same_ranks(account.ranks))
+    labels = [_places(run) for run in runs]
+    width = max(map(len, labels))
+    for label, run in zip(labels, runs, strict=True):
+        canvas.print(f"  {label.ljust(width)}  {_bar(run[0], capacity, canvas)}  {format_bytes(run[0].total):>9}")
+        if run[0].hosted:
+            canvas.print(f"  {' ' * width}  and {format_bytes(run[0].hosted)} on the host")
+
+
+def same_ranks(ranks: Sequence[RankBytes]) -> Iterator[list[RankBytes]]:
+    """Neighbouring places whose ranks hold the same, to a hundredth."""
+    run: list[RankBytes] = []
+    for rank in ranks:
+        if run and abs(rank.total - run[0].total) > 0.01 * run[0].total:
+            yield run
+            run = []
+        run.append(rank)
+    yield run
+
+
+def _places(run: Sequence[RankBytes]) -> str:
+    first, last = run[0].place, run[-1].place
+    return f"stage {first}" if first == last else f"stages {first} to {last}"
+
+
+def _bar(rank: RankBytes, capacity: float, canvas: Canvas) -> str:
+    """A bar as long as the device's memory; what goes beyond it stands behind its end."""
+    groups = in_groups(rank.parts)
+    bar, drawn, total = "", 0, 0.0
+    for name, _, mark, colour in GROUPS:
+        total += groups[name]
+        end = min(round(total / capacity * _BAR), _BAR + _BEYOND)
+        bar += canvas.paint(mark * (end - drawn), colour)
+        drawn = max(drawn, end)
+    room = " " * (_BAR - drawn)
+    return f"▏{bar}{room}▕" if drawn <= _BAR else f"▏{bar}!"
+
+
+def draw_reasons(account: Account, canvas: Canvas) -> None:
+    """Each choice with its reason."""
+    reasons = account.plan.reasons
+    if not reasons:
+        return
+    canvas.print(canvas.paint("why", "bold"))
+    named = {key: f"{key}={_value(account, key)}" for key in reasons}
+    width = min(max(map(len, named.values())), 24)
+    for key, why in reasons.items():
+        canvas.print(f"  {named[key].ljust(width)}  {why}")
+
+
+def _value(account: Account, key: str) -> str:
+    value = getattr(account.plan, key)
+    return "uneven" if isinstance(value, tuple) else str(value).lower()
+
+
+def draw_others(best: Account, others: Sequence[Account], canvas: Canvas) -> None:
+    """Plans of other kinds, and what each would gain or lose."""
+    if not others:
+        return
+    canvas.print(canvas.paint("of other kinds", "bold"))
+    for each in others:
+        longer, memory, words = compared(best, each)
+        canvas.print(f"  {longer:>8}  {interval_text(each)}  {each.plan}")
+        canvas.print(canvas.paint(f"            memory {memory}; {words}", "dim"))
+
+
+def compared(best: Account, other: Account) -> list[str]:
+    """Another plan against the best: how much longer, how much memory, and the parts that grow and shrink most."""
+    longer = other.seconds / best.seconds - 1.0
+    differences = {name: other.parts[name] - best.parts[name] for name in best.parts}
+    least = 0.005 * best.seconds
+    grown = [name for name in sorted(differences, key=lambda name: -differences[name]) if differences[name] > least]
+    shrunk = [name for name in sorted(differences, key=lambda name: differences[name]) if differences[name] < -least]
+    words = [f"{PART_WORDS[name]} +{format_seconds(differences[name])}" for name in grown[:2]]
+    words += [f"{PART_WORDS[name]} -{format_seconds(-differences[name])}" for name in shrunk[:2]]
+    memory = other.fullest.total - best.fullest.total
+    sign = "+" if memory >= 0 else "-"
+    return [f"{longer * 100:+.1f} %", f"{sign}{format_bytes(abs(memory))}", ", ".join(words) or "much the same"]
+
+
+def account_data(account: Account) -> dict[str, object]:
+    """An account as plain data, for `--json`."""
+    return {
+        "plan": str(account.plan),
+        "seconds": account.seconds,
+        "interval": [account.low, account.high],
+        "tokens_per_second": account.tokens_per_second,
+        "utilisation": utilisation(account),
+        "microbatch": account.microbatch,
+        "layers": list(account.layers),
+        "parts": dict(account.parts),
+        "fits": account.fits,
+        "reasons": dict(account.plan.reasons),
+        "ranks": [
+            {
+                "stage": rank.place,
+                "num_ranks": rank.num_ranks,
+                "bytes": {name: round(part) for name, part in rank.parts.items()},
+                "total_bytes": round(rank.total),
+                "host_bytes": round(rank.hosted),
+                "capacity_bytes": round(rank.capacity),
+                "headroom_bytes": round(rank.headroom),
+            }
+            for rank in account.ranks
+        ],
+    }

@@ -1,0 +1,133 @@
+"""`shardwise fit`: whether a plan fits, rank by rank, and how long its step is."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.answer import Answer, Canvas, table
+from shardwise.planner.plan import Plan
+from shardwise.units import format_bytes
+
+if TYPE_CHECKING:
+    from shardwise.planner.account import Account
+    from shardwise.planner.changes import Change
+
+DESCRIPTION = """Account for a plan: what takes how much on every rank, how much is left, and how long a step is, with
+the interval in which nine of ten such steps lie. When it does not fit: the three changes that make it fit and cost
+least time, and the exit status is 1.
+"""
+
+EXAMPLE = """
+shardwise fit llama3-8b --cluster 8xh100 --plan dp=4,tp=2,zero=1,microbatches=4,precision=bf16 --sequence 8192
+shardwise fit llama3-8b --cluster 8xh100 --plan pp=8,microbatches=16,schedule=zb-v,precision=bf16 --batch 32
+"""
+
+_USUAL_SEQUENCE = 4096
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a name, the path of a config.json, or package.module:factory")
+    parser.add_argument("--cluster", metavar="C", required=True, help="8xh100, 64x8xh100, 2xcpu, or a cluster.toml")
+    parser.add_argument("--plan", metavar="P", required=True, help="dp=4,tp=2,zero=1, or a plan.toml")
+    parser.add_argument("--batch", metavar="N", type=int, help="samples of a step (default: one in each microbatch)")
+    parser.add_argument(
+        "--sequence",
+        metavar="S",
+        type=int,
+        help=f"positions of a sample (default: {_USUAL_SEQUENCE}, or what it knows)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> Answer:
+    # These load numpy, which --help does not need.
+    from shardwise.planner.account import account
+    from shardwise.planner.changes import cheapest_changes
+    from shardwise.planner.composition import composes, nearest_plan
+    from shardwise.planner.drawing import account_data
+    from shardwise.planner.question import make_question
+
+    plan = Plan.load(Path(arguments.plan)) if arguments.plan.endswith(".toml") else Plan.parse(arguments.plan)
+    question = make_question(
+        arguments.model,
+        cluster=arguments.cluster,
+        batch=plan.dp * plan.microbatches if arguments.batch is None else arguments.batch,
+        sequence=arguments.sequence,
+        usual_sequence=_USUAL_SEQUENCE,
+    )
+    found = account(question, plan)
+    changes = () if found.fits else cheapest_changes(found)
+    runs = composes(plan)
+    data = {
+        "model": question.model.name,
+        "cluster": str(question.cluster),
+        "batch": question.batch,
+        "sequence": question.sequence,
+        **account_data(found),
+        "runs": runs,
+        "changes": [
+            {"change": change.words, "slower": change.slower, **account_data(change.account)} for change in changes
+        ],
+    }
+
+    def render(canvas: Canvas) -> None:
+        _draw(found, changes, canvas)
+        if not runs:
+            canvas.print(f"\nThe engines do not run this plan yet. The nearest that they do: {nearest_plan(plan)}")
+
+    return Answer(data=data, render=render, status=0 if found.fits else 1)
+
+
+def _draw(found: "Account", changes: "tuple[Change, ...]", canvas: Canvas) -> None:
+    from shardwise.planner.drawing import draw_head, draw_memory, draw_seconds
+
+    draw_head(found, canvas)
+    canvas.print()
+    _draw_ranks(found, canvas)
+    canvas.print()
+    draw_memory(found, canvas)
+    canvas.print()
+    draw_seconds(found, canvas)
+    canvas.print()
+    if found.fits:
+        left = f"{format_bytes(found.fullest.headroom)} left on its fullest rank"
+        canvas.print(f"{canvas.paint('It fits', 'bold green')}, with {left}.")
+        return
+    _draw_changes(found, changes, canvas)
+
+
+def _draw_ranks(found: "Account", canvas: Canvas) -> None:
+    """Rank by rank, those of one stage together: its replicas hold the same."""
+    from shardwise.planner.drawing import GROUPS, in_groups
+
+    names = [name for name, *_ in GROUPS]
+    rows = []
+    for rank in found.ranks:
+        groups = in_groups(rank.parts)
+        left = format_bytes(rank.headroom) if rank.headroom >= 0 else f"-{format_bytes(-rank.headroom)}"
+        rows.append(
+            [f"  {rank.place}", rank.num_ranks, *(format_bytes(groups[name]) for name in names),
+             format_bytes(rank.total), left]
+        )  # fmt: skip
+    table(["  stage", "ranks", *names, "in all", "left"], rows, canvas)
+
+
+def _draw_changes(found: "Account", changes: "tuple[Change, ...]", canvas: Canvas) -> None:
+    fullest = found.fullest
+    if fullest.headroom < 0:
+        canvas.print(
+            f"{canvas.paint('It does not fit', 'bold red')}: stage {fullest.place} needs {format_bytes(fullest.total)} "
+            f"but {found.question.device.name} has {format_bytes(fullest.capacity)} "
+            f"({format_bytes(-fullest.headroom)} short)."
+        )
+    else:
+        canvas.print(f"{canvas.paint('It does not fit', 'bold red')}: the host has too little memory for its part.")
+    if not changes:
+        canvas.print("No change of one or two things makes it fit; `shardwise plan` looks at all of them.")
+        return
+    canvas.print("The cheapest changes that make it fit:")
+    rows = [
+        [f"  {change.words}", format_bytes(change.account.fullest.total), f"{100 * change.slower:+.1f} %",
+         str(change.account.plan)]
+        for change in changes
+    ]  # fmt: skip
+    table(["  change", "memory", "time", "the plan then"], rows, canvas)

@@ -1,0 +1,122 @@
+"""Other goals than the fastest step on all devices: the fewest devices for a target, the cheapest for given prices."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from shardwise.cluster.cluster import Cluster, Pool
+from shardwise.cluster.topology import NodeKind
+from shardwise.cost.bounds import least_seconds
+from shardwise.errors import ShardwiseError
+from shardwise.planner.question import Question
+from shardwise.planner.search.axes import spread_axes
+from shardwise.planner.search.choices import precisions
+from shardwise.planner.search.findings import Findings, find_plan_if_any
+from shardwise.planner.search.tally import Tally
+from shardwise.units import counted, format_seconds
+
+_HOUR = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """What was found, and what a step of it costs."""
+
+    findings: Findings
+    price_of_step: float
+
+
+def fewest_devices(question: Question, seconds: float) -> Findings:
+    """The plan on the fewest of the cluster's devices whose step takes no longer than `seconds`."""
+    nearest: Findings | None = None
+    for part in parts_of(question.cluster):
+        smaller = replace(question, cluster=part)
+        if _least_seconds(smaller) > seconds:
+            continue
+        found = find_plan_if_any(smaller, Tally())
+        if found is None:
+            continue
+        if found.best.seconds <= seconds:
+            return found
+        if nearest is None or found.best.seconds < nearest.best.seconds:
+            nearest = found
+    fastest = nearest or find_plan_if_any(question, Tally())
+    reached = "nothing fits" if fastest is None else f"the fastest takes {format_seconds(fastest.best.seconds)}"
+    raise ShardwiseError(
+        f"no plan on up to {counted(question.cluster.num_devices, 'device')} takes {format_seconds(seconds)} a step: "
+        f"{reached}",
+        remedy=None if fastest is None else f"--target {format_seconds(fastest.best.seconds * 1.01).replace(' ', '')}",
+    )
+
+
+def cheapest(question: Question, prices: Mapping[str, float], seconds: float | None = None) -> Priced:
+    """The plan whose step costs least, on any part of the cluster. `prices` are those of a device's hour, by name.
+
+    With `seconds`, only steps that take no longer count.
+    """
+    best: Priced | None = None
+    for part in parts_of(question.cluster):
+        rate = sum(pool.num_devices * _price_of(pool, prices) for pool in part.pools) / _HOUR
+        smaller = replace(question, cluster=part)
+        least = _least_seconds(smaller)
+        if (best is not None and least * rate >= best.price_of_step) or (seconds is not None and least > seconds):
+            continue
+        found = find_plan_if_any(smaller, Tally())
+        if found is None or (seconds is not None and found.best.seconds > seconds):
+            continue
+        price = found.best.seconds * rate
+        if best is None or price < best.price_of_step:
+            best = Priced(findings=found, price_of_step=price)
+    if best is None:
+        limit = "" if seconds is None else f" and takes at most {format_seconds(seconds)} a step"
+        raise ShardwiseError(f"no plan fits {question.cluster} or a part of it{limit}", remedy="a larger cluster")
+    return best
+
+
+def parts_of(cluster: Cluster) -> Iterator[Cluster]:
+    """Parts of a cluster that a job would be given, the smallest first: parts of a node, then whole nodes."""
+    parts = {
+        (count * devices, str(pool.device.name), count): Cluster(
+            pools=(replace(pool, num_nodes=count, node=_cut_node(pool, devices)),)
+        )
+        for pool in cluster.pools
+        for count, devices in _sizes(pool)
+    }
+    for key in sorted(parts, key=lambda key: key[0]):
+        yield parts[key]
+    if len(cluster.pools) > 1:
+        yield cluster
+
+
+def _cut_node(pool: Pool, devices: int) -> NodeKind:
+    domain = pool.node.domain if pool.node.domain > pool.node.devices_per_node else devices
+    return replace(pool.node, devices_per_node=devices, domain=domain)
+
+
+def _sizes(pool: Pool) -> Iterator[tuple[int, int]]:
+    """Nodes, and devices of each: 1, 2, 4 of a node; then 1, 2, 3, 4, 6, 8, 12 nodes and so on up to all."""
+    per_node = pool.node.devices_per_node
+    size = 1
+    while size < per_node:
+        yield 1, size
+        size *= 2
+    counts = {2**power * odd for power in range(20) for odd in (1, 3)} | {pool.num_nodes}
+    for count in sorted(counts):
+        if count <= pool.num_nodes:
+            yield count, per_node
+
+
+def _least_seconds(question: Question) -> float:
+    """A bound on the step of any plan, whether it fits or not."""
+    axes = spread_axes(question, Tally(), 1)
+    if len(axes) == 0:
+        return float("inf")
+    software = question.software_in(next(precisions(question)))
+    return float(
+        least_seconds(question.model, question.cluster, axes, sequence=question.sequence, software=software).min()
+    )
+
+
+def _price_of(pool: Pool, prices: Mapping[str, float]) -> float:
+    if pool.device.name not in prices:
+        raise ShardwiseError(f"an hour of {pool.device.name} has no price", remedy=f"--prices {pool.device.name}=2.50")
+    return prices[pool.device.name]

@@ -1,0 +1,142 @@
+"""`shardwise plan`: the best plan for a model on a cluster, with its reasons."""
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwise.answer import Answer, Canvas
+from shardwise.errors import ShardwiseError, unknown
+from shardwise.planner.plan import read_keys
+from shardwise.units import parse_seconds
+
+DESCRIPTION = """Find the plan that trains a model fastest on a cluster: over every axis, schedule, microbatch, ZeRO
+stage and recomputation together. Says how long a step takes, with the interval in which nine of ten such steps lie,
+what each stage holds, why each choice was made, and what the best plans of other kinds would gain and lose.
+With --task serve: the split, the batch and the KV blocks that serve most tokens, or answer soonest.
+"""
+
+EXAMPLE = """
+shardwise plan llama3-8b --cluster 8xh100 --batch 64 --sequence 4096
+shardwise plan llama3-8b --cluster 2x8xa100 --batch 64 --sequence 4096 --fix tp=2 --save plan.toml
+shardwise plan llama3-8b --cluster 4x8xh100 --batch 64 --sequence 4096 --goal fewest --target 4s
+shardwise plan llama3-8b --cluster 8xh100 --sequence 1024 --output 256 --task serve
+"""
+
+_TASKS = ("train", "serve")
+_GOALS = ("fastest", "fewest", "cheapest")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a name, the path of a config.json, or package.module:factory")
+    parser.add_argument("--cluster", metavar="C", required=True, help="8xh100, 64x8xh100, 2xcpu, or a cluster.toml")
+    parser.add_argument("--batch", metavar="N", type=int, help="samples of a step; serving: sequences at once, at most")
+    parser.add_argument("--sequence", metavar="S", type=int, help="positions of a sample; serving: of a prompt")
+    parser.add_argument("--task", metavar="T", default="train", help="train (default) or serve")
+    parser.add_argument(
+        "--goal", metavar="G",
+        help="train: fastest step (default), fewest devices for --target, cheapest for --prices; "
+        "serve: tokens a second (default) or latency",
+    )  # fmt: skip
+    parser.add_argument("--target", metavar="T", help="the longest that a step may take: 2.5s")
+    parser.add_argument("--prices", metavar="P", help="of a device's hour: h100=2.5,a100-80g=1.2")
+    parser.add_argument("--fix", metavar="KEYS", help="keys of the plan that are decided already: tp=8,zero=1")
+    parser.add_argument("--any-engine", action="store_true", help="also plans that the engines do not run yet")
+    parser.add_argument("--output", metavar="N", type=int, default=256, help="serving: tokens of an answer")
+    parser.add_argument("--first-token", metavar="T", help="serving: the longest that a first token may take: 500ms")
+    parser.add_argument("--each-token", metavar="T", help="serving: the longest that each token may take: 30ms")
+    parser.add_argument("--save", metavar="FILE", help="write the plan here, with its reasons")
+
+
+def run(arguments: argparse.Namespace) -> Answer:
+    if arguments.task not in _TASKS:
+        error = unknown("task", arguments.task, _TASKS)
+        raise ShardwiseError(error.problem, remedy=f"--task {error.remedy or 'train'}")
+    if arguments.task == "serve":
+        from shardwise.planner.serving_command import answer
+
+        return answer(arguments)
+    return _train(arguments)
+
+
+def _train(arguments: argparse.Namespace) -> Answer:
+    # These load numpy, which --help does not need.
+    from shardwise.planner.drawing import account_data
+    from shardwise.planner.findings_drawing import draw, tally_data
+    from shardwise.planner.question import make_question
+
+    if arguments.batch is None:
+        raise ShardwiseError("how many samples a step has is not said", remedy="--batch 256")
+    question = make_question(
+        arguments.model,
+        cluster=arguments.cluster,
+        batch=arguments.batch,
+        sequence=arguments.sequence,
+        fixed=_fixed(arguments.fix),
+        runnable=not arguments.any_engine,
+    )
+    found, price = _find(arguments, question)
+    saved = arguments.save
+    if saved is not None:
+        found.plan.save(Path(saved))
+    data = {
+        "model": question.model.name,
+        "cluster": str(found.question.cluster),
+        "batch": question.batch,
+        "sequence": question.sequence,
+        **account_data(found.best),
+        "others": [account_data(each) for each in found.others],
+        "candidates": tally_data(found.tally),
+        "price_of_step": price,
+        "saved": saved,
+    }
+
+    def render(canvas: Canvas) -> None:
+        draw(found, canvas)
+        if price is not None:
+            canvas.print(f"\na step costs {price:.4g}")
+        if saved is not None:
+            canvas.print(f"\nsaved in {saved}")
+
+    return Answer(data=data, render=render)
+
+
+def _find(arguments: argparse.Namespace, question: Any) -> tuple[Any, float | None]:
+    """What the goal asks for, and the price of its step where there are prices."""
+    from shardwise.planner.goals import cheapest, fewest_devices
+    from shardwise.planner.search.findings import find_plan
+
+    goal = arguments.goal or "fastest"
+    if goal not in _GOALS:
+        error = unknown("goal of training", goal, _GOALS)
+        raise ShardwiseError(error.problem, remedy=f"--goal {error.remedy or 'fastest'}")
+    target = None if arguments.target is None else parse_seconds(arguments.target)
+    if goal == "fewest":
+        if target is None:
+            raise ShardwiseError("the fewest devices for which step time is not said", remedy="--target 5s")
+        return fewest_devices(question, target), None
+    if goal == "cheapest":
+        priced = cheapest(question, _prices(arguments.prices), target)
+        return priced.findings, priced.price_of_step
+    return find_plan(question), None
+
+
+def _fixed(text: str | None) -> Mapping[str, Any]:
+    return {} if text is None else read_keys(text)
+
+
+def _prices(text: str | None) -> dict[str, float]:
+    from shardwise.cluster.catalogue import get_device
+
+    if text is None:
+        raise ShardwiseError("what an hour of a device costs is not said", remedy="--prices h100=2.50")
+    prices = {}
+    for part in text.split(","):
+        name, equals, price = part.partition("=")
+        try:
+            prices[get_device(name).name] = float(price)
+        except ValueError:
+            raise ShardwiseError(f"{part!r} is no price of a device", remedy="--prices h100=2.50") from None
+        if not equals or prices[get_device(name).name] < 0:
+            raise ShardwiseError(f"{part!r} is no price of a device", remedy="--prices h100=2.50")
+    return prices

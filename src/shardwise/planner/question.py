@@ -1,0 +1,200 @@
+"""What is asked of the planner: a model, a cluster, a batch; and what of the plan is decided already."""
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from shardwise.cluster.cluster import Cluster
+from shardwise.cluster.device import Device
+from shardwise.cluster.file import find_cluster
+from shardwise.cost.software import Software
+from shardwise.errors import ShardwiseError
+from shardwise.model.load import load_model
+from shardwise.model.model import Model
+from shardwise.model.operations import Attention, Scan
+
+_KERNELS = {"hopper": "flash3", "blackwell": "flash3", "volta": "torch"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A step of `batch` samples of `sequence` positions, to be spread over all devices of the cluster.
+
+    `fixed` are keys of the plan that are decided already. With `runnable`, only what the engines run today is planned;
+    else whatever can be priced. `software` is what runs it; its precision is one of the choices.
+    """
+
+    model: Model
+    cluster: Cluster
+    batch: int
+    sequence: int
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    runnable: bool = True
+    software: Software | None = None
+
+    @property
+    def device(self) -> Device:
+        """The device with the least memory: what does not fit there fits nowhere."""
+        return min((pool.device for pool in self.cluster.pools), key=lambda device: device.memory_bytes)
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """Precisions to plan for: the narrow one that all devices have, and the full one."""
+        if "precision" in self.fixed:
+            return (str(self.fixed["precision"]),)
+        rates = [pool.device.flops_per_second for pool in self.cluster.pools]
+        narrow = [name for name in ("bf16", "fp16") if all(name in each for each in rates)]
+        return (*narrow[:1], "fp32")
+
+    def software_in(self, precision: str) -> Software:
+        """The software in a precision."""
+        return replace(self.software or usual_software(self.device), precision=precision)
+
+    @property
+    def heads(self) -> int:
+        """The attention heads that tensor parallelism may cut: the fewest of any layer, or 1 where it cuts none."""
+        counts = [
+            operation.heads
+            for block, _ in self.model.kinds
+            for operation in block.operations
+            if isinstance(operation, Attention)
+        ]
+        return min(counts) if counts and self.cuts_layers else 1
+
+    @property
+    def cuts_layers(self) -> bool:
+        """Whether tensor and context parallelism can be priced: of a traced module it is not known where they cut."""
+        return self.model.family != "traced"
+
+    @property
+    def cuts_sequences(self) -> bool:
+        """Whether context parallelism can cut: one stack of layers over positions, and no recurrence along them."""
+        layers = [block for block, _ in self.model.kinds if block.stack]
+        scans = any(isinstance(each, Scan) for block in layers for each in block.operations)
+        return (
+            self.cuts_layers
+            and self.model.sequence is None
+            and len({block.stack for block in layers}) == 1
+            and not scans
+        )
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of the layers that have fewest; 1 without."""
+        counts = [
+            parameter.shape[parameter.ep_dim]
+            for block, _ in self.model.kinds
+            for parameter in block.parameters
+            if parameter.ep_dim is not None
+        ]
+        return min(counts, default=1)
+
+
+def usual_software(device: Device) -> Software:
+    """Kernels that torch has for a device today; everything else as in `Software`."""
+    return Software(attention=_KERNELS.get(device.architecture, "flash2"))
+
+
+def make_question(
+    model: Any,
+    *,
+    cluster: Cluster | str,
+    batch: int,
+    sequence: int | None = None,
+    usual_sequence: int | None = None,
+    example: Any = None,
+    fixed: Mapping[str, Any] | None = None,
+    runnable: bool = True,
+    software: Software | None = None,
+) -> Question:
+    """A question from whatever a user has. `model` is a name, a `config.json`, a `Model`, or a module with an example.
+
+    A module that carries the configuration of a known family is described by that, and so by all axes; any other is
+    traced with `example`, and planned without those that cut layers. `usual_sequence` is taken where none is said.
+    """
+    described = _model_of(model, example)
+    return Question(
+        model=described,
+        cluster=find_cluster(cluster) if isinstance(cluster, str) else cluster,
+        batch=_checked_batch(batch),
+        sequence=_sequence_of(described, _first_said(sequence, _length_of(example), _usual(described, usual_sequence))),
+        fixed=fixed or {},
+        runnable=runnable,
+        software=software,
+    )
+
+
+def _model_of(source: Any, example: Any) -> Model:
+    if isinstance(source, str) and re.fullmatch(r"[\w.]+:\w+", source):
+        source, example = _made_by(source, example)
+    if hasattr(source, "named_parameters"):
+        config: Any = getattr(source, "config", None)
+        if hasattr(config, "to_dict"):
+            try:
+                return load_model(config.to_dict())
+            except ShardwiseError:
+                pass  # A family that is not known is seen by running it.
+        return load_model(source, batch=example)
+    return load_model(source)
+
+
+def _made_by(text: str, example: Any) -> tuple[Any, Any]:
+    """What a factory gives, `pkg.mod:factory`: a module, or a module and an example batch."""
+    name, _, attribute = text.partition(":")
+    here = str(Path.cwd())
+    sys.path.insert(0, here)  # As `python -m` does.
+    try:
+        made = getattr(import_module(name), attribute)()
+    except (ImportError, AttributeError) as error:
+        raise ShardwiseError(
+            f"the factory {text!r} cannot be called: {error}",
+            remedy="package.module:function, where function() returns a module and an example batch",
+        ) from None
+    finally:
+        sys.path.remove(here)
+    return made if isinstance(made, tuple) else (made, example)
+
+
+def _checked_batch(batch: int) -> int:
+    if batch < 1:
+        raise ShardwiseError(f"a batch of {batch}: a step has at least 1 sample", remedy="--batch 256")
+    return batch
+
+
+def _usual(model: Model, sequence: int | None) -> int | None:
+    """What is taken where nothing is said, if anything: no more than the model knows."""
+    return None if sequence is None else min(sequence, model.max_sequence or sequence)
+
+
+def _first_said(*numbers: int | None) -> int | None:
+    return next((number for number in numbers if number is not None), None)
+
+
+def _length_of(example: Any) -> int | None:
+    """The positions of an example's sequences: the second dimension of the first tensor that has one."""
+    entries = (
+        example.values()
+        if isinstance(example, Mapping)
+        else example
+        if isinstance(example, (list, tuple))
+        else [example]
+    )
+    shapes = (tuple(entry.shape) for entry in entries if hasattr(entry, "shape"))
+    return next((int(shape[1]) for shape in shapes if len(shape) >= 2), None)
+
+
+def _sequence_of(model: Model, sequence: int | None) -> int:
+    if model.sequence is not None:
+        return model.sequence
+    if sequence is None:
+        raise ShardwiseError(
+            f"how long the sequences of {model.name} are is not said",
+            remedy=f"--sequence {min(model.max_sequence or 4096, 4096)}",
+        )
+    if sequence < 1:
+        raise ShardwiseError(f"a sequence of {sequence}: it has at least 1 position", remedy="--sequence 4096")
+    return sequence

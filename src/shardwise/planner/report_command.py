@@ -1,0 +1,101 @@
+"""`shardwise report`: one page that shows a run, or two beside each other."""
+
+import argparse
+import json
+from pathlib import Path
+
+from shardwise.answer import Answer, Canvas, table
+from shardwise.errors import ShardwiseError
+from shardwise.planner.runs_by_name import find_run
+from shardwise.schedule.replay import Replay
+from shardwise.trace.doctor.examine import examine
+from shardwise.trace.run import Run
+from shardwise.trace.stretches import Part, parts_of_ranks
+from shardwise.units import format_number, format_percent, format_seconds
+
+DESCRIPTION = """Write one HTML file that shows a run: the timeline of all ranks with what was predicted beneath it,
+where the step went, memory by owner, the plan with its reasons, and what the doctor found. It opens from a disk and
+asks nothing of a network. The same trace is written beside it for Perfetto (ui.perfetto.dev). RUN is the folder that
+`shardwise train` or `shardwise profile` has written, a trace, or a plan, whose schedule is simulated.
+"""
+
+EXAMPLE = """
+shardwise report pp=4,schedule=zb-v,microbatches=8
+shardwise report pp=4,schedule=zb-v,microbatches=8 pp=4,microbatches=8 --save compared.html
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run's folder, a trace, or a plan")
+    parser.add_argument("other", nargs="?", metavar="RUN2", help="another, drawn beneath and compared")
+    parser.add_argument("--save", metavar="FILE", help="the page (RUN/report.html, or report.html here)")
+
+
+def run(arguments: argparse.Namespace) -> Answer:
+    first = find_run(arguments.run)
+    second = None if arguments.other is None else find_run(arguments.other)
+    if second is not None and second.unit != first.unit:
+        raise ShardwiseError(
+            f"{arguments.run} and {arguments.other} cannot be compared: one is in seconds, the other simulated",
+            remedy="two runs, or two plans",
+        )
+    path = _path_of(arguments)
+    size = write_report(first, path, second)
+    trace = first.trace
+    data = {
+        "page": str(path),
+        "page_bytes": size,
+        "perfetto": str(perfetto_beside(path)),
+        "step": trace.makespan,
+        "num_ranks": trace.num_ranks,
+        "parts": [{str(part): seconds for part, seconds in rank.items()} for rank in parts_of_ranks(trace)],
+    }
+    return Answer(data=data, render=lambda canvas: _render(canvas, first, path))
+
+
+def write_report(run: Run, path: Path, other: Run | None = None) -> int:
+    """Write the page, and the trace for Perfetto beside it; return the bytes of the page."""
+    from shardwise.trace.perfetto import to_perfetto
+    from shardwise.trace.report.page import make_page
+
+    text = make_page(run, other, found=examine(run, Replay.of(run.trace)))
+    try:
+        path.write_text(text, encoding="utf-8")
+        perfetto_beside(path).write_text(json.dumps(to_perfetto(run.trace)), encoding="utf-8")
+    except OSError as error:
+        raise ShardwiseError(
+            f"{path} cannot be written: {error.strerror}", remedy="--save FILE.html in a folder that may be written to"
+        ) from None
+    return len(text.encode())
+
+
+def perfetto_beside(path: Path) -> Path:
+    """Where the trace for Perfetto lies: beside the page."""
+    return path.with_suffix(".perfetto.json")
+
+
+def _path_of(arguments: argparse.Namespace) -> Path:
+    if arguments.save is not None:
+        return Path(arguments.save)
+    folder = Path(arguments.run)
+    return folder / "report.html" if folder.is_dir() else Path("report.html")
+
+
+def _render(canvas: Canvas, run: Run, path: Path) -> None:
+    trace = run.trace
+    step = format_seconds(trace.makespan) if run.unit == "s" else format_number(trace.makespan, 4)
+    canvas.print(f"{canvas.paint(run.name, 'bold')}: a step of {step} on {trace.num_ranks} ranks")
+    render_parts(canvas, run)
+    canvas.print(f"\nwritten: {path} and {perfetto_beside(path)}")
+
+
+def render_parts(canvas: Canvas, run: Run) -> None:
+    """Where the step of each rank went, in shares of the step."""
+    trace = run.trace
+    parts = parts_of_ranks(trace)
+    shown = [part for part in Part if any(rank[part] > 0 for rank in parts)]
+    rows = [
+        [f"rank {rank}", *(format_percent(seconds[part] / (trace.makespan or 1)) for part in shown)]
+        for rank, seconds in enumerate(parts)
+    ]
+    table(["", *shown], rows, canvas)

@@ -1,0 +1,93 @@
+"""All ways to spread a batch over the devices of a cluster along the axes: what the search starts from."""
+
+from collections.abc import Iterator
+from functools import cache
+
+import numpy as np
+
+from shardwise.cost.layouts import BALANCE, CONTEXT, ORDERS, Layouts
+from shardwise.planner.question import Question
+from shardwise.planner.search.choices import axes_run
+from shardwise.planner.search.tally import Tally
+
+_COLUMNS = ("dp", "tp", "pp", "cp", "ep", "microbatch", "num_microbatches", "sequence_parallel", "context", "order")
+#: The keys of a plan that say the same; it has none for the size of a microbatch.
+_KEYS = ("dp", "tp", "pp", "cp", "ep", "", "microbatches", "sp", "context", "order")
+_WORDS = {"context": CONTEXT, "order": ORDERS}
+
+
+def spread_axes(question: Question, tally: Tally, weight: int) -> Layouts:
+    """Every division of the devices into axes, and of the batch into microbatches, that comes out even.
+
+    `weight` is how many choices are open beneath each, for counting those that do not.
+    """
+    rows = []
+    for dp, tp, pp, cp in _grids(question.cluster.num_devices):
+        reason = _why_not(question, dp, tp, pp, cp)
+        if reason is not None:
+            tally.refused[reason] += weight
+            continue
+        for ep in _experts(question, dp * cp):
+            for sp, context, order in _variations(question, dp, tp, pp, cp):
+                if question.runnable and not axes_run(tp > 1, cp > 1, pp > 1, dp > 1, ep > 1, sp, context, order):
+                    tally.refused["engines"] += weight
+                    continue
+                share = question.batch // dp
+                for microbatch in _divisors(share):
+                    rows.append((dp, tp, pp, cp, ep, microbatch, share // microbatch, sp, context, order))
+    kept = [row for row in rows if _is_wanted(question, row)] if question.fixed else rows
+    columns = zip(*kept, strict=True) if kept else [[] for _ in _COLUMNS]
+    return Layouts.of(
+        **{name: np.array(column) for name, column in zip(_COLUMNS, columns, strict=True)},
+        balance=BALANCE.index("ranks"),
+    )
+
+
+@cache
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(size for size in range(1, number + 1) if number % size == 0)
+
+
+def _grids(num_devices: int) -> Iterator[tuple[int, int, int, int]]:
+    for tp in _divisors(num_devices):
+        for cp in _divisors(num_devices // tp):
+            for pp in _divisors(num_devices // tp // cp):
+                yield num_devices // (tp * cp * pp), tp, pp, cp
+
+
+def _why_not(question: Question, dp: int, tp: int, pp: int, cp: int) -> str | None:
+    """What a grid falls to, if to anything."""
+    if (tp > 1 and not question.cuts_layers) or (cp > 1 and not question.cuts_sequences):
+        return "model"
+    if question.heads % tp or question.batch % dp or (cp > 1 and question.sequence % (2 * cp)):
+        return "divisibility"
+    if pp > max(question.model.num_layers, 1):
+        return "divisibility"
+    domain = min(pool.domain for pool in question.cluster.pools)
+    if domain % tp and tp % domain:
+        return "topology"
+    return None
+
+
+def _experts(question: Question, replicas: int) -> list[int]:
+    if question.num_experts == 1:
+        return [1]
+    return [size for size in _divisors(question.num_experts) if replicas % size == 0]
+
+
+def _variations(question: Question, dp: int, tp: int, pp: int, cp: int) -> Iterator[tuple[bool, int, int]]:
+    """Sequence parallelism, the form of context parallelism, and which of data and pipeline is outermost."""
+    for sp in (False, True) if tp > 1 and question.sequence % tp == 0 else (False,):
+        for context in range(len(CONTEXT)) if cp > 1 else (0,):
+            if CONTEXT[context] == "all-to-all" and question.heads // tp < cp:
+                continue
+            for order in range(len(ORDERS)) if dp > 1 and pp > 1 else (0,):
+                yield sp, context, order
+
+
+def _is_wanted(question: Question, row: tuple[int | bool, ...]) -> bool:
+    """Whether a row has what is decided already."""
+    for key, value in zip(_KEYS, row, strict=True):
+        if key in question.fixed and question.fixed[key] != (_WORDS[key][value] if key in _WORDS else value):
+            return False
+    return True

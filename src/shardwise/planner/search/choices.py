@@ -1,0 +1,140 @@
+"""What can be chosen beneath the axes: schedules with their chunks, recomputation, ZeRO, offload.
+
+Everything that the engines refuse is left out here by the one table that they refuse by, so that the search learns of
+an engine's new skill on the day that its rule goes.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from shardwise.cost.layouts import CONTEXT, ORDERS, RECOMPUTE
+from shardwise.cost.numbers import Floats, Ints
+from shardwise.cost.pipeline import SCHEDULES
+from shardwise.errors import ShardwiseError
+from shardwise.planner.composition import composes
+from shardwise.planner.plan import Offload, Plan
+from shardwise.planner.question import Question
+from shardwise.schedule.catalogue import CATALOGUE
+
+# Chunks that are tried where a schedule takes any number.
+_CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
+_SHARES = (0.25, 0.5, 0.75)
+_OFFLOADS = (0.0, 0.5, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedules:
+    """Schedules with a number of chunks, a column for each thing that they ask for."""
+
+    code: Ints
+    chunks: Ints
+    least: Ints
+    even_ranks: np.ndarray
+    even_microbatches: np.ndarray
+
+    def allowed(self, pp: Ints, num_microbatches: Ints, num_layers: int) -> np.ndarray:
+        """Which schedules each pipeline may have: pipelines x schedules. One rank has no choice."""
+        ranks, steps = pp[:, None], num_microbatches[:, None]
+        allowed = (ranks > 1) & (ranks * self.chunks <= num_layers) & (steps >= self.least * ranks)
+        allowed &= ~(self.even_ranks & (ranks % 2 == 1)) & ~(self.even_microbatches & (steps % 2 == 1))
+        allowed[pp == 1] = np.arange(len(self.code)) == 0
+        return allowed
+
+
+def schedules(question: Question) -> Schedules:
+    """Every schedule that may be chosen, plain 1F1B first."""
+    wanted = question.fixed.get("schedule")
+    rows = []
+    for name in SCHEDULES:
+        entry = CATALOGUE[name]
+        if wanted is not None and name not in (wanted, "1f1b"):
+            continue
+        for chunks in (entry.chunks,) if entry.any_chunks_from is None else _CHUNKS:
+            if entry.even_chunks and chunks % 2:
+                continue
+            if question.fixed.get("chunks") not in (None, chunks) and name != "1f1b":
+                continue
+            if question.runnable and not _runs(dp=1, pp=2, schedule=name, chunks=chunks):
+                continue
+            rows.append((SCHEDULES.index(name), chunks, entry.least_microbatches, entry.even_ranks,
+                         entry.even_microbatches))  # fmt: skip
+    columns = [np.array(column) for column in zip(*rows, strict=True)]
+    return Schedules(
+        code=columns[0], chunks=columns[1], least=columns[2], even_ranks=columns[3], even_microbatches=columns[4]
+    )
+
+
+def recomputations(question: Question) -> list[tuple[int, float]]:
+    """Kinds of recomputation, and the share of the layers that each is for."""
+    wanted = question.fixed.get("recompute")
+    found = []
+    for code, name in enumerate(RECOMPUTE):
+        if wanted not in (None, name) or (question.runnable and not _runs(pp=2, recompute=name)):
+            continue
+        if name == "selective" and question.software_in("bf16").is_flash and wanted is None:
+            continue  # Scores of attention are not kept, so there is nothing to make again.
+        found.append((code, 1.0))
+        if name == "full" and not (question.runnable and not _runs(pp=2, recompute=name, recompute_layers=1)):
+            found += [(code, share) for share in _SHARES]
+    return found
+
+
+def zeros(question: Question, domain: int) -> list[tuple[int, int]]:
+    """ZeRO stages, each over all replicas (0) or over those of one domain of fast links."""
+    wanted, group = question.fixed.get("zero"), question.fixed.get("zero_group")
+    stages = range(4) if wanted is None else (int(wanted),)
+    found = []
+    for stage in stages:
+        for size in (0, domain) if group is None else (int(group),):
+            if stage == 0 and size:
+                continue
+            if not question.runnable or _runs(dp=4, zero=stage, zero_group=2 if size else None):
+                found.append((stage, size))
+    return found
+
+
+def offloads(question: Question) -> Floats:
+    """Shares of optimizer, parameters and activations on the host: choices x 3. The first is none."""
+    fixed = [question.fixed.get(f"offload.{name}") for name in ("optimizer", "parameters", "activations")]
+    rows = [
+        (optimizer, parameters, activations)
+        for optimizer in _OFFLOADS
+        for parameters in (0.0, 1.0)
+        for activations in _OFFLOADS
+        if not question.runnable
+        or _runs(pp=2, offload=Offload(optimizer=optimizer, parameters=parameters, activations=activations))
+    ]
+    if any(each is not None for each in fixed):
+        rows = [tuple(0.0 if each is None else float(each) for each in fixed)]  # type: ignore[list-item]
+    # What moves least comes first: states once a step, activations with every microbatch, weights twice with each.
+    return np.array(sorted(rows, key=lambda row: (row[1], row[2], row[0])))
+
+
+@cache
+def axes_run(tp: bool, cp: bool, pp: bool, dp: bool, ep: bool, sp: bool, context: int, order: int) -> bool:
+    """Whether the engines combine these axes, each taken as 2 or 1 ranks."""
+    size = {True: 2, False: 1}
+    return _runs(
+        tp=size[tp], cp=size[cp], pp=size[pp], dp=size[dp], ep=size[ep], sp=sp, context=CONTEXT[context],
+        order=ORDERS[order],
+    )  # fmt: skip
+
+
+def precisions(question: Question) -> Iterator[str]:
+    """Precisions that the engines train in, the fastest first."""
+    for precision in question.precisions:
+        if not question.runnable or _runs(precision=precision):
+            yield precision
+
+
+def _runs(**keys: Any) -> bool:
+    """Whether the engines run a small plan that is otherwise plain."""
+    usual: Mapping[str, Any] = {"microbatches": 4}
+    try:
+        return composes(Plan(**{**usual, **keys}))
+    except ShardwiseError:
+        return False

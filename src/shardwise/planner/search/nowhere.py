@@ -1,0 +1,128 @@
+"""A model that fits nowhere on a cluster: what is missing, and how many of which devices it would take."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from shardwise.cluster.catalogue import DEVICES
+from shardwise.cluster.cluster import Cluster, make_pool
+from shardwise.cost.bounds import least_bytes
+from shardwise.cost.step import price
+from shardwise.errors import ShardwiseError
+from shardwise.planner.question import Question
+from shardwise.planner.search.axes import spread_axes
+from shardwise.planner.search.choices import offloads, precisions, recomputations, schedules, zeros
+from shardwise.planner.search.expand import with_offloads, with_schedules, with_zeros
+from shardwise.planner.search.tally import Tally
+from shardwise.units import format_bytes
+
+_MOST_DEVICES = 16_384
+# Axes that are looked at for a larger cluster, the leanest first.
+_LEANEST = 64
+
+
+def nowhere(question: Question, tally: Tally) -> ShardwiseError:
+    """The error for a question that has no answer."""
+    model, cluster = question.model.name, question.cluster
+    asked = f"{model} with a batch of {question.batch} x {question.sequence}"
+    if not tally.memory:
+        counts = ", ".join(f"{count} to {reason}" for reason, count in tally.refused.most_common())
+        return ShardwiseError(
+            f"no plan spreads {asked} over the {cluster.num_devices} devices of {cluster}: all fell, {counts}",
+            remedy=_divisible(question),
+        )
+    place, part = tally.memory.most_common(1)[0][0]
+    least = _least(question)
+    return ShardwiseError(
+        f"{asked} fits no way on {cluster}: "
+        + (f"the leanest plan needs {format_bytes(least)} on a rank that has " if least else "no rank has room in ")
+        + f"{format_bytes(question.device.memory_bytes)}, most often for {part} on the {place} stage",
+        remedy=_larger(question),
+    )
+
+
+def feasible(question: Question) -> bool:
+    """Whether any plan fits, looked for among the leanest."""
+    for precision in precisions(question):
+        axes = spread_axes(question, Tally(), 1)
+        if len(axes) == 0:
+            continue
+        software = question.software_in(precision)
+        pool = min(question.cluster.pools, key=lambda pool: pool.device.memory_bytes)
+        held = least_bytes(
+            question.model, pool, axes, sequence=question.sequence, software=software,
+            offloads=len(offloads(question)) > 1,
+        )  # fmt: skip
+        leanest = np.argsort(held.peak)[:_LEANEST]
+        leanest = leanest[held.peak[leanest] <= pool.device.memory_bytes]
+        if len(leanest) == 0:
+            continue
+        layouts = with_schedules(
+            axes.take(leanest), schedules(question), recomputations(question)[-1:], max(question.model.num_layers, 1)
+        )
+        layouts = with_offloads(with_zeros(layouts, zeros(question, pool.domain)), offloads(question)[-1:])
+        if price(question.model, question.cluster, layouts, sequence=question.sequence, software=software).fits.any():
+            return True
+    return False
+
+
+def _least(question: Question) -> float:
+    axes = spread_axes(question, Tally(), 1)
+    if len(axes) == 0:
+        return 0.0
+    software = question.software_in(next(precisions(question)))
+    pool = min(question.cluster.pools, key=lambda pool: pool.device.memory_bytes)
+    held = least_bytes(question.model, pool, axes, sequence=question.sequence, software=software, offloads=False)
+    return float(held.peak.min())
+
+
+def _larger(question: Question) -> str:
+    """The smallest clusters of this device, and of a larger one, that would do."""
+    found = [cluster for cluster in (_more(question), _other(question)) if cluster is not None]
+    if not found:
+        return "a smaller model, or shorter sequences"
+    return "--cluster " + ", or ".join(map(str, found))
+
+
+def _more(question: Question) -> Cluster | None:
+    """More of the same devices: whole nodes, twice as many each time."""
+    for cluster in _doubled(question.cluster):
+        if feasible(replace(question, cluster=cluster, fixed={})):
+            return cluster
+    return None
+
+
+def _doubled(cluster: Cluster) -> Iterator[Cluster]:
+    pool = cluster.pools[0]
+    usual = make_pool(pool.device.name) if pool.device.name in DEVICES else pool
+    nodes, devices = pool.num_nodes, pool.node.devices_per_node
+    while nodes * devices < _MOST_DEVICES:
+        if devices < usual.node.devices_per_node:
+            devices = min(2 * devices, usual.node.devices_per_node)
+        else:
+            nodes *= 2
+        node = replace(pool.node, devices_per_node=devices, domain=max(pool.node.domain, devices))
+        yield Cluster(pools=(replace(pool, num_nodes=nodes, node=node),))
+
+
+def _other(question: Question) -> Cluster | None:
+    """As many devices of the smallest larger kind that is made for the same work."""
+    pool = question.cluster.pools[0]
+    family = [each for each in ("h200", "b200", "b300") if DEVICES[each].memory_bytes > pool.device.memory_bytes]
+    if pool.device.architecture == "cpu":
+        return None
+    for name in family:
+        bigger = make_pool(name, num_nodes=pool.num_nodes, devices_per_node=pool.node.devices_per_node)
+        cluster = Cluster(pools=(bigger,))
+        if feasible(replace(question, cluster=cluster, fixed={})):
+            return cluster
+    return None
+
+
+def _divisible(question: Question) -> str:
+    """A batch that can be divided, or fewer devices."""
+    devices = question.cluster.num_devices
+    if question.batch % devices:
+        return f"--batch {max(devices, question.batch - question.batch % devices)}"
+    return "fewer devices, or no key of the plan decided beforehand"

@@ -1,0 +1,128 @@
+"""Why a plan is as it is: each choice against the best candidate that chose otherwise."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from shardwise.cost.layouts import CONTEXT, ORDERS, RECOMPUTE
+from shardwise.cost.numbers import Floats
+from shardwise.cost.pipeline import SCHEDULES
+from shardwise.planner.account import Account, hold
+from shardwise.planner.plan import Plan
+from shardwise.units import format_bytes, format_percent, format_seconds
+
+#: Keys of a plan in the order in which they are explained, and the column of each.
+_KEYS = {
+    "dp": "dp",
+    "tp": "tp",
+    "pp": "pp",
+    "cp": "cp",
+    "ep": "ep",
+    "sp": "sequence_parallel",
+    "schedule": "schedule",
+    "microbatches": "num_microbatches",
+    "zero": "zero",
+    "recompute": "recompute",
+    "precision": "precision",
+    "order": "order",
+}
+_WORDS = {"schedule": SCHEDULES, "recompute": RECOMPUTE, "context": CONTEXT, "order": ORDERS}
+#: Parts of a step as a person says them.
+PART_WORDS = {
+    "compute": "compute",
+    "recompute": "recomputation",
+    "tp": "tensor parallel sums",
+    "cp": "context parallel exchange",
+    "ep": "expert all-to-alls",
+    "bubble": "bubble",
+    "hops": "hops between stages",
+    "dp": "exchange between replicas",
+    "optimizer": "optimizer",
+    "offload": "copies to the host",
+    "other": "everything else",
+}
+# A difference in seconds below which two plans count as equally fast.
+_SAME = 0.005
+
+
+def with_reasons(
+    best: Account, seconds: Floats, columns: Mapping[str, np.ndarray], parts: Mapping[str, Floats]
+) -> Account:
+    """The account whose plan says of each choice why it was made. The columns are of all candidates that fit."""
+    row = _row_of(best.plan, seconds, columns)
+    reasons = {}
+    for key, column in _KEYS.items():
+        why = _reason(key, columns[column], row, seconds, parts)
+        if why is not None:
+            reasons[key] = why
+    reasons |= _making_room(best)
+    plan = best.plan
+    reasons |= {key: "decided beforehand" for key in best.question.fixed if key in _KEYS or key == "layers"}
+    reasons["dp"] = f"what tp={plan.tp}, pp={plan.pp} and cp={plan.cp} leave of {plan.num_ranks} devices"
+    if plan.layers is not None and "layers" not in reasons:
+        reasons["layers"] = "embedding and head weigh as much as layers do, and layers do not divide evenly"
+    ordered = {key: reasons[key] for key in (*_KEYS, "layers") if key in reasons}
+    return replace(best, plan=replace(plan, reasons=ordered))
+
+
+def _making_room(best: Account) -> dict[str, str]:
+    """Choices without which the plan would not fit, with what would be missing."""
+    plan, reasons = best.plan, {}
+    changes: dict[str, dict[str, Any]] = {}
+    if plan.zero > 0:
+        changes["zero"] = {"zero": plan.zero - 1, "zero_group": plan.zero_group if plan.zero > 1 else None}
+    if plan.recompute != "none":
+        changes["recompute"] = {"recompute": "none", "recompute_layers": None}
+    if plan.sp:
+        changes["sp"] = {"sp": False}
+    for key, changed in changes.items():
+        without = replace(plan, **changed)
+        held = hold(best.question, without)
+        fullest = min(held, key=lambda rank: rank.headroom)
+        if fullest.headroom < 0:
+            reasons[key] = (
+                f"{key}={str(changed[key]).lower()} needs {format_bytes(fullest.total)} on stage {fullest.place}, "
+                f"{format_bytes(-fullest.headroom)} more than there is"
+            )
+    return reasons
+
+
+def _row_of(plan: Plan, seconds: Floats, columns: Mapping[str, np.ndarray]) -> int:
+    """The candidate that became the plan."""
+    same = np.ones(len(seconds), dtype=bool)
+    for key, column in _KEYS.items():
+        value = getattr(plan, key)
+        same &= columns[column] == (_WORDS[key].index(value) if key in _WORDS else value)
+    assert same.any(), f"{plan} is none of the candidates"
+    return int(np.flatnonzero(same)[seconds[same].argmin()])
+
+
+def _reason(key: str, column: np.ndarray, row: int, seconds: Floats, parts: Mapping[str, Floats]) -> str | None:
+    values = np.unique(column)
+    if len(values) == 1:
+        return None if _is_plain(key, column[row]) else "no other value fits, or comes near"
+    other = column != column[row]
+    rival = int(np.flatnonzero(other)[seconds[other].argmin()])
+    longer = float(seconds[rival] / seconds[row]) - 1.0
+    name = _named(key, column[rival])
+    if longer <= _SAME:
+        return None if _is_plain(key, column[row]) else f"{name} would take as long"
+    grown = max(parts, key=lambda part: float(parts[part][rival] - parts[part][row]))
+    more = float(parts[grown][rival] - parts[grown][row])
+    return (
+        f"the best with {name} takes {format_percent(longer)} longer, most of it {PART_WORDS[grown]} "
+        f"(+{format_seconds(more)})"
+    )
+
+
+def _named(key: str, value: object) -> str:
+    if key in _WORDS:
+        return f"{key}={_WORDS[key][int(value)]}"  # type: ignore[call-overload]
+    return f"{key}={str(value).lower()}"
+
+
+def _is_plain(key: str, value: object) -> bool:
+    """Whether a choice is as on one device, so that nobody asks why."""
+    return bool(value == {"dp": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "microbatches": 1}.get(key, 0))

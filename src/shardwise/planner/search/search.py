@@ -1,0 +1,230 @@
+"""The search: bounds first, prices for what they leave, and an exact account of the best few.
+
+1. `axes.py` divides devices and batch. A bound on seconds and a bound on bytes for each: nothing beneath it is better.
+2. In the order of the first bound, blocks of these get schedules and recomputation; priced without what ZeRO decides,
+   they are bounds again, and tighter.
+3. What is left gets ZeRO stages and offload, and is priced in full.
+4. The best, and the best of other kinds, are accounted for exactly: integer layers, schedules played, every rank.
+
+A candidate is let go only when a bound says that it is slower than what was found, or that it does not fit. Of every
+kind (which axes are used at all) the most promising are kept all the same, so that there is something to compare with.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shardwise.cost.bounds import least_bytes, least_seconds
+from shardwise.cost.layouts import Layouts
+from shardwise.cost.memory import StepBytes
+from shardwise.cost.numbers import Floats
+from shardwise.cost.software import Software
+from shardwise.cost.step import Estimate, price
+from shardwise.planner.question import Question
+from shardwise.planner.search.axes import spread_axes
+from shardwise.planner.search.choices import Schedules, offloads, precisions, recomputations, schedules, zeros
+from shardwise.planner.search.expand import joined, with_offload, with_offloads, with_schedules, with_zeros
+from shardwise.planner.search.tally import Tally
+
+# Axes of a block that is expanded together, candidates that are priced together, and how much slower than the best
+# something may be and still be looked at, for the comparison.
+_BLOCK = 384
+_BATCH = 49_152
+_SLACK = 0.02
+# How many of each kind are kept whatever the bounds say.
+_OF_EACH_KIND = 1
+# How many choices of offload are priced for a candidate that needs one, and what each of the three moves.
+_OFFLOADS_TRIED = 3
+_MOVED = (("optimizer", "masters"), ("weights",), ("activations",))
+_HOSTED = tuple(name for names in _MOVED for name in names)
+# What of a step depends on ZeRO and offload: left out of the second bound.
+_DECIDED_LAST = ("dp", "optimizer", "offload")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitting:
+    """Candidates that fit, in one precision, with their seconds and the parts of these."""
+
+    precision: str
+    layouts: Layouts
+    seconds: Floats
+    parts: dict[str, Floats]
+
+
+@dataclass(slots=True)
+class Search:
+    """One search under way."""
+
+    question: Question
+    tally: Tally = field(default_factory=Tally)
+    found: list[Fitting] = field(default_factory=list)
+    best: float = np.inf
+
+    def run(self) -> "Search":
+        """Search all precisions, the fastest first."""
+        for precision in precisions(self.question):
+            _InPrecision(self, precision).run()
+        return self
+
+    @property
+    def limit(self) -> float:
+        """Seconds beyond which a candidate is of no interest."""
+        return self.best * (1 + _SLACK)
+
+
+class _InPrecision:
+    """The search in one precision."""
+
+    def __init__(self, search: Search, precision: str) -> None:
+        question = search.question
+        self.search, self.question, self.precision = search, question, precision
+        self.software: Software = question.software_in(precision)
+        self.schedules: Schedules = schedules(question)
+        self.recomputations = recomputations(question)
+        self.zeros = zeros(question, min(pool.domain for pool in question.cluster.pools))
+        self.offloads = offloads(question)
+        self.num_beneath = len(self.zeros) * len(self.offloads)
+
+    def run(self) -> None:
+        tally = self.search.tally
+        weight = len(self.schedules.code) * len(self.recomputations) * self.num_beneath
+        axes = spread_axes(self.question, tally, weight)
+        if len(axes) == 0:
+            return
+        axes, bound = self._bounded(axes, weight)
+        order = np.argsort(bound, kind="stable")
+        # Once there is something to compare with, kinds need no second chance.
+        each = 0 if self.search.found else _OF_EACH_KIND
+        kept = _first_of_each(_axes_kind(axes), order, each)
+        for start, stop in _growing(len(order), _BLOCK):
+            block = order[start:stop]
+            wanted = block[(bound[block] <= self.search.limit) | kept[block]]
+            tally.slower += (len(block) - len(wanted)) * weight
+            if len(wanted):
+                self._expand(axes.take(wanted))
+
+    def _bounded(self, axes: Layouts, weight: int) -> tuple[Layouts, Floats]:
+        """The axes that can fit at all, and the seconds below which none of their steps is."""
+        held, fits = self._leanest(axes)
+        self.search.tally.add_memory(held, ~fits, np.full(len(axes), weight))
+        axes = axes.take(fits)
+        bound = least_seconds(
+            self.question.model, self.question.cluster, axes, sequence=self.question.sequence, software=self.software
+        )
+        return axes, bound
+
+    def _leanest(self, axes: Layouts) -> tuple[StepBytes, np.ndarray]:
+        pool = min(self.question.cluster.pools, key=lambda pool: pool.device.memory_bytes)
+        held = least_bytes(
+            self.question.model, pool, axes, sequence=self.question.sequence, software=self.software,
+            offloads=bool(self.offloads.any()),
+        )  # fmt: skip
+        return held, held.peak <= pool.device.memory_bytes
+
+    def _expand(self, axes: Layouts) -> None:
+        """Schedules and recomputation beneath some axes, and what is left of them in full."""
+        num_layers = max(self.question.model.num_layers, 1)
+        layouts = with_schedules(axes, self.schedules, self.recomputations, num_layers)
+        bounds, kept = [], []
+        for start in range(0, len(layouts), _BATCH):
+            part = layouts.take(slice(start, start + _BATCH))
+            found = self._price(part)
+            fits = self._could_fit(part, found)
+            self.search.tally.add_memory(found.bytes, ~fits, np.full(len(part), self.num_beneath))
+            bounds.append((found.seconds - sum(found.parts[name] for name in _DECIDED_LAST))[fits])
+            kept.append(part.take(fits))
+        layouts, bound = joined(kept), np.concatenate(bounds)
+        order = np.argsort(bound, kind="stable")
+        always = _first_of_each(_axes_kind(layouts) * 4 + layouts.recompute, order, _OF_EACH_KIND)
+        most = max(_BATCH // len(self.zeros), 1)
+        for start, stop in _growing(len(order), most):
+            block = order[start:stop]
+            wanted = block[(bound[block] <= self.search.limit) | always[block]]
+            self.search.tally.slower += (len(block) - len(wanted)) * self.num_beneath
+            if len(wanted):
+                self._finish(layouts.take(wanted))
+
+    def _could_fit(self, layouts: Layouts, found: Estimate) -> np.ndarray:
+        """Whether states shared out as far as they can be would make room."""
+        parts = found.bytes.parts
+        replicas = (layouts.dp * layouts.cp)[:, None]
+        spread = 1.0 - 1.0 / replicas
+        states = parts["gradients"] + parts["optimizer"] + parts["masters"]
+        movable = states * spread + np.where(replicas > 1, parts["weights"], 0.0)
+        if self.offloads.any():
+            movable = states + parts["weights"] + parts["activations"]
+        # Fragments are a share of some of these.
+        left = found.bytes.by_place - movable - parts.get("fragments", np.zeros(()))
+        return np.asarray(left.max(axis=1) <= self.question.device.memory_bytes)
+
+    def _finish(self, layouts: Layouts) -> None:
+        """ZeRO and offload beneath some candidates, priced in full."""
+        layouts = with_offloads(with_zeros(layouts, self.zeros), self.offloads[:1])
+        found = self._price(layouts)
+        self._keep(layouts, found)
+        # What fits as it is gains nothing from the host, and what does not is no faster with it.
+        tight = np.flatnonzero(~found.fits & (found.seconds <= self.search.limit))
+        if len(self.offloads) > 1 and len(tight):
+            rows, chosen = self._made_to_fit(found.bytes, tight)
+            if len(rows):
+                hosted = with_offload(layouts.take(rows), self.offloads[chosen])
+                self._keep(hosted, self._price(hosted))
+
+    def _made_to_fit(self, held: StepBytes, tight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which candidates a choice of offload makes fit: of each the first few choices, which move least."""
+        parts = {name: held.parts[name][tight] for name in _HOSTED}
+        states, weights, activations = (sum(parts[name] for name in names) for names in _MOVED)
+        over = held.by_place[tight] - self.question.device.memory_bytes
+        moved = [
+            optimizer * states + parameters * weights + host * activations
+            for optimizer, parameters, host in self.offloads
+        ]
+        fits = np.stack([(over <= each).all(axis=1) for each in moved], axis=1)
+        fits &= np.cumsum(fits, axis=1) <= _OFFLOADS_TRIED
+        rows, chosen = np.nonzero(fits)
+        return tight[rows], chosen
+
+    def _keep(self, layouts: Layouts, found: Estimate) -> None:
+        """Keep what fits, and count what does not."""
+        tally = self.search.tally
+        tally.add_memory(found.bytes, ~found.fits, np.ones(len(layouts)))
+        tally.fitting += int(found.fits.sum())
+        if found.fits.any():
+            fits = found.fits
+            self.search.found.append(
+                Fitting(
+                    precision=self.precision,
+                    layouts=layouts.take(fits),
+                    seconds=found.seconds[fits],
+                    parts={name: part[fits] for name, part in found.parts.items()},
+                )
+            )
+            self.search.best = min(self.search.best, float(found.seconds[fits].min()))
+
+    def _price(self, layouts: Layouts) -> Estimate:
+        self.search.tally.priced += len(layouts)
+        question = self.question
+        return price(question.model, question.cluster, layouts, sequence=question.sequence, software=self.software)
+
+
+def _axes_kind(layouts: Layouts) -> np.ndarray:
+    """Which axes are used at all, as one number."""
+    return np.asarray((layouts.tp > 1) * 1 + (layouts.pp > 1) * 2 + (layouts.cp > 1) * 4 + (layouts.ep > 1) * 8)
+
+
+def _first_of_each(kinds: np.ndarray, order: np.ndarray, count: int) -> np.ndarray:
+    """Mark the first few of each kind in an order."""
+    marked = np.zeros(len(kinds), dtype=bool)
+    ordered = kinds[order]
+    for kind in np.unique(ordered):
+        marked[order[np.flatnonzero(ordered == kind)[:count]]] = True
+    return marked
+
+
+def _growing(count: int, most: int) -> Iterator[tuple[int, int]]:
+    """Stretches of a list: short ones first, so that something is found before much is looked at."""
+    start, length = 0, max(most // 8, 1)
+    while start < count:
+        yield start, min(start + length, count)
+        start, length = start + length, min(2 * length, most)

@@ -1,0 +1,47 @@
+"""How many candidates fell to what: the search's own record, so that an answer can say what was not chosen."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shardwise.cost.memory import StepBytes
+from shardwise.cost.places import PLACES
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts of candidates. What falls early counts with all choices that were still open below it.
+
+    `refused` is by reason: `divisibility`, `topology`, `model` (layers that nobody knows how to cut) and `engines`
+    (what cannot be run today). `memory` is by place of the fullest rank and its largest part. `slower` were shown by a
+    bound to be slower than what was found; `priced` were priced in full.
+    """
+
+    refused: Counter[str] = field(default_factory=Counter)
+    memory: Counter[tuple[str, str]] = field(default_factory=Counter)
+    slower: int = 0
+    priced: int = 0
+    fitting: int = 0
+
+    @property
+    def considered(self) -> int:
+        """All candidates."""
+        return sum(self.refused.values()) + sum(self.memory.values()) + self.slower + self.fitting
+
+    def add_memory(self, held: StepBytes, fallen: np.ndarray, counts: np.ndarray) -> None:
+        """Count the candidates that fell, each as often as `counts` says, by the fullest place and its largest part."""
+        if not fallen.any():
+            return
+        names = list(held.parts)
+        every = np.stack([held.parts[name] for name in names], axis=2)[fallen]
+        place = every.sum(axis=2).argmax(axis=1)
+        part = every[np.arange(len(place)), place].argmax(axis=1)
+        for code, count in _sums(place * len(names) + part, counts[fallen]).items():
+            self.memory[PLACES[code // len(names)], names[code % len(names)]] += count
+
+
+def _sums(codes: np.ndarray, counts: np.ndarray) -> dict[int, int]:
+    values, inverse = np.unique(codes, return_inverse=True)
+    totals = np.bincount(inverse, weights=counts)
+    return {int(value): int(total) for value, total in zip(values, totals, strict=True)}

@@ -1,0 +1,96 @@
+"""`shardwise plan --task serve`: from what is typed to what is shown."""
+
+import argparse
+from collections.abc import Sequence
+
+from shardwise.answer import Answer, Canvas, table
+from shardwise.cost.serving import BLOCK
+from shardwise.errors import ShardwiseError, unknown
+from shardwise.planner.question import make_question
+from shardwise.planner.serving import Serving, ServingFindings, Wish, find_serving
+from shardwise.units import counted, format_bytes, format_seconds, parse_seconds
+
+_GOALS = ("tokens", "latency")
+
+
+def answer(arguments: argparse.Namespace) -> Answer:
+    """Find the best way to serve."""
+    goal = arguments.goal or "tokens"
+    if goal not in _GOALS:
+        error = unknown("goal of serving", goal, _GOALS)
+        raise ShardwiseError(error.problem, remedy=f"--goal {error.remedy or 'tokens'}")
+    wish = Wish(
+        output=arguments.output,
+        goal=goal,
+        first_token=None if arguments.first_token is None else parse_seconds(arguments.first_token),
+        each_token=None if arguments.each_token is None else parse_seconds(arguments.each_token),
+        sequences=arguments.batch,
+    )
+    question = make_question(
+        arguments.model, cluster=arguments.cluster, batch=arguments.batch or 1, sequence=arguments.sequence
+    )
+    found = find_serving(question, wish)
+    if arguments.save is not None:
+        found.best.plan.save(arguments.save)
+    data = {
+        "model": question.model.name,
+        "cluster": str(question.cluster),
+        "prompt": question.sequence,
+        "output": wish.output,
+        **_data(found.best),
+        "others": [_data(each) for each in found.others],
+        "candidates": {"considered": found.num_candidates, "fitting": found.num_fitting},
+        "saved": arguments.save,
+    }
+    return Answer(data=data, render=lambda canvas: _draw(found, canvas))
+
+
+def _data(way: Serving) -> dict[str, object]:
+    return {
+        "plan": str(way.plan),
+        "sequences": way.sequences,
+        "first_token_seconds": way.first_token,
+        "each_token_seconds": way.each_token,
+        "tokens_per_second": way.tokens_per_second,
+        "kv_blocks": way.num_blocks,
+        "kv_block_bytes": round(way.block_bytes),
+        "kv_blocks_used": way.used_blocks,
+        "weight_bytes": round(way.weight_bytes),
+    }
+
+
+def _draw(found: ServingFindings, canvas: Canvas) -> None:
+    question, best = found.question, found.best
+    canvas.print(
+        f"{canvas.paint(question.model.name, 'bold')} served on {question.cluster}: prompts of {question.sequence} "
+        f"tokens, answers of {found.wish.output}"
+    )
+    canvas.print()
+    canvas.print(
+        f"  plan     {canvas.paint(str(best.plan), 'bold green')}, {counted(best.sequences, 'sequence')} at once in "
+        "each replica"
+    )
+    canvas.print(
+        f"  answers  {best.tokens_per_second:,.0f} tokens/s in all; the first token after "
+        f"{format_seconds(best.first_token)}, then one every {format_seconds(best.each_token)}"
+    )
+    canvas.print(
+        f"  memory   {format_bytes(best.weight_bytes)} of weights on a device, and {best.num_blocks:,} KV blocks of "
+        f"{BLOCK} tokens ({format_bytes(best.num_blocks * best.block_bytes)}), {best.used_blocks:,} of them in use"
+    )
+    canvas.print()
+    _draw_others(found.others, canvas)
+    canvas.print(canvas.paint(f"{found.num_candidates:,} candidates, {found.num_fitting:,} fit.", "dim"))
+
+
+def _draw_others(others: Sequence[Serving], canvas: Canvas) -> None:
+    if not others:
+        return
+    canvas.print(canvas.paint("other splits", "bold"))
+    rows = [
+        [f"  {way.plan}", way.sequences, f"{way.tokens_per_second:,.0f}", format_seconds(way.first_token),
+         format_seconds(way.each_token)]
+        for way in others
+    ]  # fmt: skip
+    table(["  plan", "sequences", "tokens/s", "first token", "each token"], rows, canvas)
+    canvas.print()

@@ -1,0 +1,244 @@
+"""A step played again from its trace: first as it was, then with something changed.
+
+What each instruction took is read off the trace, and so is the order in which each rank ran them; the simulator does
+the rest. A prediction is the difference of two such plays: what neither of them knows of cancels out.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import median
+
+from shardwise.errors import ShardwiseError
+from shardwise.schedule.catalogue import CATALOGUE, make_schedule
+from shardwise.schedule.instruction import Instruction, Kind, parse
+from shardwise.schedule.passes.lower import lower
+from shardwise.schedule.placement import Placement
+from shardwise.schedule.prices import Prices, activations
+from shardwise.schedule.schedule import Schedule
+from shardwise.schedule.simulate import simulate
+from shardwise.trace.doctor.player import Alternative
+from shardwise.trace.events import Event, Lane, Trace
+from shardwise.trace.memory import peaks
+
+#: A larger step is not played: a dozen schedules are tried while somebody waits.
+_MOST_COMPUTATIONS = 8_000
+#: Schedules that change what is computed, or hold the model twice, are no remedy for a slow step.
+_NO_REMEDY = frozenset(name for name, entry in CATALOGUE.items() if entry.num_weight_copies > 1) | {"pipedream-2bw"}
+
+Seconds = Callable[[Instruction, int], float]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The step of a trace, ready to be played. Ranks are those of one pipeline, the slowest if there are several."""
+
+    schedule: Schedule
+    measured: Mapping[tuple[int, str], float]
+    usual: Mapping[tuple[Kind, int], float]
+    hop: float
+    ranks: tuple[int, ...]
+
+    @staticmethod
+    def of(trace: Trace) -> "Replay | None":
+        """None where a trace does not say what a schedule is made of, or is too large to be played while one waits."""
+        ranks = _slowest_pipeline(trace)
+        orders = [[_read(event) for event in trace.compute[rank]] for rank in ranks]
+        if not all(orders) or any(each is None for order in orders for each in order):
+            return None
+        if sum(map(len, orders)) > _MOST_COMPUTATIONS:
+            return None
+        known = [[each for each in order if each is not None] for order in orders]
+        schedule = _schedule_of(trace.name, known)
+        measured = {
+            (place, event.name): event.seconds for place, rank in enumerate(ranks) for event in trace.compute[rank]
+        }
+        return Replay(schedule, measured, _usual(known, measured), _hop(trace, set(ranks)), ranks)
+
+    @cached_property
+    def seconds(self) -> float:
+        return self._play(self._as_measured)
+
+    @cached_property
+    def usual_seconds(self) -> float:
+        return self._play(self._as_usual)
+
+    @cached_property
+    def held(self) -> float:
+        return max(peaks(simulate(lower(self.schedule), self._prices(self.schedule, self._as_usual))))
+
+    @cached_property
+    def stage_seconds(self) -> list[float]:
+        return [
+            sum(self.usual[kind, stage] for kind in (Kind.F, Kind.I, Kind.W))
+            for stage in range(self.schedule.placement.num_stages)
+        ]
+
+    def predicted(self, trace: Trace) -> Trace:
+        """The step of the whole trace as it would be if every instruction took its usual time: all pipelines alike."""
+        played = simulate(lower(self.schedule), self._prices(self.schedule, self._as_usual, self.hop))
+        events: list[Event] = []
+        for ranks in pipelines_of(trace):
+            first = len(events)
+            for event in played.events:
+                peer = None if event.peer is None else ranks[event.peer]
+                after = None if event.after is None else event.after + first
+                events.append(event._replace(rank=ranks[event.rank], peer=peer, after=after))
+        return Trace(name=trace.name, num_ranks=trace.num_ranks, events=tuple(events))
+
+    def with_stages(self, factors: Mapping[int, float]) -> float:
+        return self._play(lambda each, rank: self._as_usual(each, rank) * factors.get(each.stage, 1.0))
+
+    def with_even_instructions(self, ranks: Sequence[int]) -> float:
+        chosen = {place for place, rank in enumerate(self.ranks) if rank in ranks}
+
+        def seconds(instruction: Instruction, place: int) -> float:
+            usual, found = self._as_usual(instruction, place), self._as_measured(instruction, place)
+            return min(usual, found) if place in chosen else found
+
+        return self._play(seconds)
+
+    def with_hops(self, factor: float) -> float:
+        return self._play(self._as_usual, hop=factor * self.hop)
+
+    def with_backward(self, factors: Mapping[int, float]) -> float:
+        def seconds(instruction: Instruction, place: int) -> float:
+            factor = factors.get(self.ranks[place], 1.0) if instruction.kind in (Kind.B, Kind.I) else 1.0
+            return factor * self._as_usual(instruction, place)
+
+        return self._play(seconds)
+
+    def with_microbatches(self, factor: int) -> float | None:
+        found = self._remade(self.schedule.name, self.schedule.num_microbatches * factor)
+        if found is None:
+            return None
+        return self._play(lambda each, rank: self._as_usual(each, rank) / factor, schedule=found, hop=self.hop / factor)
+
+    def alternatives(self) -> list[Alternative]:
+        return self._alternatives
+
+    @cached_property
+    def _alternatives(self) -> list[Alternative]:
+        """Each with the model cut as evenly over its stages as it is over the present ones."""
+        found = []
+        for name in CATALOGUE:
+            other = None if name in _NO_REMEDY else self._remade(name, self.schedule.num_microbatches)
+            if other is None or name == self.schedule.name:
+                continue
+            prices = self._prices(other, self._spread(other), self.hop)
+            trace = simulate(lower(other), prices)
+            found.append(Alternative(f"schedule={name}", trace.makespan, max(peaks(trace))))
+        return sorted(found, key=lambda each: each.seconds)
+
+    def _remade(self, name: str, num_microbatches: int) -> Schedule | None:
+        if name not in CATALOGUE or len(self.schedule.placement.pipes) > 1:
+            return None
+        is_same = name == self.schedule.name and CATALOGUE[name].any_chunks_from is not None
+        chunks = self.schedule.placement.num_chunks if is_same else None
+        with suppress(ShardwiseError):
+            return make_schedule(name, self.schedule.num_ranks, num_microbatches, chunks)
+        return None
+
+    def _spread(self, other: Schedule) -> Seconds:
+        """Prices for another number of stages: what the model costs from its beginning to its end, cut anew."""
+        many, few = other.placement.num_stages, self.schedule.placement.num_stages
+
+        def shared(stage: int, old: int) -> float:
+            """How much of an old stage is in a new one."""
+            return few * max(0.0, min((stage + 1) / many, (old + 1) / few) - max(stage / many, old / few))
+
+        table = {
+            (kind, stage): sum(self.usual[kind, old] * shared(stage, old) for old in range(few))
+            for kind in (Kind.F, Kind.I, Kind.W, Kind.B)
+            for stage in range(many)
+        }
+        return lambda each, _: sum(table.get((part.kind, part.stage), 0.0) for part in each.parts)
+
+    def _as_measured(self, instruction: Instruction, place: int) -> float:
+        found = self.measured.get((place, str(instruction)))
+        return self._as_usual(instruction, place) if found is None else found
+
+    def _as_usual(self, instruction: Instruction, place: int) -> float:  # noqa: ARG002 - a stage has one rank
+        return sum(self.usual.get((part.kind, part.stage), 0.0) for part in instruction.parts)
+
+    def _play(self, seconds: Seconds, *, schedule: Schedule | None = None, hop: float | None = None) -> float:
+        played = schedule or self.schedule
+        return simulate(lower(played), self._prices(played, seconds, self.hop if hop is None else hop)).makespan
+
+    def _prices(self, schedule: Schedule, seconds: Seconds, hop: float = 0.0) -> Prices:
+        return Prices(seconds=seconds, hop_seconds=lambda *_: (hop, 0.0), held=activations(schedule.placement))
+
+
+def predict(trace: Trace) -> Trace | None:
+    """The step of a trace as it would be if every instruction took its usual time; None as in `Replay.of`."""
+    replay = Replay.of(trace)
+    return None if replay is None else replay.predicted(trace)
+
+
+def _read(event: Event) -> Instruction | None:
+    with suppress(ShardwiseError):
+        return parse(event.name)
+    return None
+
+
+def pipelines_of(trace: Trace) -> list[tuple[int, ...]]:
+    """Ranks that hold the same stages are replicas: the first of each are a pipeline, and so on."""
+    alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for rank, events in enumerate(trace.compute):
+        alike[tuple(sorted({event.stage for event in events}))].append(rank)
+    alike.pop((), None)
+    return list(zip(*(alike[stages] for stages in sorted(alike)), strict=False))
+
+
+def _slowest_pipeline(trace: Trace) -> tuple[int, ...]:
+    return max(pipelines_of(trace), key=lambda ranks: sum(trace.busy[rank] for rank in ranks), default=())
+
+
+def _schedule_of(name: str, orders: list[list[Instruction]]) -> Schedule:
+    """The schedule that the ranks have run: computations only."""
+    ranks: dict[int, int] = {}
+    ways: dict[int, set[int]] = defaultdict(set)
+    for place, order in enumerate(orders):
+        for instruction in order:
+            for part in instruction.parts:
+                ranks[part.stage] = place
+                ways[part.microbatch].add(part.stage)
+    pipes = tuple(dict.fromkeys(tuple(sorted(ways[microbatch])) for microbatch in sorted(ways)))
+    placement = Placement(ranks=tuple(ranks[stage] for stage in range(max(ranks) + 1)), pipes=pipes)
+    return Schedule.of(name, placement, max(ways) + 1, orders)
+
+
+def _usual(orders: list[list[Instruction]], measured: Mapping[tuple[int, str], float]) -> dict[tuple[Kind, int], float]:
+    """The median of each kind on each stage. A full backward is taken for two equal halves, and halves for a full."""
+    found: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for place, order in enumerate(orders):
+        for instruction in order:
+            seconds = measured[place, str(instruction)] / len(instruction.parts)
+            for part in instruction.parts:
+                found[part.kind, part.stage].append(seconds)
+    usual = {key: median(values) for key, values in found.items()}
+    for stage in {stage for _, stage in found}:
+        usual.setdefault((Kind.F, stage), 0.0)
+        whole = usual.get((Kind.B, stage))
+        halves = [usual.get((kind, stage)) for kind in (Kind.I, Kind.W)]
+        split = (whole or 0.0) / 2
+        usual.setdefault((Kind.I, stage), split)
+        usual.setdefault((Kind.W, stage), split)
+        usual.setdefault((Kind.B, stage), sum(half or 0.0 for half in halves))
+    return usual
+
+
+def _hop(trace: Trace, ranks: set[int]) -> float:
+    """What a transfer takes: of those that somebody stood still for from before they were sent, the median."""
+    if not trace.is_measured:
+        sends = [event.seconds for event in trace.events if event.lane is Lane.SEND and event.rank in ranks]
+        return median(sends) if sends else 0.0
+    took = []
+    for event in trace.events:
+        if event.lane is Lane.RECEIVE and event.after is not None and event.rank in ranks:
+            send = trace.events[event.after]
+            if event.start <= send.start:
+                took.append(event.end - send.start)
+    return median(took) if took else 0.0

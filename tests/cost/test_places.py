@@ -1,0 +1,125 @@
+"""What stands on which rank: typical ranks, every rank, and schedules played against closed forms."""
+
+import numpy as np
+import pytest
+
+from shardwise.cluster.cluster import Cluster
+from shardwise.cost.constants import CONSTANTS
+from shardwise.cost.layouts import CONTEXT, ORDERS, RECOMPUTE, Layouts
+from shardwise.cost.pipeline import SCHEDULES
+from shardwise.cost.places import rank_places, typical_places
+from shardwise.cost.play import play, share_layers, short_schedule
+from shardwise.cost.software import Software
+from shardwise.cost.stage import Pricer
+from shardwise.model.catalogue import get_model
+from shardwise.planner import plan as plans
+
+LLAMA = get_model("llama3-8b")
+
+
+def pricer(cluster: str = "8xh100") -> Pricer:
+    pool = Cluster.parse(cluster).pools[0]
+    return Pricer(model=LLAMA, pool=pool, software=Software(), constants=CONSTANTS, sequence=4096)
+
+
+def test_a_plan_and_a_layout_count_by_the_same_words() -> None:
+    assert (RECOMPUTE, CONTEXT, ORDERS) == (plans.RECOMPUTE, plans.CONTEXT, plans.ORDERS)
+
+
+@pytest.mark.parametrize(("layers", "stages", "begin", "end"), [(32, 4, 0.1, 3.0), (126, 16, 0.0, 1.4), (10, 10, 2, 2)])
+def test_layers_are_shared_out_whole_and_no_stage_goes_without(
+    layers: int, stages: int, begin: float, end: float
+) -> None:
+    shared = share_layers(layers, range(stages), begin, end)
+    assert sum(shared) == layers
+    assert min(shared) >= 1
+    assert max(shared[1:-1], default=1) - min(shared[1:-1], default=1) <= 1
+
+
+def test_a_stage_with_a_heavy_head_has_fewer_layers() -> None:
+    assert share_layers(32, range(4), 0.0, 4.0) == (9, 9, 9, 5)
+
+
+def test_ranks_and_not_stages_are_balanced_where_a_rank_has_several() -> None:
+    shared = share_layers(34, (0, 1, 2, 3, 3, 2, 1, 0), 0.0, 2.0)
+    assert [shared[rank] + shared[7 - rank] for rank in range(4)] == [7, 9, 9, 9]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1", "zb-h2", "zb-v", "v-half", "dualpipe-v", "eager-1f1b"])
+def test_ranks_hold_no_more_microbatches_than_closed_forms_say(name: str) -> None:
+    schedule = short_schedule(name, 4, 12, None)
+    stages = schedule.placement.num_stages
+    places = rank_places(LLAMA, share_layers(32, schedule.placement.ranks, 0, 0), schedule, 12)
+    layouts = Layouts.of(pp=4, chunks=stages // 4, num_microbatches=12, schedule=SCHEDULES.index(name), balance=0)
+    typical = typical_places(LLAMA, layouts, pricer().stages(layouts).dealt)
+    assert places.kept_layers.sum(axis=2).max() <= typical.kept_layers.sum(axis=2).max() * 1.13
+    assert places.layers.sum() == 32
+    assert places.begins.sum() == places.ends.sum() == 1
+
+
+def test_a_model_that_is_held_twice_is_counted_twice() -> None:
+    schedule = short_schedule("dualpipe", 4, 16, None)
+    places = rank_places(LLAMA, (8, 8, 8, 8), schedule, 16)
+    assert places.layers.sum() == 64
+    assert places.begins.tolist() == places.ends.tolist() == [[1, 0, 0, 1]]
+    layouts = Layouts.of(pp=4, chunks=2, num_microbatches=16, schedule=SCHEDULES.index("dualpipe"), balance=0)
+    typical = typical_places(LLAMA, layouts, pricer().stages(layouts).dealt)
+    assert typical.layers[0, 0].sum() == 16
+
+
+def test_a_schedule_that_holds_all_holds_those_of_the_whole_step() -> None:
+    places = rank_places(LLAMA, (8, 8, 8, 8), short_schedule("gpipe", 4, 64, None), 64)
+    assert places.kept_layers[0, 0].sum() == 8 * 64
+
+
+@pytest.mark.parametrize("num_microbatches", [16, 61, 128])
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", None), ("interleaved", 2), ("zb-h1", None), ("gpipe", None)])
+def test_a_long_step_is_played_as_if_it_were_played_whole(name: str, chunks: int | None, num_microbatches: int) -> None:
+    layouts = Layouts.of(pp=4, num_microbatches=num_microbatches, chunks=chunks or 1)
+    stages = share_layers(32, [stage % 4 for stage in range(4 * (chunks or 1))], 0.1, 2.0)
+    played = play(pricer(), layouts, name, chunks, stages)
+    assert played is not None
+    short = Layouts.of(pp=4, num_microbatches=num_microbatches + 4, chunks=chunks or 1)
+    longer = play(pricer(), short, name, chunks, stages)
+    assert longer is not None
+    # Four microbatches more take as long as four of the busiest rank, and no less.
+    assert longer.seconds - played.seconds >= (longer.work - played.work) * (1 - 1e-9)
+    assert longer.seconds - played.seconds <= (longer.work - played.work) * 1.05
+
+
+def test_data_outermost_brings_stages_together_and_replicas_apart() -> None:
+    from shardwise.cost.step import price
+
+    layouts = Layouts.of(dp=8, pp=8, num_microbatches=16, order=[0, 1], zero=1)
+    found = price(LLAMA, Cluster.parse("8x8xh100"), layouts, sequence=4096)
+    assert found.parts["hops"][1] < found.parts["hops"][0] / 4
+    assert found.parts["dp"][1] > found.parts["dp"][0]
+
+
+def test_groups_of_replicas_exchange_less_between_nodes_and_hold_more() -> None:
+    from shardwise.cost.step import price
+
+    layouts = Layouts.of(dp=64, zero=3, zero_group=[0, 8], microbatch=1)
+    found = price(LLAMA, Cluster.parse("8x8xh100"), layouts, sequence=4096)
+    assert found.parts["dp"][1] < found.parts["dp"][0]
+    assert found.bytes.peak[1] > found.bytes.peak[0]
+
+
+def test_all_to_all_waits_for_what_a_ring_hides() -> None:
+    from shardwise.cost.step import price
+
+    layouts = Layouts.of(cp=8, context=[0, 1], microbatch=1)
+    found = price(LLAMA, Cluster.parse("8xh100"), layouts, sequence=65536)
+    assert found.parts["cp"][0] < found.parts["cp"][1]
+    assert np.isfinite(found.seconds).all()
+
+
+def test_what_is_offloaded_costs_the_copies_that_compute_does_not_hide() -> None:
+    from shardwise.cost.step import price
+
+    layouts = Layouts.of(dp=8, zero=1, offload_parameters=[0, 1, 0], offload_activations=[0, 0, 1], microbatch=1)
+    found = price(LLAMA, Cluster.parse("8xh100"), layouts, sequence=512)
+    assert found.parts["offload"][0] == 0
+    assert found.parts["offload"][1] > 0
+    assert found.bytes.peak[1] < found.bytes.peak[0]
+    assert found.bytes.peak[2] < found.bytes.peak[0]

@@ -1,0 +1,39 @@
+"""One plan for each rule of composition: what is said of it, and what is offered instead."""
+
+REFUSED = {
+    "zero without replicas": (
+        "pp=2,zero=1",
+        "zero=1 shares states out over replicas, and dp=1 x cp=1 is one alone",
+        "pp=2",
+    ),
+    "two weight versions on a mesh": (
+        "dp=2,pp=2,schedule=pipedream-2bw,microbatches=2",
+        "schedule=pipedream-2bw keeps two versions of the weights, which dp=2 does not know of yet",
+        "dp=2,pp=2,microbatches=2",
+    ),
+    "offload": (
+        "pp=2,offload.activations=1",
+        "offload.activations=1: the engines keep everything on the device yet",
+        "pp=2,recompute=full",
+    ),
+    "selective recomputation": (
+        "pp=2,recompute=selective",
+        "recompute=selective: the engines recompute all of a stage's forward or nothing yet",
+        "pp=2,recompute=full",
+    ),
+    "recomputation of some layers": (
+        "pp=2,recompute=full,recompute_layers=3",
+        "recompute_layers=3: the engines recompute all of a stage's forward or nothing yet",
+        "pp=2,recompute=full",
+    ),
+    "many chunks of auto": (
+        "pp=2,chunks=3,schedule=auto",
+        "schedule=auto makes 1 or 2 chunks on a rank, not 3",
+        "pp=2,chunks=2,schedule=auto",
+    ),
+    "layers of auto": (
+        "pp=2,schedule=auto,layers=1+1+2",
+        "layers is for 3 stages, but schedule=auto over pp=2 makes 2 or 4",
+        "pp=2,schedule=auto",
+    ),
+}

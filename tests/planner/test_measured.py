@@ -1,0 +1,68 @@
+"""Our own runtime as a source: what twelve plans hold on each rank, measured, against the account of `fit`."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from shardwise.cost.software import Software
+from shardwise.planner.account import account
+from shardwise.planner.plan import Plan
+from shardwise.planner.question import make_question
+from shardwise.runtime.spawn import Ranks
+from tests.planner.measured import LENGTH, ROWS, make_module, measure
+
+TWO = [
+    ("llama", "dp=2"),
+    ("llama", "dp=2,zero=1,microbatches=2"),
+    ("llama", "dp=2,zero=2,microbatches=2"),
+    ("llama", "dp=2,zero=3"),
+    ("llama", "tp=2"),
+    ("llama", "pp=2,microbatches=4,layers=4+2"),
+    ("llama", "pp=2,microbatches=4,schedule=interleaved,layers=2+2+1+1"),
+    ("mixtral", "dp=2,ep=2"),
+    ("mixtral", "dp=2,ep=2,zero=1"),
+]
+FOUR = [
+    ("llama", "dp=2,tp=2,zero=1"),
+    ("llama", "dp=2,pp=2,zero=1,microbatches=4,layers=2+4"),
+    ("llama", "tp=2,pp=2,microbatches=4,layers=3+3"),
+]
+#: Modules of Hugging Face as they are: elementwise operations and norms one by one.
+PLAIN = Software(fused=False, fused_norms=False)
+CLOSE = 0.05
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    with Ranks(4) as ranks:
+        yield ranks
+
+
+def check(ranks: Ranks, model: str, text: str) -> None:
+    plan = Plan.parse(text)
+    question = make_question(
+        make_module(model), cluster=f"{plan.num_ranks}xcpu", batch=ROWS, sequence=LENGTH, software=PLAIN
+    )
+    predicted = account(question, plan)
+    for found in ranks.run(measure, text, model):
+        parts = predicted.ranks[found.place].parts
+        assert parts["weights"] == pytest.approx(found.weights, rel=CLOSE)
+        assert parts["gradients"] == pytest.approx(found.gradients, rel=CLOSE)
+        assert parts["optimizer"] + parts["masters"] == pytest.approx(found.optimizer, rel=CLOSE)
+        assert parts["activations"] == pytest.approx(found.activations, rel=CLOSE)
+
+
+@pytest.mark.parametrize(("model", "plan"), TWO)
+def test_two_ranks_hold_what_fit_says(model: str, plan: str, two: Ranks) -> None:
+    check(two, model, plan)
+
+
+@pytest.mark.parametrize(("model", "plan"), FOUR)
+def test_four_ranks_hold_what_fit_says(model: str, plan: str, four: Ranks) -> None:
+    check(four, model, plan)

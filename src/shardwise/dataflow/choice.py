@@ -1,0 +1,135 @@
+"""Where a task runs if nobody says: where it would be over first, by measured transfers and what is queued there.
+
+What a task takes at a place is measured when it runs there, and what a link takes once, by copying. Where links are
+given, both are reckoned instead.
+"""
+
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+from shardwise.dataflow.cuda import new_event
+from shardwise.dataflow.launch import Call
+from shardwise.dataflow.links import Link, linked_pairs
+from shardwise.dataflow.mover import Mover
+from shardwise.dataflow.place import Kind, Place
+from shardwise.dataflow.streams import Run
+
+_SMALL_BYTES, _LARGE_BYTES = 4 * 2**10, 8 * 2**20
+_MOST_CHUNKS = 32
+_KEPT = 0.8  # Of the old average, when a new measurement comes.
+
+#: A function, and the place where it ran.
+_Key = tuple[object, int]
+
+
+class Chooser:
+    """Chooses places, and remembers what tasks took."""
+
+    def __init__(self, mover: Mover) -> None:
+        self._mover = mover
+        self._devices = [place for place in mover.places if place.is_device]
+        self._seconds: dict[_Key, float] = {}
+        self._running: list[tuple[_Key, Any, Any]] = []  # GPU tasks between two timing events.
+        self._is_measured = bool(mover.routes.links)
+
+    def choose(self, call: Call) -> Place:
+        """The device at which the task would be over first."""
+        if len(self._devices) == 1:
+            return self._devices[0]
+        if not self._is_measured:
+            measure_links(self._mover)
+            self._is_measured = True
+        self._collect()
+        # Of places that are equally soon, the one to which less has to come.
+        ends = [(*self._end(call, place), place.index) for place in self._devices]
+        end, _, index = min(ends)
+        place = self._mover.places[index]
+        if not self._is_reckoned:
+            place.compute.tail_seconds = end
+        return place
+
+    def measured(self, call: Call, place: Place, run: Run) -> Run:
+        """The same run, timed if a place is to be chosen by it."""
+        if call.place != "auto" or self._is_reckoned or len(self._devices) == 1:
+            return run
+        key = (call.launch.key, place.index)
+        if place.kind is Kind.GPU:
+            return partial(self._run_on_gpu, key, run)
+        return partial(self._run_by_thread, key, run)
+
+    @property
+    def _is_reckoned(self) -> bool:
+        journal = self._mover.journal
+        return journal is not None and journal.is_reckoned
+
+    def _end(self, call: Call, place: Place) -> tuple[float, int]:
+        """When the task would be over, after what is queued and after what it reads has come; and the bytes of that."""
+        journal = self._mover.journal
+        now = journal.now_seconds if journal is not None and self._is_reckoned else perf_counter()
+        arrival, ready, num_bytes = max(now, place.inward.tail_seconds), now, 0
+        for data in call.reads:
+            copy = data.copies[place.index]
+            if copy is not None and copy.valid:
+                ready = max(ready, copy.writer.end_seconds if copy.writer is not None else 0.0)
+                continue
+            sources = [(self._mover.places[each.place], each) for each in data.valid_copies]
+            if not sources:
+                continue  # The error for that is the mover's.
+            arrival = min(
+                max(arrival, each.writer.end_seconds if each.writer is not None else 0.0)
+                + self._mover.routes.seconds(source, place, data.num_bytes)
+                for source, each in sources
+            )
+            ready = max(ready, arrival)
+            num_bytes += data.num_bytes
+        taken = self._seconds.get((call.launch.key, place.index), 0.0) if call.seconds is None else call.seconds
+        return max(ready, place.compute.tail_seconds) + taken, num_bytes
+
+    def _note(self, key: _Key, seconds: float) -> None:
+        before = self._seconds.get(key)
+        self._seconds[key] = seconds if before is None else _KEPT * before + (1 - _KEPT) * seconds
+
+    def _run_by_thread(self, key: _Key, run: Run) -> None:
+        start = perf_counter()
+        run()
+        self._note(key, perf_counter() - start)
+
+    def _run_on_gpu(self, key: _Key, run: Run) -> None:
+        begin, end = (new_event(times=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        self._running.append((key, begin, end))
+
+    def _collect(self) -> None:
+        """Take in the times of GPU tasks that are over by now."""
+        while self._running and self._running[0][2].query():
+            key, begin, end = self._running.pop(0)
+            self._note(key, begin.elapsed_time(end) / 1000)
+
+
+def measure_links(mover: Mover) -> None:
+    """Copy a little and a lot over every link but those of the disk, outside of all budgets, and keep what it took."""
+    moved = dict(mover.moved_bytes)
+    sizes = min(_SMALL_BYTES, mover.chunk_bytes), min(_LARGE_BYTES, _MOST_CHUNKS * mover.chunk_bytes)
+    for source, target in linked_pairs(mover.places):
+        if Kind.DISK in (source.kind, target.kind):
+            continue
+        small, large = (_copy_seconds(mover, source, target, size) for size in sizes)
+        rate = (sizes[1] - sizes[0]) / max(large - small, 1e-9)
+        mover.routes.links[source.index, target.index] = Link(latency_seconds=small, bytes_per_second=rate)
+    mover.moved_bytes = moved  # Measuring is not part of the program.
+
+
+def _copy_seconds(mover: Mover, source: Place, target: Place, num_bytes: int) -> float:
+    """The shorter of two copies: the first also touches new memory."""
+    tensors = [place.memory.allocate(num_bytes) for place in (source, target)]
+    found = []
+    for _ in range(2):
+        start = perf_counter()
+        mover.copy(tensors[1], target, tensors[0], source, (), "measurement").wait()
+        found.append(perf_counter() - start)
+    for place, tensor in zip((source, target), tensors, strict=True):
+        place.memory.free(tensor)
+    return min(found)

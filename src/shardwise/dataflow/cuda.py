@@ -1,0 +1,170 @@
+"""Streams of a GPU. Waits are the GPU's own events: the thread that puts work in never waits for it.
+
+One thing a GPU cannot wait for is a thread, such as a host function or a disk. What depends on one is handed to a
+thread of the stream's own, which issues it as soon as it may; so is what follows it in the same stream, and what
+depends on that in others. Where no thread is involved, and that is the usual case, the caller issues by itself.
+"""
+
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from shardwise.dataflow.streams import Blame, Failures, Mark, Run, ThreadStream
+
+_LOOK_SECONDS = 0.05
+
+
+class CudaMark(Mark):
+    """A mark with an event. When nobody can ask for it any more, its event is used again: making one takes a while.
+
+    A stream that was told to wait for an event waits for what was recorded then, whatever is recorded in it later.
+    """
+
+    def __init__(self, stream: "CudaStream", number: int) -> None:
+        self.stream = stream
+        self.number = number
+        self._spare = stream.spare
+
+    def __del__(self) -> None:
+        if self.event is not None and self._spare is not None:
+            self._spare.append(self.event)
+
+
+class CudaStream:
+    """A stream of one GPU."""
+
+    def __init__(self, name: str, stream: torch.cuda.Stream, failures: Failures, *, times: bool = False) -> None:
+        self.name = name
+        self.tail_seconds = 0.0
+        self.last: Mark | None = None
+        self._times = times
+        # Events to be used again. Those that tell the time are not, for they are asked later; nor those of a capture.
+        self.spare: list[Any] | None = None if times else []
+        self._failures = failures
+        self._num_put = 0
+        self._behind = ThreadStream(f"{name} issue", failures)
+        self._num_behind = 0
+        self._issued = threading.Condition()
+        self.turn_to(stream)
+
+    def turn_to(self, stream: torch.cuda.Stream) -> torch.cuda.Stream | None:
+        """Use another stream of the GPU from now on, as a capture does, and return the one before."""
+        before: torch.cuda.Stream | None = getattr(self, "cuda", None)
+        self.cuda = stream
+        self._raw: int = stream.cuda_stream
+        self.device_index: int = stream.device_index
+        return before
+
+    def put(self, run: Run, after: Sequence[Mark], blame: Blame) -> Mark:
+        self._num_put += 1
+        mark = CudaMark(self, self._num_put)
+        if self.can_issue(after):
+            try:
+                self._issue(mark, run, after)
+            except Exception as error:
+                raise blame(error) from error
+        else:
+            with self._issued:
+                self._num_behind += 1
+            self._behind.put(partial(self._issue_behind, mark, run, after), (), blame)
+        self.last = mark
+        return mark
+
+    def can_issue(self, after: Sequence[Mark]) -> bool:
+        """Whether the caller may issue by itself: no thread has to be waited for."""
+        # `_num_behind` is lowered by the issuing thread alone, after the event is recorded; seen as 0, all is issued.
+        return self._num_behind == 0 and (not after or all(_can_follow(each) for each in after))
+
+    def launch(
+        self, run: Any, tensors: Sequence[Any], options: dict[str, Any], grid: Any, after: Sequence[Mark]
+    ) -> Mark:
+        """Issue a kernel that the caller may issue: as `put`, with nothing made to be run later."""
+        for other in after:
+            if other.stream is not self and other.event is not None:
+                self.cuda.wait_event(cast(torch.cuda.Event, other.event))
+        event = self.spare.pop() if self.spare else new_event(times=self._times)
+        if torch._C._cuda_getDevice() == self.device_index and _raw_stream(self.device_index) == self._raw:
+            run(*tensors, grid=grid, warmup=False, **options)
+        else:
+            with torch.cuda.stream(self.cuda):
+                run(*tensors, grid=grid, warmup=False, **options)
+        self._num_put += 1
+        mark = self.last = CudaMark(self, self._num_put)
+        event.record(self.cuda)
+        mark.event = event
+        return mark
+
+    def put_captured(self, run: Run, after: Sequence[Mark], blame: Blame) -> Mark:
+        """Put into a capture. Whoever captures issues: what a thread issued later would be in no graph, and run."""
+        self._num_put += 1
+        mark = self.last = CudaMark(self, self._num_put)
+        try:
+            self._issue(mark, run, after)
+        except Exception as error:
+            raise blame(error) from error
+        return mark
+
+    def is_done(self, mark: Mark) -> bool:
+        return mark.event is not None and bool(cast(Any, mark.event).query())
+
+    def wait(self, mark: Mark) -> None:
+        self.wait_issued(mark)
+        if mark.event is not None:
+            cast(Any, mark.event).synchronize()
+
+    def wait_issued(self, mark: Mark) -> None:
+        # After a failure what was put behind is never issued, and there may be nobody left to say so.
+        while mark.event is None and self._failures.first is None:
+            with self._issued:
+                if mark.event is None:  # Else it was said while nobody listened.
+                    self._issued.wait(timeout=_LOOK_SECONDS)
+
+    def close(self) -> None:
+        self._behind.close()
+        self.cuda.synchronize()
+
+    def _issue_behind(self, mark: Mark, run: Run, after: Sequence[Mark]) -> None:
+        try:
+            for other in after:
+                other.stream.wait_issued(other)
+            if self._failures.first is None:
+                self._issue(mark, run, after)
+        finally:
+            with self._issued:
+                self._num_behind -= 1
+                self._issued.notify_all()
+
+    def _issue(self, mark: Mark, run: Run, after: Sequence[Mark]) -> None:
+        for other in after:
+            if other.stream is not self and other.event is not None:
+                self.cuda.wait_event(cast(torch.cuda.Event, other.event))
+        event = self.spare.pop() if self.spare else new_event(times=self._times)
+        # Entering a stream takes longer than asking which one is current, and mostly it is this one.
+        if torch._C._cuda_getDevice() == self.device_index and _raw_stream(self.device_index) == self._raw:
+            run()
+        else:
+            with torch.cuda.stream(self.cuda):
+                run()
+        event.record(self.cuda)
+        mark.event = event
+
+
+def new_event(*, times: bool = False) -> torch.cuda.Event:
+    """An event, with a clock if it is to be asked for times."""
+    return torch.cuda.Event(enable_timing=times)  # type: ignore[no-untyped-call]
+
+
+def new_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream of a GPU that nobody else uses."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (lambda device: -1)  # noqa: ARG005
+
+
+def _can_follow(mark: Mark) -> bool:
+    """Whether a GPU can be told to wait for the mark, or need not."""
+    return mark.event is not None or (isinstance(mark.stream, ThreadStream) and mark.is_done())

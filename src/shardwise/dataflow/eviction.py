@@ -1,0 +1,150 @@
+"""Whom to evict first: the least recently used (LRU), by recency and frequency (ARC), or by next use.
+
+ARC is that of Megiddo and Modha (FAST 2003), counted in bytes where theirs counts pages: copies used once and copies
+used more often are two lists, and what was evicted too early from one of them makes it longer.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Protocol
+
+from shardwise.dataflow.data import Copy, Data
+from shardwise.errors import unknown
+
+
+class Policy(Protocol):
+    """Whom to evict first."""
+
+    def add(self, copy: Copy) -> None:
+        """A copy has come."""
+        ...
+
+    def touch(self, copy: Copy) -> None:
+        """A copy has been used."""
+        ...
+
+    def remove(self, copy: Copy, *, evicted: bool) -> None:
+        """A copy has gone, for want of room or by itself."""
+        ...
+
+    def order(self) -> Iterable[Copy]:
+        """All copies, the one to go first first."""
+        ...
+
+
+class LeastRecentlyUsed:
+    """Who was used longest ago goes first."""
+
+    def __init__(self) -> None:
+        self._copies: dict[Copy, None] = {}  # In order of use: a dictionary keeps the order of insertion.
+
+    def add(self, copy: Copy) -> None:
+        self._copies[copy] = None
+
+    def touch(self, copy: Copy) -> None:
+        if copy in self._copies:
+            del self._copies[copy]
+            self._copies[copy] = None
+
+    def remove(self, copy: Copy, *, evicted: bool) -> None:  # noqa: ARG002 - both are forgotten
+        self._copies.pop(copy, None)
+
+    def order(self) -> Iterable[Copy]:
+        return list(self._copies)
+
+
+class AdaptiveReplacement:
+    """ARC: once-used and often-used copies, with a target for the bytes of the first that follows what was missed."""
+
+    def __init__(self) -> None:
+        self._once: dict[Copy, None] = {}
+        self._often: dict[Copy, None] = {}
+        # Data evicted from each, with their bytes, and how many bytes the once-used should have.
+        self._missed_once: dict[int, int] = {}
+        self._missed_often: dict[int, int] = {}
+        self._target_bytes = 0.0
+
+    def add(self, copy: Copy) -> None:
+        number, size = _number_of(copy), copy.num_bytes
+        if number in self._missed_once:
+            weight = max(1.0, _bytes_of(self._missed_often) / max(1, _bytes_of(self._missed_once)))
+            self._target_bytes = min(self._target_bytes + weight * size, self._most_bytes() + size)
+            del self._missed_once[number]
+            self._often[copy] = None
+        elif number in self._missed_often:
+            weight = max(1.0, _bytes_of(self._missed_once) / max(1, _bytes_of(self._missed_often)))
+            self._target_bytes = max(self._target_bytes - weight * size, 0.0)
+            del self._missed_often[number]
+            self._often[copy] = None
+        else:
+            self._once[copy] = None
+
+    def touch(self, copy: Copy) -> None:
+        if copy in self._once:
+            del self._once[copy]
+            self._often[copy] = None
+        elif copy in self._often:
+            del self._often[copy]
+            self._often[copy] = None
+
+    def remove(self, copy: Copy, *, evicted: bool) -> None:
+        was_once = copy in self._once
+        self._once.pop(copy, None)
+        self._often.pop(copy, None)
+        if evicted:
+            missed = self._missed_once if was_once else self._missed_often
+            missed[_number_of(copy)] = copy.num_bytes
+            # What is remembered of each list is no more than what is held.
+            while len(missed) > 1 and _bytes_of(missed) > self._most_bytes() + copy.num_bytes:
+                del missed[next(iter(missed))]
+
+    def order(self) -> Iterable[Copy]:
+        once_bytes = sum(copy.num_bytes for copy in self._once)
+        first, second = (self._once, self._often) if once_bytes > self._target_bytes else (self._often, self._once)
+        return list(chain(first, second))
+
+    def _most_bytes(self) -> int:
+        return sum(copy.num_bytes for copy in chain(self._once, self._often))
+
+
+class NextUse:
+    """Who is needed again last goes first, which is the best there is (Belady 1966). Without a future, LRU."""
+
+    def __init__(self, position: Callable[[], tuple[int, int]]) -> None:
+        self._recent = LeastRecentlyUsed()
+        self._position = position  # Where the running program is, and how long it is.
+        self.add, self.touch, self.remove = self._recent.add, self._recent.touch, self._recent.remove
+
+    def order(self) -> Iterable[Copy]:
+        position, length = self._position()
+        # Sorting keeps the order of those that are alike.
+        return sorted(self._recent.order(), key=lambda copy: -_next_use(copy.owner(), position, length))
+
+
+def make_policy(name: str, position: Callable[[], tuple[int, int]]) -> Policy:
+    """A policy by its name: `lru`, `arc` or `next-use`."""
+    if name == "lru":
+        return LeastRecentlyUsed()
+    if name == "arc":
+        return AdaptiveReplacement()
+    if name == "next-use":
+        return NextUse(position)
+    raise unknown("eviction", name, ["lru", "arc", "next-use"])
+
+
+def _next_use(data: Data | None, position: int, length: int) -> float:
+    if data is None or not data.uses:
+        return float("inf")
+    later = bisect_right(data.uses, position)
+    # A program is replayed: after its end comes its beginning.
+    return data.uses[later] if later < len(data.uses) else data.uses[0] + length
+
+
+def _number_of(copy: Copy) -> int:
+    data = copy.owner()
+    return -1 if data is None else data.number
+
+
+def _bytes_of(missed: dict[int, int]) -> int:
+    return sum(missed.values())

@@ -1,0 +1,160 @@
+"""CUDA graphs of a recorded program: one for each stretch of a GPU's work, with events between them.
+
+A graph starts as a whole, so what one of its steps waits for has to be over before all of them. Steps are therefore cut
+where one of them needs something from another device:
+
+    gpu 0   a1 a2 | a3         three graphs: a3 needs b1, so it is not in one graph with a1
+    gpu 1      b1
+
+Copies between GPUs, copies of memory that is not pinned and work of threads are in no graph; they are put between the
+graphs as they are.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from shardwise.dataflow.cuda import CudaStream, new_stream
+from shardwise.dataflow.mover import Mover, Step
+from shardwise.dataflow.streams import Mark, Stream, latest
+
+
+@dataclass(slots=True, kw_only=True)
+class Segment:
+    """Steps that start together, and the segments that come before them. `device` is None for steps in no graph."""
+
+    device: int | None
+    stream: Stream
+    steps: list[int] = field(default_factory=list)
+    after: list[int] = field(default_factory=list)
+    graph: Any = None
+
+
+def cut(steps: Sequence[Step]) -> list[Segment]:
+    """Cut a program into segments. Each depends only on segments before it in the list."""
+    segments: list[Segment] = []
+    opened: dict[int | None, int] = {}
+    home: list[int] = []
+    for number, step in enumerate(steps):
+        device = device_of(step)
+        foreign = sorted({home[each] for each in step.after if segments[home[each]].device != device})
+        for other in foreign:
+            # What somebody waits for may not grow any more.
+            if opened.get(segments[other].device) == other:
+                del opened[segments[other].device]
+        own = opened.get(device)
+        if own is None or not set(foreign) <= set(segments[own].after):
+            own = opened[device] = len(segments)
+            before = [each for each, segment in enumerate(segments) if segment.device == device]
+            segments.append(Segment(device=device, stream=step.stream, after=[*foreign, *before[-1:]]))
+        segments[own].steps.append(number)
+        home.append(own)
+    return segments
+
+
+def device_of(step: Step) -> int | None:
+    """The GPU in whose graph a step is, if it is in one."""
+    if not isinstance(step.stream, CudaStream) or not step.work.fits_graph:
+        return None
+    return step.stream.device_index
+
+
+class Graphs:
+    """A program's graphs, ready to be launched."""
+
+    def __init__(self, steps: Sequence[Step], mover: Mover) -> None:
+        self._steps = steps
+        self._mover = mover
+        self._segments = [_captured(each, steps) for each in cut(steps)]
+        self._end: Mark | None = None  # Of the last launch.
+
+    def launch(self, start: Sequence[Mark]) -> list[Mark]:
+        """Launch everything behind some marks, and return the mark of each step."""
+        self._mover.num_changes += 1
+        ends: list[list[Mark]] = []
+        marks: dict[int, Mark] = {}
+        for segment in self._segments:
+            after = latest([*start, *(mark for other in segment.after for mark in ends[other])])
+            if segment.graph is not None:
+                mark = segment.stream.put(segment.graph.replay, after, _as_it_is)
+                marks |= dict.fromkeys(segment.steps, mark)
+                ends.append([mark])
+            else:
+                for number in segment.steps:
+                    step = self._steps[number]
+                    known = latest([*after, *(marks[each] for each in step.after)])
+                    marks[number] = self._mover.put(step.stream, step.run, known, step.blame, step.work)
+                ends.append(latest([marks[each] for each in segment.steps]))
+        self._end = ends[-1][-1]
+        return [marks[number] for number in range(len(self._steps))]
+
+    @property
+    def is_one(self) -> bool:
+        """Whether the whole program is one graph."""
+        return len(self._segments) == 1 and self._segments[0].graph is not None
+
+    def relaunch(self) -> None:
+        """Launch the one graph again, straight behind the last launch, whose mark becomes that of this one.
+
+        All copies point to that mark, so nothing has to be noted for each: a replay costs what its graph does.
+        """
+        self._mover.num_changes += 1
+        segment = self._segments[0]
+        newer = segment.stream.put(segment.graph.replay, (), _as_it_is)
+        newer.stream.wait_issued(newer)  # It is, unless a thread of the host was before it.
+        assert self._end is not None, "what is launched again was launched before"
+        # Exchanged, not copied: the event of a mark that nobody holds any more is used again.
+        self._end.number = newer.number
+        self._end.event, newer.event = newer.event, self._end.event
+        segment.stream.last = self._end
+
+
+def _captured(segment: Segment, steps: Sequence[Step]) -> Segment:
+    """The segment with its steps in a graph. They have run before, so kernels are compiled."""
+    if segment.device is None:
+        return segment
+    streams = {steps[each].stream for each in segment.steps}
+    used = [stream for stream in streams if isinstance(stream, CudaStream)]
+    computing = [each for each in used if each.name.endswith("compute")]
+    beside = [each for each in used if each not in computing]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(segment.device):
+        # A stream that is somebody's current one cannot be captured: what computes is captured on a side stream.
+        side = new_stream(torch.device("cuda", segment.device))
+        before = [(each, each.turn_to(side), each.last) for each in computing]
+        others = [(each, each.last) for each in beside]
+        spare = [(each, each.spare) for each in used]
+        for each in used:
+            each.spare = None  # Events of a capture mean nothing outside of it.
+        try:
+            with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+                for each in beside:
+                    each.cuda.wait_stream(side)
+                _put(segment, steps)
+                for each in beside:
+                    side.wait_stream(each.cuda)
+        finally:
+            for each, stream, last in before:
+                assert stream is not None, "a stream has always been turned somewhere"
+                each.turn_to(stream)
+                each.last = last
+            for each, last in others:
+                each.last = last
+            for each, events in spare:
+                each.spare = events
+    return replace(segment, stream=(computing or beside)[0], graph=graph)
+
+
+def _put(segment: Segment, steps: Sequence[Step]) -> None:
+    marks: dict[int, Mark] = {}
+    for number in segment.steps:
+        step = steps[number]
+        after = [marks[each] for each in step.after if each in marks]
+        assert isinstance(step.stream, CudaStream), "only a GPU's steps are in a graph"
+        marks[number] = step.stream.put_captured(step.run, after, step.blame)
+
+
+def _as_it_is(error: Exception) -> Exception:
+    return error

@@ -1,0 +1,115 @@
+"""What ran when: the machine's clock, and notes for its report.
+
+Where links are given, time is reckoned, not measured: a task takes the seconds it was said to take, a copy what its
+link says, and each starts when its stream is free and what it waits for is over. Nothing depends on how busy the
+computer is, so two runs of one program give one report. Elsewhere time is measured, by threads or by a GPU's events.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from shardwise.dataflow.cuda import new_event
+from shardwise.dataflow.streams import Mark, Run, Stream
+from shardwise.trace.events import Lane
+
+
+@dataclass(slots=True, kw_only=True)
+class Work:
+    """What is put into a stream, as a report tells it. `peer` is the other place of a copy.
+
+    A CUDA graph can hold tasks and copies between a GPU and pinned memory, and no other copies.
+    """
+
+    name: str
+    lane: Lane
+    place: int
+    peer: int | None = None
+    num_bytes: int = 0
+    seconds: float = 0.0
+    fits_graph: bool = True
+
+
+@dataclass(slots=True, kw_only=True)
+class Note:
+    """That work was put, what it had to wait for, and, once it has run, from when to when."""
+
+    work: Work
+    stream: str
+    waits: tuple[int, ...]  # Notes of what it depends on.
+    before: int  # The note of what came before it in its stream, or -1.
+    start: float = 0.0
+    end: float = 0.0
+    events: list[Any] = field(default_factory=list)  # Of a GPU, before and after.
+
+
+class Journal:
+    """Notes of all streams, in the order in which work was put."""
+
+    def __init__(self, *, is_reckoned: bool) -> None:
+        self.is_reckoned = is_reckoned
+        self.notes: list[Note] = []
+        self.now_seconds = 0.0  # The host's own time, where time is reckoned.
+        self._zero = perf_counter()
+        self._zero_events: dict[int, torch.cuda.Event] = {}
+
+    def put(self, stream: Stream, run: Run, after: Sequence[Mark], work: Work, put: Any) -> Mark:
+        """Put work into a stream by `put(run)`, and note it."""
+        waits = tuple(each.note for each in after if each.note >= 0)
+        before = -1 if stream.last is None else stream.last.note
+        note = Note(work=work, stream=stream.name, waits=waits, before=before)
+        if self.is_reckoned:
+            note.start = max(self.now_seconds, stream.tail_seconds, *(each.end_seconds for each in after), 0.0)
+            note.end = note.start + work.seconds
+            mark: Mark = put(run)
+            stream.tail_seconds = mark.end_seconds = note.end
+        else:
+            mark = put(self._timed(note, run, stream))
+        mark.note = len(self.notes)
+        self.notes.append(note)
+        return mark
+
+    def host_waited(self, mark: Mark) -> None:
+        """The host has waited for a mark: nothing that it puts later starts before."""
+        self.now_seconds = max(self.now_seconds, mark.end_seconds)
+
+    def is_over(self, mark: Mark) -> bool:
+        """Whether a mark is reached by the host's time, where time is reckoned."""
+        return mark.end_seconds <= self.now_seconds
+
+    def settle(self) -> None:
+        """Read the GPUs' own times. Everything has to be over."""
+        for note in self.notes:
+            if note.events:
+                device, begin, end = note.events
+                zero = self._zero_events[device]
+                note.start, note.end = (zero.elapsed_time(each) / 1000 for each in (begin, end))
+                note.events = []
+
+    def _timed(self, note: Note, run: Run, stream: Stream) -> Run:
+        cuda: torch.cuda.Stream | None = getattr(stream, "cuda", None)
+        if cuda is None:
+
+            def run_by_thread() -> None:
+                note.start = perf_counter() - self._zero
+                run()
+                note.end = perf_counter() - self._zero
+
+            return run_by_thread
+        device = cuda.device_index
+        if device not in self._zero_events:
+            zero = self._zero_events[device] = new_event(times=True)
+            zero.record(torch.cuda.current_stream(device))
+            self._zero = perf_counter()
+
+        def run_by_gpu() -> None:
+            begin, end = (new_event(times=True) for _ in range(2))
+            begin.record(cuda)
+            run()
+            end.record(cuda)
+            note.events = [device, begin, end]
+
+        return run_by_gpu

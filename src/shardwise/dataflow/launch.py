@@ -1,0 +1,252 @@
+"""What a task is: a function or a kernel, made ready once, and one call of it.
+
+A `Launch` is what is known of a function for good; it is looked up by each call, not worked out again. A `Call` is one
+task: its arguments, with data in them, and what it reads and writes.
+"""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import CodeType, MappingProxyType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from shardwise.dataflow.access import Access, find_accesses, is_kernel
+from shardwise.dataflow.data import Data
+from shardwise.dataflow.streams import Run
+from shardwise.errors import ShardwiseError
+
+# Triton's interpreter keeps the program it is at in one place for the whole process: one kernel at a time.
+_INTERPRETER = threading.Lock()
+
+
+class Launch:
+    """A function, kernel or module as the machine knows it."""
+
+    __slots__ = (
+        "fn",
+        "is_interpreted",
+        "is_kernel",
+        "is_module",
+        "kernel",
+        "key",
+        "lock",
+        "members",
+        "names",
+        "positions",
+        "problem",
+        "run",
+        "stores",
+    )
+
+    def __init__(self, fn: Any) -> None:
+        self.fn = fn
+        self.is_kernel = is_kernel(fn)
+        self.is_module = isinstance(fn, nn.Module)
+        self.is_interpreted = self.is_kernel and _innermost(fn).__class__.__name__ == "InterpretedFunction"
+        self.kernel = _name_of(fn)
+        self.run: Any = fn.run if self.is_kernel else None
+        if self.is_interpreted:
+            self.run = partial(_run_interpreted, fn.run)
+        self.key: object = getattr(fn, "__code__", self.kernel)  # The same for a function that is made anew each time.
+        self.lock = threading.Lock()  # A module has one set of weights at a time, wherever it runs.
+        self.members: dict[str, Data] | None = None  # A module's parameters and buffers, once they are needed.
+        self.names: Sequence[str] = ()
+        #: Of a kernel whose accesses were found: for each argument its position, whether it is read, whether stored to.
+        self.positions: tuple[tuple[int, bool, bool], ...] | None = None
+        self.stores: Sequence[bool] = ()  # Of the same kernel: whether each argument is stored to.
+        self.problem = "only a Triton kernel's source says it"
+        if self.is_kernel:
+            self.names = tuple(self.fn.arg_names)
+            found = find_accesses(fn)
+            if isinstance(found, str):
+                self.problem = found
+            else:
+                # An argument that is never used still has to be a tensor of the right place.
+                accesses = [found.get(name, Access(reads=False, writes=False)) for name in self.names]
+                self.positions = tuple((number, each.reads, each.writes) for number, each in enumerate(accesses))
+                self.stores = tuple(each.writes for each in accesses)
+
+    def bound(self, tensors: Sequence[Any], options: dict[str, Any], grid: Any) -> Run:
+        """A kernel with its arguments, ready to be launched."""
+        return partial(self.run, *tensors, grid=grid, warmup=False, **options)
+
+
+class Call:
+    """One task. What most tasks do not have is said once, for the class: calls are made by the thousand."""
+
+    seconds: float | None = None
+    reads: Sequence[Data] = ()
+    writes: Sequence[Data] = ()
+    into: tuple[Data, ...] = ()
+    members: Mapping[str, Data] = MappingProxyType({})  # A module's parameters and buffers.
+
+    def __init__(
+        self,
+        launch: Launch,
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+        grid: Any,
+        place: str,
+        code: CodeType,
+        line: int,
+    ) -> None:
+        self.launch = launch
+        self.args = args
+        self.options = options
+        self.grid = grid
+        self.place = place
+        self.code = code  # With the line, where it was submitted.
+        self.line = line
+        self.name = launch.kernel
+
+    def bind(self, place: int) -> Run:
+        """Put the tensors of a place where the arguments have data, and return what is to be run."""
+        launch = self.launch
+        if launch.is_kernel:
+            tensors = [each.copies[place].tensor if type(each) is Data else each for each in self.args]  # type: ignore[union-attr]
+            return launch.bound(tensors, self.options, self.grid)
+        return self.bind_with(lambda data: data.copies[place].tensor)  # type: ignore[union-attr]
+
+    def bind_with(self, tensor_of: Callable[[Data], Tensor]) -> Run:
+        """The same with any tensors."""
+        launch = self.launch
+        args = _replaced(self.args, tensor_of)
+        options = {name: _replaced(each, tensor_of) for name, each in self.options.items()}
+        if launch.is_kernel:
+            return launch.bound(args, options, self.grid)
+        targets = [tensor_of(data) for data in self.into]
+        if launch.is_module:
+            members = {name: tensor_of(data) for name, data in self.members.items()}
+            fn: Callable[..., object] = partial(_run_module, launch, members)
+        else:
+            fn = launch.fn
+        return partial(_run_function, fn, args, options, targets)
+
+
+def set_accesses(call: Call, reads: Sequence[Data] | None, writes: Sequence[Data] | None) -> None:
+    """Say what a call reads and writes: as given, or as found in its kernel's source."""
+    launch = call.launch
+    if launch.is_kernel and reads is None and writes is None and launch.positions is not None:
+        _set_found(call, launch.positions)
+        return
+    used = list(dict.fromkeys(_data_in((call.args, tuple(call.options.values())))))
+    if launch.is_module or (call.into and reads is None):
+        written = list(writes or ())
+        members = list(call.members.values())
+        call.reads = [*(data for data in used if data not in written), *members, *(reads or ())]
+        # What a module does with its buffers is not known, so they are both read and written.
+        buffers = [data for name, data in call.members.items() if _is_buffer(launch.fn, name)]
+        call.writes = [*written, *call.into, *buffers]
+        return
+    if reads is None and writes is None and used:
+        raise ShardwiseError(
+            f"what {launch.kernel} reads and writes is not known: {launch.problem}",
+            remedy=f"reads=[{used[0].name}, ...], writes=[...], or into= for what it returns",
+        )
+    call.reads, call.writes = list(reads or ()), [*(writes or ()), *call.into]
+    for data in used:
+        if data not in call.reads and data not in call.writes:
+            raise ShardwiseError(
+                f"{data.name} is an argument of {call.name} but is said to be neither read nor written",
+                remedy=f"reads=[{data.name}] or writes=[{data.name}]",
+            )
+
+
+def _set_found(call: Call, positions: tuple[tuple[int, bool, bool], ...]) -> None:
+    reads, writes = [], []
+    args = call.args
+    num_args = len(args)
+    for position, is_read, is_written in positions:
+        if position >= num_args:
+            break
+        data = args[position]
+        if type(data) is not Data:
+            continue
+        if is_read or data.has_value:
+            # A kernel may store to a part only. What is there already has to stay, so it is brought along.
+            reads.append(data)
+            if is_written:
+                writes.append(data)
+        else:
+            writes.append(data)
+    call.reads, call.writes = reads, writes
+
+
+def by_position(
+    launch: Launch, args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A kernel's arguments with those that are data and were given by name put where they belong, if that can be."""
+    for each in options.values():
+        if type(each) is Data:
+            break
+    else:
+        return args, options
+    options, found = dict(options), list(args)
+    for name in launch.names[len(args) :]:
+        if name not in options:
+            break
+        found.append(options.pop(name))
+    return tuple(found), options
+
+
+def _data_in(value: Any) -> list[Data]:
+    if type(value) is Data:
+        return [value]
+    if isinstance(value, list | tuple):
+        return [data for each in value for data in _data_in(each)]
+    return []
+
+
+def _replaced(value: Any, tensor_of: Callable[[Data], Tensor]) -> Any:
+    if type(value) is Data:
+        return tensor_of(value)
+    if isinstance(value, list | tuple):
+        return type(value)(_replaced(each, tensor_of) for each in value)
+    return value
+
+
+def _run_interpreted(run: Callable[..., object], *args: Any, **options: Any) -> None:
+    with _INTERPRETER:
+        run(*args, **options)
+
+
+def _run_module(launch: Launch, members: dict[str, Tensor], *args: Any, **options: Any) -> Any:
+    with launch.lock:
+        return functional_call(launch.fn, members, args, options)
+
+
+def _run_function(
+    fn: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], targets: list[Tensor]
+) -> None:
+    made = fn(*args, **options)
+    if not targets:
+        return
+    values = made if isinstance(made, list | tuple) else (made,)
+    if len(values) != len(targets):
+        raise ShardwiseError(f"it returned {len(values)} values, but into= names {len(targets)}")
+    for target, value in zip(targets, values, strict=True):
+        if target.shape != value.shape or target.dtype != value.dtype:
+            raise ShardwiseError(
+                f"it returned {list(value.shape)} of {value.dtype}, but into= is {list(target.shape)} of {target.dtype}"
+            )
+        target.copy_(value)
+
+
+def _is_buffer(module: nn.Module, name: str) -> bool:
+    return name in dict(module.named_buffers())
+
+
+def _innermost(fn: Any) -> Any:
+    """The kernel itself, below autotuning and heuristics."""
+    while is_kernel(getattr(fn, "fn", None)):
+        fn = fn.fn
+    return fn
+
+
+def _name_of(fn: Any) -> str:
+    inner = _innermost(fn)
+    inner = getattr(inner, "fn", inner)
+    return getattr(inner, "__name__", type(inner).__name__)

@@ -1,0 +1,132 @@
+"""A machine: many devices, one program. Tasks are submitted one after another and run wherever and whenever they may.
+
+    with Machine(["cuda:0", "cuda:1"]) as machine:
+        x, y = machine.data(tensor), machine.empty((1024,))
+        machine.submit(double_kernel, x, y, 1024, grid=(8,), BLOCK=128, place="cuda:1")
+        print(y.get())
+
+`submit` looks up what the task reads and writes, brings what is missing, and puts the task behind what it depends on.
+It waits for nothing. The results are those of the tasks one after another, whatever ran beside what.
+"""
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from shardwise.dataflow.check import Checked, check
+from shardwise.dataflow.choice import measure_links
+from shardwise.dataflow.data import Data
+from shardwise.dataflow.dispatch import Dispatcher
+from shardwise.dataflow.journal import Work
+from shardwise.dataflow.links import Link
+from shardwise.dataflow.place import Kind, Place
+from shardwise.dataflow.program import Program, record
+from shardwise.dataflow.report import Report, make_report
+from shardwise.dataflow.streams import Mark
+from shardwise.errors import ShardwiseError
+from shardwise.trace.events import Lane
+
+
+class Machine(Dispatcher):
+    """All devices of a computer, or some, with its host and its disk."""
+
+    def prefetch(self, data: Data, place: str) -> Mark | None:
+        """Bring a value to a place ahead of its use. The mark is reached when it is there."""
+        self._drop_forgotten()
+        self._raise_failure()
+        return self.mover.fetch(data, self.place(place)).writer
+
+    def record(self, fn: Callable[[], object]) -> Program:
+        """Run a function once and keep the tasks that it submits, to be replayed."""
+        return record(self, fn)
+
+    def check(self, fn: Callable[[], object]) -> Checked:
+        """Run a function, then its tasks one by one on the first place, and compare bit for bit."""
+        return check(self, fn)
+
+    def report(self, name: str = "dataflow") -> Report:
+        """Wait, and tell what happened since the machine was made. Needs `trace=True` or given links."""
+        return make_report(self, name)
+
+    def measure(self) -> dict[tuple[str, str], Link]:
+        """Measure every link but the disk's, by copying, and return what was found."""
+        if self.mover.journal is None or not self.mover.journal.is_reckoned:
+            measure_links(self.mover)
+        names = self.place_names
+        return {(names[one], names[other]): link for (one, other), link in self.mover.routes.links.items()}
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """A plain tensor in the host's memory, pinned where there is a GPU, outside of all budgets."""
+        return self.loans.pinned(torch.empty(tuple(shape), dtype=dtype, device="meta"))
+
+    def copy(
+        self,
+        target: Tensor,
+        source: Tensor,
+        *,
+        to: str | None = None,
+        of: str | None = None,
+        after: Sequence[Mark] = (),
+    ) -> Mark:
+        """Copy one plain tensor into another on a copy stream. Both have to stay until the mark is reached.
+
+        Where a tensor is, is seen by its device; CPU places, which have no device of their own, are said by name.
+        """
+        if target.shape != source.shape or target.dtype != source.dtype:
+            raise ShardwiseError(
+                f"{list(source.shape)} of {source.dtype} cannot be copied into {list(target.shape)} of {target.dtype}",
+                remedy="two tensors alike",
+            )
+        at, by = self._place_of(target, to), self._place_of(source, of)
+        return self.mover.copy(target, at, source, by, after, "tensor")
+
+    def mark(self, place: str) -> Mark:
+        """A mark behind everything that was put to compute at a place until now."""
+        return self._note(place, "mark", ())
+
+    def follow(self, place: str, mark: Mark) -> None:
+        """What is put to compute at a place from now on comes after a mark.
+
+        The host does not wait, unless a GPU is to follow a thread, such as a host function: of that it knows nothing.
+        """
+        found = self.place(place)
+        if found.kind is Kind.GPU:
+            # What the user then puts on the GPU's stream by hand is behind this only if this is there already.
+            for each in (mark, found.compute.last):
+                if each is not None:
+                    each.stream.wait_issued(each)
+        self._note(place, "follow", (mark,))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _note(self, place: str, name: str, after: Sequence[Mark]) -> Mark:
+        found = self.place(place)
+        work = Work(name=name, lane=Lane.STEP, place=found.index)
+        return self.mover.put(found.compute, _nothing, after, _as_it_is, work)
+
+    def _place_of(self, tensor: Tensor, name: str | None) -> Place:
+        if name is not None:
+            return self.place(name)
+        for place in self.places:
+            if place.kind is Kind.GPU and place.device == tensor.device:
+                return place
+        if tensor.device.type != "cpu":
+            raise ShardwiseError(f"{tensor.device} is no place of this machine", remedy=f'Machine(["{tensor.device}"])')
+        return self.host
+
+
+def _nothing() -> None:
+    """Only the mark counts."""
+
+
+def _as_it_is(error: Exception) -> Exception:
+    return error

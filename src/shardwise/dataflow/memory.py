@@ -1,0 +1,117 @@
+"""The memory of one place: no more than its budget at any time, whatever is still running.
+
+A buffer that is given back is still in use by what was put before. Whoever takes it next waits for those marks, on a
+stream and not on the host, and gets a buffer of the same size at once. A buffer of another size is another piece of
+memory: only where the budget has no room for both does the host itself wait for the old one to be free.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shardwise.dataflow.data import Copy
+from shardwise.dataflow.eviction import Policy
+from shardwise.dataflow.streams import Mark
+
+
+@dataclass(slots=True, eq=False)
+class _Released:
+    """A buffer that is free once its marks are reached."""
+
+    storage: Tensor
+    num_bytes: int
+    marks: list[Mark]
+
+
+class Memory:
+    """Buffers of one place, live and given back."""
+
+    def __init__(
+        self,
+        allocate: Callable[[int], Tensor],
+        free: Callable[[Tensor], None],
+        policy: Policy,
+        budget_bytes: int | None,
+    ) -> None:
+        self.policy = policy
+        self.budget_bytes = budget_bytes
+        self.used_bytes = 0  # Of live buffers and of those given back that are not free yet.
+        self.peak_bytes = 0
+        self.num_waits = 0  # How often the host had to wait for room.
+        self.is_over: Callable[[Mark], bool] = Mark.is_done
+        self.on_wait: Callable[[Mark], None] = lambda mark: None  # noqa: ARG005 - nobody need be told
+        self.live_bytes = 0
+        self.allocate, self.free = allocate, free
+        self._released: list[_Released] = []
+
+    def can_make_room(self, num_bytes: int) -> bool:
+        """Whether a buffer fits once everything that may be evicted has been."""
+        if self.budget_bytes is None:
+            return True
+        evictable = sum(copy.num_bytes for copy in _not_held(self.policy.order()))
+        return self.live_bytes - evictable + num_bytes <= self.budget_bytes
+
+    def victims(self, num_bytes: int) -> Iterator[Copy]:
+        """Copies to evict, one by one, until a buffer of this size fits. The caller evicts each before the next."""
+        while self.budget_bytes is not None and self.live_bytes + num_bytes > self.budget_bytes:
+            candidates = list(_not_held(self.policy.order()))
+            # A copy that is out of date costs nothing to drop.
+            stale = [copy for copy in candidates if not copy.valid]
+            yield (stale or candidates)[0]
+
+    def take(self, num_bytes: int) -> tuple[Tensor, list[Mark]]:
+        """A buffer, and the marks to wait for before it is written. There has to be room."""
+        alike = [each for each in self._released if each.num_bytes == num_bytes]
+        fits = self.budget_bytes is None or self.used_bytes + num_bytes <= self.budget_bytes
+        # Best is one that is free by now, then new memory, then one that will be free.
+        found = next((each for each in alike if self._is_free(each)), None if fits or not alike else alike[0])
+        if found is not None:
+            self._released.remove(found)
+            self.live_bytes += num_bytes
+            return found.storage, found.marks
+        self._drop_until_it_fits(num_bytes)
+        storage = self.allocate(num_bytes)
+        self.used_bytes += num_bytes
+        self.live_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        return storage, []
+
+    def give_back(self, storage: Tensor, num_bytes: int, marks: list[Mark]) -> None:
+        """A buffer is not needed any more once these marks are reached."""
+        self.live_bytes -= num_bytes
+        self._released.append(_Released(storage, num_bytes, marks))
+        if self.budget_bytes is None:
+            self._drop_done()
+
+    def close(self) -> None:
+        """Let go of what was given back. Everything has to be over."""
+        self._drop(list(self._released))
+
+    def _drop_until_it_fits(self, num_bytes: int) -> None:
+        if self.budget_bytes is None or self.used_bytes + num_bytes <= self.budget_bytes:
+            return
+        self._drop_done()
+        while self.used_bytes + num_bytes > self.budget_bytes:
+            released = self._released[0]
+            self.num_waits += 1
+            for mark in released.marks:
+                mark.wait()
+                self.on_wait(mark)
+            self._drop([released])
+
+    def _drop_done(self) -> None:
+        self._drop([each for each in self._released if self._is_free(each)])
+
+    def _is_free(self, released: _Released) -> bool:
+        return all(self.is_over(mark) for mark in released.marks)
+
+    def _drop(self, gone: list[_Released]) -> None:
+        for released in gone:
+            self._released.remove(released)
+            self.used_bytes -= released.num_bytes
+            self.free(released.storage)
+
+
+def _not_held(copies: Iterable[Copy]) -> Iterator[Copy]:
+    return (copy for copy in copies if not copy.held)

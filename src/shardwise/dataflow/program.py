@@ -1,0 +1,227 @@
+"""A program: tasks recorded once and replayed. What was worked out for them the first time is not worked out again.
+
+    graphs    a CUDA graph for each stretch of a GPU's work, with events between them
+    list      the steps as they were put into the streams, put again; the same without a GPU
+    tasks     the tasks, dispatched anew; where memory is short, what is evicted is not the same each time
+
+The first two need every buffer to stay where it is, so a program holds on to its buffers until it is closed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardwise.dataflow.data import Copy, Data
+from shardwise.dataflow.dispatch import Dispatcher
+from shardwise.dataflow.graphs import Graphs
+from shardwise.dataflow.launch import Call
+from shardwise.dataflow.mover import Mover, Step, UnfixedError
+from shardwise.dataflow.streams import Mark, Stream, latest
+from shardwise.errors import ShardwiseError
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """What a replay leaves of a copy: whether it is valid, and the steps that last wrote, read and copied it."""
+
+    copy: Copy
+    valid: bool
+    writer: int | None
+    reader: int | None
+    copied: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fixed:
+    """A program whose steps are the same each time."""
+
+    steps: list[Step]
+    needs: list[Copy]
+    lent: list[Copy]  # Those of them that are users' tensors.
+    left: list[_Left]
+    num_transfers: int
+
+
+class Program:
+    """Tasks to be run again and again."""
+
+    def __init__(self, machine: Dispatcher, calls: list[Call]) -> None:
+        self._machine = machine
+        self._calls = calls
+        self._data = list(dict.fromkeys(data for call in calls for data in (*call.reads, *call.writes)))
+        self._written = [data for data in self._data if any(data in call.writes for call in calls)]
+        self._fixed = _fix(machine, calls, self._data)
+        self._graphs: Graphs | None = None
+        self._num_changes = -1  # Of the machine, when the last replay had begun.
+        self.kind = "tasks" if self._fixed is None else "list"
+        #: Why it is not graphs on a GPU, if it is not.
+        self.problem: Exception | None = None
+        if self._fixed is not None:
+            for left in self._fixed.left:
+                left.copy.held += 1
+            if machine.mover.journal is None and any(hasattr(step.stream, "cuda") for step in self._fixed.steps):
+                self._capture(self._fixed)
+
+    @property
+    def num_tasks(self) -> int:
+        """How many tasks one replay runs."""
+        return len(self._calls)
+
+    def replay(self) -> None:
+        """Run all tasks again. The host waits for nothing."""
+        machine, fixed = self._machine, self._fixed
+        if machine.failures.first is not None:
+            raise machine.failures.first
+        if fixed is None:
+            self._dispatch()
+        else:
+            for copy in fixed.lent:
+                copy.check_unchanged("a tensor of the program")
+            if self._graphs is not None and self._graphs.is_one and machine.mover.num_changes == self._num_changes:
+                self._graphs.relaunch()  # Nobody was here since the last replay: all is as it left it.
+            else:
+                self._replay(fixed)
+            self._num_changes = machine.mover.num_changes
+            machine.mover.num_transfers += fixed.num_transfers
+        for data in self._written_lent:
+            machine.loans.changed[data.number] = data
+
+    def close(self) -> None:
+        """Let the buffers go."""
+        if self._fixed is not None:
+            for left in self._fixed.left:
+                left.copy.held -= 1
+        self._fixed, self._graphs, self.kind = None, None, "tasks"
+
+    @cached_property
+    def _written_lent(self) -> list[Data]:
+        return [data for data in self._written if data.is_lent]
+
+    def _capture(self, fixed: _Fixed) -> None:
+        self._machine.wait()  # Nobody else may talk to the GPU meanwhile.
+        try:
+            self._graphs = Graphs(fixed.steps, self._machine.mover)
+            self.kind = "graphs"
+        except (RuntimeError, ShardwiseError) as error:
+            # A task that looks at a value, say, cannot be captured. It can be put into its stream again.
+            self.problem = error
+
+    def _dispatch(self) -> None:
+        machine = self._machine
+        uses: dict[Data, list[int]] = {data: [] for data in self._data}
+        for position, call in enumerate(self._calls):
+            for data in (*call.reads, *call.writes):
+                uses[data].append(position)
+        for data, positions in uses.items():
+            data.uses = tuple(positions)
+        for position, call in enumerate(self._calls):
+            machine.position = (position, len(self._calls))
+            machine.issue(call)
+
+    def _replay(self, fixed: _Fixed) -> None:
+        mover = self._machine.mover
+        for copy in fixed.needs:
+            data = copy.owner()
+            assert data is not None, "a program keeps its data"
+            if not copy.valid:
+                mover.fetch(data, mover.places[copy.place])
+        start = latest([mark for left in fixed.left for mark in left.copy.busy_until()])
+        marks = _put_steps(fixed, start, mover) if self._graphs is None else self._graphs.launch(start)
+        for data in self._written:
+            # Copies made since the recording are of values that are now gone.
+            for each in data.copies:
+                if each is not None:
+                    each.valid = False
+        for left in fixed.left:
+            copy = left.copy
+            if left.writer is not None:
+                copy.written(marks[left.writer])
+            if left.reader is not None:
+                copy.reader = marks[left.reader]
+            for step in left.copied:
+                copy.add_copied(marks[step])
+            copy.valid = left.valid
+
+
+def record(machine: Dispatcher, fn: Callable[[], object]) -> Program:
+    """Run a function once and keep the tasks that it submits."""
+    if machine.calls is not None:
+        raise ShardwiseError("a program is being recorded inside of another", remedy="one record() after the other")
+    calls: list[Call] = []
+    machine.calls = calls
+    try:
+        fn()
+    finally:
+        machine.calls = None
+    if not calls:
+        raise ShardwiseError("the recorded function submitted no task", remedy="machine.submit(...) inside of it")
+    return Program(machine, calls)
+
+
+def _fix(machine: Dispatcher, calls: list[Call], used: list[Data]) -> _Fixed | None:
+    """Find steps that leave every copy as they found it, so that they can be run again. None if memory is short.
+
+    The tasks are dispatched onto a tape. If that begins in one state of the copies and ends in another, it is done once
+    more from there; a program whose steps then still differ from round to round is left to be dispatched each time.
+    """
+    mover = machine.mover
+    copies = [copy for data in used for copy in data.copies if copy is not None]
+    saved = [(copy, copy.valid, copy.writer, copy.reader, copy.copied) for copy in copies]
+    num_transfers = mover.num_transfers
+    try:
+        for _ in range(2):
+            start = [copy.valid for copy in copies]
+            for copy in copies:
+                copy.writer, copy.reader, copy.copied = None, None, []
+            mover.tape, mover.num_transfers = [], 0
+            for call in calls:
+                machine.issue(call)
+            if [copy.valid for copy in copies] == start:
+                needs = _needed(calls, copies)
+                return _Fixed(
+                    steps=mover.tape,
+                    needs=needs,
+                    lent=[copy for copy in needs if copy.lent is not None],
+                    left=[_left_of(copy) for copy in copies],
+                    num_transfers=mover.num_transfers,
+                )
+        return None
+    except UnfixedError:
+        return None
+    finally:
+        mover.tape, mover.num_transfers = None, num_transfers
+        for copy, valid, writer, reader, copied in saved:
+            copy.valid, copy.writer, copy.reader, copy.copied = valid, writer, reader, copied
+
+
+def _needed(calls: list[Call], copies: list[Copy]) -> list[Copy]:
+    """Copies that have to be valid before the first step: of all data that are read before they are written."""
+    needed: set[Data] = set()
+    made: set[Data] = set()
+    for call in calls:
+        needed |= set(call.reads) - made
+        made |= set(call.writes)
+    return [copy for copy in copies if copy.valid and copy.owner() in needed]
+
+
+def _left_of(copy: Copy) -> _Left:
+    return _Left(
+        copy=copy,
+        valid=copy.valid,
+        writer=None if copy.writer is None else copy.writer.note,
+        reader=None if copy.reader is None else copy.reader.note,
+        copied=tuple(mark.note for mark in copy.copied),
+    )
+
+
+def _put_steps(fixed: _Fixed, start: list[Mark], mover: Mover) -> list[Mark]:
+    """Put every step again. The first of each stream waits for what was there before."""
+    marks: list[Mark] = []
+    begun: set[Stream] = set()
+    for step in fixed.steps:
+        after = [marks[each] for each in step.after if marks[each].stream is not step.stream]
+        if step.stream not in begun:
+            begun.add(step.stream)
+            after += [mark for mark in start if mark.stream is not step.stream]
+        marks.append(mover.put(step.stream, step.run, after, step.blame, step.work))
+    return marks

@@ -1,11 +1,12 @@
 import json
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from shardwise.trace.events import Event, Lane, Trace
+from shardwise.trace.events import Event, Holding, Lane, Trace
 from shardwise.trace.memory import held_over_time
 from shardwise.trace.perfetto import to_perfetto
 from tests.trace.played import GENERATORS, event, played, trace_of
@@ -111,3 +112,12 @@ def test_an_empty_trace_has_only_the_names_of_its_ranks() -> None:
     empty = Trace(name="empty", num_ranks=2, events=())
     assert entries(empty, "X") == []
     assert len(entries(empty, "M")) == 4
+
+
+def test_bytes_are_counted_by_owner_where_they_were_measured() -> None:
+    trace = replace(
+        trace_of(event("0F0", 0, 0, 1)),
+        holdings=(Holding(0, "activations", 0.0, 64.0), Holding(0, "activations", 1.0, -64.0)),
+    )
+    counters = [(entry["name"], entry["ts"], entry["args"]) for entry in entries(trace, "C")]
+    assert counters == [("activations", 0, {"bytes": 64}), ("activations", 1e6, {"bytes": 0})]

@@ -16,6 +16,10 @@ class Lane(StrEnum):
     COLLECTIVE = "collective"
     OFFLOAD = "offload"
     RELOAD = "reload"
+    # Only measured: the rank stands still for others; makes a forward again inside its backward; waits for its batch.
+    WAIT = "wait"
+    RECOMPUTE = "recompute"
+    DATA = "data"
 
 
 class Event(NamedTuple):
@@ -24,6 +28,8 @@ class Event(NamedTuple):
     `held_at_start` and `held_at_end` are what the rank holds more (or, negative, less) from its start and from its end
     on, in the unit of the trace. `after` is the index of the event whose end let this one start: following it
     backwards gives the critical path. `peer` is the other rank of a send or a receive.
+
+    A predicted receive begins when it is posted, a measured one when the rank begins to stand still for it.
     """
 
     name: str
@@ -43,13 +49,43 @@ class Event(NamedTuple):
         return self.end - self.start
 
 
+class Holding(NamedTuple):
+    """That a rank holds so many bytes more (or, negative, less) of an owner's from a time on."""
+
+    rank: int
+    owner: str
+    time: float
+    num_bytes: float
+
+
+class Traffic(NamedTuple):
+    """What a rank has sent in a step: to one other rank, or (`peer` None) in collectives of a kind."""
+
+    rank: int
+    peer: int | None
+    kind: str
+    num_messages: int
+    num_bytes: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """Events of all ranks. Indices into `events` are what `Event.after` means."""
+    """Events of all ranks. Indices into `events` are what `Event.after` means.
+
+    A measured trace has `windows`: for each rank, when its step began and when it ended. `holdings` and `traffic` are
+    there where they were measured.
+    """
 
     name: str
     num_ranks: int
     events: tuple[Event, ...]
+    windows: tuple[tuple[float, float], ...] = ()
+    holdings: tuple[Holding, ...] = ()
+    traffic: tuple[Traffic, ...] = ()
+
+    @property
+    def is_measured(self) -> bool:
+        return bool(self.windows)
 
     @cached_property
     def compute(self) -> tuple[tuple[Event, ...], ...]:
@@ -62,14 +98,14 @@ class Trace:
 
     @cached_property
     def makespan(self) -> float:
-        """From the start of the first event to the end of the last."""
-        if not self.events:
-            return 0.0
-        return max(event.end for event in self.events) - self.start
+        """From the start of the first event to the end of the last; if it was measured, of the step."""
+        ends = [event.end for event in self.events] + [end for _, end in self.windows]
+        return max(ends) - self.start if ends else 0.0
 
     @cached_property
     def start(self) -> float:
-        return min((event.start for event in self.events if event.lane is not Lane.RECEIVE), default=0.0)
+        starts = [event.start for event in self.events if event.lane is not Lane.RECEIVE]
+        return min([*starts, *(start for start, _ in self.windows)], default=0.0)
 
     @cached_property
     def spans(self) -> tuple[float, ...]:

@@ -8,6 +8,7 @@ from itertools import count
 
 from shardwise.trace.events import Event, Lane, Trace
 from shardwise.trace.memory import all_held_over_time
+from shardwise.trace.owners import held_by_owner
 
 _MICROSECONDS = 1e6
 _LANES = tuple(Lane)
@@ -99,3 +100,6 @@ def _counters(trace: Trace) -> Iterator[Entry]:
     for rank, curve in enumerate(all_held_over_time(trace)):
         for time, held in curve:
             yield {"ph": "C", "name": "held", "pid": rank, "ts": time * _MICROSECONDS, "args": {"held": held}}
+    for (rank, owner), curve in held_by_owner(trace).items():
+        for time, held in curve:
+            yield {"ph": "C", "name": owner, "pid": rank, "ts": time * _MICROSECONDS, "args": {"bytes": held}}

@@ -1,0 +1,90 @@
+"""Sums over replicas, gathers of weights, and collectives inside of layers that ranks stand still for."""
+
+from collections.abc import Iterator
+
+from shardwise.trace.doctor.case import Case
+from shardwise.trace.doctor.finding import Finding
+from shardwise.units import format_bytes
+
+_MUCH_EXPOSED = 0.05
+_SMALL_BUCKET = 256 * 1024
+_USUAL_BUCKET = 32 * 2**20
+_SUM, _GATHER, _NORM = "a sum of gradients", "a gather of parameters", "the norm of the gradients"
+_IN_LAYERS = ("all_reduce of", "all_gather of", "reduce_scatter of", "all_to_all of", "send of")
+
+
+def find_exposed_sum(case: Case) -> Iterator[Finding]:
+    """Gradients whose sums over replicas are not hidden behind the backward."""
+    exposed = case.waits(_SUM)
+    if exposed < _MUCH_EXPOSED * case.step:
+        return
+    sums = [each for each in case.trace.traffic if each.kind in ("all_reduce", "reduce_scatter")]
+    num_calls, num_bytes = sum(each.num_messages for each in sums), sum(each.num_bytes for each in sums)
+    mean_bytes = num_bytes / num_calls if num_calls else 0.0
+    evidence = (
+        f"ranks stand still for {case.time(exposed)} each ({case.share(exposed)} of the step) while gradients are "
+        f"summed: {num_calls} sums of {format_bytes(mean_bytes)} on average in a step"
+    )
+    needed = max(1.0, num_bytes / _USUAL_BUCKET)
+    if num_calls > 8 and mean_bytes < _SMALL_BUCKET:
+        yield Finding(
+            kind="small buckets",
+            problem="gradients are summed in buckets that are too small",
+            evidence=evidence,
+            fix="Sharing(bucket_bytes=32 * 2**20)",
+            gain_seconds=exposed * (1 - needed / num_calls),
+        )
+        return
+    yield Finding(
+        kind="exposed sum",
+        problem="the sum of the gradients over replicas is not hidden",
+        evidence=evidence,
+        fix=f"microbatches={2 * case.num_microbatches} with twice the batch: one sum for twice the tokens",
+        gain_seconds=exposed / 2,
+    )
+
+
+def find_exposed_gather(case: Case) -> Iterator[Finding]:
+    """Sharded weights that are waited for."""
+    exposed = case.waits(_GATHER)
+    zero = case.size("zero") if "zero" in case.plan else 0
+    if exposed >= _MUCH_EXPOSED * case.step:
+        yield Finding(
+            kind="exposed gather",
+            problem="weights are waited for",
+            evidence=f"ranks stand still for {case.time(exposed)} each ({case.share(exposed)}) for gathers of weights",
+            fix=f"zero={max(zero - 1, 0) or 1}" if zero >= 2 else "zero=0",
+            gain_seconds=exposed,
+        )
+
+
+def find_exposed_layers(case: Case) -> Iterator[Finding]:
+    """Tensor, context and expert parallel ranks that wait for each other inside of layers."""
+    exposed = case.waits(*_IN_LAYERS)
+    if exposed < 2 * _MUCH_EXPOSED * case.step:
+        return
+    axis = next((axis for axis in ("tp", "cp", "ep") if case.size(axis) > 1), "tp")
+    size = max(case.size(axis), 2)
+    half = size // 2
+    less = 1 - (half - 1) / half / ((size - 1) / size)
+    fix = f"{axis}={half}" if axis == "ep" else f"{axis}={half},dp={case.size('dp') * (size // half)}"
+    yield Finding(
+        kind="exposed layers",
+        problem=f"ranks wait for each other inside of layers ({axis}={size})",
+        evidence=f"they stand still for {case.time(exposed)} each, {case.share(exposed)} of the step, in collectives",
+        fix=fix,
+        gain_seconds=exposed * less,
+    )
+
+
+def find_synchronisation(case: Case) -> Iterator[Finding]:
+    """A sum over all ranks between the backward and the step, which clipping wants."""
+    exposed = case.waits(_NORM)
+    if exposed >= _MUCH_EXPOSED * case.step:
+        yield Finding(
+            kind="synchronisation",
+            problem="all ranks wait for the norm of the gradients",
+            evidence=f"clipping wants it, and it takes {case.time(exposed)}, {case.share(exposed)} of the step",
+            fix="--set optimizer.clip=0",
+            gain_seconds=exposed,
+        )

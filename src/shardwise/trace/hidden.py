@@ -1,0 +1,72 @@
+"""Communication that nobody stood still for: bytes that moved while their receiver was at work."""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+from shardwise.trace.events import Event, Lane, Trace
+from shardwise.trace.stretches import BUSY, Stretch, stretches
+
+_BESIDE = frozenset({Lane.COLLECTIVE, Lane.OFFLOAD, Lane.RELOAD})
+
+
+def hidden_of_ranks(trace: Trace, cut: Sequence[Sequence[Stretch]] | None = None) -> tuple[float, ...]:
+    """For each rank, the seconds in which it worked while something moved to it. `cut` are the trace's stretches.
+
+    When a measured message arrived is known only if its receiver stood still for it. Of others it is taken that they
+    took as long as the median of those on their link, and no longer than until they were asked for.
+    """
+    work = [
+        [(each.start, each.end) for each in rank if each.part in BUSY]
+        for rank in (stretches(trace) if cut is None else cut)
+    ]
+    moving: list[list[tuple[float, float]]] = [[] for _ in range(trace.num_ranks)]
+    for rank, start, end in _moving(trace):
+        moving[rank].append((start, end))
+    return tuple(_overlap(mine, _joined(moves)) for mine, moves in zip(work, moving, strict=True))
+
+
+def _moving(trace: Trace) -> Iterator[tuple[int, float, float]]:
+    for event in trace.events:
+        if event.lane in _BESIDE:
+            yield event.rank, event.start, event.end
+        elif event.lane is Lane.SEND and event.peer is not None and not trace.is_measured:
+            yield event.peer, event.start, event.end
+    if trace.is_measured:
+        yield from _flights(trace)
+
+
+def _flights(trace: Trace) -> Iterator[tuple[int, float, float]]:
+    links: dict[tuple[int, int], list[tuple[Event, Event]]] = defaultdict(list)
+    for event in trace.events:
+        if event.lane is Lane.RECEIVE and event.after is not None:
+            send = trace.events[event.after]
+            links[send.rank, event.rank].append((send, event))
+    for (_, target), transfers in links.items():
+        stood = [receive.end - send.start for send, receive in transfers if receive.start <= send.start]
+        usual = median(stood) if stood else 0.0
+        for send, receive in transfers:
+            yield target, send.start, min(receive.end, send.start + usual)
+
+
+def _joined(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same moments, none of them twice."""
+    joined: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def _overlap(work: Sequence[tuple[float, float]], moves: Sequence[tuple[float, float]]) -> float:
+    starts = [start for start, _ in work]
+    total = 0.0
+    for start, end in moves:
+        place = max(bisect_right(starts, start) - 1, 0)
+        while place < len(work) and work[place][0] < end:
+            total += max(0.0, min(end, work[place][1]) - max(start, work[place][0]))
+            place += 1
+    return total

@@ -1,0 +1,171 @@
+"""The sections of the page that need no script: bars, tables, the plan, the findings."""
+
+from collections.abc import Sequence
+
+from shardwise.trace.doctor.finding import Finding
+from shardwise.trace.report.summary import Summary
+from shardwise.trace.report.text import caption, share_of, table, time_of, words
+from shardwise.trace.stretches import BUBBLE, Part
+from shardwise.units import counted, format_bytes, format_number, format_percent
+
+#: The colour of each part, by its name in the style sheet.
+KEYS = {
+    Part.COMPUTE: "compute",
+    Part.RECOMPUTATION: "recomputation",
+    Part.OPTIMIZER: "optimizer",
+    Part.EXPOSED: "exposed",
+    Part.WARM_UP: "warm-up",
+    Part.WAITING: "waiting",
+    Part.COOL_DOWN: "cool-down",
+    Part.DATA: "data",
+    Part.HOST: "host",
+}
+
+
+def figures(summary: Summary) -> str:
+    """The few numbers at the top."""
+    run, whole = summary.run, summary.step_seconds
+    shown = [("step", time_of(whole, run.unit), "")]
+    if run.predicted is not None:
+        predicted = run.predicted.makespan
+        off = f"{(predicted / whole - 1) * 100:+.1f} %".replace("-", "\N{MINUS SIGN}") if whole > 0 else ""
+        shown.append(("predicted", time_of(predicted, run.unit), off))
+    shown += [
+        ("at work", format_percent(summary.mean(Part.COMPUTE, Part.RECOMPUTATION, Part.OPTIMIZER) / (whole or 1)), ""),
+        ("bubble", format_percent(summary.bubble_seconds / (whole or 1)), ""),
+        ("exposed communication", format_percent(summary.mean(Part.EXPOSED) / (whole or 1)), ""),
+        ("ranks", str(run.trace.num_ranks), ""),
+    ]
+    if any(summary.peaks):
+        shown.append(("most held", held_text(max(summary.peaks), summary), ""))
+    return "".join(
+        f"<div><dt>{name}</dt><dd>{value}{f'<small>{note}</small>' if note else ''}</dd></div>"
+        for name, value, note in shown
+    )
+
+
+def held_text(value: float, summary: Summary) -> str:
+    """Bytes, or microbatches of a stage where no bytes were measured."""
+    return format_bytes(value) if summary.run.trace.holdings else f"{format_number(value, 3)} microbatches"
+
+
+def parts(summary: Summary, other: Summary | None) -> str:
+    """Bars for each rank, beneath each the other run's, and the numbers."""
+    longest = max(summary.step_seconds, other.step_seconds if other else 0.0) or 1.0
+    shown = [part for part in Part if any(rank[part] > 0 for rank in _all_parts(summary, other))]
+    rows = []
+    for rank, seconds in enumerate(summary.parts):
+        bars = _bars(seconds, longest, summary.run.unit)
+        if other is not None and rank < len(other.parts):
+            bars += _bars(other.parts[rank], longest, other.run.unit, kind=" second")
+        work = share_of(seconds[Part.COMPUTE], summary.step_seconds)
+        rows.append(f'<span class="name">rank {rank}</span><div>{bars}</div><span class="seconds">{work}</span>')
+    legend = "".join(f'<span><i style="background:var(--{KEYS[part]})"></i>{part}</span>' for part in shown)
+    note = "" if other is None else f" Beneath each, {words(other.run.name)}."
+    text = (
+        "Every rank's step, cut into what it went into; at the right, the share in which it computed. "
+        f"The parts of a rank add up to the step.{note}"
+    )
+    return (
+        f'<div class="stack">{"".join(rows)}</div><div class="legend">{legend}</div>'
+        f"{caption(text)}{_parts_table(summary, shown)}"
+    )
+
+
+def _all_parts(summary: Summary, other: Summary | None) -> list[dict[Part, float]]:
+    return [dict(rank) for each in (summary, other) if each is not None for rank in each.parts]
+
+
+def _bars(seconds: dict[Part, float] | object, longest: float, unit: str, *, kind: str = "") -> str:
+    assert isinstance(seconds, dict), "the parts of a rank are by name"
+    bars = "".join(
+        f'<i style="width:{100 * seconds[part] / longest:.3f}%;background:var(--{KEYS[part]})" '
+        f'title="{part}: {time_of(seconds[part], unit)}"></i>'
+        for part in Part
+        if seconds[part] > 0
+    )
+    return f'<div class="bars{kind}">{bars}</div>'
+
+
+def _parts_table(summary: Summary, shown: Sequence[Part]) -> str:
+    unit, whole = summary.run.unit, summary.step_seconds
+    head = ["", *(str(part) for part in shown), "bubble", "hidden communication", "sum"]
+    rows = []
+    for rank, seconds in enumerate(summary.parts):
+        cells = [share_of(seconds[part], whole) for part in shown]
+        bubble = sum(seconds[part] for part in BUBBLE)
+        total = time_of(sum(seconds.values()), unit)
+        rows.append([f"rank {rank}", *cells, share_of(bubble, whole), share_of(summary.hidden[rank], whole), total])
+    note = (
+        "Shares of the step. The bubble is warm-up, waiting and cool-down together; hidden communication took place "
+        "beside work and is in no sum."
+    )
+    return f"{table(head, rows)}{caption(note, of='table')}"
+
+
+def memory(summary: Summary) -> str:
+    """Who owns what at each rank's fullest moment."""
+    trace = summary.run.trace
+    if not trace.holdings:
+        text = (
+            "What the chosen rank holds over time, in microbatches of a whole stage: this trace has counted no bytes."
+        )
+        return caption(text)
+    owners = list(dict.fromkeys(owner for rank in summary.held for owner in rank))
+    rows = [
+        [f"rank {rank}", *(format_bytes(held.get(owner, 0.0)) for owner in owners), format_bytes(sum(held.values()))]
+        for rank, held in enumerate(summary.held)
+    ]
+    limit = summary.run.memory_bytes
+    room = "" if limit is None else f" A device has {format_bytes(limit)}."
+    return (
+        caption("What the chosen rank holds over time, owner upon owner.")
+        + table(["", *map(words, owners), "together"], rows)
+        + caption(f"Owners of the bytes at the fullest moment of each rank.{room}", of="table")
+    )
+
+
+def findings(found: Sequence[Finding], summary: Summary) -> str:
+    """What the doctor says."""
+    if not found:
+        return '<p class="none">Nothing was found to hold this run up.</p>'
+    return "\n".join(_finding(each, summary) for each in found)
+
+
+def _finding(finding: Finding, summary: Summary) -> str:
+    whole, unit = summary.step_seconds, summary.run.unit
+    gain = finding.about
+    if finding.gain_seconds is not None and whole > 0:
+        share = finding.gain_seconds / whole
+        gain = f"predicted gain {time_of(finding.gain_seconds, unit)}, {format_percent(share)} of the step"
+    grave = " grave" if finding.gain_seconds is not None and finding.gain_seconds > 0.05 * whole else ""
+    return (
+        f'<div class="finding{grave}"><h3>{words(finding.problem)}</h3><p>{words(finding.evidence)}</p>'
+        f'<p>Try <code>{words(finding.fix)}</code></p><p class="gain">{words(gain)}</p></div>'
+    )
+
+
+def plan(summary: Summary) -> str:
+    """The plan with its reasons, and what the run ran on."""
+    run = summary.run
+    rows = [[f"<code>{words(each.key)}</code>", words(each.value), words(each.reason)] for each in run.plan]
+    told = (
+        table(["key", "value", "reason"], rows, in_words=(0, 1, 2)) if rows else '<p class="none">No plan is known.</p>'
+    )
+    facts = [[words(key.replace("_", " ")), words(value)] for key, value in run.facts.items()]
+    return told + (table(["", "of the run"], facts, in_words=(0, 1)) if facts else "")
+
+
+def lead(summary: Summary) -> str:
+    """The line under the title."""
+    run, trace = summary.run, summary.run.trace
+    plan_text = ",".join(f"{each.key}={each.value}" for each in run.plan)
+    num_microbatches = len({event.microbatch for rank in trace.compute for event in rank})
+    told = [
+        "Measured" if trace.is_measured else "Predicted",
+        f"schedule {trace.name}",
+        counted(trace.num_ranks, "rank"),
+        counted(num_microbatches, "microbatch"),
+        *([f"plan {plan_text}"] if plan_text else []),
+    ]
+    return words(" \N{MIDDLE DOT} ".join(told))

@@ -1,0 +1,131 @@
+"""A run as the doctor and the report see it: what was measured, what was predicted, the plan, and what it ran on.
+
+    RUN/trace.json        what happened in one step, on all ranks
+    RUN/predicted.json    the same step as it was predicted, where it was
+    RUN/plan.toml         the plan, with its reasons
+    RUN/manifest.json     versions, hardware, seed, command
+
+A trace alone is a run too.
+"""
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ShardwiseError
+from shardwise.trace.events import Trace
+from shardwise.trace.file import load_trace, save_trace
+from shardwise.units import format_number
+
+TRACE, PREDICTED, PLAN, MANIFEST = "trace.json", "predicted.json", "plan.toml", "manifest.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A key of the plan, its value, and why."""
+
+    key: str
+    value: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run. `unit` is that of its times: "s", or nothing where they are relative.
+
+    `facts` are about the run as a whole, by name. `memory_bytes` is what a device has, if known.
+    """
+
+    name: str
+    trace: Trace
+    predicted: Trace | None = None
+    plan: tuple[Choice, ...] = ()
+    facts: Mapping[str, str] = field(default_factory=dict)
+    unit: str = "s"
+    memory_bytes: float | None = None
+
+
+def load_run(path: Path) -> Run:
+    """Read the folder of a run, or a trace alone."""
+    if not path.exists():
+        raise ShardwiseError(
+            f"there is no run at {path}", remedy="the folder that shardwise profile or shardwise train has written"
+        )
+    if path.is_file():
+        return Run(name=path.name.removesuffix(".json"), trace=load_trace(path))
+    if not (path / TRACE).is_file():
+        raise ShardwiseError(
+            f"the folder {path} has no {TRACE}, so nothing is known of what happened in it",
+            remedy="shardwise profile, which measures some steps and writes it",
+        )
+    predicted = load_trace(path / PREDICTED) if (path / PREDICTED).is_file() else None
+    manifest = _read_manifest(path / MANIFEST)
+    facts = {key: _fact(value) for key, value in manifest.items() if isinstance(value, (str, int, float))}
+    memory = manifest.get("memory_bytes")
+    return Run(
+        name=path.resolve().name,
+        trace=load_trace(path / TRACE),
+        predicted=predicted,
+        plan=_read_plan(path / PLAN),
+        facts=facts,
+        memory_bytes=float(memory) if isinstance(memory, (int, float)) else None,
+    )
+
+
+def save_run(run: Run, folder: Path, *, plan: str | None = None, manifest: Mapping[str, Any] | None = None) -> None:
+    """Write what a report is made of into a folder. `plan` is the text of `plan.toml`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_trace(run.trace, folder / TRACE)
+    if run.predicted is not None:
+        save_trace(run.predicted, folder / PREDICTED)
+    if plan is not None:
+        (folder / PLAN).write_text(plan, encoding="utf-8")
+    if manifest is not None:
+        (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+
+
+def _read_plan(path: Path) -> tuple[Choice, ...]:
+    if not path.is_file():
+        return ()
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ShardwiseError(f"the plan {path} cannot be read: {error}", remedy=f"a run without {PLAN}") from None
+    return choices_of(tree)
+
+
+def choices_of(tree: Mapping[str, Any]) -> tuple[Choice, ...]:
+    """The keys of a plan's file form, each with its reason."""
+    reasons = tree.get("reasons", {})
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if key == "reasons":
+            continue
+        if isinstance(value, Mapping):
+            flat |= {f"{key}.{inner}": each for inner, each in value.items()}
+        else:
+            flat[key] = value
+    return tuple(Choice(key=key, value=_word(value), reason=str(reasons.get(key, ""))) for key, value in flat.items())
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "+".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _fact(value: str | float) -> str:
+    return format_number(value, 5) if isinstance(value, float) else str(value)
+
+
+def _read_manifest(path: Path) -> Mapping[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ShardwiseError(f"{path} cannot be read: {error}", remedy=f"a run without {MANIFEST}") from None
+    return found if isinstance(found, Mapping) else {}

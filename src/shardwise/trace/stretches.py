@@ -1,0 +1,173 @@
+"""A rank's step cut into stretches, each with what it went into. They add up to the step, on every rank.
+
+    rank 1   | warm-up | compute | waiting | exposed | compute | ... | optimizer | cool-down |
+
+What the simulator predicts has a reason for every idle moment already (`attribution.py`). In what was measured, the
+rank has noted what it stood still for, and when the other side sent it: until then it is a bubble, from then on bytes
+are under way. What nothing was noted for is the host's own work.
+"""
+
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+from shardwise.trace.attribution import Cause, all_gaps, work_of_ranks
+from shardwise.trace.events import Event, Lane, Trace
+
+
+class Part(StrEnum):
+    """What a stretch of a step goes into."""
+
+    COMPUTE = "compute"
+    RECOMPUTATION = "recomputation"
+    OPTIMIZER = "optimizer"
+    EXPOSED = "exposed communication"
+    WARM_UP = "warm-up"
+    WAITING = "waiting"
+    COOL_DOWN = "cool-down"
+    DATA = "data wait"
+    HOST = "host overhead"
+
+
+#: The rank idles for want of input.
+BUBBLE = frozenset({Part.WARM_UP, Part.WAITING, Part.COOL_DOWN})
+#: The device is at work.
+BUSY = frozenset({Part.COMPUTE, Part.RECOMPUTATION, Part.OPTIMIZER})
+
+_OF_CAUSE = {
+    Cause.WARM_UP: Part.WARM_UP,
+    Cause.COOL_DOWN: Part.COOL_DOWN,
+    Cause.WAITING: Part.WAITING,
+    Cause.TRANSFER: Part.EXPOSED,
+    Cause.COLLECTIVE: Part.EXPOSED,
+}
+_OF_LANE = {
+    Lane.COMPUTE: Part.COMPUTE,
+    Lane.RECOMPUTE: Part.RECOMPUTATION,
+    Lane.STEP: Part.OPTIMIZER,
+    Lane.SEND: Part.EXPOSED,  # Packing and handing over is done by whoever computes.
+    Lane.DATA: Part.DATA,
+}
+
+
+class Stretch(NamedTuple):
+    """A stretch of a rank's step. `on` is the name of the event that it stands still for, of rank `on_rank`."""
+
+    rank: int
+    start: float
+    end: float
+    part: Part
+    on: str | None = None
+    on_rank: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+def stretches(trace: Trace) -> tuple[tuple[Stretch, ...], ...]:
+    """For each rank, the whole step from its first moment to its last, in order, without a hole."""
+    return _measured(trace) if trace.is_measured else _predicted(trace)
+
+
+def parts_of_ranks(trace: Trace) -> tuple[dict[Part, float], ...]:
+    """For each rank, the seconds of each part. Their sum is the makespan."""
+    ranks = []
+    for found in stretches(trace):
+        seconds = dict.fromkeys(Part, 0.0)
+        for stretch in found:
+            seconds[stretch.part] += stretch.seconds
+        ranks.append(seconds)
+    return tuple(ranks)
+
+
+def _predicted(trace: Trace) -> tuple[tuple[Stretch, ...], ...]:
+    found = []
+    for work, gaps in zip(work_of_ranks(trace), all_gaps(trace), strict=True):
+        mine = [Stretch(each.rank, each.start, each.end, _OF_LANE[each.lane]) for each in work]
+        mine += [Stretch(gap.rank, gap.start, gap.end, _OF_CAUSE[gap.cause], gap.on, gap.on_rank) for gap in gaps]
+        found.append(tuple(sorted(mine, key=lambda stretch: stretch.start)))
+    return tuple(found)
+
+
+def _measured(trace: Trace) -> tuple[tuple[Stretch, ...], ...]:
+    """All ranks have the same step: from the first rank's beginning to the last one's end."""
+    ranks: list[list[Event]] = [[] for _ in range(trace.num_ranks)]
+    for event in trace.events:
+        ranks[event.rank].append(event)
+    arrivals = _last_arrivals(trace)
+    found = []
+    for rank, events in enumerate(ranks):
+        ends = [event.end for event in events if event.lane is Lane.COMPUTE]
+        starts = [event.start for event in events if event.lane is Lane.COMPUTE]
+        work = (min(starts, default=trace.start), max(ends, default=trace.start))
+        noted = [each for event in events for each in _noted(trace, event, work, arrivals)]
+        noted.append(Stretch(rank, trace.windows[rank][1], trace.start + trace.makespan, Part.COOL_DOWN))
+        found.append(tuple(_filled(rank, trace.start, trace.start + trace.makespan, noted)))
+    return tuple(found)
+
+
+def _noted(
+    trace: Trace, event: Event, work: tuple[float, float], arrivals: dict[tuple[str, int, int], float]
+) -> Iterator[Stretch]:
+    """What an event of the rank's own thread was. What moves beside it is nobody's standing still."""
+    if event.lane in _OF_LANE:
+        yield Stretch(event.rank, event.start, event.end, _OF_LANE[event.lane])
+    elif event.lane in (Lane.RECEIVE, Lane.WAIT):
+        idle = Part.WARM_UP if event.end <= work[0] else Part.COOL_DOWN if event.start >= work[1] else Part.WAITING
+        if event.lane is Lane.RECEIVE:
+            send = None if event.after is None else trace.events[event.after]
+            moves = event.start if send is None else send.start
+            on, on_rank = event.name if send is None else send.name, event.peer
+        else:
+            moves, on, on_rank = arrivals[event.name, event.microbatch, event.rank], event.name, event.peer
+        moves = min(max(moves, event.start), event.end)
+        yield Stretch(event.rank, event.start, moves, idle, on, on_rank)
+        yield Stretch(event.rank, moves, event.end, Part.EXPOSED, on, on_rank)
+
+
+def _last_arrivals(trace: Trace) -> dict[tuple[str, int, int], float]:
+    """For every wait, when the last of those who take part in it came to it: its peer, or all who wait for the same.
+
+    Waits of a name are numbered on each rank (`microbatch`), so that those of several ranks are found to belong
+    together.
+    """
+    waits = {(each.name, each.microbatch, each.rank): each for each in trace.events if each.lane is Lane.WAIT}
+    latest: dict[tuple[str, int], float] = {}
+    for name, number, rank in waits:
+        start = waits[name, number, rank].start
+        latest[name, number] = max(latest.get((name, number), start), start)
+    found = {}
+    for (name, number, rank), event in waits.items():
+        other = None if event.peer is None else waits.get((name, number, event.peer))
+        if event.peer is None:
+            found[name, number, rank] = latest[name, number]
+        else:
+            found[name, number, rank] = event.start if other is None else max(event.start, other.start)
+    return found
+
+
+def _filled(rank: int, start: float, end: float, noted: Sequence[Stretch]) -> Iterator[Stretch]:
+    """What was noted, the innermost where one is inside another, and the host's work in between."""
+    open_: list[Stretch] = []
+    reached = start
+
+    def until(time: float) -> Iterator[Stretch]:
+        nonlocal reached
+        if time > reached:
+            inner = open_[-1] if open_ else Stretch(rank, start, end, Part.HOST)
+            yield inner._replace(start=reached, end=time)
+            reached = time
+
+    for each in sorted(noted, key=lambda stretch: (stretch.start, -stretch.end)):
+        if each.end <= each.start:
+            continue
+        while open_ and open_[-1].end <= each.start:
+            yield from until(open_[-1].end)
+            open_.pop()
+        yield from until(min(each.start, end))
+        open_.append(each)
+    while open_:
+        yield from until(min(open_[-1].end, end))
+        open_.pop()
+    yield from until(end)

@@ -1,0 +1,109 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import ShardwiseError
+from shardwise.trace.events import Event, Holding, Lane, Trace, Traffic
+from shardwise.trace.file import load_trace, save_trace
+from shardwise.trace.owners import held_by_owner, peak_by_owner
+from shardwise.trace.run import Run, load_run, save_run
+from tests.trace.played import played
+
+MEASURED = Trace(
+    name="1f1b",
+    num_ranks=2,
+    events=(
+        Event("0F0", 0, Lane.COMPUTE, 0.0, 1.5, 0, 0, 1.0),
+        Event("0SEND_F0>1", 0, Lane.SEND, 1.5, 1.75, 0, 0, after=0, peer=1),
+    ),
+    windows=((0.0, 2.0), (0.5, 2.0)),
+    holdings=(Holding(0, "activations", 0.0, 100.0), Holding(0, "activations", 1.5, -100.0)),
+    traffic=(Traffic(0, 1, "values", 1, 64.0),),
+)
+
+
+@pytest.mark.parametrize("trace", [MEASURED, played("zb-v", 2, 4, hop=0.1), played("dualpipe-v", 2, 4)])
+def test_a_trace_is_read_back_as_it_was_written(trace: Trace, tmp_path: Path) -> None:
+    save_trace(trace, tmp_path / "trace.json")
+    assert load_trace(tmp_path / "trace.json") == trace
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+
+
+def test_a_trace_that_is_cut_short_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    save_trace(played("1f1b", 2, 4), path)
+    text = path.read_text()
+    for length in (len(text) - 1, len(text) // 2, 40):
+        path.write_text(text[:length])
+        with pytest.raises(ShardwiseError, match="is cut short at character") as caught:
+            load_trace(path)
+        assert "shardwise profile again" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("document", "problem"),
+    [
+        ({"traceEvents": []}, "is no trace of Shardwise"),
+        ({"format": "shardwise trace", "version": 9}, "version 9, and this Shardwise reads 1"),
+        ({"format": "shardwise trace", "version": 1, "num_ranks": 2}, "is a damaged trace"),
+        ([], "is no trace of Shardwise"),
+    ],
+)
+def test_what_is_no_trace_is_refused(document: object, problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(ShardwiseError, match=problem):
+        load_trace(path)
+
+
+def test_a_rank_that_is_none_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    save_trace(MEASURED, path)
+    path.write_text(path.read_text().replace('"num_ranks":2', '"num_ranks":0'))
+    with pytest.raises(ShardwiseError, match="a rank that is none of the 0"):
+        load_trace(path)
+
+
+def test_a_run_is_a_folder_with_its_plan_and_its_reasons(tmp_path: Path) -> None:
+    plan = 'pp = 2\nlayers = [3, 1]\n\n[offload]\noptimizer = 0.5\n\n[reasons]\npp = "two devices"\n'
+    manifest = {"seed": 1, "torch": "2.13", "memory_bytes": 1e9, "nested": {"left": "out"}}
+    save_run(Run(name="run", trace=MEASURED, predicted=MEASURED), tmp_path / "run", plan=plan, manifest=manifest)
+    run = load_run(tmp_path / "run")
+    assert (run.name, run.trace, run.predicted, run.memory_bytes) == ("run", MEASURED, MEASURED, 1e9)
+    assert [(each.key, each.value, each.reason) for each in run.plan] == [
+        ("pp", "2", "two devices"),
+        ("layers", "3+1", ""),
+        ("offload.optimizer", "0.5", ""),
+    ]
+    assert run.facts["torch"] == "2.13"
+
+
+def test_a_trace_alone_is_a_run(tmp_path: Path) -> None:
+    save_trace(MEASURED, tmp_path / "step.json")
+    assert load_run(tmp_path / "step.json") == Run(name="step", trace=MEASURED)
+
+
+def test_what_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ShardwiseError, match="there is no run at"):
+        load_run(tmp_path / "nothing")
+    with pytest.raises(ShardwiseError, match=r"has no trace.json"):
+        load_run(tmp_path)
+
+
+def test_owners_over_time_and_at_the_fullest_moment() -> None:
+    trace = Trace(
+        name="",
+        num_ranks=2,
+        events=(),
+        holdings=(
+            Holding(0, "parameters", 0.0, 10.0),
+            Holding(0, "activations", 1.0, 5.0),
+            Holding(0, "activations", 2.0, 5.0),
+            Holding(0, "activations", 3.0, -10.0),
+            Holding(0, "gradients", 3.0, 8.0),
+            Holding(1, "parameters", 0.0, 1.0),
+        ),
+    )
+    assert held_by_owner(trace)[0, "activations"] == ((1.0, 5.0), (2.0, 10.0), (3.0, 0.0))
+    assert peak_by_owner(trace) == ({"parameters": 10.0, "activations": 10.0, "gradients": 0.0}, {"parameters": 1.0})

@@ -1,29 +1,20 @@
-"""One way to train under any plan, and the same on one device; for tests of what composes."""
+"""Engines of several axes, for tests of what they do beside training."""
 
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
 
 from shardwise.errors import ShardwiseError
-from shardwise.runtime.mesh_engine import MeshEngine
 from shardwise.runtime.parallel import parallelize
 from shardwise.runtime.stage import Batch
 from tests.runtime.families import make_family
 
 IGNORED = -100
-ROWS, LENGTH, NUM_STEPS, CLIP = 8, 8, 3, 0.5
-
-
-class Outcome(NamedTuple):
-    """What came of it: the losses, the last norm and gradients, and the weights."""
-
-    losses: list[float]
-    norm: float
-    gradients: dict[str, Tensor]
-    weights: dict[str, Tensor]
+ROWS, LENGTH = 8, 8
 
 
 def make_batch(seed: int) -> dict[str, Tensor]:
@@ -46,36 +37,35 @@ def make_optimizer(parameters: Any) -> AdamW:
     return AdamW(parameters, lr=1e-3, eps=1e-4, weight_decay=0.1)
 
 
-def alone(model: str) -> Outcome:
-    """Plain torch on one device."""
-    module = make_family(model)
-    optimizer = make_optimizer(module.parameters())
-    losses, norm = [], 0.0
-    gradients: dict[str, Tensor] = {}
-    for step in range(NUM_STEPS):
-        optimizer.zero_grad()
-        batch = make_batch(step)
-        total, count = token_loss(module(input_ids=batch["input_ids"]), batch)
-        (total / count).backward()  # type: ignore[no-untyped-call]
-        norm = float(nn.utils.clip_grad_norm_(module.parameters(), CLIP))
-        gradients = {name: each.grad.clone() for name, each in module.named_parameters() if each.grad is not None}
-        optimizer.step()
-        losses.append((total / count).item())
-    return Outcome(losses, norm, gradients, dict(module.state_dict()))
+def disagree(plans: tuple[str, str]) -> str:
+    """What a rank says that has another plan than the other."""
+    try:
+        parallelize(
+            make_family("llama"),
+            plans[dist.get_rank()],
+            loss=token_loss,
+            optimizer=make_optimizer,
+            example=make_batch(0),
+        )
+    except ShardwiseError as error:
+        return error.problem
+    return "nothing"
 
 
-def train(plan: str, model: str) -> Outcome:
-    """One rank of a plan."""
-    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
-    engine = parallelize(
-        make_family(model), plan, loss=token_loss, optimizer=make_optimizer, example=make_batch(0), clip=CLIP
-    )
-    assert isinstance(engine, MeshEngine)
-    losses = [engine.train_step(make_batch(step)) for step in range(NUM_STEPS)]
-    assert engine.gradient_norm is not None, "it was to be clipped"
-    found = Outcome(losses, engine.gradient_norm, engine.gradients(), engine.state_dict())
-    engine.close()
-    return found
+def compiled(plan: str) -> str:
+    """What is said of a plan that cannot be compiled."""
+    try:
+        parallelize(
+            make_family("llama"),
+            plan,
+            loss=token_loss,
+            optimizer=make_optimizer,
+            example=make_batch(0),
+            compile="aot_eager",
+        )
+    except ShardwiseError as error:
+        return error.problem
+    return "nothing"
 
 
 def mean_under_cp() -> str:

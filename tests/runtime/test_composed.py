@@ -1,87 +1,12 @@
-"""Axes alone, in pairs and more at once: the losses, norm, gradients and weights of one device."""
+"""Several axes at once: what an engine does beside training. `tests/parity/` has the matrix of plans that train."""
 
 import pytest
 import torch
 
 from shardwise.runtime.spawn import Ranks
-from tests.runtime.composed import Outcome, alone, look_and_load, make_batch, mean_under_cp, token_loss, train
+from tests.runtime import going_on
+from tests.runtime.composed import compiled, disagree, look_and_load, make_batch, mean_under_cp, token_loss
 from tests.runtime.families import make_family
-
-TWO = [
-    ("llama", "dp=2"),
-    ("llama", "dp=2,zero=1,microbatches=2"),
-    ("llama", "dp=2,zero=2,microbatches=2"),
-    ("llama", "dp=2,zero=3"),
-    ("llama", "tp=2"),
-    ("llama", "tp=2,sp=true,recompute=full"),
-    ("llama", "cp=2"),
-    ("llama", "cp=2,context=all-to-all,zero=2"),
-    ("gpt2", "dp=2,zero=3,microbatches=4"),
-    ("gpt2", "tp=2"),
-    ("mixtral", "dp=2,ep=2"),
-    ("mixtral", "dp=2,ep=2,zero=1"),
-    ("qwen3-moe", "cp=2,ep=2"),
-]
-FOUR = [
-    ("llama", "dp=2,tp=2"),
-    ("llama", "dp=2,tp=2,sp=true,zero=1"),
-    ("llama", "dp=2,tp=2,zero=3,microbatches=2"),
-    ("llama", "dp=2,pp=2,microbatches=2"),
-    ("llama", "dp=2,pp=2,schedule=zb-v,microbatches=4,zero=3"),
-    ("llama", "dp=2,pp=2,schedule=interleaved,chunks=2,microbatches=2,zero=2"),
-    ("gpt2", "dp=2,pp=2,schedule=zb-h1,microbatches=4,zero=1"),
-    ("llama", "tp=2,pp=2,schedule=zb-h1,microbatches=4,sp=true"),
-    ("gpt2", "tp=2,pp=2,schedule=1f1b,microbatches=2"),
-    ("llama", "cp=2,pp=2,microbatches=2"),
-    ("llama", "dp=2,cp=2,zero=2"),
-    ("llama", "tp=2,cp=2"),
-    ("mixtral", "dp=4,ep=2"),
-    ("mixtral", "dp=2,tp=2,ep=2"),
-    ("mixtral", "dp=2,pp=2,ep=2,schedule=zb-v,microbatches=2"),
-    ("llama", "dp=4,zero=3,zero_group=2"),
-]
-
-
-@pytest.fixture(scope="module")
-def plain() -> dict[str, Outcome]:
-    return {model: alone(model) for model in {model for model, _ in TWO + FOUR}}
-
-
-def check(found: Outcome, expected: Outcome) -> None:
-    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
-    assert found.norm == pytest.approx(expected.norm, rel=1e-5)
-    # A gradient that is zero but for rounding is measured against a thousandth of the largest.
-    least = 1e-3 * max(float(each.norm()) for each in expected.gradients.values())
-    for name, wanted in expected.gradients.items():
-        assert float((found.gradients[name] - wanted).norm()) <= 1e-5 * max(float(wanted.norm()), least), name
-    assert found.gradients.keys() == expected.gradients.keys()
-    assert found.weights.keys() == expected.weights.keys()
-    for name, wanted in expected.weights.items():
-        assert float((found.weights[name] - wanted).norm()) <= 1e-5 * float(wanted.norm()), name
-
-
-def is_same(one: Outcome, other: Outcome) -> bool:
-    return one.losses == other.losses and all(
-        torch.equal(one.weights[name], other.weights[name]) for name in one.weights
-    )
-
-
-@pytest.mark.parametrize(("model", "plan"), TWO)
-def test_two_ranks_train_as_one_device_does(model: str, plan: str, two: Ranks, plain: dict[str, Outcome]) -> None:
-    for found in two.run(train, plan, model):
-        check(found, plain[model])
-
-
-@pytest.mark.parametrize(("model", "plan"), FOUR)
-def test_four_ranks_train_as_one_device_does(model: str, plan: str, four: Ranks, plain: dict[str, Outcome]) -> None:
-    for found in four.run(train, plan, model):
-        check(found, plain[model])
-
-
-@pytest.mark.parametrize("plan", ["dp=2,tp=2,sp=true,zero=1", "dp=2,cp=2,zero=2"])
-def test_a_second_run_is_the_same_bit_for_bit(plan: str, four: Ranks) -> None:
-    first, again = four.run(train, plan, "llama"), four.run(train, plan, "llama")
-    assert all(map(is_same, first, again))
 
 
 @pytest.mark.parametrize(
@@ -92,9 +17,9 @@ def test_a_second_run_is_the_same_bit_for_bit(plan: str, four: Ranks) -> None:
         ("mixtral", "dp=2,pp=2,ep=2,zero=1,microbatches=2"),
     ],
 )
-def test_it_evaluates_and_loads_what_it_saved_and_traces_its_pipeline(model: str, plan: str) -> None:
-    with Ranks(4) as ranks, torch.no_grad():
-        looked = ranks.run(look_and_load, plan, model)
+def test_it_evaluates_and_loads_what_it_saved_and_traces_its_pipeline(model: str, plan: str, four: Ranks) -> None:
+    looked = four.run(look_and_load, plan, model)
+    with torch.no_grad():
         batch = make_batch(0)
         total, count = token_loss(make_family(model).eval()(input_ids=batch["input_ids"]), batch)
     for found in looked:
@@ -107,3 +32,30 @@ def test_it_evaluates_and_loads_what_it_saved_and_traces_its_pipeline(model: str
 def test_a_mean_loss_is_refused_where_ranks_have_parts_of_sequences(two: Ranks) -> None:
     for text in two.run(mean_under_cp):
         assert "the loss is a mean, and under cp=2 a mean of means" in text
+
+
+@pytest.mark.parametrize("plans", [("dp=2", "pp=2"), ("pp=2", "tp=2"), ("dp=2", "dp=4"), ("pp=2", "pp=2,zero=1")])
+def test_ranks_that_disagree_on_the_plan_say_so_whatever_engine_each_would_take(
+    plans: tuple[str, str], two: Ranks
+) -> None:
+    first, second = two.run(disagree, plans)
+    assert first == second == f"rank 0 has the plan {plans[0]}, but rank 1 has {plans[1]}"
+
+
+def check_compiled(ranks: Ranks, plan: str) -> None:
+    plain, quick = ranks.run(going_on.train_under, plan), ranks.run(going_on.train_under, plan, "aot_eager")
+    for one, other in zip(plain, quick, strict=True):
+        assert other == pytest.approx(one, rel=1e-6)
+
+
+def test_compiled_blocks_train_alike_where_weights_come_and_go(two: Ranks) -> None:
+    check_compiled(two, "dp=2,zero=3,microbatches=2")
+
+
+def test_compiled_blocks_train_alike_where_backwards_are_split_beside_replicas(four: Ranks) -> None:
+    check_compiled(four, "dp=2,pp=2,schedule=zb-v,microbatches=4,zero=3")
+
+
+def test_blocks_that_talk_to_other_ranks_are_not_compiled(two: Ranks) -> None:
+    for said in two.run(compiled, "tp=2"):
+        assert said == "compile with tp=2: ranks talk to each other inside of a block, and a compiled block cannot yet"

@@ -79,7 +79,7 @@ def test_what_does_not_compose_is_refused_with_the_nearest_plan_that_does() -> N
     with pytest.raises(ShardwiseError) as caught:
         an_engine("pp=2,zero=1,precision=fp16")
     assert caught.value.problem == "zero=1 shares states out over replicas, and dp=1 x cp=1 is one alone"
-    assert caught.value.remedy == "pp=2,precision=bf16"
+    assert caught.value.remedy == "pp=2,precision=fp16"
 
 
 def test_a_module_that_is_frozen_altogether_is_refused() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.runtime.split import split
+from shardwise.runtime.split import split, stage_costs
 from tests.runtime import odd_nets
 from tests.runtime.by_hand import assert_same, assert_split_is_the_module, gradients_of, run_stages, stages_of, weigh
 from tests.runtime.families import make_batch, make_family
@@ -244,3 +244,20 @@ def test_stages_may_have_different_speeds_prices_and_limits() -> None:
     block_bytes = sum(each.numel() * 4 for each in module.blocks[0].parameters())
     limited = split(module, 3, example, costs={"blocks.0": 100.0}, limit_bytes=2 * block_bytes)
     assert [len(each) for each in limited.units] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "t5", "mixtral"])
+def test_a_cut_through_blocks_is_more_even_and_the_same_model(family: str) -> None:
+    module, batch = make_family(family), make_batch(family)
+    coarse, fine = stage_costs(module, 3, batch), stage_costs(module, 3, batch, through_blocks=True)
+    assert max(fine) <= max(coarse)
+    # What skips a cut arrives by two ways: the last bits of gradients that are sums of both may differ.
+    assert_split_is_the_module(module, split(module, 3, batch, through_blocks=True), batch, tolerance=1e-5)
+
+
+def test_a_cut_goes_through_a_block_only_where_that_is_faster() -> None:
+    module = Chain()
+    even = {"x": rows(4)}
+    assert split(module, 2, even, through_blocks=True).units == split(module, 2, even).units
+    uneven = split(module, 3, even, through_blocks=True)
+    assert any(unit.startswith("blocks.") and unit.count(".") == 2 for stage in uneven.units for unit in stage)

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from shardwise.runtime.faults import Watch
-from shardwise.runtime.local import LocalExecutor
+from shardwise.runtime.local import TAKES_TIME, LocalExecutor
 from shardwise.runtime.pipeline import complete
 from shardwise.runtime.processes import ProcessExecutor
 from shardwise.runtime.spawn import Ranks
@@ -99,7 +99,7 @@ def test_processes_run_their_lists_in_order_and_wait_once() -> None:
         for name in ("1f1b", "zb-v"):
             schedule, count = lowered(name)
             for rank, (ran, waits) in enumerate(ranks.run(run_rank, schedule, count)):
-                assert tuple(ran) == schedule.orders[rank]
+                assert ran == [each for each in schedule.orders[rank] if each.kind in TAKES_TIME]
                 assert waits == Counter(dict.fromkeys("FIW", 4 * len(schedule.placement.stages[rank])))
 
 

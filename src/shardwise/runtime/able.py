@@ -25,3 +25,13 @@ def check_module(module: nn.Module) -> None:
             " nothing to train",
             remedy="module.requires_grad_()",
         )
+
+
+def check_compiles(plan: Plan) -> None:
+    """Refuse to compile what talks to other ranks inside of a block."""
+    axes = ",".join(f"{axis}={getattr(plan, axis)}" for axis in ("tp", "cp", "ep") if getattr(plan, axis) > 1)
+    if axes:
+        raise ShardwiseError(
+            f"compile with {axes}: ranks talk to each other inside of a block, and a compiled block cannot yet",
+            remedy="compile=False, or a plan of dp and pp, with any zero",
+        )

@@ -22,7 +22,7 @@ second: in a fixed order of instructions, time that moves from an I to its W can
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,11 +84,31 @@ def full_backward(outputs: Sequence[Tensor], gradients: Gradients) -> None:
     _run_engine(outputs, _given(outputs, gradients), (), accumulates=True)
 
 
-def input_gradients(outputs: Sequence[Tensor], gradients: Gradients, inputs: Sequence[Tensor]) -> WeightGradients:
-    """The first half: gradients become the `grad` of `inputs`, to be read only; return what computes the weights'."""
-    given = _given(outputs, gradients)
+class Halves(NamedTuple):
+    """Where a graph is cut in two: found from its outputs and inputs alone, before any gradient is there."""
+
+    roots: list[GradientEdge]
+    spine: set[Node]
+    cuts: list[_Cut]
+    #: Parameters that several cuts lead to.
+    at_once: list[Tensor]
+
+
+def find_halves(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Halves:
+    """Find where to cut the graph of these outputs."""
     roots = [get_gradient_edge(output) for output in outputs]
-    spine, cuts, at_once = _find_cuts([root.node for root in roots], set(map(id, inputs)))
+    return Halves(roots, *_find_cuts([root.node for root in roots], set(map(id, inputs))))
+
+
+def input_gradients(
+    outputs: Sequence[Tensor], gradients: Gradients, inputs: Sequence[Tensor], halves: Halves | None = None
+) -> WeightGradients:
+    """The first half: gradients become the `grad` of `inputs`, to be read only; return what computes the weights'.
+
+    `halves` is what `find_halves` gave for the same outputs and inputs, if it was asked before.
+    """
+    given = _given(outputs, gradients)
+    roots, spine, cuts, at_once = find_halves(outputs, inputs) if halves is None else halves
     for cut in cuts:
         if cut.node is None:
             apart = [number for number, root in enumerate(roots) if root.node not in spine]

@@ -15,6 +15,7 @@ device nothing moves and shapes are right. What a rank sends is counted as a rin
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -37,6 +38,9 @@ class Traffic:
         self.calls[kind] += 1
         self.bytes[kind] += num_bytes
 
+    def copy(self) -> "Traffic":
+        return Traffic(self.calls.copy(), self.bytes.copy())
+
     def clear(self) -> None:
         self.calls.clear()
         self.bytes.clear()
@@ -50,6 +54,8 @@ class Group:
         self.size = 1 if handle is None else handle.size()
         self.rank = 0 if handle is None else handle.rank()
         self.traffic = Traffic()
+        #: Called after a wait for a collective of this group, with its kind and when it began and ended.
+        self.note: Callable[[str, float, float], None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Group":
         return self  # A copy of a module talks to the same ranks.
@@ -61,56 +67,66 @@ class Group:
 class Pending:
     """A collective that is under way. `finish` waits for it and gives the result."""
 
-    __slots__ = ("_result", "_work")
+    __slots__ = ("_group", "_kind", "_result", "_work")
 
-    def __init__(self, work: dist.Work | None, result: Callable[[], Tensor]) -> None:
-        self._work, self._result = work, result
+    def __init__(self, work: dist.Work | None, result: Callable[[], Tensor], group: Group, kind: str = "") -> None:
+        self._work, self._result, self._group, self._kind = work, result, group, kind
 
     def finish(self) -> Tensor:
         if self._work is not None:
-            self._work.wait()
+            wait_for(self._work, self._group, self._kind)
         return self._result()
+
+
+def wait_for(work: dist.Work, group: Group, kind: str) -> None:
+    """Wait for work of a group, and note it where somebody listens."""
+    if group.note is None:
+        work.wait()
+        return
+    start = perf_counter()
+    work.wait()
+    group.note(kind, start, perf_counter())
 
 
 def start_all_reduce(tensor: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Pending:
     """Sum over the ranks, in place where the tensor lies in one piece."""
     whole = tensor.contiguous()
     if group.size == 1 or whole.is_meta:
-        return Pending(None, lambda: whole)
+        return Pending(None, lambda: whole, group)
     group.traffic.note("all_reduce", 2 * _others_part(whole, group))
-    return Pending(dist.all_reduce(whole, op, group=group.handle, async_op=True), lambda: whole)
+    return Pending(dist.all_reduce(whole, op, group=group.handle, async_op=True), lambda: whole, group, "all_reduce")
 
 
 def start_all_gather(tensor: Tensor, group: Group, dim: int = 0) -> Pending:
     """Every rank's piece, one after the other along a dim. All are of one size."""
     if group.size == 1:
-        return Pending(None, lambda: tensor)
+        return Pending(None, lambda: tensor, group)
     piece = tensor.contiguous()
     stacked = piece.new_empty((group.size, *piece.shape))
     work = None
     if not piece.is_meta:
         group.traffic.note("all_gather", _others_part(stacked, group))
         work = _all_gather(stacked.view(-1), piece.view(-1), group=group.handle, async_op=True)
-    return Pending(work, lambda: _joined(stacked, dim))
+    return Pending(work, lambda: _joined(stacked, dim), group, "all_gather")
 
 
 def start_reduce_scatter(tensor: Tensor, group: Group, dim: int = 0) -> Pending:
     """Sum over the ranks, of which each keeps its piece along a dim. The dim divides by the number of ranks."""
     if group.size == 1:
-        return Pending(None, lambda: tensor)
+        return Pending(None, lambda: tensor, group)
     stacked = _cut(tensor, group.size, dim)
     piece = torch.empty_like(stacked[0])
     work = None
     if not piece.is_meta:
         group.traffic.note("reduce_scatter", _others_part(stacked, group))
         work = _reduce_scatter(piece.view(-1), stacked.view(-1), group=group.handle, async_op=True)
-    return Pending(work, lambda: piece)
+    return Pending(work, lambda: piece, group, "reduce_scatter")
 
 
 def start_all_to_all(tensor: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]) -> Pending:
     """Rows for every rank, one rank's after the other's, against rows from every rank."""
     if group.size == 1:
-        return Pending(None, lambda: tensor)
+        return Pending(None, lambda: tensor, group)
     rows = tensor.contiguous()
     arrived = rows.new_empty((sum(received), *rows.shape[1:]))
     work = None
@@ -118,7 +134,7 @@ def start_all_to_all(tensor: Tensor, group: Group, sent: Sequence[int], received
         row_bytes = rows[:1].numel() * rows.element_size() if len(rows) else 0
         group.traffic.note("all_to_all", (sum(sent) - sent[group.rank]) * row_bytes)
         work = dist.all_to_all_single(arrived, rows, list(received), list(sent), group=group.handle, async_op=True)
-    return Pending(work, lambda: arrived)
+    return Pending(work, lambda: arrived, group, "all_to_all")
 
 
 def copy(tensor: Tensor, group: Group) -> Tensor:

@@ -12,9 +12,10 @@ from torch import Tensor
 from shardwise.runtime.clocks import SharedClock
 from shardwise.runtime.faults import Waiter, Watch
 from shardwise.runtime.interpreter import Interpreter, Loss, Tally
+from shardwise.runtime.keeping import KeptBytes
 from shardwise.runtime.losses import by_rows
 from shardwise.runtime.manner import Manner
-from shardwise.runtime.notes import gather_notes
+from shardwise.runtime.notes import share_notes
 from shardwise.runtime.pipeline import forward_only
 from shardwise.runtime.processes import Beside, ProcessExecutor
 from shardwise.runtime.recording import Recording
@@ -22,6 +23,7 @@ from shardwise.runtime.stream import Feedable
 from shardwise.runtime.trainer import Trainer
 from shardwise.runtime.transport import ProcessTransport
 from shardwise.schedule.instruction import Instruction
+from shardwise.trace.events import Traffic
 
 
 class ConnectedTrainer(Trainer):
@@ -114,8 +116,30 @@ class ConnectedTrainer(Trainer):
             self._watch.explain(error)
         return told
 
-    def _gather_notes_in(self, recording: Recording, group: dist.ProcessGroup) -> None:
-        """Notes of all ranks of a pipeline. The clock is asked by all of the world."""
-        gather_notes(
-            recording, self.schedule, self.rank, group=group, correction=self._clock.correction(), watch=self._watch
+    @contextmanager
+    def _listening(self, recording: Recording | None, kept: KeptBytes) -> Iterator[None]:
+        with super()._listening(recording, kept):
+            if recording is None:
+                yield
+                return
+            self._transport.sent.clear()
+            self._watch.note, self._watch.note_beside = recording.note_wait, recording.note_beside
+            try:
+                yield
+            finally:
+                self._watch.note = self._watch.note_beside = None
+
+    def _share(self, recording: Recording, window: tuple[float, float], data_wait: float, kept: KeptBytes) -> None:
+        """Everybody tells everybody, by one clock, which all of the world ask for."""
+        share_notes(
+            recording,
+            self._told(recording, dist.get_rank(), window, data_wait, kept),
+            gather=self._gather,
+            correction=self._clock.correction(),
+            num_ranks=dist.get_world_size(),
         )
+
+    def _traffic(self, rank: int, recording: Recording) -> Iterator[Traffic]:
+        pipeline = recording.pipeline_of(rank)
+        for target, (num_messages, num_bytes) in self._transport.sent.items():
+            yield Traffic(rank, pipeline[target], "values", num_messages, num_bytes)

@@ -13,7 +13,6 @@ from shardwise.runtime.local import LocalExecutor, Record
 from shardwise.runtime.losses import by_rows
 from shardwise.runtime.manner import Manner
 from shardwise.runtime.pipeline import forward_only
-from shardwise.runtime.recording import Recording
 from shardwise.runtime.stage import Batch, Split
 from shardwise.runtime.stream import Feedable
 from shardwise.runtime.trainer import MakeOptimizer, Trainer
@@ -34,6 +33,7 @@ class Engine(Trainer):
         optimizer: MakeOptimizer,
         clip: float | None = None,
         pad: bool = False,
+        seed: int | None = 0,
     ) -> None:
         super().__init__(module, plan, stages, schedule, optimizer=optimizer, clip=clip, pad=pad)
         self.ranks = tuple(range(self.schedule.num_ranks))
@@ -41,6 +41,8 @@ class Engine(Trainer):
             LocalExecutor(each, stages, by_rows(loss) if pad else loss, Manner.of(plan))
             for each in (self.schedule, forward_only(self.schedule))
         )
+        if seed is not None:
+            self._draw_alike(seed)
         self._begin_stream()
 
     def _run(
@@ -60,6 +62,3 @@ class Engine(Trainer):
 
     def _sum(self, numbers: Tensor, what: str) -> None:
         """They are the sum."""
-
-    def _gather_notes(self, recording: Recording) -> None:
-        """All is noted here."""

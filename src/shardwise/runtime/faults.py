@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from shardwise import environment
 from shardwise.errors import ShardwiseError
 
 #: Where the process that started the ranks writes that one of them died.
@@ -163,6 +164,10 @@ class Watch:
         self._waits: tuple[tuple[int, ...], float] | None = None
         self._verdict: RankError | None = None
         self._others = tuple(other for other in range(num_ranks) if other != rank)
+        #: Called after a wait, with what it was for, the peer, and when it began and ended.
+        self.note: Callable[[object, int | None, float, float], None] | None = None
+        #: Called when something has moved beside the computation: what, and when. By any thread.
+        self.note_beside: Callable[[str, float, float], None] | None = None
         #: Groups whose waits it ends when a rank fails.
         self.guarded: list[dist.ProcessGroup] = []
         self._stopped, self._closed, self._hurry = threading.Event(), threading.Event(), threading.Event()
@@ -189,16 +194,20 @@ class Watch:
         """
         self.at(what)
         self._waits = (self._others if peer is None else (peer,), time.monotonic())
+        start = 0.0 if self.note is None else time.perf_counter()
         try:
             work.wait(_FOREVER)
         except RuntimeError as error:
             self.explain(error, peer)
         finally:
             self._waits = None
+        if self.note is not None:
+            self.note(what, peer, start, time.perf_counter())
 
     def wait_for(self, event: threading.Event, where: Callable[[], tuple[object, int] | None]) -> None:
         """The same, for an event of this process. `where` says at which instruction it hangs now, and on whom."""
         known: tuple[object, int] | None = None
+        start, found = time.perf_counter(), where()
         while not event.wait(0.1):
             now = where()
             if now is not None and now != known:
@@ -207,6 +216,8 @@ class Watch:
                 self._waits = ((now[1],), time.monotonic())
             self.check()
         self._waits = None
+        if self.note is not None and found is not None:
+            self.note(*found, start, time.perf_counter())
 
     def fail(self, error: BaseException) -> None:
         """Publish this rank's own error, so that the others stop with it. Another's that it raised is not its own."""
@@ -397,8 +408,12 @@ def _break(group: dist.ProcessGroup) -> None:
 
 
 def default_store() -> Store:
-    """The store of the default process group, without the prefix of that group."""
+    """The store of the default process group, without the prefix of that group.
+
+    Each attempt at a run has names of its own there: what failed in the last is no news in this.
+    """
     store: Store = dist.distributed_c10d._get_default_store()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return store
+    attempt = environment.num_restarts()
+    return PrefixStore(f"faults of attempt {attempt}", store) if attempt else store

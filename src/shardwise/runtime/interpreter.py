@@ -5,16 +5,20 @@ instruction means the same in one process and in many.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import is_
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardwise.errors import ShardwiseError
-from shardwise.runtime.backward import WeightGradients, full_backward, input_gradients
+from shardwise.runtime.backward import Halves, WeightGradients, find_halves, full_backward, input_gradients
 from shardwise.runtime.batch import home_of
+from shardwise.runtime.keeping import Kept, KeptBytes
 from shardwise.runtime.manner import Chance, Manner, saving_nothing
 from shardwise.runtime.stage import Batch, Split, Stage, Values
 from shardwise.schedule.instruction import BACKWARD, Instruction, Kind
@@ -32,8 +36,12 @@ class _Saved:
     outputs: Values = field(default_factory=dict)
     loss: Tensor | None = None
     chance: Chance | None = None
+    #: Where the backward of a last stage begins if not at its loss: tensors of the output, and their gradients.
+    starts: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     wants_gradient: frozenset[str] = frozenset()
     weights: WeightGradients | None = None
+    #: Where an I will cut the graph, with the outputs that it was found from.
+    halves: "tuple[list[Tensor], Halves] | None" = None
 
 
 class _Measured(NamedTuple):
@@ -73,9 +81,14 @@ class Tally:
 
 
 class Interpreter:
-    """Runs the instructions of one rank. `schedule` and `split` are those of the whole pipeline."""
+    """Runs the instructions of one rank. `schedule` and `split` are those of the whole pipeline.
 
-    def __init__(self, rank: int, schedule: Schedule, split: Split, loss: Loss, manner: Manner | None = None) -> None:
+    Without a loss the module's outputs are kept in `outputs`, and somebody else says where backwards start.
+    """
+
+    def __init__(
+        self, rank: int, schedule: Schedule, split: Split, loss: Loss | None, manner: Manner | None = None
+    ) -> None:
         self.rank, self.schedule, self.split, self.loss = rank, schedule, split, loss
         self.manner = manner or Manner()
         self.placement = schedule.placement
@@ -91,8 +104,16 @@ class Interpreter:
         self._values: dict[tuple[str, int, int], Tensor] = {}
         self._gradients: dict[tuple[str, int, int], Tensor] = {}
         self._microbatches: dict[int, Batch] = {}
+        #: What the module returned for each microbatch, where there is no loss.
+        self.outputs: dict[int, Any] = {}
         #: Called with a step before its weights are used, where there are several versions of them.
         self.select_weights: Callable[[int], None] | None = None
+        #: Called with a microbatch before a forward of it is run, where masks depend on which rows it has.
+        self.select_rows: Callable[[Batch], None] | None = None
+        #: What forwards keep: of stages that are not in it yet it is counted, where somebody asks.
+        self.kept_bytes: KeptBytes | None = None
+        #: Called when a forward was made again: rank, the backward that it was for, and when.
+        self.note_again: Callable[[int, Instruction, float, float], None] | None = None
         self._handlers: dict[Kind, Callable[[Instruction], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -102,7 +123,7 @@ class Interpreter:
 
     def begin(self) -> None:
         """Start anew. Of what was broken off by an error nothing is left."""
-        for held in (self._saved, self._values, self._gradients, self._microbatches, self._measured):
+        for held in (self._saved, self._values, self._gradients, self._microbatches, self._measured, self.outputs):
             held.clear()
 
     def take(self, step: int, microbatches: list[Batch]) -> None:
@@ -134,6 +155,16 @@ class Interpreter:
                 error.add_note(f"in {part}: stage {part.stage}, microbatch {part.microbatch}, rank {self.rank}")
                 raise
 
+    def prepare(self, instruction: Instruction) -> None:
+        """Do what can be done of a computation before what it waits for is there."""
+        for part in instruction.parts:
+            saved = self._saved.get((part.stage, part.microbatch)) if part.kind is Kind.I else None
+            if saved is not None and saved.chance is None:
+                outputs = [each for each in (saved.loss, *saved.outputs.values()) if each is not None]
+                wanted = [each for each in outputs if each.requires_grad]
+                if wanted:
+                    saved.halves = wanted, find_halves(wanted, _leaves(saved))
+
     def outgoing(self, send: Instruction) -> list[Tensor]:
         """The tensors that a SEND sends, in the order in which the RECV expects them."""
         assert send.peer is not None, f"{send} names no peer"
@@ -154,6 +185,10 @@ class Interpreter:
         names = [name for name in self.names(receive.stage, receive.peer) if self._has_gradient(receive, name)]
         for name, tensor in zip(names, tensors, strict=True):
             self._gradients[name, microbatch, receive.peer] = tensor
+
+    def start_backward(self, stage: int, microbatch: int, starts: list[tuple[Tensor, Tensor]]) -> None:
+        """Let the backward of a last stage begin at these tensors of its output, with these gradients."""
+        self._saved[stage, microbatch].starts = starts
 
     def names(self, maker: int, reader: int) -> tuple[str, ...]:
         """The values between two stages. Where the model is held several times, both are of one copy."""
@@ -185,13 +220,19 @@ class Interpreter:
         reads = self.split.reads[stage % self.split.num_stages]
         inputs: Values = {name: values.pop((name, microbatch, stage)) for name in reads}
         saved = _Saved(inputs=inputs)
+        kept = self._start_counting(stage, microbatch)
         if self._trains and self.manner.recompute:
             saved.chance = Chance.now(chain(inputs.values(), self._microbatches[microbatch].values()))
             with saving_nothing():
                 made, measured = self._run(stage, microbatch, inputs)
+            if kept is not None:
+                kept.add(inputs.values())
         else:
-            made, measured = self._run(stage, microbatch, inputs)
+            with nullcontext() if kept is None else kept.counting():
+                made, measured = self._run(stage, microbatch, inputs)
             saved.outputs, saved.loss = made, None if measured is None else measured.total
+        if kept is not None and self.kept_bytes is not None:
+            self.kept_bytes[stage] = kept.num_bytes
         if measured is not None:
             step = self.schedule.step_of(microbatch)
             self._measured[step].append(_Measured(measured.total.detach(), measured.number))
@@ -201,10 +242,20 @@ class Interpreter:
         for name, reader, is_here in self._deliveries[stage]:
             values[name, microbatch, reader] = cut_off(made[name]) if is_here else made[name]
 
+    def _start_counting(self, stage: int, microbatch: int) -> Kept | None:
+        """What counts the bytes that a forward keeps, if they are asked for and not known."""
+        if self.kept_bytes is None or stage in self.kept_bytes:
+            return None
+        here, batch = self._stage(stage), self._microbatches[microbatch].values()
+        given = [each for each in batch if isinstance(each, Tensor)]
+        return Kept([*here.parameters.values(), *here.buffers.values(), *given])
+
     def _run(self, stage: int, microbatch: int, inputs: Values) -> "tuple[Values, _Measured | None]":
         """What a stage makes of its inputs; and the loss, if it is the last."""
         if self.select_weights is not None:
             self.select_weights(self.schedule.step_of(microbatch))
+        if self.select_rows is not None:
+            self.select_rows(self._microbatches[microbatch])
         if self.manner.autocast is None:
             return self._run_plainly(stage, microbatch, inputs)
         with self.manner.precision(home_of(self._microbatches[microbatch])):
@@ -214,12 +265,15 @@ class Interpreter:
         made, output = self._stage(stage).run(inputs, self._microbatches[microbatch])
         if stage % self.split.num_stages < self.split.num_stages - 1:
             return made, None
-        return made, self._measure(output, stage, microbatch)
+        if self.loss is None:
+            self.outputs[microbatch] = output
+            return made, None
+        return made, self._measure(self.loss, output, stage, microbatch)
 
-    def _measure(self, output: Any, stage: int, microbatch: int) -> "_Measured":
+    def _measure(self, loss: Loss, output: Any, stage: int, microbatch: int) -> "_Measured":
         """The loss of a microbatch."""
         try:
-            result = self.loss(output, self._microbatches[microbatch])
+            result = loss(output, self._microbatches[microbatch])
         except Exception as error:
             error.add_note(f"in the loss of microbatch {microbatch}, which stage {stage} gave {describe(output)}")
             raise
@@ -241,14 +295,20 @@ class Interpreter:
         _, stage, microbatch, _, _ = instruction
         saved = self._saved[stage, microbatch]
         if saved.chance is not None:
+            begun = perf_counter()
             with saved.chance.again(self._stage(stage).buffers.values()):
                 saved.outputs, measured = self._run(stage, microbatch, saved.inputs)
             saved.loss = None if measured is None else measured.total
+            if self.note_again is not None:
+                self.note_again(self.rank, instruction, begun, perf_counter())
         outputs: list[Tensor] = []
         gradients: list[Tensor | None] = []
         if saved.loss is not None and saved.loss.requires_grad:
             outputs.append(saved.loss)
             gradients.append(None)
+        for start, gradient in saved.starts:
+            outputs.append(start)
+            gradients.append(gradient)
         for name, tensor in saved.outputs.items():
             arrived = [
                 self._gradients.pop(key)
@@ -279,16 +339,23 @@ class Interpreter:
     def _input_gradient(self, instruction: Instruction) -> None:
         outputs, gradients, saved = self._sources(instruction)
         if outputs:
-            leaves = [leaf for leaf in saved.inputs.values() if leaf.requires_grad]
-            saved.weights = input_gradients(outputs, gradients, leaves)
+            foreseen, halves = saved.halves or ([], None)
+            # A gradient that did not come leaves another graph than was foreseen.
+            same = len(foreseen) == len(outputs) and all(map(is_, foreseen, outputs))
+            saved.weights = input_gradients(outputs, gradients, _leaves(saved), halves if same else None)
         self._pass_back(instruction, saved)
         # The graph lives on in what W still needs of it, and nowhere else.
-        saved.inputs, saved.outputs, saved.loss = {}, {}, None
+        saved.inputs, saved.outputs, saved.loss, saved.halves, saved.starts = {}, {}, None, None, []
 
     def _weight_gradient(self, instruction: Instruction) -> None:
         saved = self._saved.pop((instruction.stage, instruction.microbatch))
         if saved.weights is not None:
             saved.weights.run()
+
+
+def _leaves(saved: _Saved) -> list[Tensor]:
+    """What was read and wants a gradient."""
+    return [leaf for leaf in saved.inputs.values() if leaf.requires_grad]
 
 
 def cut_off(value: Tensor) -> Tensor:

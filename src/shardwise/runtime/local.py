@@ -19,7 +19,7 @@ from shardwise.schedule.schedule import Schedule
 Record = Callable[[int, Instruction, float, float], None]
 
 #: A send delivers what its receive would wait for; all stages step together, when the executor has finished.
-_TAKES_TIME = (COMPUTE | SENDS) - {Kind.STEP}
+TAKES_TIME = (COMPUTE | SENDS) - {Kind.STEP}
 
 
 class LocalExecutor:
@@ -92,7 +92,7 @@ class LocalExecutor:
                     node = self._needs.first_node[rank] + position
                     start = perf_counter()
                     self._do(rank, node)
-                    if record is not None and order[position].kind in _TAKES_TIME:
+                    if record is not None and order[position].kind in TAKES_TIME:
                         record(rank, order[position], start, perf_counter())
                     self._done[node] = True
                     moved = True
@@ -104,7 +104,7 @@ class LocalExecutor:
         So is a STEP: the engine takes it when all that it needs has been run.
         """
         node = self._needs.first_node[rank] + position
-        if self._needs.nodes[node].kind not in _TAKES_TIME:
+        if self._needs.nodes[node].kind not in TAKES_TIME:
             return True
         return all(self._is_finished(need) for need in self._needs.before[node])
 

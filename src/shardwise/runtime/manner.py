@@ -16,17 +16,23 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from shardwise.planner.plan import Plan
 
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manner:
-    """How stages are computed. `autocast` is the type that matmuls and the like run in, if not the parameters' own."""
+    """How stages are computed. `autocast` is the type that matmuls and the like run in, if not the parameters' own.
+
+    In fp16 small gradients vanish unless the loss is multiplied, which is its owner's business: given as a sum and a
+    count, both are, and the mean stays (`training/precision.py`).
+    """
 
     recompute: bool = False
     autocast: torch.dtype | None = None
 
     @staticmethod
     def of(plan: Plan) -> "Manner":
-        return Manner(recompute=plan.recompute == "full", autocast=torch.bfloat16 if plan.precision == "bf16" else None)
+        return Manner(recompute=plan.recompute == "full", autocast=_AUTOCAST.get(plan.precision))
 
     def precision(self, device: torch.device) -> AbstractContextManager[Any]:
         """Where forwards and losses are computed. Backwards are not: they follow their forward's types."""

@@ -1,6 +1,6 @@
 """The ranks of a plan in a grid, and every group of them that works together: named once, made once.
 
-    pp=2,dp=2,tp=2              rank = ((pp * DP + dp) * CP + cp) * TP + tp
+    pp=2,dp=2,tp=2              rank = ((pp * DP + dp) * CP + cp) * TP + tp, if the plan says no other order
 
           tp 0 1                tensor parallel ranks talk most and stand next to each other;
     dp 0     0 1   pp 0         pipeline ranks talk least and stand furthest apart
@@ -76,10 +76,10 @@ def make_mesh(plan: Plan, *, experts_over_tp: bool = False) -> Mesh:
     is_many = dist.is_available() and dist.is_initialized()
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if is_many else (0, 1)
     if is_many:
-        _agree(plan, rank, num_ranks)
+        agree_on(plan)
     plan.check_world(num_ranks)
     sizes = sizes_of(plan)
-    grid = torch.arange(num_ranks).reshape([sizes[axis] for axis in ORDER])
+    grid = _grid(plan, sizes)
     parts = {name: _along(grid, axes) for name, axes in GROUPS.items()}
     parts |= dict(zip(EXPERT_GROUPS, _expert_parts(grid, plan, experts_over_tp=experts_over_tp), strict=True))
     groups = _make_groups(parts, rank) if is_many else {name: Group() for name in parts}
@@ -101,8 +101,16 @@ def sizes_of(plan: Plan) -> dict[str, int]:
     return {"pp": plan.pp, "dp": replicas, "cp": plan.cp, "tp": plan.tp}
 
 
-def _agree(plan: Plan, rank: int, num_ranks: int) -> None:
-    """Find ranks with another plan before any group is made: one of them says so, and all stop."""
+def _grid(plan: Plan, sizes: Mapping[str, int]) -> torch.Tensor:
+    """Which rank stands where: its dimensions are those of `ORDER`, its ranks are numbered in the plan's order."""
+    order = plan.order.split("-")
+    numbered = torch.arange(plan.num_ranks).reshape([sizes[axis] for axis in order])
+    return numbered.permute([order.index(axis) for axis in ORDER])
+
+
+def agree_on(plan: Plan) -> None:
+    """Find ranks with another plan before anything else is done: one of them says so, and all stop."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
     plans = [""] * num_ranks
     dist.all_gather_object(plans, str(plan))
     different = next((other for other, text in enumerate(plans) if text != plans[0]), None)

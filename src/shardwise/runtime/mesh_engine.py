@@ -6,40 +6,55 @@ module ── its part of layers (tp) ── its experts (ep) ── its stages 
                                                                          REDUCE, GATHER, RELEASE: data/ (dp, ZeRO)
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
-from shardwise.runtime.batch import cut_batch, length_of
+from shardwise.runtime.batch import cut_batch, home_of, length_of
+from shardwise.runtime.collectives import Group
+from shardwise.runtime.collectives import Traffic as GroupTraffic
 from shardwise.runtime.connected import ConnectedTrainer
+from shardwise.runtime.context.cutting import Cutting, LocalBatch, pad_sequences
 from shardwise.runtime.context.parallel import ContextParallel
+from shardwise.runtime.context.pieces import take_pieces
 from shardwise.runtime.context.stages import in_context
 from shardwise.runtime.data.make import Sharing
 from shardwise.runtime.data.parallel import DataParallel
 from shardwise.runtime.data.replicas import Replicas, make_replicas
 from shardwise.runtime.data.ties import make_ties
+from shardwise.runtime.dropout import Place
 from shardwise.runtime.expert.shard import shard_experts
 from shardwise.runtime.faults import PipelineWatch
+from shardwise.runtime.holdings import GRADIENTS, OPTIMIZER, PARAMETERS
 from shardwise.runtime.interpreter import Loss, Tally
+from shardwise.runtime.keeping import KeptBytes
 from shardwise.runtime.local import Record
 from shardwise.runtime.losses import summed_only
 from shardwise.runtime.mesh import make_mesh
+from shardwise.runtime.mesh_optimizers import MeshOptimizers
 from shardwise.runtime.mesh_state import MeshState
 from shardwise.runtime.optimizers.share import Share
 from shardwise.runtime.pipeline import complete
 from shardwise.runtime.prepare import prepare
-from shardwise.runtime.recording import Recording
+from shardwise.runtime.recording import Recording, listening_to
 from shardwise.runtime.stage import Batch, Split
+from shardwise.runtime.tensor.columns import ColumnLinear
 from shardwise.runtime.tensor.shard import shard
 from shardwise.runtime.tensor.sharding import Sharding
+from shardwise.runtime.tensor.streams import Channels
 from shardwise.runtime.trainer import MakeOptimizer
 from shardwise.runtime.transport import ProcessTransport, make_groups
 from shardwise.schedule.instruction import Kind
 from shardwise.schedule.schedule import Schedule
+from shardwise.trace.events import Traffic
 
 # Stages whose weights are gathered at a time, where a stage's come at once.
 _MAX_GATHERED = 2
@@ -60,23 +75,41 @@ class MeshEngine(ConnectedTrainer):
         optimizer: MakeOptimizer | Sequence[Share],
         example: Batch,
         clip: float | None = None,
+        compile: bool | str = False,
         seed: int = 0,
         pad: bool = False,
+        through_blocks: bool = False,
     ) -> None:
         self.plan, self.mesh = plan, make_mesh(plan)
         self.rank = self.mesh.coordinates["pp"]
         self.ranks = (self.rank,)
+        order = [name for name, _ in module.named_parameters()]
         shapes = {name: each.shape for name, each in module.state_dict().items() if isinstance(each, Tensor)}
         loss = summed_only(loss, plan.cp) if plan.cp > 1 else loss
+        divisor = plan.tp if plan.sp else 1
         rows = self._rows(example)
-        self._tensor = self._shard(module, cut_batch(rows, plan.microbatches, pad=pad)[0], seed)
-        self._experts = shard_experts(module, self.mesh) if plan.dp * plan.cp > 1 else None
-        stages, schedule = prepare(module, plan, loss=loss, example=rows, rank=self.rank, pad=pad, seed=seed)
+        if plan.cp > 1 and plan.sp:
+            # The module is looked at as all ranks together run it.
+            rows = pad_sequences(rows, plan.cp, Cutting(divisor=divisor))
+        self.tensor = self._shard(module, cut_batch(rows, plan.microbatches, pad=pad)[0], seed)
+        self.experts = shard_experts(module, self.mesh) if plan.dp * plan.cp > 1 else None
+        stages, schedule = prepare(
+            module,
+            plan,
+            loss=loss,
+            example=rows,
+            rank=self.rank,
+            pad=pad,
+            seed=seed,
+            compile=compile,
+            through_blocks=through_blocks,
+        )
         self._context: ContextParallel | None = None
         self._has_attended = False
+        self._sent_before: list[tuple[Group, GroupTraffic]] = []
         if plan.cp > 1:
             form = cast(Literal["ring", "all-to-all"], plan.context)
-            self._context = ContextParallel(self.mesh.group("cp"), form=form)
+            self._context = ContextParallel(self.mesh.group("cp"), form=form, divisor=divisor)
             self._context.attach(module)
             stages = in_context(stages, self._context)
         self._sharing = Sharing(zero=plan.zero, layerwise=not _splits_backward(schedule))
@@ -88,14 +121,25 @@ class MeshEngine(ConnectedTrainer):
             self.parameters,
             self.buffers,
             data=self.data,
-            tensor=self._tensor,
-            experts=self._experts,
+            tensor=self.tensor,
+            experts=self.experts,
             shapes=shapes,
             from_pipeline=self._from_pipeline,
+        )
+        self._optimizers = MeshOptimizers(
+            self.parameters,
+            data=self.data,
+            tensor=self.tensor,
+            experts=self.experts,
+            shapes=shapes,
+            order=order,
+            gather=lambda given, name: self._gather(given, self.mesh.group(name).handle),
         )
         watch = PipelineWatch(self._watch, self.mesh.ranks("pp"))
         self._transport = ProcessTransport(make_groups(self.mesh.pipelines), watch=watch)
         self._make_executors(loss, watch=watch, on_reduce=self.data.reduce, beside=self.data)
+        if not compile:
+            self._draw_alike(seed, _channels_of(module))
 
     def _shard(self, module: nn.Module, microbatch: Batch, seed: int) -> Sharding | None:
         """Keep this rank's part of every layer that comes apart."""
@@ -103,13 +147,13 @@ class MeshEngine(ConnectedTrainer):
             return None
         sharding = shard(module, self.mesh, sequence=self.plan.sp, example=microbatch)
         if any(each.is_meta for each in module.parameters()):
-            sharding.materialise(module, seed=seed)
+            sharding.materialise(module, seed=seed, device=home_of(microbatch))
         return sharding
 
     def _make_data(self, optimizer: MakeOptimizer | Sequence[Share]) -> DataParallel:
         dense = make_replicas(self.mesh.ranks("gradients"), shard_size=self.plan.zero_group)
         same = make_replicas(self.mesh.ranks("expert_gradients")) if self.plan.ep > 1 else dense
-        experts = self._experts.parameters if self._experts is not None else {}
+        experts = self.experts.parameters if self.experts is not None else {}
 
         def replicas_of(name: str) -> Replicas:
             return same if name in experts else dense
@@ -124,7 +168,7 @@ class MeshEngine(ConnectedTrainer):
             replicas_of=replicas_of,
             optimizer=optimizer,
             ties=make_ties(self.schedule.placement, self.split, self.mesh.pipelines, self.mesh.rank),
-            tensor=self._tensor,
+            tensor=self.tensor,
             module=self.module,
             watch=self._watch,
         )
@@ -145,6 +189,25 @@ class MeshEngine(ConnectedTrainer):
         with self._told_to_all():
             self._state.load(state)
 
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        return self.data.optimizers
+
+    def optimizer_state_dict(self, *, sharded: bool = False) -> dict[str, Any]:
+        """What the optimizers remember, under the names of the original module: see `optimizers/state.py`.
+
+        Whole, all of it on every rank; or of the parts that this rank has of the parameters of its stages.
+        """
+        return self._optimizers.part() if sharded else self._optimizers.whole()
+
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a whole state, of whatever plan."""
+        with self._told_to_all():
+            self._optimizers.load(state)
+
+    def assembled(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self._state.assembled(parts)
+
     # What a trainer leaves to engines.
 
     def _complete(self, schedule: Schedule, stages: Split) -> Schedule:
@@ -164,6 +227,15 @@ class MeshEngine(ConnectedTrainer):
                 remedy=f"a batch of {' or '.join(str(each) for each in (below, below + replicas) if each)}",
             )
         return cut_batch(batch, replicas)[self.mesh.coordinates["dp"]]
+
+    def _place(self, batch: Batch, microbatch: Batch) -> Place:
+        place, axes = super()._place(batch, microbatch), self.mesh.coordinates
+        tokens: Tensor | None = None
+        if isinstance(microbatch, LocalBatch):
+            tokens = take_pieces(torch.arange(microbatch.tokens.length), 0, axes["cp"], self.plan.cp)
+        first_row = axes["dp"] * (length_of(batch) // self.plan.dp)
+        num_pieces = self.plan.tp if self.plan.sp else 1
+        return replace(place, first_row=first_row, tokens=tokens, piece=axes["tp"] % num_pieces, num_pieces=num_pieces)
 
     def _cut(self, batch: Batch) -> list[Batch]:
         microbatches = super()._cut(self._rows(batch))
@@ -189,24 +261,46 @@ class MeshEngine(ConnectedTrainer):
 
     def _step(self, tally: Tally) -> None:
         """Sum gradients over replicas, make them those of the whole batch's mean, clip them, and step."""
-        tally.mean  # noqa: B018 - a batch that has none says so here, before a weight has changed
+        self.was_finite = math.isfinite(tally.mean)  # A batch that has none says so here.
         self.data.finish()
         scale = 1 / tally.count
         if self._clip is not None:
             square = self.data.square()
             self._sum(square, "the norm of the gradients")
             self.gradient_norm = float(square) ** 0.5 * scale
+            self.was_finite = self.was_finite and math.isfinite(self.gradient_norm)
             scale *= min(1.0, self._clip / (self.gradient_norm + 1e-6))
-        self.data.step(scale)
+        if self.was_finite:
+            self.data.step(scale)
 
     def _finish(self, step: int) -> None:
         self.data.finish(step)
 
-    def _gather_notes(self, recording: Recording) -> None:
-        """A trace is of this rank's pipeline; replicas do the same at the same time."""
-        handle = self.mesh.group("pp").handle
-        if handle is not None and self.plan.pp > 1:
-            self._gather_notes_in(recording, handle)
+    def _pipelines(self) -> Sequence[Sequence[int]]:
+        return self.mesh.pipelines
+
+    @contextmanager
+    def _listening(self, recording: Recording | None, kept: KeptBytes) -> Iterator[None]:
+        groups = self._groups()
+        with super()._listening(recording, kept), listening_to(groups, recording):
+            self._sent_before = [(each, each.traffic.copy()) for each in groups]
+            yield
+
+    def _groups(self) -> list[Group]:
+        """All that this rank sends in, but for its pipeline."""
+        replicas = [bucket.home.replicas for bucket in self.data.buckets]
+        known = [*self.mesh.groups.values(), *(each for pair in replicas for each in (pair.shard, pair.copies))]
+        return list({id(each): each for each in known if each.handle is not None}.values())
+
+    def _traffic(self, rank: int, recording: Recording) -> Iterator[Traffic]:
+        yield from super()._traffic(rank, recording)
+        for group, before in self._sent_before:
+            for kind, count in (group.traffic.calls - before.calls).items():
+                yield Traffic(rank, None, kind, count, group.traffic.bytes[kind] - before.bytes[kind])
+
+    def _state_bytes(self) -> dict[str, int]:
+        held = self.data.held()
+        return {PARAMETERS: held.parameters, GRADIENTS: held.gradients, OPTIMIZER: held.optimizer}
 
     def _from_pipeline(self, part: dict[str, Any]) -> list[dict[str, Any]]:
         """The parts of all ranks of this pipeline, on the CPU."""
@@ -219,6 +313,12 @@ class MeshEngine(ConnectedTrainer):
         if self._context is not None:
             self._context.detach()
         self.data.close()
+
+
+def _channels_of(module: nn.Module) -> Callable[[], Channels | None]:
+    """What says which channels this rank is at, inside of layers that are cut."""
+    streams = [each.streams for each in module.modules() if isinstance(each, ColumnLinear) and each.streams is not None]
+    return lambda: next((each.channels for each in streams if each.is_apart), None)
 
 
 def _splits_backward(schedule: Schedule) -> bool:

@@ -48,7 +48,11 @@ class MeshState:
     def gradients(self) -> dict[str, Tensor]:
         """All gradients of the last step as the optimizer was given them."""
         found = {name: self._data.whole_gradient(name) for name in self._parameters if name in self._in_buckets}
-        mine = {name: self._assembled(name, each) for name, each in found.items() if each is not None}
+        return self.assembled({name: each for name, each in found.items() if each is not None})
+
+    def assembled(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors from what each rank has of those of its stages, each as it has the parameter of that name."""
+        mine = {name: self._assembled(name, parts[name]) for name in self._parameters if name in parts}
         return {name: each for part in (*self._from_pipeline(mine), mine) for name, each in part.items()}
 
     @torch.no_grad()

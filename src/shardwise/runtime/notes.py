@@ -1,25 +1,48 @@
-"""What the ranks of a pipeline noted, told to each other."""
+"""What every rank noted of a step, told to each other by one clock.
 
+It travels in columns of plain values: thousands of notes one by one would take longer to pack than to note.
+"""
+
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from shardwise.runtime.recording import Note, Recording, Told
+from shardwise.trace.events import Holding, Lane, Traffic
 
-from shardwise.runtime.faults import Watch
-from shardwise.runtime.recording import Note, Recording
-from shardwise.schedule.schedule import Schedule
+_LANES = tuple(Lane)
+_NUMBERS = {lane: number for number, lane in enumerate(_LANES)}
 
 
-def gather_notes(
-    recording: Recording, schedule: Schedule, rank: int, *, group: dist.ProcessGroup, correction: float, watch: Watch
+def share_notes(
+    recording: Recording, mine: Told, *, gather: Callable[[Any], list[Any]], correction: float, num_ranks: int
 ) -> None:
-    """Everybody tells everybody, by one clock. A rank runs no more than its list, and what was left of the last."""
-    mine = torch.full((2 * max(map(len, schedule.orders)) + 1, 3), -1.0, dtype=torch.float64)
-    for row, note in enumerate(recording.notes_of(rank)):
-        mine[row] = torch.tensor([note.position, note.start + correction, note.end + correction])
-    told = [torch.empty_like(mine) for _ in schedule.orders]
-    work: Any = dist.all_gather(told, mine, group=group, async_op=True)
-    watch.wait(work, "the gathering of the trace")
-    recording.clear()
-    for other, rows in enumerate(told):
-        recording.add(other, (Note(int(row[0]), row[1], row[2]) for row in rows.tolist() if row[0] >= 0))
+    """Everybody tells everybody. `gather` gives what each rank of the world gives; `correction` is of this clock."""
+    told = gather(packed(mine.by_clock(correction)))
+    assert len(told) == num_ranks, f"{len(told)} of {num_ranks} ranks told what they did"
+    for rank, each in enumerate(told):
+        recording.take(rank, unpacked(each))
+
+
+def packed(told: Told) -> tuple[Any, ...]:
+    """What a rank tells, in plain values."""
+    notes = _columns(told.notes, len(Note._fields))
+    notes[1] = [_NUMBERS[lane] for lane in notes[1]]
+    holdings, traffic = _columns(told.holdings, len(Holding._fields)), _columns(told.traffic, len(Traffic._fields))
+    return told.place, told.window, notes, holdings, traffic
+
+
+def unpacked(given: tuple[Any, ...]) -> Told:
+    """What was packed."""
+    place, window, notes, holdings, traffic = given
+    notes = [notes[0], [_LANES[number] for number in notes[1]], *notes[2:]]
+    return Told(
+        place,
+        window,
+        list(map(Note, *notes)),
+        list(map(Holding, *holdings)),
+        list(map(Traffic, *traffic)),
+    )
+
+
+def _columns(rows: Sequence[tuple[Any, ...]], width: int) -> list[list[Any]]:
+    return [list(column) for column in zip(*rows, strict=True)] if rows else [[] for _ in range(width)]

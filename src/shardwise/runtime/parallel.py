@@ -3,22 +3,24 @@
 The same script runs alone, where one process runs every rank; under `torchrun`; or through `spawn`.
 """
 
+from typing import Any
+
 import torch.distributed as dist
 from torch import nn
 
-from shardwise import environment
-from shardwise.errors import ShardwiseError
 from shardwise.planner.composition import check_composition
 from shardwise.planner.plan import Plan
-from shardwise.runtime.able import check_alone, check_module
+from shardwise.runtime.able import check_alone, check_compiles, check_module
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.interpreter import Loss
+from shardwise.runtime.joining_in import join_if_launched
+from shardwise.runtime.mesh import agree_on
 from shardwise.runtime.mesh_engine import MeshEngine
 from shardwise.runtime.prepare import prepare
 from shardwise.runtime.process_engine import ProcessEngine
-from shardwise.runtime.rank import choose_backend
 from shardwise.runtime.stage import Batch
 from shardwise.runtime.trainer import MakeOptimizer
+from shardwise.runtime.whereabouts import check_example
 
 
 def parallelize(
@@ -32,6 +34,7 @@ def parallelize(
     compile: bool | str = False,
     seed: int = 0,
     pad: bool = False,
+    through_blocks: bool = False,
 ) -> Engine | ProcessEngine | MeshEngine:
     """Return an engine that trains `module` under `plan`.
 
@@ -42,43 +45,28 @@ def parallelize(
 
     Gradients are clipped to a global norm of `clip`, if given. With `compile` each unit is compiled, by `inductor` or
     by the backend that it names. With `pad` the microbatches need not divide a batch: some have a row more, or, in a
-    batch of too few rows, repeat one that counts for nothing.
+    batch of too few rows, repeat one that counts for nothing. With `through_blocks` a pipeline may be cut in a block
+    where whole blocks do not divide evenly.
 
     Where `torch.distributed` has several ranks, each of them runs one of the plan. Under `torchrun` it is started here.
     """
     chosen = Plan.parse(plan) if isinstance(plan, str) else plan
+    join_if_launched()
+    are_many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if are_many:
+        agree_on(chosen)
     check_composition(chosen)
     check_module(module)
-    _join_if_launched()
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    check_example(module, example)
+    how: dict[str, Any] = {"compile": compile, "seed": seed, "pad": pad, "through_blocks": through_blocks}
+    if are_many:
         chosen.check_world(dist.get_world_size())
-        if chosen.num_ranks > chosen.pp:
-            if compile:
-                raise ShardwiseError(
-                    f"compile with plan {chosen}: blocks are compiled in pipelines (pp) alone yet",
-                    remedy="compile=False",
-                )
-            return MeshEngine(
-                module, chosen, loss=loss, optimizer=optimizer, example=example, clip=clip, seed=seed, pad=pad
-            )
-        return ProcessEngine(
-            module,
-            chosen,
-            loss=loss,
-            optimizer=optimizer,
-            example=example,
-            clip=clip,
-            compile=compile,
-            seed=seed,
-            pad=pad,
-        )
+        has_other_axes = chosen.num_ranks > chosen.pp
+        if has_other_axes and compile:
+            check_compiles(chosen)
+        many = MeshEngine if has_other_axes else ProcessEngine
+        return many(module, chosen, loss=loss, optimizer=optimizer, example=example, clip=clip, **how)
     check_alone(chosen)
-    stages, schedule = prepare(module, chosen, loss=loss, example=example, pad=pad, seed=seed, compile=compile)
-    return Engine(module, chosen, stages, schedule, loss=loss, optimizer=optimizer, clip=clip, pad=pad)
-
-
-def _join_if_launched() -> None:
-    """Under `torchrun`, start `torch.distributed` if the script has not."""
-    place = environment.place_under_torchrun()
-    if place is not None and dist.is_available() and not dist.is_initialized():
-        dist.init_process_group(choose_backend(*place))
+    stages, schedule = prepare(module, chosen, loss=loss, example=example, **how)
+    own_seed = None if compile else seed
+    return Engine(module, chosen, stages, schedule, loss=loss, optimizer=optimizer, clip=clip, pad=pad, seed=own_seed)

@@ -26,12 +26,16 @@ def prepare(
     pad: bool = False,
     seed: int = 0,
     compile: bool | str = False,
+    through_blocks: bool = False,
 ) -> tuple[Split, Schedule]:
     """Return the stages of this process, which runs one rank or (None) all, and the schedule, computation only."""
     microbatch = cut_batch(example, plan.microbatches, pad=pad)[0]
     home = home_of(microbatch)
     backend = check_backend(compile, home)
-    schedule = schedule_of(plan, lambda count: stage_costs(module.train(), count, microbatch, cut=plan.layers))
+    schedule = schedule_of(
+        plan,
+        lambda count: stage_costs(module.train(), count, microbatch, cut=plan.layers, through_blocks=through_blocks),
+    )
     count = len(schedule.placement.pipes[0])
     try:
         with Manner.of(plan).precision(home):
@@ -43,6 +47,7 @@ def prepare(
                 cut=plan.layers,
                 seed=seed,
                 probe=trial_of(loss, microbatch),
+                through_blocks=through_blocks,
             )
     except TooFewUnitsError as error:
         ranks = error.num_units * plan.pp // count

@@ -1,6 +1,6 @@
 """The engine of many processes: this process runs one rank of the pipeline."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,8 +11,8 @@ from shardwise.planner.plan import Plan
 from shardwise.runtime.connected import ConnectedTrainer
 from shardwise.runtime.interpreter import Loss, Tally
 from shardwise.runtime.local import Record
+from shardwise.runtime.optimizers.state import joined_states, on_cpu
 from shardwise.runtime.prepare import prepare
-from shardwise.runtime.recording import Recording
 from shardwise.runtime.stage import Batch
 from shardwise.runtime.state import joined
 from shardwise.runtime.statistics import SharedStatistics
@@ -39,11 +39,20 @@ class ProcessEngine(ConnectedTrainer):
         compile: bool | str = False,
         seed: int = 0,
         pad: bool = False,
+        through_blocks: bool = False,
     ) -> None:
         self.rank, num_ranks = dist.get_rank(), dist.get_world_size()
         self.ranks = (self.rank,)
         stages, schedule = prepare(
-            module, plan, loss=loss, example=example, rank=self.rank, pad=pad, seed=seed, compile=compile
+            module,
+            plan,
+            loss=loss,
+            example=example,
+            rank=self.rank,
+            pad=pad,
+            seed=seed,
+            compile=compile,
+            through_blocks=through_blocks,
         )
         super().__init__(module, plan, stages, schedule, optimizer=optimizer, clip=clip, pad=pad)
         self._connect()
@@ -54,6 +63,8 @@ class ProcessEngine(ConnectedTrainer):
         self._statistics: SharedStatistics | None = None
         if len(self.schedule.placement.pipes) > 1:
             self._statistics = SharedStatistics(module, self.buffers, self._gather)
+        if not compile:
+            self._draw_alike(seed)
         self._begin_stream()
 
     def _disconnect(self) -> None:
@@ -81,5 +92,10 @@ class ProcessEngine(ConnectedTrainer):
         sent = {name: each.cpu() if isinstance(each, Tensor) else each for name, each in part.items()}
         return joined(self.module, [*self._gather(sent), part])
 
-    def _gather_notes(self, recording: Recording) -> None:
-        self._gather_notes_in(recording, self._everybody)
+    def assembled(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        told = self._gather({name: each.detach().cpu() for name, each in parts.items()})
+        return {name: each for part in (*told, parts) for name, each in part.items()}
+
+    def _gather_optimizer_state(self, part: dict[str, Any]) -> dict[str, Any]:
+        sent = {**part, "state": {name: on_cpu(each) for name, each in part["state"].items()}}
+        return joined_states([*self._gather(sent), part], [name for name, _ in self.module.named_parameters()])

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from shardwise.runtime.calls import calls_of
 from shardwise.runtime.faults import Waiter
 from shardwise.runtime.interpreter import Interpreter, Loss, Tally
-from shardwise.runtime.local import Record
+from shardwise.runtime.local import TAKES_TIME, Record
 from shardwise.runtime.manner import Manner
 from shardwise.runtime.stage import Batch, Split
 from shardwise.runtime.transport import Key, Transport
@@ -147,9 +147,10 @@ class ProcessExecutor:
                     if not has_waited:
                         transport.post_ahead(walk.ahead)
                         has_waited = True
+                    interpreter.prepare(instruction)
                     for receive, message in awaited:
                         interpreter.incoming(receive, transport.receive(message))
-                if record is None:
+                if record is None or instruction.kind not in TAKES_TIME:
                     do()
                 else:
                     start = perf_counter()

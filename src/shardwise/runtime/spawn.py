@@ -31,6 +31,8 @@ from shardwise.errors import ShardwiseError
 from shardwise.runtime.faults import LOST, RankError, encode
 from shardwise.runtime.rank import Failure, serve
 
+# What ranks need, imported once for all of them. torch's optimizers load its compiler: 2 s of a core (torch 2.13).
+_PRELOADED = ["shardwise.runtime.rank", "shardwise.runtime.parallel", "torch._dynamo"]
 # How long the other ranks have, after one has failed, to say so themselves.
 _GRACE_SECONDS = 5.0
 
@@ -192,7 +194,7 @@ def _context() -> Any:
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["shardwise.runtime.rank"])
+    context.set_forkserver_preload(_PRELOADED)
     return context
 
 

@@ -5,13 +5,13 @@ gradient alone, a W for the weight gradient alone, and a B for each of them once
 
       output
         |
-      [add] --- [weights: waits for W] --- weight
+      [add: begins] --- [view: waits for W] --- weight
         |
-    [inputs: waits for I]
+     [view: waits for I]
         |
       input
 
-A forward waits when its graph is built: from call to return it takes its time, as a device would.
+It takes its time as a device would: forward from call to return, backward from the moment a gradient reaches it.
 
 The first stage has no input to give a gradient to. There, as for any model (`backward.py`), the wait for I is part of
 its W: `first_stage_waits_in_weights` says so to the simulator.
@@ -71,6 +71,7 @@ class TimedModule(nn.Module):
     def __init__(self, seconds: Seconds, *, is_first: bool, width: int = 8, wait: Wait = sleep) -> None:
         super().__init__()
         self.seconds, self.wait = seconds, wait
+        self._busy_until = 0.0
         self.weight = nn.Parameter(torch.zeros(1, width))
         self.begin = nn.Parameter(torch.zeros(1, width)) if is_first else None
 
@@ -78,26 +79,28 @@ class TimedModule(nn.Module):
         start = time.perf_counter()
         if self.begin is not None:
             value = value + self.begin
-        inputs: Tensor = _Wait.apply(value, self, Kind.I)  # type: ignore[no-untyped-call]
-        weights: Tensor = _Wait.apply(self.weight, self, Kind.W)  # type: ignore[no-untyped-call]
+        # Views are nodes that cost next to nothing, and a hook in front of one less than a function of our own.
+        inputs, weights = value.view_as(value), self.weight.view_as(self.weight)
         output = inputs + weights
+        for tensor, hook in ((output, self._begin), (inputs, self._end_inputs), (weights, self._end_weights)):
+            if tensor.requires_grad:
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         self.wait(start + self.seconds.forward - time.perf_counter(), Kind.F)
         return output
 
+    def _begin(self, gradient: Tensor) -> None:  # noqa: ARG002 - what a hook is given
+        self._busy_until = time.perf_counter()
 
-class _Wait(torch.autograd.Function):
-    """Hands a value on, and waits on the way back for the gradient that it stands for."""
+    def _end_inputs(self, gradient: Tensor) -> None:  # noqa: ARG002
+        self._be_busy(self.seconds.input_gradient, Kind.I)
 
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, module: TimedModule, kind: Kind) -> Tensor:
-        ctx.module, ctx.kind = module, kind
-        return value.clone()
+    def _end_weights(self, gradient: Tensor) -> None:  # noqa: ARG002
+        self._be_busy(self.seconds.weight_gradient, Kind.W)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        seconds = ctx.module.seconds
-        ctx.module.wait(seconds.input_gradient if ctx.kind is Kind.I else seconds.weight_gradient, ctx.kind)
-        return gradient, None, None
+    def _be_busy(self, seconds: float, kind: Kind) -> None:
+        """Wait for the end of what began when a gradient reached this stage, or when what came before it ended."""
+        self._busy_until += seconds
+        self.wait(self._busy_until - time.perf_counter(), kind)
 
 
 @dataclass(slots=True, kw_only=True)

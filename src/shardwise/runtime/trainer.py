@@ -1,7 +1,8 @@
 """What both engines do alike: a step, an evaluation, and the state of the module under its own names."""
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from types import TracebackType
@@ -13,16 +14,31 @@ from torch.optim import Optimizer
 
 from shardwise.planner.plan import Plan
 from shardwise.runtime.batch import cut_batch, shapes_of
+from shardwise.runtime.device_clock import clock_of
+from shardwise.runtime.dropout import Dropouts, Place, num_tokens_of
+from shardwise.runtime.holdings import holdings_of, state_bytes
 from shardwise.runtime.interpreter import Interpreter, Tally
+from shardwise.runtime.keeping import KeptBytes
 from shardwise.runtime.local import Record
+from shardwise.runtime.optimizers.state import (
+    check_shapes,
+    check_states,
+    groups_of,
+    joined_states,
+    load_settings,
+    states_of,
+    taken,
+)
 from shardwise.runtime.pipeline import complete
-from shardwise.runtime.recording import Recording
+from shardwise.runtime.recording import Recording, Told
 from shardwise.runtime.stage import Batch, Split
 from shardwise.runtime.state import held_state, load_held_state
 from shardwise.runtime.stream import Feedable, Stream
+from shardwise.runtime.tensor.streams import Channels
 from shardwise.runtime.versions import WeightVersions
+from shardwise.schedule.garbage import collection_paused
 from shardwise.schedule.schedule import Schedule
-from shardwise.trace.events import Trace
+from shardwise.trace.events import Trace, Traffic
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -31,7 +47,8 @@ class Trainer(ABC):
     """Trains a module under a plan. Where ranks are processes, each has one and all call it alike.
 
     `parameters` and `buffers` are those that this process holds. After a step `gradient_norm` is that of the whole
-    batch's gradient before it was clipped, if it was to be.
+    batch's gradient before it was clipped, if it was to be. A step whose loss or norm is not finite leaves the weights
+    alone, and `was_finite` says so.
     """
 
     #: The ranks that this process runs.
@@ -59,9 +76,15 @@ class Trainer(ABC):
         # A rank whose stages have nothing to train takes part all the same.
         self.optimizer = optimizer(self._trained.values()) if self._trained else None
         self.gradient_norm: float | None = None
+        self.was_finite = True
         self._recording: Recording | None = None
         self._trace: Trace | None = None
         self._stream: Stream | None = None
+        #: How many steps have been begun: masks of dropout depend on it. One that goes on with a training sets it.
+        self.num_steps = 0
+        self._dropouts: Dropouts | None = None
+        #: What forwards keep of batches of each signature.
+        self._kept: dict[Hashable, KeptBytes] = {}
 
     @property
     def trace(self) -> Trace | None:
@@ -70,26 +93,38 @@ class Trainer(ABC):
             self._trace, self._recording = self._recording.trace(), None
         return self._trace
 
-    def train_step(self, batch: Batch, *, trace: bool = False) -> float:
-        """Take one step on a batch, the same on every rank, and return its loss. With `trace` it is recorded."""
-        recording = Recording(self.schedule) if trace else None
+    def train_step(self, batch: Batch, *, trace: bool = False, data_wait: float = 0.0) -> float:
+        """Take one step on a batch, the same on every rank, and return its loss. With `trace` it is recorded.
+
+        `data_wait` are seconds that the caller has just stood still for the batch: a recorded step begins with them.
+        """
+        begin = perf_counter()
+        recording = self._start_recording() if trace else None
         record = None if recording is None else recording.note
         self._forget_gradients()
         with self._told_to_all():
             microbatches, signature = self._cut(batch), ("train", shapes_of(batch))
-            if self._stream is not None:
-                tally = self._stream.train_step(microbatches, signature, record)
-                start = perf_counter()
-            else:
-                tally = self._run(True, microbatches, signature, record)
-                start = perf_counter()
-                self._step(tally)
-            if recording is not None:
-                for rank in self.ranks:
-                    recording.note_step(rank, start, perf_counter())
-                self._gather_notes(recording)
-                self._recording = recording
-            return tally.mean
+            if self._dropouts is not None:
+                self._dropouts.take(microbatches, self._place(batch, microbatches[0]))
+            self.num_steps += 1
+            with self._listening(recording, self._kept.setdefault(signature, {}) if trace else {}):
+                if self._stream is not None:
+                    tally = self._stream.train_step(microbatches, signature, record)
+                    start = perf_counter()
+                else:
+                    tally = self._run(True, microbatches, signature, record)
+                    start = perf_counter()
+                    self._step(tally)
+                end = perf_counter()
+        if recording is not None:
+            for rank in self.ranks:
+                recording.note_step(rank, start, end)
+            recording.settle()
+            # So many small things at once would make the collector look through all of torch.
+            with self._told_to_all(), collection_paused():
+                self._share(recording, (begin, end), data_wait, self._kept[signature])
+            self._recording = recording
+        return tally.mean
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> float:
@@ -120,6 +155,47 @@ class Trainer(ABC):
             load_held_state(self.module, [*self.parameters.values(), *self.buffers.values()], state)
         self._begin_stream()
 
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients of the last step as the optimizer was given them, whole, by original names, on every rank."""
+        self.flush()
+        return self.assembled({name: each.grad for name, each in self._trained.items() if each.grad is not None})
+
+    def assembled(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors by original names, from what each process has of those that it holds. All call it alike."""
+        return dict(parts)
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """Those of this process."""
+        return [] if self.optimizer is None else [self.optimizer]
+
+    def optimizer_state_dict(self, *, sharded: bool = False) -> dict[str, Any]:
+        """What the optimizer remembers, by original names: of all parameters, or of those that this process holds.
+
+        `optimizers/state.py` says in which form. It can be loaded under any other plan.
+        """
+        self.flush()
+        names = self._names()
+        part = {"state": states_of(self.optimizers, names), "param_groups": groups_of(self.optimizers, names)}
+        return self._gather_optimizer_state(part) if not sharded else part
+
+    @torch.no_grad()
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what an optimizer remembered, of all parameters or of at least those that this process holds."""
+        self.flush()
+        with self._told_to_all():
+            check_states(state, [name for name, _ in self.module.named_parameters()])
+            check_shapes(state["state"], {name: each.shape for name, each in self._trained.items()})
+            load_settings(self.optimizers, self._names(), state["param_groups"])
+            for optimizer in self.optimizers:
+                for name, parameter in self._trained.items():
+                    optimizer.state.pop(parameter, None)
+                    if name in state["state"]:
+                        optimizer.state[parameter] = taken(state["state"][name], parameter, optimizer)
+
+    def _names(self) -> dict[Tensor, str]:
+        return {each: name for name, each in self._trained.items()}
+
     def flush(self) -> None:
         """Finish what is under way, where a schedule leaves its last step unfinished: the weights are the newest then.
 
@@ -142,6 +218,18 @@ class Trainer(ABC):
         if error is None:
             self.close()
 
+    def _draw_alike(self, seed: int, channels: Callable[[], Channels | None] = lambda: None) -> None:
+        """Let dropouts drop what they would under any plan."""
+        dropouts = Dropouts(seed=seed, channels=channels)
+        if dropouts.attach(self.module):
+            self._dropouts = dropouts
+            for interpreter in self._feedable()[1]:
+                interpreter.select_rows = dropouts.select
+
+    def _place(self, batch: Batch, microbatch: Batch) -> Place:  # noqa: ARG002 - alone, all of it is here
+        """Where the first microbatch of this process stands in a batch."""
+        return Place(step=self.num_steps, first_row=0, num_tokens=num_tokens_of(microbatch))
+
     def _cut(self, batch: Batch) -> list[Batch]:
         return cut_batch(batch, self.plan.microbatches, pad=self._pad)
 
@@ -161,7 +249,7 @@ class Trainer(ABC):
 
     def _step(self, tally: Tally) -> None:
         """Make the summed gradients those of the whole batch's mean, clip them, and step."""
-        tally.mean  # noqa: B018 - a batch that has none says so here, before a weight has changed
+        self.was_finite = math.isfinite(tally.mean)  # A batch that has none says so here.
         gradients = {name: each.grad for name, each in self._trained.items() if each.grad is not None}
         for gradient in gradients.values():
             gradient.div_(tally.count)
@@ -170,11 +258,12 @@ class Trainer(ABC):
             square = torch.tensor(float(nn.utils.get_total_norm(counted)) ** 2, dtype=torch.float64)
             self._sum(square, "the norm of the gradients")
             self.gradient_norm = float(square) ** 0.5
+            self.was_finite = self.was_finite and math.isfinite(self.gradient_norm)
             factor = self._clip / (self.gradient_norm + 1e-6)
             if factor < 1:
                 for gradient in gradients.values():
                     gradient.mul_(factor)
-        if self.optimizer is not None:
+        if self.optimizer is not None and self.was_finite:
             self.optimizer.step()
 
     # What differs between one process and many.
@@ -216,9 +305,61 @@ class Trainer(ABC):
         """The whole state, from the part of each process."""
         return part
 
-    @abstractmethod
-    def _gather_notes(self, recording: Recording) -> None:
-        """Add what other processes noted."""
+    def _gather_optimizer_state(self, part: dict[str, Any]) -> dict[str, Any]:
+        """The whole state of all optimizers, from the part of each process."""
+        return joined_states([part], [name for name, _ in self.module.named_parameters()])
+
+    def _start_recording(self) -> Recording:
+        return Recording(self.schedule, self._pipelines(), clock=clock_of(self.parameters.values()))
+
+    def _pipelines(self) -> Sequence[Sequence[int]]:
+        """The ranks, in the world, of each pipeline."""
+        return [range(self.schedule.num_ranks)]
+
+    @contextmanager
+    def _listening(self, recording: Recording | None, kept: KeptBytes) -> Iterator[None]:
+        """Let a recording hear what goes on inside of instructions, and have counted what is not known to be kept."""
+        if recording is None:
+            yield
+            return
+        interpreters = self._feedable()[1]
+        try:
+            for interpreter in interpreters:
+                interpreter.note_again = recording.note_again
+                # Of ranks that take turns no bytes are told.
+                interpreter.kept_bytes = kept if len(self.ranks) == 1 else None
+            yield
+        finally:
+            for interpreter in interpreters:
+                interpreter.note_again = interpreter.kept_bytes = None
+
+    def _share(self, recording: Recording, window: tuple[float, float], data_wait: float, kept: KeptBytes) -> None:
+        """Tell all processes of a step what each has noted."""
+        if len(self.ranks) == 1:
+            recording.take(0, self._told(recording, 0, window, data_wait, kept))
+            return
+        # Ranks of one process take turns, and have no step of their own.
+        for rank in self.ranks:
+            recording.take(rank, recording.told_by(rank))
+
+    def _told(
+        self, recording: Recording, rank: int, window: tuple[float, float], data_wait: float, kept: KeptBytes
+    ) -> Told:
+        """What the one rank of this process, which is `rank` in the world, tells of its step."""
+        (place,) = self.ranks
+        begin, state = window[0] - data_wait, self._state_bytes()
+        held = holdings_of(rank, recording.ran_by(place), begin=begin, state=state, kept=kept)
+        sent = self._traffic(rank, recording)
+        return recording.told_by(place, window, data_wait=data_wait, holdings=held, traffic=sent)
+
+    def _traffic(self, rank: int, recording: Recording) -> Iterator[Traffic]:  # noqa: ARG002 - alone, nobody
+        """What this rank has sent in the step."""
+        yield from ()
+
+    def _state_bytes(self) -> dict[str, int]:
+        """What this process holds of the model's state, by owner."""
+        gradients = [each.grad for each in self._trained.values()]
+        return state_bytes([*self.parameters.values(), *self.buffers.values()], gradients, self.optimizers)
 
     @contextmanager
     def _told_to_all(self) -> Iterator[None]:

@@ -107,6 +107,8 @@ class ProcessTransport:
         self._backends = [group._get_backend(torch.device("cpu")) for group in self._groups]
         self._device = torch.device(device)
         self._links = links if links is not None else {}
+        #: What was sent to each rank since somebody has last cleared it: messages, and bytes.
+        self.sent: dict[int, list[int]] = {}
         self._outbox: Outbox = WaitingOutbox(watch) if self._device.type == "cpu" else StreamOutbox()
         self._known: OrderedDict[Hashable, dict[Key, Layout]] = OrderedDict()
         self._layouts: dict[Key, Layout] = {}
@@ -139,6 +141,9 @@ class ProcessTransport:
             raise _changed(key, layout.description, description)
         if layout.num_bytes:
             payload = layout.pack(tensors)
+            sent = self.sent.setdefault(key.target, [0, 0])
+            sent[0] += 1
+            sent[1] += layout.num_bytes
             self._hold(self._send(payload, key, _PAYLOAD), payload, key)
 
     def post_receive(self, key: Key) -> None:

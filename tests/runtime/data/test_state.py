@@ -127,7 +127,7 @@ def read_and_put_back(zero: int, make: MakeOptimizer | list[Share]) -> tuple[lis
     for name, each in wanted.items():
         assert torch.equal(data.whole(name).float(), each), name
     data.load(numbers(0))
-    states = [name for name, _, state in data.optimizer_pieces() if state]
+    states = [each.name for each in data.updated if each.optimizer.state.get(each.weight)]
     pieces = [(name, start, each.numel()) for name, _, start, each in data.pieces()]
     assert not any(torch.equal(once[name], data.whole(name)) for name in once)
     data.close()

@@ -54,7 +54,7 @@ def order_of_events(model: str, shared: str, overlap: bool) -> list[str]:
     def start(*args: Any) -> Pending:
         events.append("depart")
         found = start_all_to_all(*args)
-        return Noted(found._work, found._result)
+        return Noted(found._work, found._result, found._group, found._kind)
 
     with small_matrices():
         module = make_model(model)

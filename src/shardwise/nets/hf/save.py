@@ -34,30 +34,30 @@ def save(
     """Write a model, or its weights by name with its `settings`, to a folder that holds none yet.
 
     `family` is the `model_type` to write; by default the first that can say all of the settings. No file is larger than
-    `shard_bytes`, unless one tensor is; no more than one file's tensors are put together at a time. `extra` are further
-    entries of `config.json`: token ids and the like.
+    `shard_bytes`, unless one tensor is; no more than one file's tensors are put together at a time, and weights by name
+    are asked for when they are needed. `extra` are further entries of `config.json`: token ids and the like.
     """
     folder = Path(folder)
     settings = model.settings if isinstance(model, Transformer) else settings
     assert settings is not None, "weights by name are saved with their settings"
-    weights = weights_of(model) if isinstance(model, Transformer) else dict(model)
-    if settings.tied:
-        weights.pop("head.weight", None)
-    _check(weights, settings)
+    weights: Mapping[str, Tensor] = weights_of(model) if isinstance(model, Transformer) else model
+    names = [name for name in weights if not (settings.tied and name == "head.weight")]
+    shapes = _check(weights, names, settings)
     chosen, config = config_for(settings, family)
     if any(folder.glob("*.safetensors")):
         raise ShardwiseError(f"{folder} already has safetensors in it", remedy="an empty or new folder")
     folder.mkdir(parents=True, exist_ok=True)
     recipes: dict[str, _Recipe] = {}
-    for name, weight in weights.items():
-        for piece in chosen.naming(()).pieces(name, tuple(weight.shape)):
+    for name in names:
+        for piece in chosen.naming(()).pieces(name, shapes[name]):
             recipes.setdefault(piece.tensor, []).append((name, piece))
     _write_files(folder, weights, recipes, shard_bytes)
     config["torch_dtype"] = str(weights["embed.weight"].dtype).removeprefix("torch.")
     _write_json(folder / CONFIG, {**config, **(extra or {})})
 
 
-def _check(weights: Mapping[str, Tensor], settings: Settings) -> None:
+def _check(weights: Mapping[str, Tensor], names: list[str], settings: Settings) -> dict[str, tuple[int, ...]]:
+    """Refuse weights that are not those of the settings. Returns their shapes."""
     shapes = shapes_of(settings)
     missing = [name for name in shapes if name not in weights or weights[name].is_meta]
     if missing:
@@ -65,13 +65,15 @@ def _check(weights: Mapping[str, Tensor], settings: Settings) -> None:
             f"{len(missing)} of {len(shapes)} weights are not here, {missing[0]} among them",
             remedy="gather the weights of all ranks, then save",
         )
-    for name, weight in weights.items():
+    for name in names:
+        weight = weights[name]
         if name not in shapes or tuple(weight.shape) != shapes[name]:
             whole = f"{list(shapes[name])} by the settings" if name in shapes else "no weight by the settings"
             raise ShardwiseError(
                 f"{name} is {list(weight.shape)} here, and {whole}",
                 remedy="whole weights, and the settings they are of",
             )
+    return shapes
 
 
 def _write_files(folder: Path, weights: Mapping[str, Tensor], recipes: dict[str, _Recipe], shard_bytes: int) -> None:

@@ -41,7 +41,8 @@ class ContextParallel:
 
     `form` is how attention sees those of others. `positions` is the argument in which the module takes positions, None
     if it uses none; `entries` are dims of entries of the batch that cp does not know (see `cutting.py`); `pads` adds
-    tokens to sequences that do not divide; `masks` is what masks mean that the module gives to torch's attention.
+    tokens to sequences that do not divide, also a rank's part by `divisor`; `masks` is what masks mean that the module
+    gives to torch's attention.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class ContextParallel:
         positions: str | None = "position_ids",
         entries: Mapping[str, Entry | int | None] | None = None,
         pads: bool = True,
+        divisor: int = 1,
         masks: Reach | None = None,
     ) -> None:
         if form not in FORMS:
@@ -60,7 +62,7 @@ class ContextParallel:
         #: Attentions that were answered so far. If there were none, the module's attention was not found.
         self.num_calls = 0
         self._attention, self._masks = FORMS[form], masks
-        self._cutting = Cutting(entries=entries or {}, positions=positions, pads=pads)
+        self._cutting = Cutting(entries=entries or {}, positions=positions, pads=pads, divisor=divisor)
         self._name = f"shardwise-context-{next(_NUMBERS)}"
         self._watches = True
         self._counts_itself = False

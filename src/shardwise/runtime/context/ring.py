@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwise.runtime.collectives import Group
+from shardwise.runtime.collectives import Group, wait_for
 from shardwise.runtime.context.joining import Joined
 from shardwise.runtime.context.kernels import Block, Logits, bias_of, kernel_for
 from shardwise.runtime.context.pieces import pieces_of
@@ -153,7 +153,7 @@ class _Hop:
     """A tensor on its way to the rank that is so many further, and another on its way here from as far back."""
 
     def __init__(self, sent: Tensor, distance: int, group: Group) -> None:
-        self._sent, self._arrived = sent, torch.empty_like(sent)
+        self._sent, self._arrived, self._group = sent, torch.empty_like(sent), group
         group.traffic.note("send", sent.numel() * sent.element_size())
         target, source = (group.rank + distance) % group.size, (group.rank - distance) % group.size
         self._works = dist.batch_isend_irecv(
@@ -165,7 +165,7 @@ class _Hop:
 
     def finish(self) -> Tensor:
         for work in self._works:
-            work.wait()
+            wait_for(work, self._group, "send")
         return self._arrived
 
 

@@ -10,6 +10,7 @@ import queue
 import threading
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from shardwise.runtime.faults import Watch
 # Waits end by being broken: gloo closes every connection of a group when one wait times out.
 _FOREVER = timedelta(days=1)
 _TAGS_OF_A_CHANNEL = 2**16
+_SUM = "a sum of gradients"
 
 Works = Sequence[dist.Work]
 
@@ -35,11 +37,13 @@ class _Job:
         #: Whether what it sums is only made by the job before it.
         self.follows = follows
         self._posted: Works = ()
+        self._begun = 0.0
         self._done = threading.Event()
         self._error: BaseException | None = None
 
     def post(self) -> None:
         """Take the first step, and wait for nothing."""
+        self._begun = perf_counter()
         try:
             self._posted = next(self._steps, ())
         except BaseException as error:
@@ -55,13 +59,16 @@ class _Job:
         except BaseException as error:
             self._error = error
         finally:
+            note = None if self._watch is None else self._watch.note_beside
+            if note is not None:
+                note(_SUM, self._begun, perf_counter())
             self._done.set()
 
     def wait(self) -> None:
         if self._watch is None:
             self._done.wait()
         elif not self._done.is_set():
-            self._watch.wait_for(self._done, lambda: ("a sum of gradients", self._peer))
+            self._watch.wait_for(self._done, lambda: (_SUM, self._peer))
         if self._error is not None:
             if self._watch is not None and isinstance(self._error, RuntimeError):
                 self._watch.explain(self._error, self._peer)
@@ -98,7 +105,7 @@ class DirectExchange:
         if follows:
             return self._start(_sum_whole(flat, group, self._tag(channel), self._loans), group, follows=True)
         assert group.handle is not None, "one rank alone sends nothing"
-        return _Arrivals([(group.handle.allreduce([flat]), _next_rank(group))], "a sum of gradients", self._watch)
+        return _Arrivals([(group.handle.allreduce([flat]), _next_rank(group))], _SUM, self._watch)
 
     def gather(self, flat: Tensor, shard: Tensor, group: Group, channel: int) -> Ticket:
         pieces = flat.view(group.size, -1)

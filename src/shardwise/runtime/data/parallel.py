@@ -32,7 +32,7 @@ from shardwise.runtime.data.ties import Tie
 from shardwise.runtime.data.usage import Usage
 from shardwise.runtime.faults import Watch
 from shardwise.runtime.optimizers.share import MakeOptimizer, Share, shares_of
-from shardwise.runtime.optimizers.updates import Updates
+from shardwise.runtime.optimizers.updates import Updated, Updates
 from shardwise.runtime.stage import Stage
 from shardwise.schedule.instruction import Instruction
 from shardwise.schedule.schedule import Schedule
@@ -204,12 +204,14 @@ class DataParallel:
             for span in bucket.updated(bucket.sharing.rank):
                 yield span.slot.name, span.slot.shape, span.start, bucket.kept[span.at : span.at + span.length]
 
-    def optimizer_pieces(self) -> Iterator[tuple[str, int, Mapping[str, object]]]:
-        """The optimizers' states of this rank's pieces: name, where the piece begins in it, and the state."""
-        for optimizer in self._updates.optimizers:
-            for weight, state in optimizer.state.items():
-                name, start = self._updates.names[weight]
-                yield name, start, state
+    @property
+    def updated(self) -> Sequence[Updated]:
+        """What the optimizers of this rank have: pieces of parameters, or whole ones of which it is the owner."""
+        return self._updates.updated
+
+    def shape_of(self, name: str) -> torch.Size:
+        """The shape of a parameter as tensor and expert parallel ranks have it, from all of its replicas' pieces."""
+        return self._places[name][1].shape
 
     @torch.no_grad()
     def load(self, values: Mapping[str, Tensor]) -> None:

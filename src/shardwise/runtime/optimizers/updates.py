@@ -1,8 +1,9 @@
 """The step: every piece of a parameter is updated by the optimizer of its share."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.runtime.collectives import Group
@@ -10,6 +11,20 @@ from shardwise.runtime.data.bucket import Bucket
 from shardwise.runtime.data.tensorwise import Tensorwise
 from shardwise.runtime.optimizers.owners import Owned, Owners
 from shardwise.runtime.optimizers.share import Share, make_on_pieces, sort_out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Updated:
+    """A weight that an optimizer of this rank has: the numbers of a parameter from `start` on, flattened.
+
+    `is_joined`: it is whole over tensor parallel ranks too, where these hold pieces of the parameter.
+    """
+
+    name: str
+    start: int
+    weight: nn.Parameter
+    optimizer: Optimizer
+    is_joined: bool
 
 
 class Updates:
@@ -32,8 +47,8 @@ class Updates:
         self.optimizers: list[Optimizer] = []
         self._owners: list[Owners] = []
         self._cost_of, self._tensor = cost_of, tensor
-        #: What each optimizer's parameters are called: a weight's name and where it begins.
-        self.names: dict[Tensor, tuple[str, int]] = {}
+        #: What the optimizers have.
+        self.updated: list[Updated] = []
         parameters = {
             slot.name: parameter
             for bucket in self._buckets
@@ -48,8 +63,7 @@ class Updates:
         weights = [piece.weight for piece in pieces]
         made = make_on_pieces(share, weights) if are_cut else share.make(weights)
         if made is not None:
-            self.names |= {piece.weight: (piece.name, piece.span.start) for piece in pieces}
-            self.optimizers.append(made)
+            self._note(made, weights, [(piece.name, piece.span.start) for piece in pieces], is_joined=False)
             return
         by_group: dict[Group, list[Owned]] = {}
         for bucket in self._buckets:
@@ -57,14 +71,24 @@ class Updates:
                 if slot.name in names:
                     by_group.setdefault(bucket.sharing, []).append(Owned(bucket, slot, number))
         owned: list[nn.Parameter] = []
+        called: list[tuple[str, int]] = []
         for group, entries in by_group.items():
             costs = [self._cost_of(entry.slot.name) for entry in entries]
             owners = Owners(entries, group, costs, self._tensor)
             self._owners.append(owners)
             owned += owners.weights
-            self.names |= dict(zip(owners.weights, owners.names, strict=True))
+            called += owners.names
         if owned:
-            self.optimizers.append(share.make(owned))
+            self._note(share.make(owned), owned, called, is_joined=True)
+
+    def _note(
+        self, made: Optimizer, weights: Sequence[nn.Parameter], called: Sequence[tuple[str, int]], *, is_joined: bool
+    ) -> None:
+        self.optimizers.append(made)
+        self.updated += [
+            Updated(name=name, start=start, weight=weight, optimizer=made, is_joined=is_joined)
+            for weight, (name, start) in zip(weights, called, strict=True)
+        ]
 
     def step(self, used: Mapping[Bucket, list[bool]]) -> None:
         """Update all weights of this rank from its gradients."""

@@ -58,6 +58,11 @@ class Flow:
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation of a run, and every call of a unit."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """It is never compiled. Else torch puts a function of its compiler around every operation."""
+        return False
+
     def __init__(self, module: nn.Module, home: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger(module)

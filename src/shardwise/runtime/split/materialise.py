@@ -106,6 +106,11 @@ def _initialisers(
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Seeds each drawing by what it is drawn for, and keeps initialisation off tensors that are not its business."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """It is never compiled. Else torch puts a function of its compiler around every operation."""
+        return False
+
     def __init__(self, module: nn.Module, wanted: dict[str, Tensor], seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.places = {storage_of(each): name for name, each in wanted.items()}

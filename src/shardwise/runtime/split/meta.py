@@ -19,6 +19,11 @@ class Guesses(TorchDispatchMode):  # type: ignore[no-untyped-call]
     mixture get without data.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """It is never compiled. Else torch puts a function of its compiler around every operation."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

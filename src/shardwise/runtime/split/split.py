@@ -38,17 +38,25 @@ def split(
     seed: int = 0,
     device: torch.device | str | None = None,
     probe: Callable[[Any], None] | None = None,
+    through_blocks: bool = False,
 ) -> Split:
     """Split an unmodified module into stages, from one run on an example microbatch.
 
     The cut balances time: FLOPs and bytes of each unit on the example, or `costs` of units by name; `speeds` of the
     stages; `limit_bytes` for the parameters of one stage. Or it is the user's `cut`: how many units or blocks each
-    stage has, or the names of the stages' first units.
+    stage has, or the names of the stages' first units. With `through_blocks` it may go through the middle of a block.
 
     `only` are the stages of this process; the weights of others are freed. A module on the meta device is materialised
     on `device` from `seed`, for these stages alone. `probe` is given the module's output on the example.
     """
-    wishes = Wishes(num_stages=num_stages, cut=cut, costs=costs, speeds=speeds, limit_bytes=limit_bytes)
+    wishes = Wishes(
+        num_stages=num_stages,
+        cut=cut,
+        costs=costs,
+        speeds=speeds,
+        limit_bytes=limit_bytes,
+        through_blocks=through_blocks,
+    )
     units, flow, where = choose(module, example, wishes, probe)
     parts = make_parts(module, units, flow, where)
     _check_whole(flow, parts)
@@ -74,10 +82,15 @@ def split(
 
 
 def stage_costs(
-    module: nn.Module, num_stages: int, example: Batch, *, cut: Sequence[int] | Sequence[str] | None = None
+    module: nn.Module,
+    num_stages: int,
+    example: Batch,
+    *,
+    cut: Sequence[int] | Sequence[str] | None = None,
+    through_blocks: bool = False,
 ) -> list[float]:
     """What each stage would cost, in FLOPs or their like, if the module were split so. Nothing is changed."""
-    wishes = Wishes(num_stages=num_stages, cut=cut, costs=None, speeds=None, limit_bytes=None)
+    wishes = Wishes(num_stages=num_stages, cut=cut, through_blocks=through_blocks)
     _, flow, where = choose(module, example, wishes)
     costs = costs_of(module, flow, wishes)
     return [sum(costs[call] for call in calls) for calls in where]

@@ -169,6 +169,11 @@ def _as_slice(index: Any) -> Any:
 class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows labels through every operation."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """It is never compiled. Else torch puts a function of its compiler around every operation."""
+        return False
+
     def __init__(self, module: nn.Module, layers: Mapping[str, nn.Module], labelled: Mapping[str, int] | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.partition = Partition()

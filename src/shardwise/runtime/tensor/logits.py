@@ -27,14 +27,16 @@ _FACTS: set[Any] = {
     Tensor.is_floating_point,
     Tensor.dim,
     Tensor.is_contiguous,
-    Tensor.register_hook,
     Tensor.untyped_storage,
-    Tensor.retain_grad,
     *(
         getattr(Tensor, name).__get__
         for name in ("dtype", "device", "ndim", "requires_grad", "is_meta", "layout", "grad_fn", "is_leaf", "is_cuda")
     ),
 }
+
+
+#: What is done to a tensor of a graph, and not to another that shares its numbers.
+_ON_ITSELF: set[Any] = {Tensor.register_hook, Tensor.retain_grad}
 
 
 class Logits(Tensor):
@@ -67,6 +69,9 @@ class Logits(Tensor):
         kwargs = kwargs or {}
         given = args[0] if args and isinstance(args[0], Logits) else kwargs.get("input")
         if isinstance(given, Logits):
+            if func in _ON_ITSELF:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
             local, rest = given.local, args[1:]
             if func in _FACTS:
                 return func(local, *rest, **kwargs)

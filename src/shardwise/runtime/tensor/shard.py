@@ -31,7 +31,7 @@ from shardwise.runtime.tensor.regions import Found, Region, find_regions
 from shardwise.runtime.tensor.sequence import SequenceRegions
 from shardwise.runtime.tensor.sharding import Sharding
 from shardwise.runtime.tensor.shards import Runs, Shards, even_runs
-from shardwise.runtime.tensor.streams import Streams
+from shardwise.runtime.tensor.streams import Channels, Streams
 from shardwise.runtime.tensor.vocabulary import VocabularyHead, share_embedding
 from shardwise.runtime.tensor.wishes import Wishes, read_wishes
 
@@ -176,7 +176,7 @@ class _Cutter:
 
     def cut_region(self, region: Region, seen: Trace) -> None:
         """Cut the columns and rows of a region."""
-        group, streams = self._group, Streams(self._group) if region.draws else None
+        group, streams = self._group, self._streams(region) if region.draws else None
         sets: list[tuple[Tensor, ColumnSet]] = []
         for name, runs in region.columns.items():
             layer = self._module.get_submodule(name)
@@ -202,6 +202,11 @@ class _Cutter:
             self._put(name, RowLinear(weight, _bias(layer), group, is_transposed=dim == 0, streams=streams))
         self._inside |= {id(self._names[name]) for name in region.inside}
         self._correct(region, seen)
+
+    def _streams(self, region: Region) -> Streams:
+        runs = next(iter(region.rows.values()))
+        mine = tuple(place for start, stop in runs[self._group.rank] for place in range(start, stop))
+        return Streams(self._group, Channels(mine, max(stop for some in runs for _, stop in some)))
 
     def _correct(self, region: Region, seen: Trace) -> None:
         """Correct the modules that hold a region's layers, if its pieces are heads."""

@@ -5,21 +5,35 @@ the same ones. So a rank that enters a region draws a seed, as all do, mixes its
 generator that it left when it comes out. A forward that is run again from the same generator draws the same again.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from shardwise.runtime.collectives import Group
 
 
-class Streams:
-    """The generators of one region: that of all ranks together, and this rank's own."""
+class Channels(NamedTuple):
+    """Which channels of a whole layer's a rank has."""
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    places: tuple[int, ...]
+    whole: int
+
+
+class Streams:
+    """The generators of one region: that of all ranks together, and this rank's own. `channels` are those in it."""
+
+    def __init__(self, group: Group, channels: Channels | None = None) -> None:
+        self._group, self.channels = group, channels
         self._shared: torch.Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Streams":
         del memo
-        return Streams(self._group)
+        return Streams(self._group, self.channels)
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the rank is inside."""
+        return self._shared is not None
 
     def part(self, device: torch.device) -> None:
         """Enter: from here on, this rank draws its own."""

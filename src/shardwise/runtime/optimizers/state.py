@@ -1,0 +1,157 @@
+"""The state of optimizers by the names of parameters, in a form that no plan shows in.
+
+    {"state": {"layers.0.up.weight": {"step": ..., "exp_avg": ..., "exp_avg_sq": ...}, ...},
+     "param_groups": [{"params": ["layers.0.up.weight", ...], "lr": 3e-4, "betas": (0.9, 0.95), ...}, ...]}
+
+It is the form of `torch.distributed.checkpoint.state_dict`. Groups with the same settings are one here: settings are
+found again by the name of a parameter, not by the place of its group.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardwise.errors import ShardwiseError, unknown
+
+#: By parameter and then by what an optimizer calls it.
+States = Mapping[str, Mapping[str, Any]]
+#: Of each weight that an optimizer has: the parameter that it is, or is a piece of.
+Names = Mapping[Tensor, str]
+
+
+def states_of(optimizers: Iterable[Optimizer], names: Names) -> dict[str, dict[str, Any]]:
+    """What optimizers remember of whole parameters. Those that never had a gradient have nothing."""
+    return {
+        names[weight]: dict(state)
+        for optimizer in optimizers
+        for weight, state in optimizer.state.items()
+        if weight in names and state
+    }
+
+
+def groups_of(optimizers: Iterable[Optimizer], names: Names) -> list[dict[str, Any]]:
+    """The settings, and the parameters that have them."""
+    found = []
+    for _, group, named in _named_groups(optimizers, names):
+        found.append({"params": list(dict.fromkeys(named)), **_settings(group)})
+    return found
+
+
+def joined_states(parts: Iterable[Mapping[str, Any]], order: Iterable[str]) -> dict[str, Any]:
+    """One state from the parts of several processes, in the order of the module's parameters."""
+    found: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for part in parts:
+        found.update(part["state"])
+        for group in part["param_groups"]:
+            alike = next((each for each in groups if _are_alike(each, group)), None)
+            if alike is None:
+                groups.append({**group, "params": list(group["params"])})
+            else:
+                alike["params"] = list(dict.fromkeys([*alike["params"], *group["params"]]))
+    places = {name: place for place, name in enumerate(order)}
+    for group in groups:
+        group["params"].sort(key=places.__getitem__)
+    groups.sort(key=lambda group: places[group["params"][0]])
+    return {"state": {name: found[name] for name in places if name in found}, "param_groups": groups}
+
+
+def check_states(state: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Refuse what is no state of optimizers, or is one of another module."""
+    lacking = [key for key in ("state", "param_groups") if key not in state]
+    if lacking:
+        raise ShardwiseError(
+            f"the optimizers' state has no {lacking[0]!r}; it has {', '.join(map(str, state)) or 'nothing'}",
+            remedy="what engine.optimizer_state_dict() gave",
+        )
+    names = set(known)
+    grouped = (name for group in state["param_groups"] for name in group["params"])
+    for name in (*state["state"], *grouped):
+        if name not in names:
+            raise unknown("parameter of an optimizers' state", name, sorted(names))
+
+
+def load_settings(optimizers: Iterable[Optimizer], names: Names, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Give each group the settings that its parameters had. Nothing is changed if one of them had none."""
+    saved = {name: group for group in groups for name in group["params"]}
+    changes = []
+    for optimizer, group, named in _named_groups(optimizers, names):
+        for name in named:
+            if name not in saved:
+                raise ShardwiseError(
+                    f"no group of the optimizers' state has {name}", remedy="a state of the same trained parameters"
+                )
+        settings = {key: each for key, each in saved[named[0]].items() if key != "params"}
+        if settings.keys() != _settings(group).keys():
+            own = sorted(_settings(group).keys() - settings.keys())
+            theirs = sorted(settings.keys() - _settings(group).keys())
+            raise ShardwiseError(
+                f"the optimizers' state is not of {type(optimizer).__name__}: of {named[0]} it has "
+                f"{', '.join(theirs) or 'fewer settings'}, and not {', '.join(own) or 'others'}",
+                remedy=f"a state that {type(optimizer).__name__} has saved",
+            )
+        changes.append((group, settings))
+    for group, settings in changes:
+        group.update(settings)
+
+
+def check_shapes(states: States, shapes: Mapping[str, torch.Size]) -> None:
+    """Refuse entries that are of parameters of other shapes."""
+    for name, shape in shapes.items():
+        for key, value in states.get(name, {}).items():
+            if isinstance(value, Tensor) and value.dim() == len(shape) and _differs(value.shape, shape):
+                raise ShardwiseError(
+                    f"{key} of {name} has shape {tuple(value.shape)} in the optimizers' state, and the parameter"
+                    f" {tuple(shape)}",
+                    remedy="the state of a module with the same shapes",
+                )
+
+
+def taken(state: Mapping[str, Any], weight: Tensor, optimizer: Optimizer) -> dict[str, Any]:
+    """A copy for an optimizer of its own: where the weight is, and a count of steps where the optimizer keeps it."""
+    counts_there = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(weight.device if value.dim() or counts_there else "cpu", copy=True)
+
+    return {key: copied(each) for key, each in state.items()}
+
+
+def on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The same on the CPU, to be sent to other processes."""
+    return {key: each.detach().cpu() if isinstance(each, Tensor) else each for key, each in state.items()}
+
+
+def is_of_each_number(value: Any, weight: Tensor) -> bool:
+    """Whether an entry has a number for each of a weight's: only those lie where the weight lies."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == weight.shape
+
+
+def _named_groups(
+    optimizers: Iterable[Optimizer], names: Names
+) -> Iterator[tuple[Optimizer, dict[str, Any], list[str]]]:
+    """Every group that has a parameter with a name."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            named = [names[weight] for weight in group["params"] if weight in names]
+            if named:
+                yield optimizer, group, named
+
+
+def _differs(shape: torch.Size, whole: torch.Size) -> bool:
+    """Whether a shape is neither all of a whole nor, as a factor of it is, one number along some of its dims."""
+    return any(size not in (1, most) for size, most in zip(shape, whole, strict=True))
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: each for key, each in group.items() if key != "params"}
+
+
+def _are_alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    mine, theirs = _settings(one), _settings(other)
+    return mine.keys() == theirs.keys() and all(bool(mine[key] == theirs[key]) for key in mine)

@@ -1,0 +1,256 @@
+"""The module that `place` gives back: the user's own, over several places."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import ShardwiseError
+from shardwise.planner.plan import Plan
+from shardwise.runtime.batch import cut_batch, home_of, length_of
+from shardwise.runtime.pipeline import schedule_of
+from shardwise.runtime.placing.host import HostWeights, find_streams
+from shardwise.runtime.placing.layout import fits, lay_out
+from shardwise.runtime.placing.loads import Load, loads_of, loads_without_example
+from shardwise.runtime.placing.meeting import moved
+from shardwise.runtime.placing.moving import Mover, settle
+from shardwise.runtime.placing.pipeline import Pipeline
+from shardwise.runtime.placing.places import Place
+from shardwise.runtime.split import split
+from shardwise.runtime.split.choose import Chosen, Wishes, choose
+from shardwise.runtime.split.parts import inseparable_calls
+from shardwise.runtime.split.units import find_units
+from shardwise.runtime.stage import Batch, Split
+from shardwise.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """How a module is to be placed."""
+
+    microbatches: int
+    schedule: str
+    chunks: int | None
+    moments: int
+    through_blocks: bool
+
+    def make_schedule(self, num_places: int, count: int) -> Schedule:
+        """The schedule for so many microbatches, computation only."""
+        plan = Plan(pp=num_places, microbatches=count, schedule=self.schedule, chunks=self.chunks)
+        return schedule_of(plan)
+
+
+class Placed(nn.Module):
+    """A module over several places, used like the one that it was made from.
+
+    It has the same children, parameters and buffers under the same names. What it has not itself, like `generate` or
+    `config`, is asked of that module.
+    """
+
+    def __init__(self, module: nn.Module, places: Sequence[Place], wish: Wish) -> None:
+        super().__init__()
+        # Not a child: names of parameters stay as they are.
+        self.__dict__["_placed"] = module
+        self._modules, self._parameters, self._buffers = module._modules, module._parameters, module._buffers
+        self.training = module.training
+        self.places, self._wish = tuple(places), wish
+        self._signature = inspect.signature(module.forward)
+        #: Where parameters and buffers are, by name, once that is decided.
+        self.where: dict[str, Place] = {}
+        self._mover: Mover | None = None
+        self._host: HostWeights | None = None
+        self._pipeline: Pipeline | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns. With several microbatches it is computed on all places at once."""
+        module: nn.Module = self.__dict__["_placed"]
+        if self._wish.microbatches == 1 or self._host is not None or _has_cache(kwargs):
+            if not self.where:
+                self.lay_out(None)
+            return module(*args, **kwargs)
+        batch = self._batch(args, kwargs)
+        if self._pipeline is None:
+            self.lay_out(batch)
+        assert self._pipeline is not None, "a batch was given, so there is a pipeline"
+        return self._pipeline.run(batch)
+
+    def lay_out(self, example: Batch | None) -> None:
+        """Decide where everything goes, from a batch if there is one, and bring it there."""
+        module: nn.Module = self.__dict__["_placed"]
+        streams = find_streams(module, self.places)
+        if streams is not None:
+            device, host = streams
+            self._host = HostWeights(module, device, host)
+            self.where = self._host.where
+            self._install_mover(module, dict.fromkeys(find_units(module), device.device))
+            return
+        if example is not None and self._wish.microbatches > 1:
+            where = self._lay_out_stages(module, example)
+        else:
+            where = self._lay_out_units(module, example)
+        self.where = {name: where.get(name, self.places[0]) for name in _names(module)}
+        settle(module, {name: place.device for name, place in self.where.items()})
+
+    def train(self, mode: bool = True) -> "Placed":
+        self.__dict__["_placed"].train(mode)
+        self.training = mode
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = self.__dict__["_placed"].state_dict(*args, **kwargs)
+        return state if self._host is None else self._host.state(state)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if self._host is not None:
+            self._host.refuse("load_state_dict(...)")
+        return self.__dict__["_placed"].load_state_dict(state_dict, *args, **kwargs)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Placed":
+        """Types may be changed (`half()`); where things are is decided here, so they go back there."""
+        if self._host is not None:
+            self._host.refuse("to(...)")
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.where and self._host is None:
+            settle(self.__dict__["_placed"], {name: place.device for name, place in self.where.items()})
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_placed" not in self.__dict__:
+                raise
+            return getattr(self.__dict__["_placed"], name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Placed":
+        raise ShardwiseError(
+            "a placed module cannot be copied: its stages belong to the one that it was made from",
+            remedy="copy.deepcopy(module) before sw.place(...), or state_dict()",
+        )
+
+    def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by their names."""
+        given: dict[str, Any] = {}
+        for name, value in self._signature.bind(*args, **kwargs).arguments.items():
+            kind = self._signature.parameters[name].kind
+            if kind is inspect.Parameter.VAR_KEYWORD and len(self._signature.parameters) == 1:
+                given.update(value)
+            elif kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL):
+                raise ShardwiseError(
+                    f"{type(self.__dict__['_placed']).__name__}.forward has no name for"
+                    f" {', '.join(value) if isinstance(value, dict) else f'the last {len(value)} arguments'}, so they"
+                    " cannot be cut into microbatches",
+                    remedy="name them in forward's signature, or microbatches=1",
+                )
+            else:
+                given[name] = value
+        return given
+
+    def _lay_out_units(self, module: nn.Module, example: Batch | None) -> dict[str, Place]:
+        """Layer by layer: runs of units, and those that share a weight on one place."""
+        moments, places = self._wish.moments, self.places
+        if example is None:
+            loads = loads_without_example(module, moments=moments)
+            pairs: list[tuple[int, int]] = []
+        else:
+            units, flow, _ = choose(module, _at_home(example, module), _wishes([1.0]))
+            loads, pairs = (
+                loads_of(module, units, flow, _at_home(example, module), moments=moments),
+                inseparable_calls(flow),
+            )
+        stages = lay_out(loads, places, range(min(len(places), len(loads))), num_in_flight=1, inseparable=pairs)
+        where: dict[str, Place] = {}
+        on: dict[str, torch.device] = {}
+        for place, calls in zip(places, stages, strict=False):
+            for load in (loads[call] for call in calls):
+                shared = next((where[name] for name in load.states if name in where), place)
+                on.setdefault(load.unit, shared.device)
+                where.update({name: where.get(name, shared) for name in load.states})
+        self._install_mover(module, on)
+        return where
+
+    def _lay_out_stages(self, module: nn.Module, batch: Batch) -> dict[str, Place]:
+        """In a pipeline: the stages of the schedule, cut where they are even, or where there is room."""
+        wish, places = self._wish, self.places
+        microbatches = cut_batch(batch, min(wish.microbatches, length_of(batch)), pad=True)
+        example = _at_home(microbatches[0], module)
+        schedule = wish.make_schedule(len(places), wish.microbatches)
+        ranks = schedule.placement.ranks
+        if len(schedule.placement.pipes) > 1 or schedule.staleness:
+            raise ShardwiseError(
+                f"{wish.schedule} holds the weights twice, and a placed module has one of each",
+                remedy='schedule="zb-v"',
+            )
+        speeds = [places[rank].speed / ranks.count(rank) for rank in ranks]
+        wishes = _wishes(speeds, through_blocks=wish.through_blocks)
+        chosen = choose(module, example, wishes)
+        loads = _loads(module, chosen, example, wish)
+        cut: list[str] | None = None
+        if not fits(
+            [[loads[call] for call in calls] for calls in chosen[2]], places, ranks, num_in_flight=wish.microbatches
+        ):
+            chosen = choose(module, example, _wishes(speeds))
+            loads, pairs = _loads(module, chosen, example, wish), inseparable_calls(chosen[1])
+            stages = lay_out(loads, places, ranks, num_in_flight=wish.microbatches, inseparable=pairs)
+            cut = [chosen[1].calls[calls.start].name for calls in stages]
+        through = wish.through_blocks and cut is None
+        found = split(module, len(ranks), example, cut=cut, speeds=speeds, through_blocks=through)
+        self._pipeline = Pipeline(
+            module,
+            found,
+            places,
+            num_microbatches=wish.microbatches,
+            make_schedule=lambda count: wish.make_schedule(len(places), count),
+        )
+        owners = _owners(found, [places[rank] for rank in ranks])
+        units = {
+            unit.partition("#")[0]: places[rank].device
+            for names, rank in zip(found.units, ranks, strict=True)
+            for unit in names
+        }
+        self._install_mover(module, units)
+        return owners
+
+    def _install_mover(self, module: nn.Module, units: dict[str, torch.device]) -> None:
+        if self._mover is not None:
+            self._mover.remove()
+        self._mover = Mover(module, units) if len({place.device for place in self.places}) > 1 else None
+
+
+def _loads(module: nn.Module, chosen: Chosen, example: Batch, wish: Wish) -> list[Load]:
+    units, flow, _ = chosen
+    return loads_of(module, units, flow, example, moments=wish.moments)
+
+
+def _wishes(speeds: Sequence[float], *, through_blocks: bool = False) -> Wishes:
+    return Wishes(
+        num_stages=len(speeds), cut=None, costs=None, speeds=speeds, limit_bytes=None, through_blocks=through_blocks
+    )
+
+
+def _owners(found: Split, places: Sequence[Place]) -> dict[str, Place]:
+    """The place of each parameter and buffer: that of the first stage that holds it."""
+    where: dict[str, Place] = {}
+    for stage, place in zip(found.stages, places, strict=True):
+        assert stage is not None, "all stages are in this process"
+        for name in (*stage.parameters, *stage.buffers):
+            where.setdefault(name, place)
+    return where
+
+
+def _at_home(example: Batch, module: nn.Module) -> Batch:
+    """A batch where the module's weights are before they are placed."""
+    home = next((each.device for each in module.parameters()), home_of(example))
+    return {name: moved(each, home) for name, each in example.items()}
+
+
+def _has_cache(kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call fills or reads a cache of keys and values: those go layer by layer."""
+    return bool(kwargs.get("use_cache")) or kwargs.get("past_key_values") is not None
+
+
+def _names(module: nn.Module) -> list[str]:
+    return [name for name, _ in [*module.named_parameters(), *module.named_buffers()]]

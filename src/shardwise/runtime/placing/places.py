@@ -1,0 +1,146 @@
+"""The places that a user names: which device each is, how much room it has, and how fast it is."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from shardwise.errors import ShardwiseError, unknown
+from shardwise.units import counted, parse_bytes
+
+#: A matmul of this size says how fast a device is, beside others of another kind.
+_TRIED_SIZE = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One place. Those of the CPU are threads: `cpu:0` and `cpu:1` are two names for one device and one memory."""
+
+    name: str
+    device: torch.device
+    room_bytes: int
+    speed: float
+
+
+def find_places(
+    devices: Sequence[str],
+    *,
+    budget: Mapping[str, str | int] | None = None,
+    speeds: Mapping[str, float] | None = None,
+    held_bytes: int = 0,
+) -> tuple[Place, ...]:
+    """The places of these names. Room is what is free, or the user's budget; speed is measured where kinds differ.
+
+    `held_bytes` are in the host's memory already, and count as room there: they are what is to be placed.
+    """
+    names = [_full_name(each) for each in ([devices] if isinstance(devices, str) else devices)]
+    _check_names(names)
+    budgets = {_known(name, names, "budget"): _parsed(size) for name, size in (budget or {}).items()}
+    given = {_known(name, names, "speeds"): speed for name, speed in (speeds or {}).items()}
+    for name, speed in given.items():
+        if not speed > 0:
+            raise ShardwiseError(
+                f"the speed of {name} is {speed}, and must be over 0", remedy=f'speeds={{"{name}": 1.0}}'
+            )
+    where = {name: _device(name) for name in names}
+    num_host = sum(device.type == "cpu" for device in where.values())
+    found = given if len(given) == len(names) else {**_speeds(where), **given}
+    return tuple(
+        Place(
+            name=name,
+            device=device,
+            room_bytes=budgets[name] if name in budgets else _free_bytes(device, held_bytes, num_host),
+            speed=found[name],
+        )
+        for name, device in where.items()
+    )
+
+
+def _full_name(name: str) -> str:
+    return f"{name}:0" if name in ("cuda", "mps", "xpu") else name
+
+
+def _check_names(names: Sequence[str]) -> None:
+    if not names:
+        raise ShardwiseError("no device is named", remedy='devices=["cuda:0", "cuda:1"], or devices=["cpu:0", "cpu:1"]')
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ShardwiseError(
+            f"{twice[0]} is named {Counter(names)[twice[0]]} times; a device is one place",
+            remedy=f"devices={list(dict.fromkeys(names))}",
+        )
+
+
+def _known(name: str, names: Sequence[str], what: str) -> str:
+    full = _full_name(name)
+    if full not in names:
+        raise unknown(f"device in {what}", name, names)
+    return full
+
+
+def _parsed(size: str | int) -> int:
+    return parse_bytes(size) if isinstance(size, str) else size
+
+
+def _device(name: str) -> torch.device:
+    kind, _, index = name.partition(":")
+    if kind == "cpu" and (index == "" or index.isdecimal()):
+        return torch.device("cpu")
+    if kind != "cuda" or not index.isdecimal():
+        raise unknown("device", name, ["cpu", "cpu:0", "cpu:1", *_gpus()])
+    if name not in _gpus():
+        there = f"this machine has {counted(len(_gpus()), 'GPU')}"
+        raise ShardwiseError(
+            f"there is no {name}: {there}" + (f", {', '.join(_gpus())}" if _gpus() else ""),
+            remedy=f"devices={[*_gpus(), 'cpu'] if _gpus() else ['cpu:0', 'cpu:1']}",
+        )
+    return torch.device(name)
+
+
+def _gpus() -> list[str]:
+    return [f"cuda:{number}" for number in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+
+
+def _free_bytes(device: torch.device, held_bytes: int, num_host: int) -> int:
+    """What may be used of a device: of the host's memory, places on the CPU have equal parts."""
+    if device.type == "cpu":
+        return (_available_bytes() + held_bytes) // num_host
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+
+
+def _available_bytes() -> int:
+    """What Linux says can be had without swapping; elsewhere it is not known, and no limit."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 2**62
+    sizes = {line.partition(":")[0]: line.split()[1] for line in lines if line.endswith("kB")}
+    return int(sizes["MemAvailable"]) * 1024
+
+
+def _speeds(where: Mapping[str, torch.device]) -> dict[str, float]:
+    """How fast each place is, as multiples of the first. Those of one kind are alike."""
+    kinds = {
+        name: device.type if device.type == "cpu" else torch.cuda.get_device_name(device)
+        for name, device in where.items()
+    }
+    if len(set(kinds.values())) == 1:
+        return dict.fromkeys(where, 1.0)
+    of_kind = {kind: _matmul_speed(where[name]) for name, kind in kinds.items()}
+    first = of_kind[next(iter(kinds.values()))]
+    return {name: of_kind[kind] / first for name, kind in kinds.items()}
+
+
+def _matmul_speed(device: torch.device) -> float:
+    """Matmuls a second, the best of a few."""
+    tried = torch.ones(_TRIED_SIZE, _TRIED_SIZE, device=device)
+    seconds = []
+    for _ in range(5):
+        start = perf_counter()
+        float((tried @ tried)[0, 0])  # Waits for it.
+        seconds.append(perf_counter() - start)
+    return 1 / min(seconds)

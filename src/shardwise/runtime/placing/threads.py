@@ -1,0 +1,105 @@
+"""One thread for each place, from the beginning of a pass to its end: none is left when it returns."""
+
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+class StoppedError(Exception):
+    """Another place has failed, so this one waits for nothing more."""
+
+
+class Mail:
+    """What places hand each other: by its address, each once."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._arrived: dict[Hashable, Any] = {}
+        self._is_stopped = False
+
+    def post(self, address: Hashable, what: Any) -> None:
+        with self._changed:
+            self._arrived[address] = what
+            self._changed.notify_all()
+
+    def collect(self, address: Hashable) -> Any:
+        """Wait for what is sent to this address, and take it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_stopped or address in self._arrived)
+            if address not in self._arrived:
+                raise StoppedError
+            return self._arrived.pop(address)
+
+    def stop(self) -> None:
+        """Let nobody wait any longer."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What torch keeps for each thread of its own, as the caller has it."""
+
+    computes_gradients: bool
+    is_inference: bool
+    autocasts: tuple[tuple[str, torch.dtype], ...]
+    num_threads: int
+
+    @staticmethod
+    def here(num_threads: int) -> "Surroundings":
+        """Those of the calling thread, but with so many threads for one operation."""
+        kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        return Surroundings(
+            computes_gradients=torch.is_grad_enabled(),
+            is_inference=torch.is_inference_mode_enabled(),
+            autocasts=tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds),
+            num_threads=num_threads,
+        )
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        torch.set_num_threads(self.num_threads)
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self.is_inference))
+            stack.enter_context(torch.set_grad_enabled(self.computes_gradients))
+            for kind, dtype in self.autocasts:
+                stack.enter_context(torch.autocast(kind, dtype=dtype))
+            yield
+
+
+def run_together(jobs: Sequence[tuple[str, Callable[[], None]]], mail: Mail, around: Surroundings) -> None:
+    """Run each place's job in a thread of its own, and raise the first error of any, with the place's name."""
+    errors: list[BaseException] = []
+    before = torch.get_num_threads()
+
+    def run(name: str, job: Callable[[], None]) -> None:
+        try:
+            with around.entered():
+                job()
+        except StoppedError:
+            pass
+        except BaseException as error:
+            error.add_note(f"on {name}")
+            errors.append(error)
+            mail.stop()
+
+    threads = [threading.Thread(target=run, args=job, name=f"shardwise {job[0]}", daemon=True) for job in jobs]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        mail.stop()  # Where the caller is interrupted, they end with what they are at.
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+        # Threads that others start take the last number that was set anywhere.
+        torch.set_num_threads(before)
+    if errors:
+        raise errors[0]

@@ -1,0 +1,198 @@
+"""A module whose blocks do not all fit on its device: some live on the host and come in ahead of their use.
+
+Blocks on the host are used in a known order, up in a forward and down in a backward. Before one is computed, it and the
+next few are asked for; behind it, what is not among them leaves. The copies stand in one stream, back to back: each
+waits for memory, which is there as soon as a block before it has been computed, and for nothing else.
+
+    link       | 2 | 4 | 6 | 8 |
+    compute    | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 |       with every other block on the host
+
+So a pass takes as long as its computation or as its bytes on the link, whichever is longer.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.dataflow.machine import Machine
+from shardwise.dataflow.streams import Mark
+from shardwise.errors import ShardwiseError
+from shardwise.runtime.streaming.block import Block, num_bytes_of
+from shardwise.units import format_bytes
+
+#: Blocks on the device at once: one is computed, the others are on their way. More take room and bring nothing.
+_AHEAD = 3
+
+
+class StreamedWeights:
+    """The blocks of a module that live on the host, in the order in which a forward calls them."""
+
+    def __init__(self, blocks: Sequence[nn.Module], machine: Machine, place: str, *, num_ahead: int = _AHEAD) -> None:
+        if num_ahead < 2:
+            raise ShardwiseError(
+                f"num_ahead={num_ahead}: while one block is computed another must be able to come",
+                remedy="num_ahead=2 or more",
+            )
+        self._machine, self._place = machine, place
+        self._device = torch.device("cpu" if place.startswith("cpu") else place)
+        self._num_ahead = min(num_ahead, len(blocks))
+        self._blocks = [self._take(own) for own in own_parameters(blocks)]
+        self._arrivals: dict[int, Mark] = {}
+        self._hooks = [hook for number, block in enumerate(blocks) for hook in self._hook(number, block)]
+
+    @property
+    def host_bytes(self) -> int:
+        """What is kept on the host, and crosses the link in every pass."""
+        return sum(block.num_bytes for block in self._blocks)
+
+    @property
+    def device_bytes(self) -> int:
+        """The most that is on the device at once."""
+        sizes = [block.num_bytes for block in self._blocks]
+        return max(
+            (sum((sizes + sizes)[at : at + self._num_ahead]) for at in range(len(sizes))),
+            default=0,
+        )
+
+    def weights(self) -> dict[nn.Parameter, Tensor]:
+        """The weights on the host: what a state dictionary saves, and what an optimizer on the host writes."""
+        return {parameter: each for block in self._blocks for parameter, each in block.on_host().items()}
+
+    def refresh(self) -> None:
+        """The weights on the host have changed: those on the device are old."""
+        for number in list(self._arrivals):
+            self._leave(number)
+
+    def close(self) -> None:
+        """Bring everything back to the host for good, and leave the module as it was, on the CPU."""
+        self.refresh()
+        for hook in self._hooks:
+            hook.remove()
+        for parameter, each in self.weights().items():
+            parameter.data = each
+
+    def _take(self, parameters: list[nn.Parameter]) -> Block:
+        pinned = self._machine.pinned((num_bytes_of(parameters),), torch.uint8)
+        return Block(parameters, pinned, self._device)
+
+    def _hook(self, number: int, block: nn.Module) -> list[Any]:
+        return [
+            block.register_forward_pre_hook(partial(self._before_forward, number)),
+            block.register_full_backward_pre_hook(partial(self._before_backward, number)),
+        ]
+
+    def _before_forward(self, number: int, *_: object) -> None:
+        # After the last block comes the first one of the next pass; but where gradients are wanted, the last one again.
+        self._want(number, self._upward(number, wraps=not torch.is_grad_enabled()))
+
+    def _before_backward(self, number: int, *_: object) -> None:
+        self._want(number, range(number, max(-1, number - self._num_ahead), -1))
+
+    def _upward(self, number: int, *, wraps: bool) -> list[int]:
+        following = range(number, number + self._num_ahead)
+        count = len(self._blocks)
+        return [each % count for each in following if wraps or each < count]
+
+    def _want(self, number: int, wanted: Iterable[int]) -> None:
+        """Have a block on the device before what is computed next, and those after it on their way."""
+        keep = list(wanted)
+        for other in list(self._arrivals):
+            if other not in keep:
+                self._leave(other)
+        for each in keep:
+            if each not in self._arrivals:
+                block = self._blocks[each]
+                target = block.arrive()
+                # The memory was somebody else's until all that is put to compute by now has been computed.
+                after = [self._machine.mark(self._place)]
+                self._arrivals[each] = self._copy(target, block.host, after)
+        self._follow(self._arrivals[number])
+
+    def _copy(self, target: Tensor, source: Tensor, after: list[Mark]) -> Mark:
+        if self._device.type == "cpu":
+            return self._machine.copy(target, source, to=self._place, of="host", after=after)
+        return self._machine.copy(target, source, after=after)
+
+    def _leave(self, number: int) -> None:
+        if self._device.type == "cpu":
+            self._arrivals[number].wait()
+        del self._arrivals[number]
+        self._blocks[number].leave()
+
+    def _follow(self, mark: Mark) -> None:
+        if self._device.type == "cpu":
+            mark.wait()  # What a user's own thread computes comes after nothing but itself.
+        else:
+            self._machine.follow(self._place, mark)
+
+
+def stream(
+    module: nn.Module,
+    machine: Machine,
+    place: str,
+    *,
+    blocks: Sequence[nn.Module],
+    room_bytes: int | None = None,
+) -> StreamedWeights | None:
+    """Put a module on a place, with as many of its blocks on the host as do not fit into `room_bytes` beside the rest.
+
+    Without a limit all `blocks` are streamed. Those on the host are spread evenly among the others, so that the link is
+    busy all the time. Returns None if everything fits.
+    """
+    device = torch.device("cpu" if place.startswith("cpu") else place)
+    sizes = [num_bytes_of(own) for own in own_parameters(blocks)]
+    on_host = list(range(len(blocks)))
+    if room_bytes is not None:
+        on_host = spread(len(blocks), _how_many(module, blocks, sizes, room_bytes, place))
+    streamed = [blocks[number] for number in on_host]
+    held = {id(each) for own in own_parameters(streamed) for each in own}
+    weights = StreamedWeights(streamed, machine, place) if streamed else None
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if id(parameter) not in held:
+                parameter.data = parameter.data.to(device)
+        for each in module.modules():
+            for name, buffer in each.named_buffers(recurse=False):
+                each._buffers[name] = buffer.to(device)
+    return weights
+
+
+def own_parameters(blocks: Sequence[nn.Module]) -> list[list[nn.Parameter]]:
+    """The parameters of each block that no other block has: one that is shared must be there all the time."""
+    owners: dict[nn.Parameter, list[int]] = {}
+    for number, block in enumerate(blocks):
+        for parameter in block.parameters():
+            owners.setdefault(parameter, []).append(number)
+    return [
+        [parameter for parameter in block.parameters() if owners[parameter] == [number]]
+        for number, block in enumerate(blocks)
+    ]
+
+
+def spread(num_blocks: int, num_chosen: int) -> list[int]:
+    """Choose so many of the blocks, as evenly as they go."""
+    so_far = [number * num_chosen // num_blocks for number in range(num_blocks + 1)]
+    return [number for number in range(num_blocks) if so_far[number + 1] > so_far[number]]
+
+
+def _how_many(module: nn.Module, blocks: Sequence[nn.Module], sizes: Sequence[int], room_bytes: int, place: str) -> int:
+    """The fewest blocks on the host that leave room for the others, the rest of the module, and those that come."""
+    in_blocks = {id(each) for own in own_parameters(blocks) for each in own}
+    rest = sum(each.numel() * each.element_size() for each in module.parameters() if id(each) not in in_blocks)
+    ahead = sum(sorted(sizes)[-_AHEAD:])
+    total = sum(sizes)
+    if rest + total <= room_bytes:
+        return 0
+    left = total
+    for count in range(1, len(blocks) + 1):
+        left = sum(size for number, size in enumerate(sizes) if number not in set(spread(len(blocks), count)))
+        if rest + left + ahead <= room_bytes:
+            return count
+    raise ShardwiseError(
+        f"no room at {place}: {format_bytes(rest)} outside of the {len(blocks)} blocks and {format_bytes(ahead)} for"
+        f" the {_AHEAD} that are on their way are needed, and there are {format_bytes(room_bytes)}",
+        remedy=f"at least {format_bytes(rest + ahead)}",
+    )

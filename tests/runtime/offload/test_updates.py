@@ -1,0 +1,157 @@
+"""Optimizer state on the host: the weights are those of the plain optimizer, bit for bit, whatever is where."""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adafactor, AdamW, Optimizer
+
+from shardwise.dataflow.machine import Machine
+from shardwise.errors import ShardwiseError
+from shardwise.runtime.offload import HostUpdates
+from tests.runtime.streaming.test_weights import Net
+
+Make = Callable[[Iterable[Tensor]], Optimizer]
+STEPS = 4
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    torch.manual_seed(0)
+    with Machine(["cpu:0"]) as found:
+        yield found
+
+
+def adamw(parameters: Iterable[Tensor]) -> Optimizer:
+    return AdamW(parameters, lr=1e-2)
+
+
+def momentum(parameters: Iterable[Tensor]) -> Optimizer:
+    return SGD(parameters, lr=1e-2, momentum=0.9)
+
+
+def batch_of(step: int) -> Tensor:
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
+
+
+def plainly(net: nn.Module, make: Make, clip: float | None) -> None:
+    optimizer = make(net.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        net(batch_of(step)).square().sum().backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
+        optimizer.step()
+
+
+def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
+    for (name, one), (_, other) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("make", [adamw, momentum])
+@pytest.mark.parametrize("on_host", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_weights_are_those_of_the_plain_optimizer(
+    machine: Machine, make: Make, on_host: float, clip: float | None
+) -> None:
+    net = Net()
+    plain = copy.deepcopy(net)
+    updates = HostUpdates(net, list(net.blocks), make, machine, "cpu:0", on_host=on_host, clip=clip)
+    for step in range(STEPS):
+        net(batch_of(step)).square().sum().backward()
+        updates.step()
+    updates.close()
+    plainly(plain, make, clip)
+    assert_same(net, plain)
+    assert updates.host_fraction == pytest.approx(on_host, abs=0.15)
+
+
+def test_gradients_add_up_until_the_last_microbatch(machine: Machine) -> None:
+    net = Net()
+    plain = copy.deepcopy(net)
+    updates = HostUpdates(net, list(net.blocks), adamw, machine, "cpu:0")
+    optimizer = adamw(plain.parameters())
+    for step in range(2):
+        for number in range(3):
+            updates.accumulate(is_last=number == 2)
+            net(batch_of(3 * step + number)).square().sum().backward()
+            plain(batch_of(3 * step + number)).square().sum().backward()
+        updates.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    updates.close()
+    assert_same(net, plain)
+
+
+def test_a_rate_holds_for_the_steps_after_it(machine: Machine) -> None:
+    net = Net()
+    plain = copy.deepcopy(net)
+    updates = HostUpdates(net, list(net.blocks), adamw, machine, "cpu:0", on_host=0.5)
+    optimizer = adamw(plain.parameters())
+    for step, rate in enumerate((1e-2, 3e-3, 1e-3)):
+        updates.rate = rate
+        net(batch_of(step)).square().sum().backward()
+        updates.step()
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        plain(batch_of(step)).square().sum().backward()
+        optimizer.step()
+    updates.close()
+    assert_same(net, plain)
+
+
+def test_a_block_that_was_not_used_is_left_as_it_is(machine: Machine) -> None:
+    net = Net(3)
+    updates = HostUpdates(net, list(net.blocks), momentum, machine, "cpu:0")
+    before = copy.deepcopy(net.blocks[2].state_dict())
+    first = [each.detach().clone() for each in net.blocks[0].parameters()]
+    x = net.first(batch_of(0))
+    net.last(net.blocks[1](net.blocks[0](x))).square().sum().backward()
+    updates.step()
+    updates.close()
+    assert all(torch.equal(each, before[name]) for name, each in net.blocks[2].state_dict().items())
+    assert not any(torch.equal(each, other) for each, other in zip(first, net.blocks[0].parameters(), strict=True))
+
+
+def test_tied_weights_are_updated_once(machine: Machine) -> None:
+    net = Net()
+    one, other = (net.get_submodule(f"blocks.{number}.up") for number in (5, 1))
+    one.weight = other.weight
+    plain = copy.deepcopy(net)
+    updates = HostUpdates(net, list(net.blocks), adamw, machine, "cpu:0")
+    for step in range(STEPS):
+        net(batch_of(step)).square().sum().backward()
+        updates.step()
+    updates.close()
+    plainly(plain, adamw, None)
+    assert_same(net, plain)
+
+
+def test_bf16_weights_follow_an_fp32_master(machine: Machine) -> None:
+    net = Net().bfloat16()
+    master, low = copy.deepcopy(net).float(), copy.deepcopy(net)
+    updates = HostUpdates(net, list(net.blocks), adamw, machine, "cpu:0")
+    optimizer = adamw(master.parameters())
+    for step in range(STEPS):
+        net(batch_of(step).bfloat16()).square().sum().backward()
+        updates.step()
+        low(batch_of(step).bfloat16()).square().sum().backward()
+        for one, other in zip(low.parameters(), master.parameters(), strict=True):
+            assert one.grad is not None
+            other.grad, one.grad = one.grad.float(), None
+        optimizer.step()
+        for one, other in zip(low.parameters(), master.parameters(), strict=True):
+            one.data.copy_(other.data)
+    updates.close()
+    assert_same(net, low)
+
+
+def test_an_optimizer_that_looks_at_matrices_is_refused(machine: Machine) -> None:
+    net = Net(2)
+    with pytest.raises(ShardwiseError, match="Adafactor looks at whole matrices"):
+        HostUpdates(net, list(net.blocks), Adafactor, machine, "cpu:0")
+    with pytest.raises(ShardwiseError, match="on_host=2 is no fraction"):
+        HostUpdates(net, list(net.blocks), adamw, machine, "cpu:0", on_host=2)

@@ -1,0 +1,140 @@
+"""Weights that live on the host: the same numbers as without, the bytes that move, and the room that it takes."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise.dataflow.machine import Machine
+from shardwise.errors import ShardwiseError
+from shardwise.runtime.streaming import StreamedWeights, stream
+from shardwise.runtime.streaming.weights import own_parameters, spread
+from tests.runtime.families import make_batch, make_family
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    """Saves a transposed weight for its backward, as a matmul does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(torch.relu(x @ self.up.weight.t() + self.up.bias))
+        return out
+
+
+class Net(nn.Module):
+    def __init__(self, num_blocks: int = 8) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 3)
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.last(x)
+        return out
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    torch.manual_seed(0)
+    with Machine(["cpu:0"]) as found:
+        yield found
+
+
+def streamed(machine: Machine, net: Net, room_bytes: int | None = None) -> StreamedWeights:
+    weights = stream(net, machine, "cpu:0", blocks=list(net.blocks), room_bytes=room_bytes)
+    assert weights is not None
+    return weights
+
+
+@pytest.mark.parametrize("room", [None, 30_000])
+def test_forwards_and_gradients_are_those_of_the_plain_module(machine: Machine, room: int | None) -> None:
+    net = Net()
+    plain = copy.deepcopy(net)
+    weights = streamed(machine, net, room)
+    x = torch.randn(5, 4)
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(net(x), plain(x))
+    for _ in range(2):
+        net(x).square().sum().backward()
+        plain(x).square().sum().backward()
+    for (name, ours), (_, theirs) in zip(net.named_parameters(), plain.named_parameters(), strict=True):
+        assert ours.grad is not None, name
+        assert theirs.grad is not None, name
+        assert torch.equal(ours.grad, theirs.grad), name
+    weights.close()
+    assert torch.equal(net(x), plain(x))
+
+
+def test_a_pass_moves_each_block_once_and_holds_few(machine: Machine) -> None:
+    net = Net()
+    weights = streamed(machine, net)
+    block_bytes = weights.host_bytes // 8
+    with torch.no_grad():
+        net(torch.randn(5, 4))
+        before = sum(machine.mover.moved_bytes.values())
+        net(torch.randn(5, 4))
+    assert sum(machine.mover.moved_bytes.values()) - before == 8 * block_bytes
+    assert weights.device_bytes == 3 * block_bytes
+    here = [block for block in weights._blocks if block.is_here]
+    assert len(here) == 3
+
+
+def test_a_hugging_face_model_is_streamed_unmodified(machine: Machine) -> None:
+    model: Any = make_family("llama").eval()
+    batch = make_batch("llama")
+    given = {name: each for name, each in batch.items() if name == "input_ids"}
+    with torch.no_grad():
+        expected = model(**given).logits
+        weights = stream(model, machine, "cpu:0", blocks=list(model.model.layers))
+        assert weights is not None
+        assert torch.equal(model(**given).logits, expected)
+        tokens = model.generate(given["input_ids"][:1, :4], max_new_tokens=3, do_sample=False)
+        weights.close()
+        assert torch.equal(model.generate(given["input_ids"][:1, :4], max_new_tokens=3, do_sample=False), tokens)
+
+
+def test_new_weights_on_the_host_are_used_after_a_refresh(machine: Machine) -> None:
+    net = Net()
+    weights = streamed(machine, net)
+    x = torch.randn(2, 4)
+    with torch.no_grad():
+        net(x)
+        for each in weights.weights().values():
+            each.zero_()
+        weights.refresh()
+        assert torch.equal(net(x), net.last(net.first(x)))
+
+
+def test_what_fits_is_not_streamed_and_what_does_not_is_spread(machine: Machine) -> None:
+    net = Net()
+    assert stream(net, machine, "cpu:0", blocks=list(net.blocks), room_bytes=10**9) is None
+    assert spread(8, 4) == [1, 3, 5, 7]
+    assert spread(8, 8) == list(range(8))
+    assert len(spread(7, 3)) == 3
+
+
+def test_shared_parameters_stay(machine: Machine) -> None:
+    net = Net(4)
+    net.blocks[2].up = net.blocks[0].up
+    assert [len(own) for own in own_parameters(list(net.blocks))] == [2, 4, 2, 4]
+    plain = copy.deepcopy(net)
+    streamed(machine, net)
+    x = torch.randn(3, 4)
+    assert torch.equal(net(x), plain(x))
+
+
+def test_too_little_room_is_a_sentence(machine: Machine) -> None:
+    net = Net()
+    with pytest.raises(ShardwiseError, match=r"no room at cpu:0: .* for the 3 that are on their way"):
+        stream(net, machine, "cpu:0", blocks=list(net.blocks), room_bytes=5_000)

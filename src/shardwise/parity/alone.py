@@ -1,0 +1,80 @@
+"""The steps on one device, by plain torch: what a plan is held against."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.parity.course import Course, Looks, Step, are_looked_at
+from shardwise.parity.problem import Problem, clip_factor, make_optimizer, microbatches_of
+from shardwise.parity.uses import Uses
+from shardwise.planner.plan import Plan
+from shardwise.runtime.split.arguments import Signature
+from shardwise.runtime.stage import Batch
+
+
+def train_alone(problem: Problem, plan: Plan, looks: Looks = "every step") -> Course:
+    """Train on one device, with the microbatches of a plan.
+
+    A plan whose gradients are a step old (pipedream-2bw) has them here too: those of step t are of the weights before
+    step t-1, and step on the weights after it.
+    """
+    module, signature = problem.module, Signature(problem.module)
+    optimizer = make_optimizer(module.parameters())
+    is_stale = plan.schedule == "pipedream-2bw"
+    steps: list[Step] = []
+    newest = older = _weights(module)
+    first = microbatches_of(problem.batches[0], plan, apart=True)[0]
+    with torch.no_grad():
+        is_sum = isinstance(_loss(problem, signature, first), tuple)
+    for batch in problem.batches:
+        uses = Uses()
+        optimizer.zero_grad()
+        with uses.of(module):
+            # A mean is that of each replica's microbatch. A sum may be of all of them, as a balancing loss must be.
+            loss = _gradients(problem, signature, microbatches_of(batch, plan, apart=not is_sum))
+        if is_stale:
+            _put(module, newest)
+        gradients = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
+        norm = float(nn.utils.get_total_norm(gradients.values()))
+        step = Step(loss=loss, norm=norm)
+        if are_looked_at(looks, len(steps), len(problem.batches)):
+            step = replace(step, gradients={name: each.clone() for name, each in gradients.items()}, used=uses.found)
+        for each in gradients.values():
+            each.mul_(clip_factor(norm))
+        optimizer.step()
+        older, newest = newest, _weights(module)
+        steps.append(replace(step, weights=newest) if step.gradients else step)
+        if is_stale:
+            _put(module, older)
+    return Course(steps=steps, first_use=list(uses.found))
+
+
+def _gradients(problem: Problem, signature: Signature, microbatches: Sequence[Batch]) -> float:
+    """Make the gradients of the mean over a batch, and return it."""
+    sum_of_losses = count = 0.0
+    for each in microbatches:
+        result = _loss(problem, signature, each)
+        total, number = result if isinstance(result, tuple) else (result, 1)
+        total.backward()
+        sum_of_losses, count = sum_of_losses + float(total.detach()), count + float(number)
+    for parameter in problem.module.parameters():
+        if parameter.grad is not None:
+            parameter.grad.div_(count)
+    return sum_of_losses / count
+
+
+def _loss(problem: Problem, signature: Signature, batch: Batch) -> Any:
+    args, kwargs = signature.arguments(batch)
+    return problem.loss(problem.module(*args, **kwargs), batch)
+
+
+def _weights(module: nn.Module) -> dict[str, Tensor]:
+    return {name: each.detach().clone() for name, each in module.state_dict().items() if isinstance(each, Tensor)}
+
+
+@torch.no_grad()
+def _put(module: nn.Module, weights: dict[str, Tensor]) -> None:
+    module.load_state_dict(weights, strict=False)

@@ -1,0 +1,199 @@
+"""How each fault is made in an engine: see `faults.py`. All ranks call these alike, and those of the first stage break.
+
+They reach into what engines keep to themselves, as nothing else may.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from shardwise.runtime.collectives import Group
+from shardwise.runtime.context.cutting import Entry
+from shardwise.runtime.data.bucket import Bucket
+from shardwise.runtime.data.exchange import Exchange, Then, Ticket
+from shardwise.runtime.data.layout import Slot
+from shardwise.runtime.data.weights import Weights
+from shardwise.runtime.interpreter import Tally
+from shardwise.runtime.mesh_engine import MeshEngine
+from shardwise.runtime.process_engine import ProcessEngine
+from shardwise.runtime.tensor.columns import ColumnLinear
+from shardwise.runtime.tensor.vocabulary import VocabularyHead
+from shardwise.runtime.trainer import Trainer
+
+
+def unscale(engine: Trainer) -> None:
+    """Leave gradients as sums: the step is told that it has summed over one."""
+    own = engine._step
+
+    def step(tally: Tally) -> None:
+        own(Tally(total=tally.total, count=1.0))
+
+    engine._step = step  # type: ignore[method-assign]
+    if engine._stream is not None:
+        engine._stream._update = step
+
+
+def forget_a_sum(engine: Trainer) -> None:
+    """Leave out a sum over replicas of one gradient; else one over tensor parallel ranks, or over tied stages."""
+    if isinstance(engine, ProcessEngine):
+        engine._ties._groups = [None for _ in engine._ties._groups]
+        return
+    assert isinstance(engine, MeshEngine), "one process sums nothing"
+    if engine.plan.dp * engine.plan.cp > 1:
+        bucket, slot = _some_matrix(engine)
+        if engine.rank == 0:
+            bucket.trained._exchange = _Deaf(bucket.trained._exchange, bucket, slot)
+        return
+    sharding = engine.tensor
+    assert sharding is not None, "there are tensor parallel ranks"
+    partial = [name for name in engine.parameters if sharding.of(name).is_partial]
+    if partial and engine.rank == 0:
+        # The parts of its gradient are taken for the whole.
+        unsummed = replace(sharding.of(partial[-1]), is_partial=False)
+        sharding.shards = {**sharding.shards, partial[-1]: unsummed}
+    elif engine.rank == 0:
+        columns = [each for each in engine.module.modules() if isinstance(each, ColumnLinear)]
+        chosen = next(each for each in columns if not each.weight.is_meta and not isinstance(each, VocabularyHead))
+        chosen.together.reduces = False
+
+
+def swap(engine: Trainer) -> None:
+    """Give each rank its neighbour's piece: of a layer (tp), of experts (ep), or of a bucket (ZeRO)."""
+    assert isinstance(engine, MeshEngine), "a pipeline alone has no shards"
+    state = engine.state_dict()
+    tensor, experts = engine.tensor, engine.experts
+    found: dict[str, Tensor] = {}
+    if tensor is not None:
+        for name, parameter in engine.parameters.items():
+            shards = tensor.of(name)
+            if shards.dim is not None and len({shards.length(rank) for rank in range(tensor.group.size)}) == 1:
+                piece = shards.local(state[name], (tensor.group.rank + 1) % tensor.group.size)
+                if piece.shape == parameter.shape:
+                    found = {name: piece.clone()}
+                    break
+    elif experts is not None and experts.parameters:
+        for name in [each for each in experts.parameters if each in engine.parameters][:1]:
+            ranks = experts.layers[experts.parameters[name]].placement.ranks
+            theirs = ranks[(experts.group.rank + 1) % experts.group.size]
+            found = {name: state[name][list(theirs)].clone()}
+    else:
+        _swap_buckets(engine)
+        return
+    engine.data.load(found if engine.rank == 0 else {})
+
+
+@torch.no_grad()
+def _swap_buckets(engine: MeshEngine) -> None:
+    bucket, _ = _some_matrix(engine)
+    if engine.rank:
+        return
+    bucket.weights.hold("swap")
+    pieces = bucket.weights.whole.view(bucket.sharing.size, -1)
+    theirs = pieces[(bucket.sharing.rank + 1) % bucket.sharing.size].clone()
+    bucket.weights.let_go("swap")
+    bucket.kept.copy_(theirs)
+    bucket.take_back()
+
+
+def unmask(engine: Trainer) -> None:
+    """Let the words that fill up a vocabulary be words, or else the tokens that fill up sequences be tokens."""
+    assert isinstance(engine, MeshEngine), "a pipeline alone pads nothing"
+    heads = [each for each in engine.module.modules() if isinstance(each, VocabularyHead)]
+    padded = [each for each in heads if each.words % each.together.group.size]
+    for head in padded:
+        head.words = -(-head.words // head.together.group.size) * head.together.group.size
+    if not padded and engine._context is not None:
+        cutting = engine._context._cutting
+        counted = {name: Entry(fill=0, ignores=True) for name in ("labels", "shift_labels")}
+        engine._context._cutting = replace(cutting, entries={**cutting.entries, **counted})
+
+
+def keep_stale(engine: Trainer) -> None:
+    """Let one bucket keep what it gathered first of the other ranks."""
+    assert isinstance(engine, MeshEngine), "a pipeline alone gathers nothing"
+    bucket, _ = _some_matrix(engine)
+    if engine.rank == 0:
+        bucket.weights.wait = _Stale(bucket.weights, bucket.sharing)  # type: ignore[method-assign]
+
+
+def _some_matrix(engine: MeshEngine) -> tuple[Bucket, Slot]:
+    """A matrix in the middle of this rank's stages that replicas share, and no other stage."""
+    shared = [
+        (bucket, slot)
+        for bucket in engine.data.buckets
+        for slot in bucket.layout.slots
+        if bucket.gradients is not None and bucket.home.tie is None and bucket.home.replicas.count > 1
+    ]
+    matrices = [each for each in shared if len(each[1].shape) > 1] or shared
+    return matrices[len(matrices) // 2]
+
+
+class _Deaf:
+    """An exchange in which one parameter of a bucket stays what it is on this rank."""
+
+    def __init__(self, exchange: Exchange, bucket: Bucket, slot: Slot) -> None:
+        self._exchange, self._length, self._slot = exchange, bucket.layout.length, slot
+
+    def sum_to_shards(self, flat: Tensor, group: Group, channel: int, then: Then | None = None) -> Ticket:
+        restore = self._restorer(flat)
+
+        def after() -> None:
+            restore()
+            if then is not None:
+                then()
+
+        return self._exchange.sum_to_shards(flat, group, channel, after)
+
+    def sum_to_all(self, flat: Tensor, group: Group, channel: int, *, follows: bool = False) -> Ticket:
+        restore = self._restorer(flat)
+        return _Afterwards(self._exchange.sum_to_all(flat, group, channel, follows=follows), restore)
+
+    def gather(self, flat: Tensor, shard: Tensor, group: Group, channel: int) -> Ticket:
+        return self._exchange.gather(flat, shard, group, channel)
+
+    def settle(self) -> None:
+        self._exchange.settle()
+
+    def close(self) -> None:
+        self._exchange.close()
+
+    def _restorer(self, flat: Tensor) -> Callable[[], None]:
+        if flat.numel() != self._length:
+            return lambda: None  # A shard, which the sum before has made.
+        place = flat[self._slot.start : self._slot.stop]
+        before = place.clone()
+
+        def restore() -> None:
+            place.copy_(before)
+
+        return restore
+
+
+class _Afterwards:
+    """A ticket after which something is done, once."""
+
+    def __init__(self, ticket: Ticket, then: Then) -> None:
+        self._ticket, self._then = ticket, then
+
+    def wait(self) -> None:
+        self._ticket.wait()
+        self._then()
+
+
+class _Stale:
+    """Waits for weights; and puts back what was there the first time, but for this rank's own piece."""
+
+    def __init__(self, weights: Weights, sharing: Group) -> None:
+        self._weights, self._sharing, self._own = weights, sharing, weights.wait
+        self._first: Tensor | None = None
+
+    def __call__(self) -> None:
+        self._own()
+        pieces = self._weights.whole.view(self._sharing.size, -1)
+        if self._first is None:
+            self._first = pieces.clone()
+        for rank, piece in enumerate(pieces):
+            if rank != self._sharing.rank:
+                piece.copy_(self._first[rank])

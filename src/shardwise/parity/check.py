@@ -1,0 +1,97 @@
+"""The check itself: one device here, the plan on ranks of its own, and the two compared."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+
+from shardwise.errors import ShardwiseError
+from shardwise.parity.alone import train_alone
+from shardwise.parity.compare import Comparison, compare
+from shardwise.parity.faults import Subject, get_fault
+from shardwise.parity.problem import MakeProblem, Problem
+from shardwise.parity.ranks import train_on_rank
+from shardwise.parity.small import small_matrices
+from shardwise.planner.composition import check_composition
+from shardwise.planner.plan import Plan
+from shardwise.runtime.faults import RankError
+from shardwise.runtime.spawn import Ranks
+
+#: Each rank is a process with a torch of its own.
+MOST_RANKS = 32
+_LIMIT_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """How a plan compares with one device. `owners` are the ranks that hold the first tensor that differs."""
+
+    plan: Plan
+    num_parameters: int
+    comparison: Comparison
+    owners: tuple[str, ...]
+
+
+def check(
+    plan: Plan,
+    make: MakeProblem,
+    *,
+    fault: str | None = None,
+    vocabulary: int | None = None,
+    ranks: Ranks | None = None,
+) -> Verdict:
+    """Train the same steps on one device and on the ranks of a plan, each a process on this machine's CPU.
+
+    All is computed in fp32, whatever the plan says: rounding would hide what is sought. With `fault` the ranks make it.
+    `ranks` may be up already.
+    """
+    check_composition(plan)
+    _check_size(plan)
+    exact = replace(plan, precision="fp32")
+    with torch.random.fork_rng(devices=[]), small_matrices():
+        problem = make()
+        broken = None if fault is None else get_fault(fault, _subject(plan, problem, vocabulary)).breaks
+        expected = train_alone(problem, exact)
+    with nullcontext(ranks) if ranks is not None else Ranks(plan.num_ranks) as crowd:
+        try:
+            found = crowd.run(train_on_rank, exact, make, broken, timeout_seconds=_LIMIT_SECONDS)
+        except RankError as error:
+            raise _sentence(error) from None
+    comparison = compare(expected, found)
+    first = comparison.first
+    held = [(rank, course.held.get(first.name or "")) for rank, course in enumerate(found)] if first else []
+    return Verdict(
+        plan=exact,
+        num_parameters=sum(each.numel() for each in problem.module.parameters()),
+        comparison=comparison,
+        owners=tuple(f"rank {rank}: {how}" for rank, how in held if how is not None),
+    )
+
+
+def _subject(plan: Plan, problem: Problem, vocabulary: int | None) -> Subject:
+    batch = problem.batches[0]
+    tokens = batch.get("input_ids")
+    return Subject(
+        plan=plan,
+        module=problem.module,
+        num_steps=len(problem.batches),
+        vocabulary=vocabulary,
+        length=tokens.shape[1] if isinstance(tokens, torch.Tensor) and tokens.dim() > 1 else None,
+    )
+
+
+def _check_size(plan: Plan) -> None:
+    if plan.num_ranks > MOST_RANKS:
+        least = {axis: min(2, getattr(plan, axis)) for axis in ("dp", "tp", "pp", "cp", "ep")}
+        axes = ",".join(f"{axis}={size}" for axis, size in least.items() if size > 1)
+        raise ShardwiseError(
+            f"the plan has {plan.num_ranks} ranks, and each is a process here: at most {MOST_RANKS}",
+            remedy=f"--plan {axes}, the same axes in small",
+        )
+
+
+def _sentence(error: RankError) -> ShardwiseError:
+    """A user's mistake, found by a rank, without the way that led there; a mistake of ours as it is."""
+    if "shardwise.errors.ShardwiseError" not in error.problem:
+        return error
+    return ShardwiseError(error.problem.splitlines()[0], remedy=error.remedy)

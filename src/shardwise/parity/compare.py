@@ -1,0 +1,139 @@
+"""Two trainings compared, number by number, in the order in which a step computes them.
+
+    weights as the forward uses them, first to last · the loss · gradients, last layer first · their norm · new weights
+
+So the first that differs is where something went wrong, and not only where it shows. The gradient of a weight that is
+used twice is complete when the backward comes to its first use.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from shardwise.parity.course import Course, Step
+
+#: Relative, of numbers in fp32.
+LIMIT = 1e-5
+#: A gradient that is zero but for rounding is measured against this much of the largest: then the limit is a ten
+#: millionth of that, which is what fp32 can tell.
+_LEAST = 1e-2
+
+Kind = Literal["used weight", "loss", "gradient", "norm", "weight"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """How far a number, or a tensor, of a step is off, on the rank where it is furthest off.
+
+    `error` is |ours - theirs| / |theirs|, infinite for what is absent or not a number. `times` is how many times as
+    large it is as it should be, as far as it points in the same direction.
+    """
+
+    kind: Kind
+    name: str | None
+    step: int
+    rank: int
+    error: float
+    times: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """All differences, in the order of the computation."""
+
+    differences: Sequence[Difference]
+    limit: float = LIMIT
+
+    @property
+    def is_same(self) -> bool:
+        return self.first is None
+
+    @property
+    def first(self) -> Difference | None:
+        """The first that is over the limit. For a loss or a norm, with the tensor that shows it first."""
+        over = [each for each in self.differences if each.error > self.limit]
+        if not over:
+            return None
+        return replace(over[0], name=next((each.name for each in over if each.name is not None), None))
+
+    def worst(self, *kinds: Kind) -> float:
+        """The largest error of some kinds."""
+        return max((each.error for each in self.differences if each.kind in kinds), default=0.0)
+
+    def worst_tensors(self, count: int) -> list[Difference]:
+        """The tensors that are furthest off, each once; the earlier first where they are off alike."""
+        tensors = sorted((each for each in self.differences if each.name is not None), key=lambda each: -each.error)
+        found: dict[str | None, Difference] = {}
+        for each in tensors:
+            found.setdefault(each.name, each)
+        return list(found.values())[:count]
+
+
+def compare(expected: Course, found: Sequence[Course], limit: float = LIMIT) -> Comparison:
+    """Compare what every rank has with what one device has."""
+    differences: list[Difference] = []
+    for number, wanted in enumerate(expected.steps):
+        ours = [course.steps[number] for course in found]
+        for kind, name, measured in _measured(expected, wanted, ours):
+            rank = max(range(len(ours)), key=[each.error for each in measured].__getitem__)
+            error, times = measured[rank]
+            differences.append(Difference(kind=kind, name=name, step=number, rank=rank, error=error, times=times))
+    return Comparison(differences=differences, limit=limit)
+
+
+class _Apart(NamedTuple):
+    """How far something is off on one rank: see `Difference`."""
+
+    error: float
+    times: float
+
+
+def _measured(course: Course, wanted: Step, ours: Sequence[Step]) -> Iterator[tuple[Kind, str | None, list[_Apart]]]:
+    """What is compared of a step, in order, with what every rank has of it."""
+    seen = {name: each for name, each in wanted.used.items() if any(name in step.used for step in ours)}
+    for name in _ordered(seen, course.first_use):
+        yield "used weight", name, [_apart(step.used.get(name), seen[name]) for step in ours]
+    yield "loss", None, [_numbers_apart(step.loss, wanted.loss) for step in ours]
+    # Where one device has not looked, there is nothing to compare.
+    gradients = [step.gradients for step in ours] if wanted.gradients else []
+    weights = [step.weights for step in ours] if wanted.weights else []
+    least = _LEAST * max((float(each.norm()) for each in wanted.gradients.values()), default=0.0)
+    for name in _ordered(_all_names(wanted.gradients, gradients), course.first_use[::-1]):
+        theirs = wanted.gradients.get(name)
+        yield "gradient", name, [_apart(step.gradients.get(name), theirs, least) for step in ours]
+    yield "norm", None, [_numbers_apart(step.norm, wanted.norm) for step in ours]
+    for name in _ordered(_all_names(wanted.weights, weights), course.first_use):
+        yield "weight", name, [_apart(step.weights.get(name), wanted.weights.get(name)) for step in ours]
+
+
+def _all_names(one: Mapping[str, Tensor], others: Sequence[Mapping[str, Tensor]]) -> dict[str, None]:
+    return dict.fromkeys([*one, *(name for other in others for name in other)])
+
+
+def _ordered(names: Iterable[str], order: Sequence[str]) -> list[str]:
+    """Names in an order; those that it lacks come last."""
+    places = {name: place for place, name in enumerate(order)}
+    return sorted(names, key=lambda name: places.get(name, len(places)))
+
+
+def _apart(found: Tensor | None, wanted: Tensor | None, least: float = 0.0) -> _Apart:
+    """How far a tensor is off. One that is smaller than `least` is measured against that."""
+    if found is None or wanted is None or found.shape != wanted.shape:
+        return _Apart(math.inf, math.nan)
+    ours, theirs = found.double().flatten(), wanted.double().flatten()
+    size = float(theirs.norm())
+    off, along = float((ours - theirs).norm()), float(ours @ theirs)
+    return _Apart(_relative(off, max(size, least)), along / size**2 if size else math.nan)
+
+
+def _numbers_apart(found: float, wanted: float) -> _Apart:
+    return _Apart(_relative(abs(found - wanted), abs(wanted)), found / wanted if wanted else math.nan)
+
+
+def _relative(off: float, size: float) -> float:
+    if not math.isfinite(off):
+        return math.inf
+    return off / size if size else math.inf if off else 0.0

@@ -1,0 +1,67 @@
+"""A user's own module to check: `package.module:factory`, a function that returns the module, a batch and a loss.
+
+    def factory():
+        batch = {"x": torch.randn(8, 16), "y": torch.randn(8, 4)}
+        return Net(), batch, lambda output, batch: (output - batch["y"]).square().mean()
+
+Instead of one batch, used in every step, it may return a list, used in turn.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from shardwise.errors import ShardwiseError, unknown
+from shardwise.parity.problem import MakeProblem, Problem
+
+_EXAMPLE = "--module my_package.my_module:factory"
+
+
+def problem_from(where: str, num_steps: int) -> MakeProblem:
+    """What calls the factory, on every rank alike."""
+    name, colon, attribute = where.partition(":")
+    if not colon or not name or not attribute:
+        raise ShardwiseError(f"--module {where} is no package.module:factory", remedy=_EXAMPLE)
+    return partial(_make, name, attribute, num_steps, str(Path.cwd()))
+
+
+def _make(name: str, attribute: str, num_steps: int, folder: str) -> Problem:
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # As `python -m` would: a module beside which the command is called is found.
+    try:
+        home = import_module(name)
+    except ImportError as error:
+        raise ShardwiseError(f"--module {name}:{attribute} cannot be imported: {error}", remedy=_EXAMPLE) from None
+    factory = getattr(home, attribute, None)
+    if not callable(factory):
+        functions = [key for key, each in vars(home).items() if callable(each) and not key.startswith("_")]
+        told = unknown(f"function of {name}", attribute, functions)
+        raise ShardwiseError(told.problem, remedy=told.remedy and f"--module {name}:{told.remedy}")
+    torch.manual_seed(0)
+    return _checked(factory(), f"{name}:{attribute}", num_steps)
+
+
+def _checked(made: Any, where: str, num_steps: int) -> Problem:
+    parts: Sequence[Any] = made if isinstance(made, (tuple, list)) else (made,)
+    if len(parts) != 3 or not isinstance(parts[0], nn.Module) or not callable(parts[2]):
+        kinds = ", ".join(type(each).__name__ for each in parts)
+        raise ShardwiseError(
+            f"{where} returns {kinds}, and not a module, a batch and a loss", remedy="return module, batch, loss"
+        )
+    module, given, loss = parts
+    batches = [given] if isinstance(given, Mapping) else list(given)
+    if not batches or not all(isinstance(each, Mapping) for each in batches):
+        raise ShardwiseError(f"the batch of {where} is no dictionary", remedy='{"input_ids": ids, "labels": labels}')
+    for each in module.modules():
+        if isinstance(each, _DropoutNd):
+            each.p = 0.0  # One device and many ranks draw other masks, and other masks are no mistake.
+    return Problem(
+        module=module.train(), batches=[batches[step % len(batches)] for step in range(num_steps)], loss=loss
+    )

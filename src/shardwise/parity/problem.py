@@ -1,0 +1,57 @@
+"""What is trained twice: a module, a batch for each step, and a loss."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from shardwise.planner.plan import Plan
+from shardwise.runtime.batch import cut_batch, length_of
+from shardwise.runtime.interpreter import Loss
+from shardwise.runtime.stage import Batch
+
+#: Gradients are clipped to this norm, so that clipping is compared too.
+CLIP = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A module in training mode, its batches, one for each step, and `loss(output, batch)`."""
+
+    module: nn.Module
+    batches: Sequence[Batch]
+    loss: Loss
+
+
+#: Makes the same problem in every process: it is sent to ranks, which make their own.
+MakeProblem = Callable[[], Problem]
+
+
+def make_optimizer(parameters: Iterable[nn.Parameter]) -> AdamW:
+    """AdamW. Where a gradient is zero but for rounding, a step must not blow the rounding up: so eps is not small."""
+    return AdamW(parameters, lr=1e-3, eps=1e-4, weight_decay=0.1)
+
+
+def clip_factor(norm: float) -> float:
+    """What gradients of this norm are multiplied by."""
+    return min(1.0, CLIP / (norm + 1e-6))
+
+
+def microbatches_of(batch: Batch, plan: Plan, *, apart: bool) -> list[Batch]:
+    """The microbatches of a plan as one device sees them: each of all replicas together, or every replica's `apart`."""
+    pieces = cut_batch(batch, plan.dp * plan.microbatches)
+    if apart:
+        return pieces
+    return [_together(pieces[number :: plan.microbatches], batch) for number in range(plan.microbatches)]
+
+
+def _together(pieces: Sequence[Batch], batch: Batch) -> Batch:
+    length = length_of(batch)
+    return {
+        name: torch.cat([piece[name] for piece in pieces])
+        if isinstance(entry, Tensor) and entry.dim() and entry.shape[0] == length
+        else entry
+        for name, entry in batch.items()
+    }

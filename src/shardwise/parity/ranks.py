@@ -1,0 +1,103 @@
+"""The same steps on one rank of a plan, as the engines run them."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from shardwise.parity.course import Course, Looks, Step, are_looked_at
+from shardwise.parity.problem import CLIP, MakeProblem, clip_factor, make_optimizer
+from shardwise.parity.small import small_matrices
+from shardwise.parity.uses import Uses
+from shardwise.planner.plan import Plan
+from shardwise.runtime.mesh_engine import MeshEngine
+from shardwise.runtime.parallel import parallelize
+from shardwise.runtime.trainer import Trainer
+
+#: Breaks an engine that is ready to train.
+Break = Callable[[Trainer], None]
+
+
+def train_on_rank(
+    plan: Plan, make: MakeProblem, broken: Break | None = None, looks: Looks = "every step", finds_uses: bool = True
+) -> Course:
+    """Train as one rank of a plan. With `finds_uses`, weights are looked at where a forward uses them."""
+    with small_matrices():
+        problem = make()
+        shapes = {name: each.shape for name, each in problem.module.named_parameters()}
+        engine = parallelize(
+            problem.module,
+            plan,
+            loss=problem.loss,
+            optimizer=make_optimizer,
+            example=problem.batches[0],
+            clip=CLIP,
+        )
+        with engine:
+            if broken is not None:
+                broken(engine)
+            steps = []
+            for number, batch in enumerate(problem.batches):
+                uses = Uses()
+                with uses.of(engine.module) if finds_uses else nullcontext():
+                    loss = engine.train_step(batch)
+                engine.flush()
+                sees = are_looked_at(looks, number, len(problem.batches))
+                steps.append(_step(engine, loss, uses.found) if sees else Step(loss=loss, norm=_norm(engine)))
+            return Course(steps=steps, held=_held(engine, shapes), digest=_digest(engine, steps))
+
+
+def _step(engine: Trainer, loss: float, used: Mapping[str, Tensor]) -> Step:
+    factor = clip_factor(_norm(engine))
+    return Step(
+        loss=loss,
+        norm=_norm(engine),
+        gradients={name: each.detach().cpu() / factor for name, each in engine.gradients().items()},
+        weights={name: each.clone() for name, each in engine.state_dict().items() if isinstance(each, Tensor)},
+        used=engine.assembled(used) if used else {},
+    )
+
+
+def _norm(engine: Trainer) -> float:
+    assert engine.gradient_norm is not None, "gradients are clipped, so their norm is known"
+    return engine.gradient_norm
+
+
+def _digest(engine: Trainer, steps: Sequence[Step]) -> str:
+    """Of all losses and norms, and of every bit of the weights that this rank updates."""
+    found = hashlib.sha256(repr([(step.loss, step.norm) for step in steps]).encode())
+    pieces = (
+        [each for *_, each in engine.data.pieces()]
+        if isinstance(engine, MeshEngine)
+        else [each.detach() for each in engine.parameters.values()]
+    )
+    for each in pieces:
+        found.update(each.contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def _held(engine: Trainer, shapes: Mapping[str, torch.Size]) -> dict[str, str]:
+    """For each parameter that this rank holds: of which stages it is, and how much of it is here."""
+    stages: dict[str, list[int]] = {}
+    for number, stage in enumerate(engine.split.stages):
+        for name in stage.parameters if stage is not None else ():
+            stages.setdefault(name, []).append(number)
+    return {
+        name: f"{_numbered(stages[name])}, {_part(each.shape, shapes[name])}"
+        for name, each in engine.parameters.items()
+    }
+
+
+def _numbered(stages: list[int]) -> str:
+    return ("stage " if len(stages) == 1 else "stages ") + " and ".join(map(str, stages))
+
+
+def _part(shape: torch.Size, whole: torch.Size) -> str:
+    cuts = [
+        f"{size} of {most} along dim {dim}"
+        for dim, (size, most) in enumerate(zip(shape, whole, strict=True))
+        if size != most
+    ]
+    return ", ".join(cuts) or "whole"

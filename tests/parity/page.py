@@ -1,0 +1,99 @@
+"""docs/composition.md: the plans that are proven, with their worst errors, and those that are refused."""
+
+from pathlib import Path
+
+from shardwise.parity.compare import Comparison, Kind
+from shardwise.parity.faults import FAULTS
+from shardwise.planner.composition import RULES
+from tests.parity.cases import CASES
+from tests.parity.models import NUM_STEPS
+from tests.planner.refused import REFUSED
+
+PAGE = Path(__file__).parents[2] / "docs" / "composition.md"
+KINDS: tuple[Kind, ...] = ("loss", "gradient", "norm", "weight")
+
+_HEAD = f"""\
+# What composes
+
+Every plan below is trained for {NUM_STEPS} steps of AdamW on as many processes as it has ranks, over gloo, and held
+against plain torch on one device: each loss and norm, every gradient of the last step before clipping, and the weights
+after it, all in fp32 and by the names of the original module. A second run gives the same numbers bit for bit.
+`shardwise check --plan P` does the same for any other plan, and for your own module.
+
+An error is relative, |ours - theirs| / |theirs|, the worst over all tensors and ranks; 1e-5 is what we promise. The
+models are small (`tests/parity/models.py`): ours are tied and have 257 words unless they say otherwise; llama, hf-gpt2,
+mixtral and qwen3-moe are those of `transformers`.
+
+This page is written by the tests: `pytest tests/parity/test_matrix.py --write-composition`. With `test_page.py`,
+what is measured stays.
+"""
+_REFUSED = """\
+## What is refused
+
+Before anything is launched, by one table that the planner reads too (`planner/composition.py`), and with the nearest
+plan that runs. One plan for each rule:
+"""
+
+
+_CHECK = """\
+## Checking a plan
+
+    shardwise check --plan dp=2,tp=2,zero=1                       a small transformer that has what the plan needs
+    shardwise check --plan pp=4,microbatches=8 --model qwen3-8b   a known model made small, its structure kept
+    shardwise check --plan dp=2 --module my_package.nets:factory  yours: factory() returns a module, a batch and a loss
+
+It starts the ranks on this machine's CPU, trains the same steps on one device, and compares what is compared above at
+every step, and the weights as each forward uses them. It prints the tensors that are furthest off, the first one that
+differs in the order of the computation, and the ranks that hold it with their stage and part. It ends with status 1 if
+something differs. `--json` has `ok`, `max_relative_error` (`loss`, `gradient`, `norm`, `weight`), `first_difference`.
+
+`--inject FAULT` breaks the run on purpose, to see that it would be noticed:
+"""
+
+
+class Proofs:
+    """What was proven of each case; of those that are not run, what a page says."""
+
+    def __init__(self, page: str = "") -> None:
+        self._found: dict[tuple[str, str], Comparison] = {}
+        rows = (line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `"))
+        self._kept = {(row[1], row[0].strip("`")): row[2:] for row in rows if len(row) == 2 + len(KINDS)}
+
+    def note(self, model: str, plan: str, comparison: Comparison) -> None:
+        self._found[model, plan] = comparison
+
+    @property
+    def are_all(self) -> bool:
+        return {case for cases in CASES.values() for case in cases} <= self._found.keys() | self._kept.keys()
+
+    def page(self) -> str:
+        parts = [_HEAD]
+        for count, cases in CASES.items():
+            rows = [[f"`{plan}`", model, *self._errors(model, plan)] for model, plan in cases]
+            parts.append(f"## {count} ranks: {len(cases)} plans\n\n{_table(['plan', 'model', *KINDS], rows)}")
+        faults = [[f"`{fault.name}`", fault.says] for fault in FAULTS.values()]
+        parts.append(f"{_CHECK}\n{_table(['fault', 'what goes wrong'], faults)}")
+        refused = [
+            [f"`{plan}`", problem, f"`{instead}`"] for plan, problem, instead in (REFUSED[rule.name] for rule in RULES)
+        ]
+        parts.append(f"{_REFUSED}\n{_table(['plan', 'why not', 'nearest'], refused)}")
+        return "\n".join(parts)
+
+    def _errors(self, model: str, plan: str) -> list[str]:
+        comparison = self._found.get((model, plan))
+        return self._kept[model, plan] if comparison is None else [digits(comparison.worst(kind)) for kind in KINDS]
+
+
+def digits(error: float) -> str:
+    """One digit is enough to see how far it is from the promise."""
+    return "0" if error == 0 else f"{error:.0e}".replace("e-0", "e-")
+
+
+def _table(titles: list[str], rows: list[list[str]]) -> str:
+    return "".join(f"| {' | '.join(row)} |\n" for row in [titles, ["---"] * len(titles), *rows])
+
+
+def without_figures(page: str) -> str:
+    """A page but for its errors: what does not change from run to run."""
+    rows = (line.split(" | ") for line in page.splitlines())
+    return "\n".join(" | ".join(row[:2] if len(row) == 2 + len(KINDS) else row) for row in rows)

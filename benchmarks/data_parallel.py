@@ -15,6 +15,7 @@ import torch.distributed as dist
 from llama import BATCH, LENGTH, VOCABULARY, Llama
 from record import record
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -68,10 +69,10 @@ def ddp() -> Train:
 
 
 def fsdp2() -> Train:
-    module = Llama()
+    module, mesh = Llama(), init_device_mesh("cpu", (_RANKS,))
     for layer in module.layers:
-        fully_shard(layer)
-    fully_shard(module)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)
     return plain(module)
 
 

@@ -1,0 +1,127 @@
+"""Where numbers lie in a whole tensor: boxes, each a start and a size for every dim.
+
+A rank may hold some rows of a matrix, some columns, every third head, or a run of the flattened numbers of any of them.
+Each of them is a few boxes of the whole, and boxes are all that a file has to know: nothing of the plan is in it.
+
+    numbers 3 to 13, flattened, of 4 x 4      . . . a        a  1 x 1 at (0, 3)
+                                              b b b b        b  2 x 4 at (1, 0)
+                                              b b b b        c  1 x 1 at (3, 0)
+                                              c . . .
+"""
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Places = NDArray[np.int64]
+
+
+class Box(NamedTuple):
+    """A box of a tensor."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def stop(self) -> tuple[int, ...]:
+        return tuple(start + size for start, size in zip(self.start, self.size, strict=True))
+
+    @property
+    def num_numbers(self) -> int:
+        return prod(self.size)
+
+    def find_overlap(self, other: "Box") -> "Box | None":
+        """What two boxes have in common."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        size = tuple(end - begin for begin, end in zip(start, stop, strict=True))
+        return Box(start, size) if all(each > 0 for each in size) else None
+
+    def within(self, outer: "Box") -> tuple[slice, ...]:
+        """The slices of this box in the numbers of one around it."""
+        return tuple(
+            slice(start - first, start - first + size)
+            for start, first, size in zip(self.start, outer.start, self.size, strict=True)
+        )
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def run_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """The boxes of a run of flattened numbers, in the order of the numbers."""
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    inner = prod(shape[1:])
+    first, last = start // inner, (stop - 1) // inner
+    head = start - first * inner
+    tail = stop - last * inner
+    if first == last and (head or tail < inner):
+        for box in run_boxes(shape[1:], head, tail):
+            yield Box((first, *box.start), (1, *box.size))
+        return
+    if head:
+        for box in run_boxes(shape[1:], head, inner):
+            yield Box((first, *box.start), (1, *box.size))
+        first += 1
+    end = last + 1 if tail == inner else last
+    if end > first:
+        yield Box((first, *(0 for _ in shape[1:])), (end - first, *shape[1:]))
+    if tail < inner:
+        for box in run_boxes(shape[1:], 0, tail):
+            yield Box((last, *box.start), (1, *box.size))
+
+
+def placed(local: Box, numbers: Tensor, places: Sequence[Places]) -> Iterator[tuple[Box, Tensor]]:
+    """A box of a rank's own tensor as boxes of the whole, each with its numbers.
+
+    `numbers` has the shape of the box. `places[dim]` says where each index of the rank's tensor lies in the whole;
+    beyond its end there is padding, which lies nowhere.
+    """
+    runs = [list(_runs(each, start, size)) for each, start, size in zip(places, local.start, local.size, strict=True)]
+
+    def cut(dim: int, start: tuple[int, ...], part: Tensor) -> Iterator[tuple[Box, Tensor]]:
+        if dim == len(runs):
+            yield Box(start, tuple(part.shape)), part
+            return
+        for at, place, length in runs[dim]:
+            yield from cut(dim + 1, (*start, place), part.narrow(dim, at, length))
+
+    yield from cut(0, (), numbers)
+
+
+def _runs(places: Places, start: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """Stretches of a dim that lie together in the whole: where in the box, where in the whole, and how long."""
+    held = places[start : start + size]
+    breaks = np.flatnonzero(np.diff(held) != 1) + 1
+    at = 0
+    for run in np.split(held, breaks) if len(held) else []:
+        yield at, int(run[0]), len(run)
+        at += len(run)
+
+
+def all_places(shape: Sequence[int]) -> list[Places]:
+    """Where the indices of a tensor that is whole lie."""
+    return [np.arange(size, dtype=np.int64) for size in shape]
+
+
+def views(numbers: Tensor, shape: Sequence[int], start: int, places: Sequence[Places]) -> Iterator[tuple[Box, Tensor]]:
+    """What a rank has of its own tensor of a shape, from the flattened number `start` on, as boxes of the whole.
+
+    The tensors are views: what is written to them is written to `numbers`.
+    """
+    numbers_flat = numbers.detach().view(-1)
+    at = 0
+    for local in run_boxes(shape, start, start + numbers_flat.numel()):
+        stretch = numbers_flat[at : at + local.num_numbers].view(torch.Size(local.size))
+        at += local.num_numbers
+        yield from placed(local, stretch, places)

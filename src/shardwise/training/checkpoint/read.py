@@ -1,0 +1,164 @@
+"""A checkpoint read under any plan: each rank reads, of the boxes that overlap what it holds, only that part."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardwise.errors import ShardwiseError
+from shardwise.training.checkpoint.boxes import Box, whole_box
+from shardwise.training.checkpoint.index import Entry, Stored, checksum_of, read_index
+from shardwise.training.checkpoint.parts import OPTIMIZER, Held, Part
+
+_MOST_NAMES = 3
+
+
+class Reader:
+    """A checkpoint that is open. `bytes_read` counts what was asked for, `bytes_kept` what became of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.index = folder, read_index(folder)
+        self.bytes_read = self.bytes_kept = 0
+        self._files: dict[str, Any] = {}
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, story: TracebackType | None
+    ) -> None:
+        self._files.clear()
+
+    @property
+    def weights(self) -> dict[str, Entry]:
+        """The module's own entries."""
+        return {name: entry for name, entry in self.index.entries.items() if "/" not in name}
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Refuse a checkpoint of another model, and say which tensors differ."""
+        there = {name: entry.shape for name, entry in self.weights.items()}
+        lacking = [name for name in shapes if name not in there]
+        extra = [name for name in there if name not in shapes]
+        other = [
+            f"{name} (there {list(there[name])}, here {list(shapes[name])})"
+            for name in shapes
+            if name in there and there[name] != tuple(shapes[name])
+        ]
+        found = [("lacks", lacking), ("also has", extra), ("has in another shape", other)]
+        said = "; ".join(f"it {verb} {_some(names)}" for verb, names in found if names)
+        if said:
+            raise ShardwiseError(
+                f"the checkpoint {self.folder} is of another model: {said}",
+                remedy="the recipe that the checkpoint was made with, or another --folder",
+            )
+
+    def fill(self, part: Part) -> None:
+        """Read a part into its memory, whatever its type and device."""
+        missing = part.box.num_numbers
+        for stored in self.index.entries[part.entry].boxes:
+            overlap = stored.box.find_overlap(part.box)
+            if overlap is not None:
+                numbers = self._read(stored, overlap)
+                part.numbers[overlap.within(part.box)].copy_(numbers)
+                missing -= overlap.num_numbers
+        if missing > 0:
+            raise ShardwiseError(
+                f"{missing} numbers of {part.entry} are in no file of the checkpoint {self.folder}",
+                remedy="an older checkpoint",
+            )
+        self.bytes_kept += part.numbers.numel() * part.numbers.element_size()
+
+    def whole(self, name: str) -> Tensor:
+        """A whole tensor on the CPU, in the type that it was saved in. One that lies in one box is not copied."""
+        entry = self.index.entries[name]
+        box = whole_box(entry.shape)
+        for stored in entry.boxes:
+            if stored.box == box:
+                numbers = self._read(stored, box)
+                self.bytes_kept += numbers.numel() * numbers.element_size()
+                return numbers
+        target = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        self.fill(Part(name, entry.shape, box, target))
+        return target
+
+    def verify(self) -> None:
+        """Read all, and compare with the checksums."""
+        for entry in self.index.entries.values():
+            for stored in entry.boxes:
+                self._read(stored, stored.box)
+
+    def _read(self, stored: Stored, box: Box) -> Tensor:
+        """A part of a stored box. If it is all of it, its checksum is compared."""
+        try:
+            file = self._open(stored.file)
+            numbers: Tensor = (
+                file.get_slice(stored.key)[box.within(stored.box)] if box.size else file.get_tensor(stored.key)
+            )
+        except (SafetensorError, OSError) as error:
+            raise ShardwiseError(
+                f"{stored.key} cannot be read from {self.folder / stored.file}: {error}", remedy="an older checkpoint"
+            ) from None
+        self.bytes_read += numbers.numel() * numbers.element_size()
+        if box == stored.box and checksum_of(numbers) != stored.checksum:
+            raise ShardwiseError(
+                f"{stored.key} in {self.folder / stored.file} is damaged: its checksum is not the one that was written",
+                remedy="an older checkpoint",
+            )
+        return numbers
+
+    def _open(self, name: str) -> Any:
+        if name not in self._files:
+            self._files[name] = safe_open(self.folder / name, framework="pt", device="cpu")
+        return self._files[name]
+
+
+@torch.no_grad()
+def load(reader: Reader, held: Held) -> None:
+    """Give an engine the weights and the optimizers' states of a checkpoint. Every rank calls this alike."""
+    reader.check(held.shapes)
+    held.settle()
+    for part in held.weights():
+        reader.fill(part)
+    held.take_over()
+    load_optimizers(reader, held)
+
+
+def load_optimizers(reader: Reader, held: Held) -> None:
+    """The optimizers' states. A parameter of which the checkpoint has none begins anew."""
+    keys: dict[str, list[str]] = {}
+    for entry in reader.index.entries:
+        if entry.startswith(OPTIMIZER):
+            _, key, name = entry.split("/", 2)
+            keys.setdefault(name, []).append(key)
+    states: dict[Tensor, dict[str, Tensor]] = {}
+    for each in held.updated():
+        state: dict[str, Tensor] = {}
+        for key in keys.get(each.name, ()):
+            entry = f"{OPTIMIZER}{key}/{each.name}"
+            if reader.index.entries[entry].shape == each.shape and each.shape:
+                state[key] = torch.zeros_like(each.weight.detach())
+                for part in each.parts(key, state[key]):
+                    reader.fill(part)
+            else:
+                state[key] = reader.whole(entry).clone()
+        states[each.weight] = state
+    for optimizer in held.optimizers:
+        _give(optimizer, states)
+
+
+def _give(optimizer: Optimizer, states: Mapping[Tensor, dict[str, Tensor]]) -> None:
+    """By the optimizer's own way, which knows where its counters have to be."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    numbered = {number: states[weight] for number, weight in enumerate(weights) if states.get(weight)}
+    optimizer.load_state_dict({"state": numbered, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more

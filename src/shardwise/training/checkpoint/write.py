@@ -1,0 +1,242 @@
+"""A checkpoint written while training goes on.
+
+    training   step | copy | step | step | step ...         only the copy stops it
+    writer            `---- file, checksums, rename ----'    a thread of its own on every rank
+
+All ranks describe their parts once, and of those that several hold one rank is chosen to write each. A rank that has
+written its file says so by a small file of its own; the first rank's writer waits for all of them, writes the index and
+gives the folder its name. So a kill at any moment leaves the last good one, and nothing but a common folder is needed.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import struct
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.training.checkpoint.boxes import Box
+from shardwise.training.checkpoint.index import (
+    FORMAT,
+    INDEX,
+    SAVING,
+    Entry,
+    Stored,
+    checksum_of,
+    folder_of,
+    key_of,
+    prune,
+    read_entries,
+    told,
+    write_json,
+)
+from shardwise.training.checkpoint.parts import Part
+
+#: safetensors' words for types.
+_TYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+_POLL_SECONDS = 0.01
+# A rank whose disk takes not even an empty file cannot say so. The others give up on it after this long.
+_PATIENCE_SECONDS = 600.0
+
+#: What identifies a part among those of all ranks.
+Description = tuple[str, Box, int]
+
+
+@dataclass(kw_only=True)
+class Snapshot:
+    """Copies of the parts that this rank writes, in memory that is used again."""
+
+    parts: list[Part] = field(default_factory=list)
+
+    def take(self, parts: Iterable[Part]) -> None:
+        """Copy the parts' numbers. Those on a GPU come over together."""
+        fresh: list[Part] = []
+        before = {(part.entry, part.box): part.numbers for part in self.parts}
+        for part in parts:
+            memory = before.get((part.entry, part.box))
+            source = part.numbers.detach()
+            if memory is None or memory.dtype != source.dtype:
+                memory = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+            memory.copy_(source, non_blocking=True)
+            fresh.append(part._replace(numbers=memory))
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        self.parts = fresh
+
+
+def share_out(described: Sequence[Sequence[Description]]) -> list[set[tuple[str, Box]]]:
+    """Which parts each rank writes: each is written once, by the one of its holders that has least to write so far."""
+    holders: dict[tuple[str, Box], list[int]] = {}
+    sizes: dict[tuple[str, Box], int] = {}
+    for rank, parts in enumerate(described):
+        for entry, box, num_bytes in parts:
+            holders.setdefault((entry, box), []).append(rank)
+            sizes[entry, box] = num_bytes
+    load = [0] * len(described)
+    chosen: list[set[tuple[str, Box]]] = [set() for _ in described]
+    # Those that only one rank has come first: they leave no choice.
+    for part in sorted(holders, key=lambda part: (len(holders[part]), -sizes[part], part)):
+        rank = min(holders[part], key=load.__getitem__)
+        chosen[rank].add(part)
+        load[rank] += sizes[part]
+    return chosen
+
+
+def describe(parts: Iterable[Part]) -> list[Description]:
+    return [(part.entry, part.box, part.numbers.numel() * part.numbers.element_size()) for part in parts]
+
+
+class Writer:
+    """Writes this rank's share of checkpoints, one at a time, in a thread of its own.
+
+    `gather(value)` gives what each rank gives, and is called by all alike.
+    """
+
+    def __init__(self, root: Path, *, rank: int, num_ranks: int, keep: int, gather: Callable[[Any], list[Any]]) -> None:
+        self._root, self._rank, self._num_ranks, self._keep, self._gather = root, rank, num_ranks, keep, gather
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardwise-checkpoint")
+        self._snapshot = Snapshot()
+        self._under_way: Future[str | None] | None = None
+        self._described: list[Description] = []
+        self._mine: set[tuple[str, Box]] = set()
+
+    def save(self, step: int, parts: Sequence[Part], extra: Mapping[str, Any]) -> str | None:
+        """Begin to save. Returns what went wrong with the one before, on whichever rank. Every rank calls this."""
+        problem = self.finish()
+        self._agree(parts)
+        self._snapshot.take(part for part in parts if (part.entry, part.box) in self._mine)
+        self._under_way = self._thread.submit(self._write, step, dict(extra))
+        return problem
+
+    def finish(self) -> str | None:
+        """Wait for what is being written. Returns what went wrong, on whichever rank. Every rank calls this."""
+        if self._under_way is None:
+            return None
+        mine, self._under_way = self._under_way.result(), None
+        return next((problem for problem in self._gather(mine) if problem is not None), None)
+
+    def close(self) -> None:
+        """End the thread, when it has written what it was given."""
+        self._thread.shutdown()
+
+    def _agree(self, parts: Sequence[Part]) -> None:
+        """Who writes what. It is asked anew only if some rank holds other parts than last time."""
+        described = describe(parts)
+        if any(self._gather(described != self._described)):
+            self._described = described
+            self._mine = share_out(self._gather(described))[self._rank]
+
+    def _write(self, step: int, extra: dict[str, Any]) -> str | None:
+        final = folder_of(self._root, step)
+        folder = final.with_name(final.name + SAVING)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            entries = write_parts(folder / f"rank-{self._rank:05}.safetensors", self._snapshot.parts)
+            write_json(folder / f"rank-{self._rank:05}.json", told(entries))
+        except OSError as error:
+            problem = f"the checkpoint of step {step} cannot be written to {self._root}: {error.strerror or error}"
+            _give_up(folder, self._rank, problem)
+            return problem
+        return self._complete(step, folder, final, extra) if self._rank == 0 else None
+
+    def _complete(self, step: int, folder: Path, final: Path, extra: dict[str, Any]) -> str | None:
+        """Wait for the others, write the index, and give the folder its name."""
+        names = [f"rank-{rank:05}" for rank in range(self._num_ranks)]
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while not all((folder / f"{name}.json").exists() for name in names):
+            failed = next(iter(sorted(folder.glob("*.failed"))), None)
+            if failed is not None or time.monotonic() > deadline:
+                said = "" if failed is None else failed.read_text(encoding="utf-8")
+                problem = said or f"the checkpoint of step {step} failed: not every rank could write its part"
+                shutil.rmtree(folder, ignore_errors=True)
+                return problem
+            time.sleep(_POLL_SECONDS)
+        try:
+            entries: dict[str, Entry] = {}
+            for name in names:
+                path = folder / f"{name}.json"
+                _merge(entries, read_entries(json.loads(path.read_text(encoding="utf-8"))))
+                path.unlink()
+            content = {"format": FORMAT, "step": step, "extra": extra, "entries": told(entries)}
+            write_json(folder / INDEX, content)
+            if final.exists():  # The same step, saved again after a restart: the one that is there is as good.
+                shutil.rmtree(folder)
+                return None
+            folder.rename(final)
+            _sync_folder(self._root)
+            prune(self._root, self._keep)
+        except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            return f"the checkpoint of step {step} cannot be completed in {self._root}: {error.strerror or error}"
+        return None
+
+
+def write_parts(path: Path, parts: Sequence[Part]) -> dict[str, Entry]:
+    """Write a safetensors file, tensor by tensor. What comes back says what is in it."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Entry] = {}
+    at = 0
+    for part in parts:
+        num_bytes = part.numbers.numel() * part.numbers.element_size()
+        key = key_of(part.entry, part.box, part.shape)
+        header[key] = {
+            "dtype": _TYPES[part.numbers.dtype],
+            "shape": list(part.box.size),
+            "data_offsets": [at, at + num_bytes],
+        }
+        at += num_bytes
+        stored = Stored(file=path.name, key=key, box=part.box, checksum=checksum_of(part.numbers))
+        dtype = str(part.numbers.dtype).removeprefix("torch.")
+        _merge(entries, {part.entry: Entry(shape=part.shape, dtype=dtype, boxes=(stored,))})
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for part in parts:
+            file.write(_bytes_of(part.numbers))
+        file.flush()
+        os.fsync(file.fileno())
+    return entries
+
+
+def _bytes_of(numbers: Tensor) -> Any:
+    flat = numbers.contiguous().view(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else b""
+
+
+def _merge(entries: dict[str, Entry], more: Mapping[str, Entry]) -> None:
+    for name, entry in more.items():
+        before = entries.get(name)
+        boxes = entry.boxes if before is None else (*before.boxes, *entry.boxes)
+        entries[name] = Entry(shape=entry.shape, dtype=entry.dtype, boxes=boxes)
+
+
+def _give_up(folder: Path, rank: int, problem: str) -> None:
+    """Make room, and tell the first rank. On a full disk a file without content may still be made."""
+    failed = folder / f"rank-{rank:05}.failed"
+    with contextlib.suppress(OSError):
+        (folder / f"rank-{rank:05}.safetensors").unlink(missing_ok=True)
+        failed.touch()
+        failed.write_text(problem, encoding="utf-8")
+    if rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename outlast a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,150 @@
+"""`shardwise train`: a model trained from one command."""
+
+import argparse
+import shlex
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise import environment
+from shardwise.answer import Answer, Canvas
+from shardwise.errors import ShardwiseError
+from shardwise.planner.plan import Plan
+from shardwise.training.recipe import Recipe, read_recipe
+from shardwise.training.recipes import RECIPES, get_recipe
+from shardwise.units import format_seconds
+
+if TYPE_CHECKING:
+    from shardwise.training.finish import Result
+
+DESCRIPTION = f"""Train a model. A recipe says what: {", ".join(RECIPES)}, or a TOML file of the same keys. Without one,
+a small transformer that reads bytes is trained on Python's own sources. Everything lands in the folder of the run; a
+run that was stopped or killed goes on from its last checkpoint when it is started again with the same --folder.
+"""
+
+EXAMPLE = """
+shardwise train tiny --show
+shardwise train tiny --devices 1 --folder runs/tiny
+shardwise train tiny --set steps=6 --set optimizer.rate=1e-3 --plan dp=2
+"""
+
+#: Exit statuses of a run that a signal stopped, as shells have them.
+_STATUS = {"SIGINT": 130, "SIGTERM": 143}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help=f"{', '.join(RECIPES)}, or a TOML file (bytes)")
+    parser.add_argument("--plan", default="auto", metavar="P", help="a plan like pp=2,microbatches=8, a file, or auto")
+    parser.add_argument("--devices", type=int, metavar="N", help="how many ranks (all GPUs, or else up to 4 processes)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the recipe")
+    parser.add_argument("--folder", metavar="FOLDER", help="where it all goes; a run that is there goes on")
+    parser.add_argument("--show", action="store_true", help="show recipe and plan, and train nothing")
+
+
+def run(arguments: argparse.Namespace) -> Answer:
+    recipe = recipe_of(arguments)
+    from shardwise.training.run import count_devices, train  # Loads torch.
+    from shardwise.training.setup import Job
+
+    if arguments.devices is not None and arguments.devices < 1:
+        raise ShardwiseError(f"--devices {arguments.devices}: there is at least 1", remedy="--devices 1")
+    plan, num_devices = plan_of(arguments, recipe, count_devices())
+    if arguments.show:
+        return _shown(recipe, plan)
+    from shardwise.training.folder import check_same, new_folder
+
+    if arguments.folder is None and environment.find_world_size() is not None:
+        raise ShardwiseError(
+            "processes that torchrun has started must be told in which folder they meet",
+            remedy=f"--folder runs/{recipe.name}",
+        )
+    folder = Path(arguments.folder) if arguments.folder else new_folder(recipe)
+    check_same(folder, recipe)
+    command = shlex.join(["shardwise", *sys.argv[1:]])
+    result = train(Job(recipe=recipe, plan=plan, folder=folder, command=command), num_devices)
+    return Answer(data={}, render=lambda _: None) if result is None else _answer(result)
+
+
+def recipe_of(arguments: argparse.Namespace) -> Recipe:
+    """What the words ask for: a recipe, or that of the run that goes on; with what --set changes."""
+    kept = Path(arguments.folder) / "recipe.toml" if arguments.folder else None
+    if arguments.recipe is None and kept is not None and kept.is_file():
+        recipe = read_recipe(kept)
+    else:
+        recipe = get_recipe(arguments.recipe or "bytes")
+    changes = {}
+    for word in arguments.set:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise ShardwiseError(f"--set {word} has no value", remedy=f"--set {key}=1")
+        changes[key.strip()] = value.strip()
+    return recipe.changed(changes)
+
+
+def plan_of(arguments: argparse.Namespace, recipe: Recipe, num_here: int) -> tuple[Plan, int]:
+    """The plan, and how many ranks it has."""
+    from shardwise.training.choose import choose_plan
+
+    word, num_devices = arguments.plan, arguments.devices
+    if word == "auto":
+        count = num_devices or num_here
+        return choose_plan(recipe, count), count
+    plan = _in_precision(Plan.load(Path(word)) if word.endswith(".toml") else Plan.parse(word), recipe)
+    launched = environment.find_world_size()
+    if launched not in (None, plan.num_ranks) and _has_begun(arguments.folder):
+        # A run that `torchrun` has brought back with fewer ranks than it began with.
+        assert launched is not None, "was just compared"
+        return choose_plan(recipe, launched), launched
+    count = launched or num_devices or plan.num_ranks
+    if count != 1 or plan.num_ranks != plan.pp:  # One process can run all ranks of a pipeline.
+        plan.check_world(count)
+    return plan, count
+
+
+def _in_precision(plan: Plan, recipe: Recipe) -> Plan:
+    """The plan in the recipe's precision. One that says another is a contradiction."""
+    if plan.precision not in ("fp32", recipe.precision):
+        raise ShardwiseError(
+            f"the plan has precision={plan.precision} and the recipe {recipe.precision}",
+            remedy=f"--set precision={plan.precision}",
+        )
+    return replace(plan, precision=recipe.precision)
+
+
+def _has_begun(run: str | None) -> bool:
+    return run is not None and any(Path(run).glob("checkpoints/step-*"))
+
+
+def _shown(recipe: Recipe, plan: Plan) -> Answer:
+    def render(canvas: Canvas) -> None:
+        canvas.print(canvas.paint(f"# {recipe.name}", "bold"))
+        canvas.print(recipe.to_toml().rstrip())
+        canvas.print()
+        canvas.print(canvas.paint("# plan", "bold"))
+        canvas.print(plan.to_toml().rstrip())
+
+    return Answer(data={"recipe": recipe.to_toml(), "plan": str(plan), "reasons": dict(plan.reasons)}, render=render)
+
+
+def _answer(result: "Result") -> Answer:
+    def render(canvas: Canvas) -> None:
+        stopped = f", stopped by {result.stopped_by}" if result.stopped_by else ""
+        loss = "" if result.loss is None else f", loss {result.loss:.4f}"
+        held_out = "" if result.held_out_loss is None else f", held-out loss {result.held_out_loss:.4f}"
+        canvas.print(
+            f"{canvas.paint(f'step {result.step}', 'bold')}{stopped}{loss}{held_out}, "
+            f"{format_seconds(result.seconds)}, {result.tokens_per_second:.0f} tokens/s"
+        )
+        if result.sample is not None:
+            canvas.print()
+            canvas.print(result.sample.rstrip())
+            canvas.print()
+        for name, path in (("run", result.run), ("checkpoint", result.checkpoint), ("report", result.report)):
+            if path is not None:
+                canvas.print(f"{canvas.paint(name, 'bold')} {path}")
+        if result.stopped_by:
+            canvas.print(f"it goes on with: shardwise train --folder {result.run}")
+
+    status = _STATUS.get(result.stopped_by or "", 0)
+    return Answer(data=asdict(result), render=render, status=status)

@@ -1,0 +1,78 @@
+"""`shardwise data`: token files made and checked."""
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.answer import Answer, Canvas
+from shardwise.errors import ShardwiseError
+from shardwise.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from shardwise.training.data.tokens import Tokens
+
+DESCRIPTION = """Make a token file of text, JSON lines (.jsonl), Parquet (.parquet), a folder of these, or `stdlib`, the
+sources of Python's own standard library. Training maps it into memory. Without --save it is made, measured and dropped.
+"""
+
+EXAMPLE = """
+shardwise data stdlib --limit 200kB
+shardwise data stdlib --limit 1MB --save stdlib.tokens
+shardwise data --check stdlib.tokens
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("sources", nargs="*", metavar="INPUT", help="files, folders, or stdlib")
+    parser.add_argument("--save", metavar="FILE", help="where the token file goes")
+    parser.add_argument("--check", metavar="FILE", help="read a token file and compare it with its checksums")
+    parser.add_argument("--tokenizer", default="bytes", metavar="T", help="bytes, a tokenizer.json, or its folder")
+    parser.add_argument("--field", default="text", metavar="NAME", help="the key or column that has the text (text)")
+    parser.add_argument("--limit", metavar="SIZE", help="read no more than this much text: 10MB")
+
+
+def run(arguments: argparse.Namespace) -> Answer:
+    from shardwise.training.data.tokens import open_tokens  # Loads numpy.
+
+    if arguments.check is not None:
+        if arguments.sources or arguments.save:
+            raise ShardwiseError(
+                "--check reads one token file and makes none", remedy=f"shardwise data --check {arguments.check}"
+            )
+        tokens = open_tokens(Path(arguments.check))
+        tokens.verify()
+        return _answer(tokens, verb="is whole", path=arguments.check)
+    if not arguments.sources:
+        raise ShardwiseError("there is nothing to read", remedy="shardwise data stdlib, or a file of text")
+    from shardwise.training.data.make import make_tokens
+    from shardwise.training.data.tokenizer import get_tokenizer
+
+    limit = None if arguments.limit is None else parse_bytes(arguments.limit)
+    tokenizer = get_tokenizer(arguments.tokenizer)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(arguments.save) if arguments.save else Path(folder) / "tokens"
+        tokens = make_tokens(arguments.sources, path, tokenizer, field=arguments.field, limit_bytes=limit)
+        return _answer(tokens, verb="saved" if arguments.save else "would be made", path=arguments.save)
+
+
+def _answer(tokens: "Tokens", *, verb: str, path: str | None) -> Answer:
+    data: dict[str, object] = {
+        "path": path,
+        "num_tokens": tokens.num_tokens,
+        "num_documents": tokens.num_documents,
+        "vocabulary": tokens.vocabulary,
+        "tokenizer": tokens.tokenizer,
+        "bytes": tokens.tokens.nbytes,
+        "digest": tokens.digest,
+    }
+
+    def render(canvas: Canvas) -> None:
+        canvas.print(
+            f"{canvas.paint(path or 'a token file', 'bold')} {verb}: {data['num_tokens']} tokens of a vocabulary of"
+            f" {data['vocabulary']} ({data['tokenizer']}), {data['num_documents']} documents,"
+            f" {format_bytes(tokens.tokens.nbytes)}"
+        )
+        canvas.print(f"digest {data['digest']}")
+
+    return Answer(data=data, render=render)

@@ -1,0 +1,106 @@
+"""Documents, one after the other: from text files, JSON lines and Parquet, or from Python's own standard library."""
+
+import json
+import sysconfig
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ShardwiseError
+
+#: The source that every machine has.
+STDLIB = "stdlib"
+_TEXT_ROWS = 1024
+_LEFT_OUT = frozenset(
+    ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "encodings", "pydoc_data")
+)
+
+
+def documents_of(source: str, *, field: str = "text") -> Iterator[bytes]:
+    """The documents of a source: `stdlib`, a folder of text files, or a file, of a kind that its ending says.
+
+    `field` is the key of JSON lines, and the column of Parquet, that has the text.
+    """
+    if source == STDLIB:
+        yield from _of_library()
+        return
+    path = Path(source)
+    if not path.exists():
+        raise ShardwiseError(f"{source} is not there", remedy=f"a file of text, .jsonl or .parquet, or {STDLIB}")
+    if path.is_dir():
+        for each in sorted(path.rglob("*")):
+            if each.is_file():
+                yield from _of_file(each, field)
+    else:
+        yield from _of_file(path, field)
+
+
+def _of_library() -> Iterator[bytes]:
+    """The modules of the standard library, shuffled by their names, so that any part of them is like any other. What is
+    installed beside them, tests and tables are left out."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    inside = [path.relative_to(root) for path in root.rglob("*.py")]
+    for path in sorted(inside, key=lambda path: blake2b(path.as_posix().encode()).digest()):
+        if _LEFT_OUT.isdisjoint(path.parts):
+            yield (root / path).read_bytes()
+
+
+def _of_file(path: Path, field: str) -> Iterator[bytes]:
+    if path.suffix in (".jsonl", ".ndjson"):
+        yield from _of_lines(path, field)
+    elif path.suffix == ".parquet":
+        yield from _of_parquet(path, field)
+    else:
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise ShardwiseError(f"{path} cannot be read: {error.strerror}", remedy="a file of text") from None
+        if not content:
+            raise ShardwiseError(f"{path} is empty, at byte 0", remedy="a file with text in it")
+        yield content
+
+
+def _of_lines(path: Path, field: str) -> Iterator[bytes]:
+    offset = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield _text_of(line, field, f"line {number} of {path}, at byte {offset},")
+            offset += len(line)
+    if not offset:
+        raise ShardwiseError(f"{path} is empty, at byte 0", remedy=f'lines like {{"{field}": "..."}}')
+
+
+def _text_of(line: bytes, field: str, where: str) -> bytes:
+    remedy = f'a line like {{"{field}": "..."}}'
+    try:
+        row: Any = json.loads(line)
+    except ValueError as error:
+        raise ShardwiseError(f"{where} is no JSON: {error}", remedy=remedy) from None
+    if not isinstance(row, dict) or not isinstance(row.get(field), str):
+        has = f"the keys {', '.join(map(str, row))}" if isinstance(row, dict) else f"a {type(row).__name__}"
+        raise ShardwiseError(f"{where} has no text under {field!r}: it has {has}", remedy=f"{remedy}, or --field NAME")
+    return str(row[field]).encode()
+
+
+def _of_parquet(path: Path, field: str) -> Iterator[bytes]:
+    try:
+        from pyarrow import ArrowInvalid, parquet
+    except ImportError:
+        raise ShardwiseError(
+            f"{path} is Parquet, which is read with pyarrow, and that is not installed",
+            remedy="pip install 'shardwise[parquet]'",
+        ) from None
+    try:
+        file = parquet.ParquetFile(path)
+    except (ArrowInvalid, OSError) as error:
+        raise ShardwiseError(f"{path} is no Parquet file: {error}", remedy="a whole file") from None
+    if field not in file.schema_arrow.names:
+        raise ShardwiseError(
+            f"{path} has no column {field!r}; it has {', '.join(file.schema_arrow.names)}", remedy="--field NAME"
+        )
+    for batch in file.iter_batches(batch_size=_TEXT_ROWS, columns=[field]):
+        for text in batch.column(0).to_pylist():
+            if text:
+                yield str(text).encode()

@@ -1,0 +1,79 @@
+"""Rows for a model: stretches of a token file, their labels, and which document each token is of.
+
+tokens      a a a a b b b b b b c c      three documents, rows of 4
+row 0       a a a a                      labels  a a a -       the last of a document has no next token
+row 1       b b b b                      labels  b b b b       what follows is in row 2, and is the label all the same
+row 2       b b c c                      labels  b - c -       positions begin anew at c, which sees no b
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shardwise.errors import ShardwiseError
+from shardwise.training.data.order import Order
+from shardwise.training.data.tokens import Tokens
+
+#: A label that is not learned.
+IGNORED = -100
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """The rows of a part of a token file: all that are whole."""
+
+    source: Tokens
+    sequence: int
+    first_row: int
+    num_rows: int
+    masks: bool
+
+    def batch(self, rows: NDArray[np.int64]) -> Batch:
+        """Rows as tensors: `input_ids`, `labels` and, if masked, `documents`, each [rows, sequence]."""
+        tokens, ends = self.source.tokens, self.source.ends
+        starts = (rows + self.first_row) * self.sequence
+        places = starts[:, None] + np.arange(self.sequence)
+        ids = tokens[places].astype(np.int64)
+        following = tokens[np.minimum(places + 1, len(tokens) - 1)].astype(np.int64)
+        documents = np.searchsorted(ends, places, side="right")
+        is_last = ends[np.minimum(documents, len(ends) - 1)] == places + 1
+        labels = np.where(is_last, IGNORED, following)
+        made = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+        return {**made, "documents": torch.from_numpy(documents)} if self.masks else made
+
+
+def training_and_held_out(
+    source: Tokens, *, sequence: int, held_out: float, masks: bool, batch: int
+) -> tuple[Rows, Rows]:
+    """The rows to train on, and the last ones, which are for evaluation: at least one batch, if any are held out."""
+    count = source.num_tokens // sequence
+    kept = 0 if held_out == 0 else max(batch, round(count * held_out))
+    if count - kept < batch:
+        raise ShardwiseError(
+            f"{source.path} has {source.num_tokens} tokens, which are {count} rows of {sequence}: {kept} to evaluate"
+            f" with and not {batch} to train on",
+            remedy=f"at least {sequence * (batch + max(batch, kept))} tokens, or a smaller batch or data.sequence",
+        )
+
+    def rows(first: int, number: int) -> Rows:
+        return Rows(source=source, sequence=sequence, first_row=first, num_rows=number, masks=masks)
+
+    return rows(0, count - kept), rows(count - kept, kept)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batches:
+    """The batch of each step, from the seed and the step alone."""
+
+    rows: Rows
+    size: int
+    seed: int
+
+    def at(self, step: int) -> Batch:
+        order = Order(size=self.rows.num_rows, seed=self.seed)
+        return self.rows.batch(order.samples(step * self.size, self.size))

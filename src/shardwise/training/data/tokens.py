@@ -1,0 +1,221 @@
+"""Token files: tokens one after the other, where each document ends, and a checksum of every block. Mapped, not read.
+
+The format is safetensors', so that anything can look inside: `tokens` (uint8, uint16 or uint32), `ends` (int64: where
+each document ends, in tokens), `checksums` (uint32: CRC-32 of each block of `tokens`), and the rest as metadata.
+"""
+
+import json
+import os
+import struct
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.errors import ShardwiseError
+
+FORMAT = "shardwise tokens 1"
+BLOCK_BYTES = 1 << 20
+# The header is written last, when the sizes are known, into room that was left for it.
+_HEADER_BYTES = 4096
+_TYPES: dict[str, type[np.unsignedinteger[Any]]] = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """A token file that is open. `digest` is of all that is in it."""
+
+    path: Path
+    tokens: NDArray[np.unsignedinteger[Any]]
+    ends: NDArray[np.int64]
+    checksums: NDArray[np.uint32]
+    vocabulary: int
+    tokenizer: str
+    digest: str
+    #: Where the tokens begin in the file.
+    offset: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.ends)
+
+    def verify(self) -> None:
+        """Read all, and compare with the checksums and the vocabulary."""
+        size = BLOCK_BYTES // self.tokens.itemsize
+        for block, checksum in enumerate(self.checksums):
+            part = self.tokens[block * size : (block + 1) * size]
+            at = self.offset + block * BLOCK_BYTES
+            if zlib.crc32(part.tobytes()) != checksum:
+                raise ShardwiseError(
+                    f"{self.path} is damaged between the bytes {at} and {at + part.nbytes}: they are not as they were"
+                    " written",
+                    remedy="shardwise data INPUT --save FILE makes it again",
+                )
+            beyond = np.flatnonzero(part >= self.vocabulary)
+            if len(beyond):
+                raise ShardwiseError(
+                    f"{self.path} has the token {part[beyond[0]]} at byte {at + int(beyond[0]) * part.itemsize}, and"
+                    f" its vocabulary has {self.vocabulary}",
+                    remedy="the tokenizer that the file was made with",
+                )
+
+
+class TokenWriter:
+    """Writes a token file document by document, beside its place, and moves it there when it is complete."""
+
+    def __init__(self, path: Path, *, vocabulary: int, tokenizer: str) -> None:
+        self._path, self._vocabulary, self._tokenizer = path, vocabulary, tokenizer
+        self._word = "U8" if vocabulary <= 1 << 8 else "U16" if vocabulary <= 1 << 16 else "U32"
+        self._beside = path.with_name(path.name + ".part")
+        self._ends: list[int] = []
+        self._checksums: list[int] = []
+        self._rest = b""
+        self._num_tokens = 0
+        self._file: BinaryIO | None = None
+
+    def __enter__(self) -> "TokenWriter":
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._beside.open("wb")
+        self._file.write(b" " * _HEADER_BYTES)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, story: TracebackType | None
+    ) -> None:
+        assert self._file is not None, "a writer is used in a with statement"
+        try:
+            if error is None:
+                self._end(self._file)
+        finally:
+            self._file.close()
+        if error is None:
+            self._beside.rename(self._path)
+        else:
+            self._beside.unlink(missing_ok=True)
+
+    def add(self, document: Iterable[int] | bytes) -> None:
+        """Add a document. An empty one is left out."""
+        assert self._file is not None, "a writer is used in a with statement"
+        kind = _TYPES[self._word]
+        if isinstance(document, bytes) and self._word == "U8":
+            data = document
+        else:
+            data = np.fromiter(document, dtype=np.int64).astype(kind).tobytes()
+        if not data:
+            return
+        self._num_tokens += len(data) // np.dtype(kind).itemsize
+        self._ends.append(self._num_tokens)
+        self._rest += data
+        while len(self._rest) >= BLOCK_BYTES:
+            self._block(self._file, self._rest[:BLOCK_BYTES])
+            self._rest = self._rest[BLOCK_BYTES:]
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_tokens
+
+    def _block(self, file: BinaryIO, data: bytes) -> None:
+        file.write(data)
+        self._checksums.append(zlib.crc32(data))
+
+    def _end(self, file: BinaryIO) -> None:
+        if self._rest:
+            self._block(file, self._rest)
+        num_bytes = self._num_tokens * np.dtype(_TYPES[self._word]).itemsize
+        padding = -num_bytes % 8
+        ends, checksums = np.array(self._ends, "<i8"), np.array(self._checksums, "<u4")
+        file.write(b"\0" * padding + ends.tobytes() + checksums.tobytes())
+        digest = blake2b(digest_size=16)
+        for each in (self._word.encode(), ends.tobytes(), checksums.tobytes()):
+            digest.update(each)
+        first = num_bytes + padding
+        header = {
+            "__metadata__": {
+                "format": FORMAT,
+                "vocabulary": str(self._vocabulary),
+                "tokenizer": self._tokenizer,
+                "digest": digest.hexdigest(),
+            },
+            "tokens": {"dtype": self._word, "shape": [self._num_tokens], "data_offsets": [0, num_bytes]},
+            # Not a tensor of anybody's: safetensors wants every byte to be somebody's.
+            "padding": {"dtype": "U8", "shape": [padding], "data_offsets": [num_bytes, first]},
+            "ends": {"dtype": "I64", "shape": [len(ends)], "data_offsets": [first, first + ends.nbytes]},
+            "checksums": {
+                "dtype": "U32",
+                "shape": [len(checksums)],
+                "data_offsets": [first + ends.nbytes, first + ends.nbytes + checksums.nbytes],
+            },
+        }
+        text = json.dumps(header).encode()
+        assert len(text) <= _HEADER_BYTES - 8, f"a header of {len(text)} bytes"
+        file.seek(0)
+        file.write(struct.pack("<Q", _HEADER_BYTES - 8) + text.ljust(_HEADER_BYTES - 8))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def open_tokens(path: Path) -> Tokens:
+    """Map a token file. What is wrong with its header or its length is said here; `verify` reads the rest."""
+    header, size = _read_header(path)
+    metadata = header["__metadata__"]
+    needed = _HEADER_BYTES + max(each["data_offsets"][1] for name, each in header.items() if name != "__metadata__")
+    if size != needed:
+        raise ShardwiseError(
+            f"{path} has {size} bytes, and by its header it would have {needed}: it was cut short or added to at byte"
+            f" {min(size, needed)}",
+            remedy="shardwise data INPUT --save FILE makes it again",
+        )
+    word, (first, last) = header["tokens"]["dtype"], header["tokens"]["data_offsets"]
+
+    def part(name: str, kind: str) -> NDArray[Any]:
+        start, stop = header[name]["data_offsets"]
+        dtype = np.dtype(kind)
+        if stop == start:
+            return np.empty(0, dtype)
+        return np.memmap(path, dtype, "r", _HEADER_BYTES + start, ((stop - start) // dtype.itemsize,))
+
+    if first == last:
+        raise ShardwiseError(
+            f"{path} has no token in it", remedy="shardwise data INPUT --save FILE, of a file with text"
+        )
+    return Tokens(
+        path=path,
+        tokens=part("tokens", np.dtype(_TYPES[word]).str),
+        ends=part("ends", "<i8"),
+        checksums=part("checksums", "<u4"),
+        vocabulary=int(metadata["vocabulary"]),
+        tokenizer=metadata["tokenizer"],
+        digest=metadata["digest"],
+        offset=_HEADER_BYTES + first,
+    )
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    remedy = "shardwise data INPUT --save FILE makes a token file"
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(_HEADER_BYTES)
+    except OSError as error:
+        raise ShardwiseError(f"the token file {path} cannot be read: {error.strerror}", remedy=remedy) from None
+    if not start:
+        raise ShardwiseError(f"{path} is empty, at byte 0", remedy=remedy)
+    try:
+        (length,) = struct.unpack("<Q", start[:8])
+        header = json.loads(start[8 : 8 + length]) if length == _HEADER_BYTES - 8 else {}
+        found = header.get("__metadata__", {}).get("format")
+    except (struct.error, ValueError):
+        found = None
+    if found != FORMAT:
+        raise ShardwiseError(f"{path} is no token file: its header, from byte 0 on, does not say so", remedy=remedy)
+    return header, size

@@ -1,0 +1,119 @@
+"""Typed values from what a person types: a frozen dataclass from keys and values, and back to TOML.
+
+Unknown keys are errors that name the nearest; a value of a wrong type is a sentence. Tables within are dataclasses too,
+and their keys are written with dots: `optimizer.rate`.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from shardwise.errors import ShardwiseError, nearest, unknown
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_EXAMPLES = {int: "4", float: "0.1", bool: "true", str: '"text"'}
+
+
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Every key with its value, dotted, in the order of the fields."""
+    found: dict[str, Any] = {}
+    for each in fields(value):
+        inner = getattr(value, each.name)
+        found |= flat(inner, f"{prefix}{each.name}.") if is_dataclass(inner) else {f"{prefix}{each.name}": inner}
+    return found
+
+
+def updated(value: Any, entries: Mapping[str, Any], *, source: str) -> Any:
+    """The value with some keys changed. What is typed as text is read as the key's type. `source` is for errors."""
+    known = flat(value)
+    for key in entries:
+        if key not in known:
+            error = unknown("key", key, known)
+            # The last part alone is what is misspelt most often, or typed without its table.
+            last = {name.rpartition(".")[2]: name for name in known}
+            meant = error.remedy or last.get(nearest(key.rpartition(".")[2], last) or "")
+            raise ShardwiseError(f"{error.problem} (in {source})", remedy=meant)
+    return _replaced(value, entries, "", source)
+
+
+def _replaced(value: Any, entries: Mapping[str, Any], prefix: str, source: str) -> Any:
+    hints = get_type_hints(type(value))
+    changes: dict[str, Any] = {}
+    for each in fields(value):
+        key, inner = f"{prefix}{each.name}", getattr(value, each.name)
+        if is_dataclass(inner):
+            changes[each.name] = _replaced(inner, entries, f"{key}.", source)
+        elif key in entries:
+            changes[each.name] = read(key, entries[key], hints[each.name], source=source)
+    return replace(value, **changes)
+
+
+def read(key: str, given: Any, kind: Any, *, source: str) -> Any:
+    """A value of a type, from itself or from text."""
+    if get_origin(kind) is Literal:
+        choices = [str(each) for each in get_args(kind)]
+        if given not in choices:
+            error = unknown(key, str(given), choices)
+            raise ShardwiseError(f"{error.problem} (in {source})", remedy=error.remedy and f"{key}={error.remedy}")
+        return given
+    accepted = get_args(kind) or (kind,)
+    if type(None) in accepted and given in (None, "none"):
+        return None
+    wanted = next(each for each in accepted if each is not type(None))
+    made = _convert(given, wanted)
+    if made is None:
+        raise ShardwiseError(
+            f"{key} in {source} wants {_WORDS[wanted]}, and is {given!r}", remedy=f"{key}={_EXAMPLES[wanted]}"
+        )
+    return made
+
+
+def _convert(given: Any, wanted: type) -> Any:
+    """The value as a `wanted`, or None if it is none."""
+    if isinstance(given, bool) or wanted is bool:
+        is_switch = isinstance(given, bool) or given in ("true", "false")
+        return (given is True or given == "true") if wanted is bool and is_switch else None
+    if wanted is str:
+        return given if isinstance(given, str) else None
+    if isinstance(given, str):
+        try:
+            given = int(given)
+        except ValueError:
+            try:
+                given = float(given)
+            except ValueError:
+                return None
+    if wanted is float:
+        return float(given) if isinstance(given, (int, float)) else None
+    if isinstance(given, float) and given.is_integer():
+        given = int(given)
+    return given if isinstance(given, int) else None
+
+
+def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Tables within tables as dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= dotted(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
+
+
+def to_toml(value: Any) -> str:
+    """The value as TOML: plain keys first, then a table for each dataclass within. What is None is left out."""
+    return "\n".join(_lines(value, "")) + "\n"
+
+
+def _lines(value: Any, table: str) -> Iterator[str]:
+    tables = []
+    for each in fields(value):
+        inner = getattr(value, each.name)
+        if is_dataclass(inner):
+            tables.append((f"{table}{each.name}", inner))
+        elif inner is not None:
+            # JSON's texts, numbers and switches are TOML's too.
+            yield f"{each.name} = {json.dumps(inner)}"
+    for name, inner in tables:
+        yield ""
+        yield f"[{name}]"
+        yield from _lines(inner, f"{name}.")

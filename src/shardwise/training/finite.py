@@ -1,0 +1,62 @@
+"""Where numbers stopped being finite: the first layer whose output is not, or the parameter whose gradient is not."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shardwise.runtime.trainer import Trainer
+from shardwise.training.data.rows import Batch
+from shardwise.training.world import World
+
+
+def explain(engine: Trainer, batch: Batch, loss: float, *, step: int, world: World) -> str:
+    """A sentence for a step that was not finite. The batch is run again, and looked at layer by layer.
+
+    Every rank calls this alike, with the weights from before the step.
+    """
+    if math.isfinite(loss):
+        names = [name for name, each in engine.gradients().items() if not torch.isfinite(each).all()]
+        # Gradients come from the end: the last to have one that is not finite was the first.
+        found = f", first that of {names[-1]}" if names else ""
+        return f"at step {step} the loss is {loss:.4f} and the norm of the gradients is {engine.gradient_norm}{found}"
+    with _watched(engine.module) as seen:
+        engine.evaluate(batch)
+    order = {name: place for place, (name, _) in enumerate(engine.module.named_modules())}
+    told = [(order[name], name, rank, what) for rank, mine in enumerate(world.gather(seen)) for name, what in mine]
+    if not told:
+        return f"at step {step} the loss is {loss}, though the output of every layer is finite: look at the loss itself"
+    _, name, rank, what = min(told)
+    return f"at step {step} the loss is {loss}: the first layer whose output has {what} is {name}, on rank {rank}"
+
+
+@contextmanager
+def _watched(module: nn.Module) -> Iterator[list[tuple[str, str]]]:
+    """Within it, notes the first layer that returns something not finite for numbers that were."""
+    seen: list[tuple[str, str]] = []
+
+    def look(name: str) -> Any:
+        def hook(_: nn.Module, given: Any, output: Any) -> None:
+            if not seen and _trouble(output) and not _trouble(given):
+                seen.append((name, _trouble(output)))
+
+        return hook
+
+    handles = [each.register_forward_hook(look(name)) for name, each in module.named_modules() if name]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _trouble(values: Any) -> str:
+    """`NaN` or `infinity`, if a tensor in these has one."""
+    tensors = [each for each in pytree.tree_leaves(values) if isinstance(each, Tensor) and each.is_floating_point()]
+    if any(bool(torch.isnan(each).any()) for each in tensors):
+        return "NaN"
+    return "infinity" if any(bool(torch.isinf(each).any()) for each in tensors) else ""

@@ -1,0 +1,227 @@
+"""The loop: step, tell, evaluate, save; and stop when there is a reason to. Every rank goes round it alike."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.cluster.catalogue import DEVICES
+from shardwise.errors import ShardwiseError
+from shardwise.trace.events import Trace
+from shardwise.training.checkpoint.index import find_last
+from shardwise.training.checkpoint.write import Writer
+from shardwise.training.data.ahead import ReadAhead
+from shardwise.training.data.rows import Batch
+from shardwise.training.finite import explain
+from shardwise.training.folder import CHECKPOINTS, METRICS, Metrics
+from shardwise.training.machine import find_device
+from shardwise.training.model import described
+from shardwise.training.progress import Line, Progress
+from shardwise.training.rates import rate_at
+from shardwise.training.setup import Job, Setup, on_device, random_parts
+from shardwise.training.stop import StopSignals, name_of
+from shardwise.training.world import World
+
+#: An fp16 run whose loss scale has fallen so low has another trouble than overflow.
+_LOWEST_SCALE = 1.0
+
+
+class StoppedError(ShardwiseError):
+    """A run cannot go on, for a reason that all ranks know: it is told once, without their tracebacks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of a run, as its first rank tells it."""
+
+    step: int
+    loss: float | None
+    held_out_loss: float | None
+    seconds: float
+    num_tokens: int
+    num_parameters: int
+    data: Mapping[str, Any]
+    checkpoint: Path | None
+    trace: Trace | None
+    stopped_by: str | None = None
+
+
+class Loop:
+    """One run on one rank."""
+
+    def __init__(self, job: Job, world: World, setup: Setup, stop: StopSignals, progress: Progress) -> None:
+        self._job, self._world, self._setup, self._stop, self._progress = job, world, setup, stop, progress
+        self._root = job.folder / CHECKPOINTS
+        self._writer = Writer(
+            self._root, rank=world.rank, num_ranks=world.size, keep=job.recipe.checkpoint.keep, gather=world.gather
+        )
+        self._metrics = Metrics(job.folder / METRICS, after=setup.step) if world.is_first else None
+        self._model = described(setup.settings, job.recipe.model.folder)
+        self._saved = setup.step
+        self._trace: Trace | None = None
+        self._held_out_loss: float | None = None
+        self._evaluated = setup.step
+        self._loss: float | None = None
+
+    def run(self) -> Outcome:
+        """Go round until the recipe's last step, a signal, or an error."""
+        recipe, setup, start = self._job.recipe, self._setup, perf_counter()
+        step, window, stopped_by = setup.step, (setup.step, start), None
+        with ReadAhead(setup.batches.at, setup.step, recipe.steps) as ahead:
+            while step < recipe.steps:
+                speaks = (step + 1) % recipe.log == 0 or step + 1 == recipe.steps or step == setup.step
+                asked = perf_counter()
+                batch = on_device(ahead.next(), self._world)
+                self._step(step, batch, traced=speaks, data_wait=perf_counter() - asked)
+                step += 1
+                if speaks:
+                    self._tell(step, window)
+                    window = (step, perf_counter())
+                number = int(self._world.highest(self._stop.number))
+                if number:
+                    stopped_by = name_of(number)
+                    self._progress.say(f"{stopped_by} after step {step}: saving")
+                    break
+                self._look_up(step)
+        seconds = perf_counter() - start
+        if stopped_by is None and recipe.data.held_out and self._evaluated != step:
+            self._evaluate(step)
+        self._save(step)
+        self._warn(self._writer.finish())
+        return Outcome(
+            step=step,
+            loss=self._loss,
+            held_out_loss=self._held_out_loss,
+            seconds=seconds,
+            num_tokens=(step - setup.step) * recipe.batch * recipe.data.sequence,
+            num_parameters=setup.num_parameters,
+            data=self._described_data(),
+            checkpoint=find_last(self._root),
+            trace=self._trace,
+            stopped_by=stopped_by,
+        )
+
+    def close(self) -> None:
+        """Let go of files and of the writer's thread."""
+        self._writer.close()
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def _step(self, step: int, batch: Batch, *, traced: bool, data_wait: float) -> None:
+        """One step, which leaves the weights alone if its numbers are not finite."""
+        recipe, engine, scale = self._job.recipe, self._setup.engine, self._setup.scale
+        rate = rate_at(step, recipe.steps, recipe.optimizer)
+        for optimizer in engine.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+        start = perf_counter()
+        self._loss = engine.train_step(batch, trace=traced, data_wait=data_wait)
+        scale.note(is_finite=engine.was_finite)
+        if not engine.was_finite and (scale.is_fixed or scale.factor < _LOWEST_SCALE):
+            raise StoppedError(
+                explain(engine, batch, self._loss, step=step + 1, world=self._world),
+                remedy=f"a lower rate (--set optimizer.rate={recipe.optimizer.rate / 3:.1g}); nothing of this step was"
+                " applied, and the last checkpoint is from before it",
+            )
+        self._note(
+            step=step + 1,
+            loss=self._loss,
+            rate=rate,
+            gradient_norm=engine.gradient_norm,
+            seconds=perf_counter() - start,
+            **({} if scale.is_fixed else {"loss_scale": scale.factor, "skipped": not engine.was_finite}),
+        )
+
+    def _tell(self, step: int, window: tuple[int, float]) -> None:
+        """A line of progress, with what only all ranks together know."""
+        recipe, setup = self._job.recipe, self._setup
+        memory = self._world.highest(float(self._world.memory_bytes()))
+        self._trace = setup.engine.trace
+        num_tokens = (step - window[0]) * recipe.batch * recipe.data.sequence
+        speed = num_tokens / (perf_counter() - window[1])
+        assert self._loss is not None, "there was a step"
+        bubble = self._trace.bubble if self._trace is not None else 0.0
+        line = Line(
+            step=step,
+            num_steps=recipe.steps,
+            loss=self._loss,
+            rate=rate_at(step - 1, recipe.steps, recipe.optimizer),
+            tokens_per_second=speed,
+            memory_bytes=memory,
+            bubble=bubble,
+            used=_used(speed * setup.flops_per_token, recipe.precision, self._world),
+        )
+        self._progress.say(str(line))
+        self._note(step=step, tokens_per_second=speed, memory_bytes=memory, bubble=bubble, used=line.used)
+
+    def _look_up(self, step: int) -> None:
+        """Between two steps: evaluate and save, where it is time to."""
+        recipe = self._job.recipe
+        if recipe.evaluation.every and step % recipe.evaluation.every == 0 and recipe.data.held_out:
+            self._evaluate(step)
+        if recipe.checkpoint.every and step % recipe.checkpoint.every == 0:
+            self._save(step)
+
+    def _evaluate(self, step: int) -> None:
+        recipe, rows = self._job.recipe, self._setup.held_out
+        losses = []
+        for number in range(recipe.evaluation.batches):
+            chosen = np.arange(number * recipe.batch, (number + 1) * recipe.batch) % rows.num_rows
+            losses.append(self._setup.engine.evaluate(on_device(rows.batch(chosen), self._world)))
+        self._held_out_loss = math.fsum(losses) / len(losses)
+        self._evaluated = step
+        self._progress.say(f"step {step}: held-out loss {self._held_out_loss:.4f}")
+        self._note(step=step, held_out_loss=self._held_out_loss)
+
+    def _save(self, step: int) -> None:
+        """Begin to save, if this step is not saved yet."""
+        if step == self._saved:
+            return
+        held = self._setup.held
+        held.settle()
+        parts = [*held.weights(), *held.optimizer_states(), *random_parts(self._world)]
+        extra = {
+            "model": self._model,
+            "data": self._described_data(),
+            "loss_scale": self._setup.scale.factor,
+        }
+        self._warn(self._writer.save(step, parts, extra))
+        self._saved = step
+
+    def _described_data(self) -> dict[str, Any]:
+        tokens = self._setup.tokens
+        return {
+            "source": self._job.recipe.data.source,
+            "digest": tokens.digest,
+            "num_tokens": tokens.num_tokens,
+            "tokenizer": tokens.tokenizer,
+        }
+
+    def _warn(self, problem: str | None) -> None:
+        """Of a checkpoint that could not be written. All ranks were told of it."""
+        if problem is None:
+            return
+        last = find_last(self._root)
+        kept = "there is none before it" if last is None else f"{last.name} is still there"
+        if self._job.recipe.checkpoint.on_failure == "stop":
+            raise StoppedError(
+                f"{problem}; {kept}", remedy="room on the disk, then the same command goes on from there"
+            )
+        self._progress.warn(f"{problem}; {kept}, and training goes on")
+
+    def _note(self, **row: Any) -> None:
+        if self._metrics is not None:
+            self._metrics.add({key: each for key, each in row.items() if each is not None})
+
+
+def _used(flops_per_second: float, precision: str, world: World) -> float | None:
+    """The part of the devices' peak in use, on GPUs that the catalogue knows."""
+    if world.device.type != "cuda":
+        return None
+    name = find_device(torch.cuda.get_device_name(world.device))
+    return None if name is None else flops_per_second / world.size / DEVICES[name].peak(precision)

@@ -1,0 +1,131 @@
+"""The module of a recipe, without numbers, and its first values: drawn from the seed, or read from a folder."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import ShardwiseError
+from shardwise.nets.hf import Checkpoint
+from shardwise.nets.hf.catalogue import FAMILIES, config_for
+from shardwise.nets.hf.entries import Entries
+from shardwise.nets.initialise import initial_value
+from shardwise.nets.router import Router
+from shardwise.nets.settings import Heads, Mixture, Mlp, Settings
+from shardwise.nets.transformer import Transformer
+from shardwise.nets.weights import place
+from shardwise.training.checkpoint.parts import Held
+from shardwise.training.recipe import Recipe
+
+#: MLPs with a gate have three matrices where others have two; at 8/3 of the width they have as many numbers.
+_GATED = 8 / 3
+_MULTIPLE = 8
+
+
+def settings_of(recipe: Recipe, vocabulary: int) -> Settings:
+    """The transformer of a recipe, for tokens of a vocabulary."""
+    choice = recipe.model
+    if choice.folder is not None:
+        with Checkpoint(choice.folder) as checkpoint:
+            settings = checkpoint.settings
+        if settings.vocabulary < vocabulary:
+            raise ShardwiseError(
+                f"the data has a vocabulary of {vocabulary} tokens, and the model in {choice.folder} has"
+                f" {settings.vocabulary}",
+                remedy=f"shardwise data INPUT --tokenizer {choice.folder} --save FILE",
+            )
+        return settings
+    width = choice.mlp or -(-int(choice.width * _GATED) // _MULTIPLE) * _MULTIPLE
+    mixture = None
+    if choice.experts:
+        mixture = Mixture(num_experts=choice.experts, num_chosen=choice.chosen_experts, width=width)
+    return Settings(
+        vocabulary=vocabulary,
+        width=choice.width,
+        num_layers=choice.layers,
+        length=recipe.data.sequence,
+        attention=Heads(
+            num_heads=choice.heads,
+            num_kv_heads=choice.kv_heads or choice.heads,
+            head_dim=choice.width // choice.heads,
+        ),
+        mlp=Mlp(width=width),
+        mixture=mixture,
+        tied=choice.tied,
+    )
+
+
+def make_module(settings: Settings, *, tp: int = 1, device: torch.device | str = "cpu") -> Transformer:
+    """The module on the meta device: an engine gives memory to what a rank holds, and to nothing else."""
+    with torch.device("meta"):
+        module = Transformer(settings)
+    for each in module.modules():
+        if isinstance(each, Router) and tp > 1:
+            # Cut over tensor parallel ranks, parameters get their memory before the rest does, and of a module that is
+            # half there nobody can tell how it runs.
+            place(each, "load", device=device).zero_()
+    return module
+
+
+@torch.no_grad()
+def draw(held: Held, settings: Settings, seed: int) -> None:
+    """First values from the seed and each weight's name alone: one whole weight is there at a time."""
+    drawn: tuple[str, torch.Tensor] | None = None
+    for part in held.weights():
+        if drawn is None or drawn[0] != part.entry:
+            drawn = part.entry, initial_value(settings, part.entry, part.shape, seed)
+        box = tuple(map(slice, part.box.start, part.box.stop))
+        part.numbers.copy_(drawn[1][box])
+    held.take_over()
+
+
+@torch.no_grad()
+def read_folder(held: Held, folder: str) -> int:
+    """The weights of a folder of Hugging Face. Each rank reads its own parts; returns the bytes that it read."""
+    with Checkpoint(folder) as checkpoint:
+        checkpoint.check()
+        for part in held.weights():
+            checkpoint.fill(part.entry, part.numbers, tuple(map(slice, part.box.start, part.box.stop)))
+        bytes_read = checkpoint.bytes_read
+    held.take_over()
+    return bytes_read
+
+
+def num_parameters(module: nn.Module) -> int:
+    return sum(each.numel() for each in module.parameters())
+
+
+def flops_per_token(module: Transformer, sequence: int) -> float:
+    """Of a forward and its backward: 6 a weight, without those that are looked up; causal attention at half."""
+    looked_up = sum(each.weight.numel() for each in (module.embed, module.positions) if each is not None)
+    weights = num_parameters(module) - (0 if module.settings.tied else looked_up)
+    settings = module.settings
+    mixture = settings.mixture
+    if mixture is not None:
+        idle = mixture.num_experts - mixture.num_chosen
+        layers = settings.num_layers - len(mixture.dense_layers)
+        weights -= layers * idle * 3 * settings.width * mixture.width
+    heads = settings.attention
+    attended = heads.num_heads * (heads.head_dim if isinstance(heads, Heads) else heads.nope_dim + heads.rope_dim)
+    return 6.0 * weights + 6.0 * settings.num_layers * sequence * attended
+
+
+def described(settings: Settings, folder: str | None) -> dict[str, Any]:
+    """What makes the model again, in JSON's types: the family and configuration that say these settings."""
+    family = None
+    if folder is not None:
+        with Checkpoint(folder) as checkpoint:
+            family = checkpoint.family
+    chosen, config = config_for(settings, family)
+    return {"family": chosen.name, "config": config}
+
+
+def settings_from(description: Mapping[str, Any], *, origin: Path) -> Settings:
+    """The settings that `described` has described."""
+    if description.get("family") not in FAMILIES:
+        raise ShardwiseError(
+            f"{origin} does not say which transformer it is of", remedy="a checkpoint that shardwise train has made"
+        )
+    return FAMILIES[description["family"]].read(Entries(dict(description["config"])))

@@ -1,0 +1,48 @@
+"""Half precision: its loss is multiplied so that small gradients do not vanish, and divided out again.
+
+A loss is given to an engine as a sum and what it is summed over. Both multiplied by the same number are the same mean,
+and the engine divides gradients by the second: so backwards run on large numbers, and what comes out of them is right.
+A step whose gradients overflowed is left out, and the next has half the factor.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.nets.loss import next_token_loss
+
+# The loss is a sum: its gradient by a logit is at most 1 times the factor, and half precision ends at 65504.
+_FIRST = 2.0**12
+_HIGHEST = 2.0**15
+#: So many good steps in a row, and it is doubled.
+_PATIENCE = 1000
+
+
+@dataclass(kw_only=True)
+class LossScale:
+    """The factor of now. It is 1 for ever where nothing can vanish."""
+
+    factor: float = 1.0
+    is_fixed: bool = True
+    num_good: int = 0
+
+    @staticmethod
+    def of(precision: str) -> "LossScale":
+        return LossScale(factor=_FIRST, is_fixed=False) if precision == "fp16" else LossScale()
+
+    def loss(self, output: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """The loss of next tokens, as engines take it."""
+        total, count = next_token_loss(output, batch)
+        return (total, count) if self.factor == 1.0 else (total * self.factor, count * self.factor)
+
+    def note(self, *, is_finite: bool) -> None:
+        """How a step went."""
+        if self.is_fixed:
+            return
+        self.num_good = self.num_good + 1 if is_finite else 0
+        if not is_finite:
+            self.factor /= 2
+        elif self.num_good % _PATIENCE == 0:
+            self.factor = min(_HIGHEST, self.factor * 2)

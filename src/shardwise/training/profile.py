@@ -1,0 +1,211 @@
+"""Some steps of a training run, measured: every instruction on every rank, and on a GPU every kernel and copy.
+
+Nothing is saved but what a report is made of. The trace is of the step whose time is the median of those measured.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from shardwise import environment
+from shardwise.errors import ShardwiseError
+from shardwise.runtime.spawn import Ranks
+from shardwise.schedule.replay import predict
+from shardwise.trace.events import Trace
+from shardwise.trace.run import Run, load_run, save_run
+from shardwise.training.data.ahead import ReadAhead
+from shardwise.training.folder import manifest_of
+from shardwise.training.run import check_inputs
+from shardwise.training.setup import Job, Setup, make_ready, on_device
+from shardwise.training.world import World
+
+#: Steps before the first that is measured: memory is allocated in them, and kernels are chosen.
+_WARM_UP = 2
+#: Messages to measure a link with, and the bytes of a large one.
+_MESSAGES, _LARGE = 8, 4 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What was measured. `step_seconds` are of steps without a trace, `traced_seconds` of those with one.
+
+    `layers` are the units of each stage. `device_seconds` are of the first rank's GPU in one step, by what they went
+    into; empty without a GPU. `link` are the seconds of a tiny message between the first two ranks, and the bytes/s of
+    a large one.
+    """
+
+    trace: Trace
+    step_seconds: tuple[float, ...]
+    traced_seconds: tuple[float, ...]
+    tokens: int
+    flops: float
+    num_ranks: int
+    layers: tuple[int, ...]
+    device: str
+    data: dict[str, Any]
+    device_seconds: dict[str, float] = field(default_factory=dict)
+    link: tuple[float, float] | None = None
+
+    @property
+    def tracing_cost(self) -> float:
+        """By how much a traced step takes longer, as a share; below 0 where that is lost in the noise."""
+        return median(self.traced_seconds) / median(self.step_seconds) - 1
+
+
+def measure(job: Job, num_devices: int, num_steps: int) -> Measured | None:
+    """Measure some steps of a job. Under `torchrun`, None on all ranks but the first."""
+    check_inputs(job.recipe)
+    if environment.place_under_torchrun() is not None or num_devices == 1:
+        return measure_rank(job, num_steps)
+    with Ranks(num_devices) as ranks:
+        found: Measured | None = ranks.run(measure_rank, job, num_steps)[0]
+    return found
+
+
+def measure_rank(job: Job, num_steps: int) -> Measured | None:
+    """What every rank does."""
+    world = World()
+    if world.is_first:
+        job.folder.mkdir(parents=True, exist_ok=True)
+    world.wait()
+    setup = make_ready(job, world)
+    with setup.engine:
+        found = _measure(job, world, setup, num_steps)
+    world.wait()
+    world.close()
+    return found if world.is_first else None
+
+
+def _measure(job: Job, world: World, setup: Setup, num_steps: int) -> Measured:
+    """Steps in turn without and with a trace, so that what disturbs the machine disturbs both alike."""
+    engine, plain, traced = setup.engine, [], []
+    first, count = setup.step, _WARM_UP + 2 * num_steps + 1
+    with ReadAhead(setup.batches.at, first, first + count) as ahead:
+        for _ in range(_WARM_UP):
+            engine.train_step(on_device(ahead.next(), world))
+        for _ in range(num_steps):
+            plain.append(_timed(engine, ahead, world, trace=False))
+            traced.append((_timed(engine, ahead, world, trace=True), engine.trace))
+        device_seconds = _by_profiler(engine, ahead, world)
+    traces = [(seconds, trace) for seconds, trace in traced if trace is not None]
+    middle = sorted(traces, key=lambda each: each[0])[len(traces) // 2][1]
+    tokens = job.recipe.batch * job.recipe.data.sequence
+    return Measured(
+        trace=middle,
+        step_seconds=tuple(plain),
+        traced_seconds=tuple(seconds for seconds, _ in traces),
+        tokens=tokens,
+        flops=setup.flops_per_token * tokens,
+        num_ranks=world.size,
+        layers=tuple(map(len, engine.split.units)),
+        device=world.device.type,
+        data={"digest": setup.tokens.digest, "source": job.recipe.data.source},
+        device_seconds=device_seconds,
+        link=_measure_link(world),
+    )
+
+
+def _measure_link(world: World) -> tuple[float, float] | None:
+    """Messages there and back between the first two ranks, while the others wait."""
+    found = None
+    if world.size > 1 and world.rank < 2:
+        latency = _way_seconds(world, 8)
+        found = latency, _LARGE / max(_way_seconds(world, _LARGE) - latency, 1e-9)
+    world.wait()
+    return found
+
+
+def _way_seconds(world: World, num_bytes: int) -> float:
+    """One way, of the quickest of a few."""
+    message, seconds = torch.zeros(num_bytes, dtype=torch.uint8, device=world.device), []
+    for _ in range(_MESSAGES):
+        start = perf_counter()
+        if world.is_first:
+            dist.send(message, 1)
+            dist.recv(message, 1)
+        else:
+            dist.recv(message, 0)
+            dist.send(message, 0)
+        _finish(world)
+        seconds.append((perf_counter() - start) / 2)
+    return min(seconds)
+
+
+def _timed(engine: Any, ahead: ReadAhead, world: World, *, trace: bool) -> float:
+    """Seconds of a step, from the moment its batch is asked for."""
+    world.wait()
+    start = perf_counter()
+    batch = on_device(ahead.next(), world)
+    waited = perf_counter() - start
+    engine.train_step(batch, trace=trace, data_wait=waited)
+    _finish(world)
+    return perf_counter() - start
+
+
+def _finish(world: World) -> None:
+    """Wait for what the GPU has been given."""
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
+
+
+def _by_profiler(engine: Any, ahead: ReadAhead, world: World) -> dict[str, float]:
+    """One more step, seen by the GPU's own clock. All ranks take it."""
+    batch = on_device(ahead.next(), world)
+    if world.device.type != "cuda":
+        engine.train_step(batch)
+        return {}
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        engine.train_step(batch)
+        _finish(world)
+    seen = [each for each in profiler.events() or () if each.device_type == torch.profiler.DeviceType.CUDA]
+    return seconds_by_kind((each.name, each.time_range.elapsed_us() / 1e6) for each in seen)
+
+
+def seconds_by_kind(events: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """What a GPU's time went into, told apart by the names that CUDA and NCCL have for it."""
+    seconds: dict[str, float] = {}
+    for name, took in events:
+        kind = kind_of(name)
+        seconds[kind] = seconds.get(kind, 0.0) + took
+    return seconds
+
+
+def kind_of(name: str) -> str:
+    """What an event of a GPU is, by its name."""
+    lower = name.lower()
+    if lower.startswith("nccl"):
+        return "NCCL"
+    for mark, kind in (("htod", "host to device"), ("dtoh", "device to host"), ("dtod", "device to device")):
+        if "memcpy" in lower and mark in lower:
+            return kind
+    return "memory set" if lower.startswith("memset") else "kernels"
+
+
+def write_run(job: Job, measured: Measured) -> Run:
+    """The folder of a profile: what `shardwise report` and `shardwise doctor` read. Gives it back as they see it."""
+    manifest: dict[str, Any] = manifest_of(
+        job.recipe, job.plan, command=job.command, data=measured.data, num_ranks=measured.num_ranks
+    )
+    manifest |= {
+        "step_seconds": median(measured.step_seconds),
+        "tokens_per_second": measured.tokens / median(measured.step_seconds),
+        "steps_measured": len(measured.step_seconds),
+        "layers": "+".join(map(str, measured.layers)),
+        "predicted": "the schedule, played with the usual time of each instruction",
+        **{f"device {kind}": f"{seconds:.6f} s" for kind, seconds in measured.device_seconds.items()},
+    }
+    run = Run(name=job.folder.name, trace=measured.trace, predicted=predict(measured.trace))
+    try:
+        save_run(run, job.folder, plan=job.plan.to_toml(), manifest=manifest)
+    except OSError as error:
+        raise ShardwiseError(
+            f"the profile cannot be written to {job.folder}: {error.strerror}", remedy="--folder FOLDER, another one"
+        ) from None
+    return load_run(Path(job.folder))

@@ -1,0 +1,132 @@
+"""`shardwise profile`: some steps of a training run, measured, with what was predicted beside it and what to do."""
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from shardwise.answer import Answer, Canvas
+from shardwise.errors import ShardwiseError
+from shardwise.planner.doctor_command import render_findings
+from shardwise.planner.report_command import perfetto_beside, render_parts, write_report
+from shardwise.schedule.replay import Replay
+from shardwise.trace.doctor.examine import examine
+from shardwise.trace.run import Run
+from shardwise.trace.stretches import parts_of_ranks
+from shardwise.training import command as train_command
+from shardwise.units import format_percent, format_seconds
+
+if TYPE_CHECKING:
+    from shardwise.training.profile import Measured
+
+DESCRIPTION = """Measure some steps of a training run: every instruction, wait and collective on every rank by wall
+clock, and on a GPU every kernel and copy by its own clock. It takes what `shardwise train` takes, saves no checkpoint,
+and ends with a report page and what the doctor found. --calibrate writes what was measured as a cluster.toml that the
+planner takes.
+"""
+
+EXAMPLE = """
+shardwise profile tiny --show
+shardwise profile tiny --devices 1 --steps 2
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    train_command.add_arguments(parser)
+    parser.add_argument(
+        "--steps", type=int, default=5, metavar="N", help="steps to measure, each also with a trace (5)"
+    )
+    parser.add_argument("--calibrate", metavar="FILE", help="write this machine's measured prices as a cluster.toml")
+
+
+def run(arguments: argparse.Namespace) -> Answer:
+    if arguments.steps < 1:
+        raise ShardwiseError(f"--steps {arguments.steps}: there is at least 1", remedy="--steps 5")
+    if arguments.show:
+        return train_command.run(arguments)
+    recipe = train_command.recipe_of(arguments)
+    from shardwise.training.profile import measure, write_run  # Loads torch.
+    from shardwise.training.run import count_devices
+    from shardwise.training.setup import Job
+
+    plan, num_devices = train_command.plan_of(arguments, recipe, count_devices())
+    folder = _folder(arguments, recipe.name)
+    job = Job(recipe=recipe, plan=plan, folder=folder, command=shlex.join(["shardwise", *sys.argv[1:]]))
+    measured = measure(job, num_devices, arguments.steps)
+    if measured is None:  # Under torchrun the first rank tells.
+        return Answer(data={}, render=lambda _: None)
+    found_run = write_run(job, measured)
+    page = folder / "report.html"
+    write_report(found_run, page)
+    if arguments.calibrate is not None:
+        from shardwise.training.calibrate import calibrate
+
+        calibrate(measured, Path(arguments.calibrate))
+    return _answer(found_run, measured, page, arguments.calibrate)
+
+
+def _folder(arguments: argparse.Namespace, name: str) -> Path:
+    """Where it goes. A training run's folder is not a profile's: its trace would be lost."""
+    if arguments.folder is None:
+        number = 1
+        while (folder := Path("runs") / f"profile-{name}-{number}").exists():
+            number += 1
+        return folder
+    folder = Path(arguments.folder)
+    if (folder / "checkpoints").is_dir():
+        raise ShardwiseError(
+            f"{folder} is the folder of a training run, and a profile would overwrite its trace",
+            remedy=f"--folder {folder}-profile",
+        )
+    return folder
+
+
+def _answer(run: Run, measured: "Measured", page: Path, calibrated: str | None) -> Answer:
+    found = examine(run, Replay.of(run.trace))
+    predicted = None if run.predicted is None else run.predicted.makespan
+    data = {
+        "run": str(page.parent),
+        "step_seconds": median(measured.step_seconds),
+        "traced_step_seconds": run.trace.makespan,
+        "predicted_step_seconds": predicted,
+        "tracing_cost": measured.tracing_cost,
+        "tokens_per_second": measured.tokens / median(measured.step_seconds),
+        "parts": [{str(part): seconds for part, seconds in rank.items()} for rank in parts_of_ranks(run.trace)],
+        "device_seconds": measured.device_seconds,
+        "links": [
+            {
+                "from": each.rank,
+                "to": each.peer,
+                "kind": each.kind,
+                "messages": each.num_messages,
+                "bytes": each.num_bytes,
+            }
+            for each in run.trace.traffic
+        ],
+        "findings": [{"kind": each.kind, "problem": each.problem, "fix": each.fix} for each in found],
+        "page": str(page),
+        "cluster": calibrated,
+    }
+
+    def render(canvas: Canvas) -> None:
+        step, beside = format_seconds(median(measured.step_seconds)), ""
+        if predicted is not None:
+            beside = f"; its instructions alone, played, {format_seconds(predicted)}"
+        canvas.print(
+            f"{canvas.paint(f'a step takes {step}', 'bold')}, {data['tokens_per_second']:.0f} tokens/s "
+            f"(median of {len(measured.step_seconds)}); the step shown took {format_seconds(run.trace.makespan)}"
+            f"{beside}"
+        )
+        canvas.print()
+        render_parts(canvas, run)
+        for kind, seconds in measured.device_seconds.items():
+            share = format_percent(seconds / median(measured.step_seconds))
+            canvas.print(f"GPU of rank 0, {kind}: {format_seconds(seconds)}, {share} of a step")
+        canvas.print()
+        render_findings(canvas, run, found)
+        written = [str(page), str(perfetto_beside(page)), *([calibrated] if calibrated else [])]
+        canvas.print(f"\nwritten: {', '.join(written)}")
+
+    return Answer(data=data, render=render)

@@ -1,0 +1,184 @@
+"""A recipe: all that a training run is, but for where it runs. A value, checked when it is made.
+
+    shardwise train                                   the recipe `bytes`
+    shardwise train bytes --set optimizer.rate=1e-3
+    shardwise train mine.toml                         the same fields in a file; what is left out is as in `bytes`
+
+`recipes.py` has those with names.
+"""
+
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from shardwise.errors import ShardwiseError
+from shardwise.training import fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelChoice:
+    """A transformer by its sizes, or (`folder`) one of Hugging Face with its weights; then the sizes are the folder's.
+
+    `kv_heads` and `mlp` may be left to their usual values: as many as heads, and 8/3 of the width. `experts` are 0 for
+    dense layers.
+    """
+
+    folder: str | None = None
+    width: int = 128
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int | None = None
+    mlp: int | None = None
+    experts: int = 0
+    chosen_experts: int = 2
+    tied: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataChoice:
+    """What is read: a token file of `shardwise data`, or `stdlib`, the sources of Python's standard library.
+
+    Rows have `sequence` tokens. With `masks` no token sees another document. The last `held_out` of the tokens are kept
+    for evaluation. Of `stdlib`, `limit_bytes` are taken.
+    """
+
+    source: str = "stdlib"
+    sequence: int = 128
+    masks: bool = True
+    held_out: float = 0.02
+    limit_bytes: int = 4_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerChoice:
+    """AdamW or SGD. The rate rises over `warmup` steps, then falls by `schedule` to `final` times its highest.
+
+    `wsd` stays at its highest until the last fifth and falls to `final` in it. `clip` bounds the norm of the gradients;
+    0 does not.
+    """
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    rate: float = 3e-3
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    warmup: int = 20
+    final: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    decay: float = 0.01
+    clip: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointChoice:
+    """A checkpoint every `every` steps (0: at the end alone), the last `keep` kept. `on_failure`: if one cannot be
+    written, go on with a warning, or stop."""
+
+    every: int = 100
+    keep: int = 2
+    on_failure: Literal["warn", "stop"] = "warn"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationChoice:
+    """Every `every` steps (0: at the end alone) the loss of `batches` held-out batches; at the end a text of `sample`
+    tokens."""
+
+    every: int = 100
+    batches: int = 4
+    sample: int = 160
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A training run: `steps` steps of `batch` rows. `log` is how often a line is printed, in steps."""
+
+    name: str = "bytes"
+    steps: int = 200
+    batch: int = 32
+    seed: int = 0
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    log: int = 10
+    model: ModelChoice = field(default_factory=ModelChoice)
+    data: DataChoice = field(default_factory=DataChoice)
+    optimizer: OptimizerChoice = field(default_factory=OptimizerChoice)
+    checkpoint: CheckpointChoice = field(default_factory=CheckpointChoice)
+    evaluation: EvaluationChoice = field(default_factory=EvaluationChoice)
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def changed(self, entries: dict[str, Any], *, source: str = "--set") -> "Recipe":
+        """The same with some keys changed."""
+        made: Recipe = fields.updated(self, entries, source=source)
+        return made
+
+    def to_toml(self) -> str:
+        return fields.to_toml(self)
+
+    def differing(self, other: "Recipe") -> dict[str, tuple[Any, Any]]:
+        """The keys in which two recipes differ, with both values."""
+        mine, theirs = fields.flat(self), fields.flat(other)
+        return {key: (mine[key], theirs[key]) for key in mine if mine[key] != theirs[key]}
+
+
+def read_recipe(path: Path, *, begin: Recipe | None = None) -> Recipe:
+    """The recipe in a TOML file; what it leaves out is as in `begin`."""
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ShardwiseError(
+            f"the recipe {path} cannot be read: {error.strerror}",
+            remedy="shardwise train bytes, or a file that is there",
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ShardwiseError(f"the recipe {path} is no text: {error}", remedy="a TOML file in UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ShardwiseError(f"the recipe {path} is no TOML: {error}", remedy="lines like: steps = 100") from None
+    return (begin or Recipe()).changed(fields.dotted(tree), source=path.name)
+
+
+_POSITIVE = (
+    "steps",
+    "batch",
+    "log",
+    "model.width",
+    "model.layers",
+    "model.heads",
+    "data.sequence",
+    "data.limit_bytes",
+    "checkpoint.keep",
+    "evaluation.batches",
+)
+_NOT_NEGATIVE = (
+    "seed",
+    "optimizer.rate",
+    "optimizer.warmup",
+    "optimizer.decay",
+    "optimizer.clip",
+    "checkpoint.every",
+    "evaluation.every",
+    "evaluation.sample",
+    "model.experts",
+)
+_SHARES = ("optimizer.final", "optimizer.beta1", "optimizer.beta2", "data.held_out")
+
+
+def _check(recipe: Recipe) -> None:
+    """Refuse what cannot be trained, whatever the data and the machine."""
+    values = fields.flat(recipe)
+    for key in _POSITIVE:
+        if values[key] < 1:
+            raise ShardwiseError(f"{key}={values[key]}: there is at least 1", remedy=f"{key}=1")
+    for key in _NOT_NEGATIVE:
+        if values[key] < 0:
+            raise ShardwiseError(f"{key}={values[key]} is negative", remedy=f"{key}=0")
+    for key in _SHARES:
+        if not 0 <= values[key] < 1 and not (key == "optimizer.final" and values[key] == 1):
+            raise ShardwiseError(f"{key}={values[key]} is a share from 0 to 1", remedy=f"{key}=0.1")
+    model = recipe.model
+    if model.width % model.heads or (model.width // model.heads) % 2:
+        raise ShardwiseError(
+            f"model.width={model.width} does not give model.heads={model.heads} heads of an even size each",
+            remedy=f"model.width={2 * model.heads * max(1, round(model.width / (2 * model.heads)))}",
+        )

@@ -1,0 +1,71 @@
+"""This process among those of a run: which it is, on which device, and what it agrees on with the others.
+
+Every rank calls the methods alike. They have a group of their own, so that nothing of an engine's gets between.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.runtime.joining_in import join_if_launched
+
+
+class World:
+    """All processes of a run. Alone, it is one."""
+
+    def __init__(self) -> None:
+        join_if_launched()
+        is_many = dist.is_initialized()
+        self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if is_many else (0, 1)
+        self._group = dist.new_group(backend="gloo") if self.size > 1 else None
+        self.device = _device()
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def gather(self, given: Any) -> list[Any]:
+        """What each rank gives."""
+        if self._group is None:
+            return [given]
+        told = [None for _ in range(self.size)]
+        dist.all_gather_object(told, given, group=self._group)
+        return told
+
+    def first(self, given: Any) -> Any:
+        """What the first rank gives."""
+        return self.gather(given if self.is_first else None)[0]
+
+    def highest(self, number: float) -> float:
+        """The highest of what ranks give."""
+        if self._group is None:
+            return number
+        numbers: Tensor = torch.tensor([number], dtype=torch.float64)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group)
+        return float(numbers)
+
+    def wait(self) -> None:
+        """Until all are here."""
+        self.highest(0.0)
+
+    def memory_bytes(self) -> int:
+        """What this rank has held at most so far: of its GPU's memory, or of the machine's."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        import resource  # Not on every system.
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def close(self) -> None:
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+
+
+def _device() -> torch.device:
+    """The GPU that was chosen for this process, if there is one for each."""
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    if torch.cuda.is_available() and (alone or "nccl" in str(dist.get_backend_config())):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

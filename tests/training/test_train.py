@@ -1,0 +1,224 @@
+"""`shardwise train`, from what is typed to what lies in the folder of the run."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.cli import main
+from shardwise.nets.block import Block
+from shardwise.nets.settings import Settings
+from shardwise.nets.transformer import Transformer
+from shardwise.planner.plan import Plan
+from shardwise.runtime.spawn import Ranks
+from shardwise.training import model
+from shardwise.training.checkpoint.index import Entry, find_last, saved_steps
+from shardwise.training.checkpoint.parts import Part
+from shardwise.training.checkpoint.write import write_parts
+from shardwise.training.data.rows import Batch, Batches
+from shardwise.training.finish import Result
+from shardwise.training.folder import read_metrics
+from shardwise.training.loop import StoppedError
+from shardwise.training.run import train_rank
+from tests.training.programs import losses_of, make_job
+
+ROOT = Path(__file__).parents[2]
+PLANS = ("dp=4,zero=1", "tp=2,dp=2", "pp=4,microbatches=4", "cp=2,pp=2,schedule=zb-h1,microbatches=4")
+
+
+def test_a_run_leaves_all_that_is_needed_to_run_it_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    assert main(["train", "tiny", "--devices", "2", "--folder", str(folder), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["step"] == 8
+    assert answer["sample"].startswith("def ")
+    assert 4.5 < answer["loss"] < 5.3
+    names = {path.name for path in folder.iterdir()}
+    assert names >= {"recipe.toml", "plan.toml", "manifest.json", "metrics.jsonl", "trace.json", "report.html"}
+    assert saved_steps(folder / "checkpoints") == [4, 8]
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert Plan.parse(manifest["plan"]).num_ranks == 2
+    assert {"versions", "hardware", "seed", "data_digest", "command"} <= manifest.keys()
+    rows = read_metrics(folder)
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 9))
+    assert [row["step"] for row in rows if "held_out_loss" in row] == [4, 8]
+    assert all(row["memory_bytes"] > 0 for row in rows if "bubble" in row)
+    # The same command again: there is nothing left to do, and nothing is lost.
+    assert main(["train", "--folder", str(folder), "--devices", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 8
+    assert read_metrics(folder) == rows
+
+
+def test_the_curve_is_the_same_under_four_plans(four: Ranks, tmp_path: Path) -> None:
+    alone = make_job(tmp_path / "alone", "dp=1", steps=4)
+    train_rank(alone)
+    for number, plan in enumerate(PLANS):
+        job = make_job(tmp_path / str(number), plan, steps=4)
+        four.run(train_rank, job)
+        assert losses_of(job.folder) == pytest.approx(losses_of(alone.folder), rel=1e-4)
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_very_same_losses(tmp_path: Path) -> None:
+    train_rank(make_job(tmp_path / "whole", "dp=1", steps=6))
+    for steps in (2, 3, 6):
+        train_rank(make_job(tmp_path / "parts", "dp=1", steps=steps))
+    assert losses_of(tmp_path / "parts") == losses_of(tmp_path / "whole")
+
+
+def test_ctrl_c_saves_and_stops_and_the_run_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    words = ["train", "tiny", "--devices", "2", "--folder", str(folder), "--set", "steps=100000"]
+    surroundings = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shardwise", *words], env=surroundings, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    while process.poll() is None and len(losses_of(folder) if (folder / "metrics.jsonl").is_file() else []) < 6:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert "stopped by SIGINT" in output
+    assert f"it goes on with: shardwise train --folder {folder}" in output
+    last = losses_of(folder)
+    assert saved_steps(folder / "checkpoints")[-1] == len(last)
+    assert main(["train", "--folder", str(folder), "--devices", "1", "--set", f"steps={len(last) + 1}"]) == 0
+    assert losses_of(folder)[:-1] == last
+
+
+def test_sigterm_saves_and_stops_and_is_no_longer_heard_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    at = Batches.at
+
+    def terminated(batches: Batches, step: int) -> Batch:
+        if step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return at(batches, step)
+
+    monkeypatch.setattr(Batches, "at", terminated)
+    stopped = train_rank(make_job(tmp_path, "dp=1", steps=1000))
+    assert isinstance(stopped, Result)
+    assert stopped.stopped_by == "SIGTERM"
+    assert saved_steps(tmp_path / "checkpoints") == [stopped.step] == [len(losses_of(tmp_path))]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+class _Spoilt(nn.Module):
+    """Returns infinity once it has been called often enough."""
+
+    def __init__(self, inner: nn.Module, calls: int) -> None:
+        super().__init__()
+        self.inner, self.calls = inner, calls
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.calls -= 1
+        output: torch.Tensor = self.inner(hidden)
+        return output if self.calls > 0 else output / 0
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_with_step_rank_and_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = model.make_module
+
+    def spoilt(settings: Settings, *, tp: int, device: torch.device) -> Transformer:
+        module = made(settings, tp=tp, device=device)
+        block = module.layers[1]
+        assert isinstance(block, Block)
+        block.register_module("mlp", _Spoilt(block.mlp, 10))
+        return module
+
+    monkeypatch.setattr("shardwise.training.setup.make_module", spoilt)
+    monkeypatch.setattr("shardwise.training.setup.draw", lambda *_: None)
+    stopped = train_rank(make_job(tmp_path, "dp=1", steps=50, checkpoint__every=1))
+    assert isinstance(stopped, StoppedError)
+    step = saved_steps(tmp_path / "checkpoints")[-1] + 1
+    assert stopped.problem == (
+        f"at step {step} the loss is nan: the first layer whose output has NaN is layers.1.mlp, on rank 0"
+    ) or stopped.problem.endswith("the first layer whose output has infinity is layers.1.mlp, on rank 0")
+    last = find_last(tmp_path / "checkpoints")
+    assert last is not None
+
+
+def test_a_run_of_another_recipe_is_refused(tmp_path: Path) -> None:
+    train_rank(make_job(tmp_path, "dp=1", steps=1))
+    assert main(["train", "tiny", "--folder", str(tmp_path), "--devices", "1"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--devices", "0"], "--devices 0: there is at least 1"),
+        (["--plan", "dp=3", "--devices", "2"], "plan dp=3 needs 3 ranks but there are 2"),
+        (["--set", "steps"], "--set steps has no value"),
+        (["--set", "data.source=absent.tokens", "--devices", "1"], "the token file absent.tokens cannot be read"),
+        (["--set", "model.folder=absent", "--devices", "1"], "absent"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_started(
+    words: list[str], problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "tiny", "--folder", str(tmp_path / "run"), *words]) == 1
+    assert problem in capsys.readouterr().err
+
+
+def test_half_precision_scales_its_loss_and_leaves_steps_out_that_overflow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.training.precision._FIRST", 2.0**14)
+    train_rank(
+        make_job(tmp_path / "half", "dp=1,precision=fp16", steps=12, precision="fp16", batch=4, data__sequence=16)
+    )
+    rows = [row for row in read_metrics(tmp_path / "half") if "loss" in row]
+    skipped = [row["skipped"] for row in rows]
+    assert skipped[0]
+    assert not skipped[-1]
+    assert rows[-1]["loss_scale"] == 2.0 ** (14 - sum(skipped))
+    first = skipped.index(False)
+    assert all(row["loss"] == pytest.approx(rows[0]["loss"], rel=0.02) for row in rows[:first]), "nothing was learned"
+    assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+def test_a_run_that_is_brought_back_with_fewer_ranks_is_planned_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("TORCHELASTIC_RUN_ID", "x"), ("WORLD_SIZE", "3"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    words = ["train", "tiny", "--plan", "dp=4", "--folder", str(tmp_path), "--set", "batch=12", "--show", "--json"]
+    assert main(words) == 1
+    assert "plan dp=4 needs 4 ranks but there are 3" in capsys.readouterr().out
+    (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
+    assert main(words) == 0
+    assert Plan.parse(json.loads(capsys.readouterr().out)["plan"]).num_ranks == 3
+
+
+@pytest.mark.parametrize("on_failure", ["warn", "stop"])
+def test_a_disk_that_fills_up_while_training_leaves_the_old_checkpoint(
+    on_failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path, parts: Sequence[Part]) -> dict[str, Entry]:
+        if "step-00000002" in str(path):
+            return write_parts(path, parts)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("shardwise.training.checkpoint.write.write_parts", full)
+    told = train_rank(make_job(tmp_path, "dp=1", steps=6, checkpoint__every=2, checkpoint__on_failure=on_failure))
+    problem = f"the checkpoint of step 4 cannot be written to {tmp_path / 'checkpoints'}: No space left on device; "
+    if on_failure == "stop":
+        assert isinstance(told, StoppedError)
+        assert told.problem == problem + "step-00000002 is still there"
+    else:
+        assert f"warning: {problem}step-00000002 is still there, and training goes on" in capfd.readouterr().err
+        assert len(losses_of(tmp_path)) == 6
+    assert saved_steps(tmp_path / "checkpoints") == [2]

@@ -1,4 +1,4 @@
-# `make run` shows what Shardwise does, `make test` checks it. Both need only python3 (3.11 or 3.12) with venv.
+# `make run` trains a small model on this machine, `make test` checks it. Both need only python3 (3.11 or 3.12) with venv.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,14 +6,27 @@ TORCH := 2.13.0
 # Older than pyproject.toml, or absent: the environment is made or brought up to date.
 INSTALLED := $(VENV)/.installed
 
-.PHONY: run test lint format bench clean
+.PHONY: run test browser lint format bench clean
 
 run: $(INSTALLED)
-	$(BIN)/shardwise schedule zb-v --stages 4 --microbatches 8
-	$(BIN)/shardwise schedule --compare --stages 4 --microbatches 8
+	$(BIN)/shardwise train
 
-test: lint
+test: lint browser
 	$(BIN)/pytest -n auto -q
+
+# Tests of the report page open it in a real browser. Where none can be installed they are skipped, and say so.
+browser:
+	@has() { command -v chromedriver >/dev/null && \
+	    { command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null; }; \
+	if ! has && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo "installing chromium and its driver, once: tests of the report page open it in a real browser"; \
+	    apt-get update -qq >/dev/null 2>&1; \
+	    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium chromium-driver >/dev/null 2>&1; \
+	fi; \
+	if ! has; then \
+	    echo "note: no chromium with chromedriver was found, so the tests in tests/report are skipped" >&2; \
+	    echo "  try: sudo apt install chromium chromium-driver" >&2; \
+	fi
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shardwise.errors import ShardwiseError
     from shardwise.planner.plan import Plan
+    from shardwise.planner.planning import plan
     from shardwise.runtime.parallel import parallelize
+    from shardwise.runtime.placing.place import place
     from shardwise.runtime.spawn import spawn
     from shardwise.schedule.catalogue import make_schedule
     from shardwise.schedule.instruction import Instruction
@@ -32,6 +34,8 @@ __all__ = [
     "Trace",
     "make_schedule",
     "parallelize",
+    "place",
+    "plan",
     "simulate",
     "spawn",
     "verify",
@@ -48,6 +52,8 @@ _HOMES = {
     "Trace": "shardwise.trace.events",
     "make_schedule": "shardwise.schedule.catalogue",
     "parallelize": "shardwise.runtime.parallel",
+    "place": "shardwise.runtime.placing.place",
+    "plan": "shardwise.planner.planning",
     "simulate": "shardwise.schedule.simulate",
     "spawn": "shardwise.runtime.spawn",
     "verify": "shardwise.schedule.verify",

@@ -41,6 +41,16 @@ class CommandModule(Protocol):
 
 COMMANDS = (
     Command(
+        name="plan",
+        module="shardwise.planner.plan_command",
+        help="the best plan for a model on a cluster, and why",
+    ),
+    Command(
+        name="fit",
+        module="shardwise.planner.fit_command",
+        help="will a plan fit, rank by rank, and how long is a step",
+    ),
+    Command(
         name="schedule",
         module="shardwise.schedule.command",
         help="draw, price and compare pipeline schedules",
@@ -49,6 +59,41 @@ COMMANDS = (
         name="validate",
         module="shardwise.planner.validate_command",
         help="predictions against published measurements",
+    ),
+    Command(
+        name="check",
+        module="shardwise.parity.command",
+        help="a plan against one device: loss, gradients, next weights",
+    ),
+    Command(
+        name="train",
+        module="shardwise.training.command",
+        help="train a model: recipes, checkpoints, a report",
+    ),
+    Command(
+        name="profile",
+        module="shardwise.training.profile_command",
+        help="measure some steps: where the time and the memory go",
+    ),
+    Command(
+        name="report",
+        module="shardwise.planner.report_command",
+        help="one page that shows a run, or two beside each other",
+    ),
+    Command(
+        name="doctor",
+        module="shardwise.planner.doctor_command",
+        help="what holds a run up, and what to type against it",
+    ),
+    Command(
+        name="data",
+        module="shardwise.training.data.command",
+        help="token files from text, JSON lines and Parquet",
+    ),
+    Command(
+        name="convert",
+        module="shardwise.training.convert_command",
+        help="checkpoints to Hugging Face folders and back",
     ),
 )
 

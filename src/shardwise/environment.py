@@ -52,3 +52,13 @@ def place_under_torchrun() -> tuple[int, int] | None:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     return int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+
+
+def find_world_size() -> int | None:
+    """How many processes `torchrun` has started on all machines together, if it has started this one."""
+    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+
+def num_restarts() -> int:
+    """How often `torchrun` has started this process again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

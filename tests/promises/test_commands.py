@@ -40,11 +40,15 @@ def test_every_example_runs_and_answers_in_json(
 @every_command
 def test_the_overview_names_it(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
-    assert f"{command.name}  {command.help}" in capsys.readouterr().out
+    width = max(len(each.name) for each in COMMANDS)
+    assert f"{command.name.ljust(width)}  {command.help}" in capsys.readouterr().out
 
 
 @every_command
-def test_there_is_no_colour_in_a_pipe_unless_it_is_forced(command: Command) -> None:
+def test_there_is_no_colour_in_a_pipe_unless_it_is_forced(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
     example = import_module(command.module).EXAMPLE.strip().splitlines()[0].split()[1:]
     assert "\x1b" not in run_shardwise(*example).stdout
     assert "\x1b" in run_shardwise(*example, FORCE_COLOR="1").stdout

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import COMMANDS, main
+from shardwise.model.catalogue import CATALOGUE
 from shardwise.schedule.outcome import names
 
 NAMES = ", ".join(names())
@@ -13,6 +14,9 @@ OPTIONS = (
     "--help, --compare, --stages, --microbatches, --chunks, --times, --stage-times, --pair, --hop, --slowdown, "
     "--memory, --kept-for-weights, --save, --json"
 )
+BUILT = "llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, deepseek_v2, deepseek_v3, gpt2"
+FAULTS = "unscaled-gradients, missing-reduction, swapped-shard, unmasked-padding, stale-gather"
+NUM_KNOWN = len(CATALOGUE)
 KEYS = "name, microbatches, stages, pipes, skips, ties, steps, staleness, rank 0"
 KINDS = "F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B, GATHER, RELEASE, REDUCE, STEP, OFFLOAD, RELOAD"
 
@@ -694,6 +698,208 @@ error: unknown quality 'D'; known: A, B, C
         """
 error: none of the 8 runs has quality C; there are: A
   try: --quality A
+""",
+    ),
+    # A plan against one device.
+    (
+        "check",
+        2,
+        """
+error: missing: --plan
+  try: shardwise check --plan tp=2 --model gpt2
+""",
+    ),
+    (
+        "check --plan dp=2 --steps 0",
+        1,
+        """
+error: --steps 0: at least 1 is needed
+  try: --steps 3
+""",
+    ),
+    (
+        "check --plan none.toml",
+        1,
+        """
+error: the plan file none.toml cannot be read: No such file or directory
+  try: a short form like pp=2,microbatches=8
+""",
+    ),
+    (
+        "check --plan pp=2,zero=1",
+        1,
+        """
+error: zero=1 shares states out over replicas, and dp=1 x cp=1 is one alone
+  try: pp=2
+""",
+    ),
+    (
+        "check --plan dp=64",
+        1,
+        """
+error: the plan has 64 ranks, and each is a process here: at most 32
+  try: --plan dp=2, the same axes in small
+""",
+    ),
+    (
+        "check --plan dp=2 --model lama3-8b",
+        1,
+        f"""
+error: unknown model 'lama3-8b'; {NUM_KNOWN} are known, and those of {BUILT} are built here
+  try: --model llama3-8b
+""",
+    ),
+    (
+        "check --plan dp=2 --model gemma2-2b",
+        1,
+        f"""
+error: gemma2-2b is a gemma2 model, and those that are built here are {BUILT}
+  try: --module package.module:factory, with a function that returns the module, a batch and a loss
+""",
+    ),
+    (
+        "check --plan dp=2 --module nets",
+        1,
+        """
+error: --module nets is no package.module:factory
+  try: --module my_package.my_module:factory
+""",
+    ),
+    (
+        "check --plan dp=2 --module no_such_module:factory",
+        1,
+        """
+error: --module no_such_module:factory cannot be imported: No module named 'no_such_module'
+  try: --module my_package.my_module:factory
+""",
+    ),
+    (
+        "check --plan dp=2 --model gpt2 --module nets:factory",
+        2,
+        """
+error: --module does not go with --model
+  try: shardwise check --plan tp=2 --model gpt2
+""",
+    ),
+    (
+        "check --plan dp=2 --inject stale",
+        1,
+        f"""
+error: unknown fault 'stale'; known: {FAULTS}
+  try: --inject unscaled-gradients
+""",
+    ),
+    (
+        "check --plan dp=2 --inject swapped-shard",
+        1,
+        """
+error: swapped-shard cannot be injected under dp=2: every tensor is whole where it is held
+  try: --plan tp=2, or --plan dp=2,zero=1
+""",
+    ),
+    # Training.
+    (
+        "train byts",
+        1,
+        """
+error: unknown recipe 'byts'; known: bytes, tiny
+  try: shardwise train bytes, or the path of a TOML file
+""",
+    ),
+    (
+        "train tiny --set steps=many",
+        1,
+        """
+error: steps in --set wants a whole number, and is 'many'
+  try: steps=4
+""",
+    ),
+    (
+        "train tiny --set optimizer.schedule=cosin",
+        1,
+        """
+error: unknown optimizer.schedule 'cosin'; known: cosine, linear, constant, wsd (in --set)
+  try: optimizer.schedule=cosine
+""",
+    ),
+    (
+        "train absent.toml",
+        1,
+        """
+error: the recipe absent.toml cannot be read: No such file or directory
+  try: shardwise train bytes, or a file that is there
+""",
+    ),
+    (
+        "train tiny --devices 0",
+        1,
+        """
+error: --devices 0: there is at least 1
+  try: --devices 1
+""",
+    ),
+    (
+        "train tiny --plan dp=3 --devices 2",
+        1,
+        """
+error: plan dp=3 needs 3 ranks but there are 2
+  try: 3 ranks, or a plan whose dp, tp, pp and cp multiply to 2
+""",
+    ),
+    (
+        "train tiny --plan dp=2 --set data.source=absent.tokens",
+        1,
+        """
+error: the token file absent.tokens cannot be read: No such file or directory
+  try: shardwise data INPUT --save FILE makes a token file
+""",
+    ),
+    (
+        "data",
+        1,
+        """
+error: there is nothing to read
+  try: shardwise data stdlib, or a file of text
+""",
+    ),
+    (
+        "data absent.txt",
+        1,
+        """
+error: absent.txt is not there
+  try: a file of text, .jsonl or .parquet, or stdlib
+""",
+    ),
+    (
+        "data --check three.csv",
+        1,
+        """
+error: three.csv is no token file: its header, from byte 0 on, does not say so
+  try: shardwise data INPUT --save FILE makes a token file
+""",
+    ),
+    (
+        "data empty.schedule --save out.tokens",
+        1,
+        """
+error: empty.schedule is empty, at byte 0
+  try: a file with text in it
+""",
+    ),
+    (
+        "convert",
+        1,
+        """
+error: SOURCE is missing
+  try: shardwise convert SOURCE TARGET
+""",
+    ),
+    (
+        "convert folder target",
+        1,
+        """
+error: folder has neither index.json nor config.json, so it is neither our checkpoint nor a Hugging Face folder
+  try: a run, one of its checkpoints, or a Hugging Face folder
 """,
     ),
 ]

@@ -104,36 +104,26 @@ class MeshEngine(ConnectedTrainer):
             compile=compile,
             through_blocks=through_blocks,
         )
-        self._context: ContextParallel | None = None
         self._has_attended = False
         self._sent_before: list[tuple[Group, GroupTraffic]] = []
-        if plan.cp > 1:
-            form = cast(Literal["ring", "all-to-all"], plan.context)
-            self._context = ContextParallel(self.mesh.group("cp"), form=form, divisor=divisor)
-            self._context.attach(module)
-            stages = in_context(stages, self._context)
+        self._context = self._attach_context(module, divisor)
+        stages = stages if self._context is None else in_context(stages, self._context)
         self._sharing = Sharing(zero=plan.zero, layerwise=not _splits_backward(schedule))
         super().__init__(module, plan, stages, schedule, optimizer=_no_optimizer, clip=clip, pad=pad)
         self._connect()
         self.data = self._make_data(optimizer)
-        self._state = MeshState(
-            module,
-            self.parameters,
-            self.buffers,
-            data=self.data,
-            tensor=self.tensor,
-            experts=self.experts,
-            shapes=shapes,
-            from_pipeline=self._from_pipeline,
-        )
+        held: dict[str, Any] = {
+            "data": self.data,
+            "tensor": self.tensor,
+            "experts": self.experts,
+            "shapes": shapes,
+        }
+        self._state = MeshState(module, self.parameters, self.buffers, from_pipeline=self._from_pipeline, **held)
         self._optimizers = MeshOptimizers(
             self.parameters,
-            data=self.data,
-            tensor=self.tensor,
-            experts=self.experts,
-            shapes=shapes,
             order=order,
             gather=lambda given, name: self._gather(given, self.mesh.group(name).handle),
+            **held,
         )
         watch = PipelineWatch(self._watch, self.mesh.ranks("pp"))
         self._transport = ProcessTransport(make_groups(self.mesh.pipelines), watch=watch)
@@ -149,6 +139,15 @@ class MeshEngine(ConnectedTrainer):
         if any(each.is_meta for each in module.parameters()):
             sharding.materialise(module, seed=seed, device=home_of(microbatch))
         return sharding
+
+    def _attach_context(self, module: nn.Module, divisor: int) -> ContextParallel | None:
+        """Let attention see what other ranks have of a sequence."""
+        if self.plan.cp == 1:
+            return None
+        form = cast(Literal["ring", "all-to-all"], self.plan.context)
+        context = ContextParallel(self.mesh.group("cp"), form=form, divisor=divisor)
+        context.attach(module)
+        return context
 
     def _make_data(self, optimizer: MakeOptimizer | Sequence[Share]) -> DataParallel:
         dense = make_replicas(self.mesh.ranks("gradients"), shard_size=self.plan.zero_group)

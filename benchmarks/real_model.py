@@ -120,6 +120,8 @@ def theirs(name: str, layers: tuple[int, ...], num_steps: int) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="only the best few schedules")
+    parser.add_argument("--ours", nargs="+", choices=OURS, help="only these of ours")
+    parser.add_argument("--theirs", nargs="+", choices=THEIRS, help="only these of torch's")
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each, of which the median counts")
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -135,10 +137,10 @@ def main() -> int:
     with Ranks(2) as ranks:
         independent = max(ranks.run(alone, given.steps))
         print(f"two that have nothing to do with each other: {2 * base / independent:.3f} x", flush=True)
-        for name in OUR_FEW if given.quick else OURS:
+        for name in given.ours or (OUR_FEW if given.quick else OURS):
             for through in (False, True):
                 note("shardwise", name, ranks.run(ours, name, through, given.steps), through_blocks=through)
-    for name in THEIR_FEW if given.quick else THEIRS:
+    for name in given.theirs or (THEIR_FEW if given.quick else THEIRS):
         for cut in (EVEN, LESS_BEFORE_THE_HEAD):
             layers = cut[2 * THEIRS[name]]
             # On ranks of their own: torch 2.11 cannot run all of its schedules over gloo, and takes connections along.

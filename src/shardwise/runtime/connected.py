@@ -25,6 +25,9 @@ from shardwise.runtime.transport import ProcessTransport
 from shardwise.schedule.instruction import Instruction
 from shardwise.trace.events import Traffic
 
+#: How long a rank may be at one instruction where it may be compiling.
+_COMPILING_SECONDS = 300.0
+
 
 class ConnectedTrainer(Trainer):
     """Trains with other processes, which all call it alike. `rank` is this one's place in its pipeline."""
@@ -34,9 +37,13 @@ class ConnectedTrainer(Trainer):
     _trainer: ProcessExecutor
     _evaluator: ProcessExecutor
 
-    def _connect(self) -> None:
-        """Begin to watch the other ranks of the world."""
-        self._watch = Watch(dist.get_rank(), dist.get_world_size())
+    def _connect(self, *, compiles: bool = False) -> None:
+        """Begin to watch the other ranks of the world. One that compiles its blocks may stand still for a long time."""
+        self._watch = (
+            Watch(dist.get_rank(), dist.get_world_size(), limit_seconds=_COMPILING_SECONDS)
+            if compiles
+            else Watch(dist.get_rank(), dist.get_world_size())
+        )
         # Numbers that all ranks add up or tell each other have a group of their own: one that is given up on must not
         # take another's with it.
         self._everybody = dist.new_group(backend="gloo")

@@ -110,7 +110,7 @@ class MeshEngine(ConnectedTrainer):
         stages = stages if self._context is None else in_context(stages, self._context)
         self._sharing = Sharing(zero=plan.zero, layerwise=not _splits_backward(schedule))
         super().__init__(module, plan, stages, schedule, optimizer=_no_optimizer, clip=clip, pad=pad)
-        self._connect()
+        self._connect(compiles=bool(compile))
         self.data = self._make_data(optimizer)
         held: dict[str, Any] = {
             "data": self.data,

@@ -55,7 +55,7 @@ class ProcessEngine(ConnectedTrainer):
             through_blocks=through_blocks,
         )
         super().__init__(module, plan, stages, schedule, optimizer=optimizer, clip=clip, pad=pad)
-        self._connect()
+        self._connect(compiles=bool(compile))
         self._ties = TiedGradients(self.rank, self.schedule.placement, self.split, self._parameter_of, self._watch)
         self._transport = ProcessTransport(make_groups([range(num_ranks)]), watch=self._watch)
         self._make_executors(loss, watch=self._watch, on_reduce=self._ties.reduce)

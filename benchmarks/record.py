@@ -2,13 +2,12 @@
 
 import json
 import os
-import platform
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import shardwise
+from shardwise import environment
 
 _RESULTS = Path(__file__).parent / "results"
 
@@ -19,10 +18,10 @@ def record(name: str, results: Mapping[str, object]) -> Path:
     path.parent.mkdir(exist_ok=True)
     run = {
         "date": datetime.now(UTC).date().isoformat(),
-        "hardware": {"processor": _processor(), "cores": os.cpu_count()},
+        "hardware": {"processor": environment.processor_name(), "cores": environment.num_cores()},
         # Whether anything else was going on: processes that wanted to run, over the last 1, 5 and 15 minutes.
         "load": [round(each, 1) for each in os.getloadavg()],
-        "versions": {"shardwise": shardwise.__version__, "python": platform.python_version(), **_packages()},
+        "versions": {"shardwise": shardwise.__version__, **environment.versions_of(("numpy", "torch"))},
         "results": results,
     }
     path.write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
@@ -30,21 +29,8 @@ def record(name: str, results: Mapping[str, object]) -> Path:
     return path
 
 
-def _processor() -> str:
-    """What the processor calls itself; on Arm, where it has no name, its architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def _packages() -> dict[str, str]:
-    found = {}
-    for package in ("numpy", "torch"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
+def kept(name: str) -> dict[str, object]:
+    """The results that are kept of earlier runs, for a benchmark whose cases are measured one at a time."""
+    path = _RESULTS / f"{name}.json"
+    found: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else {}
     return found

@@ -6,7 +6,11 @@ take on the link (measured, pinned, one copy of 2 GiB). Accelerate, if it is the
 
     python benchmarks/streaming.py half host          Llama-8B, 8 x 512 tokens: half of the layers on the host, and all
     python benchmarks/streaming.py larger seventy     1.5 times a budget of 40 GiB; 70B with 40 GiB
-    python benchmarks/streaming.py train3 train13     training, the optimizer's state on the host
+    python benchmarks/streaming.py train3 fsdp3       Llama-3B trained, its optimizer's state on the host; FSDP2
+    python benchmarks/streaming.py train3cores        the same, updated by the host's cores
+    python benchmarks/streaming.py train13            a 13B model, which fits neither the GPU nor the host
+
+What is measured is laid over what the file of results has of other cases.
 """
 
 import copy
@@ -15,11 +19,14 @@ from collections.abc import Callable
 from itertools import pairwise
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from record import record
+import torch.distributed as dist
+from record import kept, record
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.optim import AdamW
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -177,7 +184,17 @@ def accelerates(speed: float) -> dict[str, Any]:
     return {"seconds": seconds, "bytes_per_second": num_bytes / seconds, "of_link": num_bytes / seconds / speed}
 
 
-def train(name: str, machine: Machine, *, rows: int, length: int, on_host: float, steps: int, recompute: bool) -> Any:
+def train(
+    name: str,
+    machine: Machine,
+    *,
+    rows: int,
+    length: int,
+    on_host: float,
+    steps: int,
+    recompute: bool,
+    at: Literal["host", "device"] = "device",
+) -> dict[str, Any]:
     torch.cuda.reset_peak_memory_stats()
     model = make(name, PLACE)
     if recompute:
@@ -185,7 +202,13 @@ def train(name: str, machine: Machine, *, rows: int, length: int, on_host: float
     model.train()
     start = perf_counter()
     updates = HostUpdates(
-        model, list(model.model.layers), lambda some: AdamW(some, lr=1e-5, fused=True), machine, PLACE, on_host=on_host
+        model,
+        list(model.model.layers),
+        lambda some: AdamW(some, lr=1e-5, fused=True),
+        machine,
+        PLACE,
+        on_host=on_host,
+        at=at,
     )
     made = perf_counter() - start
     ids = tokens(config_of(name).vocab_size, rows, length)
@@ -227,6 +250,37 @@ def train(name: str, machine: Machine, *, rows: int, length: int, on_host: float
     return row
 
 
+def by_fsdp2(name: str, rows: int, length: int, steps: int) -> dict[str, Any]:
+    """The same training by torch's FSDP2 with everything offloaded to the host, on one rank."""
+    dist.init_process_group("cuda:nccl,cpu:gloo", init_method="tcp://127.0.0.1:29577", rank=0, world_size=1)
+    torch.cuda.reset_peak_memory_stats()
+    policy = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        "offload_policy": CPUOffloadPolicy(),
+        "mesh": init_device_mesh("cuda", (1,)),
+    }
+    model = make(name, PLACE).float()
+    for layer in model.model.layers:
+        fully_shard(layer, **policy)
+    fully_shard(model, **policy)
+    optimizer = AdamW(model.parameters(), lr=1e-5, fused=True)
+    ids = tokens(config_of(name).vocab_size, rows, length)
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    seconds = timed(step, steps, 2)
+    dist.destroy_process_group()
+    return {
+        "model": name,
+        "tokens_per_second": rows * length / seconds,
+        "seconds": seconds,
+        "peak_gib": torch.cuda.max_memory_allocated() / GIB,
+    }
+
+
 def same_as_plain(machine: Machine) -> float:
     """The largest difference of a weight after 5 steps with and without the state on the host."""
     config = LlamaConfig(
@@ -250,7 +304,7 @@ def same_as_plain(machine: Machine) -> float:
 
 
 def main(names: list[str]) -> int:
-    results: dict[str, Any] = {"device": torch.cuda.get_device_name()}
+    results: dict[str, Any] = {**kept("streaming"), "device": torch.cuda.get_device_name()}
     with Machine([PLACE]) as machine:
         speed = link_speed(machine)
         results["link_bytes_per_second"] = speed
@@ -263,6 +317,10 @@ def main(names: list[str]) -> int:
             "seventy": lambda: forward("70B", machine, speed, on_host=None, room=36 * GIB),
             "same": lambda: same_as_plain(machine),
             "train3": lambda: train("3B", machine, rows=8, length=2048, on_host=1.0, steps=8, recompute=False),
+            "train3cores": lambda: train(
+                "3B", machine, rows=8, length=2048, on_host=1.0, steps=5, recompute=False, at="host"
+            ),
+            "fsdp3": lambda: by_fsdp2("3B", 8, 2048, 3),
             "train13": lambda: train("13B", machine, rows=4, length=2048, on_host=0.6, steps=5, recompute=True),
         }
         for name in names:

@@ -29,13 +29,12 @@ from shardwise.dataflow.data import Copy, Data
 from shardwise.dataflow.journal import Journal, Work
 from shardwise.dataflow.launch import Call, Launch, by_position, set_accesses
 from shardwise.dataflow.links import GivenLinks, Routes
+from shardwise.dataflow.mistakes import PLAIN, check_call
 from shardwise.dataflow.mover import CHUNK_BYTES, Mover
 from shardwise.dataflow.place import Place, check_names, default_names
 from shardwise.dataflow.streams import Failures, Mark, ThreadStream
 from shardwise.errors import ShardwiseError, unknown
 from shardwise.trace.events import Lane
-
-_PLAIN = frozenset({Data, int, float, bool, str, type(None)})
 
 
 class Dispatcher:
@@ -149,7 +148,7 @@ class Dispatcher:
         if launch.is_module:
             call.members = self._members(launch)
         set_accesses(call, reads, writes)
-        self._check(call)
+        check_call(call, self)
         self.issue(call)
 
     def issue(self, call: Call) -> None:
@@ -272,7 +271,7 @@ class Dispatcher:
         tensors, after, read, written = list(args), [], [], []
         for position, value in enumerate(args):
             if type(value) is not Data:
-                if type(value) not in _PLAIN:
+                if type(value) not in PLAIN:
                     return False
                 continue
             copy = value.copies[index]
@@ -367,30 +366,6 @@ class Dispatcher:
         if data.is_lent:
             self.loans.changed[data.number] = data
 
-    def _check(self, call: Call) -> None:
-        for data in call.reads:
-            if data.keeper is not self:
-                raise _of_another_machine(data)
-        for data in call.writes:
-            if data.keeper is not self:
-                raise _of_another_machine(data)
-            if data.unwritable is not None:
-                raise ShardwiseError(
-                    f"{call.name} writes {data.name}, which {data.unwritable}", remedy="machine.data(tensor.clone())"
-                )
-        if call.launch.is_kernel:
-            if call.grid is None:
-                raise ShardwiseError(
-                    f"{call.name} is a Triton kernel and was given no grid", remedy="grid=(triton.cdiv(n, BLOCK),)"
-                )
-            for argument in call.args:
-                # Asking whether something is a tensor takes a while, and mostly it is plain.
-                if type(argument) not in _PLAIN and isinstance(argument, Tensor):
-                    raise ShardwiseError(
-                        f"{call.name} is given a tensor of {list(argument.shape)} that the machine does not know",
-                        remedy="machine.data(tensor)",
-                    )
-
     def _made(self, like: Tensor, name: str | None) -> Data:
         self._num_data += 1
         made = Data(self, name or f"data{self._num_data}", self._num_data, like)
@@ -418,10 +393,6 @@ class Dispatcher:
     def _raise_failure(self) -> None:
         if self.failures.first is not None:
             raise self.failures.first
-
-
-def _of_another_machine(data: Data) -> ShardwiseError:
-    return ShardwiseError(f"{data.name} is of another machine", remedy=f"machine.data({data.name}.get())")
 
 
 def _hold(copy: Copy, held: list[Copy]) -> None:

@@ -147,12 +147,12 @@ class Mover:
             copy.storage = None  # Data can die while a copy of it is being evicted: it is given back once.
 
     def copy(self, target: Tensor, at: Place, source: Tensor, of: Place, after: Sequence[Mark], name: str) -> Mark:
-        """Copy a tensor into another, in chunks, after some marks. Nothing is known or noted of what is in them."""
-        last: Mark | None = None
-        for number, (to, by) in enumerate(zip(self._chunks(target), self._chunks(source), strict=True)):
-            last = self._put_copy(name, (of, at), (by, to), after if number == 0 else (), is_first=number == 0)
-        assert last is not None, "even no bytes are one chunk"
-        return last
+        """Copy a tensor into another after some marks. Nothing is known or noted of what is in them.
+
+        Whole: chunks are for what passes through several places, and a GPU's queue has room for a thousand entries.
+        """
+        to, by = (torch.as_strided(each, (each.numel(),), (1,)) for each in (target, source))
+        return self._put_copy(name, (of, at), (by, to), after, is_first=True)
 
     def _transfer(self, data: Data, chain: list[Copy]) -> None:
         """Send a value along a chain of copies, chunk by chunk: while one goes on, the next arrives."""

@@ -2,19 +2,31 @@
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adafactor, AdamW, Optimizer
+from torch.optim import SGD, Adafactor, Adagrad, AdamW, Optimizer
 
 from shardwise.dataflow.machine import Machine
 from shardwise.errors import ShardwiseError
-from shardwise.runtime.offload import HostUpdates
+from shardwise.runtime.offload import HostUpdates, visits
 from tests.runtime.streaming.test_weights import Net
 
 Make = Callable[[Iterable[Tensor]], Optimizer]
+At = Literal["host", "device"]
 STEPS = 4
+
+
+@pytest.fixture(params=["host", "device"])
+def at(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> At:
+    """Where updates are made. At the device in pieces that are cut across parameters, with fewer slots than pieces."""
+    monkeypatch.setattr(visits, "_PIECE_BYTES", 12 * 301)
+    monkeypatch.setattr(visits, "_room_bytes", lambda _: 4 * 12 * 301)
+    found: At = request.param
+    return found
 
 
 @pytest.fixture
@@ -26,6 +38,10 @@ def machine() -> Iterator[Machine]:
 
 def adamw(parameters: Iterable[Tensor]) -> Optimizer:
     return AdamW(parameters, lr=1e-2)
+
+
+def adagrad(parameters: Iterable[Tensor]) -> Optimizer:
+    return Adagrad(parameters, lr=1e-2, initial_accumulator_value=0.1)
 
 
 def momentum(parameters: Iterable[Tensor]) -> Optimizer:
@@ -51,15 +67,15 @@ def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
         assert torch.equal(one, other), name
 
 
-@pytest.mark.parametrize("make", [adamw, momentum])
+@pytest.mark.parametrize("make", [adamw, momentum, adagrad])
 @pytest.mark.parametrize("on_host", [1.0, 0.5, 0.0])
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_weights_are_those_of_the_plain_optimizer(
-    machine: Machine, make: Make, on_host: float, clip: float | None
+    machine: Machine, make: Make, on_host: float, clip: float | None, at: At
 ) -> None:
     net = Net()
     plain = copy.deepcopy(net)
-    updates = HostUpdates(net, list(net.blocks), make, machine, "cpu:0", on_host=on_host, clip=clip)
+    updates = HostUpdates(net, list(net.blocks), make, machine, "cpu:0", on_host=on_host, clip=clip, at=at)
     for step in range(STEPS):
         net(batch_of(step)).square().sum().backward()
         updates.step()
@@ -69,10 +85,10 @@ def test_weights_are_those_of_the_plain_optimizer(
     assert updates.host_fraction == pytest.approx(on_host, abs=0.15)
 
 
-def test_gradients_add_up_until_the_last_microbatch(machine: Machine) -> None:
+def test_gradients_add_up_until_the_last_microbatch(machine: Machine, at: At) -> None:
     net = Net()
     plain = copy.deepcopy(net)
-    updates = HostUpdates(net, list(net.blocks), adamw, machine, "cpu:0")
+    updates = HostUpdates(net, list(net.blocks), adamw, machine, "cpu:0", at=at)
     optimizer = adamw(plain.parameters())
     for step in range(2):
         for number in range(3):
@@ -86,10 +102,10 @@ def test_gradients_add_up_until_the_last_microbatch(machine: Machine) -> None:
     assert_same(net, plain)
 
 
-def test_a_rate_holds_for_the_steps_after_it(machine: Machine) -> None:
+def test_a_rate_holds_for_the_steps_after_it(machine: Machine, at: At) -> None:
     net = Net()
     plain = copy.deepcopy(net)
-    updates = HostUpdates(net, list(net.blocks), adamw, machine, "cpu:0", on_host=0.5)
+    updates = HostUpdates(net, list(net.blocks), adamw, machine, "cpu:0", on_host=0.5, at=at)
     optimizer = adamw(plain.parameters())
     for step, rate in enumerate((1e-2, 3e-3, 1e-3)):
         updates.rate = rate
@@ -103,9 +119,9 @@ def test_a_rate_holds_for_the_steps_after_it(machine: Machine) -> None:
     assert_same(net, plain)
 
 
-def test_a_block_that_was_not_used_is_left_as_it_is(machine: Machine) -> None:
+def test_a_block_that_was_not_used_is_left_as_it_is(machine: Machine, at: At) -> None:
     net = Net(3)
-    updates = HostUpdates(net, list(net.blocks), momentum, machine, "cpu:0")
+    updates = HostUpdates(net, list(net.blocks), momentum, machine, "cpu:0", at=at)
     before = copy.deepcopy(net.blocks[2].state_dict())
     first = [each.detach().clone() for each in net.blocks[0].parameters()]
     x = net.first(batch_of(0))
@@ -116,12 +132,12 @@ def test_a_block_that_was_not_used_is_left_as_it_is(machine: Machine) -> None:
     assert not any(torch.equal(each, other) for each, other in zip(first, net.blocks[0].parameters(), strict=True))
 
 
-def test_tied_weights_are_updated_once(machine: Machine) -> None:
+def test_tied_weights_are_updated_once(machine: Machine, at: At) -> None:
     net = Net()
     one, other = (net.get_submodule(f"blocks.{number}.up") for number in (5, 1))
     one.weight = other.weight
     plain = copy.deepcopy(net)
-    updates = HostUpdates(net, list(net.blocks), adamw, machine, "cpu:0")
+    updates = HostUpdates(net, list(net.blocks), adamw, machine, "cpu:0", at=at)
     for step in range(STEPS):
         net(batch_of(step)).square().sum().backward()
         updates.step()
@@ -130,10 +146,10 @@ def test_tied_weights_are_updated_once(machine: Machine) -> None:
     assert_same(net, plain)
 
 
-def test_bf16_weights_follow_an_fp32_master(machine: Machine) -> None:
+def test_bf16_weights_follow_an_fp32_master(machine: Machine, at: At) -> None:
     net = Net().bfloat16()
     master, low = copy.deepcopy(net).float(), copy.deepcopy(net)
-    updates = HostUpdates(net, list(net.blocks), adamw, machine, "cpu:0")
+    updates = HostUpdates(net, list(net.blocks), adamw, machine, "cpu:0", at=at)
     optimizer = adamw(master.parameters())
     for step in range(STEPS):
         net(batch_of(step).bfloat16()).square().sum().backward()
@@ -155,3 +171,39 @@ def test_an_optimizer_that_looks_at_matrices_is_refused(machine: Machine) -> Non
         HostUpdates(net, list(net.blocks), Adafactor, machine, "cpu:0")
     with pytest.raises(ShardwiseError, match="on_host=2 is no fraction"):
         HostUpdates(net, list(net.blocks), adamw, machine, "cpu:0", on_host=2)
+
+
+def test_gradients_in_another_order_than_the_last_find_their_state(machine: Machine, at: At) -> None:
+    net = Net(4)
+    plain = copy.deepcopy(net)
+    updates = HostUpdates(net, list(net.blocks), momentum, machine, "cpu:0", at=at)
+    optimizer = momentum(plain.parameters())
+    for step, order in enumerate([(0, 1, 2, 3), (3, 1), (2, 0, 3), (1, 3, 2, 0)]):
+        optimizer.zero_grad()
+        for one in (net, plain):
+            x = one.first(batch_of(step))
+            for number in order:
+                x = one.blocks[number](x)
+            one.last(x).square().sum().backward()
+        updates.step()
+        optimizer.step()
+    updates.close()
+    assert_same(net, plain)
+
+
+def test_an_error_in_an_update_is_said(machine: Machine, at: At) -> None:
+    class FailingSGD(SGD):
+        def step(self, _: object = None) -> None:  # type: ignore[override]
+            if any(each.grad is not None and each.grad.abs().sum() > 0 for each in self.param_groups[0]["params"]):
+                raise ValueError("no such luck")
+
+    net = Net(2)
+    updates = HostUpdates(net, list(net.blocks), FailingSGD, machine, "cpu:0", at=at)
+    loss = net(batch_of(0)).square().sum()
+    with suppress(ShardwiseError):  # Where it is said first is a matter of who is faster.
+        loss.backward()
+        updates.step()
+    with pytest.raises(ShardwiseError, match="no such luck"):
+        updates.wait()
+    with pytest.raises(ShardwiseError, match="no such luck"):
+        updates.close()

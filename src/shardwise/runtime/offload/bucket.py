@@ -66,7 +66,7 @@ class HostState:
 
     def update(self, gradients: Tensor, weights: Tensor, scale: float | None, rate: float | None) -> None:
         """Update from flat gradients, and write the new weights: both of the bucket's size, in any precision."""
-        _set_rate(self._optimizers, rate)
+        set_rate(self._optimizers, rate)
 
         def one(piece: nn.Parameter, optimizer: Optimizer, gradient: Tensor, weight: Tensor) -> None:
             piece.grad = gradient.float() if scale is None else gradient.float().mul_(scale)
@@ -96,7 +96,7 @@ class DeviceState:
 
     def update(self, scale: float | None, rate: float | None) -> None:
         """Update from the parameters' gradients, which are used up."""
-        _set_rate([self._optimizer], rate)
+        set_rate([self._optimizer], rate)
         pairs = list(zip(self.bucket.parameters, self._masters, strict=True))
         for (_, master), gradient in zip(pairs, self.bucket.take(), strict=True):
             if gradient is not None:
@@ -108,7 +108,8 @@ class DeviceState:
                 parameter.data.copy_(master.detach())
 
 
-def _set_rate(optimizers: Sequence[Optimizer], rate: float | None) -> None:
+def set_rate(optimizers: Sequence[Optimizer], rate: float | None) -> None:
+    """Have optimizers use a learning rate, if one is given."""
     if rate is not None:
         for optimizer in optimizers:
             for group in optimizer.param_groups:

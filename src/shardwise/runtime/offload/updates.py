@@ -11,13 +11,15 @@ ones that still wait, and the forward can begin while those are updated under it
 weights and for nothing else. Nothing is stale: the numbers are those of the optimizer without any of this.
 
 Gradients stay on the device until it is their turn, so the host needs room for two buckets of them, not for all.
+
+That is for updates by the host's cores. A GPU is quicker at it even if the state has to come and go: `visits.py`.
 """
 
 import heapq
 import threading
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +29,7 @@ from shardwise.dataflow.machine import Machine
 from shardwise.dataflow.streams import Mark
 from shardwise.errors import ShardwiseError
 from shardwise.runtime.offload.bucket import Bucket, DeviceState, HostState, MakeOptimizer, make_buckets
+from shardwise.runtime.offload.visits import Visits
 from shardwise.runtime.offload.workers import Workers
 
 #: Optimizers that treat every number by itself, so that parameters may be cut into pieces.
@@ -58,7 +61,9 @@ class HostUpdates:
     It takes the place of the optimizer in a loop: `loss.backward()`, then `step()`. `blocks` are the modules whose
     parameters are updated together. `on_host` is the fraction of numbers whose state is on the host; the rest is where
     the parameters are, of those first that a forward uses first, for their gradients come last and are needed first.
-    With `clip` no update begins before the norm of all gradients is known.
+    With `clip` no update begins before the norm of all gradients is known. What is on the host is updated `at` the
+    host by its cores, or at the device, for which it comes and goes; a GPU is the quicker of the two. `visiting_bytes`
+    of the device's memory are for that: the more, the less of it has to come in under a backward.
     """
 
     def __init__(
@@ -71,6 +76,8 @@ class HostUpdates:
         *,
         on_host: float = 1.0,
         clip: float | None = None,
+        at: Literal["host", "device"] | None = None,
+        visiting_bytes: int | None = None,
     ) -> None:
         if not 0 <= on_host <= 1:
             raise ShardwiseError(f"on_host={on_host} is no fraction", remedy="a number from 0 for none to 1 for all")
@@ -83,12 +90,15 @@ class HostUpdates:
         self._buckets = list(by_unit.values())
         on_device = _first(self._buckets, 1 - on_host)
         self._on_device = {each.number: DeviceState(each, make_optimizer) for each in on_device}
+        away = [each for each in self._buckets if each.number not in self._on_device]
+        visit = at == "device" or (at is None and self._on_gpu)
+        self._visits = (
+            Visits(away, make_optimizer, machine.pinned, self._copy, self._is_updated, visiting_bytes)
+            if visit and away
+            else None
+        )
         self._workers = Workers()
-        self._on_host = {
-            each.number: HostState(each, make_optimizer, self._workers)
-            for each in self._buckets
-            if each.number not in self._on_device
-        }
+        self._on_host = {} if visit else {each.number: HostState(each, make_optimizer, self._workers) for each in away}
         self._staging = [self._make_staging() for _ in range(2)] if self._on_host else []
         self._sent: list[list[Mark]] = [[], []]
         self._changed = threading.Condition()
@@ -110,7 +120,8 @@ class HostUpdates:
     def host_fraction(self) -> float:
         """The part of all numbers whose state is on the host."""
         total = sum(each.size for each in self._buckets)
-        return sum(each.bucket.size for each in self._on_host.values()) / total if total else 0.0
+        here = sum(each.bucket.size for each in self._on_device.values())
+        return 1 - here / total if total else 0.0
 
     def accumulate(self, *, is_last: bool) -> None:
         """Say before a backward whether it is the step's last: until then gradients only add up."""
@@ -122,11 +133,16 @@ class HostUpdates:
         for bucket in reversed(self._buckets):
             if bucket.has_gradients:  # All of them where gradients are clipped, else those that were not all used.
                 self._give(bucket)
+        if self._visits is not None:
+            self._visits.end_step()
 
     def wait(self) -> None:
         """Wait until every weight on the device is new."""
         for number in list(self._pending):
             self._await(number)
+        if self._visits is not None:
+            self._visits.wait()
+        self._raise()
         if self._on_gpu:
             torch.cuda.synchronize(torch.device(self._place))
 
@@ -140,6 +156,8 @@ class HostUpdates:
                 self._changed.notify_all()
             self._thread.join()
             self._workers.close()
+            if self._visits is not None:
+                self._visits.close()
             for hook in self._hooks:
                 hook.remove()
 
@@ -158,7 +176,7 @@ class HostUpdates:
         for unit in module.modules():
             is_block = unit in by_unit and any(True for _ in unit.children())
             own = unit.parameters(recurse=is_block)
-            used = sorted({numbers[each] for each in own if each in numbers} & self._on_host.keys())
+            used = sorted({numbers[each] for each in own if each in numbers} - self._on_device.keys())
             if used:
                 hooks.append(unit.register_forward_pre_hook(partial(self._before, used)))
         return hooks
@@ -186,6 +204,7 @@ class HostUpdates:
                     self._machine.follow(self._place, mark)
             else:
                 mark.wait()
+        self._raise()
 
     def _give(self, bucket: Bucket) -> None:
         """A bucket has its gradients: update it, or have it updated."""
@@ -195,8 +214,13 @@ class HostUpdates:
             return
         with self._lock:
             used = self._machine.mark(self._place)
+        self._raise()
+        if self._visits is not None:
+            with self._changed:
+                self._pending[bucket.number] = None
+            self._visits.update(bucket, bucket.take(), used, self._scale, self.rate)
+            return
         with self._changed:
-            self._raise()
             self._given[bucket.number] = _Given(bucket, bucket.take(), self._scale, self.rate, used)
             self._pending[bucket.number] = None
             heapq.heappush(self._ready, bucket.number)
@@ -239,7 +263,7 @@ class HostUpdates:
             if gradient is None:
                 target.zero_()
             else:
-                mark = self._copy(target, gradient.contiguous().view(-1), given.used, outward=True)
+                mark = self._copy(target, gradient.contiguous().view(-1), [given.used], True)
         return _Fetched(given, slot, mark)
 
     def _update(self, fetched: _Fetched) -> None:
@@ -251,26 +275,31 @@ class HostUpdates:
         room, weights = (each.view(bucket.dtype)[: bucket.size] for each in self._staging[slot])
         self._on_host[bucket.number].update(room, weights, scale, rate)
         marks = [
-            self._copy(parameter.data.view(-1), new, used, outward=False)
+            self._copy(parameter.data.view(-1), new, [used], False)
             for parameter, new in zip(bucket.parameters, bucket.views(weights), strict=True)
         ]
         self._sent[slot] = marks[-1:]
+        self._is_updated(bucket, marks[-1])
+
+    def _is_updated(self, bucket: Bucket, mark: Mark) -> None:
+        """The weights of a bucket are new once a mark is reached."""
         with self._changed:
-            self._pending[bucket.number] = marks[-1:]
+            self._pending[bucket.number] = [mark]
             self._changed.notify_all()
 
-    def _copy(self, target: Tensor, source: Tensor, after: Mark, *, outward: bool) -> Mark:
+    def _copy(self, target: Tensor, source: Tensor, after: Sequence[Mark], outward: bool) -> Mark:
         with self._lock:
             if self._on_gpu:
-                return self._machine.copy(target, source, after=[after])
+                return self._machine.copy(target, source, after=after)
             ends = {"to": "host", "of": self._place} if outward else {"to": self._place, "of": "host"}
-            return self._machine.copy(target, source, after=[after], **ends)
+            return self._machine.copy(target, source, after=after, **ends)
 
     def _raise(self) -> None:
-        if self._error is not None:
+        error = self._error or (self._visits.error if self._visits is not None else None)
+        if error is not None:
             raise ShardwiseError(
-                f"an update on the host failed: {self._error}", remedy="see the error that this one follows from"
-            ) from self._error
+                f"an update beside the backward failed: {error}", remedy="see the error that this one follows from"
+            ) from error
 
 
 def _first(buckets: Sequence[Bucket], fraction: float) -> list[Bucket]:

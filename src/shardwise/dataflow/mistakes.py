@@ -1,0 +1,43 @@
+"""What a user may get wrong with a task, said before anything of it is put anywhere."""
+
+from torch import Tensor
+
+from shardwise.dataflow.data import Data
+from shardwise.dataflow.launch import Call
+from shardwise.errors import ShardwiseError
+
+#: Arguments of these types are taken as they are. Asking whether something is a tensor takes a while.
+PLAIN = frozenset({Data, int, float, bool, str, type(None)})
+
+
+def check_call(call: Call, keeper: object) -> None:
+    """Refuse a task with data that are not the keeper's, that writes what is only read, or that cannot be launched."""
+    for data in call.reads:
+        if data.keeper is not keeper:
+            raise _of_another_machine(data)
+    for data in call.writes:
+        if data.keeper is not keeper:
+            raise _of_another_machine(data)
+        if data.unwritable is not None:
+            raise ShardwiseError(
+                f"{call.name} writes {data.name}, which {data.unwritable}", remedy="machine.data(tensor.clone())"
+            )
+    if call.launch.is_kernel:
+        _check_kernel(call)
+
+
+def _check_kernel(call: Call) -> None:
+    if call.grid is None:
+        raise ShardwiseError(
+            f"{call.name} is a Triton kernel and was given no grid", remedy="grid=(triton.cdiv(n, BLOCK),)"
+        )
+    for argument in call.args:
+        if type(argument) not in PLAIN and isinstance(argument, Tensor):
+            raise ShardwiseError(
+                f"{call.name} is given a tensor of {list(argument.shape)} that the machine does not know",
+                remedy="machine.data(tensor)",
+            )
+
+
+def _of_another_machine(data: Data) -> ShardwiseError:
+    return ShardwiseError(f"{data.name} is of another machine", remedy=f"machine.data({data.name}.get())")

@@ -6,19 +6,18 @@ The null model divides a run's FLOPs by one constant for each GPU and precision,
 halves of the rows are reported apart, to see whether the figures hang on a few of them.
 """
 
-import argparse
 import sys
 from collections import defaultdict
-from pathlib import Path
 from statistics import median
 
 import numpy as np
+from published import runs_asked_for, timed
 from record import record
 
 from shardwise.model.share import Share
-from shardwise.planner.runs import Run, SkippedError, layouts_of, read_runs
+from shardwise.planner.runs import Run, SkippedError, layouts_of
 from shardwise.planner.stated import balance_of, model_of, software_of
-from shardwise.planner.validate import Prediction, is_apart, predict_all, summarise
+from shardwise.planner.validate import Prediction, summarise
 
 TARGETS = {"mape": 0.08, "median": 0.05}
 LLM_ANALYSIS_GPUS = {"a100-80g": "a100-sxm-80gb", "a100-40g": "a100-sxm-40gb", "h100-80g": "h100-sxm-80gb"}
@@ -44,27 +43,29 @@ def flops_of(run: Run) -> float:
     return float(work.total + again) * run.count("global_batch") / run.count("num_gpus")
 
 
-def null_model(timed: list[Prediction]) -> dict[str, float | int]:
+def null_model(predictions: list[Prediction]) -> dict[str, float | int]:
     """One constant for each GPU and precision."""
     rates: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for each in timed:
+    for each in predictions:
         rates[each.run.text("gpu"), each.run.text("precision")].append(_rate(each))
     constant = {key: median(values) for key, values in rates.items()}
-    return errors([(_rate(each) / constant[each.run.text("gpu"), each.run.text("precision")], 1.0) for each in timed])
+    return errors(
+        [(_rate(each) / constant[each.run.text("gpu"), each.run.text("precision")], 1.0) for each in predictions]
+    )
 
 
 def _rate(each: Prediction) -> float:
     return flops_of(each.run) / (each.run.step_seconds or 1.0)
 
 
-def llm_analysis(timed: list[Prediction]) -> dict[str, object] | None:
+def llm_analysis(predictions: list[Prediction]) -> dict[str, object] | None:
     """llm-analysis 0.2.2 with efficiency 0.5, as in its examples, on the rows that it can express; ours beside."""
     try:
         from llm_analysis import analysis, config  # type: ignore[import-not-found]
     except ImportError:
         return None
     theirs, ours = [], []
-    for each in timed:
+    for each in predictions:
         run = each.run
         if run.text("arch") == "moe" or run.text("gpu") not in LLM_ANALYSIS_GPUS or run.text("schedule"):
             continue
@@ -112,14 +113,14 @@ def _llm_analysis_seconds(analysis: object, config: object, run: Run) -> float:
     return float(summary["latency_per_iter"])
 
 
-def halves(timed: list[Prediction]) -> list[dict[str, float | int]]:
+def halves(predictions: list[Prediction]) -> list[dict[str, float | int]]:
     """Errors of two random halves of the layouts."""
-    chosen = np.random.default_rng(0).permutation(len(timed)) % 2
+    chosen = np.random.default_rng(0).permutation(len(predictions)) % 2
     return [
         errors(
             [
                 (each.seconds, each.run.step_seconds or 1.0)
-                for each, part in zip(timed, chosen, strict=True)
+                for each, part in zip(predictions, chosen, strict=True)
                 if part == half
             ]
         )
@@ -128,21 +129,15 @@ def halves(timed: list[Prediction]) -> list[dict[str, float | int]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("runs", type=Path, nargs="?", default=Path("../shared/published/runs.csv"))
-    arguments = parser.parse_args()
-    if not arguments.runs.exists():
-        print(f"no table of runs at {arguments.runs}; give its path")
+    runs = runs_asked_for()
+    if not runs:
         return 0
-    runs = [run for run in read_runs(arguments.runs) if run.quality == "A"]
-    summary = summarise(runs)
-    predictions, _ = predict_all(runs)
-    timed = [each for each in predictions if each.run.step_seconds is not None and not is_apart(each.run)]
+    summary, predictions = summarise(runs), timed(runs)
     results = {
         "validate": summary,
-        "halves": halves(timed),
-        "null_model": null_model(timed),
-        "llm_analysis": llm_analysis(timed),
+        "halves": halves(predictions),
+        "null_model": null_model(predictions),
+        "llm_analysis": llm_analysis(predictions),
     }
     for name, found in results.items():
         print(

@@ -3,15 +3,15 @@
 python benchmarks/published_picture.py RUNS.csv
 """
 
-import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from math import ceil, floor, log10
 from pathlib import Path
 
-from shardwise.planner.runs import read_runs
-from shardwise.planner.validate import Prediction, is_apart, predict_all
+from published import runs_asked_for, timed
+
+from shardwise.planner.validate import Prediction
 
 PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "predictions.svg"
 #: Who published, in words. The others are named as in the table.
@@ -138,17 +138,12 @@ def _colours(count: int) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("runs", type=Path, nargs="?", default=Path("../shared/published/runs.csv"))
-    arguments = parser.parse_args()
-    if not arguments.runs.exists():
-        print(f"no table of runs at {arguments.runs}; give its path")
+    runs = runs_asked_for()
+    if not runs:
         return 0
-    runs = [run for run in read_runs(arguments.runs) if run.quality == "A"]
-    predictions, _ = predict_all(runs)
-    timed = [each for each in predictions if each.run.step_seconds is not None and not is_apart(each.run)]
-    PICTURE.write_text(draw(timed), encoding="utf-8")
-    print(f"{len(timed)} points in {PICTURE.name}")
+    predictions = timed(runs)
+    PICTURE.write_text(draw(predictions), encoding="utf-8")
+    print(f"{len(predictions)} points in {PICTURE.name}")
     return 0
 
 

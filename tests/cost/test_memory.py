@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 
 from shardwise.cluster.catalogue import get_device
+from shardwise.cost.deal import Deal
 from shardwise.cost.flight import in_flight
 from shardwise.cost.layouts import Layouts
-from shardwise.cost.memory import saved, step_bytes
+from shardwise.cost.memory import LEAVING_BYTES, NUM_SLOTS, SLOT_BYTES, saved, step_bytes
 from shardwise.cost.pipeline import SCHEDULES
 from shardwise.cost.places import Places, typical_places
 from shardwise.cost.software import Software
-from shardwise.cost.stage import Deal, share_of
+from shardwise.cost.stage import share_of
 from shardwise.cost.states import count_blocks
 from shardwise.model.describe import Sizes, describe
 from shardwise.model.model import Model
@@ -125,11 +126,22 @@ def test_recomputation_trades_activations_for_a_working_set() -> None:
 
 def test_what_is_offloaded_is_on_the_host() -> None:
     here, half = ask("8xh100", dp=8, zero=1), ask("8xh100", dp=8, zero=1, offload_optimizer=0.5)
-    for name in ("optimizer", "masters"):
-        assert half.bytes.parts[name] == pytest.approx(here.bytes.parts[name] / 2)
+    moved = here.bytes.parts["optimizer"] / 2
+    visiting = NUM_SLOTS * SLOT_BYTES
+    assert moved.max() > visiting
+    assert half.bytes.parts["optimizer"] == pytest.approx(moved + visiting)
+    assert half.bytes.parts["masters"] == pytest.approx(here.bytes.parts["masters"])
     assert here.bytes.host[0] == 0
-    assert half.bytes.host[0] > 0
+    assert half.bytes.host[0] == pytest.approx(moved.max())
     assert half.seconds[0] > here.seconds[0]
+
+
+def test_what_forwards_save_leaves_by_and_by() -> None:
+    here, away = ask("8xh100", dp=8), ask("8xh100", dp=8, offload_activations=1.0)
+    saved = here.bytes.parts["activations"].max()
+    assert saved > LEAVING_BYTES
+    assert away.bytes.parts["activations"].max() == pytest.approx(LEAVING_BYTES)
+    assert away.bytes.host[0] == pytest.approx(saved)
 
 
 def test_the_last_stage_has_the_logits_and_the_first_the_most_activations() -> None:

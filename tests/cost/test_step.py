@@ -1,8 +1,12 @@
 """The whole step: parts that add up, layouts ranked as physics says, and pipelines against the simulator."""
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 
+from shardwise.cost.constants import CONSTANTS
 from shardwise.cost.layouts import Layouts
 from shardwise.cost.pipeline import SCHEDULES, Stage, span
 from shardwise.cost.software import Software
@@ -111,3 +115,22 @@ def test_a_large_batch_of_candidates_is_priced_at_once() -> None:
     found = ask("64x8xh100", model="llama3-70b", tp=tp, dp=512 // tp, num_microbatches=4, zero=1)
     assert len(found.seconds) == len(Layouts.of(tp=tp)) == count
     assert np.isfinite(found.seconds).all()
+
+
+def test_gradients_summed_everywhere_take_longer_than_each_ranks_part_of_them() -> None:
+    software = Software(overlap_gradients=False, overlap_parameters=False)
+    part = ask("8x8xh100", dp=64, zero=1, software=software).parts["dp"][0]
+    whole = ask("8x8xh100", dp=64, zero=1, software=replace(software, scatters_gradients=False)).parts["dp"][0]
+    # Two bytes are gathered of each weight; of its gradient four are scattered, or also gathered.
+    assert whole == pytest.approx(part * (2 + 4 + 4) / (2 + 4), rel=0.02)
+
+
+def test_fresh_buffers_cost_time_in_pipelines_whose_memory_is_nearly_full() -> None:
+    columns: dict[str, Any] = {"pp": [1, 8, 8], "tp": [8, 1, 1], "microbatch": [1, 1, 6], "num_microbatches": 8}
+    plain = ask("8xh100", **columns)
+    pressed = ask("8xh100", software=Software(fresh_buffers=True), **columns)
+    slower = pressed.seconds / plain.seconds
+    used = plain.bytes.peak / (80 * 0.99 * 2**30)
+    assert used[1] < CONSTANTS.pressed_from < used[2]
+    assert slower[:2].tolist() == [1.0, 1.0]
+    assert 1.0 < slower[2] <= 1.0 + CONSTANTS.pressed

@@ -106,6 +106,14 @@ def test_tensor_parallelism_alone_leaves_the_inputs_of_norms_and_projections_who
     assert layer.saved_bytes(Share(tp=8)) == whole + (layer.saved_bytes(Share()) - whole) // 8
 
 
+def test_what_columns_read_is_whole_where_it_is_gathered_once() -> None:
+    model = get_model("llama3.1-8b")
+    layer = model.kinds[1][0]
+    again, once = (Share(tp=8, sequence=8, sequence_parallel=True, gathered_once=kept) for kept in (False, True))
+    # The outputs of both norms, of which a rank otherwise has an eighth.
+    assert layer.saved_bytes(once) - layer.saved_bytes(again) == 2 * 2 * model.hidden * (8 - 1)
+
+
 def test_a_mixture_keeps_what_it_sends_computes_and_gets_back() -> None:
     """2kh + 6kf + 2kh, and the router's scores twice in float32."""
     sizes = Sizes(layers=1, hidden=2048, heads=16, vocabulary=1000, ffn=5632)

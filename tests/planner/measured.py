@@ -112,8 +112,8 @@ def measure(plan: str, model: str) -> Measured:
     else:
         weights = list(engine.parameters.values())
         gradients = [each.grad for each in weights if each.grad is not None]
-        assert engine.optimizer is not None, "every stage has something to train"
-        states = [each for state in engine.optimizer.state.values() for each in state.values()]
+        every = [state for optimizer in engine.optimizers for state in optimizer.state.values()]
+        states = [each for state in every for each in state.values()]
         rank = getattr(engine, "rank", 0)
         found = Measured(rank, _bytes(weights), _bytes(gradients), _bytes(states), saved.most)
     engine.close()

@@ -11,10 +11,10 @@ REFUSED = {
         "schedule=pipedream-2bw keeps two versions of the weights, which dp=2 does not know of yet",
         "dp=2,pp=2,microbatches=2",
     ),
-    "offload": (
-        "pp=2,offload.activations=1",
-        "offload.activations=1: the engines keep everything on the device yet",
-        "pp=2,recompute=full",
+    "parameters on the host": (
+        "dp=2,offload.parameters=1",
+        "offload.parameters=1: the engines keep the weights that a rank holds on its device yet",
+        "dp=2,zero=3",
     ),
     "selective recomputation": (
         "pp=2,recompute=selective",
@@ -24,6 +24,11 @@ REFUSED = {
     "recomputation of some layers": (
         "pp=2,recompute=full,recompute_layers=3",
         "recompute_layers=3: the engines recompute all of a stage's forward or nothing yet",
+        "pp=2,recompute=full",
+    ),
+    "activations that are recomputed": (
+        "pp=2,recompute=full,offload.activations=0.5",
+        "recompute=full keeps what a stage was given and nothing else, so offload.activations=0.5 has nothing to move",
         "pp=2,recompute=full",
     ),
     "many chunks of auto": (

@@ -1,6 +1,4 @@
-"""Our own runtime as a source: what twelve plans hold on each rank, measured, against the account of `fit`."""
-
-from collections.abc import Iterator
+"""Our own runtime as a source: what thirteen plans hold on each rank, measured, against the account of `fit`."""
 
 import pytest
 
@@ -17,6 +15,7 @@ TWO = [
     ("llama", "dp=2,zero=2,microbatches=2"),
     ("llama", "dp=2,zero=3"),
     ("llama", "tp=2"),
+    ("llama", "tp=2,sp=true"),
     ("llama", "pp=2,microbatches=4,layers=4+2"),
     ("llama", "pp=2,microbatches=4,schedule=interleaved,layers=2+2+1+1"),
     ("mixtral", "dp=2,ep=2"),
@@ -28,20 +27,8 @@ FOUR = [
     ("llama", "tp=2,pp=2,microbatches=4,layers=3+3"),
 ]
 #: Modules of Hugging Face as they are: elementwise operations and norms one by one.
-PLAIN = Software(fused=False, fused_norms=False)
+PLAIN = Software(fused=False, fused_norms=False, gathered_once=True)
 CLOSE = 0.05
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with Ranks(4) as ranks:
-        yield ranks
 
 
 def check(ranks: Ranks, model: str, text: str) -> None:

@@ -13,7 +13,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.planner.account import account
 from shardwise.planner.composition import composes
 from shardwise.planner.goals import cheapest, fewest_devices, parts_of
-from shardwise.planner.plan import Plan
+from shardwise.planner.plan import Offload, Plan
 from shardwise.planner.planning import plan
 from shardwise.planner.question import Question, make_question
 from shardwise.planner.search.axes import spread_axes
@@ -57,9 +57,8 @@ def test_bounds_are_never_above_what_they_bound() -> None:
     found = price(question.model, question.cluster, some, sequence=4096, software=software)
     least = least_seconds(question.model, question.cluster, some, sequence=4096, software=software)
     assert (least <= found.seconds * (1 + 1e-9)).all()
-    held = least_bytes(
-        question.model, question.cluster.pools[0], some, sequence=4096, software=software, offloads=False
-    )
+    most = offloads(question).max(axis=0)
+    held = least_bytes(question.model, question.cluster.pools[0], some, sequence=4096, software=software, offloads=most)
     assert (held.peak <= found.bytes.peak * (1 + 1e-9)).all()
 
 
@@ -201,3 +200,29 @@ def test_an_account_agrees_with_closed_forms(text: str) -> None:
     # Typical ranks are fuller than real ones where a rank has both ends, and never much emptier.
     assert 0.8 < exact.fullest.total / float(found.bytes.peak[0]) < 1.03
     assert len(exact.ranks) == chosen.pp
+
+
+def test_what_needs_the_host_is_found_and_says_why() -> None:
+    found = find_plan(ask("llama3-8b", "1xh200", 4, fixed={"recompute": "none"})).best
+    assert composes(found.plan)
+    assert found.plan.offload != Offload()
+    assert found.fits
+    assert found.host_bytes > 0
+    why = [found.plan.reasons[key] for key in found.plan.reasons if key.startswith("offload.")]
+    assert why
+    assert all("more than there is" in each for each in why)
+
+
+def test_processors_have_no_other_host() -> None:
+    question = ask("gpt2", "4xcpu", 8)
+    assert offloads(question).tolist() == [[0.0, 0.0, 0.0]]
+    said = ask("gpt2", "4xcpu", 8, fixed={"offload.optimizer": 0.5})
+    assert offloads(said).tolist() == [[0.5, 0.0, 0.0]]
+
+
+def test_no_plan_is_found_that_recomputes_what_it_moves() -> None:
+    question = ask("llama2-13b", "8xa100-40g", 8)
+    for fitting in Search(question).run().found:
+        assert not ((fitting.layouts.recompute == 2) & (fitting.layouts.offload_activations > 0)).any()
+    said = ask("llama2-13b", "8xa100-40g", 8, fixed={"offload.activations": 1.0})
+    assert [code for code, _ in recomputations(said)] == [0]

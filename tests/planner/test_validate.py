@@ -88,6 +88,25 @@ def test_the_software_is_what_the_row_states() -> None:
     assert software_of(run(source="x", precision="fp8-mx")).precision == "mxfp8"
 
 
+@pytest.mark.parametrize(
+    ("source", "layers", "pp", "balance"),
+    [
+        ("Aleph-Alpha/x", "40", "4", "slots"),
+        ("bigscience", "72", "12", "even"),
+        ("bigscience", "70", "12", "ends"),
+        ("bigscience", "78", "12", "front"),
+        ("a test", "79", "12", "weight"),
+    ],
+)
+def test_layers_are_dealt_out_as_the_program_of_the_row_does(source: str, layers: str, pp: str, balance: str) -> None:
+    assert balance_of(run(source=source, layers=layers, pp=pp)) == balance
+
+
+def test_a_gated_mlp_that_the_notes_state_makes_it_a_llama() -> None:
+    plain, gated = model_of(run()), model_of(run(notes="dims from the configuration (mlp_ratio 8/3)"))
+    assert (plain.family, gated.family) == ("gpt2", "llama")
+
+
 def test_a_mixture_is_taken_from_the_catalogue_by_its_name() -> None:
     model = model_of(run(model="Qwen3_30B_a3B", arch="moe", layers="48", hidden="2048", heads="32"))
     assert model.num_parameters == pytest.approx(30.5e9, rel=0.01)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardwise.errors import unknown
+from shardwise.errors import ShardwiseError, unknown
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
 
@@ -35,6 +35,13 @@ class Device:
         if precision not in PRECISIONS:
             raise unknown("precision", precision, PRECISIONS)
         wider = {"fp4": "fp8", "fp8": "bf16", "bf16": "fp16", "fp16": "tf32", "tf32": "fp32"}
-        while precision not in self.flops_per_second:
-            precision = wider[precision]
-        return self.flops_per_second[precision]
+        found: str | None = precision
+        while found is not None and found not in self.flops_per_second:
+            found = wider.get(found)
+        if found is None:
+            known = ", ".join(self.flops_per_second)
+            raise ShardwiseError(
+                f"{self.name} computes in {known}, and neither in {precision} nor in anything wider",
+                remedy=f"precision={next(iter(self.flops_per_second))}",
+            )
+        return self.flops_per_second[found]

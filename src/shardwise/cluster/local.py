@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
 from shardwise import environment
 from shardwise.cluster.cluster import Cluster, make_pool
@@ -26,3 +27,29 @@ def local_cluster(num_processes: int) -> Cluster:
 def memory_bytes() -> int:
     """This computer's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """What can be had of this computer's memory without swapping, as Linux says it, within this container's limit.
+
+    Elsewhere it is not known, and no limit.
+    """
+    found = [2**62]
+    for line in _lines(root / "proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            found.append(int(line.split()[1]) * 1024)
+    group = root / "sys/fs/cgroup"
+    limit, used = (_lines(group / name) for name in ("memory.max", "memory.current"))
+    if limit and used and limit[0].isdecimal():
+        # Files that were read and can be forgotten count as used there.
+        told = [line.split() for line in _lines(group / "memory.stat")]
+        cached = sum(int(words[1]) for words in told if words[0] == "inactive_file")
+        found.append(max(int(limit[0]) - int(used[0]) + cached, 0))
+    return min(found)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return []

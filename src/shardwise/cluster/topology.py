@@ -39,8 +39,6 @@ class Host:
     memory_bytes: int
     device_bytes_per_second: float
     num_cores: int
-    # A step of fused AdamW reads and writes 28 to 30 bytes a parameter (facts 4.4); 16 cores did 3.75e9/s (peers.md).
-    adam_parameters_per_core_second: float = 3.75e9 / 16
     disk_bytes_per_second: float = 3e9
 
 

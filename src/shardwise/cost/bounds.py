@@ -6,12 +6,13 @@ import numpy as np
 
 from shardwise.cluster.cluster import Cluster, Pool
 from shardwise.cost.constants import CONSTANTS, Constants
+from shardwise.cost.deal import Deal
 from shardwise.cost.layouts import Layouts
 from shardwise.cost.memory import StepBytes, step_bytes
 from shardwise.cost.numbers import Floats
 from shardwise.cost.places import typical_places
 from shardwise.cost.software import Software
-from shardwise.cost.stage import Deal, Pricer
+from shardwise.cost.stage import Pricer
 from shardwise.model.model import Model
 
 
@@ -32,10 +33,11 @@ def least_seconds(
 
 
 def least_bytes(
-    model: Model, pool: Pool, layouts: Layouts, *, sequence: int, software: Software, offloads: bool,
+    model: Model, pool: Pool, layouts: Layouts, *, sequence: int, software: Software, offloads: Floats,
 ) -> StepBytes:  # fmt: skip
     """Bytes of the leanest ranks: states shared out as far as they can be, one microbatch under way.
 
+    `offloads` are the largest shares of optimizer, parameters and activations that may be on the host.
     Recomputation keeps only inputs but needs room for a layer at work, so nothing or everything is recomputed,
     whichever takes less.
     """
@@ -46,13 +48,15 @@ def least_bytes(
 
 
 def _lean(
-    model: Model, pool: Pool, layouts: Layouts, sequence: int, software: Software, offloads: bool, recompute: int
+    model: Model, pool: Pool, layouts: Layouts, sequence: int, software: Software, offloads: Floats, recompute: int
 ) -> StepBytes:
     lean = Layouts.of(
         **{name: getattr(layouts, name) for name in ("dp", "tp", "pp", "cp", "ep", "microbatch", "sequence_parallel")},
         recompute=recompute,
         zero=np.where(layouts.dp * layouts.cp > 1, 2, 0),
-        **dict.fromkeys(("offload_optimizer", "offload_parameters", "offload_activations"), float(offloads)),
+        offload_optimizer=offloads[0],
+        offload_parameters=offloads[1],
+        offload_activations=offloads[2],
     )
     nothing = np.zeros(len(layouts))
     # Some rank has its share of the layers; the ends have none at best.
@@ -62,4 +66,6 @@ def _lean(
     # Under ZeRO-3 there are no whole weights. What it gathers instead is left out here, and so are fragments.
     alone = (layouts.dp * layouts.cp == 1)[:, None]
     parts = {name: part for name, part in held.parts.items() if name != "fragments"}
-    return replace(held, parts={**parts, "weights": parts["weights"] * alone})
+    # Activations that stay need no room for a layer at work.
+    at_work = parts["recomputed"] * (recompute == 2)
+    return replace(held, parts={**parts, "weights": parts["weights"] * alone, "recomputed": at_work})

@@ -16,7 +16,7 @@ class Constants:
     # Fitted: ampere [aleph 208, llmf 72, zb 54, bloom 62, sc21 16, korth 8], hopper [llmf 43], blackwell [bridge 113].
     # Volta and others: between those, for want of rows.
     sustained_volta: float = 0.8
-    sustained_ampere: float = 0.902
+    sustained_ampere: float = 0.904
     sustained_hopper: float = 0.863
     sustained_blackwell: float = 0.747
     sustained_other: float = 0.8
@@ -29,39 +29,39 @@ class Constants:
     grouped: float = 0.516
     fast_grouped: float = 0.699
     # Length of k that a tile's start and end cost. Fitted [all on A100].
-    tile_ramp: float = 213.0
+    tile_ramp: float = 233.0
     # Batched products whose inner dimension is no multiple of 8 elements cannot use the tensor cores fully: slower by
     # this factor. Fitted [bloom 62: heads of 108 against 104 and 112].
-    misaligned: float = 7.75
+    misaligned: float = 8.69
     # Share of the memory's rate that elementwise kernels reach, and how much faster they are while tensors fit the
     # cache. Fitted; SimuMax has .91 for A100 (facts 3.2).
-    streaming: float = 0.794
+    streaming: float = 0.814
     cached: float = 1.24
     # Chains of elementwise operations and norms that are not fused: kernels that move more than the formulas say.
     # Fitted [aleph 208].
-    unfused: float = 1.38
+    unfused: float = 1.33
     # Share of the time to add up gradients of weights over microbatches that the products do not hide. Fitted.
-    accumulation: float = 0.353
+    accumulation: float = 0.323
     # Matrices of scores: passes over them against what the formulas say, torch one by one and Megatron's fused softmax.
     # Fitted [aleph: 11 torch, 15 fused; zb 54, sc21 16, korth 8, bloom 62].
-    scores_torch: float = 1.06
-    scores_megatron: float = 0.744
+    scores_torch: float = 1.03
+    scores_megatron: float = 0.72
     # Seconds of a kernel's launch that the processor spends; a block cannot be faster than its launches. Fitted
     # [llmf small models; bskill 8 and bridge mixtures of one sequence a microbatch for the second].
     launch_seconds: float = 6.1e-6
     expert_launch_seconds: float = 12.5e-6
     # Seconds of a launch that is waited for (CUDA_LAUNCH_BLOCKING=1). Fitted [bloom 60].
-    blocking_seconds: float = 175e-6
+    blocking_seconds: float = 195e-6
     # Scans of state space models against their bytes and products at full rate. Fitted [bridge, bskill: Nemotron 3,
     # 34].
     scan: float = 22.8
     # Share of the bf16 peak that attention kernels reach: forward and backward, long causal sequences. Fitted
     # [flash1: aleph 56, llmf 115; flash2: aleph 126; flash3: bridge]. Measured on one H200: .237 SDPA, .387 cuDNN, both
     # passes, heads of 64 (peers.md); SimuMax on B200 .71 and .69 (facts 3.2).
-    flash1_forward: float = 0.619
-    flash1_backward: float = 0.247
-    flash2_forward: float = 0.723
-    flash2_backward: float = 0.452
+    flash1_forward: float = 0.625
+    flash1_backward: float = 0.246
+    flash2_forward: float = 0.749
+    flash2_backward: float = 0.451
     flash3_forward: float = 0.483
     flash3_backward: float = 0.311
     # Kernels written for Ampere reach less of the peak of later devices. Fitted [llmf 43 on H100].
@@ -70,11 +70,11 @@ class Constants:
     attention_ramp: float = 463.0
     # Collectives that compute waits for: seconds of each call beside those of nccl-tests, and the share of their rate.
     # Fitted [aleph, bloom, sc21, korth: tensor parallel rows].
-    sync_seconds: float = 82.4e-6
-    sync_rate: float = 0.854
+    sync_seconds: float = 84e-6
+    sync_rate: float = 0.89
     # The same of exchanges of gradients and of hops between stages. Fitted [aleph, bloom, sc21, zb].
     exchange_rate: float = 0.434
-    hop_rate: float = 0.991
+    hop_rate: float = 0.983
     # Of all-to-alls of experts, NCCL's and those made for it (HybridEP), against the rate of rings: above 1 because
     # nothing is sent twice, and in 8 bits where layers compute in them. Fitted [bridge mixtures].
     dispatch_rate: float = 1.43
@@ -88,7 +88,12 @@ class Constants:
     dp_hidden: float = 0.857
     # Microbatches that a pipeline loses at the start of a step where each instruction goes through Python (DeepSpeed's
     # way). Fitted [bloom 60: batches of 32 to 128 microbatches].
-    pipe_fill: float = 0.513
+    pipe_fill: float = 0.521
+    # Where a pipeline takes fresh buffers for every microbatch: the share of a step that the allocator loses when the
+    # device is full, and the share of its memory from which on it loses anything. Fitted [aleph 193, bloom 60]: .062 on
+    # the first alone, .095 on the second, and each makes the other better. No such trend in zb and sc21 (Megatron-LM).
+    pressed: float = 0.058
+    pressed_from: float = 0.75
     # Of the time that communication and compute overlap, how much compute loses. Fitted [llmf 115]; Echo found 38 % for
     # the kernels that overlap (facts 2.4), calculon takes 15 % of the multiprocessors.
     overlap_loss: float = 0.153

@@ -13,8 +13,10 @@ RECOMPUTE = ("none", "selective", "full")
 CONTEXT = ("ring", "all-to-all")
 ORDERS = ("pp-dp-cp-tp", "dp-pp-cp-tp")
 #: Layers over stages: as many on each; embedding and head counted as a layer each; by the seconds that each takes; and
-#: the same over ranks, whose chunks need not be equal.
-BALANCE = ("even", "ends", "weight", "ranks")
+#: the same over ranks, whose chunks need not be equal; whole layers, with embedding, norm and head as one each and one
+#: more on the first stages where it does not divide; and whole layers, as many as the fullest must have from the first
+#: stage on.
+BALANCE = ("even", "ends", "weight", "ranks", "slots", "front")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

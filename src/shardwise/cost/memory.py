@@ -11,7 +11,7 @@ from shardwise.cost.layouts import Layouts
 from shardwise.cost.numbers import Floats
 from shardwise.cost.places import PLACES, Places, ends_of, layer_kinds
 from shardwise.cost.software import Software
-from shardwise.cost.stage import DECIDE_WORK, share_of
+from shardwise.cost.stage import DECIDE_WORK, share_of, share_of_ends
 from shardwise.cost.states import count_blocks
 from shardwise.model.activations import saved_bytes
 from shardwise.model.model import Block, Model
@@ -27,6 +27,11 @@ _FUSED_LOGIT = 2.0
 _TORCH_SCORE = 8.0
 _FUSED_SCORE = 2.0
 
+
+#: Optimizer state that lives on the host is updated in so many slots of the device, each of about so many bytes; and so
+#: much of what forwards save may be on its way to the host before they wait.
+NUM_SLOTS, SLOT_BYTES = 4, 64 * 2**20
+LEAVING_BYTES = 256 * 2**20
 
 #: Parts that a program's own count of allocated tensors leaves out.
 NOT_ALLOCATED = ("context", "buffers", "workspace", "fragments")
@@ -104,16 +109,18 @@ def step_bytes(
 
 
 def _on_host(parts: dict[str, Floats], layouts: Layouts) -> dict[str, Floats]:
-    """Take off the device what lives on the host, and return that."""
+    """Take off the device what lives on the host, but for what visits it, and return that.
+
+    Master weights stay: engines compute with them, cast where the precision is lower.
+    """
     hosted = {}
-    for share, names in (
-        (layouts.offload_optimizer, ("optimizer", "masters")),
-        (layouts.offload_parameters, ("weights",)),
-        (layouts.offload_activations, ("activations",)),
+    for name, share, visiting in (
+        ("optimizer", layouts.offload_optimizer, NUM_SLOTS * SLOT_BYTES),
+        ("weights", layouts.offload_parameters, 0),
+        ("activations", layouts.offload_activations, LEAVING_BYTES),
     ):
-        for name in names:
-            hosted[name] = parts[name] * share[:, None]
-            parts[name] = parts[name] - hosted[name]
+        hosted[name] = parts[name] * share[:, None]
+        parts[name] = parts[name] - hosted[name] + np.minimum(hosted[name], visiting)
     return hosted
 
 
@@ -159,9 +166,9 @@ def _activations(
         kept = none + (chosen - none) * some.recompute_share
         activations = activations + places.kept_layers[:, :, index] * kept[kinds, None]
         biggest = np.maximum(biggest, none)
-    before, after = ends_of(model)
-    begin = sum((zero + saved(block, share, software) for block in before), zero)
-    end = sum((zero + saved(block, share, software) for block in after), zero)
+    before, after, outside = *ends_of(model), share_of_ends(share)
+    begin = sum((zero + saved(block, outside, software) for block in before), zero)
+    end = sum((zero + saved(block, outside, software) for block in after), zero)
     loss = sum((zero + _loss_bytes(block, share, software) for block in after), zero)
     activations = activations + places.kept_begins * begin[kinds, None] + places.kept_ends * end[kinds, None]
     if software.interpreted_pipe:
@@ -172,7 +179,11 @@ def _activations(
     return {
         "scores": scores[kinds, None] * every,
         "activations": activations,
-        "recomputed": np.where(some.recompute == 2, biggest, 0.0)[kinds, None] * every,
+        # A layer at work, where layers keep little or their activations leave.
+        "recomputed": np.where((layouts.recompute == 2) | (layouts.offload_activations > 0), biggest[kinds], 0.0)[
+            :, None
+        ]
+        * every,
         "loss": np.minimum(places.ends, 1.0) * loss[kinds, None],
     }
 

@@ -17,7 +17,8 @@ SCHEDULES = (
 )  # fmt: skip
 
 
-_SPLITS_BACKWARD = [index for index, name in enumerate(SCHEDULES) if name.startswith(("zb", "v-", "dual"))]
+#: Schedules whose backward has two halves, by index.
+SPLITS_BACKWARD = [index for index, name in enumerate(SCHEDULES) if name.startswith(("zb", "v-", "dual"))]
 
 
 class Stage(NamedTuple):
@@ -99,7 +100,7 @@ def span(
     # No step is shorter than one microbatch's way there and back. Where the backward is split, the way has no weight
     # gradients on it, and few microbatches leave nothing else to do meanwhile (facts 1.1: m <= p).
     few = (m + p - 1) * (t_forward + t_input) + t_weight
-    least = np.where(np.isin(code, _SPLITS_BACKWARD), np.where(m <= p, few, 0.0), through)
+    least = np.where(np.isin(code, SPLITS_BACKWARD), np.where(m <= p, few, 0.0), through)
     bubble = np.maximum(bubble, least - work)
     hops = 2 * hop * np.choose(code, [np.broadcast_to(each[name], work.shape) for name in SCHEDULES])
     return Span(work + bubble + hops, bubble, hops)

@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardwise.cost.deal import Deal, are_dealt_whole
 from shardwise.cost.flight import in_flight
 from shardwise.cost.layouts import Layouts
 from shardwise.cost.numbers import Floats
 from shardwise.cost.pipeline import SCHEDULES
-from shardwise.cost.stage import Deal
 from shardwise.model.model import Block, Model
 from shardwise.schedule.catalogue import CATALOGUE
 from shardwise.schedule.instruction import Kind
@@ -58,7 +58,8 @@ def typical_places(model: Model, layouts: Layouts, dealt: Deal) -> Places:
     last = layouts.pp.astype(np.float64) - 1.0
     ranks = (np.zeros(len(layouts)), np.minimum(1.0, last), last)
     flight = np.stack([in_flight(layouts, rank) for rank in ranks], axis=1)
-    held = np.stack([dealt.first + dealt.extra, dealt.middle + dealt.extra, dealt.last], axis=1)
+    first = dealt.first + np.where(are_dealt_whole(layouts), 0.0, dealt.extra)
+    held = np.stack([first, dealt.middle + dealt.extra, dealt.last], axis=1)
     held = np.where(alone[:, None], counts.sum(), held)
     one, lone, twice = np.ones(len(layouts)), alone.astype(np.float64), (copies > 1).astype(np.float64)
     begins = np.stack([one, lone, np.maximum(lone, twice)], axis=1)

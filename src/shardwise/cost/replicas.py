@@ -67,9 +67,10 @@ def _replicated(pricer: Pricer, layouts: Layouts, counts: Counts, pace: Work) ->
     reduce = wires.all_reduce(dense * software.reduce_bytes, replicas.all)
     reduce = reduce + wires.all_reduce(expert * software.reduce_bytes, experts)
     rate, hidden = pricer.constants.exchange_rate, pricer.constants.dp_hidden
-    gradients = np.where(layouts.zero >= 1, scatter, reduce) / rate
+    shares = (layouts.zero >= 1) & software.scatters_gradients
+    gradients = np.where(shares, scatter, reduce) / rate
     parameters = np.where(layouts.zero >= 1, gather, 0.0) / rate
-    last = np.where(layouts.zero >= 1, between, 0.0) / rate
+    last = np.where(shares, between, 0.0) / rate
     # Beside the backward (forward) of one microbatch there is that much room.
     backward, forward = pace.backward + pace.tp_backward, pace.forward + pace.tp_forward
     before = gradients

@@ -20,6 +20,9 @@ class Software:
     fused_loss: bool = False
     # Each tensor parallel rank takes the loss of its part of the vocabulary; else logits are gathered first.
     parallel_loss: bool = True
+    # Under sequence parallelism, what columns read is gathered once and kept, and the model's ends are whole (ours);
+    # else it is gathered again in the backward, and the ends are shared out too (Korthikanti et al. 2022).
+    gathered_once: bool = False
     # Gradients of weights are added to earlier ones by the product's own kernel.
     fused_accumulation: bool = True
     # What runs beside compute: reductions of gradients; gathers of shards; tensor parallel sums, all of them or only
@@ -30,12 +33,16 @@ class Software:
     async_tp: bool = False
     overlap_experts: bool = False
     overlap_hops: bool = False
+    # Where states are shared out, a rank gets the sum of its part of the gradients only; else of all of them.
+    scatters_gradients: bool = True
     # All-to-alls and grouped products made for experts (HybridEP and the kernels of its time).
     fast_dispatch: bool = False
     # A tensor parallel rank sends its part of an activation to the next stage, not all of it.
     split_hops: bool = True
     # The pipeline's instructions go through Python one by one, and what is sent is kept (DeepSpeed).
     interpreted_pipe: bool = False
+    # What a stage receives and sends is allocated anew for every microbatch (DeepSpeed's and Aleph Alpha's pipelines).
+    fresh_buffers: bool = False
     # A rank that has its gradients takes its step and goes on, without waiting for the others (Qi et al. 2023, 4).
     steps_overlap: bool = False
     # Kernels are not launched one by one; or each is waited for (CUDA_LAUNCH_BLOCKING=1).

@@ -1,6 +1,6 @@
 """Seconds of one microbatch on the first, a middle and the last stage: compute, computed again, and communication."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +10,7 @@ from shardwise.cluster.cluster import Pool
 from shardwise.cost.collective import Wires
 from shardwise.cost.compute import Engine
 from shardwise.cost.constants import Constants
+from shardwise.cost.deal import Deal, deal
 from shardwise.cost.layouts import Layouts
 from shardwise.cost.numbers import Floats, Number
 from shardwise.cost.software import Software
@@ -78,32 +79,7 @@ class Stages(NamedTuple):
     last: Work
     extra: Work
     layer: Work
-    dealt: "Deal"
-
-
-class Deal(NamedTuple):
-    """Layers on a rank: of the first, a middle and the last stage, and what the fullest has beyond a middle one."""
-
-    first: Floats
-    middle: Floats
-    last: Floats
-    extra: Floats
-
-
-def deal(num_layers: int, layouts: Layouts, begin: Number, end: Number) -> Deal:
-    """Deal out layers over ranks. `begin` and `end` are what embedding and head weigh, in layers."""
-    pp = layouts.pp.astype(np.float64)
-    alone = layouts.pp == 1
-    weigh, count = layouts.balance >= 2, layouts.balance == 1
-    first_less = np.where(weigh, begin, np.where(count, 1.0, 0.0))
-    last_less = np.where(weigh, end, np.where(count, 1.0, 0.0))
-    slots = (num_layers + first_less + last_less) / pp
-    first, last = np.maximum(slots - first_less, 0.0), np.maximum(slots - last_less, 0.0)
-    middle = np.where(pp > 2, (num_layers - first - last) / np.maximum(pp - 2, 1), slots)
-    pieces = np.where(layouts.balance == 3, 1.0, layouts.chunks)
-    fullest = np.ceil(middle / pieces - 1e-9) * pieces
-    extra = np.where(alone | (pp <= 2) & weigh, 0.0, np.maximum(fullest - middle, 0.0))
-    return Deal(np.where(alone, num_layers, first), middle, last, extra)
+    dealt: Deal
 
 
 def share_of(layouts: Layouts, sequence: int, software: Software) -> Share:
@@ -115,10 +91,16 @@ def share_of(layouts: Layouts, sequence: int, software: Software) -> Share:
         sequence_parallel=layouts.sequence_parallel,
         cp=layouts.cp,
         ep=layouts.ep,
+        gathered_once=software.gathered_once,
         flash=software.is_flash,
         fused=software.fused,
         width=4 if software.precision == "fp32" else 2,
     )
+
+
+def share_of_ends(share: Share) -> Share:
+    """The same of what stands before and after the layers."""
+    return replace(share, sequence_parallel=False) if share.gathered_once else share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,8 +134,8 @@ class Pricer:
         after = [block for block in outside if block not in before]
         return Pieces(
             [self.block(block, some, share).take(inverse) for block, _ in self.model.kinds if block.stack],
-            self._ends(before, some, share).take(inverse),
-            self._ends(after, some, share).take(inverse),
+            self._ends(before, some, share_of_ends(share)).take(inverse),
+            self._ends(after, some, share_of_ends(share)).take(inverse),
         )
 
     def stages(self, layouts: Layouts) -> Stages:

@@ -11,7 +11,7 @@ from shardwise.cost.interval import spread
 from shardwise.cost.layouts import Layouts
 from shardwise.cost.memory import StepBytes, step_bytes
 from shardwise.cost.numbers import Floats
-from shardwise.cost.pipeline import Stage, span
+from shardwise.cost.pipeline import SPLITS_BACKWARD, Stage, span
 from shardwise.cost.places import Places, typical_places
 from shardwise.cost.replicas import exchange
 from shardwise.cost.software import Software
@@ -22,6 +22,8 @@ from shardwise.model.operations import Router
 
 #: Of a node's memory, how much its ranks may have: the rest is for the system, the data and the programs themselves.
 HOST_TAKEN = 0.85
+# What a device has of its way to the host, each way, where both are in use (peers.md: 48.8 of 55.2 GB/s).
+_BOTH_WAYS = 48.8 / 55.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,7 @@ def _price_on(
     held = step_bytes(model, pool.device, layouts, places, sequence=sequence, software=software, constants=constants)
     parts = _parts(pricer, layouts, stages, counts)
     parts["offload"] = _offload(pricer, layouts, stages, held, places)
+    parts["other"] = parts["other"] + _searching(pricer, layouts, held) * sum(parts.values(), np.zeros(len(layouts)))
     seconds = sum(parts.values(), np.zeros(len(layouts)))
     has_experts = any(isinstance(each, Router) for block, _ in model.kinds for each in block.operations)
     width = spread(parts, seconds, has_experts=has_experts)
@@ -153,7 +156,7 @@ def hop_seconds(pricer: Pricer, layouts: Layouts) -> Floats:
 def _optimizer(pricer: Pricer, layouts: Layouts, counts: Counts) -> Floats:
     """Adam on the states that a rank owns: 30 bytes of each parameter pass through memory (facts 4.4), and the norm.
 
-    What lives on the host is stepped there, by the device's share of the cores, and crosses over and back.
+    State that lives on the host comes to the device for that and goes again, both ways at once.
     """
     replicas = (layouts.dp * layouts.cp).astype(np.float64)
     group = np.where(layouts.zero_group > 0, layouts.zero_group, replicas)
@@ -163,24 +166,33 @@ def _optimizer(pricer: Pricer, layouts: Layouts, counts: Counts) -> Floats:
     moved = owned * (30 + 2 * pricer.software.gradient_bytes)
     rate = pricer.pool.device.memory_bytes_per_second * pricer.constants.streaming
     on_device: Floats = pricer.constants.optimizer * moved / rate
-    host, devices = pricer.pool.node.host, pricer.pool.node.devices_per_node
-    stepped = owned / (host.adam_parameters_per_core_second * host.num_cores / devices)
-    on_host: Floats = np.maximum(stepped, 4 * owned / host.device_bytes_per_second)
-    return on_device * (1 - layouts.offload_optimizer) + on_host * layouts.offload_optimizer
+    state = owned * (pricer.software.state_bytes - 4.0) * layouts.offload_optimizer
+    return np.asarray(np.maximum(on_device, state / (_BOTH_WAYS * pricer.pool.node.host.device_bytes_per_second)))
 
 
 def _offload(pricer: Pricer, layouts: Layouts, stages: Stages, held: StepBytes, places: Places) -> Floats:
     """Copies from and to the host that compute does not hide: of weights for both passes, of activations out and in.
 
-    Both ways at once, a device has nearly its full rate each way (peers.md: 48.8 of 55 GB/s).
+    Each half of a backward brings activations by itself.
     """
     if not (layouts.offload_parameters.any() or layouts.offload_activations.any()):
         return np.zeros(len(layouts))
     weights = held.hosted["weights"].max(axis=1)
     activations = (held.hosted["activations"] / np.maximum(places.flight, 1.0)).max(axis=1)
-    copied = (2 * weights + activations) / pricer.pool.node.host.device_bytes_per_second
+    halves = np.where((layouts.pp > 1) & np.isin(layouts.schedule, SPLITS_BACKWARD), 2, 1)
+    copied = (2 * weights + halves * activations) / (_BOTH_WAYS * pricer.pool.node.host.device_bytes_per_second)
     slowest = _slowest(stages.first, add(stages.middle, stages.extra), stages.last, layouts)
     return np.asarray(layouts.num_microbatches * np.maximum(copied - slowest.total, 0.0))
+
+
+def _searching(pricer: Pricer, layouts: Layouts, held: StepBytes) -> Floats:
+    """The share of a step that an allocator loses to searching, freeing and asking anew, the less room it has.
+
+    Where a pipeline takes fresh buffers for every microbatch, several of which are under way, free blocks seldom fit.
+    """
+    begin = pricer.constants.pressed_from
+    pressed = np.clip((held.peak / pricer.pool.device.memory_bytes - begin) / (1.0 - begin), 0.0, 1.0)
+    return pressed * pricer.constants.pressed * (layouts.pp > 1) * pricer.software.fresh_buffers
 
 
 def _fits(pool: Pool, held: StepBytes) -> np.ndarray:

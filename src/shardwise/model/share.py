@@ -12,9 +12,10 @@ if TYPE_CHECKING:
 Count: TypeAlias = Union[int, "NDArray[np.int64]"]
 
 # How a tensor is cut over tensor parallel ranks. `tp`: always. `sequence`: only under sequence parallelism, by rows.
+# `columns`: what columns read: as `sequence`, unless it is gathered once and kept.
 # `experts`: rows on their way to experts, of which a rank has fewer the less the experts themselves are cut.
 # `whole`: never.
-Cut: TypeAlias = Literal["tp", "sequence", "experts", "whole"]
+Cut: TypeAlias = Literal["tp", "sequence", "columns", "experts", "whole"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,11 +23,12 @@ class Share:
     """One microbatch on one rank.
 
     `sequence` is the whole sequence, before `cp` cuts it. `sequence_parallel` cuts by `tp` what lies between the tensor
-    parallel regions. Experts are spread over `ep`, and each is cut by `expert_tp`. `flash` attention keeps no scores;
-    `fused` kernels make one pass of a chain of elementwise operations. `width` is the bytes of an activation's element.
+    parallel regions; columns gather it, and with `gathered_once` keep it whole for the backward, where others gather it
+    again. Experts are spread over `ep`, and each is cut by `expert_tp`. `flash` attention keeps no scores; `fused`
+    kernels make one pass of a chain of elementwise operations. `width` is the bytes of an activation's element.
 
-    Sizes and `sequence_parallel` may be numpy arrays of one shape, or of shapes that broadcast. `flash` and `fused`
-    say how the software works, and are plain.
+    Sizes and `sequence_parallel` may be numpy arrays of one shape, or of shapes that broadcast. The other flags say how
+    the software works, and are plain.
     """
 
     sequence: Count = 1
@@ -36,6 +38,7 @@ class Share:
     cp: Count = 1
     ep: Count = 1
     expert_tp: Count = 1
+    gathered_once: bool = False
     flash: bool = True
     fused: bool = True
     width: int = 2
@@ -54,7 +57,9 @@ class Share:
         match cut:
             case "tp":
                 return divided(count, self.tp)
-            case "sequence":
+            case "columns" if self.gathered_once:
+                return count
+            case "sequence" | "columns":
                 return divided(count, self.outside)
             case "experts":
                 return divided(count * self.expert_tp, self.tp)

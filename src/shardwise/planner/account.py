@@ -62,7 +62,9 @@ class Account:
     high: float
     parts: Mapping[str, float]
     ranks: tuple[RankBytes, ...]
-    fits_host: bool
+    #: Bytes on the host of a node, of all its ranks, and what it has for them.
+    host_bytes: float
+    host_room: float
 
     @cached_property
     def fullest(self) -> RankBytes:
@@ -71,7 +73,7 @@ class Account:
 
     @property
     def fits(self) -> bool:
-        return self.fullest.headroom >= 0 and self.fits_host
+        return self.fullest.headroom >= 0 and self.host_bytes <= self.host_room
 
     @property
     def microbatch(self) -> int:
@@ -96,7 +98,7 @@ def account(question: Question, plan: Plan) -> Account:
     arrays = {name: np.array([part]) for name, part in parts.items()}
     width = float(spread(arrays, np.array([seconds]), has_experts=has_experts)[0])
     held = _rank_bytes(question, plan, layouts, stages, pricer)
-    host = question.cluster.pools[0].node
+    node = question.cluster.pools[0].node
     return Account(
         question=question,
         plan=plan,
@@ -106,7 +108,8 @@ def account(question: Question, plan: Plan) -> Account:
         high=seconds * (1 + width),
         parts=parts,
         ranks=_ranks(question, plan, held),
-        fits_host=float(held.host[0]) * host.devices_per_node <= HOST_TAKEN * host.host.memory_bytes,
+        host_bytes=float(held.host[0]) * node.devices_per_node,
+        host_room=HOST_TAKEN * node.host.memory_bytes,
     )
 
 

@@ -11,7 +11,7 @@ from shardwise.cost.step import price
 from shardwise.errors import ShardwiseError
 from shardwise.planner.account import Account, account, check_question, layouts_of
 from shardwise.planner.composition import composes
-from shardwise.planner.plan import Offload, Plan
+from shardwise.planner.plan import Plan
 from shardwise.planner.question import Question
 from shardwise.planner.search.expand import joined
 
@@ -113,10 +113,12 @@ def _wishes(plan: Plan, question: Question) -> Iterator[tuple[str, dict[str, Any
         for schedule in ("1f1b", "v-half", "v-min"):
             if schedule != plan.schedule:
                 yield f"schedule={schedule}", {"schedule": schedule, "chunks": None, "layers": None}
+    if question.device.architecture == "cpu":
+        return  # A processor's memory is the host's.
     if plan.offload.optimizer < 1:
         yield "offload.optimizer=1", {"offload": replace(plan.offload, optimizer=1.0)}
-    if plan.offload == Offload() and plan.recompute == "none":
-        yield "offload.activations=1", {"offload": Offload(activations=1.0)}
+    if plan.offload.activations < 1 and plan.recompute == "none":
+        yield "offload.activations=1", {"offload": replace(plan.offload, activations=1.0)}
 
 
 def _can_cut(question: Question, axis: str, size: int) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from shardwise.errors import ShardwiseError
-from shardwise.planner.plan import Offload, Plan
+from shardwise.planner.plan import Plan
 
 _MOST_CHUNKS_OF_AUTO = 2
 
@@ -30,11 +30,6 @@ def _other_axes(plan: Plan) -> str:
     return ",".join(f"{axis}={getattr(plan, axis)}" for axis in ("dp", "tp", "cp") if getattr(plan, axis) > 1)
 
 
-def _offloaded(plan: Plan) -> str:
-    names = [name for name in ("optimizer", "parameters", "activations") if getattr(plan.offload, name)]
-    return names[0] if names else ""
-
-
 RULES: tuple[Rule, ...] = (
     Rule(
         name="zero without replicas",
@@ -51,14 +46,16 @@ RULES: tuple[Rule, ...] = (
         instead=lambda plan: replace(plan, schedule="1f1b"),
     ),
     Rule(
-        name="offload",
-        applies=lambda plan: bool(_offloaded(plan)),
+        name="parameters on the host",
+        applies=lambda plan: plan.offload.parameters > 0,
         problem=lambda plan: (
-            f"offload.{_offloaded(plan)}={getattr(plan.offload, _offloaded(plan)):g}: the engines keep"
-            " everything on the device yet"
+            f"offload.parameters={plan.offload.parameters:g}: the engines keep the weights that a rank holds on its"
+            " device yet"
         ),
         instead=lambda plan: replace(
-            plan, offload=Offload(), recompute="full" if plan.offload.activations else plan.recompute
+            plan,
+            offload=replace(plan.offload, parameters=0.0),
+            zero=3 if plan.dp * plan.cp > 1 and not _is_stale(plan) else plan.zero,
         ),
     ),
     Rule(
@@ -76,6 +73,15 @@ RULES: tuple[Rule, ...] = (
             f"recompute_layers={plan.recompute_layers}: the engines recompute all of a stage's forward or nothing yet"
         ),
         instead=lambda plan: replace(plan, recompute_layers=None),
+    ),
+    Rule(
+        name="activations that are recomputed",
+        applies=lambda plan: plan.recompute == "full" and plan.offload.activations > 0,
+        problem=lambda plan: (
+            f"recompute=full keeps what a stage was given and nothing else, so offload.activations="
+            f"{plan.offload.activations:g} has nothing to move"
+        ),
+        instead=lambda plan: replace(plan, offload=replace(plan.offload, activations=0.0)),
     ),
     Rule(
         name="many chunks of auto",

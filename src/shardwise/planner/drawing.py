@@ -1,6 +1,7 @@
 """How plans look to a person: seconds with their interval, where they go, memory as bars, sentences."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 
 from shardwise.answer import Canvas
 from shardwise.model.share import Share
@@ -91,6 +92,11 @@ def draw_memory(account: Account, canvas: Canvas) -> None:
         canvas.print(f"  {label.ljust(width)}  {_bar(run[0], capacity, canvas)}  {format_bytes(run[0].total):>9}")
         if run[0].hosted:
             canvas.print(f"  {' ' * width}  and {format_bytes(run[0].hosted)} on the host")
+    if account.host_bytes:
+        canvas.print(
+            f"  {format_bytes(account.host_bytes)} on the host of a node, of {format_bytes(account.host_room)} that it "
+            "has for them"
+        )
 
 
 def same_ranks(ranks: Sequence[RankBytes]) -> Iterator[list[RankBytes]]:
@@ -135,7 +141,9 @@ def draw_reasons(account: Account, canvas: Canvas) -> None:
 
 
 def _value(account: Account, key: str) -> str:
-    value = getattr(account.plan, key)
+    value = attrgetter(key)(account.plan)
+    if isinstance(value, float):
+        return f"{value:g}"
     return "uneven" if isinstance(value, tuple) else str(value).lower()
 
 
@@ -176,6 +184,8 @@ def account_data(account: Account) -> dict[str, object]:
         "layers": list(account.layers),
         "parts": dict(account.parts),
         "fits": account.fits,
+        "host_bytes": round(account.host_bytes),
+        "host_room_bytes": round(account.host_room),
         "reasons": dict(account.plan.reasons),
         "ranks": [
             {

@@ -29,6 +29,7 @@ ORDERS = ("pp-dp-cp-tp", "dp-pp-cp-tp")
 PRECISIONS = ("fp32", "bf16", "fp16")
 # As many equal stages in a row are written as one.
 _LONG_RUN = 4
+_MOST_STAGES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,7 +286,12 @@ def _read_run(key: str, part: Any) -> tuple[int, ...]:
     count, times, units = str(part).partition("x")
     if not times:
         return (_read_count(key, part),)
-    return (_read_count(key, units.strip()),) * _read_count(key, count.strip())
+    number = _read_count(key, count.strip())
+    if number > _MOST_STAGES:
+        raise ShardwiseError(
+            f"{key}={part} in the plan is a row of {number} stages, and {_MOST_STAGES} are many", remedy=f"{key}=14x4"
+        )
+    return (_read_count(key, units.strip()),) * number
 
 
 def _read_word(key: str, value: Any) -> str:

@@ -95,8 +95,8 @@ class Question:
 
 
 def usual_software(device: Device) -> Software:
-    """Kernels that torch has for a device today; everything else as in `Software`."""
-    return Software(attention=_KERNELS.get(device.architecture, "flash2"))
+    """Kernels that torch has for a device today, and sequence parallelism as the engines have it."""
+    return Software(attention=_KERNELS.get(device.architecture, "flash2"), gathered_once=True)
 
 
 def make_question(

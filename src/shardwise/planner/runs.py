@@ -2,7 +2,7 @@
 
 import csv
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,6 +25,10 @@ _SCHEDULES = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-1p": "zb-h1", "ZB-2p"
 _UNDESCRIBED = 0.5
 
 
+# No published count or measurement is near this; sizes multiply, and must not overflow.
+_ABSURD = 1e9
+
+
 class SkippedError(Exception):
     """A row that does not say enough to be predicted."""
 
@@ -38,17 +42,36 @@ class Run:
     def text(self, column: str) -> str:
         return self.cells.get(column, "") or ""
 
-    def count(self, column: str, usual: int | None = None) -> int:
-        """A whole number; without one the usual, and without that the row is skipped."""
-        text = self.text(column)
+    def number(self, column: str) -> float | None:
+        """A number above 0, if there is one. A row whose cell is something else is skipped."""
+        text = self.text(column).strip()
         if not text:
-            if usual is None:
-                raise SkippedError(f"{column} is not published")
-            return usual
+            return None
         try:
-            return int(float(text))
+            found = float(text)
         except ValueError:
             raise SkippedError(f"{column} is {text!r}, which is no number") from None
+        if not 0 < found < _ABSURD:
+            raise SkippedError(f"{column} is {text}, and no number of anything here")
+        return found
+
+    def count(self, column: str, usual: int | None = None) -> int:
+        """A whole number; without one the usual, and without that the row is skipped."""
+        found = self.number(column)
+        if found is None and usual is None:
+            raise SkippedError(f"{column} is not published")
+        if found is None:
+            return usual or 0
+        if found != int(found):
+            raise SkippedError(f"{column} is {self.text(column)}, which is no whole number")
+        return int(found)
+
+    def choice(self, column: str, known: Collection[str], usual: str) -> str:
+        """One of the known words; the usual where there is none."""
+        word = self.text(column).strip() or usual
+        if word not in known:
+            raise SkippedError(f"{column} is {word!r}, which is none of {', '.join(known)}")
+        return word
 
     @property
     def name(self) -> str:
@@ -69,17 +92,17 @@ class Run:
 
     @property
     def step_seconds(self) -> float | None:
-        return float(self.text("step_seconds")) if self.text("step_seconds") else None
+        return self.number("step_seconds")
 
     @property
     def peak_gib(self) -> float | None:
-        return float(self.text("peak_gib")) if self.text("peak_gib") else None
+        return self.number("peak_gib")
 
 
 def read_runs(path: Path) -> list[Run]:
     """Read a table of runs."""
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file)
             columns = list(reader.fieldnames or ())
             rows = list(reader)
@@ -109,7 +132,7 @@ def pool_of(run: Run) -> Pool:
     pool = make_pool(run.text("gpu"), num_nodes=-(-num // per_node), devices_per_node=min(num, per_node))
     text, fabric = run.text("internode"), pool.node.fabric
     gigabits = _node_gigabits(text)
-    if gigabits is not None:
+    if gigabits:
         rate = gigabits * 1e9 / 8 / pool.node.devices_per_node
     elif text.startswith("unknown"):
         rate = fabric.bytes_per_second * _UNDESCRIBED
@@ -130,29 +153,43 @@ def _node_gigabits(text: str) -> float | None:
 
 def layouts_of(run: Run, *, balance: str, recompute: str | None = None) -> Layouts:
     """The layout of a run, as one candidate; `balance` as in `BALANCE`, `recompute` (the row's) as in `RECOMPUTE`."""
-    dp, tp, pp, cp = (run.count(axis) for axis in ("dp", "tp", "pp", "cp"))
+    dp, tp, pp, cp = (*(run.count(axis) for axis in ("dp", "tp", "pp")), run.count("cp", 1))
     if dp * tp * pp * cp != run.count("num_gpus"):
         raise SkippedError(f"dp x tp x pp x cp is {dp * tp * pp * cp}, not {run.count('num_gpus')}")
     layers, microbatch, batch = run.count("layers", 0), run.count("microbatch"), run.count("global_batch")
     num_microbatches = batch / (dp * microbatch)
     if num_microbatches != int(num_microbatches) or num_microbatches < 1:
         raise SkippedError(f"a batch of {batch} is no whole number of microbatches of {microbatch} on {dp} replicas")
-    schedule = _SCHEDULES.get(run.text("schedule"), "1f1b")
+    schedule = _schedule_of(run)
     per_rank = (layers + 2 * (balance == "ends")) // pp
     chunks = per_rank if "layer" in run.text("chunks") else run.count("chunks", 1)
     if chunks > 1 and schedule == "1f1b":
         schedule = "interleaved"
-    sharded = re.match(r"zero(\d)", run.text("data_parallel"))
     within = re.search(r"within (\d+)", run.text("data_parallel"))
     return Layouts.of(
         dp=dp, tp=tp, pp=pp, cp=cp, ep=run.count("ep", 1), chunks=max(chunks, 1), microbatch=microbatch,
-        num_microbatches=int(num_microbatches), zero=int(sharded[1]) if sharded else _usual_zero(run),
+        num_microbatches=int(num_microbatches), zero=_zero_of(run),
         zero_group=int(within[1]) if within else 0, schedule=SCHEDULES.index(schedule), balance=BALANCE.index(balance),
-        recompute=RECOMPUTE.index(recompute or run.text("recompute") or "none"),
-        sequence_parallel=run.text("sequence_parallel") == "True",
+        recompute=RECOMPUTE.index(recompute or run.choice("recompute", RECOMPUTE, "none")),
+        sequence_parallel=run.text("sequence_parallel").strip().lower() == "true",
     )  # fmt: skip
 
 
-def _usual_zero(run: Run) -> int:
-    """Where a row does not say how states are sharded: not at all for `ddp`, else by the optimizer (ZeRO-1)."""
-    return 0 if run.text("data_parallel") == "ddp" else 1
+def _schedule_of(run: Run) -> str:
+    """The schedule that a row names, as its paper or as we call it; 1F1B where it names none."""
+    word = run.text("schedule").strip()
+    schedule = _SCHEDULES.get(word, word.lower() or "1f1b")
+    if schedule not in SCHEDULES:
+        raise SkippedError(f"schedule is {word!r}, which is none of {', '.join((*_SCHEDULES, *SCHEDULES))}")
+    return schedule
+
+
+def _zero_of(run: Run) -> int:
+    """The ZeRO stage. Where a row does not say: not at all for `ddp`, else by the optimizer (1)."""
+    text = run.text("data_parallel").strip()
+    said = re.match(r"zero(\d+)", text)
+    if said is None:
+        return 0 if text == "ddp" else 1
+    if int(said[1]) > 3:
+        raise SkippedError(f"data_parallel is {text!r}, and ZeRO has stages 0 to 3")
+    return int(said[1])

@@ -31,18 +31,21 @@ _MEGATRON_2021 = Software(
 )
 # Of 2022 (Korthikanti et al.): sums of tensor parallel ranks beside the gradients of weights.
 _MEGATRON_2022 = replace(_MEGATRON_2021, async_tp=True, reduce_bytes=4)
-# Megatron-DeepSpeed as BLOOM was prepared with: DeepSpeed's pipeline, whole activations sent by every tensor parallel
-# rank, gradients in fp16 (bf16 runs: in fp32 too), CUDA_LAUNCH_BLOCKING=1 on 40 nodes and more (NOTES.md).
+# Megatron-DeepSpeed as BLOOM was prepared with: DeepSpeed's pipeline, which cuts what it sends over tensor parallel
+# ranks (`is_pipe_partitioned`), gradients in fp16 (bf16 runs: in fp32 too), CUDA_LAUNCH_BLOCKING=1 on 40 nodes and more
+# (NOTES.md).
 _MEGATRON_DEEPSPEED = replace(
     _MEGATRON_2021,
     gradient_bytes=2,
     fused_accumulation=False,
     interpreted_pipe=True,
-    split_hops=False,
+    fresh_buffers=True,
     fused_loss=False,
     state_bytes=16,
 )
-# Aleph Alpha's training of Llama (arXiv 2311.05610): kernels as the row names them, elementwise operations of torch.
+# Aleph Alpha's training of Llama (arXiv 2311.05610): kernels as the row names them, elementwise operations of torch. By
+# its source (Aleph-Alpha/scaling): gradients are all-reduced in fp32 after the last backward, though states are shared
+# out, and whole activations are sent.
 _ALEPH_ALPHA = Software(
     attention="flash2",
     fused=False,
@@ -52,6 +55,8 @@ _ALEPH_ALPHA = Software(
     fused_accumulation=False,
     gradient_bytes=2,
     reduce_bytes=4,
+    scatters_gradients=False,
+    fresh_buffers=True,
     parallel_loss=False,
     split_hops=False,
 )
@@ -62,8 +67,10 @@ _LLM_FOUNDRY = Software(attention="flash1", fused=False, gradient_bytes=4, reduc
 _MEGATRON_CORE = Software(
     attention="flash3", async_tp=True, overlap_tp=True, overlap_hops=True, cuda_graphs=True, fused_loss=True
 )
-# NanoTron, InternEvo: FlashAttention 2, gradients in fp32, overlapped.
+# NanoTron: FlashAttention 2, gradients in fp32, overlapped. InternEvo: gradients in bf16, as
+# they are computed (its source: buckets are reduced in their own type).
 _NANOTRON = Software(attention="flash2", fused_loss=False)
+_INTERNEVO = replace(_NANOTRON, gradient_bytes=2, reduce_bytes=2)
 
 _PROGRAMS = (
     ("llm-foundry", _LLM_FOUNDRY),
@@ -74,12 +81,14 @@ _PROGRAMS = (
     ("Megatron-Bridge", _MEGATRON_CORE),
     ("mcore", _MEGATRON_CORE),
     ("nanotron", _NANOTRON),
-    ("InternEvo", _NANOTRON),
+    ("InternEvo", _INTERNEVO),
     ("Megatron", _MEGATRON_2021),
 )
 # Programs whose GPT trains with dropout, as Megatron-LM's does.
 _WITH_DROPOUT = ("Megatron SC21", "Megatron-LM git", "MT-NLG", "Zero Bubble", "Korthikanti")
-_PRECISIONS = {"fp8-cs": "fp8", "fp8-mx": "mxfp8"}
+# What a row may call a precision, and what that is here.
+_PRECISIONS = {each: each for each in ("fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4")}
+_PRECISIONS |= {"fp8-cs": "fp8", "fp8-mx": "mxfp8"}
 _KERNELS = {"torch": "torch", "fused": "megatron", "flash_attention": "flash1", "flash_attentionv1.0.8": "flash1"}
 
 
@@ -87,9 +96,8 @@ def software_of(run: Run) -> Software:
     """The software that a run names; without a name, that of today."""
     source = run.text("source")
     found = next((software for word, software in _PROGRAMS if word.lower() in source.lower()), Software())
-    precision = run.text("precision")
-    if precision:
-        found = replace(found, precision=_PRECISIONS.get(precision, precision))
+    precision = _PRECISIONS[run.choice("precision", _PRECISIONS, found.precision)]
+    found = replace(found, precision=precision)
     kernel = re.search(r"attn_kernel=([^;]*)", run.text("detail"))
     if kernel is not None:
         name = kernel[1].split(" + ")[0].strip()
@@ -106,16 +114,19 @@ def software_of(run: Run) -> Software:
 
 
 def balance_of(run: Run) -> str:
-    """How layers are dealt out: as many on each stage; where that does not go, with light ends or by weight.
+    """How layers are dealt out: as the program does; of others, as many on each stage, with light ends, or by weight.
 
-    DeepSpeed gives some stages a layer more, as the rows of BLOOM note themselves.
+    By their sources, Aleph Alpha's counts embedding, norm and head as layers, and DeepSpeed's fills stages from the
+    first on.
     """
-    layers, pp = run.count("layers", 0), run.count("pp")
+    layers, pp, source = run.count("layers", 0), run.count("pp"), run.text("source").lower()
+    if "aleph-alpha" in source:
+        return "slots"
     if layers % pp == 0:
         return "even"
     if (layers + 2) % pp == 0:
         return "ends"
-    return "even" if "bigscience" in run.text("source").lower() else "weight"
+    return "front" if "bigscience" in source else "weight"
 
 
 def _with_experts(software: Software, run: Run) -> Software:
@@ -162,6 +173,7 @@ def model_of(run: Run) -> Model:
         vocabulary=run.count("vocab", _USUAL_VOCABULARY),
         sequence=run.count("sequence"),
         is_bloom="bigscience" in run.text("source").lower(),
+        is_llama="llama" in called.lower() or "mlp_ratio 8/3" in run.text("notes"),
         dropout=any(word in run.text("source") for word in _WITH_DROPOUT),
     )
 
@@ -174,9 +186,9 @@ def _predicting(name: str) -> Model:
 @lru_cache(maxsize=256)
 def _described(
     *, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocabulary: int, sequence: int, is_bloom: bool,
-    dropout: bool,
+    is_llama: bool, dropout: bool,
 ) -> Model:  # fmt: skip
-    is_gpt = kv_heads == heads and ffn in (0, 4 * hidden)
+    is_gpt = kv_heads == heads and ffn in (0, 4 * hidden) and not is_llama
     sizes = Sizes(
         layers=layers,
         hidden=hidden,

@@ -46,29 +46,26 @@ class Prediction:
 def predict(run: Run, constants: Constants = CONSTANTS) -> Prediction:
     """Predict one run from what its row says. Raises `SkippedError` where that is not enough."""
     try:
-        pool = pool_of(run)
-        model = model_of(run)
+        return _predict(run, constants)
     except ShardwiseError as error:
         raise SkippedError(error.problem) from None
-    cluster = Cluster(pools=(pool,))
-    layouts = layouts_of(run, balance=balance_of(run))
-    software = software_of(run)
-    sequence = run.count("sequence")
-    found = price(model, cluster, layouts, sequence=sequence, software=software, constants=constants)
+
+
+def _predict(run: Run, constants: Constants) -> Prediction:
+    for measured in ("step_seconds", "peak_gib"):
+        run.number(measured)  # A row is not half skipped: what it measured is read before it is predicted.
+    cluster, model = Cluster(pools=(pool_of(run),)), model_of(run)
+    balance, software, sequence = balance_of(run), software_of(run), run.count("sequence")
+
+    def priced(recompute: str | None = None) -> Estimate:
+        layouts = layouts_of(run, balance=balance, recompute=recompute)
+        return price(model, cluster, layouts, sequence=sequence, software=software, constants=constants)
+
+    found = priced()
     fits = bool(found.fits[0])
     if not fits and not run.text("recompute"):
         # Nobody says what was recomputed: it fits if it does with any of the choices.
-        fits = any(
-            price(
-                model,
-                cluster,
-                layouts_of(run, balance=balance_of(run), recompute=choice),
-                sequence=sequence,
-                software=software,
-                constants=constants,
-            ).fits[0]
-            for choice in RECOMPUTE
-        )
+        fits = any(priced(choice).fits[0] for choice in RECOMPUTE)
     return Prediction(
         run=run,
         seconds=float(found.seconds[0]),

@@ -12,7 +12,7 @@ def norm(name: str, elements: int, shape: NormShape, *, keeps_output: bool = Tru
     """A norm over the hidden width. Its output is kept if a matmul reads it."""
     saves = kept_input(elements, shape, rows=rows)
     if keeps_output:
-        saves += (Saved(name="norm output", elements=elements, rows=rows, dropped_by=("norm",)),)
+        saves += (Saved(name="norm output", elements=elements, cut="columns", rows=rows, dropped_by=("norm",)),)
     operation = Norm(name=name, kind=shape.kind, elements=elements, rows=rows, saves=saves, rerun_by=("norm",))
     return Part(operations=(operation,), parameters=norm_parameters(name, elements, shape))
 

@@ -73,7 +73,8 @@ def recomputations(question: Question) -> list[tuple[int, float]]:
     wanted = question.fixed.get("recompute")
     found = []
     for code, name in enumerate(RECOMPUTE):
-        if wanted not in (None, name) or (question.runnable and not _runs(pp=2, recompute=name)):
+        offload = _fixed_offload(question) or Offload()
+        if wanted not in (None, name) or (question.runnable and not _runs(pp=2, recompute=name, offload=offload)):
             continue
         if name == "selective" and question.software_in("bf16").is_flash and wanted is None:
             continue  # Scores of attention are not kept, so there is nothing to make again.
@@ -98,8 +99,15 @@ def zeros(question: Question, domain: int) -> list[tuple[int, int]]:
 
 
 def offloads(question: Question) -> Floats:
-    """Shares of optimizer, parameters and activations on the host: choices x 3. The first is none."""
-    fixed = [question.fixed.get(f"offload.{name}") for name in ("optimizer", "parameters", "activations")]
+    """Shares of optimizer, parameters and activations on the host: choices x 3. The first is none.
+
+    Processors have none to choose: their memory is the host's.
+    """
+    fixed = _fixed_offload(question)
+    if fixed is not None:
+        return np.array([[fixed.optimizer, fixed.parameters, fixed.activations]])
+    if question.device.architecture == "cpu":
+        return np.zeros((1, 3))
     rows = [
         (optimizer, parameters, activations)
         for optimizer in _OFFLOADS
@@ -108,10 +116,31 @@ def offloads(question: Question) -> Floats:
         if not question.runnable
         or _runs(pp=2, offload=Offload(optimizer=optimizer, parameters=parameters, activations=activations))
     ]
-    if any(each is not None for each in fixed):
-        rows = [tuple(0.0 if each is None else float(each) for each in fixed)]  # type: ignore[list-item]
     # What moves least comes first: states once a step, activations with every microbatch, weights twice with each.
     return np.array(sorted(rows, key=lambda row: (row[1], row[2], row[0])))
+
+
+def offloads_by_recomputation(question: Question, offloads: Floats) -> np.ndarray:
+    """Which of these choices go with each kind of recomputation: kinds x choices."""
+    return np.array(
+        [
+            [
+                not question.runnable
+                or _runs(pp=2, recompute=name, offload=Offload(optimizer=row[0], parameters=row[1], activations=row[2]))
+                for row in offloads
+            ]
+            for name in RECOMPUTE
+        ]
+    )
+
+
+def _fixed_offload(question: Question) -> Offload | None:
+    """What is decided beforehand of the host, if anything is."""
+    names = ("optimizer", "parameters", "activations")
+    said = {name: question.fixed.get(f"offload.{name}") for name in names}
+    if all(each is None for each in said.values()):
+        return None
+    return Offload(**{name: 0.0 if each is None else float(each) for name, each in said.items()})
 
 
 @cache

@@ -12,7 +12,14 @@ from shardwise.cost.step import price
 from shardwise.errors import ShardwiseError
 from shardwise.planner.question import Question
 from shardwise.planner.search.axes import spread_axes
-from shardwise.planner.search.choices import offloads, precisions, recomputations, schedules, zeros
+from shardwise.planner.search.choices import (
+    offloads,
+    offloads_by_recomputation,
+    precisions,
+    recomputations,
+    schedules,
+    zeros,
+)
 from shardwise.planner.search.expand import with_offloads, with_schedules, with_zeros
 from shardwise.planner.search.tally import Tally
 from shardwise.units import format_bytes
@@ -48,20 +55,20 @@ def feasible(question: Question) -> bool:
         axes = spread_axes(question, Tally(), 1)
         if len(axes) == 0:
             continue
-        software = question.software_in(precision)
+        software, hosted = question.software_in(precision), offloads(question)
         pool = min(question.cluster.pools, key=lambda pool: pool.device.memory_bytes)
         held = least_bytes(
             question.model, pool, axes, sequence=question.sequence, software=software,
-            offloads=len(offloads(question)) > 1,
+            offloads=hosted.max(axis=0),
         )  # fmt: skip
         leanest = np.argsort(held.peak)[:_LEANEST]
         leanest = leanest[held.peak[leanest] <= pool.device.memory_bytes]
         if len(leanest) == 0:
             continue
-        layouts = with_schedules(
-            axes.take(leanest), schedules(question), recomputations(question)[-1:], max(question.model.num_layers, 1)
-        )
-        layouts = with_offloads(with_zeros(layouts, zeros(question, pool.domain)), offloads(question)[-1:])
+        again = recomputations(question)[-1:]
+        layouts = with_schedules(axes.take(leanest), schedules(question), again, max(question.model.num_layers, 1))
+        most = hosted[offloads_by_recomputation(question, hosted)[again[0][0]]][-1:]
+        layouts = with_offloads(with_zeros(layouts, zeros(question, pool.domain)), most)
         if price(question.model, question.cluster, layouts, sequence=question.sequence, software=software).fits.any():
             return True
     return False
@@ -73,7 +80,8 @@ def _least(question: Question) -> float:
         return 0.0
     software = question.software_in(next(precisions(question)))
     pool = min(question.cluster.pools, key=lambda pool: pool.device.memory_bytes)
-    held = least_bytes(question.model, pool, axes, sequence=question.sequence, software=software, offloads=False)
+    most = offloads(question).max(axis=0)
+    held = least_bytes(question.model, pool, axes, sequence=question.sequence, software=software, offloads=most)
     return float(held.peak.min())
 
 

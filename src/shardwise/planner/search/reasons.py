@@ -28,6 +28,7 @@ _KEYS = {
     "precision": "precision",
     "order": "order",
 }
+_OFFLOADS = ("offload.optimizer", "offload.activations")
 _WORDS = {"schedule": SCHEDULES, "recompute": RECOMPUTE, "context": CONTEXT, "order": ORDERS}
 #: Parts of a step as a person says them.
 PART_WORDS = {
@@ -63,7 +64,7 @@ def with_reasons(
     reasons["dp"] = f"what tp={plan.tp}, pp={plan.pp} and cp={plan.cp} leave of {plan.num_ranks} devices"
     if plan.layers is not None and "layers" not in reasons:
         reasons["layers"] = "embedding and head weigh as much as layers do, and layers do not divide evenly"
-    ordered = {key: reasons[key] for key in (*_KEYS, "layers") if key in reasons}
+    ordered = {key: reasons[key] for key in (*_KEYS, "layers", *_OFFLOADS) if key in reasons}
     return replace(best, plan=replace(plan, reasons=ordered))
 
 
@@ -77,13 +78,17 @@ def _making_room(best: Account) -> dict[str, str]:
         changes["recompute"] = {"recompute": "none", "recompute_layers": None}
     if plan.sp:
         changes["sp"] = {"sp": False}
+    for name in ("optimizer", "activations"):
+        if getattr(plan.offload, name):
+            changes[f"offload.{name}"] = {"offload": replace(plan.offload, **{name: 0.0})}
     for key, changed in changes.items():
         without = replace(plan, **changed)
         held = hold(best.question, without)
         fullest = min(held, key=lambda rank: rank.headroom)
         if fullest.headroom < 0:
+            before = 0 if key.startswith("offload.") else str(changed[key]).lower()
             reasons[key] = (
-                f"{key}={str(changed[key]).lower()} needs {format_bytes(fullest.total)} on stage {fullest.place}, "
+                f"{key}={before} needs {format_bytes(fullest.total)} on stage {fullest.place}, "
                 f"{format_bytes(-fullest.headroom)} more than there is"
             )
     return reasons

@@ -18,12 +18,20 @@ import numpy as np
 from shardwise.cost.bounds import least_bytes, least_seconds
 from shardwise.cost.layouts import Layouts
 from shardwise.cost.memory import StepBytes
-from shardwise.cost.numbers import Floats
+from shardwise.cost.numbers import Floats, Ints
 from shardwise.cost.software import Software
 from shardwise.cost.step import Estimate, price
 from shardwise.planner.question import Question
 from shardwise.planner.search.axes import spread_axes
-from shardwise.planner.search.choices import Schedules, offloads, precisions, recomputations, schedules, zeros
+from shardwise.planner.search.choices import (
+    Schedules,
+    offloads,
+    offloads_by_recomputation,
+    precisions,
+    recomputations,
+    schedules,
+    zeros,
+)
 from shardwise.planner.search.expand import joined, with_offload, with_offloads, with_schedules, with_zeros
 from shardwise.planner.search.tally import Tally
 
@@ -34,10 +42,8 @@ _BATCH = 49_152
 _SLACK = 0.02
 # How many of each kind are kept whatever the bounds say.
 _OF_EACH_KIND = 1
-# How many choices of offload are priced for a candidate that needs one, and what each of the three moves.
-_OFFLOADS_TRIED = 3
-_MOVED = (("optimizer", "masters"), ("weights",), ("activations",))
-_HOSTED = tuple(name for names in _MOVED for name in names)
+# What each of the three shares of a choice of offload moves.
+_MOVED = ("optimizer", "weights", "activations")
 # What of a step depends on ZeRO and offload: left out of the second bound.
 _DECIDED_LAST = ("dp", "optimizer", "offload")
 
@@ -84,6 +90,7 @@ class _InPrecision:
         self.recomputations = recomputations(question)
         self.zeros = zeros(question, min(pool.domain for pool in question.cluster.pools))
         self.offloads = offloads(question)
+        self.offloads_by_recomputation = offloads_by_recomputation(question, self.offloads)
         self.num_beneath = len(self.zeros) * len(self.offloads)
 
     def run(self) -> None:
@@ -118,7 +125,7 @@ class _InPrecision:
         pool = min(self.question.cluster.pools, key=lambda pool: pool.device.memory_bytes)
         held = least_bytes(
             self.question.model, pool, axes, sequence=self.question.sequence, software=self.software,
-            offloads=bool(self.offloads.any()),
+            offloads=self.offloads.max(axis=0),
         )  # fmt: skip
         return held, held.peak <= pool.device.memory_bytes
 
@@ -153,7 +160,12 @@ class _InPrecision:
         states = parts["gradients"] + parts["optimizer"] + parts["masters"]
         movable = states * spread + np.where(replicas > 1, parts["weights"], 0.0)
         if self.offloads.any():
-            movable = states + parts["weights"] + parts["activations"]
+            allowed = self.offloads_by_recomputation[:, :, None]
+            most = np.where(allowed, self.offloads, 0.0).max(axis=1)
+            optimizer, weights, activations = most[layouts.recompute].T[:, :, None]
+            left_states = (states - optimizer * parts["optimizer"]) * (1.0 - spread)
+            movable = states - left_states + np.where(replicas > 1, 1.0, weights) * parts["weights"]
+            movable = movable + activations * parts["activations"]
         # Fragments are a share of some of these.
         left = found.bytes.by_place - movable - parts.get("fragments", np.zeros(()))
         return np.asarray(left.max(axis=1) <= self.question.device.memory_bytes)
@@ -166,22 +178,24 @@ class _InPrecision:
         # What fits as it is gains nothing from the host, and what does not is no faster with it.
         tight = np.flatnonzero(~found.fits & (found.seconds <= self.search.limit))
         if len(self.offloads) > 1 and len(tight):
-            rows, chosen = self._made_to_fit(found.bytes, tight)
+            rows, chosen = self._made_to_fit(found.bytes, tight, layouts.recompute)
             if len(rows):
                 hosted = with_offload(layouts.take(rows), self.offloads[chosen])
                 self._keep(hosted, self._price(hosted))
 
-    def _made_to_fit(self, held: StepBytes, tight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which candidates a choice of offload makes fit: of each the first few choices, which move least."""
-        parts = {name: held.parts[name][tight] for name in _HOSTED}
-        states, weights, activations = (sum(parts[name] for name in names) for names in _MOVED)
+    def _made_to_fit(self, held: StepBytes, tight: np.ndarray, recompute: Ints) -> tuple[np.ndarray, np.ndarray]:
+        """Which candidates choices of offload make fit, each with those that do: but for what moves more of one thing,
+        and less of none, than another that does. It takes longer."""
+        states, weights, activations = (held.parts[name][tight] for name in _MOVED)
         over = held.by_place[tight] - self.question.device.memory_bytes
         moved = [
             optimizer * states + parameters * weights + host * activations
             for optimizer, parameters, host in self.offloads
         ]
         fits = np.stack([(over <= each).all(axis=1) for each in moved], axis=1)
-        fits &= np.cumsum(fits, axis=1) <= _OFFLOADS_TRIED
+        fits &= self.offloads_by_recomputation[recompute[tight]]
+        is_less = (self.offloads[:, None] <= self.offloads).all(axis=2) & ~np.eye(len(self.offloads), dtype=bool)
+        fits &= ~(fits @ is_less)
         rows, chosen = np.nonzero(fits)
         return tight[rows], chosen
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from shardwise.answer import Answer, Canvas, table
 from shardwise.errors import ShardwiseError
-from shardwise.planner.runs_by_name import find_run
+from shardwise.explain.runs_by_name import find_run
 from shardwise.schedule.replay import Replay
 from shardwise.trace.doctor.examine import examine
 from shardwise.trace.run import Run

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from shardwise.answer import Answer, Canvas
-from shardwise.planner.runs_by_name import find_run
+from shardwise.explain.runs_by_name import find_run
 from shardwise.schedule.replay import Replay
 from shardwise.trace.doctor.examine import examine
 from shardwise.trace.doctor.finding import Finding

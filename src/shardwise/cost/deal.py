@@ -1,0 +1,67 @@
+"""Layers dealt out over the ranks of a pipeline: how many the first, a middle and the last have."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwise.cost.layouts import BALANCE, Layouts
+from shardwise.cost.numbers import Floats, Number
+
+_ENDS, _WEIGHT, _RANKS, _SLOTS, _FRONT = map(BALANCE.index, ("ends", "weight", "ranks", "slots", "front"))
+
+
+class Deal(NamedTuple):
+    """Layers on a rank: of the first, a middle and the last stage, and what the fullest has beyond a middle one."""
+
+    first: Floats
+    middle: Floats
+    last: Floats
+    extra: Floats
+
+
+def deal(num_layers: int, layouts: Layouts, begin: Number, end: Number) -> Deal:
+    """Deal out layers over ranks. `begin` and `end` are what embedding and head weigh, in layers."""
+    dealt = _shared(num_layers, layouts, begin, end)
+    are_whole = are_dealt_whole(layouts)
+    if are_whole.any():
+        whole = _whole(num_layers, layouts)
+        dealt = Deal(*(np.where(are_whole, mine, others) for mine, others in zip(whole, dealt, strict=True)))
+    alone = layouts.pp == 1
+    return dealt._replace(first=np.where(alone, num_layers, dealt.first), extra=np.where(alone, 0.0, dealt.extra))
+
+
+def are_dealt_whole(layouts: Layouts) -> np.ndarray:
+    """Whether each candidate's layers are dealt out whole, so that its first rank has what `first` says and no more."""
+    return np.isin(layouts.balance, (_SLOTS, _FRONT))
+
+
+def _shared(num_layers: int, layouts: Layouts, begin: Number, end: Number) -> Deal:
+    """As evenly as it goes, in fractions of layers: by their number, or by what they and the ends weigh."""
+    pp = layouts.pp.astype(np.float64)
+    weigh, count = np.isin(layouts.balance, (_WEIGHT, _RANKS)), layouts.balance == _ENDS
+    first_less = np.where(weigh, begin, np.where(count, 1.0, 0.0))
+    last_less = np.where(weigh, end, np.where(count, 1.0, 0.0))
+    slots = (num_layers + first_less + last_less) / pp
+    first, last = np.maximum(slots - first_less, 0.0), np.maximum(slots - last_less, 0.0)
+    middle = np.where(pp > 2, (num_layers - first - last) / np.maximum(pp - 2, 1), slots)
+    pieces = np.where(layouts.balance == _RANKS, 1.0, layouts.chunks)
+    fullest = np.ceil(middle / pieces - 1e-9) * pieces
+    extra = np.where((pp <= 2) & weigh, 0.0, np.maximum(fullest - middle, 0.0))
+    return Deal(first, middle, last, extra)
+
+
+def _whole(num_layers: int, layouts: Layouts) -> Deal:
+    """Whole layers, as two programs deal them out.
+
+    `slots`: embedding, final norm and head are layers like others, and the first ranks have one more where it does not
+    divide. `front`: every rank has as many as the fullest must, and the last one what is left.
+    """
+    pp = layouts.pp.astype(np.float64)
+    by_slots = layouts.balance == _SLOTS
+    each, rest = np.divmod(num_layers + 3, pp)
+    full = np.ceil(num_layers / pp)
+    first = np.where(by_slots, np.maximum(each + (rest > 0) - 1, 0.0), full)
+    last = np.maximum(np.where(by_slots, each - 2, num_layers - full * (pp - 1)), 0.0)
+    fullest = np.where(by_slots, each + (rest > 1), full)
+    middle = np.where(pp > 2, (num_layers - first - last) / np.maximum(pp - 2, 1), np.minimum(first, last))
+    return Deal(first, middle, last, np.where(pp > 2, np.maximum(fullest - middle, 0.0), 0.0))

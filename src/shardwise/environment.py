@@ -1,6 +1,11 @@
-"""The one file that reads the environment: no other may, so that what a run depends on is seen in one place."""
+"""The one file that reads the environment, and says on what we run: no other may, so that what a run depends on is seen
+in one place."""
 
 import os
+import platform
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
 from typing import TextIO
 
 # A pipe or a file has no width of its own; this is that of our own source lines.
@@ -62,3 +67,24 @@ def find_world_size() -> int | None:
 def num_restarts() -> int:
     """How often `torchrun` has started this process again."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def processor_name() -> str:
+    """What the processor calls itself; on Arm, where it has no name, its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def versions_of(packages: Iterable[str]) -> dict[str, str]:
+    """Of Python, and of those of the packages that are installed."""
+    from importlib.metadata import PackageNotFoundError, version  # Slow to load, and wanted at the end of a run.
+
+    found = {"python": platform.python_version()}
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found

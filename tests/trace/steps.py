@@ -13,7 +13,7 @@ from shardwise.runtime.parallel import parallelize
 from shardwise.runtime.stage import Batch
 from shardwise.trace.events import Trace
 
-_SETTINGS = Settings(
+SETTINGS = Settings(
     vocabulary=64,
     width=32,
     num_layers=4,
@@ -38,7 +38,7 @@ def traced_step(plan: str, sleeps: dict[int, float] | None = None, data_wait: fl
     """A trace of one of a few steps, and how long the call took. A rank may sleep in its forwards."""
     torch.set_num_threads(1)
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
-    module = Transformer(_SETTINGS)
+    module = Transformer(SETTINGS)
     initialise(module, seed=5)
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     seconds = (sleeps or {}).get(rank, 0.0)

@@ -1,12 +1,16 @@
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from shardwise.errors import ShardwiseError
+from shardwise.schedule.replay import Replay
+from shardwise.trace.doctor.examine import examine
 from shardwise.trace.events import Event, Holding, Lane, Trace, Traffic
-from shardwise.trace.file import load_trace, save_trace
+from shardwise.trace.file import load_trace, save_trace, to_document
 from shardwise.trace.owners import held_by_owner, peak_by_owner
+from shardwise.trace.report.page import make_page
 from shardwise.trace.run import Run, load_run, save_run
 from tests.trace.played import played
 
@@ -57,12 +61,38 @@ def test_what_is_no_trace_is_refused(document: object, problem: str, tmp_path: P
         load_trace(path)
 
 
-def test_a_rank_that_is_none_is_refused(tmp_path: Path) -> None:
+def changed_events(**columns: object) -> dict[str, object]:
+    document = to_document(MEASURED)
+    return {**document, "events": {**document["events"], **columns}}
+
+
+@pytest.mark.parametrize(
+    ("document", "problem"),
+    [
+        (changed_events(start=["soon", 1.5]), "a str in the column start"),
+        (changed_events(end=[1.5]), "columns of other lengths"),
+        (changed_events(end=5), "the column end, which is no list"),
+        (changed_events(end=[float("nan"), 1.75]), "something from 0.0 to nan"),
+        (changed_events(end=[-1.0, 1.75]), "something from 0.0 to -1.0"),
+        (changed_events(after=[None, 7]), "event 1, which waits for event 7 of 2"),
+        (changed_events(after=[1, 0]), "event 0, which waits for itself"),
+        (changed_events(peer=[None, 2]), "a peer that is none of the 2 ranks"),
+        (changed_events(lane=["compute", "compare"]), "'compare' is not a valid Lane"),
+        ({**to_document(MEASURED), "windows": [[0.0, 1.0]]}, "1 windows of 2 ranks"),
+        ({**to_document(MEASURED), "windows": [[0.0], [1.0]]}, "is a damaged trace"),
+        ({**to_document(MEASURED), "holdings": [[5, "activations", 0.0, 1.0]]}, "a rank that is none of the 2"),
+        ({**to_document(MEASURED), "traffic": [[0, 1, "values", 1, None]]}, "is a damaged trace"),
+        ({**to_document(MEASURED), "num_ranks": 0}, "0 ranks"),
+        ({**to_document(MEASURED), "num_ranks": "many"}, "is a damaged trace"),
+        ({**to_document(MEASURED), "events": None}, "is a damaged trace"),
+    ],
+)
+def test_what_cannot_be_is_told_and_not_drawn(document: object, problem: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    save_trace(MEASURED, path)
-    path.write_text(path.read_text().replace('"num_ranks":2', '"num_ranks":0'))
-    with pytest.raises(ShardwiseError, match="a rank that is none of the 0"):
+    path.write_text(json.dumps(document))
+    with pytest.raises(ShardwiseError, match=re.escape(problem)) as caught:
         load_trace(path)
+    assert caught.value.remedy == "shardwise profile again"
 
 
 def test_a_run_is_a_folder_with_its_plan_and_its_reasons(tmp_path: Path) -> None:
@@ -107,3 +137,13 @@ def test_owners_over_time_and_at_the_fullest_moment() -> None:
     )
     assert held_by_owner(trace)[0, "activations"] == ((1.0, 5.0), (2.0, 10.0), (3.0, 0.0))
     assert peak_by_owner(trace) == ({"parameters": 10.0, "activations": 10.0, "gradients": 0.0}, {"parameters": 1.0})
+
+
+@pytest.mark.parametrize("windows", [(), ((0.0, 1.0), (0.0, 1.0))])
+def test_a_step_in_which_nothing_was_computed_is_examined_and_drawn(
+    windows: tuple[tuple[float, float], ...], tmp_path: Path
+) -> None:
+    save_trace(Trace(name="1f1b", num_ranks=2, events=(), windows=windows), tmp_path / "trace.json")
+    run = load_run(tmp_path / "trace.json")
+    assert examine(run, Replay.of(run.trace)) == []
+    assert "<html" in make_page(run, None, found=[])

@@ -1,7 +1,5 @@
 """What the real runtime measures: the parts of a step add up to it on every rank, under every kind of plan."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from shardwise.runtime.spawn import Ranks
@@ -13,6 +11,7 @@ from shardwise.trace.hidden import hidden_of_ranks
 from shardwise.trace.owners import peak_by_owner
 from shardwise.trace.run import Run
 from shardwise.trace.stretches import Part, parts_of_ranks
+from tests.runtime.small import small_matrices
 from tests.trace.steps import traced_step
 
 TWO = (
@@ -28,17 +27,9 @@ FOUR = ("dp=2,pp=2,microbatches=2,zero=1", "tp=2,pp=2,microbatches=2", "pp=4,sch
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def traces(two: Ranks) -> dict[str, Trace]:
+def traces(two: Ranks, four: Ranks) -> dict[str, Trace]:
     found = {plan: two.run(traced_step, plan)[0][0] for plan in TWO}
-    with Ranks(4) as ranks:
-        found |= {plan: ranks.run(traced_step, plan)[0][0] for plan in FOUR}
-    return found
+    return found | {plan: four.run(traced_step, plan)[0][0] for plan in FOUR}
 
 
 @pytest.mark.parametrize("plan", [*TWO, *FOUR])
@@ -127,7 +118,8 @@ def test_a_rank_that_sleeps_is_found_and_so_is_a_slow_loader(two: Ranks) -> None
 
 
 def test_alone_a_rank_has_a_step_of_its_own() -> None:
-    trace, _ = traced_step("dp=1", data_wait=0.01)
+    with small_matrices():
+        trace, _ = traced_step("dp=1", data_wait=0.01)
     (parts,) = parts_of_ranks(trace)
     assert sum(parts.values()) == pytest.approx(trace.makespan)
     assert parts[Part.DATA] == pytest.approx(0.01)

@@ -9,7 +9,8 @@ from torch import Tensor
 from shardwise.planner.plan import Plan
 from shardwise.training.checkpoint.index import find_last
 from shardwise.training.checkpoint.read import Reader, load
-from shardwise.training.folder import CHECKPOINTS, read_metrics
+from shardwise.training.folder import CHECKPOINTS
+from shardwise.training.metrics import read_metrics
 from shardwise.training.recipes import get_recipe
 from shardwise.training.setup import Job, make_ready
 from shardwise.training.world import World

@@ -125,6 +125,9 @@ def test_text_lines_parquet_and_folders_are_read(tmp_path: Path) -> None:
             b'{"txt": "a"}\n',
             r"line 1 of .*g\.jsonl, at byte 0, has no text under 'text': it has the keys txt",
         ),
+        ("h.jsonl", b'{"text": "\\ud800"}\n', r"line 1 of .*h\.jsonl, at byte 0, has half a character"),
+        ("i.jsonl", b'{"text": "a"}\n\xff\xfe\n', r"line 2 of .*i\.jsonl, at byte 14, is no JSON"),
+        ("j.jsonl", b"[" * 100_000, r"line 1 of .*j\.jsonl, at byte 0, is no JSON"),
     ],
 )
 def test_bad_inputs_are_told_with_their_place(name: str, content: bytes, problem: str, tmp_path: Path) -> None:
@@ -152,6 +155,39 @@ def test_damage_to_a_token_file_is_told_with_its_place(tmp_path: Path) -> None:
             open_tokens(path)
     with pytest.raises(ShardwiseError, match="cannot be read: No such file"):
         open_tokens(tmp_path / "absent")
+
+
+def test_damage_behind_the_tokens_and_in_the_header_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    tokens = written(path, b"one document", b"another")
+    whole = path.read_bytes()
+    end = tokens.offset + tokens.tokens.nbytes
+    path.write_bytes(whole[: end + 8] + b"\7" + whole[end + 9 :])
+    with pytest.raises(ShardwiseError, match=f"is damaged after byte {end}, where it says where documents end"):
+        open_tokens(path).verify()
+    for before, after in (
+        (b'"vocabulary": "256"', b'"vocabulary": "2x6"'),
+        (b'"U8", "shape": [19]', b'"U9", "shape": [19]'),
+    ):
+        assert before in whole
+        path.write_bytes(whole.replace(before, after))
+        with pytest.raises(ShardwiseError, match="is damaged in its header, which are its first 4096 bytes"):
+            open_tokens(path)
+
+
+def test_a_token_that_the_vocabulary_does_not_have_is_told_when_it_is_read(tmp_path: Path) -> None:
+    """A large file is not compared with its checksums before it is trained on."""
+    path = tmp_path / "t"
+    with TokenWriter(path, vocabulary=300, tokenizer="some") as writer:
+        writer.add([1, 2, 3, 4, 299, 5, 6, 7])
+    content = bytearray(path.read_bytes())
+    at = open_tokens(path).offset + 2 * 4
+    content[at : at + 2] = (300).to_bytes(2, "little")
+    path.write_bytes(content)
+    rows, _ = training_and_held_out(open_tokens(path), sequence=4, held_out=0.0, masks=False, batch=1)
+    for row in range(2):  # As a label of the first, and as a token of the second.
+        with pytest.raises(ShardwiseError, match=f"has the token 300 at byte {at}, and its vocabulary has 300"):
+            rows.batch(np.array([row]))
 
 
 def test_too_few_tokens_for_a_batch_are_counted(tmp_path: Path) -> None:

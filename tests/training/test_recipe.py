@@ -48,6 +48,10 @@ def test_text_becomes_the_type_of_its_key() -> None:
         ("optimizer.clip", "-1", "optimizer.clip=-1.0 is negative", "optimizer.clip=0"),
         ("data.held_out", "1", "data.held_out=1.0 is a share from 0 to 1", "data.held_out=0.1"),
         ("model.heads", "3", "model.width=128 does not give model.heads=3 heads of an even size each", "model.width="),
+        ("optimizer.rate", "nan", "optimizer.rate=nan is no finite number", "optimizer.rate="),
+        ("optimizer.clip", "inf", "optimizer.clip=inf is no finite number", "optimizer.clip="),
+        ("model.kv_heads", "3", "model.kv_heads=3 does not divide model.heads=4", "model.kv_heads=1"),
+        ("model.kv_heads", "0", "model.kv_heads=0: there is at least 1", "model.kv_heads=1"),
     ],
 )
 def test_mistakes_are_sentences_with_a_remedy(key: str, value: str, problem: str, remedy: str) -> None:

@@ -3,12 +3,14 @@
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,9 +28,10 @@ from shardwise.training.checkpoint.parts import Part
 from shardwise.training.checkpoint.write import write_parts
 from shardwise.training.data.rows import Batch, Batches
 from shardwise.training.finish import Result
-from shardwise.training.folder import read_metrics
 from shardwise.training.loop import StoppedError
+from shardwise.training.metrics import read_metrics
 from shardwise.training.run import train_rank
+from shardwise.training.setup import Job
 from tests.training.programs import losses_of, make_job
 
 ROOT = Path(__file__).parents[2]
@@ -139,8 +142,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_step_rank_and_layer(
         block.register_module("mlp", _Spoilt(block.mlp, 10))
         return module
 
-    monkeypatch.setattr("shardwise.training.setup.make_module", spoilt)
-    monkeypatch.setattr("shardwise.training.setup.draw", lambda *_: None)
+    monkeypatch.setattr("shardwise.training.subject.make_module", spoilt)
+    monkeypatch.setattr("shardwise.training.subject.draw", lambda *_: None)
     stopped = train_rank(make_job(tmp_path, "dp=1", steps=50, checkpoint__every=1))
     assert isinstance(stopped, StoppedError)
     step = saved_steps(tmp_path / "checkpoints")[-1] + 1
@@ -149,6 +152,57 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_step_rank_and_layer(
     ) or stopped.problem.endswith("the first layer whose output has infinity is layers.1.mlp, on rank 0")
     last = find_last(tmp_path / "checkpoints")
     assert last is not None
+
+
+class _Poison(torch.autograd.Function):
+    """Hands values on, and NaN back."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:  # noqa: ARG004 - what a function is given
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return gradient * float("nan")
+
+
+class _Poisoned(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.inner(hidden)
+        return _Poison.apply(output)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def poisoned_run(job: Job) -> Result | StoppedError | None:
+    """A run whose third layer gives back gradients that are no numbers."""
+    made = model.make_module
+
+    def poisoned(settings: Settings, *, tp: int, device: torch.device) -> Transformer:
+        module = made(settings, tp=tp, device=device)
+        block = module.layers[2]
+        assert isinstance(block, Block)
+        block.register_module("mlp", _Poisoned(block.mlp))
+        return module
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardwise.training.subject.make_module", poisoned)
+        patch.setattr("shardwise.training.subject.draw", lambda *_: None)
+        return train_rank(job)
+
+
+def test_gradients_that_are_not_finite_stop_the_run_with_step_rank_and_layer(two: Ranks, tmp_path: Path) -> None:
+    job = make_job(tmp_path, "pp=2,microbatches=2", steps=5, model__layers=4)
+    for told in two.run(poisoned_run, job):
+        assert isinstance(told, StoppedError)
+        assert re.fullmatch(
+            r"at step 1 the loss is \d\.\d+ and the norm of the gradients is nan: the first layer whose gradient has"
+            r" NaN is layers\.2\.mlp\.inner\.\w+, in its weight, on rank 1",
+            told.problem,
+        ), told.problem
+    assert losses_of(tmp_path) == []
 
 
 def test_a_run_of_another_recipe_is_refused(tmp_path: Path) -> None:

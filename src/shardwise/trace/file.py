@@ -7,6 +7,7 @@ from typing import Any
 
 from shardwise.errors import ShardwiseError
 from shardwise.trace.events import Event, Holding, Lane, Trace, Traffic
+from shardwise.trace.sound import check_columns, check_trace
 
 _FORMAT, _VERSION = "shardwise trace", 1
 _COLUMNS = Event._fields
@@ -14,9 +15,17 @@ _COLUMNS = Event._fields
 
 def save_trace(trace: Trace, path: Path) -> None:
     """Write a trace, whole or not at all."""
+    write_whole(path, json.dumps(to_document(trace), separators=(",", ":")))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file beside its place and move it there: what was there before stays, if there is no room."""
     beside = path.with_name(path.name + ".part")
-    beside.write_text(json.dumps(to_document(trace), separators=(",", ":")), encoding="utf-8")
-    beside.replace(path)
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def load_trace(path: Path) -> Trace:
@@ -73,18 +82,17 @@ def from_document(document: Any, *, source: str = "the trace") -> Trace:
 
 def _read(document: Mapping[str, Any]) -> Trace:
     given = document["events"]
+    check_columns(given)
     columns = [given[name] for name in _COLUMNS]
     lane = _COLUMNS.index("lane")
     columns[lane] = [Lane(word) for word in columns[lane]]
-    events = tuple(Event(*row) for row in zip(*columns, strict=True))
-    num_ranks = int(document["num_ranks"])
-    if any(not 0 <= event.rank < num_ranks for event in events):
-        raise ValueError(f"a rank that is none of the {num_ranks}")
-    return Trace(
+    trace = Trace(
         name=str(document["name"]),
-        num_ranks=num_ranks,
-        events=events,
+        num_ranks=int(document["num_ranks"]),
+        events=tuple(Event(*row) for row in zip(*columns, strict=True)),
         windows=tuple((start, end) for start, end in document["windows"]),
         holdings=tuple(Holding(*row) for row in document["holdings"]),
         traffic=tuple(Traffic(*row) for row in document["traffic"]),
     )
+    check_trace(trace)
+    return trace

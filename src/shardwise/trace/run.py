@@ -17,7 +17,7 @@ from typing import Any
 
 from shardwise.errors import ShardwiseError
 from shardwise.trace.events import Trace
-from shardwise.trace.file import load_trace, save_trace
+from shardwise.trace.file import load_trace, save_trace, write_whole
 from shardwise.units import format_number
 
 TRACE, PREDICTED, PLAN, MANIFEST = "trace.json", "predicted.json", "plan.toml", "manifest.json"
@@ -82,9 +82,9 @@ def save_run(run: Run, folder: Path, *, plan: str | None = None, manifest: Mappi
     if run.predicted is not None:
         save_trace(run.predicted, folder / PREDICTED)
     if plan is not None:
-        (folder / PLAN).write_text(plan, encoding="utf-8")
+        write_whole(folder / PLAN, plan)
     if manifest is not None:
-        (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        write_whole(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
 
 
 def _read_plan(path: Path) -> tuple[Choice, ...]:

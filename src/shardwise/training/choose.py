@@ -8,18 +8,16 @@ from shardwise.training.data.documents import STDLIB
 from shardwise.training.data.tokenizer import ByteTokenizer
 from shardwise.training.data.tokens import open_tokens
 from shardwise.training.machine import cluster_here
-from shardwise.training.model import described, settings_of
 from shardwise.training.recipe import Recipe
+from shardwise.training.subject import subject_of
 
 
 def choose_plan(recipe: Recipe, num_devices: int) -> Plan:
     """The fastest plan for a recipe's step on so many devices, with its reasons."""
-    settings = settings_of(recipe, vocabulary_of(recipe))
     return plan(
-        described(settings, recipe.model.folder)["config"],
+        **subject_of(recipe, vocabulary_of(recipe)).for_planner(),
         cluster=cluster_here(num_devices),
         batch=recipe.batch,
-        sequence=recipe.data.sequence,
         fixed={"precision": recipe.precision},
     )
 

@@ -1,9 +1,15 @@
-"""Checkpoints of ours to folders of Hugging Face, and back: tensor by tensor, never the whole model at once."""
+"""Checkpoints of ours, folders of Hugging Face and of `torch.distributed.checkpoint`, each to each of the others.
+
+All go tensor by tensor, never the whole model at once. Those of Hugging Face stand in the middle, and have the names:
+
+    ours  <-->  Hugging Face  <-->  torch.distributed.checkpoint
+"""
 
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -12,24 +18,21 @@ from shardwise.errors import ShardwiseError
 from shardwise.nets.hf import Checkpoint, save
 from shardwise.nets.hf.entries import CONFIG
 from shardwise.training.checkpoint.boxes import whole_box
-from shardwise.training.checkpoint.index import (
-    FORMAT,
-    INDEX,
-    SAVING,
-    Entry,
-    find_last,
-    told,
-    write_json,
-)
+from shardwise.training.checkpoint.index import FORMAT, INDEX, SAVING, Entry, find_last, told, write_json
 from shardwise.training.checkpoint.parts import Part
 from shardwise.training.checkpoint.read import Reader
+from shardwise.training.checkpoint.torch_folder import METADATA
 from shardwise.training.checkpoint.write import write_parts
+from shardwise.training.convert_dcp import copy_beside, from_dcp, to_dcp
 from shardwise.training.folder import CHECKPOINTS
 from shardwise.training.model import described, settings_from
 
 #: Beside our files: what else lay in the folder that they came from.
 _BESIDE = "hf"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+#: What a folder is, by the file that only such a one has.
+OURS, THEIRS, DCP = "shardwise", "huggingface", "dcp"
+KINDS = {OURS: INDEX, DCP: METADATA, THEIRS: CONFIG}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,14 +41,49 @@ class Converted:
 
     target: Path
     kind: str
-    num_tensors: int
     num_bytes: int
 
 
-def convert(source: Path, target: Path, *, dtype: str | None = None, file_bytes: int = 10**9) -> Converted:
-    """Make a folder of the other kind. Files have at most `file_bytes`, or one tensor: so much is held at a time."""
-    if target.exists() and any(target.iterdir()):
+def convert(
+    source: Path,
+    target: Path,
+    *,
+    to: str | None = None,
+    config: Path | None = None,
+    dtype: str | None = None,
+    file_bytes: int = 10**9,
+) -> Converted:
+    """Make a folder of another kind: `to`, or else Hugging Face's, and of one of those ours.
+
+    Files have at most `file_bytes`, or one tensor: so much is held at a time. `config` is where the `config.json` of
+    tensors lies that have none beside them.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ShardwiseError(f"{target} is not empty", remedy="a folder that is not there yet")
+    source, kind = _find_source(source)
+    goal = to or (OURS if kind == THEIRS else THEIRS)
+    if goal == kind:
+        others = " or ".join(f"--to {each}" for each in KINDS if each != kind)
+        raise ShardwiseError(f"{source} is a {kind} folder already", remedy=others)
+    chosen = None if dtype is None else _DTYPES[dtype]
+    making = target.with_name(target.name + SAVING)
+    shutil.rmtree(making, ignore_errors=True)
+    try:
+        making.mkdir(parents=True)
+        _convert(source, making, kind, goal, config, chosen, file_bytes)
+        if target.exists():
+            target.rmdir()
+        making.rename(target)
+    except OSError as error:
+        raise ShardwiseError(f"{target} cannot be written: {error.strerror}", remedy="another place for it") from None
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+    num_bytes = sum(path.stat().st_size for path in target.iterdir() if path.suffix in (".safetensors", ".distcp"))
+    return Converted(target=target, kind=goal, num_bytes=num_bytes)
+
+
+def _find_source(source: Path) -> tuple[Path, str]:
+    """The folder to read, and what it is. Of a run it is the last checkpoint."""
     if not source.exists():
         raise ShardwiseError(f"{source} is not there", remedy="a run, one of its checkpoints, or a Hugging Face folder")
     if (source / CHECKPOINTS).is_dir():
@@ -53,30 +91,51 @@ def convert(source: Path, target: Path, *, dtype: str | None = None, file_bytes:
         if last is None:
             raise ShardwiseError(f"the run {source} has no checkpoint yet", remedy="a run that has saved one")
         source = last
-    chosen = None if dtype is None else _DTYPES[dtype]
-    if (source / INDEX).is_file():
-        return _to_theirs(source, target, chosen, file_bytes)
-    if (source / CONFIG).is_file():
-        return _to_ours(source, target, chosen, file_bytes)
+    for kind, file in KINDS.items():
+        if (source / file).is_file():
+            return source, kind
     raise ShardwiseError(
-        f"{source} has neither {INDEX} nor {CONFIG}, so it is neither our checkpoint nor a Hugging Face folder",
+        f"{source} has neither {INDEX} nor {CONFIG} nor {METADATA}, so it is no checkpoint that we read",
         remedy="a run, one of its checkpoints, or a Hugging Face folder",
     )
 
 
-def _to_ours(source: Path, target: Path, dtype: torch.dtype | None, file_bytes: int) -> Converted:
-    making = target.with_name(target.name + SAVING)
-    shutil.rmtree(making, ignore_errors=True)
-    making.mkdir(parents=True)
+def _convert(
+    source: Path,
+    target: Path,
+    kind: str,
+    goal: str,
+    config: Path | None,
+    dtype: torch.dtype | None,
+    file_bytes: int,
+) -> None:
+    if THEIRS not in (kind, goal):
+        # The other two meet in the middle, in a folder that is deleted again.
+        with TemporaryDirectory(dir=target.parent, prefix=f"{target.name}-") as name:
+            between = Path(name) / THEIRS
+            _convert(source, between, kind, THEIRS, config, dtype, file_bytes)
+            _convert(between, target, THEIRS, goal, None, None, file_bytes)
+    elif kind == DCP:
+        from_dcp(source, target, config, dtype, file_bytes)
+    elif goal == DCP:
+        to_dcp(source, target, dtype)
+    elif kind == THEIRS:
+        _to_ours(source, target, dtype, file_bytes)
+    else:
+        _to_theirs(source, target, dtype, file_bytes)
+
+
+def _to_ours(source: Path, target: Path, dtype: torch.dtype | None, file_bytes: int) -> None:
     entries: dict[str, Entry] = {}
     with Checkpoint(source) as checkpoint:
         checkpoint.check()
         settings = checkpoint.settings
         for number, parts in enumerate(_files(checkpoint, dtype, file_bytes)):
-            entries |= write_parts(making / f"rank-{number:05}.safetensors", parts)
-    _copy_rest(source, making / _BESIDE)
+            entries |= write_parts(target / f"rank-{number:05}.safetensors", parts)
+    (target / _BESIDE).mkdir()
+    copy_beside(source, target / _BESIDE)
     write_json(
-        making / INDEX,
+        target / INDEX,
         {
             "format": FORMAT,
             "step": 0,
@@ -84,10 +143,6 @@ def _to_ours(source: Path, target: Path, dtype: torch.dtype | None, file_bytes: 
             "entries": told(entries),
         },
     )
-    if target.exists():
-        target.rmdir()
-    making.rename(target)
-    return _converted(target, "shardwise", entries)
 
 
 def _files(checkpoint: Checkpoint, dtype: torch.dtype | None, file_bytes: int) -> Iterator[list[Part]]:
@@ -106,7 +161,7 @@ def _files(checkpoint: Checkpoint, dtype: torch.dtype | None, file_bytes: int) -
     yield parts
 
 
-def _to_theirs(source: Path, target: Path, dtype: torch.dtype | None, file_bytes: int) -> Converted:
+def _to_theirs(source: Path, target: Path, dtype: torch.dtype | None, file_bytes: int) -> None:
     with Reader(source) as reader:
         description = reader.index.extra.get("model", {})
         settings = settings_from(description, origin=source)
@@ -117,13 +172,11 @@ def _to_theirs(source: Path, target: Path, dtype: torch.dtype | None, file_bytes
             family=description["family"],
             shard_bytes=file_bytes,
         )
-        entries = reader.weights
-    beside = source / _BESIDE
-    for path in beside.iterdir() if beside.is_dir() else []:
-        # Its own config says more than ours, but not another type of the weights.
-        if path.name != CONFIG or dtype is None:
-            shutil.copyfile(path, target / path.name)
-    return _converted(target, "huggingface", entries)
+        stored: torch.dtype = getattr(torch, reader.weights["embed.weight"].dtype)
+    # What was fine-tuned keeps its tokenizer, and what its own configuration says beyond ours.
+    begun = Path(description.get("folder", source / _BESIDE))
+    if (begun / CONFIG).is_file():
+        copy_beside(begun, target, dtype or (stored if "folder" in description else None))
 
 
 class _Weights(Mapping[str, Tensor]):
@@ -145,20 +198,3 @@ class _Weights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
-
-
-def _copy_rest(source: Path, beside: Path) -> None:
-    """Configuration and tokenizer: all that is no weight."""
-    beside.mkdir()
-    for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix in (".json", ".txt", ".model", ".jinja") and "index" not in path.name:
-            shutil.copyfile(path, beside / path.name)
-
-
-def _converted(target: Path, kind: str, entries: Mapping[str, Entry]) -> Converted:
-    sizes = [
-        stored.box.num_numbers * getattr(torch, entry.dtype).itemsize
-        for entry in entries.values()
-        for stored in entry.boxes
-    ]
-    return Converted(target=target, kind=kind, num_tensors=len(entries), num_bytes=sum(sizes))

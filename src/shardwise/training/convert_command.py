@@ -1,14 +1,15 @@
-"""`shardwise convert`: our checkpoints to Hugging Face's folders, and back."""
+"""`shardwise convert`: our checkpoints, Hugging Face's folders and torch's, each to another."""
 
 import argparse
 from pathlib import Path
 
 from shardwise.answer import Answer, Canvas, table
 from shardwise.errors import ShardwiseError
-from shardwise.units import counted, format_bytes
+from shardwise.units import format_bytes
 
-DESCRIPTION = """Make a Hugging Face folder of a run or of one of its checkpoints, or a checkpoint of a Hugging Face
-folder: whichever SOURCE is, TARGET is the other. Weights go over tensor by tensor.
+DESCRIPTION = """Make a Hugging Face folder of a run or of one of its checkpoints, a checkpoint of a Hugging Face
+folder, or of either a folder of torch.distributed.checkpoint (--to dcp), which dcp.load reads under Hugging Face's
+names; and all of them back. Weights go over tensor by tensor.
 """
 
 EXAMPLE = """
@@ -16,12 +17,21 @@ shardwise convert --families
 shardwise train tiny --devices 1 --folder runs/tiny
 shardwise convert runs/tiny tiny-hf
 shardwise convert tiny-hf tiny-again --dtype bf16
+shardwise convert runs/tiny tiny-dcp --to dcp
 """
+
+_KINDS = {
+    "shardwise": "a checkpoint",
+    "huggingface": "a Hugging Face folder",
+    "dcp": "a folder of torch.distributed.checkpoint",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", nargs="?", metavar="SOURCE", help="a run, a checkpoint, or a Hugging Face folder")
+    parser.add_argument("source", nargs="?", metavar="SOURCE", help="a run, a checkpoint, or a folder of the others")
     parser.add_argument("target", nargs="?", metavar="TARGET", help="a folder that is not there yet")
+    parser.add_argument("--to", choices=list(_KINDS), help="what TARGET is (huggingface, and of such a one shardwise)")
+    parser.add_argument("--config", metavar="FOLDER", help="where config.json is, if SOURCE is torch's and has none")
     parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="the type of the weights (as they are)")
     parser.add_argument("--families", action="store_true", help="say which families of models there are")
 
@@ -34,19 +44,18 @@ def run(arguments: argparse.Namespace) -> Answer:
             raise ShardwiseError(f"{name.upper()} is missing", remedy="shardwise convert SOURCE TARGET")
     from shardwise.training.convert import convert  # Loads torch.
 
-    made = convert(Path(arguments.source), Path(arguments.target), dtype=arguments.dtype)
-    data = {
-        "target": str(made.target),
-        "kind": made.kind,
-        "num_tensors": made.num_tensors,
-        "num_bytes": made.num_bytes,
-    }
+    made = convert(
+        Path(arguments.source),
+        Path(arguments.target),
+        to=arguments.to,
+        config=None if arguments.config is None else Path(arguments.config),
+        dtype=arguments.dtype,
+    )
+    data = {"target": str(made.target), "kind": made.kind, "num_bytes": made.num_bytes}
 
     def render(canvas: Canvas) -> None:
-        what = "a Hugging Face folder" if made.kind == "huggingface" else "a checkpoint"
         canvas.print(
-            f"{canvas.paint(str(made.target), 'bold')} is {what}: {counted(made.num_tensors, 'tensor')},"
-            f" {format_bytes(made.num_bytes)}"
+            f"{canvas.paint(str(made.target), 'bold')} is {_KINDS[made.kind]}, of {format_bytes(made.num_bytes)}"
         )
 
     return Answer(data=data, render=render)

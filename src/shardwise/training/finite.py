@@ -20,10 +20,7 @@ def explain(engine: Trainer, batch: Batch, loss: float, *, step: int, world: Wor
     Every rank calls this alike, with the weights from before the step.
     """
     if math.isfinite(loss):
-        names = [name for name, each in engine.gradients().items() if not torch.isfinite(each).all()]
-        # Gradients come from the end: the last to have one that is not finite was the first.
-        found = f", first that of {names[-1]}" if names else ""
-        return f"at step {step} the loss is {loss:.4f} and the norm of the gradients is {engine.gradient_norm}{found}"
+        return _of_gradients(engine, loss, step=step, world=world)
     with _watched(engine.module) as seen:
         engine.evaluate(batch)
     order = {name: place for place, (name, _) in enumerate(engine.module.named_modules())}
@@ -32,6 +29,20 @@ def explain(engine: Trainer, batch: Batch, loss: float, *, step: int, world: Wor
         return f"at step {step} the loss is {loss}, though the output of every layer is finite: look at the loss itself"
     _, name, rank, what = min(told)
     return f"at step {step} the loss is {loss}: the first layer whose output has {what} is {name}, on rank {rank}"
+
+
+def _of_gradients(engine: Trainer, loss: float, *, step: int, world: World) -> str:
+    """Gradients come from the end: of those that are not finite, the last in the module's order was the first."""
+    said = f"at step {step} the loss is {loss:.4f} and the norm of the gradients is {engine.gradient_norm}"
+    gradients = engine.gradients()
+    wrong = [name for name, _ in engine.module.named_parameters() if name in gradients and _trouble(gradients[name])]
+    if not wrong:
+        return said
+    layer, _, parameter = wrong[-1].rpartition(".")
+    holders = world.gather(wrong[-1] in engine.parameters)
+    where = f", on rank {holders.index(True)}" if True in holders else ""
+    what = _trouble(gradients[wrong[-1]])
+    return f"{said}: the first layer whose gradient has {what} is {layer or 'the module'}, in its {parameter}{where}"
 
 
 @contextmanager

@@ -18,9 +18,9 @@ from shardwise.training.checkpoint.write import Writer
 from shardwise.training.data.ahead import ReadAhead
 from shardwise.training.data.rows import Batch
 from shardwise.training.finite import explain
-from shardwise.training.folder import CHECKPOINTS, METRICS, Metrics
+from shardwise.training.folder import CHECKPOINTS, METRICS
 from shardwise.training.machine import find_device
-from shardwise.training.model import described
+from shardwise.training.metrics import Board, Metrics
 from shardwise.training.progress import Line, Progress
 from shardwise.training.rates import rate_at
 from shardwise.training.setup import Job, Setup, on_device, random_parts
@@ -45,6 +45,7 @@ class Outcome:
     seconds: float
     num_tokens: int
     num_parameters: int
+    model: Mapping[str, Any]
     data: Mapping[str, Any]
     checkpoint: Path | None
     trace: Trace | None
@@ -61,7 +62,10 @@ class Loop:
             self._root, rank=world.rank, num_ranks=world.size, keep=job.recipe.checkpoint.keep, gather=world.gather
         )
         self._metrics = Metrics(job.folder / METRICS, after=setup.step) if world.is_first else None
-        self._model = described(setup.settings, job.recipe.model.folder)
+        self._board: Board | None = None
+        if world.is_first and job.recipe.tensorboard:
+            self._board = Board(job.folder, after=setup.step)
+        self._is_noting = True
         self._saved = setup.step
         self._trace: Trace | None = None
         self._held_out_loss: float | None = None
@@ -100,6 +104,7 @@ class Loop:
             seconds=seconds,
             num_tokens=(step - setup.step) * recipe.batch * recipe.data.sequence,
             num_parameters=setup.num_parameters,
+            model=setup.model,
             data=self._described_data(),
             checkpoint=find_last(self._root),
             trace=self._trace,
@@ -109,8 +114,9 @@ class Loop:
     def close(self) -> None:
         """Let go of files and of the writer's thread."""
         self._writer.close()
-        if self._metrics is not None:
-            self._metrics.close()
+        for each in (self._metrics, self._board):
+            if each is not None:
+                each.close()
 
     def _step(self, step: int, batch: Batch, *, traced: bool, data_wait: float) -> None:
         """One step, which leaves the weights alone if its numbers are not finite."""
@@ -186,9 +192,9 @@ class Loop:
         held.settle()
         parts = [*held.weights(), *held.optimizer_states(), *random_parts(self._world)]
         extra = {
-            "model": self._model,
+            "model": self._setup.model,
             "data": self._described_data(),
-            "loss_scale": self._setup.scale.factor,
+            **self._setup.scale.state(),
         }
         self._warn(self._writer.save(step, parts, extra))
         self._saved = step
@@ -215,8 +221,16 @@ class Loop:
         self._progress.warn(f"{problem}; {kept}, and training goes on")
 
     def _note(self, **row: Any) -> None:
-        if self._metrics is not None:
-            self._metrics.add({key: each for key, each in row.items() if each is not None})
+        """Keep a row of metrics. Of a disk without room a warning tells, once until there is room again."""
+        if self._metrics is None:
+            return
+        known = {key: each for key, each in row.items() if each is not None}
+        problem = self._metrics.add(known)
+        if problem is not None and self._is_noting:
+            self._progress.warn(f"{problem}; they are left out until there is room, and training goes on")
+        self._is_noting = problem is None
+        if self._board is not None:
+            self._board.add(known)
 
 
 def _used(flops_per_second: float, precision: str, world: World) -> float | None:

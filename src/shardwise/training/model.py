@@ -124,6 +124,11 @@ def described(settings: Settings, folder: str | None) -> dict[str, Any]:
 
 def settings_from(description: Mapping[str, Any], *, origin: Path) -> Settings:
     """The settings that `described` has described."""
+    if "source" in description:
+        raise ShardwiseError(
+            f"{origin} is of the module {description['source']}, for which Hugging Face's folders have no names",
+            remedy="torch.distributed.checkpoint reads it as it is: HuggingFaceStorageReader of that folder",
+        )
     if description.get("family") not in FAMILIES:
         raise ShardwiseError(
             f"{origin} does not say which transformer it is of", remedy="a checkpoint that shardwise train has made"

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.nets.loss import next_token_loss
+from shardwise.runtime.interpreter import Loss
 
 # The loss is a sum: its gradient by a logit is at most 1 times the factor, and half precision ends at 65504.
 _FIRST = 2.0**12
@@ -22,20 +23,25 @@ _PATIENCE = 1000
 
 @dataclass(kw_only=True)
 class LossScale:
-    """The factor of now. It is 1 for ever where nothing can vanish."""
+    """The factor of now, on `plain`. It is 1 for ever where nothing can vanish."""
 
+    plain: Loss = next_token_loss
     factor: float = 1.0
     is_fixed: bool = True
     num_good: int = 0
 
     @staticmethod
-    def of(precision: str) -> "LossScale":
-        return LossScale(factor=_FIRST, is_fixed=False) if precision == "fp16" else LossScale()
+    def of(precision: str, loss: Loss = next_token_loss) -> "LossScale":
+        is_half = precision == "fp16"
+        return LossScale(plain=loss, factor=_FIRST if is_half else 1.0, is_fixed=not is_half)
 
-    def loss(self, output: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """The loss of next tokens, as engines take it."""
-        total, count = next_token_loss(output, batch)
-        return (total, count) if self.factor == 1.0 else (total * self.factor, count * self.factor)
+    def loss(self, output: Any, batch: Mapping[str, Any]) -> "Tensor | tuple[Tensor, Tensor | int | float]":
+        """The loss, as engines take it. A mean without a count weighs 1."""
+        found = self.plain(output, batch)
+        if self.factor == 1.0:
+            return found
+        total, count = found if isinstance(found, tuple) else (found, 1)
+        return total * self.factor, count * self.factor
 
     def note(self, *, is_finite: bool) -> None:
         """How a step went."""
@@ -46,3 +52,12 @@ class LossScale:
             self.factor /= 2
         elif self.num_good % _PATIENCE == 0:
             self.factor = min(_HIGHEST, self.factor * 2)
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps of it."""
+        return {"loss_scale": self.factor, "good_steps": self.num_good}
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        """Go on as it was."""
+        self.factor = state.get("loss_scale", self.factor)
+        self.num_good = int(state.get("good_steps", 0))

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from shardwise.answer import Answer, Canvas
 from shardwise.errors import ShardwiseError
-from shardwise.planner.doctor_command import render_findings
-from shardwise.planner.report_command import perfetto_beside, render_parts, write_report
+from shardwise.explain.doctor_command import render_findings
+from shardwise.explain.report_command import perfetto_beside, render_parts, write_report
 from shardwise.schedule.replay import Replay
 from shardwise.trace.doctor.examine import examine
 from shardwise.trace.run import Run

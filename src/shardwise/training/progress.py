@@ -1,5 +1,6 @@
 """What a person sees while a model trains: a line now and then, on the error stream of the first rank."""
 
+import contextlib
 import sys
 from dataclasses import dataclass
 
@@ -41,7 +42,10 @@ class Progress:
         self._canvas = canvas_on(sys.stderr) if speaks else None
 
     def say(self, text: str) -> None:
-        if self._canvas is not None:
+        if self._canvas is None:
+            return
+        # Lines may go to a file on a disk that is full, or to a pipe that nobody reads any more: training goes on.
+        with contextlib.suppress(OSError):
             self._canvas.print(text)
             self._canvas.stream.flush()
 

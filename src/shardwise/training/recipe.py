@@ -7,6 +7,7 @@
 `recipes.py` has those with names.
 """
 
+import math
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,13 +19,15 @@ from shardwise.training import fields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelChoice:
-    """A transformer by its sizes, or (`folder`) one of Hugging Face with its weights; then the sizes are the folder's.
+    """A transformer by its sizes, or (`folder`) one of Hugging Face with its weights, or (`source`) what a function of
+    yours returns, `package.module:factory`; then sizes are not asked for.
 
     `kv_heads` and `mlp` may be left to their usual values: as many as heads, and 8/3 of the width. `experts` are 0 for
     dense layers.
     """
 
     folder: str | None = None
+    source: str | None = None
     width: int = 128
     layers: int = 4
     heads: int = 4
@@ -91,7 +94,8 @@ class EvaluationChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A training run: `steps` steps of `batch` rows. `log` is how often a line is printed, in steps."""
+    """A training run: `steps` steps of `batch` rows. `log` is how often a line is printed, in steps. With `tensorboard`
+    metrics are written for it too."""
 
     name: str = "bytes"
     steps: int = 200
@@ -99,6 +103,7 @@ class Recipe:
     seed: int = 0
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     log: int = 10
+    tensorboard: bool = False
     model: ModelChoice = field(default_factory=ModelChoice)
     data: DataChoice = field(default_factory=DataChoice)
     optimizer: OptimizerChoice = field(default_factory=OptimizerChoice)
@@ -145,6 +150,9 @@ _POSITIVE = (
     "model.width",
     "model.layers",
     "model.heads",
+    "model.kv_heads",
+    "model.mlp",
+    "model.chosen_experts",
     "data.sequence",
     "data.limit_bytes",
     "checkpoint.keep",
@@ -167,8 +175,11 @@ _SHARES = ("optimizer.final", "optimizer.beta1", "optimizer.beta2", "data.held_o
 def _check(recipe: Recipe) -> None:
     """Refuse what cannot be trained, whatever the data and the machine."""
     values = fields.flat(recipe)
+    for key, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ShardwiseError(f"{key}={value} is no finite number", remedy=f"{key}=0.1")
     for key in _POSITIVE:
-        if values[key] < 1:
+        if values[key] is not None and values[key] < 1:
             raise ShardwiseError(f"{key}={values[key]}: there is at least 1", remedy=f"{key}=1")
     for key in _NOT_NEGATIVE:
         if values[key] < 0:
@@ -176,9 +187,26 @@ def _check(recipe: Recipe) -> None:
     for key in _SHARES:
         if not 0 <= values[key] < 1 and not (key == "optimizer.final" and values[key] == 1):
             raise ShardwiseError(f"{key}={values[key]} is a share from 0 to 1", remedy=f"{key}=0.1")
-    model = recipe.model
+    _check_model(recipe.model)
+
+
+def _check_model(model: ModelChoice) -> None:
+    if model.folder is not None and model.source is not None:
+        raise ShardwiseError(
+            f"model.folder={model.folder} and model.source={model.source} are two models", remedy="one of them"
+        )
     if model.width % model.heads or (model.width // model.heads) % 2:
         raise ShardwiseError(
             f"model.width={model.width} does not give model.heads={model.heads} heads of an even size each",
             remedy=f"model.width={2 * model.heads * max(1, round(model.width / (2 * model.heads)))}",
+        )
+    if model.kv_heads is not None and model.heads % model.kv_heads:
+        raise ShardwiseError(
+            f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}",
+            remedy=f"model.kv_heads={math.gcd(model.heads, model.kv_heads)}",
+        )
+    if model.experts and model.chosen_experts > model.experts:
+        raise ShardwiseError(
+            f"model.chosen_experts={model.chosen_experts} of model.experts={model.experts}",
+            remedy=f"model.chosen_experts={min(2, model.experts)}",
         )

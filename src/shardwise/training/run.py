@@ -1,30 +1,33 @@
 """A run from beginning to end, however its ranks are started: here, as processes of this machine, or by `torchrun`."""
 
-import contextlib
-import os
-import signal
-from types import FrameType, TracebackType
-from typing import Any
+from pathlib import Path
 
 import torch
 
 from shardwise import environment
 from shardwise.errors import ShardwiseError
+from shardwise.runtime.faults import RankError
 from shardwise.runtime.spawn import Ranks
-from shardwise.training.choose import vocabulary_of
+from shardwise.training.data.documents import STDLIB
+from shardwise.training.data.tokenizer import ByteTokenizer
+from shardwise.training.data.tokens import open_tokens
 from shardwise.training.finish import Result, finish
-from shardwise.training.folder import RECIPE, write_plan
+from shardwise.training.folder import make_folder, write_recipe_and_plan
+from shardwise.training.host_room import check_host
 from shardwise.training.loop import Loop, StoppedError
-from shardwise.training.model import settings_of
+from shardwise.training.metrics import check_board
 from shardwise.training.progress import Progress
 from shardwise.training.recipe import Recipe
 from shardwise.training.setup import Job, make_ready
-from shardwise.training.stop import StopSignals
+from shardwise.training.stop import Forwarded, StopSignals
+from shardwise.training.subject import subject_of
 from shardwise.training.world import World
 from shardwise.units import counted, format_bytes
 
 #: Processes of a machine without a GPU: more cores than this make each other wait at small models.
 _MOST_PROCESSES = 4
+#: Data up to this size is compared with its checksums before it is trained on.
+_VERIFIED_BYTES = 1 << 28
 
 
 def count_devices() -> int:
@@ -37,25 +40,49 @@ def count_devices() -> int:
 
 def check_inputs(recipe: Recipe) -> None:
     """Refuse data or a model that cannot be read, before any rank is started."""
-    settings_of(recipe, vocabulary_of(recipe))
+    vocabulary = ByteTokenizer.vocabulary
+    if recipe.data.source != STDLIB:
+        tokens = open_tokens(Path(recipe.data.source))
+        vocabulary = tokens.vocabulary
+        if tokens.tokens.nbytes <= _VERIFIED_BYTES:
+            tokens.verify()
+    subject_of(recipe, vocabulary)
+    if recipe.tensorboard:
+        check_board()
 
 
 def train(job: Job, num_devices: int) -> Result | None:
     """Run a job. Under `torchrun`, None on all ranks but the first."""
     check_inputs(job.recipe)
+    make_folder(job.folder)
     num_gpus = torch.cuda.device_count()
     if 0 < num_gpus < num_devices and environment.place_under_torchrun() is None:
         raise ShardwiseError(
             f"the plan {job.plan} has {num_devices} ranks, and this machine has {counted(num_gpus, 'GPU')}",
             remedy=f"--devices {num_gpus}, or on processors: CUDA_VISIBLE_DEVICES= shardwise train ...",
         )
+    if environment.place_under_torchrun() is None:
+        check_host(job)
     if environment.place_under_torchrun() is not None or num_devices == 1:
         told = train_rank(job)
     else:
-        with Ranks(num_devices) as ranks, _Forwarded(ranks):
-            told = ranks.run(train_rank, job)[0]
+        told = _train_here(job, num_devices)
     if isinstance(told, StoppedError):
         raise ShardwiseError(told.problem, remedy=told.remedy)
+    return told
+
+
+def _train_here(job: Job, num_devices: int) -> Result | StoppedError | None:
+    """Ranks as processes of this machine. A mistake of the user's that one of them has found is told as it is."""
+    with Ranks(num_devices) as ranks, Forwarded(ranks) as stop:
+        try:
+            told: Result | StoppedError | None = ranks.run(train_rank, job)[0]
+        except RankError as error:
+            if stop.has_ended(error):
+                stop.end()
+            if error.remedy is None:
+                raise
+            raise ShardwiseError(error.problem.partition("\n    Traceback")[0], remedy=error.remedy) from None
     return told
 
 
@@ -65,13 +92,12 @@ def train_rank(job: Job) -> Result | StoppedError | None:
         world = World()
         progress = Progress(speaks=world.is_first)
         if world.is_first:
-            job.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(job.folder)
         world.wait()
         setup = make_ready(job, world)
         with setup.engine:
             if world.is_first:
-                (job.folder / RECIPE).write_text(job.recipe.to_toml(), encoding="utf-8")
-                write_plan(job.folder, job.plan)
+                write_recipe_and_plan(job.folder, job.recipe, job.plan)
             begun = f" from step {setup.step}" if setup.step else ""
             progress.say(
                 f"{job.recipe.name}{begun}: {setup.num_parameters / 1e6:.2f} M parameters, "
@@ -85,34 +111,7 @@ def train_rank(job: Job) -> Result | StoppedError | None:
                 return error
             finally:
                 loop.close()
-        result = finish(job, outcome, world.size) if world.is_first else None
+        result = finish(job, outcome, world.size, progress) if world.is_first else None
         world.wait()
         world.close()
     return result
-
-
-class _Forwarded:
-    """Ctrl-C and SIGTERM go on to the ranks, which save and stop; a second one ends them at once."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> None:
-        self._before = {each: signal.signal(each, self._hear) for each in (signal.SIGINT, signal.SIGTERM)}
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, story: TracebackType | None
-    ) -> None:
-        self._restore()
-
-    def _hear(self, number: int, _: FrameType | None) -> None:
-        self._restore()
-        for process in self._ranks.process_ids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, number)
-
-    def _restore(self) -> None:
-        for each, before in self._before.items():
-            signal.signal(each, before)
-        self._before = {}

@@ -1,7 +1,7 @@
 """A rank made ready: data open, the engine made, and its numbers drawn, read from a folder, or from a checkpoint."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,6 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from shardwise.nets.settings import Settings
-from shardwise.nets.transformer import Transformer
 from shardwise.planner.plan import Plan
 from shardwise.runtime.parallel import parallelize
 from shardwise.runtime.trainer import Trainer
@@ -25,13 +23,12 @@ from shardwise.training.data.rows import Batch, Batches, Rows, training_and_held
 from shardwise.training.data.tokenizer import ByteTokenizer
 from shardwise.training.data.tokens import Tokens, open_tokens
 from shardwise.training.folder import CHECKPOINTS
-from shardwise.training.model import draw, flops_per_token, make_module, num_parameters, read_folder, settings_of
+from shardwise.training.model import num_parameters
 from shardwise.training.precision import LossScale
 from shardwise.training.recipe import OptimizerChoice, Recipe
+from shardwise.training.subject import Subject, subject_of
 from shardwise.training.world import World
 
-#: Data up to this size is compared with its checksums before it is trained on.
-_VERIFIED_BYTES = 1 << 28
 _RANDOM = "random"
 
 
@@ -47,11 +44,11 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What a loop goes round with. `step` is how many steps the checkpoint had done."""
+    """What a loop goes round with. `step` is how many steps the checkpoint had done, `model` what one says of it."""
 
     engine: Trainer
     held: Held
-    settings: Settings
+    model: Mapping[str, Any]
     tokens: Tokens
     batches: Batches
     held_out: Rows
@@ -75,17 +72,19 @@ def make_ready(job: Job, world: World) -> Setup:
         batch=recipe.batch,
     )
     batches = Batches(rows=rows, size=recipe.batch, seed=recipe.seed)
-    settings = settings_of(recipe, tokens.vocabulary)
-    module = make_module(settings, tp=job.plan.tp, device=world.device)
-    shapes, count, flops = shapes_of(module), num_parameters(module), flops_per_token(module, recipe.data.sequence)
-    scale = LossScale.of(recipe.precision)
+    subject = subject_of(recipe, tokens.vocabulary)
+    module = subject.make(tp=job.plan.tp, device=world.device)
+    shapes, count, flops = shapes_of(module), num_parameters(module), subject.flops_per_token(module)
+    scale = LossScale.of(recipe.precision, subject.loss)
     engine = _make_engine(job, module, on_device(_example(job.plan, batches), world), scale)
     held = Held(engine, shapes)
-    step = _fill(job, world, held, settings, scale)
+    step = _fill(job, world, held, subject, scale)
+    # Masks of dropout follow the step, so that a run which goes on has the same.
+    engine.num_steps = step
     return Setup(
         engine=engine,
         held=held,
-        settings=settings,
+        model=subject.description(),
         tokens=tokens,
         batches=batches,
         held_out=held_out,
@@ -99,16 +98,13 @@ def make_ready(job: Job, world: World) -> Setup:
 def open_data(job: Job, world: World) -> Tokens:
     """The token file of a run. That of the standard library is made once, in the run's folder."""
     choice = job.recipe.data
-    path = Path(choice.source)
-    if choice.source == STDLIB:
-        path = job.folder / f"{STDLIB}-{choice.limit_bytes}.tokens"
-        if world.is_first and not path.is_file():
-            make_tokens([STDLIB], path, ByteTokenizer(), limit_bytes=choice.limit_bytes)
-        world.wait()
-    tokens = open_tokens(path)
-    if tokens.tokens.nbytes <= _VERIFIED_BYTES:
-        tokens.verify()
-    return tokens
+    if choice.source != STDLIB:
+        return open_tokens(Path(choice.source))
+    path = job.folder / f"{STDLIB}-{choice.limit_bytes}.tokens"
+    if world.is_first and not path.is_file():
+        make_tokens([STDLIB], path, ByteTokenizer(), limit_bytes=choice.limit_bytes)
+    world.wait()
+    return open_tokens(path)
 
 
 def _example(plan: Plan, batches: Batches) -> Batch:
@@ -121,7 +117,7 @@ def on_device(batch: Batch, world: World) -> Batch:
     return {name: each.to(world.device, non_blocking=True) for name, each in batch.items()}
 
 
-def _make_engine(job: Job, module: Transformer, example: Batch, scale: LossScale) -> Trainer:
+def _make_engine(job: Job, module: nn.Module, example: Batch, scale: LossScale) -> Trainer:
     choice = job.recipe.optimizer
 
     def optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -145,7 +141,7 @@ def _make_optimizer(choice: OptimizerChoice, parameters: Iterable[nn.Parameter])
     return AdamW(parameters, lr=choice.rate, betas=(choice.beta1, choice.beta2), weight_decay=choice.decay)
 
 
-def _fill(job: Job, world: World, held: Held, settings: Settings, scale: LossScale) -> int:
+def _fill(job: Job, world: World, held: Held, subject: Subject, scale: LossScale) -> int:
     """Numbers for the engine; returns how many steps they have had."""
     # The first rank alone looks, so that all go on from the same one.
     last = world.first(find_last(job.folder / CHECKPOINTS))
@@ -153,12 +149,9 @@ def _fill(job: Job, world: World, held: Held, settings: Settings, scale: LossSca
         with Reader(last) as reader:
             load(reader, held)
             load_random(reader, world)
-            scale.factor = reader.index.extra.get("loss_scale", scale.factor)
+            scale.take(reader.index.extra)
             return reader.index.step
-    if job.recipe.model.folder is not None:
-        read_folder(held, job.recipe.model.folder)
-    else:
-        draw(held, settings, job.recipe.seed)
+    subject.fill(held)
     torch.manual_seed(job.recipe.seed * 1000 + world.rank)
     return 0
 

@@ -1,9 +1,14 @@
 """Ctrl-C and SIGTERM, heard and remembered: a run stops between two steps, when it has saved."""
 
+import contextlib
+import os
 import signal
 import threading
 from types import FrameType, TracebackType
 from typing import Any
+
+from shardwise.runtime.faults import RankError
+from shardwise.runtime.spawn import Ranks
 
 _HEARD = (signal.SIGINT, signal.SIGTERM)
 
@@ -34,6 +39,40 @@ class StopSignals:
         for each, before in self._before.items():
             signal.signal(each, before)
         self._before = {}
+
+
+class Forwarded(StopSignals):
+    """Signals go on to the ranks, which save and stop; a second one ends them at once.
+
+    So does the first, where the ranks do not listen yet: nothing has been trained that could be lost.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__()
+        self._ranks = ranks
+
+    def __enter__(self) -> "Forwarded":
+        super().__enter__()
+        return self
+
+    def has_ended(self, error: RankError) -> bool:
+        """Whether a rank has failed because it did not listen yet."""
+        return bool(self.number) and any(
+            word in error.problem for word in (f"was killed by {name_of(self.number)}", KeyboardInterrupt.__name__)
+        )
+
+    def end(self) -> None:
+        """Do what the signal does by itself."""
+        self._restore()
+        signal.raise_signal(self.number)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        super()._hear(number, frame)
+        if not self._ranks.process_ids:
+            self.end()
+        for process in self._ranks.process_ids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, number)
 
 
 def name_of(number: int) -> str:

@@ -3,7 +3,8 @@
     checkpoints/
         step-00000100/
             index.json               which tensors there are, whole shapes, and in which file each box lies
-            rank-00000.safetensors   boxes: one that is a whole tensor has its own name, others `name@start,start`
+            rank-00000.safetensors   boxes, each under the name of its tensor
+            rank-00000-2.safetensors second boxes of tensors of which the rank had several
             rank-00001.safetensors
         step-00000200.saving/        not complete yet; whoever finds one after a kill may delete it
 
@@ -58,11 +59,6 @@ class Index:
     step: int
     entries: Mapping[str, Entry]
     extra: Mapping[str, Any] = field(default_factory=dict)
-
-
-def key_of(entry: str, box: Box, shape: tuple[int, ...]) -> str:
-    """What a box is called in its file."""
-    return entry if box.size == shape else f"{entry}@{','.join(map(str, box.start))}"
 
 
 def checksum_of(numbers: Tensor) -> int:
@@ -138,6 +134,11 @@ def read_entries(content: Mapping[str, Any]) -> dict[str, Entry]:
     }
 
 
+def without(folder: Path) -> str:
+    """What to type against a checkpoint that cannot be read."""
+    return f"rm -r {folder}: the run goes on from the one before it"
+
+
 def read_index(folder: Path) -> Index:
     """The index of a checkpoint."""
     path = folder / INDEX
@@ -149,10 +150,14 @@ def read_index(folder: Path) -> Index:
             remedy="a folder like runs/NAME/checkpoints/step-00000100",
         ) from None
     except ValueError as error:
-        raise ShardwiseError(f"{path} is damaged: {error}", remedy="an older checkpoint") from None
-    if content.get("format") != FORMAT:
+        raise ShardwiseError(f"{path} is damaged: {error}", remedy=without(folder)) from None
+    said = content.get("format") if isinstance(content, dict) else None
+    if said != FORMAT:
         raise ShardwiseError(
-            f"{folder} has the format {content.get('format')!r}, and this Shardwise reads {FORMAT!r}",
+            f"{folder} has the format {said!r}, and this Shardwise reads {FORMAT!r}",
             remedy="the version of Shardwise that wrote it",
         )
-    return Index(step=content["step"], entries=read_entries(content["entries"]), extra=content["extra"])
+    try:
+        return Index(step=content["step"], entries=read_entries(content["entries"]), extra=content["extra"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ShardwiseError(f"{path} is damaged: {type(error).__name__} at {error}", remedy=without(folder)) from None

@@ -61,10 +61,11 @@ class Held:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        engine = self._engine
-        if isinstance(engine, MeshEngine):
-            return list(engine.data.optimizers)
-        return [] if engine.optimizer is None else [engine.optimizer]
+        return list(self._engine.optimizers)
+
+    def home_of(self, weight: nn.Parameter) -> torch.device:
+        """Where the state of a weight lives."""
+        return self._engine.home_of(weight)
 
     def weights(self) -> Iterator[Part]:
         """Parameters and saved buffers."""
@@ -89,11 +90,12 @@ class Held:
                 local = tuple(each.weight.shape if each.is_joined else engine.data.shape_of(each.name))
                 places = self._places(each.name, joined=each.is_joined)
                 yield Updated(each.name, self.shapes[each.name], local, each.start, places, each.weight, each.optimizer)
-        elif engine.optimizer is not None:
-            for name, weight in engine.parameters.items():
-                if weight.requires_grad:
-                    shape = tuple(weight.shape)
-                    yield Updated(name, shape, shape, 0, all_places(shape), weight, engine.optimizer)
+            return
+        names = {each: name for name, each in engine.parameters.items()}
+        for optimizer in engine.optimizers:
+            for weight in [each for group in optimizer.param_groups for each in group["params"]]:
+                shape = tuple(weight.shape)
+                yield Updated(names[weight], shape, shape, 0, all_places(shape), weight, optimizer)
 
     def optimizer_states(self) -> Iterator[Part]:
         """What the optimizers remember. What has no number for each of a weight's is whole wherever the weight is."""
@@ -135,7 +137,7 @@ class Held:
             shards = tensor.of(name)
             if shards.dim is not None:
                 places[shards.dim] = places_of_runs(shards.runs[tensor.group.rank])
-        if experts is not None and name in experts.parameters:
+        if experts is not None and not joined and name in experts.parameters:
             mine = experts.layers[experts.parameters[name]].placement.ranks[experts.group.rank]
             places[0] = places[0][np.array(mine, dtype=np.int64)]
         return places

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.optim import Optimizer
 
 from shardwise.errors import ShardwiseError
+from shardwise.runtime.optimizers.state import taken
 from shardwise.training.checkpoint.boxes import Box, whole_box
-from shardwise.training.checkpoint.index import Entry, Stored, checksum_of, read_index
+from shardwise.training.checkpoint.index import Entry, Stored, checksum_of, read_index, without
 from shardwise.training.checkpoint.parts import OPTIMIZER, Held, Part
 
 _MOST_NAMES = 3
@@ -69,7 +69,7 @@ class Reader:
         if missing > 0:
             raise ShardwiseError(
                 f"{missing} numbers of {part.entry} are in no file of the checkpoint {self.folder}",
-                remedy="an older checkpoint",
+                remedy=without(self.folder),
             )
         self.bytes_kept += part.numbers.numel() * part.numbers.element_size()
 
@@ -101,13 +101,14 @@ class Reader:
             )
         except (SafetensorError, OSError) as error:
             raise ShardwiseError(
-                f"{stored.key} cannot be read from {self.folder / stored.file}: {error}", remedy="an older checkpoint"
+                f"{stored.key} cannot be read from {self.folder / stored.file}: {error}",
+                remedy=without(self.folder),
             ) from None
         self.bytes_read += numbers.numel() * numbers.element_size()
         if box == stored.box and checksum_of(numbers) != stored.checksum:
             raise ShardwiseError(
                 f"{stored.key} in {self.folder / stored.file} is damaged: its checksum is not the one that was written",
-                remedy="an older checkpoint",
+                remedy=without(self.folder),
             )
         return numbers
 
@@ -135,27 +136,20 @@ def load_optimizers(reader: Reader, held: Held) -> None:
         if entry.startswith(OPTIMIZER):
             _, key, name = entry.split("/", 2)
             keys.setdefault(name, []).append(key)
-    states: dict[Tensor, dict[str, Tensor]] = {}
     for each in held.updated():
         state: dict[str, Tensor] = {}
+        home = held.home_of(each.weight)
         for key in keys.get(each.name, ()):
             entry = f"{OPTIMIZER}{key}/{each.name}"
             if reader.index.entries[entry].shape == each.shape and each.shape:
-                state[key] = torch.zeros_like(each.weight.detach())
+                state[key] = torch.zeros_like(each.weight.detach(), device=home)
                 for part in each.parts(key, state[key]):
                     reader.fill(part)
             else:
                 state[key] = reader.whole(entry).clone()
-        states[each.weight] = state
-    for optimizer in held.optimizers:
-        _give(optimizer, states)
-
-
-def _give(optimizer: Optimizer, states: Mapping[Tensor, dict[str, Tensor]]) -> None:
-    """By the optimizer's own way, which knows where its counters have to be."""
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    numbered = {number: states[weight] for number, weight in enumerate(weights) if states.get(weight)}
-    optimizer.load_state_dict({"state": numbered, "param_groups": optimizer.state_dict()["param_groups"]})
+        each.optimizer.state.pop(each.weight, None)
+        if state:
+            each.optimizer.state[each.weight] = taken(state, each.weight, each.optimizer, home)
 
 
 def _some(names: Iterable[str]) -> str:

@@ -32,7 +32,6 @@ from shardwise.training.checkpoint.index import (
     Stored,
     checksum_of,
     folder_of,
-    key_of,
     prune,
     read_entries,
     told,
@@ -142,7 +141,7 @@ class Writer:
         folder = final.with_name(final.name + SAVING)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            entries = write_parts(folder / f"rank-{self._rank:05}.safetensors", self._snapshot.parts)
+            entries = write_files(folder, f"rank-{self._rank:05}", self._snapshot.parts)
             write_json(folder / f"rank-{self._rank:05}.json", told(entries))
         except OSError as error:
             problem = f"the checkpoint of step {step} cannot be written to {self._root}: {error.strerror or error}"
@@ -182,23 +181,42 @@ class Writer:
         return None
 
 
+def write_files(folder: Path, name: str, parts: Sequence[Part]) -> dict[str, Entry]:
+    """Write parts to `name.safetensors`; further boxes of an entry that is in it already go to `name-2.safetensors`,
+    and so on. So a tensor has its own name in every file, and `torch.distributed.checkpoint` finds its boxes too."""
+    files: list[list[Part]] = []
+    seen: dict[str, int] = {}
+    for part in parts:
+        number = seen[part.entry] = seen.get(part.entry, -1) + 1
+        files += [[]] if number == len(files) else []
+        files[number].append(part)
+    entries: dict[str, Entry] = {}
+    for number, some in enumerate(files or [[]], start=1):
+        path = folder / (f"{name}.safetensors" if number == 1 else f"{name}-{number}.safetensors")
+        _merge(entries, write_parts(path, some))
+    return entries
+
+
 def write_parts(path: Path, parts: Sequence[Part]) -> dict[str, Entry]:
     """Write a safetensors file, tensor by tensor. What comes back says what is in it."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    # `HuggingFaceStorageReader` of torch.distributed.checkpoint looks here for where a box begins in its tensor.
+    offsets = {part.entry: {"saved_offsets": part.box.start} for part in parts}
+    metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+    header: dict[str, Any] = {"__metadata__": metadata}
     entries: dict[str, Entry] = {}
     at = 0
     for part in parts:
+        assert part.entry not in entries, f"two boxes of {part.entry} in one file"
         num_bytes = part.numbers.numel() * part.numbers.element_size()
-        key = key_of(part.entry, part.box, part.shape)
-        header[key] = {
+        header[part.entry] = {
             "dtype": _TYPES[part.numbers.dtype],
             "shape": list(part.box.size),
             "data_offsets": [at, at + num_bytes],
         }
         at += num_bytes
-        stored = Stored(file=path.name, key=key, box=part.box, checksum=checksum_of(part.numbers))
+        stored = Stored(file=path.name, key=part.entry, box=part.box, checksum=checksum_of(part.numbers))
         dtype = str(part.numbers.dtype).removeprefix("torch.")
-        _merge(entries, {part.entry: Entry(shape=part.shape, dtype=dtype, boxes=(stored,))})
+        entries[part.entry] = Entry(shape=part.shape, dtype=dtype, boxes=(stored,))
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
@@ -226,7 +244,8 @@ def _give_up(folder: Path, rank: int, problem: str) -> None:
     """Make room, and tell the first rank. On a full disk a file without content may still be made."""
     failed = folder / f"rank-{rank:05}.failed"
     with contextlib.suppress(OSError):
-        (folder / f"rank-{rank:05}.safetensors").unlink(missing_ok=True)
+        for path in folder.glob(f"rank-{rank:05}*.safetensors"):
+            path.unlink(missing_ok=True)
         failed.touch()
         failed.write_text(problem, encoding="utf-8")
     if rank == 0:

@@ -63,11 +63,14 @@ def _of_file(path: Path, field: str) -> Iterator[bytes]:
 
 def _of_lines(path: Path, field: str) -> Iterator[bytes]:
     offset = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield _text_of(line, field, f"line {number} of {path}, at byte {offset},")
-            offset += len(line)
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield _text_of(line, field, f"line {number} of {path}, at byte {offset},")
+                offset += len(line)
+    except OSError as error:
+        raise ShardwiseError(f"{path} cannot be read: {error.strerror}", remedy="a file of JSON lines") from None
     if not offset:
         raise ShardwiseError(f"{path} is empty, at byte 0", remedy=f'lines like {{"{field}": "..."}}')
 
@@ -76,17 +79,22 @@ def _text_of(line: bytes, field: str, where: str) -> bytes:
     remedy = f'a line like {{"{field}": "..."}}'
     try:
         row: Any = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ShardwiseError(f"{where} is no JSON: {error}", remedy=remedy) from None
     if not isinstance(row, dict) or not isinstance(row.get(field), str):
         has = f"the keys {', '.join(map(str, row))}" if isinstance(row, dict) else f"a {type(row).__name__}"
         raise ShardwiseError(f"{where} has no text under {field!r}: it has {has}", remedy=f"{remedy}, or --field NAME")
-    return str(row[field]).encode()
+    try:
+        return str(row[field]).encode()
+    except UnicodeEncodeError as error:
+        raise ShardwiseError(
+            f"{where} has half a character under {field!r}, its {error.start}th: {error.reason}", remedy=remedy
+        ) from None
 
 
 def _of_parquet(path: Path, field: str) -> Iterator[bytes]:
     try:
-        from pyarrow import ArrowInvalid, parquet
+        from pyarrow import ArrowException, parquet, types
     except ImportError:
         raise ShardwiseError(
             f"{path} is Parquet, which is read with pyarrow, and that is not installed",
@@ -94,13 +102,20 @@ def _of_parquet(path: Path, field: str) -> Iterator[bytes]:
         ) from None
     try:
         file = parquet.ParquetFile(path)
-    except (ArrowInvalid, OSError) as error:
+    except (ArrowException, OSError) as error:
         raise ShardwiseError(f"{path} is no Parquet file: {error}", remedy="a whole file") from None
-    if field not in file.schema_arrow.names:
-        raise ShardwiseError(
-            f"{path} has no column {field!r}; it has {', '.join(file.schema_arrow.names)}", remedy="--field NAME"
-        )
-    for batch in file.iter_batches(batch_size=_TEXT_ROWS, columns=[field]):
-        for text in batch.column(0).to_pylist():
-            if text:
-                yield str(text).encode()
+    schema = file.schema_arrow
+    if field not in schema.names:
+        raise ShardwiseError(f"{path} has no column {field!r}; it has {', '.join(schema.names)}", remedy="--field NAME")
+    kind = schema.field(field).type
+    if not any(is_text(kind) for is_text in (types.is_string, types.is_large_string, types.is_dictionary)):
+        raise ShardwiseError(f"the column {field!r} of {path} has {kind}, and not text", remedy="--field NAME")
+    num_read = 0
+    try:
+        for batch in file.iter_batches(batch_size=_TEXT_ROWS, columns=[field]):
+            for text in batch.column(0).to_pylist():
+                if text:
+                    yield str(text).encode()
+            num_read += batch.num_rows
+    except (ArrowException, OSError) as error:
+        raise ShardwiseError(f"{path} is damaged in rows {num_read} and on: {error}", remedy="a whole file") from None

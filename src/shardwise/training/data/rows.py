@@ -39,7 +39,12 @@ class Rows:
         starts = (rows + self.first_row) * self.sequence
         places = starts[:, None] + np.arange(self.sequence)
         ids = tokens[places].astype(np.int64)
-        following = tokens[np.minimum(places + 1, len(tokens) - 1)].astype(np.int64)
+        next_places = np.minimum(places + 1, len(tokens) - 1)
+        following = tokens[next_places].astype(np.int64)
+        for found, where in ((ids, places), (following, next_places)):
+            # A large file is not read whole before it is trained on: what is damaged shows here.
+            if found.max() >= self.source.vocabulary:
+                raise self.source.beyond(int(where[np.unravel_index(found.argmax(), found.shape)]))
         documents = np.searchsorted(ends, places, side="right")
         is_last = ends[np.minimum(documents, len(ends) - 1)] == places + 1
         labels = np.where(is_last, IGNORED, following)

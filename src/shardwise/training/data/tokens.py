@@ -25,6 +25,7 @@ BLOCK_BYTES = 1 << 20
 # The header is written last, when the sizes are known, into room that was left for it.
 _HEADER_BYTES = 4096
 _TYPES: dict[str, type[np.unsignedinteger[Any]]] = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32}
+_WORDS = {np.dtype(kind).str: word for word, kind in _TYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,15 @@ class Tokens:
         return len(self.ends)
 
     def verify(self) -> None:
-        """Read all, and compare with the checksums and the vocabulary."""
+        """Read all, and compare with the checksums, the digest and the vocabulary."""
+        again = "shardwise data INPUT --save FILE makes it again"
+        if _digest_of(self.tokens.dtype.str, self.ends, self.checksums) != self.digest:
+            at = self.offset + self.tokens.nbytes
+            raise ShardwiseError(
+                f"{self.path} is damaged after byte {at}, where it says where documents end: that is not as it was"
+                " written",
+                remedy=again,
+            )
         size = BLOCK_BYTES // self.tokens.itemsize
         for block, checksum in enumerate(self.checksums):
             part = self.tokens[block * size : (block + 1) * size]
@@ -59,15 +68,19 @@ class Tokens:
                 raise ShardwiseError(
                     f"{self.path} is damaged between the bytes {at} and {at + part.nbytes}: they are not as they were"
                     " written",
-                    remedy="shardwise data INPUT --save FILE makes it again",
+                    remedy=again,
                 )
             beyond = np.flatnonzero(part >= self.vocabulary)
             if len(beyond):
-                raise ShardwiseError(
-                    f"{self.path} has the token {part[beyond[0]]} at byte {at + int(beyond[0]) * part.itemsize}, and"
-                    f" its vocabulary has {self.vocabulary}",
-                    remedy="the tokenizer that the file was made with",
-                )
+                raise self.beyond(block * size + int(beyond[0]))
+
+    def beyond(self, place: int) -> ShardwiseError:
+        """The error for a token that the vocabulary does not have."""
+        return ShardwiseError(
+            f"{self.path} has the token {self.tokens[place]} at byte {self.offset + place * self.tokens.itemsize}, and"
+            f" its vocabulary has {self.vocabulary}",
+            remedy="shardwise data INPUT --save FILE makes it again, with the tokenizer that it is for",
+        )
 
 
 class TokenWriter:
@@ -135,16 +148,14 @@ class TokenWriter:
         padding = -num_bytes % 8
         ends, checksums = np.array(self._ends, "<i8"), np.array(self._checksums, "<u4")
         file.write(b"\0" * padding + ends.tobytes() + checksums.tobytes())
-        digest = blake2b(digest_size=16)
-        for each in (self._word.encode(), ends.tobytes(), checksums.tobytes()):
-            digest.update(each)
+        digest = _digest_of(np.dtype(_TYPES[self._word]).str, ends, checksums)
         first = num_bytes + padding
         header = {
             "__metadata__": {
                 "format": FORMAT,
                 "vocabulary": str(self._vocabulary),
                 "tokenizer": self._tokenizer,
-                "digest": digest.hexdigest(),
+                "digest": digest,
             },
             "tokens": {"dtype": self._word, "shape": [self._num_tokens], "data_offsets": [0, num_bytes]},
             # Not a tensor of anybody's: safetensors wants every byte to be somebody's.
@@ -164,39 +175,55 @@ class TokenWriter:
         os.fsync(file.fileno())
 
 
+def _digest_of(kind: str, ends: NDArray[np.int64], checksums: NDArray[np.uint32]) -> str:
+    """Of all that is in a file: the checksums stand for the tokens."""
+    digest = blake2b(digest_size=16)
+    for each in (_WORDS[kind].encode(), ends.tobytes(), checksums.tobytes()):
+        digest.update(each)
+    return digest.hexdigest()
+
+
 def open_tokens(path: Path) -> Tokens:
     """Map a token file. What is wrong with its header or its length is said here; `verify` reads the rest."""
     header, size = _read_header(path)
-    metadata = header["__metadata__"]
-    needed = _HEADER_BYTES + max(each["data_offsets"][1] for name, each in header.items() if name != "__metadata__")
+    try:
+        metadata = header["__metadata__"]
+        vocabulary, word = int(metadata["vocabulary"]), header["tokens"]["dtype"]
+        spans = {name: tuple(map(int, header[name]["data_offsets"])) for name in ("tokens", "ends", "checksums")}
+        kinds = {"tokens": np.dtype(_TYPES[word]), "ends": np.dtype("<i8"), "checksums": np.dtype("<u4")}
+        needed = _HEADER_BYTES + max(stop for _, stop in spans.values())
+        tokenizer, digest = str(metadata["tokenizer"]), str(metadata["digest"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ShardwiseError(
+            f"{path} is damaged in its header, which are its first {_HEADER_BYTES} bytes: {error}",
+            remedy="shardwise data INPUT --save FILE makes it again",
+        ) from None
     if size != needed:
         raise ShardwiseError(
             f"{path} has {size} bytes, and by its header it would have {needed}: it was cut short or added to at byte"
             f" {min(size, needed)}",
             remedy="shardwise data INPUT --save FILE makes it again",
         )
-    word, (first, last) = header["tokens"]["dtype"], header["tokens"]["data_offsets"]
 
-    def part(name: str, kind: str) -> NDArray[Any]:
-        start, stop = header[name]["data_offsets"]
-        dtype = np.dtype(kind)
+    def part(name: str) -> NDArray[Any]:
+        (start, stop), dtype = spans[name], kinds[name]
         if stop == start:
             return np.empty(0, dtype)
         return np.memmap(path, dtype, "r", _HEADER_BYTES + start, ((stop - start) // dtype.itemsize,))
 
-    if first == last:
+    if spans["tokens"][0] == spans["tokens"][1]:
         raise ShardwiseError(
             f"{path} has no token in it", remedy="shardwise data INPUT --save FILE, of a file with text"
         )
     return Tokens(
         path=path,
-        tokens=part("tokens", np.dtype(_TYPES[word]).str),
-        ends=part("ends", "<i8"),
-        checksums=part("checksums", "<u4"),
-        vocabulary=int(metadata["vocabulary"]),
-        tokenizer=metadata["tokenizer"],
-        digest=metadata["digest"],
-        offset=_HEADER_BYTES + first,
+        tokens=part("tokens"),
+        ends=part("ends"),
+        checksums=part("checksums"),
+        vocabulary=vocabulary,
+        tokenizer=tokenizer,
+        digest=digest,
+        offset=_HEADER_BYTES + spans["tokens"][0],
     )
 
 
@@ -214,7 +241,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
         (length,) = struct.unpack("<Q", start[:8])
         header = json.loads(start[8 : 8 + length]) if length == _HEADER_BYTES - 8 else {}
         found = header.get("__metadata__", {}).get("format")
-    except (struct.error, ValueError):
+    except (struct.error, ValueError, AttributeError):
         found = None
     if found != FORMAT:
         raise ShardwiseError(f"{path} is no token file: its header, from byte 0 on, does not say so", remedy=remedy)

@@ -1,0 +1,169 @@
+"""What a recipe trains: a transformer of ours, one of a Hugging Face folder, or a module of the user's own.
+
+    shardwise train --set model.source=my_package.my_module:factory
+
+where `factory()` returns a module, or a module and its `loss(output, batch)`. Batches have `input_ids` and `labels`,
+each [rows, sequence], and with data.masks `documents`; the module's `forward` takes what it names of them.
+"""
+
+import inspect
+import sys
+from abc import ABC, abstractmethod
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import ShardwiseError, unknown
+from shardwise.nets.loss import next_token_loss
+from shardwise.nets.transformer import Transformer
+from shardwise.runtime.interpreter import Loss
+from shardwise.runtime.stage import Batch
+from shardwise.training.checkpoint.parts import Held
+from shardwise.training.model import (
+    described,
+    draw,
+    flops_per_token,
+    make_module,
+    num_parameters,
+    read_folder,
+    settings_of,
+)
+from shardwise.training.recipe import Recipe
+
+_EXAMPLE = "--set model.source=my_package.my_module:factory"
+_DOCUMENTS = "documents"
+#: What batches have.
+_ENTRIES = ("input_ids", "labels", _DOCUMENTS)
+
+
+class Subject(ABC):
+    """How the module of a run is made, where its first values come from, and what a checkpoint says of it."""
+
+    loss: Loss
+
+    @abstractmethod
+    def make(self, *, tp: int, device: torch.device) -> nn.Module:
+        """The module, with or without numbers."""
+
+    @abstractmethod
+    def fill(self, held: Held) -> None:
+        """First values for what a rank holds."""
+
+    @abstractmethod
+    def flops_per_token(self, module: nn.Module) -> float:
+        """Of a forward and its backward."""
+
+    @abstractmethod
+    def description(self) -> dict[str, Any]:
+        """What makes the model again, in JSON's types."""
+
+    @abstractmethod
+    def for_planner(self) -> dict[str, Any]:
+        """The model as `planner.plan` takes it."""
+
+
+def subject_of(recipe: Recipe, vocabulary: int) -> Subject:
+    """What a recipe trains, on tokens of a vocabulary."""
+    return Own(recipe) if recipe.model.source is not None else Ours(recipe, vocabulary)
+
+
+class Ours(Subject):
+    """A transformer of ours: by its sizes, or with the weights of a folder."""
+
+    def __init__(self, recipe: Recipe, vocabulary: int) -> None:
+        self._recipe, self.settings, self.loss = recipe, settings_of(recipe, vocabulary), next_token_loss
+
+    def make(self, *, tp: int, device: torch.device) -> nn.Module:
+        return make_module(self.settings, tp=tp, device=device)
+
+    def fill(self, held: Held) -> None:
+        folder = self._recipe.model.folder
+        if folder is None:
+            draw(held, self.settings, self._recipe.seed)
+        else:
+            read_folder(held, folder)
+
+    def flops_per_token(self, module: nn.Module) -> float:
+        assert isinstance(module, Transformer), "a transformer of ours"
+        return flops_per_token(module, self._recipe.data.sequence)
+
+    def description(self) -> dict[str, Any]:
+        folder = self._recipe.model.folder
+        begun = {} if folder is None else {"folder": str(Path(folder).resolve())}
+        return {**described(self.settings, folder), **begun}
+
+    def for_planner(self) -> dict[str, Any]:
+        return {"model": self.description()["config"], "sequence": self._recipe.data.sequence}
+
+
+class Own(Subject):
+    """A module of the user's, whole on every rank until it is cut: its first values are those that it has."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        assert recipe.model.source is not None, "an own module has a source"
+        self._recipe, self._source = recipe, recipe.model.source
+        self._factory = _find_factory(self._source)
+        self.loss = self._made()[1]
+
+    def make(self, *, tp: int, device: torch.device) -> nn.Module:  # noqa: ARG002 - it is whole, however it is cut
+        return self._made()[0].to(device)
+
+    def fill(self, held: Held) -> None:
+        held.take_over()
+
+    def flops_per_token(self, module: nn.Module) -> float:
+        return 6.0 * num_parameters(module)
+
+    def description(self) -> dict[str, Any]:
+        return {"source": self._source}
+
+    def for_planner(self) -> dict[str, Any]:
+        module, choice = self._made()[0], self._recipe.data
+        zeros = torch.zeros(self._recipe.batch, choice.sequence, dtype=torch.int64)
+        takes = inspect.signature(module.forward).parameters
+        return {"model": module, "example": {name: zeros for name in _ENTRIES if name in takes}}
+
+    def _made(self) -> tuple[nn.Module, Loss]:
+        torch.manual_seed(self._recipe.seed)
+        made = self._factory()
+        module, loss = made if isinstance(made, tuple) and len(made) == 2 else (made, _next_token_loss)
+        if not isinstance(module, nn.Module) or not callable(loss):
+            raise ShardwiseError(
+                f"{self._source} returns a {type(made).__name__}, and not a module, or a module and a loss",
+                remedy="return module, or: return module, loss",
+            )
+        takes = inspect.signature(module.forward).parameters
+        if self._recipe.data.masks and _DOCUMENTS not in takes:
+            raise ShardwiseError(
+                f"data.masks=true, and the module of {self._source} takes no {_DOCUMENTS}, but {', '.join(takes)}",
+                remedy="--set data.masks=false",
+            )
+        return module, loss
+
+
+def _next_token_loss(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """That of language models, for modules that return logits, bare or among other things."""
+    return next_token_loss(getattr(output, "logits", output), batch)
+
+
+def _find_factory(where: str) -> Any:
+    """The function of this name. A module beside which the command is called is found, as `python -m` finds it."""
+    name, colon, attribute = where.partition(":")
+    if not colon or not name or not attribute:
+        raise ShardwiseError(f"model.source={where} is no package.module:factory", remedy=_EXAMPLE)
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        home = import_module(name)
+    except ImportError as error:
+        raise ShardwiseError(f"model.source={where} cannot be imported: {error}", remedy=_EXAMPLE) from None
+    factory = getattr(home, attribute, None)
+    if not callable(factory):
+        functions = [key for key, each in vars(home).items() if callable(each) and not key.startswith("_")]
+        told = unknown(f"function of {name}", attribute, functions)
+        raise ShardwiseError(told.problem, remedy=told.remedy and f"--set model.source={name}:{told.remedy}")
+    return factory

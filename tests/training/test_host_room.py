@@ -1,0 +1,50 @@
+"""Runs with state on the host: the same losses, checkpoints that go from plan to plan, a refusal before the start."""
+
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli import main
+from shardwise.errors import ShardwiseError
+from shardwise.runtime.spawn import Ranks
+from shardwise.training import host_room
+from shardwise.training.choose import vocabulary_of
+from shardwise.training.host_room import check_host
+from shardwise.training.model import make_module, num_parameters, settings_of
+from shardwise.training.run import train_rank
+from shardwise.units import format_bytes
+from tests.training.programs import losses_of, make_job
+
+HOST = "offload.optimizer=1,offload.activations=1"
+
+
+def test_a_run_goes_on_from_a_checkpoint_with_state_on_the_host_and_back(two: Ranks, tmp_path: Path) -> None:
+    plan = "dp=2,zero=1,microbatches=2"
+    two.run(train_rank, make_job(tmp_path / "plain", plan, steps=6))
+    moved = tmp_path / "moved"
+    for steps, host in ((2, f",{HOST}"), (3, ""), (5, ",offload.optimizer=0.5"), (6, f",{HOST}")):
+        two.run(train_rank, make_job(moved, f"{plan}{host}", steps=steps))
+    assert losses_of(moved) == losses_of(tmp_path / "plain")
+
+
+def test_the_command_trains_with_a_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    words = ["train", "tiny", "--devices", "1", "--plan", f"microbatches=2,{HOST}", "--folder", str(folder)]
+    assert main([*words, "--set", "steps=2", "--json"]) == 0
+    assert f"microbatches=2,{HOST}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("optimizer", "bytes_of_a_number"), [("adamw", 8), ("sgd", 4)])
+def test_a_host_without_room_is_refused_before_a_rank_is_started(
+    optimizer: str, bytes_of_a_number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(tmp_path, "dp=2,offload.optimizer=1", optimizer__name=optimizer)
+    module = make_module(settings_of(job.recipe, vocabulary_of(job.recipe)))
+    needed = 2 * bytes_of_a_number * num_parameters(module)
+    for available in (needed, needed - 10):
+        monkeypatch.setattr(host_room, "available_bytes", lambda available=available: available)
+        if available == needed:
+            check_host(job)
+    said = f"offload.optimizer=1 of 2 ranks of this machine needs {format_bytes(needed)} of pinned memory on its host"
+    with pytest.raises(ShardwiseError, match=f"^{said}"):
+        check_host(job)

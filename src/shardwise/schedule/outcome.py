@@ -1,7 +1,6 @@
 """A schedule made, proven, played and measured for one question."""
 
 from dataclasses import dataclass
-from math import inf
 
 from shardwise.errors import ShardwiseError
 from shardwise.schedule.catalogue import CATALOGUE, make_schedule
@@ -55,27 +54,9 @@ def make(name: str, question: Question) -> Schedule:
     _check_size(question)
     if name != "auto":
         return make_schedule(name, question.num_ranks, question.num_microbatches, question.num_chunks)
-    from shardwise.schedule.auto.search import Setting, auto  # Takes its time to import, and is not always wanted.
+    from shardwise.schedule.auto.search import auto  # Takes its time to import, and is not always wanted.
 
-    max_chunks = min(question.num_chunks or 2, 2)
-    if len(question.times) not in (question.num_ranks, max_chunks * question.num_ranks):
-        raise ShardwiseError(
-            f"times are given for {counted(len(question.times), 'stage')}, but auto cuts a model into at most "
-            f"{max_chunks * question.num_ranks}",
-            remedy=f"a line of times for each rank, {question.num_ranks} in all",
-        )
-    holds_all = float(question.num_microbatches)
-    return auto(
-        Setting(
-            num_ranks=question.num_ranks,
-            num_microbatches=question.num_microbatches,
-            times=question.times,
-            hops=question.hops,
-            memory=tuple(holds_all if limit == inf else limit for limit in question.memory),
-            kept_for_weights=question.kept_for_weights,
-            max_chunks=max_chunks,
-        )
-    )
+    return auto(question)
 
 
 def _check_size(question: Question) -> None:

@@ -27,6 +27,7 @@ class Question:
     """One setting, for which schedules are made, priced and compared.
 
     `times` has an entry for each rank or for each stage; `memory[rank]` is in microbatch-stages, inf for no limit.
+    `num_chunks` is for schedules that leave it open; `auto` makes no more, and no more than two.
     """
 
     num_ranks: int

@@ -46,7 +46,7 @@ class Replay:
         """None where a trace does not say what a schedule is made of, or is too large to be played while one waits."""
         ranks = _slowest_pipeline(trace)
         orders = [[_read(event) for event in trace.compute[rank]] for rank in ranks]
-        if not all(orders) or any(each is None for order in orders for each in order):
+        if not orders or not all(orders) or any(each is None for order in orders for each in order):
             return None
         if sum(map(len, orders)) > _MOST_COMPUTATIONS:
             return None

@@ -6,18 +6,18 @@ has been sent *and* its receive has been posted, as with real network buffers.
 """
 
 from collections import defaultdict, deque
-from functools import partial
 from heapq import heappop, heappush
-from itertools import chain
 
 from shardwise.errors import ShardwiseError
 from shardwise.schedule.garbage import collection_paused
-from shardwise.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind, text_of
+from shardwise.schedule.instruction import COMPUTE, RECEIVES, SENDS, Kind
 from shardwise.schedule.needs import Needs
+from shardwise.schedule.pace import Paces
 from shardwise.schedule.passes.communication import insert_communication
+from shardwise.schedule.played import trace_of
 from shardwise.schedule.prices import Prices
 from shardwise.schedule.schedule import Schedule
-from shardwise.trace.events import Event, Lane, Trace
+from shardwise.trace.events import Lane, Trace
 
 
 @collection_paused()
@@ -70,19 +70,6 @@ class _Queue:
         self.last_end = 0.0
 
 
-class _Running:
-    """The computation in progress on a rank, kept only where transfers slow it down."""
-
-    __slots__ = ("ends_at", "node", "num_transfers", "remaining", "since")
-
-    def __init__(self) -> None:
-        self.node: int | None = None
-        self.remaining = 0.0
-        self.since = 0.0
-        self.ends_at = 0.0
-        self.num_transfers = 0
-
-
 class _Player:
     """One run. Everything is the consequence of some node's end, which becomes the `after` of what it let start."""
 
@@ -107,7 +94,7 @@ class _Player:
         # For what has been issued its queue, and for a send its receive, once that is posted.
         self.queue_of: list[_Queue | None] = [None] * count
         self.receive_of: list[int | None] = [None] * count
-        self.running = [_Running() for _ in schedule.orders] if prices.slowdown else None
+        self.paces = Paces(schedule.num_ranks, prices.slowdown) if prices.slowdown else None
 
     def run(self) -> Trace:
         for rank in range(self.schedule.num_ranks):
@@ -119,12 +106,12 @@ class _Player:
                 self._free_lane(~node, now)
             elif not computes[node]:
                 self._finish_beside(node, now)
-            elif self.running is None or self._is_current(node, now):
+            elif self.paces is None or self.paces.is_current(self.rank[node], node, now):
                 self._finish_compute(node, now)
         stuck = self._find_stuck()
         if stuck:
             raise StuckError(stuck)
-        return self._trace()
+        return trace_of(self.needs, self.prices, lanes=self.lane, starts=self.start, ends=self.end, after=self.after)
 
     def _advance(self, rank: int, now: float, cause: int | None) -> None:
         """Walk down a rank's list until something has to be waited for."""
@@ -148,12 +135,7 @@ class _Player:
         self.start[node] = now
         self.after[node] = cause
         seconds = self.prices.seconds(self.nodes[node], rank)
-        if self.running is not None:
-            running = self.running[rank]
-            running.node, running.remaining, running.since = node, seconds, now
-            seconds *= 1 + self.prices.slowdown if running.num_transfers else 1
-            running.ends_at = now + seconds
-        self._push(now + seconds, node)
+        self._push(now + seconds if self.paces is None else self.paces.start(rank, node, now, seconds), node)
 
     def _push(self, time: float, node: int) -> None:
         """Note what happens at a time; of what happens at the same time, the first noted comes first."""
@@ -164,8 +146,8 @@ class _Player:
         self.end[node] = now
         rank = self.rank[node]
         self.position[rank] = node + 1
-        if self.running is not None:
-            self.running[rank].node = None
+        if self.paces is not None:
+            self.paces.finish(rank)
         self._advance(rank, now, node)
         if node in self.waiting:
             self._wake(node, now, node)
@@ -220,7 +202,7 @@ class _Player:
             if occupied > 0:
                 queue.busy = True
                 self._push(now + occupied, ~node)
-            if self.running is not None and queue.last_end > now:
+            if self.paces is not None and queue.last_end > now:
                 self._change_pace(node, now, +1)
 
     def _free_lane(self, node: int, now: float) -> None:
@@ -230,7 +212,7 @@ class _Player:
 
     def _finish_beside(self, node: int, now: float) -> None:
         self.end[node] = now
-        if self.running is not None and now > self.start[node]:
+        if self.paces is not None and now > self.start[node]:
             self._change_pace(node, now, -1)
         receive = self.receive_of[node]
         if receive is None:
@@ -247,28 +229,13 @@ class _Player:
             else:
                 self._start_next(self._get_queue(~waiter), now, cause)
 
-    def _is_current(self, node: int, now: float) -> bool:
-        """Whether a computation's end still stands, or was moved by a transfer that began or ended since."""
-        assert self.running is not None, "only a slowed computation can have an end that was moved"
-        running = self.running[self.rank[node]]
-        return running.node == node and running.ends_at == now
-
     def _change_pace(self, node: int, now: float, change: int) -> None:
         """A transfer begins or ends: the computation beside it, on both ranks of it, changes its pace."""
-        assert self.running is not None, "pace changes only where transfers slow compute"
+        assert self.paces is not None, "pace changes only where transfers slow compute"
         receive = self.receive_of[node]
         touched = {self.rank[node]} if receive is None else {self.rank[node], self.rank[receive]}
-        for rank in touched:
-            running = self.running[rank]
-            old = 1 + self.prices.slowdown if running.num_transfers else 1
-            running.num_transfers += change
-            new = 1 + self.prices.slowdown if running.num_transfers else 1
-            if running.node is None or old == new:
-                continue
-            running.remaining = max(0.0, running.remaining - (now - running.since) / old)
-            running.since = now
-            running.ends_at = now + running.remaining * new
-            self._push(running.ends_at, running.node)
+        for end, computed in self.paces.change(touched, now, change):
+            self._push(end, computed)
 
     def _find_stuck(self) -> dict[int, int]:
         """For each rank that did not reach its end, the node where it stands and the first node that it waits for."""
@@ -278,50 +245,3 @@ class _Player:
             if node < self.last_position[rank]:
                 stuck[node] = next(need for need in self.before[node] if self.end[need] is None)
         return stuck
-
-    def _trace(self) -> Trace:
-        """Put the events together, column by column: a million calls of anything take a good part of a second."""
-        nodes = self.nodes
-        unfinished = [node for node, end in enumerate(self.end) if end is None]
-        assert not unfinished, f"{nodes[unfinished[0]]} never ended"
-        held = list(map(self.prices.held, nodes))
-        columns = (
-            _texts(self.needs),
-            self.rank,
-            self.lane,
-            self.start,
-            self.end,
-            [instruction.stage for instruction in nodes],
-            [instruction.microbatch for instruction in nodes],
-            [at_start for at_start, _ in held],
-            [at_end for _, at_end in held],
-            self.after,
-            _peer_ranks(self.needs),
-        )
-        # What `Event._make` does, without a call in Python for each: it takes a quarter less.
-        events = tuple(map(partial(tuple.__new__, Event), zip(*columns, strict=True)))
-        return Trace(name=self.schedule.name, num_ranks=self.schedule.num_ranks, events=events)
-
-
-def _texts(needs: Needs) -> list[str]:
-    """The text of each node. Nodes that are alike but for their microbatch share all the rest of it."""
-    texts = [""] * len(needs.nodes)
-    for (kind, stage, peer), (nodes, microbatches) in needs.alike.items():
-        head = f"{stage}{kind}"
-        tail = text_of(Instruction(kind, stage, 0, peer)).removeprefix(f"{head}0")
-        for node, microbatch in zip(nodes, microbatches, strict=True):
-            texts[node] = f"{head}{microbatch}{tail}"
-    for node in chain.from_iterable(pairs.nodes for pairs in needs.beside.values()):
-        texts[node] = text_of(needs.nodes[node])
-    return texts
-
-
-def _peer_ranks(needs: Needs) -> list[int | None]:
-    """For each node that sends or receives, the other rank."""
-    ranks: list[int | None] = [None] * len(needs.nodes)
-    for (kind, _, peer), (nodes, _) in needs.alike.items():
-        if peer is not None and kind is not Kind.REDUCE:
-            rank = needs.schedule.placement.ranks[peer]
-            for node in nodes:
-                ranks[node] = rank
-    return ranks

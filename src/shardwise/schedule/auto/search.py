@@ -33,10 +33,11 @@ from shardwise.schedule.generators.zb_v import zb_v
 from shardwise.schedule.instruction import Kind
 from shardwise.schedule.packing import Packed, Policy, Sequences, pack
 from shardwise.schedule.placement import Placement, loop, vee
-from shardwise.schedule.prices import StageTimes, stage_prices
+from shardwise.schedule.question import Question
 from shardwise.schedule.schedule import Schedule
 from shardwise.schedule.simulate import simulate
 from shardwise.schedule.verify import peak_held
+from shardwise.units import counted
 
 #: The orders to start from. Those that hold a model twice are not here: `auto` never doubles the weights.
 _NAMED: tuple[Callable[[int, int], Schedule], ...] = (
@@ -50,24 +51,14 @@ _SPACINGS = (
     (1, 3, 1, 1), (1, 1, 3, 1), (1, 3, 1, 4), (1, 1, 3, 2), (1, 4, 1, 2), (1, 3, 3, 4),
 )  # fmt: skip
 
+#: A packing has no more pieces of the model on a rank.
+_MOST_CHUNKS = 2
+
 #: A candidate is first tried on this many microbatches for each rank; those with the shortest spans and the soonest
 #: ends are then tried on all.
 _TRIAL_ROUNDS = 3
 _NUM_FINALISTS = 4
 _NUM_SOONEST = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """One question: times and hops as `stage_prices` takes them, and the microbatch-stages that each rank may hold."""
-
-    num_ranks: int
-    num_microbatches: int
-    times: tuple[StageTimes, ...]
-    hops: tuple[float, ...] = ()
-    memory: tuple[float, ...]
-    kept_for_weights: float = 1.0
-    max_chunks: int = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,52 +71,54 @@ class _Candidate:
     order: Callable[[int, int], Schedule] | None = None
     keeps_weights: bool = False
 
-    def pack(self, setting: Setting, num_microbatches: int) -> Packed | None:
+    def pack(self, question: Question, num_microbatches: int) -> Packed | None:
         policy = self.policy
         if self.order is not None:
-            sequences = _sequences(self.order, setting.num_ranks, num_microbatches, self.keeps_weights)
+            sequences = _sequences(self.order, question.num_ranks, num_microbatches, self.keeps_weights)
             policy = replace(policy, sequences=sequences)
-        prices = stage_prices(
-            self.placement, setting.times, hops=setting.hops, kept_for_weights=setting.kept_for_weights
-        )
-        return pack(self.placement, num_microbatches, prices, setting.memory, policy)
+        prices = question.prices(self.placement)
+        return pack(self.placement, num_microbatches, prices, question.memory, policy)
 
 
 _Found = tuple[_Candidate, Packed]
 
 
-def auto(setting: Setting) -> Schedule:
+def auto(question: Question) -> Schedule:
     """Return the schedule with the shortest span that keeps to the memory; of equal ones, the one that ends first.
 
     One that would end later than a named schedule is taken only if nothing else has as short a span as they have.
+    Of how much transfers slow down what is computed beside them it knows nothing.
     """
-    _check(setting)
-    named = _pack_all(_named_candidates(setting), setting, setting.num_microbatches)
-    named += _overlapped(setting)
-    found = named + _finalists(_free_candidates(setting), setting)
-    busiest = setting.num_microbatches * max(_work(setting))
+    _check(question)
+    holds_all = float(question.num_microbatches)
+    memory = tuple(holds_all if limit == inf else limit for limit in question.memory)
+    question = replace(question, memory=memory, slowdown=0.0)
+    named = _pack_all(_named_candidates(question), question, question.num_microbatches)
+    named += _overlapped(question)
+    found = named + _finalists(_free_candidates(question), question)
+    busiest = question.num_microbatches * max(_work(question))
     if min(packed.span for _, packed in found) > busiest * (1 + 1e-9):
-        found += _finalists(_repacked_candidates(setting), setting)
+        found += _finalists(_repacked_candidates(question), question)
     span, makespan = (min((_rounded(each)[part] for each in named), default=inf) for part in (0, 1))
     no_slower = [each for each in found if _rounded(each)[0] <= span and _rounded(each)[1] <= makespan]
     winner, packed = min(no_slower or found, key=_rounded)
-    return Schedule.of("auto", winner.placement, setting.num_microbatches, packed.orders)
+    return Schedule.of("auto", winner.placement, question.num_microbatches, packed.orders)
 
 
-def _overlapped(setting: Setting) -> list[_Found]:
+def _overlapped(question: Question) -> list[_Found]:
     """DualPipeV, where a forward beside a backward takes less time than both: packing knows no pairs."""
-    placement = vee(setting.num_ranks)
+    placement = vee(question.num_ranks)
     if (
-        all(times.pair is None or times.pair >= times.total for times in setting.times)
-        or setting.num_microbatches < 2 * setting.num_ranks
-        or not _is_allowed(placement, setting)
+        all(times.pair is None or times.pair >= times.total for times in question.times)
+        or question.num_microbatches < 2 * question.num_ranks
+        or not _is_allowed(placement, question)
     ):
         return []
-    schedule = dualpipe_v(setting.num_ranks, setting.num_microbatches)
-    held = [peak_held(schedule, rank, setting.kept_for_weights)[0] for rank in range(setting.num_ranks)]
-    if any(most > limit for most, limit in zip(held, setting.memory, strict=True)):
+    schedule = dualpipe_v(question.num_ranks, question.num_microbatches)
+    held = [peak_held(schedule, rank, question.kept_for_weights)[0] for rank in range(question.num_ranks)]
+    if any(most > limit for most, limit in zip(held, question.memory, strict=True)):
         return []
-    prices = stage_prices(placement, setting.times, hops=setting.hops, kept_for_weights=setting.kept_for_weights)
+    prices = question.prices(placement)
     trace = simulate(schedule, prices)
     orders = [list(order) for order in schedule.orders]
     packed = Packed(orders=orders, span=trace.span, makespan=trace.makespan, pace=0.0)
@@ -137,68 +130,68 @@ def _rounded(found: _Found) -> tuple[float, float]:
     return round(found[1].span, 9), round(found[1].makespan, 9)
 
 
-def _pack_all(candidates: Iterable[_Candidate], setting: Setting, num_microbatches: int) -> list[_Found]:
-    tried = ((candidate, candidate.pack(setting, num_microbatches)) for candidate in candidates)
+def _pack_all(candidates: Iterable[_Candidate], question: Question, num_microbatches: int) -> list[_Found]:
+    tried = ((candidate, candidate.pack(question, num_microbatches)) for candidate in candidates)
     return [(candidate, packed) for candidate, packed in tried if packed is not None]
 
 
-def _finalists(candidates: Iterable[_Candidate], setting: Setting) -> list[_Found]:
+def _finalists(candidates: Iterable[_Candidate], question: Question) -> list[_Found]:
     """Try all candidates on few microbatches, and on all of them those that may be expected to be the best."""
-    count, trial = setting.num_microbatches, min(setting.num_microbatches, _TRIAL_ROUNDS * setting.num_ranks)
+    count, trial = question.num_microbatches, min(question.num_microbatches, _TRIAL_ROUNDS * question.num_ranks)
 
     def expected(found: _Found) -> tuple[float, float]:
         _, packed = found
         more = (count - trial) * packed.pace
         return packed.span + more, packed.makespan + more
 
-    tried = _pack_all(candidates, setting, trial)
+    tried = _pack_all(candidates, question, trial)
     if trial == count:
         return tried
     best = sorted(tried, key=expected)[:_NUM_FINALISTS]
     best += sorted(tried, key=lambda found: expected(found)[::-1])[:_NUM_SOONEST]
-    return _pack_all(dict.fromkeys(candidate for candidate, _ in best), setting, count)
+    return _pack_all(dict.fromkeys(candidate for candidate, _ in best), question, count)
 
 
-def _work(setting: Setting) -> list[float]:
+def _work(question: Question) -> list[float]:
     """Seconds of one microbatch on each rank."""
-    if len(setting.times) == setting.num_ranks:
-        return [times.total for times in setting.times]
-    placement = next(each for each in _placements(setting) if each.num_stages == len(setting.times))
-    return [sum(setting.times[stage].total for stage in stages) for stages in placement.stages]
+    if len(question.times) == question.num_ranks:
+        return [times.total for times in question.times]
+    placement = next(each for each in _placements(question) if each.num_stages == len(question.times))
+    return [sum(question.times[stage].total for stage in stages) for stages in placement.stages]
 
 
-def _check(setting: Setting) -> None:
-    if len(setting.memory) != setting.num_ranks:
+def _check(question: Question) -> None:
+    if len(question.memory) != question.num_ranks:
         raise ShardwiseError(
-            f"memory is given for {len(setting.memory)} ranks of {setting.num_ranks}", remedy="a limit for each rank"
+            f"memory is given for {len(question.memory)} ranks of {question.num_ranks}", remedy="a limit for each rank"
         )
-    if not _placements(setting):
+    if not _placements(question):
         raise ShardwiseError(
-            f"times are given for {len(setting.times)} stages, but {setting.num_ranks} ranks with up to "
-            f"{setting.max_chunks} chunks have {setting.num_ranks} or {setting.num_ranks * setting.max_chunks}",
-            remedy=f"times for each of the {setting.num_ranks} ranks",
+            f"times are given for {counted(len(question.times), 'stage')}, but auto cuts a model into at most "
+            f"{_max_chunks(question) * question.num_ranks}",
+            remedy=f"a line of times for each rank, {question.num_ranks} in all",
         )
-    least = min(setting.memory)
+    least = min(question.memory)
     if least < 1:
         raise ShardwiseError(
-            f"rank {setting.memory.index(least)} may hold {least:g} microbatch-stages, but every schedule holds 1",
+            f"rank {question.memory.index(least)} may hold {least:g} microbatch-stages, but every schedule holds 1",
             remedy="--memory 1",
         )
 
 
-def _named_candidates(setting: Setting) -> Iterator[_Candidate]:
+def _named_candidates(question: Question) -> Iterator[_Candidate]:
     """The named schedules as they are, backwards split: that makes none of them slower."""
     for make in _NAMED:
-        example = make(setting.num_ranks, 1)
-        if _is_allowed(example.placement, setting):
+        example = make(question.num_ranks, 1)
+        if _is_allowed(example.placement, question):
             yield _Candidate(
                 name=example.name, placement=example.placement, policy=Policy(), order=make, keeps_weights=True
             )
 
 
-def _free_candidates(setting: Setting) -> Iterator[_Candidate]:
+def _free_candidates(question: Question) -> Iterator[_Candidate]:
     """Packings that follow no order."""
-    for placement in _placements(setting):
+    for placement in _placements(question):
         for gap_share in (0.0, 0.5, 1.0):
             for backward_first in (False, True):
                 for deepest in (True, False) if placement.num_chunks > 1 else (True,):
@@ -206,17 +199,17 @@ def _free_candidates(setting: Setting) -> Iterator[_Candidate]:
                     yield _Candidate(name="free", placement=placement, policy=policy)
 
 
-def _repacked_candidates(setting: Setting) -> Iterator[_Candidate]:
+def _repacked_candidates(question: Question) -> Iterator[_Candidate]:
     """Orders of the named schedules and of building blocks between them, with weight gradients wherever a gap is."""
     orders: list[tuple[Callable[[int, int], Schedule], tuple[int, ...]]] = [
         (make, (1, 3, 6) if make in (v_min, v_half) else (1,)) for make in _NAMED[:6]
     ]
     # With memory for more than ZB-V the tight blocks have nothing to offer.
-    spacings = _SPACINGS if min(setting.memory) < setting.num_ranks else _SPACINGS[-2:]
+    spacings = _SPACINGS if min(question.memory) < question.num_ranks else _SPACINGS[-2:]
     orders += [(_block_order(steps), (1, 3) if steps[:2] == (1, 1) else (1,)) for steps in spacings]
     for make, look_aheads in orders:
-        example = make(setting.num_ranks, 1)
-        if not _is_allowed(example.placement, setting):
+        example = make(question.num_ranks, 1)
+        if not _is_allowed(example.placement, question):
             continue
         for look_ahead in look_aheads:
             for gap_share in (0.0, 0.5, 1.0):
@@ -233,14 +226,19 @@ def _block_order(steps: tuple[int, int, int, int]) -> Callable[[int, int], Sched
     return make
 
 
-def _placements(setting: Setting) -> list[Placement]:
-    ranks = setting.num_ranks
-    return [each for each in (vee(ranks), loop(ranks, 2), loop(ranks)) if _is_allowed(each, setting)]
+def _max_chunks(question: Question) -> int:
+    """Pieces of the model that a rank may have."""
+    return min(question.num_chunks or _MOST_CHUNKS, _MOST_CHUNKS)
 
 
-def _is_allowed(placement: Placement, setting: Setting) -> bool:
+def _placements(question: Question) -> list[Placement]:
+    ranks = question.num_ranks
+    return [each for each in (vee(ranks), loop(ranks, 2), loop(ranks)) if _is_allowed(each, question)]
+
+
+def _is_allowed(placement: Placement, question: Question) -> bool:
     """Whether a placement has no more chunks than there may be, and the stages that the times are given for."""
-    return placement.num_chunks <= setting.max_chunks and len(setting.times) in (
+    return placement.num_chunks <= _max_chunks(question) and len(question.times) in (
         placement.num_ranks,
         placement.num_stages,
     )

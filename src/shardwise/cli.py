@@ -77,12 +77,12 @@ COMMANDS = (
     ),
     Command(
         name="report",
-        module="shardwise.planner.report_command",
+        module="shardwise.explain.report_command",
         help="one page that shows a run, or two beside each other",
     ),
     Command(
         name="doctor",
-        module="shardwise.planner.doctor_command",
+        module="shardwise.explain.doctor_command",
         help="what holds a run up, and what to type against it",
     ),
     Command(

@@ -43,6 +43,15 @@ CASES: dict[int, list[tuple[str, str]]] = {
         ("latent", "dp=2,ep=2,zero=2"),
         ("mixtral", "dp=2,ep=2"),
         ("qwen3-moe", "cp=2,ep=2"),
+        # State and activations on the host.
+        ("tied", "dp=2,offload.optimizer=1"),
+        ("untied", "dp=2,microbatches=2,zero=1,offload.optimizer=0.5"),
+        ("llama", "dp=2,zero=3,offload.optimizer=1,offload.activations=1"),
+        ("gpt2", "tp=2,sp=true,offload.optimizer=1,offload.activations=0.5"),
+        ("tied", "pp=2,schedule=zb-v,microbatches=4,offload.optimizer=0.5,offload.activations=1"),
+        ("tied", "pp=2,schedule=pipedream-2bw,microbatches=2,offload.optimizer=1"),
+        ("tied", "cp=2,zero=2,offload.optimizer=1,offload.activations=1"),
+        ("experts", "dp=2,ep=2,zero=1,offload.optimizer=1,offload.activations=1"),
     ],
     4: [
         ("tied", "dp=2,tp=2,sp=true,zero=1"),
@@ -66,6 +75,8 @@ CASES: dict[int, list[tuple[str, str]]] = {
         ("balanced experts", "dp=2,pp=2,ep=2,microbatches=2,zero=3"),
         ("3 key heads", "tp=4,sp=true"),
         ("untied", "pp=4,schedule=zb-h2,microbatches=8,layers=1+2+1+1"),
+        ("3 key heads", "dp=2,tp=2,microbatches=2,zero=3,offload.optimizer=0.5,offload.activations=1"),
+        ("gpt2", "dp=2,pp=2,schedule=zb-h1,microbatches=4,zero=2,offload.optimizer=1,offload.activations=0.5"),
     ],
     8: [
         ("gpt2", "dp=2,tp=2,pp=2,schedule=zb-v,microbatches=4,sp=true,zero=1"),

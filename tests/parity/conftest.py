@@ -1,14 +1,11 @@
-"""Ranks that stay up for all plans of the matrix, and the page that it writes."""
+"""Surroundings of the matrix of plans, and the page that it writes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
-from shardwise.runtime.spawn import Ranks
 from tests.parity.page import PAGE, Proofs
 from tests.runtime.small import small_matrices
-
-GetRanks = Callable[[int], Ranks]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,21 +20,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def quick() -> Iterator[None]:
     with small_matrices():
         yield
-
-
-@pytest.fixture(scope="session")
-def ranks() -> Iterator[GetRanks]:
-    """Ranks by their number. Only one crowd is up at a time."""
-    up: dict[int, Ranks] = {}
-
-    def get(count: int) -> Ranks:
-        for other in [each for each in up if each != count]:
-            up.pop(other).close()
-        return up.setdefault(count, Ranks(count))
-
-    yield get
-    for each in up.values():
-        each.close()
 
 
 @pytest.fixture(scope="session")

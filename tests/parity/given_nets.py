@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class Net(nn.Module):
-    """Two blocks and a dropout, which a check turns off."""
+    """Two blocks, each with a dropout."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -8,7 +8,7 @@ from shardwise.parity.compare import Kind
 from shardwise.parity.faults import FAULTS
 from shardwise.parity.models import default_settings, problem_of
 from shardwise.planner.plan import Plan
-from tests.parity.conftest import GetRanks
+from tests.crowd import Crowds
 
 #: The fault, the plan, and what differs first: its kind, a part of its name, and the step.
 CAUGHT: list[tuple[str, str, Kind, str, int]] = [
@@ -31,18 +31,18 @@ CAUGHT: list[tuple[str, str, Kind, str, int]] = [
 ]
 
 
-def checked(text: str, ranks: GetRanks, fault: str | None = None, num_steps: int = 2) -> Verdict:
+def checked(text: str, crowds: Crowds, fault: str | None = None, num_steps: int = 2) -> Verdict:
     plan = Plan.parse(text)
     settings = default_settings(plan)
     make = problem_of(settings, plan, num_steps)
-    return check(plan, make, fault=fault, vocabulary=settings.vocabulary, ranks=ranks(plan.num_ranks))
+    return check(plan, make, fault=fault, vocabulary=settings.vocabulary, ranks=crowds.of(plan.num_ranks))
 
 
 @pytest.mark.parametrize(("fault", "text", "kind", "name", "step"), CAUGHT, ids=[f"{f}-{p}" for f, p, *_ in CAUGHT])
 def test_a_fault_is_caught_and_its_tensor_named(
-    fault: str, text: str, kind: Kind, name: str, step: int, ranks: GetRanks
+    fault: str, text: str, kind: Kind, name: str, step: int, crowds: Crowds
 ) -> None:
-    verdict = checked(text, ranks, fault, num_steps=2 if fault == "stale-gather" else 1)
+    verdict = checked(text, crowds, fault, num_steps=2 if fault == "stale-gather" else 1)
     first = verdict.comparison.first
     assert first is not None
     assert (first.kind, first.step) == (kind, step)
@@ -55,28 +55,28 @@ def test_every_fault_is_caught_somewhere() -> None:
     assert {fault for fault, *_ in CAUGHT} == set(FAULTS)
 
 
-def test_gradients_that_are_not_divided_are_too_large_by_the_number_of_labels(ranks: GetRanks) -> None:
+def test_gradients_that_are_not_divided_are_too_large_by_the_number_of_labels(crowds: Crowds) -> None:
     plan = Plan.parse("dp=2")
     batch = problem_of(default_settings(plan), plan, 1)().batches[0]
-    first = checked("dp=2", ranks, "unscaled-gradients", num_steps=1).comparison.first
+    first = checked("dp=2", crowds, "unscaled-gradients", num_steps=1).comparison.first
     assert first is not None
     assert first.times == pytest.approx(int((batch["labels"] != -100).sum()), rel=1e-4)
 
 
-def test_owners_are_told_with_their_stage_and_their_part(ranks: GetRanks) -> None:
-    assert checked("tp=2", ranks, "swapped-shard", num_steps=1).owners == (
+def test_owners_are_told_with_their_stage_and_their_part(crowds: Crowds) -> None:
+    assert checked("tp=2", crowds, "swapped-shard", num_steps=1).owners == (
         "rank 0: stage 0, 16 of 32 along dim 0",
         "rank 1: stage 0, 16 of 32 along dim 0",
     )
-    assert checked("pp=2,microbatches=2", ranks, "missing-reduction", num_steps=1).owners == (
+    assert checked("pp=2,microbatches=2", crowds, "missing-reduction", num_steps=1).owners == (
         "rank 0: stage 0, whole",
         "rank 1: stage 1, whole",
     )
 
 
 @pytest.mark.parametrize("text", ["dp=2,zero=3", "tp=2,sp=true", "dp=1"])
-def test_nothing_differs_where_nothing_is_broken(text: str, ranks: GetRanks) -> None:
-    verdict = checked(text, ranks)
+def test_nothing_differs_where_nothing_is_broken(text: str, crowds: Crowds) -> None:
+    verdict = checked(text, crowds)
     assert verdict.comparison.is_same
     assert verdict.owners == ()
     assert verdict.comparison.worst("used weight", "loss", "gradient", "norm", "weight") < 1e-5
@@ -122,20 +122,20 @@ def test_nothing_differs_where_nothing_is_broken(text: str, ranks: GetRanks) -> 
     ],
 )
 def test_a_fault_that_a_plan_has_no_place_for_is_refused(
-    fault: str, text: str, problem: str, remedy: str, ranks: GetRanks
+    fault: str, text: str, problem: str, remedy: str, crowds: Crowds
 ) -> None:
     with pytest.raises(ShardwiseError) as caught:
-        checked(text, ranks, fault)
+        checked(text, crowds, fault)
     assert (caught.value.problem, caught.value.remedy) == (problem, remedy)
 
 
-def test_a_stale_weight_wants_two_steps(ranks: GetRanks) -> None:
+def test_a_stale_weight_wants_two_steps(crowds: Crowds) -> None:
     with pytest.raises(ShardwiseError, match="shows from the second step on, and there is 1"):
-        checked("dp=2,zero=3", ranks, "stale-gather", num_steps=1)
+        checked("dp=2,zero=3", crowds, "stale-gather", num_steps=1)
 
 
-def test_a_plan_of_more_ranks_than_a_laptop_runs_is_offered_in_small(ranks: GetRanks) -> None:
+def test_a_plan_of_more_ranks_than_a_laptop_runs_is_offered_in_small(crowds: Crowds) -> None:
     plan = Plan.parse("dp=16,tp=8,pp=4,microbatches=8")
     with pytest.raises(ShardwiseError, match="the plan has 512 ranks, and each is a process here: at most 32") as error:
-        check(plan, problem_of(default_settings(plan), plan, 1), ranks=ranks(2))
+        check(plan, problem_of(default_settings(plan), plan, 1), ranks=crowds.of(2))
     assert error.value.remedy == "--plan dp=2,tp=2,pp=2, the same axes in small"

@@ -8,8 +8,8 @@ from shardwise.parity.course import Course
 from shardwise.parity.ranks import train_on_rank
 from shardwise.planner.composition import composes
 from shardwise.planner.plan import Plan
+from tests.crowd import Crowds
 from tests.parity.cases import CASES
-from tests.parity.conftest import GetRanks
 from tests.parity.models import HUGGING_FACE, OURS, make_problem
 from tests.parity.page import Proofs
 
@@ -27,7 +27,7 @@ def train(plan: Plan, model: str, twice: bool) -> tuple[Course, bool]:
 
 @pytest.mark.parametrize(("count", "model", "text"), EVERY, ids=[f"{model}-{plan}" for _, model, plan in EVERY])
 def test_ranks_train_as_one_device_does(
-    count: int, model: str, text: str, ranks: GetRanks, proofs: Proofs, pytestconfig: pytest.Config
+    count: int, model: str, text: str, crowds: Crowds, proofs: Proofs, pytestconfig: pytest.Config
 ) -> None:
     plan = Plan.parse(text)
     # Whoever writes the page runs all of them twice; else every tenth is.
@@ -36,7 +36,7 @@ def test_ranks_train_as_one_device_does(
         or EVERY.index((count, model, text)) % 10 == 0
     )
     expected = train_alone(make_problem(model, plan)(), plan, looks="last step")
-    outcomes = ranks(count).run(train, plan, model, twice, timeout_seconds=300)
+    outcomes = crowds.of(count).run(train, plan, model, twice, timeout_seconds=300)
     comparison = compare(expected, [course for course, _ in outcomes])
     proofs.note(model, text, comparison)
     assert comparison.first is None

@@ -96,13 +96,14 @@ def look_and_load(plan: str, model: str) -> Looked:
     """Evaluate, save, train with a trace, load, evaluate again; and load what cannot be."""
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     engine = parallelize(make_family(model), plan, loss=token_loss, optimizer=make_optimizer, example=make_batch(0))
-    loss, state = engine.evaluate(make_batch(0)), engine.state_dict()
-    engine.train_step(make_batch(0), trace=True)
-    num_events = 0 if engine.trace is None else len(engine.trace.events)
-    engine.load_state_dict(state)
-    again = engine.evaluate(make_batch(0))
-    try:
-        engine.load_state_dict({name: each[:1] for name, each in state.items()})
-    except ShardwiseError as error:
-        return Looked(loss, again, num_events, error.problem)
-    return Looked(loss, again, num_events, "nothing")
+    with engine:
+        loss, state = engine.evaluate(make_batch(0)), engine.state_dict()
+        engine.train_step(make_batch(0), trace=True)
+        num_events = 0 if engine.trace is None else len(engine.trace.events)
+        engine.load_state_dict(state)
+        again = engine.evaluate(make_batch(0))
+        try:
+            engine.load_state_dict({name: each[:1] for name, each in state.items()})
+        except ShardwiseError as error:
+            return Looked(loss, again, num_events, error.problem)
+        return Looked(loss, again, num_events, "nothing")

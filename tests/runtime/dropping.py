@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import dropout, scaled_dot_product_attention
 from torch.optim import SGD
 
 from shardwise.nets.loss import next_token_loss
@@ -22,8 +22,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (each(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for each in (self.q, self.k, self.v))
-        # Inside of what tensor parallel ranks cut: channels of heads.
-        seen = self.drop(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        # Inside of what tensor parallel ranks cut: weights by heads, and channels of heads.
+        share = 0.25 if self.training else 0.0
+        weighed = scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=share)
+        seen = self.drop(weighed.transpose(1, 2).flatten(2))
         found: Tensor = self.o(seen)
         return found
 
@@ -37,12 +39,13 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.drop(self.attention(self.norm(x)))
+        x = dropout(x, 0.1, self.training)
         found: Tensor = x + self.after(self.down(self.inside(torch.tanh(self.up(self.mlp_norm(x))))))
         return found
 
 
 class Net(nn.Module):
-    """Dropout behind the embedding, inside and behind attention, inside and behind the MLP."""
+    """Dropout behind the embedding, of attention's weights, inside and behind attention and the MLP, by a function."""
 
     def __init__(self) -> None:
         super().__init__()

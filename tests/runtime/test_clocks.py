@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from shardwise.runtime.clocks import SharedClock, this_machine
 from shardwise.runtime.faults import Watch
-from shardwise.runtime.spawn import spawn
+from shardwise.runtime.spawn import Ranks
 
 
 def corrections(ahead: list[float], machines: list[str | None]) -> tuple[float, float]:
@@ -21,13 +21,13 @@ def corrections(ahead: list[float], machines: list[str | None]) -> tuple[float, 
     return found
 
 
-def test_ranks_of_one_machine_have_one_clock() -> None:
-    assert spawn(corrections, devices=2, args=([0.0, 0.0], [None, None])) == [(0.0, 0.0), (0.0, 0.0)]
+def test_ranks_of_one_machine_have_one_clock(two: Ranks) -> None:
+    assert two.run(corrections, [0.0, 0.0], [None, None]) == [(0.0, 0.0), (0.0, 0.0)]
     assert this_machine() == this_machine()
 
 
-def test_a_clock_of_another_machine_is_corrected_to_that_of_rank_0() -> None:
-    first, second = spawn(corrections, devices=2, args=([5.0, 105.0], ["one", "two"]))
+def test_a_clock_of_another_machine_is_corrected_to_that_of_rank_0(two: Ranks) -> None:
+    first, second = two.run(corrections, [5.0, 105.0], ["one", "two"])
     assert first == (0.0, 0.0)
     # Off by no more than half of the quickest answer takes.
     assert all(abs(each + 100.0) < 0.05 for each in second)

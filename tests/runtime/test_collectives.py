@@ -1,22 +1,20 @@
 """Collectives: results and gradients as of one rank that has everything, and the bytes that a ring sends."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from shardwise.runtime import collectives
 from shardwise.runtime.collectives import Group
 from shardwise.runtime.spawn import Ranks
+from tests.crowd import Crowds
 from tests.runtime import mesh_programs
 
 WHOLE = 4 * 6 * 8  # Bytes of one rank's tensor, for each rank there is.
 
 
 @pytest.fixture(scope="module", params=[2, 3])
-def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with Ranks(request.param) as started:
-        yield started
+def ranks(request: pytest.FixtureRequest, crowds: Crowds) -> Ranks:
+    return crowds.of(request.param)
 
 
 @pytest.mark.parametrize(

@@ -223,12 +223,11 @@ def on_rank(compile: str | bool, schedule: str) -> tuple[list[float], dict[str, 
     return losses, gradients, state
 
 
-def test_two_processes_train_compiled_as_they_do_plain() -> None:
-    with Ranks(2) as ranks:
-        for schedule in ("1f1b", "zb-h1", "zb-v"):
-            plain, compiled = (ranks.run(on_rank, compile, schedule) for compile in (False, "aot_eager"))
-            for found, expected in zip(compiled, plain, strict=True):
-                assert_alike(found, expected)
+def test_two_processes_train_compiled_as_they_do_plain(two: Ranks) -> None:
+    for schedule in ("1f1b", "zb-h1", "zb-v"):
+        plain, compiled = (two.run(on_rank, compile, schedule) for compile in (False, "aot_eager"))
+        for found, expected in zip(compiled, plain, strict=True):
+            assert_alike(found, expected)
 
 
 def _has_compiler() -> bool:

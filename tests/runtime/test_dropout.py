@@ -18,6 +18,7 @@ TWO = [
     "tp=2",
     "tp=2,sp=true,microbatches=2",
     "cp=2",
+    "cp=2,context=all-to-all",
 ]
 FOUR = ["dp=2,tp=2,sp=true,zero=1", "tp=2,cp=2,sp=true", "dp=2,pp=2,microbatches=2,recompute=full"]
 

@@ -1,7 +1,5 @@
 """The grid of ranks: who stands where, and who works with whom."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from shardwise.errors import ShardwiseError
@@ -10,12 +8,6 @@ from shardwise.runtime.faults import RankError
 from shardwise.runtime.mesh import make_mesh
 from shardwise.runtime.spawn import Ranks
 from tests.runtime import mesh_programs
-
-
-@pytest.fixture(scope="module")
-def eight() -> Iterator[Ranks]:
-    with Ranks(8) as started:
-        yield started
 
 
 def test_tensor_parallel_ranks_stand_together_and_pipeline_ranks_furthest_apart(eight: Ranks) -> None:

@@ -17,6 +17,7 @@ CASES = [
     ("dense", "adamw", "pp=4,microbatches=4", "dp=4,zero=3,zero_group=2"),
     ("dense", "sgd", "dp=2,tp=2", "dp=2,pp=2,microbatches=2,zero=1"),
     ("dense", "adafactor", "dp=2,tp=2,zero=1", "dp=4"),
+    ("dense", "adamw", "dp=4,zero=2,offload.optimizer=1", "pp=4,microbatches=4,offload.optimizer=0.5"),
     ("dense", "muon", "dp=2,tp=2,zero=2", "dp=2,pp=2,microbatches=2"),
     ("experts", "adamw", "dp=4,ep=2,zero=1", "dp=2,tp=2,ep=2"),
 ]

@@ -10,7 +10,7 @@ from torch.optim import SGD
 
 from shardwise.runtime.batch import Padding, cut_batch
 from shardwise.runtime.parallel import parallelize
-from shardwise.runtime.spawn import spawn
+from shardwise.runtime.spawn import Ranks
 from shardwise.runtime.stage import Batch
 from tests.runtime.pieces import Net
 
@@ -91,10 +91,10 @@ def test_a_batch_of_any_size_trains_as_the_plain_module_does_on_all_of_it(loss: 
     assert all(torch.allclose(each, expected[1][name], rtol=1e-5, atol=1e-7) for name, each in found[1].items())
 
 
-def test_processes_do_the_same() -> None:
+def test_processes_do_the_same(two: Ranks) -> None:
     sizes = [7, 3, 8]
     expected = train("pp=2,microbatches=4,schedule=zb-h1", sum_of, sizes)
-    for losses, state, evaluated in spawn(train, devices=2, args=("pp=2,microbatches=4,schedule=zb-h1", sum_of, sizes)):
+    for losses, state, evaluated in two.run(train, "pp=2,microbatches=4,schedule=zb-h1", sum_of, sizes):
         assert losses == pytest.approx(expected[0], rel=1e-6)
         assert evaluated == pytest.approx(expected[2], rel=1e-6)
         assert all(torch.allclose(each, expected[1][name], rtol=1e-5, atol=1e-7) for name, each in state.items())

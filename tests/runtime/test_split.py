@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +11,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from shardwise.runtime.pipeline import step_seconds
 from shardwise.runtime.split import split, stage_costs
+from shardwise.runtime.split.choose import Wishes, choose, costs_of
+from shardwise.schedule.catalogue import make_schedule
 from tests.runtime import odd_nets
 from tests.runtime.by_hand import assert_same, assert_split_is_the_module, gradients_of, run_stages, stages_of, weigh
 from tests.runtime.families import make_batch, make_family
@@ -261,3 +266,24 @@ def test_a_cut_goes_through_a_block_only_where_that_is_faster() -> None:
     assert split(module, 2, even, through_blocks=True).units == split(module, 2, even).units
     uneven = split(module, 3, even, through_blocks=True)
     assert any(unit.startswith("blocks.") and unit.count(".") == 2 for stage in uneven.units for unit in stage)
+
+
+def test_a_judge_who_knows_the_schedule_moves_the_cut_where_a_step_is_shorter() -> None:
+    """The last stage begins a forward late, and has that much less to do than even stages would give it."""
+    module, batch = Chain(num_blocks=0), {"x": rows(4)}
+    width = batch["x"].shape[-1]
+    for _ in range(3):
+        module.blocks.append(nn.Sequential(*(nn.Linear(width, width) for _ in range(16))))
+    judge = partial(step_seconds, make_schedule("zb-h2", 2, 4))
+
+    def seconds_of(chosen: Callable[[Sequence[float]], float]) -> tuple[float, list[float]]:
+        wishes = Wishes(num_stages=2, through_blocks=True, judge=chosen)
+        _, flow, where = choose(module, batch, wishes)
+        costs = costs_of(flow, wishes)
+        stages = [sum(costs[call] for call in calls) for calls in where]
+        return judge(stages), stages
+
+    (even_seconds, even), (judged_seconds, judged) = seconds_of(max), seconds_of(judge)
+    assert judged_seconds < even_seconds
+    assert judged[1] < even[1]
+    assert_split_is_the_module(module, split(module, 2, batch, through_blocks=True, judge=judge), batch, tolerance=1e-5)

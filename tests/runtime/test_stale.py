@@ -1,6 +1,6 @@
 """PipeDream-2BW: two versions of the weights, and W(t+1) = W(t) - lr * g(W(t-1)), exactly one step stale."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -75,12 +75,6 @@ def train(
             engine.evaluate(batch)
     loss = engine.evaluate(batches[0])
     return losses, engine.state_dict(), loss
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Ranks]:
-    with Ranks(3) as ranks:
-        yield ranks
 
 
 def check(found: tuple[list[float], dict[str, Tensor], float], expected: tuple[list[float], Any]) -> None:

@@ -94,13 +94,12 @@ def run_rank(schedule: Schedule, count: int) -> tuple[list[Instruction], Counter
     return ran, waits
 
 
-def test_processes_run_their_lists_in_order_and_wait_once() -> None:
-    with Ranks(2) as ranks:
-        for name in ("1f1b", "zb-v"):
-            schedule, count = lowered(name)
-            for rank, (ran, waits) in enumerate(ranks.run(run_rank, schedule, count)):
-                assert ran == [each for each in schedule.orders[rank] if each.kind in TAKES_TIME]
-                assert waits == Counter(dict.fromkeys("FIW", 4 * len(schedule.placement.stages[rank])))
+def test_processes_run_their_lists_in_order_and_wait_once(two: Ranks) -> None:
+    for name in ("1f1b", "zb-v"):
+        schedule, count = lowered(name)
+        for rank, (ran, waits) in enumerate(two.run(run_rank, schedule, count)):
+            assert ran == [each for each in schedule.orders[rank] if each.kind in TAKES_TIME]
+            assert waits == Counter(dict.fromkeys("FIW", 4 * len(schedule.placement.stages[rank])))
 
 
 def test_prices_of_timed_stages_move_the_first_stages_input_gradient_to_its_weights() -> None:

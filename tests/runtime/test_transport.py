@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardwise.runtime.layout import HEADER_LENGTH, Layout, decode, describe, encode
-from shardwise.runtime.spawn import spawn
+from shardwise.runtime.spawn import Ranks
 from shardwise.runtime.transport import Key
 from tests.runtime import programs
 
@@ -14,9 +14,9 @@ KEY = Key(source=0, target=1, kind="B", maker=3, reader=2, microbatch=7)
 
 
 @pytest.fixture(scope="module")
-def talks() -> list[dict[str, Any]]:
+def talks(two: Ranks) -> list[dict[str, Any]]:
     """What came of all that two ranks said to each other."""
-    return spawn(programs.talk, 2, timeout_seconds=60)
+    return two.run(programs.talk, timeout_seconds=60)
 
 
 def test_a_key_prints_as_its_instructions() -> None:

@@ -1,17 +1,22 @@
 """The steps on one device, by plain torch: what a plan is held against."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.parity.course import Course, Looks, Step, are_looked_at
 from shardwise.parity.problem import Problem, clip_factor, make_optimizer, microbatches_of
 from shardwise.parity.uses import Uses
 from shardwise.planner.plan import Plan
+from shardwise.runtime.batch import length_of
+from shardwise.runtime.draws import Finding
+from shardwise.runtime.dropout import Dropouts, Place, num_tokens_of
 from shardwise.runtime.split.arguments import Signature
+from shardwise.runtime.split.materialise import materialise
 from shardwise.runtime.stage import Batch
 
 
@@ -22,19 +27,28 @@ def train_alone(problem: Problem, plan: Plan, looks: Looks = "every step") -> Co
     step t-1, and step on the weights after it.
     """
     module, signature = problem.module, Signature(problem.module)
+    # One that is built without numbers gets those that ranks get theirs of.
+    materialise(module, [name for name, _ in (*module.named_parameters(), *module.named_buffers())])
     optimizer = make_optimizer(module.parameters())
     is_stale = plan.schedule == "pipedream-2bw"
     steps: list[Step] = []
     newest = older = _weights(module)
     first = microbatches_of(problem.batches[0], plan, apart=True)[0]
-    with torch.no_grad():
+    finding, before = Finding(), _weights(module)
+    with torch.no_grad(), finding.watching():
         is_sum = isinstance(_loss(problem, signature, first), tuple)
-    for batch in problem.batches:
+    _put(module, before)  # Buffers are as they were.
+    # What is normalised over a microbatch is so on each replica; a mean of the loss is that of each replica too.
+    apart = not is_sum or any(isinstance(each, _BatchNorm) for each in module.modules())
+    # Masks are drawn as engines draw them; by which rule is for the tests of dropout to say.
+    dropouts = Dropouts(seed=0)
+    dropouts.attach(module, finding.names(module))
+    for number, batch in enumerate(problem.batches):
         uses = Uses()
         optimizer.zero_grad()
         with uses.of(module):
-            # A mean is that of each replica's microbatch. A sum may be of all of them, as a balancing loss must be.
-            loss = _gradients(problem, signature, microbatches_of(batch, plan, apart=not is_sum))
+            # A sum may be of all replicas, as a balancing loss must be.
+            loss = _gradients(problem, signature, _placed(batch, plan, dropouts, number, apart=apart))
         if is_stale:
             _put(module, newest)
         gradients = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
@@ -52,7 +66,17 @@ def train_alone(problem: Problem, plan: Plan, looks: Looks = "every step") -> Co
     return Course(steps=steps, first_use=list(uses.found))
 
 
-def _gradients(problem: Problem, signature: Signature, microbatches: Sequence[Batch]) -> float:
+def _placed(batch: Batch, plan: Plan, dropouts: Dropouts, step: int, *, apart: bool) -> Iterator[Batch]:
+    """The microbatches, each where its rows stand in the batch."""
+    rows = microbatches_of({"rows": torch.arange(length_of(batch))}, plan, apart=apart)
+    for each, mine in zip(microbatches_of(batch, plan, apart=apart), rows, strict=True):
+        places = mine["rows"]
+        tokens = num_tokens_of(each)
+        dropouts.stand(Place(step=step, first_row=0, num_rows=len(places), rows=places, num_tokens=tokens))
+        yield each
+
+
+def _gradients(problem: Problem, signature: Signature, microbatches: Iterable[Batch]) -> float:
     """Make the gradients of the mean over a batch, and return it."""
     sum_of_losses = count = 0.0
     for each in microbatches:

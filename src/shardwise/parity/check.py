@@ -8,17 +8,21 @@ import torch
 from shardwise.errors import ShardwiseError
 from shardwise.parity.alone import train_alone
 from shardwise.parity.compare import Comparison, compare
+from shardwise.parity.course import Course
 from shardwise.parity.faults import Subject, get_fault
 from shardwise.parity.problem import MakeProblem, Problem
 from shardwise.parity.ranks import train_on_rank
 from shardwise.parity.small import small_matrices
 from shardwise.planner.composition import check_composition
 from shardwise.planner.plan import Plan
+from shardwise.runtime.able import check_module
 from shardwise.runtime.faults import RankError
 from shardwise.runtime.spawn import Ranks
+from shardwise.runtime.split.lines import line_of_error
 
 #: Each rank is a process with a torch of its own.
 MOST_RANKS = 32
+MOST_MICROBATCHES = 256
 _LIMIT_SECONDS = 600.0
 
 
@@ -50,8 +54,9 @@ def check(
     exact = replace(plan, precision="fp32")
     with torch.random.fork_rng(devices=[]), small_matrices():
         problem = make()
+        check_module(problem.module)
         broken = None if fault is None else get_fault(fault, _subject(plan, problem, vocabulary)).breaks
-        expected = train_alone(problem, exact)
+        expected = _alone(problem, exact)
     with nullcontext(ranks) if ranks is not None else Ranks(plan.num_ranks) as crowd:
         try:
             found = crowd.run(train_on_rank, exact, make, broken, timeout_seconds=_LIMIT_SECONDS)
@@ -68,6 +73,20 @@ def check(
     )
 
 
+def _alone(problem: Problem, plan: Plan) -> Course:
+    """The steps on one device. What fails there is no matter of the plan."""
+    try:
+        return train_alone(problem, plan)
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        raise ShardwiseError(
+            f"{type(problem.module).__name__} and its loss cannot be trained on one device already:"
+            f" {type(error).__name__}: {error}, at {line_of_error(error)}",
+            remedy="a batch that the module takes, and a loss(output, batch) that gives a mean, or a sum and a number",
+        ) from error
+
+
 def _subject(plan: Plan, problem: Problem, vocabulary: int | None) -> Subject:
     batch = problem.batches[0]
     tokens = batch.get("input_ids")
@@ -81,6 +100,12 @@ def _subject(plan: Plan, problem: Problem, vocabulary: int | None) -> Subject:
 
 
 def _check_size(plan: Plan) -> None:
+    if plan.microbatches > MOST_MICROBATCHES:
+        raise ShardwiseError(
+            f"the plan has {plan.microbatches} microbatches, and each is run here, on as many rows: at most"
+            f" {MOST_MICROBATCHES}",
+            remedy=f"--plan {replace(plan, microbatches=MOST_MICROBATCHES)}, the same in small",
+        )
     if plan.num_ranks > MOST_RANKS:
         least = {axis: min(2, getattr(plan, axis)) for axis in ("dp", "tp", "pp", "cp", "ep")}
         axes = ",".join(f"{axis}={size}" for axis, size in least.items() if size > 1)

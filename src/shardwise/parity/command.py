@@ -3,6 +3,7 @@
 import argparse
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,11 @@ def run(arguments: argparse.Namespace) -> Answer:
         make, vocabulary, what = problem_from(arguments.module, steps), None, arguments.module
     else:
         settings = default_settings(plan) if arguments.model is None else named_settings(arguments.model, plan)
+        if plan.ep > 1 and settings.mixture is None:
+            raise ShardwiseError(
+                f"{arguments.model} has no experts for ep={plan.ep} to share out",
+                remedy=f"--plan {replace(plan, ep=1)}",
+            )
         make, vocabulary = problem_of(settings, plan, steps), settings.vocabulary
         what = f"{arguments.model or 'a small transformer'}: {describe(settings)}"
     verdict = check(plan, make, fault=arguments.inject, vocabulary=vocabulary)
@@ -62,7 +68,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 
 def _read_plan(text: str) -> Plan:
-    is_path = text.endswith(".toml") or ("=" not in text and Path(text).exists())
+    is_path = text.endswith(".toml") or (text and "=" not in text and Path(text).exists())
     return Plan.load(Path(text)) if is_path else Plan.parse(text)
 
 

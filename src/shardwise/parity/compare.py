@@ -18,7 +18,8 @@ from shardwise.parity.course import Course, Step
 #: Relative, of numbers in fp32.
 LIMIT = 1e-5
 #: A gradient that is zero but for rounding is measured against this much of the largest: then the limit is a ten
-#: millionth of that, which is what fp32 can tell.
+#: millionth of that, which is what fp32 can tell. So is a weight that began at zero and has such a gradient, as a bias
+#: of keys does, which no softmax sees: against this much of the largest weights, number for number.
 _LEAST = 1e-2
 
 Kind = Literal["used weight", "loss", "gradient", "norm", "weight"]
@@ -95,7 +96,8 @@ def _measured(course: Course, wanted: Step, ours: Sequence[Step]) -> Iterator[tu
     """What is compared of a step, in order, with what every rank has of it."""
     seen = {name: each for name, each in wanted.used.items() if any(name in step.used for step in ours)}
     for name in _ordered(seen, course.first_use):
-        yield "used weight", name, [_apart(step.used.get(name), seen[name]) for step in ours]
+        least = _least_weight(seen[name], wanted.used)
+        yield "used weight", name, [_apart(step.used.get(name), seen[name], least) for step in ours]
     yield "loss", None, [_numbers_apart(step.loss, wanted.loss) for step in ours]
     # Where one device has not looked, there is nothing to compare.
     gradients = [step.gradients for step in ours] if wanted.gradients else []
@@ -106,7 +108,17 @@ def _measured(course: Course, wanted: Step, ours: Sequence[Step]) -> Iterator[tu
         yield "gradient", name, [_apart(step.gradients.get(name), theirs, least) for step in ours]
     yield "norm", None, [_numbers_apart(step.norm, wanted.norm) for step in ours]
     for name in _ordered(_all_names(wanted.weights, weights), course.first_use):
-        yield "weight", name, [_apart(step.weights.get(name), wanted.weights.get(name)) for step in ours]
+        theirs = wanted.weights.get(name)
+        least = _least_weight(theirs, wanted.weights)
+        yield "weight", name, [_apart(step.weights.get(name), theirs, least) for step in ours]
+
+
+def _least_weight(weight: Tensor | None, weights: Mapping[str, Tensor]) -> float:
+    """What a weight is measured against at the least."""
+    if weight is None or not weight.is_floating_point():
+        return 0.0
+    sizes = [float(each.norm()) / each.numel() ** 0.5 for each in weights.values() if each.is_floating_point()]
+    return float(_LEAST * max(sizes) * weight.numel() ** 0.5)
 
 
 def _all_names(one: Mapping[str, Tensor], others: Sequence[Mapping[str, Tensor]]) -> dict[str, None]:

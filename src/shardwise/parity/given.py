@@ -4,7 +4,8 @@
         batch = {"x": torch.randn(8, 16), "y": torch.randn(8, 4)}
         return Net(), batch, lambda output, batch: (output - batch["y"]).square().mean()
 
-Instead of one batch, used in every step, it may return a list, used in turn.
+Instead of one batch, used in every step, it may return a list, used in turn. What `parallelize` is to be told beside
+it returns as a fourth thing: `{"tensor": {"layers.*.up": "column", "layers.*.down": "row"}}`.
 """
 
 import sys
@@ -15,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from shardwise.errors import ShardwiseError, unknown
-from shardwise.parity.problem import MakeProblem, Problem
+from shardwise.parity.problem import OPTIONS, MakeProblem, Problem
+from shardwise.runtime.split.lines import line_of_error
 
+_HALVES = (torch.bfloat16, torch.float16)
 _EXAMPLE = "--module my_package.my_module:factory"
 
 
@@ -37,31 +40,68 @@ def _make(name: str, attribute: str, num_steps: int, folder: str) -> Problem:
         sys.path.insert(0, folder)  # As `python -m` would: a module beside which the command is called is found.
     try:
         home = import_module(name)
-    except ImportError as error:
-        raise ShardwiseError(f"--module {name}:{attribute} cannot be imported: {error}", remedy=_EXAMPLE) from None
+    except Exception as error:
+        why = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        raise ShardwiseError(f"--module {name}:{attribute} cannot be imported: {why}", remedy=_EXAMPLE) from None
     factory = getattr(home, attribute, None)
     if not callable(factory):
         functions = [key for key, each in vars(home).items() if callable(each) and not key.startswith("_")]
         told = unknown(f"function of {name}", attribute, functions)
         raise ShardwiseError(told.problem, remedy=told.remedy and f"--module {name}:{told.remedy}")
     torch.manual_seed(0)
-    return _checked(factory(), f"{name}:{attribute}", num_steps)
+    try:
+        made = factory()
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        raise ShardwiseError(
+            f"{name}:{attribute} raises {type(error).__name__}: {error}, at {line_of_error(error)}",
+            remedy="a function without arguments that returns a module, a batch and a loss",
+        ) from error
+    return _checked(made, f"{name}:{attribute}", num_steps)
 
 
 def _checked(made: Any, where: str, num_steps: int) -> Problem:
     parts: Sequence[Any] = made if isinstance(made, (tuple, list)) else (made,)
-    if len(parts) != 3 or not isinstance(parts[0], nn.Module) or not callable(parts[2]):
+    if len(parts) not in (3, 4) or not isinstance(parts[0], nn.Module) or not callable(parts[2]):
         kinds = ", ".join(type(each).__name__ for each in parts)
         raise ShardwiseError(
             f"{where} returns {kinds}, and not a module, a batch and a loss", remedy="return module, batch, loss"
         )
-    module, given, loss = parts
+    module, given, loss = parts[:3]
+    options = _options(parts[3] if len(parts) > 3 else {}, where)
     batches = [given] if isinstance(given, Mapping) else list(given)
     if not batches or not all(isinstance(each, Mapping) for each in batches):
         raise ShardwiseError(f"the batch of {where} is no dictionary", remedy='{"input_ids": ids, "labels": labels}')
     for each in module.modules():
-        if isinstance(each, _DropoutNd):
+        if isinstance(each, _DropoutNd) and not isinstance(each, nn.Dropout):
             each.p = 0.0  # One device and many ranks draw other masks, and other masks are no mistake.
+    # All is computed in fp32 at least: rounding would hide what is sought.
+    wide = [{name: _wide(entry) for name, entry in each.items()} for each in batches]
     return Problem(
-        module=module.train(), batches=[batches[step % len(batches)] for step in range(num_steps)], loss=loss
+        module=_wide_module(module).train(),
+        batches=[wide[step % len(wide)] for step in range(num_steps)],
+        loss=loss,
+        options=options,
     )
+
+
+def _wide(entry: Any) -> Any:
+    return entry.float() if isinstance(entry, Tensor) and entry.dtype in _HALVES else entry
+
+
+def _wide_module(module: nn.Module) -> nn.Module:
+    has_halves = any(each.dtype in _HALVES for each in (*module.parameters(), *module.buffers()))
+    return module.float() if has_halves else module
+
+
+def _options(given: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(given, Mapping):
+        raise ShardwiseError(
+            f"the fourth thing that {where} returns is of type {type(given).__name__}, and not a dictionary",
+            remedy='{"tensor": {"layers.*.up": "column", "layers.*.down": "row"}}',
+        )
+    for key in given:
+        if key not in OPTIONS:
+            raise unknown("option of a module", key, OPTIONS)
+    return given

@@ -1,7 +1,8 @@
 """What is trained twice: a module, a batch for each step, and a loss."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +17,21 @@ from shardwise.runtime.stage import Batch
 CLIP = 0.5
 
 
+#: What `parallelize` may be told of a module.
+OPTIONS = ("tensor", "positions", "entries", "masks", "through_blocks")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A module in training mode, its batches, one for each step, and `loss(output, batch)`."""
+    """A module in training mode, its batches, one for each step, and `loss(output, batch)`.
+
+    `options` is what `parallelize` is told of it.
+    """
 
     module: nn.Module
     batches: Sequence[Batch]
     loss: Loss
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 #: Makes the same problem in every process: it is sent to ranks, which make their own.

@@ -34,6 +34,7 @@ def train_on_rank(
             optimizer=make_optimizer,
             example=problem.batches[0],
             clip=CLIP,
+            **problem.options,
         )
         with engine:
             if broken is not None:

@@ -1,9 +1,35 @@
 """What the engines can run today, of a module and of a world. What plans compose is in `planner.composition`."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
+from shardwise.runtime.optimizers.share import Share
+
+
+def check_arguments(module: Any, plan: Any, loss: Any, optimizer: Any, example: Any) -> None:
+    """Refuse what is of another kind than `parallelize` takes, before it fails somewhere inside."""
+    are_shares = isinstance(optimizer, Sequence) and bool(optimizer) and all(isinstance(o, Share) for o in optimizer)
+    for name, given, is_right, wanted in (
+        ("module", module, isinstance(module, nn.Module), "an nn.Module"),
+        ("plan", plan, isinstance(plan, (Plan, str)), 'a Plan, or its short form "dp=2,tp=2"'),
+        ("loss", loss, callable(loss), "a function loss(output, batch)"),
+        ("example", example, isinstance(example, Mapping), 'a dictionary like {"input_ids": ids, "labels": labels}'),
+        (
+            "optimizer",
+            optimizer,
+            are_shares or (callable(optimizer) and not isinstance(optimizer, Optimizer)),
+            "what makes one: lambda parameters: AdamW(parameters, lr=3e-4), or a list of Share",
+        ),
+    ):
+        if not is_right:
+            kind = f"the class {given.__name__}" if isinstance(given, type) else f"of type {type(given).__name__}"
+            raise ShardwiseError(f"{name} is {kind}, and not what parallelize takes", remedy=f"{name}: {wanted}")
 
 
 def check_alone(plan: Plan) -> None:
@@ -25,6 +51,11 @@ def check_module(module: nn.Module) -> None:
             " nothing to train",
             remedy="module.requires_grad_()",
         )
+
+
+def has_halves(module: nn.Module) -> bool:
+    """Whether weights that are trained are of 16 bits."""
+    return any(each.requires_grad and each.dtype in (torch.bfloat16, torch.float16) for each in module.parameters())
 
 
 def check_compiles(plan: Plan) -> None:

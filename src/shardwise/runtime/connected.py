@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.runtime.clocks import SharedClock
-from shardwise.runtime.faults import Waiter, Watch
+from shardwise.runtime.faults import LIMIT_SECONDS, Waiter, Watch
 from shardwise.runtime.interpreter import Interpreter, Loss, Tally
 from shardwise.runtime.keeping import KeptBytes
 from shardwise.runtime.losses import by_rows
@@ -39,11 +39,8 @@ class ConnectedTrainer(Trainer):
 
     def _connect(self, *, compiles: bool = False) -> None:
         """Begin to watch the other ranks of the world. One that compiles its blocks may stand still for a long time."""
-        self._watch = (
-            Watch(dist.get_rank(), dist.get_world_size(), limit_seconds=_COMPILING_SECONDS)
-            if compiles
-            else Watch(dist.get_rank(), dist.get_world_size())
-        )
+        limit_seconds = _COMPILING_SECONDS if compiles else LIMIT_SECONDS
+        self._watch = Watch(dist.get_rank(), dist.get_world_size(), limit_seconds=limit_seconds)
         # Numbers that all ranks add up or tell each other have a group of their own: one that is given up on must not
         # take another's with it.
         self._everybody = dist.new_group(backend="gloo")
@@ -111,6 +108,9 @@ class ConnectedTrainer(Trainer):
     def _sum(self, numbers: Tensor, what: str) -> None:
         work: Any = dist.all_reduce(numbers, group=self._everybody, async_op=True)
         self._watch.wait(work, what)
+
+    def _from_all(self, given: Any) -> list[Any]:
+        return self._gather(given)
 
     def _gather(self, given: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
         """What each rank of a group gives, on every one of them; without a group it is of all."""

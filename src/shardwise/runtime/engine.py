@@ -3,7 +3,7 @@
 It is what a laptop debugs with, and what the engine of many processes is held against.
 """
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable, Sequence
 
 from torch import Tensor, nn
 
@@ -12,10 +12,11 @@ from shardwise.runtime.interpreter import Interpreter, Loss, Tally
 from shardwise.runtime.local import LocalExecutor, Record
 from shardwise.runtime.losses import by_rows
 from shardwise.runtime.manner import Manner
+from shardwise.runtime.optimizers.share import MakeOptimizer, Share
 from shardwise.runtime.pipeline import forward_only
 from shardwise.runtime.stage import Batch, Split
 from shardwise.runtime.stream import Feedable
-from shardwise.runtime.trainer import MakeOptimizer, Trainer
+from shardwise.runtime.trainer import Trainer
 from shardwise.schedule.schedule import Schedule
 
 
@@ -30,10 +31,11 @@ class Engine(Trainer):
         schedule: Schedule,
         *,
         loss: Loss,
-        optimizer: MakeOptimizer,
+        optimizer: MakeOptimizer | Sequence[Share],
         clip: float | None = None,
         pad: bool = False,
         seed: int | None = 0,
+        callers: Collection[str] = (),
     ) -> None:
         super().__init__(module, plan, stages, schedule, optimizer=optimizer, clip=clip, pad=pad)
         self.ranks = tuple(range(self.schedule.num_ranks))
@@ -42,7 +44,8 @@ class Engine(Trainer):
             for each in (self.schedule, forward_only(self.schedule))
         )
         if seed is not None:
-            self._draw_alike(seed)
+            self._draw_alike(seed, callers)
+        self._begin_host()
         self._begin_stream()
 
     def _run(

@@ -31,6 +31,8 @@ from shardwise.errors import ShardwiseError
 
 #: Where the process that started the ranks writes that one of them died.
 LOST = "shardwise/lost"
+#: How long a rank may be at one instruction, or silent, before it is named as the one that holds up the others.
+LIMIT_SECONDS = 20.0
 # Waits end by being broken, not by themselves: gloo closes every connection of a group when one wait times out.
 _FOREVER = timedelta(days=1)
 _A_MOMENT = timedelta(milliseconds=1)
@@ -148,7 +150,7 @@ class Watch:
         num_ranks: int,
         *,
         store: Store | None = None,
-        limit_seconds: float = 20.0,
+        limit_seconds: float = LIMIT_SECONDS,
         beat_seconds: float = 0.5,
         name: str = "pipeline",
     ) -> None:

@@ -5,21 +5,22 @@ instruction means the same in one process and in many.
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import is_
 from time import perf_counter
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from shardwise.errors import ShardwiseError
 from shardwise.runtime.backward import Halves, WeightGradients, find_halves, full_backward, input_gradients
 from shardwise.runtime.batch import home_of
+from shardwise.runtime.between import Between
 from shardwise.runtime.keeping import Kept, KeptBytes
 from shardwise.runtime.manner import Chance, Manner, saving_nothing
+from shardwise.runtime.offload.stash import Stash
 from shardwise.runtime.stage import Batch, Split, Stage, Values
 from shardwise.schedule.instruction import BACKWARD, Instruction, Kind
 from shardwise.schedule.schedule import Schedule
@@ -49,14 +50,6 @@ class _Measured(NamedTuple):
 
     total: Tensor
     number: Tensor | float
-
-
-class _Delivery(NamedTuple):
-    """A value that a stage makes for a reader, which may be on this rank."""
-
-    name: str
-    reader: int
-    is_here: bool
 
 
 @dataclass(slots=True)
@@ -95,14 +88,9 @@ class Interpreter:
         self._measured: dict[int, list[_Measured]] = {}
         # A schedule of forwards alone leaves nothing to come back for.
         self._trains = any(part.kind in BACKWARD for each in schedule.orders[rank] for part in each.parts)
-        self._names: dict[tuple[int, int], tuple[str, ...]] = {}
-        self._deliveries = {stage: self._find_deliveries(stage) for stage in self.placement.stages[rank]}
         self._saved: dict[tuple[int, int], _Saved] = {}
-        # Values that a stage of this rank has made or received, until their reader has taken them or they are sent:
-        # what is for a stage of this rank is outside any graph. And gradients of values that a stage of this rank has
-        # made, as they come in from their readers.
-        self._values: dict[tuple[str, int, int], Tensor] = {}
-        self._gradients: dict[tuple[str, int, int], Tensor] = {}
+        #: What is on its way from and to the stages of this rank.
+        self.between = Between(rank, self.placement, split)
         self._microbatches: dict[int, Batch] = {}
         #: What the module returned for each microbatch, where there is no loss.
         self.outputs: dict[int, Any] = {}
@@ -112,6 +100,8 @@ class Interpreter:
         self.select_rows: Callable[[Batch], None] | None = None
         #: What forwards keep: of stages that are not in it yet it is counted, where somebody asks.
         self.kept_bytes: KeptBytes | None = None
+        #: Where forwards put what they save, if not all of it stays on the device.
+        self.stash: Stash | None = None
         #: Called when a forward was made again: rank, the backward that it was for, and when.
         self.note_again: Callable[[int, Instruction, float, float], None] | None = None
         self._handlers: dict[Kind, Callable[[Instruction], None]] = {
@@ -123,7 +113,8 @@ class Interpreter:
 
     def begin(self) -> None:
         """Start anew. Of what was broken off by an error nothing is left."""
-        for held in (self._saved, self._values, self._gradients, self._microbatches, self._measured, self.outputs):
+        self.between.clear()
+        for held in (self._saved, self._microbatches, self._measured, self.outputs):
             held.clear()
 
     def take(self, step: int, microbatches: list[Batch]) -> None:
@@ -142,7 +133,7 @@ class Interpreter:
 
     def finish(self) -> None:
         """End: all that was begun has been run."""
-        left = [*self._saved, *self._values, *self._gradients]
+        left = [*self._saved, *self.between.left]
         assert not left, f"rank {self.rank} has ended its step and still holds {left}"
         self._microbatches.clear()
 
@@ -165,60 +156,26 @@ class Interpreter:
                 if wanted:
                     saved.halves = wanted, find_halves(wanted, _leaves(saved))
 
-    def outgoing(self, send: Instruction) -> list[Tensor]:
-        """The tensors that a SEND sends, in the order in which the RECV expects them."""
-        assert send.peer is not None, f"{send} names no peer"
-        if send.kind is Kind.SEND_F:
-            names = self.names(send.stage, send.peer)
-            return [self._values.pop((name, send.microbatch, send.peer)) for name in names]
-        gradients = ((name, send.microbatch, send.stage) for name in self.names(send.peer, send.stage))
-        return [self._gradients.pop(key) for key in gradients if key in self._gradients]
-
     def incoming(self, receive: Instruction, tensors: list[Tensor]) -> None:
         """Take in what a RECV has received: tensors outside any graph."""
-        assert receive.peer is not None, f"{receive} names no peer"
-        microbatch = receive.microbatch
         if receive.kind is Kind.RECV_F:
-            for name, tensor in zip(self.names(receive.peer, receive.stage), tensors, strict=True):
-                self._values[name, microbatch, receive.stage] = tensor
-            return
-        names = [name for name in self.names(receive.stage, receive.peer) if self._has_gradient(receive, name)]
-        for name, tensor in zip(names, tensors, strict=True):
-            self._gradients[name, microbatch, receive.peer] = tensor
+            self.between.incoming_values(receive, tensors)
+        else:
+            wanted = self._saved[receive.stage, receive.microbatch].wants_gradient
+            self.between.incoming_gradients(receive, tensors, wanted)
 
     def start_backward(self, stage: int, microbatch: int, starts: list[tuple[Tensor, Tensor]]) -> None:
         """Let the backward of a last stage begin at these tensors of its output, with these gradients."""
         self._saved[stage, microbatch].starts = starts
-
-    def names(self, maker: int, reader: int) -> tuple[str, ...]:
-        """The values between two stages. Where the model is held several times, both are of one copy."""
-        found = self._names.get((maker, reader))
-        if found is None:
-            count = self.split.num_stages
-            found = self._names[maker, reader] = self.split.between(maker % count, reader % count)
-        return found
-
-    def _has_gradient(self, receive: Instruction, name: str) -> bool:
-        return name in self._saved[receive.stage, receive.microbatch].wants_gradient
 
     def _stage(self, stage: int) -> Stage:
         found = self.split.stages[stage % self.split.num_stages]
         assert found is not None, f"stage {stage} is not materialised on rank {self.rank}"
         return found
 
-    def _find_deliveries(self, stage: int) -> list[_Delivery]:
-        """What is to be done with the values that a stage makes."""
-        return [
-            _Delivery(name, reader, self.placement.ranks[reader] == self.rank)
-            for reader in self.placement.targets[stage]
-            for name in self.names(stage, reader)
-        ]
-
     def _forward(self, instruction: Instruction) -> None:
         _, stage, microbatch, _, _ = instruction
-        values = self._values
-        reads = self.split.reads[stage % self.split.num_stages]
-        inputs: Values = {name: values.pop((name, microbatch, stage)) for name in reads}
+        inputs = self.between.take_values(stage, microbatch)
         saved = _Saved(inputs=inputs)
         kept = self._start_counting(stage, microbatch)
         if self._trains and self.manner.recompute:
@@ -228,7 +185,7 @@ class Interpreter:
             if kept is not None:
                 kept.add(inputs.values())
         else:
-            with nullcontext() if kept is None else kept.counting():
+            with self._saving(stage, microbatch, inputs, kept):
                 made, measured = self._run(stage, microbatch, inputs)
             saved.outputs, saved.loss = made, None if measured is None else measured.total
         if kept is not None and self.kept_bytes is not None:
@@ -239,16 +196,25 @@ class Interpreter:
         if self._trains:
             saved.wants_gradient = frozenset(name for name, value in made.items() if value.requires_grad)
             self._saved[stage, microbatch] = saved
-        for name, reader, is_here in self._deliveries[stage]:
-            values[name, microbatch, reader] = cut_off(made[name]) if is_here else made[name]
+        self.between.deliver(stage, microbatch, made)
 
     def _start_counting(self, stage: int, microbatch: int) -> Kept | None:
         """What counts the bytes that a forward keeps, if they are asked for and not known."""
         if self.kept_bytes is None or stage in self.kept_bytes:
             return None
+        return Kept(self._there_anyway(stage, microbatch))
+
+    def _there_anyway(self, stage: int, microbatch: int) -> list[Tensor]:
+        """What is on the device whether a forward saves it or not."""
         here, batch = self._stage(stage), self._microbatches[microbatch].values()
         given = [each for each in batch if isinstance(each, Tensor)]
-        return Kept([*here.parameters.values(), *here.buffers.values(), *given])
+        return [*here.parameters.values(), *here.buffers.values(), *given]
+
+    def _saving(self, stage: int, microbatch: int, inputs: Values, kept: Kept | None) -> AbstractContextManager[Any]:
+        """Around a forward whose backward is to come: where what it saves goes, and who counts it."""
+        if self.stash is not None and self._trains:
+            return self.stash.saving([*self._there_anyway(stage, microbatch), *inputs.values()], kept)
+        return nullcontext() if kept is None else kept.counting()
 
     def _run(self, stage: int, microbatch: int, inputs: Values) -> "tuple[Values, _Measured | None]":
         """What a stage makes of its inputs; and the loss, if it is the last."""
@@ -310,30 +276,17 @@ class Interpreter:
             outputs.append(start)
             gradients.append(gradient)
         for name, tensor in saved.outputs.items():
-            arrived = [
-                self._gradients.pop(key)
-                for reader in self.placement.targets[stage]
-                if (key := (name, microbatch, reader)) in self._gradients
-            ]
+            arrived = self.between.take_gradients(stage, microbatch, name)
             if arrived and tensor.requires_grad:
                 outputs.append(tensor)
                 gradients.append(sum(arrived[1:], arrived[0]))
         return outputs, gradients, saved
 
-    def _pass_back(self, instruction: Instruction, saved: _Saved) -> None:
-        """Hand the gradients of what was read to their makers."""
-        _, stage, microbatch, _, _ = instruction
-        for name, leaf in saved.inputs.items():
-            if leaf.requires_grad:
-                gradient = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
-                self._gradients[name, microbatch, stage] = gradient
-                leaf.grad = None
-
     def _backward(self, instruction: Instruction) -> None:
         outputs, gradients, saved = self._sources(instruction)
         if outputs:
             full_backward(outputs, gradients)
-        self._pass_back(instruction, saved)
+        self.between.pass_back(instruction.stage, instruction.microbatch, saved.inputs)
         del self._saved[instruction.stage, instruction.microbatch]
 
     def _input_gradient(self, instruction: Instruction) -> None:
@@ -343,7 +296,9 @@ class Interpreter:
             # A gradient that did not come leaves another graph than was foreseen.
             same = len(foreseen) == len(outputs) and all(map(is_, foreseen, outputs))
             saved.weights = input_gradients(outputs, gradients, _leaves(saved), halves if same else None)
-        self._pass_back(instruction, saved)
+        self.between.pass_back(instruction.stage, instruction.microbatch, saved.inputs)
+        if self.stash is not None:
+            self.stash.put_away()
         # The graph lives on in what W still needs of it, and nowhere else.
         saved.inputs, saved.outputs, saved.loss, saved.halves, saved.starts = {}, {}, None, None, []
 
@@ -356,11 +311,6 @@ class Interpreter:
 def _leaves(saved: _Saved) -> list[Tensor]:
     """What was read and wants a gradient."""
     return [leaf for leaf in saved.inputs.values() if leaf.requires_grad]
-
-
-def cut_off(value: Tensor) -> Tensor:
-    """The same numbers outside any graph, which want a gradient if they did inside."""
-    return value.detach().requires_grad_(value.requires_grad)
 
 
 def describe(output: Any) -> str:

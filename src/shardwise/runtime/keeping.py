@@ -17,14 +17,14 @@ class Kept:
 
     def counting(self) -> AbstractContextManager[Any]:
         """Where what is saved is counted. It is saved as it is."""
-        return torch.autograd.graph.saved_tensors_hooks(self._count, _as_it_is)
+        return torch.autograd.graph.saved_tensors_hooks(self.count, _as_it_is)
 
     def add(self, tensors: Iterable[Tensor]) -> None:
         """Count tensors that are kept without autograd."""
         for tensor in tensors:
-            self._count(tensor)
+            self.count(tensor)
 
-    def _count(self, tensor: Tensor) -> Tensor:
+    def count(self, tensor: Tensor) -> Tensor:
         place = _place(tensor)
         if place not in self._seen:
             self._seen.add(place)

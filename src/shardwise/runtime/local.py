@@ -7,8 +7,9 @@ once. Nothing here is fast, and nothing is left to chance: the other executors a
 from collections.abc import Callable, Hashable
 from time import perf_counter
 
+from shardwise.runtime.between import cut_off
 from shardwise.runtime.calls import calls_of
-from shardwise.runtime.interpreter import Interpreter, Loss, Tally, cut_off
+from shardwise.runtime.interpreter import Interpreter, Loss, Tally
 from shardwise.runtime.manner import Manner
 from shardwise.runtime.stage import Batch, Split
 from shardwise.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind
@@ -123,6 +124,7 @@ class LocalExecutor:
         elif kind in SENDS:
             assert instruction.peer is not None, f"{instruction} names no peer"
             receiver = self.ranks[self.schedule.placement.ranks[instruction.peer]]
-            receiver.incoming(self._receive_of[node], [cut_off(each) for each in interpreter.outgoing(instruction)])
+            sent = interpreter.between.outgoing(instruction)
+            receiver.incoming(self._receive_of[node], [cut_off(each) for each in sent])
         # Receives were delivered with their sends. In one process parameters are whole and tied ones are one tensor:
         # nothing is gathered, released or reduced. The engine steps for all stages at once.

@@ -8,7 +8,7 @@ module ── its part of layers (tp) ── its experts (ep) ── its stages 
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -31,7 +31,9 @@ from shardwise.runtime.data.parallel import DataParallel
 from shardwise.runtime.data.replicas import Replicas, make_replicas
 from shardwise.runtime.data.ties import make_ties
 from shardwise.runtime.dropout import Place
+from shardwise.runtime.expert.move import better_placements, count_moved
 from shardwise.runtime.expert.shard import shard_experts
+from shardwise.runtime.expert.sharding import ExpertSharding
 from shardwise.runtime.faults import PipelineWatch
 from shardwise.runtime.holdings import GRADIENTS, OPTIMIZER, PARAMETERS
 from shardwise.runtime.interpreter import Loss, Tally
@@ -39,18 +41,21 @@ from shardwise.runtime.keeping import KeptBytes
 from shardwise.runtime.local import Record
 from shardwise.runtime.losses import summed_only
 from shardwise.runtime.mesh import make_mesh
+from shardwise.runtime.mesh_experts import place_experts
 from shardwise.runtime.mesh_optimizers import MeshOptimizers
+from shardwise.runtime.mesh_parts import MeshParts
 from shardwise.runtime.mesh_state import MeshState
-from shardwise.runtime.optimizers.share import Share
+from shardwise.runtime.optimizers.share import MakeOptimizer, Share
+from shardwise.runtime.options import Options
 from shardwise.runtime.pipeline import complete
 from shardwise.runtime.prepare import prepare
 from shardwise.runtime.recording import Recording, listening_to
 from shardwise.runtime.stage import Batch, Split
+from shardwise.runtime.statistics import SharedStatistics
 from shardwise.runtime.tensor.columns import ColumnLinear
 from shardwise.runtime.tensor.shard import shard
 from shardwise.runtime.tensor.sharding import Sharding
 from shardwise.runtime.tensor.streams import Channels
-from shardwise.runtime.trainer import MakeOptimizer
 from shardwise.runtime.transport import ProcessTransport, make_groups
 from shardwise.schedule.instruction import Kind
 from shardwise.schedule.schedule import Schedule
@@ -74,12 +79,9 @@ class MeshEngine(ConnectedTrainer):
         loss: Loss,
         optimizer: MakeOptimizer | Sequence[Share],
         example: Batch,
-        clip: float | None = None,
-        compile: bool | str = False,
-        seed: int = 0,
-        pad: bool = False,
-        through_blocks: bool = False,
+        options: Options | None = None,
     ) -> None:
+        how = options or Options()
         self.plan, self.mesh = plan, make_mesh(plan)
         self.rank = self.mesh.coordinates["pp"]
         self.ranks = (self.rank,)
@@ -90,27 +92,23 @@ class MeshEngine(ConnectedTrainer):
         rows = self._rows(example)
         if plan.cp > 1 and plan.sp:
             # The module is looked at as all ranks together run it.
-            rows = pad_sequences(rows, plan.cp, Cutting(divisor=divisor))
-        self.tensor = self._shard(module, cut_batch(rows, plan.microbatches, pad=pad)[0], seed)
-        self.experts = shard_experts(module, self.mesh) if plan.dp * plan.cp > 1 else None
-        stages, schedule = prepare(
-            module,
-            plan,
-            loss=loss,
-            example=rows,
-            rank=self.rank,
-            pad=pad,
-            seed=seed,
-            compile=compile,
-            through_blocks=through_blocks,
-        )
+            rows = pad_sequences(rows, plan.cp, Cutting(divisor=divisor, entries=how.entries or {}))
+        # What is dropped in training is seen in training mode only.
+        self.tensor = self._shard(module.train(), cut_batch(rows, plan.microbatches, pad=how.pad)[0], how)
+        self._context: ContextParallel | None = None
+        self.experts: ExpertSharding | None = None
+        if plan.dp * plan.cp > 1:
+            self.experts = shard_experts(module, self.mesh, real=self._real_tokens)
+        stages, schedule, callers = prepare(module, plan, loss=loss, example=rows, rank=self.rank, options=how)
         self._has_attended = False
         self._sent_before: list[tuple[Group, GroupTraffic]] = []
-        self._context = self._attach_context(module, divisor)
+        self._context = self._attach_context(module, divisor, how)
         stages = stages if self._context is None else in_context(stages, self._context)
-        self._sharing = Sharing(zero=plan.zero, layerwise=not _splits_backward(schedule))
-        super().__init__(module, plan, stages, schedule, optimizer=_no_optimizer, clip=clip, pad=pad)
-        self._connect(compiles=bool(compile))
+        self._sharing = Sharing(
+            zero=plan.zero, masters=plan.precision != "fp32", layerwise=not _splits_backward(schedule)
+        )
+        super().__init__(module, plan, stages, schedule, optimizer=None, clip=how.clip, pad=how.pad)
+        self._connect(compiles=bool(how.compile))
         self.data = self._make_data(optimizer)
         held: dict[str, Any] = {
             "data": self.data,
@@ -123,31 +121,50 @@ class MeshEngine(ConnectedTrainer):
             self.parameters,
             order=order,
             gather=lambda given, name: self._gather(given, self.mesh.group(name).handle),
+            home_of=self.home_of,
             **held,
         )
         watch = PipelineWatch(self._watch, self.mesh.ranks("pp"))
         self._transport = ProcessTransport(make_groups(self.mesh.pipelines), watch=watch)
         self._make_executors(loss, watch=watch, on_reduce=self.data.reduce, beside=self.data)
-        if not compile:
-            self._draw_alike(seed, _channels_of(module))
+        self._statistics: SharedStatistics | None = None
+        if plan.dp > 1 or len(self.schedule.placement.pipes) > 1:
+            self._statistics = SharedStatistics(module, self.buffers, self._from_copies)
+        if not how.compile:
+            self._draw_alike(how.seed, callers, _channels_of(module))
+            if self._context is not None and self._dropouts is not None:
+                self._context.drops = self._dropouts.weight_drop
+        self._begin_host()
+        self.data.keep_states(None if self._host is None else self._host.states)
 
-    def _shard(self, module: nn.Module, microbatch: Batch, seed: int) -> Sharding | None:
+    def _shard(self, module: nn.Module, microbatch: Batch, how: Options) -> Sharding | None:
         """Keep this rank's part of every layer that comes apart."""
         if self.plan.tp == 1:
             return None
-        sharding = shard(module, self.mesh, sequence=self.plan.sp, example=microbatch)
+        sharding = shard(module, self.mesh, how.tensor, sequence=self.plan.sp, example=microbatch)
         if any(each.is_meta for each in module.parameters()):
-            sharding.materialise(module, seed=seed, device=home_of(microbatch))
+            sharding.materialise(module, seed=how.seed, device=home_of(microbatch))
         return sharding
 
-    def _attach_context(self, module: nn.Module, divisor: int) -> ContextParallel | None:
+    def _attach_context(self, module: nn.Module, divisor: int, how: Options) -> ContextParallel | None:
         """Let attention see what other ranks have of a sequence."""
         if self.plan.cp == 1:
             return None
         form = cast(Literal["ring", "all-to-all"], self.plan.context)
-        context = ContextParallel(self.mesh.group("cp"), form=form, divisor=divisor)
+        context = ContextParallel(
+            self.mesh.group("cp"),
+            form=form,
+            divisor=divisor,
+            positions=how.positions,
+            entries=how.entries,
+            masks=how.masks,
+        )
         context.attach(module)
         return context
+
+    def _real_tokens(self) -> Tensor | None:
+        """Of this rank's tokens of the sequences that are being computed, which are not added to make them divide."""
+        return None if self._context is None else self._context.real_tokens()
 
     def _make_data(self, optimizer: MakeOptimizer | Sequence[Share]) -> DataParallel:
         dense = make_replicas(self.mesh.ranks("gradients"), shard_size=self.plan.zero_group)
@@ -168,6 +185,8 @@ class MeshEngine(ConnectedTrainer):
             optimizer=optimizer,
             ties=make_ties(self.schedule.placement, self.split, self.mesh.pipelines, self.mesh.rank),
             tensor=self.tensor,
+            joining=None if self.tensor is None and not experts else MeshParts(self.tensor, self.experts),
+            apart=experts,
             module=self.module,
             watch=self._watch,
         )
@@ -197,15 +216,32 @@ class MeshEngine(ConnectedTrainer):
 
         Whole, all of it on every rank; or of the parts that this rank has of the parameters of its stages.
         """
+        self.flush()
         return self._optimizers.part() if sharded else self._optimizers.whole()
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a whole state, of whatever plan."""
+        self.flush()
         with self._told_to_all():
             self._optimizers.load(state)
 
     def assembled(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return self._state.assembled(parts)
+
+    def rebalance_experts(self, *, gain: float = 0.05) -> dict[str, int]:
+        """Place experts by the load that was measured since the last call; how many moved in each layer that is here.
+
+        Weights and all that optimizers remember go along, and training does not notice. A layer is left alone unless
+        its most loaded rank gets more than `gain` less to do. All ranks call this alike, between steps.
+        """
+        if self.experts is None:
+            return {}
+        with self._told_to_all():
+            wanted = better_placements(self.experts, self.module, gain)
+            moved = count_moved(self.experts, wanted)
+            for layer, placement in wanted.items():
+                place_experts(layer, placement, experts=self.experts, data=self.data, optimizers=self._optimizers)
+        return moved
 
     # What a trainer leaves to engines.
 
@@ -242,7 +278,9 @@ class MeshEngine(ConnectedTrainer):
 
     def _run(self, trains: bool, microbatches: list[Batch], signature: Hashable, record: Record | None) -> Tally:
         executor = self._trainer if trains else self._evaluator
-        tally = self._agree(executor.run(microbatches, signature=signature, record=record))
+        shares = trains and self._statistics is not None and self._statistics.are_there
+        with self._statistics.shared() if shares else nullcontext():  # type: ignore[union-attr]
+            tally = self._agree(executor.run(microbatches, signature=signature, record=record))
         if self._context is not None and not self._has_attended:
             self._check_attention(self._context)
         return tally
@@ -299,7 +337,11 @@ class MeshEngine(ConnectedTrainer):
 
     def _state_bytes(self) -> dict[str, int]:
         held = self.data.held()
-        return {PARAMETERS: held.parameters, GRADIENTS: held.gradients, OPTIMIZER: held.optimizer}
+        on_device = held.optimizer - self._hosted_state_bytes()
+        return {PARAMETERS: held.parameters, GRADIENTS: held.gradients, OPTIMIZER: on_device}
+
+    def _number_bytes(self) -> Mapping[Optimizer, Callable[[], float]]:
+        return self.data.number_bytes
 
     def _from_pipeline(self, part: dict[str, Any]) -> list[dict[str, Any]]:
         """The parts of all ranks of this pipeline, on the CPU."""
@@ -307,6 +349,12 @@ class MeshEngine(ConnectedTrainer):
             return []
         told = {name: each.cpu() if isinstance(each, Tensor) else each for name, each in part.items()}
         return self._gather(told, self.mesh.group("pp").handle)
+
+    def _from_copies(self, given: Any) -> list[Any]:
+        """What is given by the ranks that have other rows of the same layers, in the order of the rows."""
+        axes = self.mesh.coordinates
+        told = self._gather(((axes["dp"], axes["pp"], axes["cp"]), axes["tp"], given))
+        return [each for _, tp, each in sorted(told, key=lambda part: part[0]) if tp == axes["tp"]]
 
     def _disconnect(self) -> None:
         if self._context is not None:
@@ -322,7 +370,3 @@ def _channels_of(module: nn.Module) -> Callable[[], Channels | None]:
 
 def _splits_backward(schedule: Schedule) -> bool:
     return any(part.kind is Kind.W for order in schedule.orders for each in order for part in each.parts)
-
-
-def _no_optimizer(_: object) -> Any:
-    """Replicas have theirs."""

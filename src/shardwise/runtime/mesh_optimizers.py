@@ -2,12 +2,12 @@
 
     a rank's optimizer has         over replicas (ZeRO)      over experts (ep), layers (tp)      over stages (pp)
     pieces, flattened         ──   one after the other  ──   as the parameter is joined     ──   all names
-    whole matrices of its own ──   one owner has each   ──   joined over tp already         ──   all names
+    whole matrices of its own ──   one owner has each   ──   joined already                 ──   all names
 
 What has no number for each of the weight's (a count of steps) is the same in all pieces, and is taken from the first.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from shardwise.runtime.data.parallel import DataParallel
 from shardwise.runtime.expert.sharding import ExpertSharding
 from shardwise.runtime.optimizers.state import (
+    States,
     check_shapes,
     check_states,
     groups_of,
@@ -47,6 +48,7 @@ class MeshOptimizers:
     """All optimizers of a mesh, under the names of the original module. All ranks call it alike.
 
     `parameters` are those of this rank's stages, `shapes` those of the whole, `order` all names in the module's order.
+    `home_of` says where the state of a weight lives.
     """
 
     def __init__(
@@ -59,9 +61,10 @@ class MeshOptimizers:
         shapes: Mapping[str, torch.Size],
         order: Sequence[str],
         gather: Gather,
+        home_of: Callable[[nn.Parameter], torch.device],
     ) -> None:
         self._parameters, self._data, self._tensor, self._experts = parameters, data, tensor, experts
-        self._shapes, self._order, self._gather = shapes, order, gather
+        self._shapes, self._order, self._gather, self._home_of = shapes, order, gather, home_of
         self._names: dict[Tensor, str] = {each.weight: each.name for each in data.updated}
 
     def whole(self) -> dict[str, Any]:
@@ -90,16 +93,27 @@ class MeshOptimizers:
         load_settings(self._data.optimizers, self._names, state["param_groups"])
         for updated in self._data.updated:
             updated.optimizer.state.pop(updated.weight, None)
-            if updated.name in state["state"]:
-                mine = {key: self._cut(updated, each) for key, each in state["state"][updated.name].items()}
-                updated.optimizer.state[updated.weight] = taken(mine, updated.weight, updated.optimizer)
+        self.put(state["state"])
 
-    def _pieces(self) -> dict[str, list[_Piece]]:
-        """By parameter: the pieces of all replicas, in order, each once."""
+    def states_of(self, names: Collection[str]) -> dict[str, dict[str, Any]]:
+        """What they remember of some parameters of this rank's stages, whole. Ranks that hold parts call this alike."""
+        every = self._pieces(names)
+        return {name: self._combined(name, every[name], joins=True) for name in names if name in every}
+
+    def put(self, states: States) -> None:
+        """Take over what they remembered of some parameters."""
+        for updated in self._data.updated:
+            if updated.name in states:
+                mine = {key: self._cut(updated, each) for key, each in states[updated.name].items()}
+                home = self._home_of(updated.weight)
+                updated.optimizer.state[updated.weight] = taken(mine, updated.weight, updated.optimizer, home)
+
+    def _pieces(self, names: Collection[str] | None = None) -> dict[str, list[_Piece]]:
+        """By parameter, of all or some: the pieces of all replicas, in order, each once."""
         kinds: dict[str, dict[str, list[_Piece]]] = {"gradients": {}, "expert_gradients": {}}
         for updated in self._data.updated:
             state = updated.optimizer.state.get(updated.weight)
-            if state:
+            if state and (names is None or updated.name in names):
                 each = frozenset(key for key, value in state.items() if is_of_each_number(value, updated.weight))
                 piece = _Piece(start=updated.start, each=each, is_joined=updated.is_joined, state=state)
                 kind = "expert_gradients" if self._is_expert(updated.name) else "gradients"
@@ -121,12 +135,14 @@ class MeshOptimizers:
             value = first.state[key]
             if key in first.each and not first.is_joined:
                 value = torch.cat([piece.state[key].reshape(-1) for piece in pieces]).view(self._data.shape_of(name))
-            found[key] = self._joined(name, value, is_piece=key in first.each and not first.is_joined, joins=joins)
+            if joins and not first.is_joined:
+                value = self._joined(name, value, is_piece=key in first.each)
+            found[key] = value
         return found
 
-    def _joined(self, name: str, value: Any, *, is_piece: bool, joins: bool) -> Any:
+    def _joined(self, name: str, value: Any, *, is_piece: bool) -> Any:
         """An entry of the whole parameter's state from those of tensor and expert parallel ranks."""
-        if not joins or not isinstance(value, Tensor):
+        if not isinstance(value, Tensor):
             return value
         if self._is_expert(name) and value.dim():
             assert self._experts is not None, "there are experts"
@@ -144,7 +160,7 @@ class MeshOptimizers:
         is_of_each = value.shape == self._shapes[name]
         if is_of_each and self._tensor is not None and not updated.is_joined:
             value = self._tensor.local(name, value)
-        if self._is_expert(name) and value.dim():
+        if self._is_expert(name) and value.dim() and not updated.is_joined:
             assert self._experts is not None, "there are experts"
             value = self._experts.local(name, value)
         if is_of_each:

@@ -3,6 +3,7 @@
 The same script runs alone, where one process runs every rank; under `torchrun`; or through `spawn`.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -10,16 +11,19 @@ from torch import nn
 
 from shardwise.planner.composition import check_composition
 from shardwise.planner.plan import Plan
-from shardwise.runtime.able import check_alone, check_compiles, check_module
+from shardwise.runtime.able import check_alone, check_arguments, check_compiles, check_module, has_halves
+from shardwise.runtime.context.cutting import Entry
+from shardwise.runtime.context.reach import Reach
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.interpreter import Loss
 from shardwise.runtime.joining_in import join_if_launched
 from shardwise.runtime.mesh import agree_on
 from shardwise.runtime.mesh_engine import MeshEngine
+from shardwise.runtime.optimizers.share import MakeOptimizer, Share
+from shardwise.runtime.options import Options
 from shardwise.runtime.prepare import prepare
 from shardwise.runtime.process_engine import ProcessEngine
 from shardwise.runtime.stage import Batch
-from shardwise.runtime.trainer import MakeOptimizer
 from shardwise.runtime.whereabouts import check_example
 
 
@@ -28,28 +32,37 @@ def parallelize(
     plan: Plan | str,
     *,
     loss: Loss,
-    optimizer: MakeOptimizer,
+    optimizer: MakeOptimizer | Sequence[Share],
     example: Batch,
     clip: float | None = None,
     compile: bool | str = False,
     seed: int = 0,
     pad: bool = False,
     through_blocks: bool = False,
+    tensor: Mapping[str, str] | None = None,
+    positions: str | None = "position_ids",
+    entries: Mapping[str, Entry | int | None] | None = None,
+    masks: Reach | None = None,
 ) -> Engine | ProcessEngine | MeshEngine:
     """Return an engine that trains `module` under `plan`.
 
     `plan` may be a `Plan` or its short form, `pp=3,schedule=zb-v,microbatches=8`. `loss(output, batch)` gives the mean
     over a microbatch, or its sum and the number that it is summed over: then all of a batch weigh the same, however
     they are spread. It is tried on the example first. The module is put in training mode; one on the meta device gets
-    the weights of this process's stages, from `seed` alone.
+    the weights of this process's stages, from `seed` alone. `optimizer` makes one for all parameters, or several are
+    given, each for its share of them.
 
     Gradients are clipped to a global norm of `clip`, if given. With `compile` each unit is compiled, by `inductor` or
     by the backend that it names. With `pad` the microbatches need not divide a batch: some have a row more, or, in a
     batch of too few rows, repeat one that counts for nothing. With `through_blocks` a pipeline may be cut in a block
     where whole blocks do not divide evenly.
 
+    What is not found is said: `tensor` names layers and how each is cut over tp (`docs/tensor.md`), and `positions`,
+    `entries` and `masks` say how cp is to take the module and its batches (`docs/context.md`).
+
     Where `torch.distributed` has several ranks, each of them runs one of the plan. Under `torchrun` it is started here.
     """
+    check_arguments(module, plan, loss, optimizer, example)
     chosen = Plan.parse(plan) if isinstance(plan, str) else plan
     join_if_launched()
     are_many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -58,15 +71,62 @@ def parallelize(
     check_composition(chosen)
     check_module(module)
     check_example(module, example)
-    how: dict[str, Any] = {"compile": compile, "seed": seed, "pad": pad, "through_blocks": through_blocks}
-    if are_many:
-        chosen.check_world(dist.get_world_size())
-        has_other_axes = chosen.num_ranks > chosen.pp
-        if has_other_axes and compile:
-            check_compiles(chosen)
-        many = MeshEngine if has_other_axes else ProcessEngine
-        return many(module, chosen, loss=loss, optimizer=optimizer, example=example, clip=clip, **how)
-    check_alone(chosen)
-    stages, schedule = prepare(module, chosen, loss=loss, example=example, **how)
-    own_seed = None if compile else seed
-    return Engine(module, chosen, stages, schedule, loss=loss, optimizer=optimizer, clip=clip, pad=pad, seed=own_seed)
+    options = Options(
+        clip=clip,
+        compile=compile,
+        seed=seed,
+        pad=pad,
+        through_blocks=through_blocks,
+        tensor=tensor,
+        positions=positions,
+        entries=entries,
+        masks=masks,
+    )
+    given: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "example": example, "options": options}
+    return _one_of_many(module, chosen, **given) if are_many else _alone(module, chosen, **given)
+
+
+def _one_of_many(
+    module: nn.Module,
+    plan: Plan,
+    *,
+    loss: Loss,
+    optimizer: MakeOptimizer | Sequence[Share],
+    example: Batch,
+    options: Options,
+) -> ProcessEngine | MeshEngine:
+    """The engine of this process, which runs one rank."""
+    plan.check_world(dist.get_world_size())
+    # Weights of 16 bits have copies in full precision, which only a mesh keeps.
+    has_masters = plan.precision != "fp32" and has_halves(module) and plan.schedule != "pipedream-2bw"
+    is_mesh = plan.num_ranks > plan.pp or has_masters
+    if is_mesh and options.compile:
+        check_compiles(plan)
+    many = MeshEngine if is_mesh else ProcessEngine
+    return many(module, plan, loss=loss, optimizer=optimizer, example=example, options=options)
+
+
+def _alone(
+    module: nn.Module,
+    plan: Plan,
+    *,
+    loss: Loss,
+    optimizer: MakeOptimizer | Sequence[Share],
+    example: Batch,
+    options: Options,
+) -> Engine:
+    """The engine of one process, which runs every rank."""
+    check_alone(plan)
+    stages, schedule, callers = prepare(module, plan, loss=loss, example=example, options=options)
+    return Engine(
+        module,
+        plan,
+        stages,
+        schedule,
+        loss=loss,
+        optimizer=optimizer,
+        clip=options.clip,
+        pad=options.pad,
+        seed=None if options.compile else options.seed,
+        callers=callers,
+    )

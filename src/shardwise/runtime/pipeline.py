@@ -6,13 +6,14 @@ from dataclasses import replace
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
 from shardwise.runtime.stage import Split
-from shardwise.schedule.auto.search import Setting, auto
+from shardwise.schedule.auto.search import auto
 from shardwise.schedule.catalogue import make_schedule
 from shardwise.schedule.generators.pipedream_2bw import pipedream_2bw
 from shardwise.schedule.instruction import Kind
 from shardwise.schedule.passes.lower import lower
 from shardwise.schedule.placement import Placement
 from shardwise.schedule.prices import StageTimes, stage_prices
+from shardwise.schedule.question import Question
 from shardwise.schedule.schedule import Schedule
 from shardwise.schedule.simulate import simulate
 from shardwise.schedule.verify import verify
@@ -50,15 +51,26 @@ def _find(plan: Plan, num_stages: int, costs: Callable[[int], Sequence[float]] |
     shares = [cost * plan.pp / sum(each) for cost in each]
     times = tuple(StageTimes(forward=share, input_gradient=share, weight_gradient=share) for share in shares)
     schedule = auto(
-        Setting(
+        Question(
             num_ranks=plan.pp,
             num_microbatches=plan.microbatches,
             times=times,
             memory=(float(plan.microbatches),) * plan.pp,
-            max_chunks=num_stages // plan.pp,
+            num_chunks=num_stages // plan.pp,
         )
     )
     return schedule, simulate(lower(schedule), stage_prices(schedule.placement, times)).makespan
+
+
+def step_seconds(schedule: Schedule, costs: Sequence[float]) -> float:
+    """How long a step takes if stages cost this much a microbatch: a third for each of F, I and W.
+
+    The first stage has no gradient to give back: what it would be is little, and the rest of its backward is one.
+    """
+    parts = [StageTimes(forward=cost / 3, input_gradient=cost / 3, weight_gradient=cost / 3) for cost in costs]
+    parts[0] = StageTimes(forward=costs[0] / 3, input_gradient=0.0, weight_gradient=2 * costs[0] / 3)
+    times = [parts[stage % len(costs)] for stage in range(schedule.placement.num_stages)]
+    return simulate(lower(schedule), stage_prices(schedule.placement, times)).makespan
 
 
 def complete(

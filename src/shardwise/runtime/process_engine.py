@@ -1,6 +1,6 @@
 """The engine of many processes: this process runs one rank of the pipeline."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,13 +11,14 @@ from shardwise.planner.plan import Plan
 from shardwise.runtime.connected import ConnectedTrainer
 from shardwise.runtime.interpreter import Loss, Tally
 from shardwise.runtime.local import Record
+from shardwise.runtime.optimizers.share import MakeOptimizer, Share
 from shardwise.runtime.optimizers.state import joined_states, on_cpu
+from shardwise.runtime.options import Options
 from shardwise.runtime.prepare import prepare
 from shardwise.runtime.stage import Batch
 from shardwise.runtime.state import joined
 from shardwise.runtime.statistics import SharedStatistics
 from shardwise.runtime.ties import TiedGradients
-from shardwise.runtime.trainer import MakeOptimizer
 from shardwise.runtime.transport import ProcessTransport, make_groups
 
 
@@ -33,29 +34,16 @@ class ProcessEngine(ConnectedTrainer):
         plan: Plan,
         *,
         loss: Loss,
-        optimizer: MakeOptimizer,
+        optimizer: MakeOptimizer | Sequence[Share],
         example: Batch,
-        clip: float | None = None,
-        compile: bool | str = False,
-        seed: int = 0,
-        pad: bool = False,
-        through_blocks: bool = False,
+        options: Options | None = None,
     ) -> None:
         self.rank, num_ranks = dist.get_rank(), dist.get_world_size()
         self.ranks = (self.rank,)
-        stages, schedule = prepare(
-            module,
-            plan,
-            loss=loss,
-            example=example,
-            rank=self.rank,
-            pad=pad,
-            seed=seed,
-            compile=compile,
-            through_blocks=through_blocks,
-        )
-        super().__init__(module, plan, stages, schedule, optimizer=optimizer, clip=clip, pad=pad)
-        self._connect(compiles=bool(compile))
+        how = options or Options()
+        stages, schedule, callers = prepare(module, plan, loss=loss, example=example, rank=self.rank, options=how)
+        super().__init__(module, plan, stages, schedule, optimizer=optimizer, clip=how.clip, pad=how.pad)
+        self._connect(compiles=bool(how.compile))
         self._ties = TiedGradients(self.rank, self.schedule.placement, self.split, self._parameter_of, self._watch)
         self._transport = ProcessTransport(make_groups([range(num_ranks)]), watch=self._watch)
         self._make_executors(loss, watch=self._watch, on_reduce=self._ties.reduce)
@@ -63,8 +51,9 @@ class ProcessEngine(ConnectedTrainer):
         self._statistics: SharedStatistics | None = None
         if len(self.schedule.placement.pipes) > 1:
             self._statistics = SharedStatistics(module, self.buffers, self._gather)
-        if not compile:
-            self._draw_alike(seed)
+        if not how.compile:
+            self._draw_alike(how.seed, callers)
+        self._begin_host()
         self._begin_stream()
 
     def _disconnect(self) -> None:

@@ -100,7 +100,7 @@ class ProcessExecutor:
             return None
         maker, reader = (stage, peer) if kind in SENDS else (peer, stage)
         activation = kind in (Kind.SEND_F, Kind.RECV_F)
-        if not self.interpreter.names(*((maker, reader) if activation else (reader, maker))):
+        if not self.interpreter.between.names(*((maker, reader) if activation else (reader, maker))):
             return None
         ranks = self.schedule.placement.ranks
         return Key(ranks[maker], ranks[reader], "F" if activation else "B", maker, reader, microbatch)
@@ -169,7 +169,7 @@ class ProcessExecutor:
         if key is None:  # Also a STEP: the engine steps for all stages of the rank at once.
             return _nothing
         if kind in SENDS:
-            return lambda: self._transport.send(key, self.interpreter.outgoing(instruction))
+            return lambda: self._transport.send(key, self.interpreter.between.outgoing(instruction))
         return partial(self._transport.post_receive, key)
 
     def _compute(self, instruction: Instruction) -> None:

@@ -1,4 +1,7 @@
-"""Running statistics of batch norm, where a schedule holds the model twice: each copy sees a part of the microbatches.
+"""Running statistics of batch norm where there are copies of it: each sees a part of the microbatches.
+
+Replicas are copies, and so are the halves of a schedule that holds the model twice. A batch is normalised by its own
+microbatch on each; what is kept for evaluation is what one device would keep that had all of the microbatches in turn.
 
 After k microbatches with momentum m a running mean is r(k) = (1-m)^k r(0) + what these microbatches added. So what
 another copy has added is known from its r(k), and can be added here as if its microbatches had come after ours:

@@ -2,8 +2,9 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
 from types import TracebackType
 from typing import Any
@@ -16,10 +17,13 @@ from shardwise.planner.plan import Plan
 from shardwise.runtime.batch import cut_batch, shapes_of
 from shardwise.runtime.device_clock import clock_of
 from shardwise.runtime.dropout import Dropouts, Place, num_tokens_of
-from shardwise.runtime.holdings import holdings_of, state_bytes
+from shardwise.runtime.holdings import OPTIMIZER, holdings_of, state_bytes
 from shardwise.runtime.interpreter import Interpreter, Tally
 from shardwise.runtime.keeping import KeptBytes
 from shardwise.runtime.local import Record
+from shardwise.runtime.offload.host import Host, make_host
+from shardwise.runtime.offload.room import number_bytes_of
+from shardwise.runtime.optimizers.share import MakeOptimizer, Share, make_all
 from shardwise.runtime.optimizers.state import (
     check_shapes,
     check_states,
@@ -40,8 +44,6 @@ from shardwise.schedule.garbage import collection_paused
 from shardwise.schedule.schedule import Schedule
 from shardwise.trace.events import Trace, Traffic
 
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
-
 
 class Trainer(ABC):
     """Trains a module under a plan. Where ranks are processes, each has one and all call it alike.
@@ -61,7 +63,7 @@ class Trainer(ABC):
         stages: Split,
         schedule: Schedule,
         *,
-        optimizer: MakeOptimizer,
+        optimizer: MakeOptimizer | Sequence[Share] | None,
         clip: float | None,
         pad: bool,
     ) -> None:
@@ -73,8 +75,10 @@ class Trainer(ABC):
         self.parameters = {name: each for name, each in module.named_parameters() if name in held}
         self.buffers: dict[str, Tensor] = {name: each for stage in here for name, each in stage.buffers.items()}
         self._trained = {name: each for name, each in self.parameters.items() if each.requires_grad}
-        # A rank whose stages have nothing to train takes part all the same.
-        self.optimizer = optimizer(self._trained.values()) if self._trained else None
+        #: The optimizers of this process, and what makes each.
+        self._makers = {} if optimizer is None else make_all(optimizer, self._trained)
+        #: What this process keeps on the host, where its plan says so.
+        self._host: Host | None = None
         self.gradient_norm: float | None = None
         self.was_finite = True
         self._recording: Recording | None = None
@@ -102,6 +106,8 @@ class Trainer(ABC):
         recording = self._start_recording() if trace else None
         record = None if recording is None else recording.note
         self._forget_gradients()
+        if self._host is not None and self._host.states is not None:
+            self._host.states.begin()
         with self._told_to_all():
             microbatches, signature = self._cut(batch), ("train", shapes_of(batch))
             if self._dropouts is not None:
@@ -167,7 +173,7 @@ class Trainer(ABC):
     @property
     def optimizers(self) -> Sequence[Optimizer]:
         """Those of this process."""
-        return [] if self.optimizer is None else [self.optimizer]
+        return list(self._makers)
 
     def optimizer_state_dict(self, *, sharded: bool = False) -> dict[str, Any]:
         """What the optimizer remembers, by original names: of all parameters, or of those that this process holds.
@@ -186,28 +192,44 @@ class Trainer(ABC):
         with self._told_to_all():
             check_states(state, [name for name, _ in self.module.named_parameters()])
             check_shapes(state["state"], {name: each.shape for name, each in self._trained.items()})
-            load_settings(self.optimizers, self._names(), state["param_groups"])
+            names = self._names()
+            load_settings(self.optimizers, names, state["param_groups"])
             for optimizer in self.optimizers:
-                for name, parameter in self._trained.items():
+                for parameter in [each for group in optimizer.param_groups for each in group["params"]]:
                     optimizer.state.pop(parameter, None)
-                    if name in state["state"]:
-                        optimizer.state[parameter] = taken(state["state"][name], parameter, optimizer)
+                    own = state["state"].get(names[parameter])
+                    if own is not None:
+                        optimizer.state[parameter] = taken(own, parameter, optimizer, self.home_of(parameter))
+
+    @property
+    def host_bytes(self) -> int:
+        """What this process keeps on the host now, beside its device."""
+        return 0 if self._host is None else self._host.num_bytes
+
+    def home_of(self, weight: nn.Parameter) -> torch.device:
+        """Where the state of a weight lives that an optimizer of this process has."""
+        states = None if self._host is None else self._host.states
+        return torch.device("cpu") if states is not None and weight in states.weights else weight.device
 
     def _names(self) -> dict[Tensor, str]:
         return {each: name for name, each in self._trained.items()}
 
     def flush(self) -> None:
-        """Finish what is under way, where a schedule leaves its last step unfinished: the weights are the newest then.
+        """Finish what is under way: then the weights are the newest, and state that lives on the host is there.
 
         `evaluate`, `state_dict` and `load_state_dict` do this themselves. Every rank calls it.
         """
         if self._stream is not None:
             with torch.enable_grad(), self._told_to_all():
                 self._stream.flush()
+        if self._host is not None and self._host.states is not None:
+            self._host.states.wait()
 
     def close(self) -> None:
         """Let go of what the engine keeps beside the module."""
         self.flush()
+        if self._host is not None:
+            self._host.close()
 
     def __enter__(self) -> "Trainer":
         return self
@@ -218,10 +240,12 @@ class Trainer(ABC):
         if error is None:
             self.close()
 
-    def _draw_alike(self, seed: int, channels: Callable[[], Channels | None] = lambda: None) -> None:
-        """Let dropouts drop what they would under any plan."""
-        dropouts = Dropouts(seed=seed, channels=channels)
-        if dropouts.attach(self.module):
+    def _draw_alike(
+        self, seed: int, callers: Collection[str], channels: Callable[[], Channels | None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """Let dropouts, and `callers` of functions that drop, drop what they would under any plan."""
+        dropouts = Dropouts(seed=seed, channels=channels, attends=self.plan.cp == 1)
+        if dropouts.attach(self.module, callers):
             self._dropouts = dropouts
             for interpreter in self._feedable()[1]:
                 interpreter.select_rows = dropouts.select
@@ -263,8 +287,32 @@ class Trainer(ABC):
             if factor < 1:
                 for gradient in gradients.values():
                     gradient.mul_(factor)
-        if self.optimizer is not None and self.was_finite:
-            self.optimizer.step()
+        if self.was_finite:
+            self._update()
+
+    def _update(self) -> None:
+        """Step with the gradients that are there."""
+        if self._host is not None and self._host.states is not None:
+            self._host.states.step()
+            return
+        for optimizer in self._makers:
+            optimizer.step()
+
+    def _begin_host(self) -> None:
+        """Have on the host what the plan puts there. All ranks call this alike, when they can talk to each other."""
+        device = next((each.device for each in self.parameters.values()), torch.device("cpu"))
+        self._host = make_host(self.plan, device, self._number_bytes(), self._from_all)
+        for interpreter in self._feedable()[1]:
+            interpreter.stash = None if self._host is None else self._host.stash
+
+    def _number_bytes(self) -> Mapping[Optimizer, Callable[[], float]]:
+        """The optimizers of this process, and what tells the bytes that each keeps for a number."""
+        return {
+            optimizer: partial(
+                number_bytes_of, make, [each for group in optimizer.param_groups for each in group["params"]]
+            )
+            for optimizer, make in self._makers.items()
+        }
 
     # What differs between one process and many.
 
@@ -274,8 +322,8 @@ class Trainer(ABC):
 
     def _forget_gradients(self) -> None:
         """Begin a step without the gradients of the last."""
-        if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self._makers:
+            optimizer.zero_grad(set_to_none=True)
 
     @abstractmethod
     def _run(self, trains: bool, microbatches: list[Batch], signature: Hashable, record: Record | None) -> Tally:
@@ -284,6 +332,10 @@ class Trainer(ABC):
     @abstractmethod
     def _feedable(self) -> tuple[Feedable, list[Interpreter]]:
         """What runs steps one after the other, and the interpreters in it."""
+
+    def _from_all(self, given: Any) -> list[Any]:
+        """What each process gives."""
+        return [given]
 
     def _agree(self, tally: Tally) -> Tally:
         """The loss of the whole batch, from what was seen of it here."""
@@ -359,7 +411,11 @@ class Trainer(ABC):
     def _state_bytes(self) -> dict[str, int]:
         """What this process holds of the model's state, by owner."""
         gradients = [each.grad for each in self._trained.values()]
-        return state_bytes([*self.parameters.values(), *self.buffers.values()], gradients, self.optimizers)
+        found = state_bytes([*self.parameters.values(), *self.buffers.values()], gradients, self.optimizers)
+        return {**found, OPTIMIZER: found[OPTIMIZER] - self._hosted_state_bytes()}
+
+    def _hosted_state_bytes(self) -> int:
+        return 0 if self._host is None or self._host.states is None else self._host.states.num_bytes
 
     @contextmanager
     def _told_to_all(self) -> Iterator[None]:

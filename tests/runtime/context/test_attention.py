@@ -1,6 +1,5 @@
 """Ring and all-to-all attention on real ranks, against attention on one device."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -12,6 +11,7 @@ from shardwise.runtime.context.heads import share_heads
 from shardwise.runtime.context.parallel import ContextParallel
 from shardwise.runtime.context.reach import Reach
 from shardwise.runtime.spawn import Ranks
+from tests.crowd import Crowds
 from tests.runtime.context.attention import Case, joined, run_case
 
 CAUSAL = Reach(causal=True)
@@ -37,9 +37,8 @@ CASES = {
 
 
 @pytest.fixture(scope="module", params=[2, 3, 4])
-def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with Ranks(request.param) as started:
-        yield started
+def ranks(request: pytest.FixtureRequest, crowds: Crowds) -> Ranks:
+    return crowds.of(request.param)
 
 
 @pytest.mark.parametrize("form", ["ring", "all-to-all"])

@@ -24,8 +24,11 @@ def run_alone(name: str, kind: str = "whole", **options: Any) -> ContextParallel
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("gpt2 with dropout", "attention drops weights with probability 0.1, which cp does not do"),
-        ("own with dropout", "attention drops weights with probability 0.1, which cp does not do"),
+        (
+            "gpt2 with dropout",
+            "attention drops weights with probability 0.1, and which of them is for an engine to say",
+        ),
+        ("own with dropout", "attention drops weights with probability 0.1, and which of them is for an engine to say"),
         ("own with a mask", "attention was called with a mask, [24, 24], which is of this rank's tokens alone"),
         ("by hand", "a softmax over 24 x 24 of this rank's tokens looks like attention computed by hand"),
         ("multihead", "nn.MultiheadAttention computes attention within itself"),

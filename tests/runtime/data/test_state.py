@@ -20,7 +20,7 @@ from shardwise.runtime.tensor.shards import Shards
 from shardwise.schedule.catalogue import make_schedule
 from shardwise.schedule.instruction import Instruction, Kind, backward
 from shardwise.schedule.passes.lower import lower
-from tests.runtime.data.conftest import GetRanks
+from tests.crowd import Crowds
 
 MATRIX, NORM = "block.up.weight", "block.norm.weight"
 
@@ -96,7 +96,7 @@ def train_with_tensor_ranks(zero: int) -> tuple[float, dict[str, Tensor]]:
     return norm, found
 
 
-def test_matrices_cut_over_tensor_ranks_too_are_updated_whole_and_counted_once(ranks: GetRanks) -> None:
+def test_matrices_cut_over_tensor_ranks_too_are_updated_whole_and_counted_once(crowds: Crowds) -> None:
     whole = {name: nn.Parameter(each) for name, each in numbers(0).items()}
     gradients = {name: numbers(1)[name] + numbers(2)[name] for name in whole}
     for name, parameter in whole.items():
@@ -105,7 +105,7 @@ def test_matrices_cut_over_tensor_ranks_too_are_updated_whole_and_counted_once(r
     torch.optim.AdamW([whole[NORM]], lr=0.1).step()
     norm = float(sum(each.square().sum() for each in gradients.values())) ** 0.5
     for zero in (0, 1, 2, 3):
-        for found_norm, found in ranks(4).run(train_with_tensor_ranks, zero):
+        for found_norm, found in crowds.of(4).run(train_with_tensor_ranks, zero):
             torch.testing.assert_close(found_norm, norm, rtol=1e-6, atol=0.0)
             for name, parameter in whole.items():
                 torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-5, atol=1e-6)
@@ -134,11 +134,11 @@ def read_and_put_back(zero: int, make: MakeOptimizer | list[Share]) -> tuple[lis
     return pieces, states
 
 
-def test_pieces_of_all_ranks_make_up_every_parameter_and_can_be_loaded(ranks: GetRanks) -> None:
+def test_pieces_of_all_ranks_make_up_every_parameter_and_can_be_loaded(crowds: Crowds) -> None:
     for zero in (1, 2, 3):
         for make in (partial(torch.optim.AdamW, lr=0.1), MAKE):
             covered: dict[str, list[int]] = {MATRIX: [], NORM: []}
-            outcomes = ranks(3).run(read_and_put_back, zero, make)
+            outcomes = crowds.of(3).run(read_and_put_back, zero, make)
             for pieces, _ in outcomes:
                 for name, start, length in pieces:
                     covered[name] += range(start, start + length)

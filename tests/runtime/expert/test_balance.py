@@ -1,7 +1,5 @@
 """Balance over ranks, and what else must not depend on where experts lie."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -9,40 +7,32 @@ from shardwise.runtime.spawn import Ranks
 from tests.runtime.expert import balancing
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as started:
-        yield started
-
-
 @pytest.mark.parametrize("weights", [[0.5, 0.5], [0.3, 0.7]])
-def test_the_balancing_loss_is_that_of_all_tokens_however_much_a_rank_weighs(
-    ranks: Ranks, weights: list[float]
-) -> None:
-    for found, wanted, slope, gradient in ranks.run(balancing.losses_of_uneven_parts, weights):
+def test_the_balancing_loss_is_that_of_all_tokens_however_much_a_rank_weighs(two: Ranks, weights: list[float]) -> None:
+    for found, wanted, slope, gradient in two.run(balancing.losses_of_uneven_parts, weights):
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
         torch.testing.assert_close(slope, gradient, rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.parametrize("plan", ["dp=2,ep=2", "dp=2"])
-def test_corrections_move_by_the_load_of_all_replicas(ranks: Ranks, plan: str) -> None:
-    for found, wanted in ranks.run(balancing.corrections, plan):
+def test_corrections_move_by_the_load_of_all_replicas(two: Ranks, plan: str) -> None:
+    for found, wanted in two.run(balancing.corrections, plan):
         assert len(found) == len(wanted) == 1
         assert all(map(torch.equal, found, wanted))
 
 
 @pytest.mark.parametrize("model", ["ours like deepseek", "deepseek-v3"])
-def test_rows_that_experts_would_round_are_rounded_before_they_travel(ranks: Ranks, model: str) -> None:
+def test_rows_that_experts_would_round_are_rounded_before_they_travel(two: Ranks, model: str) -> None:
     # 2 x 6 tokens of a rank go to 3 experts of the first, from the second there and back; 8 experts are counted.
     num_layers = 1 if model.startswith("ours") else 3
-    for found, wanted, sent in ranks.run(balancing.in_bfloat16, model):
+    for found, wanted, sent in two.run(balancing.in_bfloat16, model):
         assert found == pytest.approx(wanted, rel=2e-2)
         assert sent == num_layers * (2 * 12 * 3 * 32 * 2 + 4 * 8)
 
 
 @pytest.mark.parametrize("model", ["ours like mixtral", "mixtral"])
-def test_a_rank_makes_its_experts_as_the_whole_module_would(ranks: Ranks, model: str) -> None:
-    assert ranks.run(balancing.made_from_nothing, model) == [[], []]
+def test_a_rank_makes_its_experts_as_the_whole_module_would(two: Ranks, model: str) -> None:
+    assert two.run(balancing.made_from_nothing, model) == [[], []]
 
 
 def test_one_device_alone_is_left_as_it_is() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardwise.dataflow.machine import Machine
 from shardwise.errors import ShardwiseError
 from shardwise.runtime.streaming import StreamedWeights, stream
-from shardwise.runtime.streaming.weights import own_parameters, spread
+from shardwise.runtime.streaming.weights import own_parameters, shared_parameters, spread
 from tests.runtime.families import make_batch, make_family
 
 WIDTH = 16
@@ -127,7 +127,8 @@ def test_what_fits_is_not_streamed_and_what_does_not_is_spread(machine: Machine)
 def test_shared_parameters_stay(machine: Machine) -> None:
     net = Net(4)
     net.blocks[2].up = net.blocks[0].up
-    assert [len(own) for own in own_parameters(list(net.blocks))] == [2, 4, 2, 4]
+    stays = shared_parameters(net, list(net.blocks))
+    assert [len(own) for own in own_parameters(list(net.blocks), stays)] == [2, 4, 2, 4]
     plain = copy.deepcopy(net)
     streamed(machine, net)
     x = torch.randn(3, 4)
@@ -138,3 +139,55 @@ def test_too_little_room_is_a_sentence(machine: Machine) -> None:
     net = Net()
     with pytest.raises(ShardwiseError, match=r"no room at cpu:0: .* for the 3 that are on their way"):
         stream(net, machine, "cpu:0", blocks=list(net.blocks), room_bytes=5_000)
+
+
+class Tied(Net):
+    """Its last block reads the embedding's table, which is outside of all blocks, and so does the end."""
+
+    def __init__(self) -> None:
+        super().__init__(6)
+        self.table = nn.Embedding(2 * WIDTH, WIDTH)
+        last = self.blocks[5]
+        assert isinstance(last, Block)
+        last.up.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        out: Tensor = y + (self.table.weight @ torch.ones(WIDTH)).sum() + self.table(torch.tensor([1, 3])).sum()
+        return out
+
+
+@pytest.mark.parametrize("room", [None, 20_000])
+def test_a_weight_that_is_used_outside_of_the_blocks_too_stays(machine: Machine, room: int | None) -> None:
+    net = Tied()
+    plain = copy.deepcopy(net)
+    weights = streamed(machine, net, room)
+    assert id(net.table.weight) not in {id(each) for each in weights.weights()}
+    for step in range(2):
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
+        ours, theirs = net(x), plain(x)
+        assert torch.equal(ours, theirs)
+        for each in (ours, theirs):
+            each.square().sum().backward()
+    for (name, one), (_, other) in zip(net.named_parameters(), plain.named_parameters(), strict=True):
+        assert one.grad is not None, name
+        assert other.grad is not None, name
+        assert torch.equal(one.grad, other.grad), name
+    weights.close()
+
+
+def test_a_weight_that_a_block_on_the_device_shares_with_one_on_the_host_stays(machine: Machine) -> None:
+    net = Net(6)
+    first, second = net.blocks[0], net.blocks[1]
+    assert isinstance(first, Block)
+    assert isinstance(second, Block)
+    first.up.weight = second.up.weight
+    plain = copy.deepcopy(net)
+    weights = streamed(machine, net, 22_000)
+    away = {id(each) for each in weights.weights()}  # To look at one that is away would be to read no memory.
+    assert 0 < len(away) < len(list(net.blocks.parameters())) - 1
+    assert id(first.up.weight) not in away
+    assert id(second.up.bias) in away
+    x = torch.randn(5, 4)
+    assert torch.equal(net(x), plain(x))
+    weights.close()

@@ -1,11 +1,11 @@
 """Models of Hugging Face, unmodified, cut over ranks: the loss and every gradient are those of the whole model."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from shardwise.runtime.spawn import Ranks
+from tests.crowd import Crowds
 from tests.runtime.families import FAMILIES
 from tests.runtime.tensor import programs
 
@@ -15,9 +15,8 @@ KINDS = ["gpt2", "llama", "qwen3", "phi3", "bloom", "falcon", "mixtral", "t5"]
 
 
 @pytest.fixture(scope="module", params=[3, 4])
-def more(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with Ranks(request.param) as started:
-        yield started
+def more(request: pytest.FixtureRequest, crowds: Crowds) -> Ranks:
+    return crowds.of(request.param)
 
 
 def check(ranks: Ranks, family: str) -> None:

@@ -1,6 +1,5 @@
 """A user's own modules, cut over ranks; what is refused; and what others build on."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,12 +7,6 @@ import pytest
 from shardwise.runtime.spawn import Ranks
 from tests.runtime.tensor import programs
 from tests.runtime.tensor.programs import Outcome
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Ranks]:
-    with Ranks(3) as started:
-        yield started
 
 
 def check(outcomes: list[Outcome]) -> None:
@@ -151,7 +144,7 @@ NET = (97, 24, 4, 4)
         (
             programs.net, NET, {"spec": {"blocks.0.feed.1": "column"}},
             "blocks.0.feed.1 cannot be a column: no other layer reads its channels one by one\n"
-            '  try: {"blocks.0.feed.1": "whole"}',
+            '  try: tensor={"blocks.0.feed.1": "whole"}',
         ),
         (
             programs.net, NET, {"example": None},
@@ -161,7 +154,7 @@ NET = (97, 24, 4, 4)
         (
             programs.mlp, (8, 12, 8), {"sequence": True},
             "sequence=True shares out lists of blocks, and Mlp has none with cut layers\n"
-            "  try: sequence=False, or the blocks in an nn.ModuleList",
+            "  try: sp=false, or the blocks in an nn.ModuleList",
         ),
     ],
 )  # fmt: skip
@@ -176,12 +169,12 @@ def test_fewer_heads_than_ranks_are_refused_with_a_plan_that_would_do(three: Ran
     assert said == (
         "blocks.0.attention.query, blocks.0.attention.pair and blocks.0.attention.out come apart into 2 pieces (heads "
         "or channels), fewer than tp=3\n"
-        '  try: tp=2, or the layer whole on every rank: {"blocks.0.attention.out": "whole"}'
+        '  try: tp=2, or the layer whole on every rank: tensor={"blocks.0.attention.out": "whole"}'
     )
 
 
 def test_a_sequence_that_does_not_divide_is_refused(three: Ranks) -> None:
     said = three.run(programs.refusal, programs.odd_length, (), {"sequence": True}, timeout_seconds=60)[0]
     assert said == (
-        "a sequence of 13 tokens does not divide by tp=3\n  try: sequences of 15 tokens (padded), or sequence=False"
+        "a sequence of 13 tokens does not divide by tp=3\n  try: sequences of 15 tokens (padded), or sp=false"
     )

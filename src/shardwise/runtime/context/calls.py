@@ -11,8 +11,9 @@ from torch.overrides import TorchFunctionMode
 from shardwise.errors import ShardwiseError
 from shardwise.runtime.context.reach import Reach
 
-#: From queries, keys and values: what they see, the scale of logits and their cap, to the output.
-Attend = Callable[[Tensor, Tensor, Tensor, Reach, float | None, float | None], Tensor]
+#: From queries, keys and values: what they see, the scale of logits and their cap, how many weights are dropped; to the
+#: output.
+Attend = Callable[[Tensor, Tensor, Tensor, Reach, float | None, float | None, float], Tensor]
 
 _WHOLE = (
     functional.multi_head_attention_forward,
@@ -68,7 +69,6 @@ class Calls(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         del enable_gqa
-        check_dropout(dropout_p)
         reach = Reach(causal=is_causal)
         if attn_mask is not None:
             if self._masks is None:
@@ -77,13 +77,4 @@ class Calls(TorchFunctionMode):
                     remedy="is_causal=True in the call, or masks=Reach(causal=True, ...) to say what its masks mean",
                 )
             reach = self._masks
-        return self._attend(query, key, value, reach, scale, None)
-
-
-def check_dropout(probability: float) -> None:
-    """Refuse dropout of weights: which of them drop would depend on the number of ranks."""
-    if probability > 0:
-        raise ShardwiseError(
-            f"attention drops weights with probability {probability:g}, which cp does not do",
-            remedy="attention dropout 0; dropout elsewhere is no matter",
-        )
+        return self._attend(query, key, value, reach, scale, None, dropout_p)

@@ -19,11 +19,13 @@ from shardwise.runtime.context.kernels import Logits
 from shardwise.runtime.context.pieces import join_pieces, take_pieces
 from shardwise.runtime.context.reach import Reach, Tokens
 from shardwise.runtime.context.ring import whole_attention
+from shardwise.runtime.dropout import WeightDrop
 
 
 def all_to_all_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, group: Group, tokens: Tokens, reach: Reach, logits: Logits
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, *, group: Group, tokens: Tokens, reach: Reach, logits: Logits,
+    drop: WeightDrop | None = None,
+) -> Tensor:  # fmt: skip
     """Attention of this rank's queries to the keys of all ranks: each [batch, heads, this rank's tokens, head size]."""
     runs = share_heads(query.shape[1], group.size)
     sharing = query.shape[1] // key.shape[1]
@@ -37,7 +39,10 @@ def all_to_all_attention(
         # Not every head of keys is here for all heads that share it: each gets its own.
         own = torch.tensor([head // sharing - seen.start for head in here], device=query.device)
         whole[1:] = [each.index_select(1, own) for each in whole[1:]]
-    return _to_tokens(whole_attention(*whole, tokens=tokens, reach=reach, logits=logits), runs, group)
+    seen_by = whole_attention(
+        *whole, tokens=tokens, reach=reach, logits=logits, drop=None if drop is None else drop.of_heads(here)
+    )
+    return _to_tokens(seen_by, runs, group)
 
 
 def share_heads(num_heads: int, num_ranks: int) -> list[range]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
-from shardwise.runtime.context.calls import Attend, check_dropout
+from shardwise.runtime.context.calls import Attend
 from shardwise.runtime.context.reach import Reach
 
 
@@ -78,7 +78,6 @@ def _function(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
         softcap: float | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        check_dropout(dropout)
         for word in ("position_bias", "s_aux"):
             if others.get(word) is not None:
                 raise ShardwiseError(
@@ -92,7 +91,7 @@ def _function(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
                 f"{type(module).__name__} has a mask of its own, which is of this rank's tokens alone",
                 remedy="attention_mask as [batch, tokens], or documents, in the batch; else cp=1",
             )
-        return attend(query, key, value, reach, scaling, softcap).transpose(1, 2).contiguous(), None
+        return attend(query, key, value, reach, scaling, softcap, dropout).transpose(1, 2).contiguous(), None
 
     return attention
 

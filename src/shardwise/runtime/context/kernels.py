@@ -6,7 +6,7 @@ sums over all keys, and gives what these keys contribute. All kernels mean the s
     CPU     torch's flash kernel for CPUs        where queries and values have one size of head
     CUDA    flash                                16 bits, and no mask
             memory-efficient                     32 bits, or a mask
-    any     plain matmuls                        all else: capped logits, odd sizes of heads
+    any     plain matmuls                        all else: capped logits, odd sizes of heads, weights that are dropped
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,8 @@ class Logits:
 class Block:
     """Queries, keys and values: each [batch, heads, tokens, size of a head]. Several heads of queries may share one of
     keys. `bias` is added to the logits: [batch or 1, 1, queries, keys]. With `causal` queries and keys are the same
-    tokens, and each sees those up to itself."""
+    tokens, and each sees those up to itself. Weights are multiplied by `factors` where some are dropped: [batch, heads,
+    queries, keys]. Sums are of all weights."""
 
     query: Tensor
     key: Tensor
@@ -41,6 +42,7 @@ class Block:
     bias: Tensor | None
     causal: bool
     logits: Logits
+    factors: Tensor | None = None
 
     @property
     def sharing(self) -> int:
@@ -75,7 +77,7 @@ class Kernel(Protocol):
 def kernel_for(block: Block) -> Kernel:
     """The fastest kernel that can do it."""
     query_dim, value_dim, dtype = block.query.shape[-1], block.value.shape[-1], block.query.dtype
-    if block.logits.cap is not None:
+    if block.logits.cap is not None or block.factors is not None:
         return Plain()
     if block.query.device.type == "cpu":
         return FlashOnCpu() if query_dim == value_dim else Plain()
@@ -108,7 +110,8 @@ class Plain:
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         scores, _ = self._scores(block)
         sums = scores.logsumexp(-1)
-        out = (scores - sums[..., None]).exp() @ _wide(block.value)[:, :, None]
+        weights = self._dropped((scores - sums[..., None]).exp(), block)
+        out = weights @ _wide(block.value)[:, :, None]
         return out.flatten(1, 2).to(block.query.dtype), sums.flatten(1, 2)
 
     def backward(self, block: Block, given: Tensor, out: Tensor, sums: Tensor) -> Gradients:
@@ -119,11 +122,15 @@ class Plain:
         weights = (scores - grouped_sums[..., None]).exp()
         # The gradient of a logit: what its weight is wanted for, less the mean of that over all keys.
         mean = (grouped_given * grouped_out).sum(-1, keepdim=True)
-        wanted = weights * (grouped_given @ _wide(block.value)[:, :, None].mT - mean) * block.logits.scale
+        useful = self._dropped(grouped_given @ _wide(block.value)[:, :, None].mT, block)
+        wanted = weights * (useful - mean) * block.logits.scale
         if slope is not None:
             wanted = wanted * slope
         grad_query = (wanted @ _wide(block.key)[:, :, None]).flatten(1, 2)
-        return grad_query, (wanted.mT @ grouped_query).sum(2), (weights.mT @ grouped_given).sum(2)
+        return grad_query, (wanted.mT @ grouped_query).sum(2), (self._dropped(weights, block).mT @ grouped_given).sum(2)
+
+    def _dropped(self, weights: Tensor, block: Block) -> Tensor:
+        return weights if block.factors is None else weights * _grouped(block.factors, block.key.shape[1])
 
     def _scores(self, block: Block) -> tuple[Tensor, Tensor | None]:
         """Logits as [batch, heads of keys, heads that share, queries, keys]; and their slope, where they are capped."""

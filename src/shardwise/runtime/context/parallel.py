@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.errors import ShardwiseError, unknown
 from shardwise.runtime.collectives import Group
@@ -28,8 +29,10 @@ from shardwise.runtime.context.calls import Calls
 from shardwise.runtime.context.cutting import Cutting, Entry, LocalBatch, cut_sequence
 from shardwise.runtime.context.heads import all_to_all_attention
 from shardwise.runtime.context.kernels import Block, Logits, Plain
+from shardwise.runtime.context.pieces import take_pieces
 from shardwise.runtime.context.reach import Reach, Tokens
 from shardwise.runtime.context.ring import ring_attention
+from shardwise.runtime.dropout import WeightDrop
 from shardwise.runtime.stage import Batch
 
 FORMS = {"ring": ring_attention, "all-to-all": all_to_all_attention}
@@ -61,6 +64,8 @@ class ContextParallel:
         self.group = group
         #: Attentions that were answered so far. If there were none, the module's attention was not found.
         self.num_calls = 0
+        #: Says for queries and a probability which weights are dropped.
+        self.drops: Callable[[Tensor, float], WeightDrop | None] | None = None
         self._attention, self._masks = FORMS[form], masks
         self._cutting = Cutting(entries=entries or {}, positions=positions, pads=pads, divisor=divisor)
         self._name = f"shardwise-context-{next(_NUMBERS)}"
@@ -69,8 +74,12 @@ class ContextParallel:
         self._tokens: Tokens | None = None
         self._undo: list[Callable[[], None]] = []
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ContextParallel":
+        return self  # A copy of one block, for its shapes alone, is no reason to copy all others that attend here.
+
     def attach(self, module: nn.Module) -> None:
         """Let the module's attention go through this, and learn what it takes. Refuses what would go wrong."""
+        _check_tokenwise(module)
         models = hf.models_in(module)
         for model in models:
             hf.check_model(model)
@@ -115,9 +124,17 @@ class ContextParallel:
         finally:
             self._tokens = before
 
+    def real_tokens(self) -> Tensor | None:
+        """Of this rank's tokens of a sequence, which are of the batch; None outside of a forward."""
+        if self._tokens is None:
+            return None
+        places = take_pieces(torch.arange(self._tokens.length), 0, self.group.rank, self.group.size)
+        return places < self._tokens.num_real
+
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, reach: Reach, scale: float | None, cap: float | None = None
-    ) -> Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, reach: Reach, scale: float | None, cap: float | None = None,
+        dropout: float = 0.0,
+    ) -> Tensor:  # fmt: skip
         """Attention of this rank's queries to all keys: each [batch, heads, this rank's tokens, size of a head]."""
         logits = Logits(scale=query.shape[-1] ** -0.5 if scale is None else scale, cap=cap)
         self.num_calls += 1
@@ -134,7 +151,20 @@ class ContextParallel:
         if torch.is_autocast_enabled(query.device.type):
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        return self._attention(query, key, value, group=self.group, tokens=self._tokens, reach=reach, logits=logits)
+        how: dict[str, Any] = {"reach": reach, "logits": logits, "drop": self._drop(query, dropout)}
+        return self._attention(query, key, value, group=self.group, tokens=self._tokens, **how)
+
+    def _drop(self, query: Tensor, dropout: float) -> WeightDrop | None:
+        """What drops weights: the same on every rank, whichever of them it has."""
+        if not dropout:
+            return None
+        drop = None if self.drops is None else self.drops(query, dropout)
+        if drop is None:
+            raise ShardwiseError(
+                f"attention drops weights with probability {dropout:g}, and which of them is for an engine to say",
+                remedy="parallelize, or attention dropout 0; dropout elsewhere is no matter",
+            )
+        return drop
 
     def _attend_by_sight(self, query: Tensor, key: Tensor, value: Tensor, sight: Any, scale: float) -> Tensor:
         """For modules whose attention is a function `attend` of theirs: causal, with the window of `sight`."""
@@ -155,6 +185,18 @@ class ContextParallel:
             packs=bool(hf.models_in(module)),
             drops=frozenset({"documents"} - set(parameters)),
         )
+
+
+def _check_tokenwise(module: nn.Module) -> None:
+    """Refuse layers that are known to mix the tokens of a sequence: each rank has a part of them."""
+    for name, each in module.named_modules():
+        mixes = isinstance(each, (_BatchNorm, nn.RNNBase)) or (isinstance(each, nn.Conv1d) and each.kernel_size != (1,))
+        if mixes:
+            raise ShardwiseError(
+                f"{name} is a {type(each).__name__}, which mixes the tokens of a sequence, and cp gives each rank a"
+                " part of them",
+                remedy="cp=1 for it",
+            )
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor, num_tokens: int) -> None:

@@ -25,6 +25,7 @@ from shardwise.runtime.context.kernels import Block, Logits, bias_of, kernel_for
 from shardwise.runtime.context.pieces import pieces_of
 from shardwise.runtime.context.reach import Reach, Sight, Tokens
 from shardwise.runtime.context.tiles import Stop, Tile, stops_of, tiles_of
+from shardwise.runtime.dropout import WeightDrop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,6 +39,8 @@ class Round:
     #: The pieces that lie here, in order, and where the keys stop that this rank computes with.
     pieces: tuple[int, ...]
     stops: tuple[Stop, ...]
+    #: What drops weights, of the heads that are here.
+    drop: WeightDrop | None = None
 
     def came_from(self, distance: int) -> tuple[int, ...]:
         """The pieces of keys that have come from so far."""
@@ -47,25 +50,27 @@ class Round:
 
 
 def ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, group: Group, tokens: Tokens, reach: Reach, logits: Logits
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, *, group: Group, tokens: Tokens, reach: Reach, logits: Logits,
+    drop: WeightDrop | None = None,
+) -> Tensor:  # fmt: skip
     """Attention of this rank's queries to the keys of all ranks: each [batch, heads, this rank's tokens, head size].
 
     Several heads of queries may share one of keys. All ranks of the group call this in the same order.
     """
     stops = stops_of(tokens.table(reach), group.rank, group.size)
     pieces = pieces_of(group.rank, group.size)
-    around = Round(group=group, tokens=tokens, reach=reach, logits=logits, pieces=pieces, stops=stops)
+    around = Round(group=group, tokens=tokens, reach=reach, logits=logits, pieces=pieces, stops=stops, drop=drop)
     return _apply(query, key, value, around)
 
 
 def whole_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, tokens: Tokens, reach: Reach, logits: Logits
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, *, tokens: Tokens, reach: Reach, logits: Logits,
+    drop: WeightDrop | None = None,
+) -> Tensor:  # fmt: skip
     """The same where all tokens lie here, in order: nothing is sent, and no mask of all against all is made."""
     pieces = tuple(range(2 * tokens.num_ranks))
     stops = (Stop(0, tiles_of(tokens.table(reach), pieces, pieces)),)
-    around = Round(group=Group(), tokens=tokens, reach=reach, logits=logits, pieces=pieces, stops=stops)
+    around = Round(group=Group(), tokens=tokens, reach=reach, logits=logits, pieces=pieces, stops=stops, drop=drop)
     return _apply(query, key, value, around)
 
 
@@ -175,11 +180,14 @@ def _block(
     """Which of the queries here and of the keys that came a tile is of, and the block itself."""
     length = around.tokens.piece_length
     queries, keys = (slice(run.start * length, run.stop * length) for run in (tile.queries, tile.keys))
-    bias = None
-    if tile.sight is Sight.SOME:
+    bias = factors = None
+    if tile.sight is Sight.SOME or around.drop is not None:
         places = _places([around.pieces[place] for place in tile.queries], length, query.device)
         others = _places([around.came_from(stop.distance)[place] for place in tile.keys], length, query.device)
-        bias = bias_of(around.tokens.mask(around.reach, places, others), query.dtype)
+        if tile.sight is Sight.SOME:
+            bias = bias_of(around.tokens.mask(around.reach, places, others), query.dtype)
+        if around.drop is not None:
+            factors = around.drop.factors(places, others)
     block = Block(
         query=query[:, :, queries],
         key=came[0][:, :, keys],
@@ -187,6 +195,7 @@ def _block(
         bias=bias,
         causal=tile.sight is Sight.BEFORE,
         logits=around.logits,
+        factors=factors,
     )
     return queries, keys, block
 

@@ -1,6 +1,6 @@
 """The stages of a pipeline whose tokens are shared out: each runs where attention sees those of other ranks."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from shardwise.runtime.context.parallel import ContextParallel
+from shardwise.runtime.data.layers import Call, Wrappable
 from shardwise.runtime.stage import Batch, Split, Stage, Values
 
 
@@ -22,6 +23,11 @@ class ContextStage:
     def run(self, values: Values, batch: Batch) -> tuple[Values, Any]:
         with self._context.running(batch):
             return self._stage.run(values, batch)
+
+    def wrap(self, around: Callable[[str, Call], Call]) -> None:
+        """Put something around the calls of its units: zero=3 gathers their weights one by one here too."""
+        assert isinstance(self._stage, Wrappable), "stages of a module have units"
+        self._stage.wrap(around)
 
 
 def in_context(split: Split, context: ContextParallel) -> Split:

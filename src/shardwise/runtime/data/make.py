@@ -18,6 +18,7 @@ from shardwise.runtime.data.weights import Weights
 
 #: Of each bucket: gathers, sums over shards, sums over copies, and other transfers of the bucket.
 CHANNELS_OF_A_BUCKET = 4
+_HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +26,13 @@ class Sharing:
     """How much of the state of a model is shared out over its replicas.
 
     `zero` is the ZeRO stage. With `precision`, parameters and gradients are of that type and optimizers work on copies
-    in full precision. `layerwise`: with zero=3, weights are gathered unit by unit and not stage by stage.
+    in full precision; with `masters` they do so for parameters that are of 16 bits already. `layerwise`: with zero=3,
+    weights are gathered unit by unit and not stage by stage.
     """
 
     zero: int = 0
     precision: torch.dtype | None = None
+    masters: bool = False
     bucket_bytes: int = BUCKET_BYTES
     layerwise: bool = False
 
@@ -112,6 +115,6 @@ def _make(
             parameter_of=parameter_of,
         )  # fmt: skip
     return Bucket(
-        home, layout, weights, gradients, updates_whole=sharing.zero == 0, master=home.dtype != torch.float32
-        and sharing.precision is not None,
+        home, layout, weights, gradients, updates_whole=sharing.zero == 0,
+        master=home.dtype in _HALVES and (sharing.masters or sharing.precision is not None),
     )  # fmt: skip

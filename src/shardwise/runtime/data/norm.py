@@ -39,5 +39,6 @@ class Norm:
                 chosen.append(own[start:stop] if kept is None else own[start:stop][kept])
         if not chosen:
             return torch.zeros((), dtype=torch.float64)
-        norms = torch._foreach_norm(chosen, 2, dtype=torch.float32)  # type: ignore[call-arg, unused-ignore]
+        wide = torch.float64 if any(each.dtype is torch.float64 for each in chosen) else torch.float32
+        norms = torch._foreach_norm(chosen, 2, dtype=wide)  # type: ignore[call-arg, unused-ignore]
         return torch.stack(norms).double().square().sum().cpu()

@@ -11,7 +11,7 @@ says that a stage's gradients of a step are complete; `begin` and `end` stand ar
 is only started there, and runs beside the instructions that follow.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +27,11 @@ from shardwise.runtime.data.make import CHANNELS_OF_A_BUCKET, Sharing, Surroundi
 from shardwise.runtime.data.memory import Held, measure
 from shardwise.runtime.data.norm import Norm
 from shardwise.runtime.data.replicas import Replicas
-from shardwise.runtime.data.tensorwise import Tensorwise, counted_places, sum_partial
+from shardwise.runtime.data.tensorwise import Joining, Tensorwise, counted_places, sum_partial
 from shardwise.runtime.data.ties import Tie
 from shardwise.runtime.data.usage import Usage
 from shardwise.runtime.faults import Watch
+from shardwise.runtime.offload.states import HostStates
 from shardwise.runtime.optimizers.share import MakeOptimizer, Share, shares_of
 from shardwise.runtime.optimizers.updates import Updated, Updates
 from shardwise.runtime.stage import Stage
@@ -46,6 +47,7 @@ class DataParallel:
 
     `stages` are the rank's own, by their numbers in the schedule; `rank` is its place in the pipeline. `replicas_of`
     says for a parameter which ranks hold it too. `module` is needed where weights are gathered unit by unit.
+    `joining` makes whole parameters where ranks of tp or ep have parts, and `apart` are those that ranks of ep have.
     `parameter_of(name, step)` says where a step's gradients are, where there are several versions of the weights.
     """
 
@@ -60,12 +62,15 @@ class DataParallel:
         optimizer: MakeOptimizer | Sequence[Share],
         ties: Sequence[Tie] = (),
         tensor: Tensorwise | None = None,
+        joining: Joining | None = None,
+        apart: Collection[str] = (),
         module: nn.Module | None = None,
         parameter_of: Callable[[str, int], nn.Parameter] | None = None,
         exchange: Exchange | None = None,
         watch: Watch | None = None,
     ) -> None:
         self.sharing, self._ties, self._tensor = sharing, ties, tensor
+        self._joining = joining or tensor
         self._layers = _make_layers(stages, sharing, module)
         units = {} if module is None else find_units(self._layers.values(), module)
         parameters = {number: stage.parameters for number, stage in stages.items()}
@@ -92,7 +97,12 @@ class DataParallel:
             on_start=self._started,
         )  # fmt: skip
         self._updates = Updates(
-            shares_of(optimizer), self._trained, are_cut=sharing.zero > 0, cost_of=self._cost_of, tensor=tensor
+            shares_of(optimizer),
+            self._trained,
+            are_cut=sharing.zero > 0 or tensor is not None,
+            cost_of=self._cost_of,
+            joining=self._joining,
+            apart=apart,
         )
         self._norm = Norm(
             self._trained, is_counted=self._is_counted, counted=lambda name, shape: counted_places(tensor, name, shape)
@@ -170,6 +180,15 @@ class DataParallel:
         """Those of this rank, one for each share that has something here."""
         return self._updates.optimizers
 
+    @property
+    def number_bytes(self) -> Mapping[Optimizer, Callable[[], float]]:
+        """The optimizers of this rank, and what tells the bytes that each keeps for a number."""
+        return self._updates.number_bytes
+
+    def keep_states(self, states: HostStates | None) -> None:
+        """Have the state of these optimizers on the host, or all of it here."""
+        self._updates.states = states
+
     def held(self) -> Held:
         """What this rank holds now."""
         return measure(self.buckets, self._updates.optimizers, self._updates.owned)
@@ -238,8 +257,8 @@ class DataParallel:
             bucket.weights.let_go(bucket.home.unit)
 
     def _cost_of(self, name: str) -> int:
-        if self._tensor is not None:
-            return int(torch.Size(self._tensor.of(name).shape).numel())
+        if self._joining is not None:
+            return int(torch.Size(self._joining.of(name).shape).numel())
         return self._places[name][1].shape.numel()
 
     def _is_counted(self, bucket: Bucket) -> bool:

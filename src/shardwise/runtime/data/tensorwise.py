@@ -10,6 +10,18 @@ from shardwise.runtime.data.bucket import Bucket
 from shardwise.runtime.data.exchange import Exchange
 
 
+class Joining(Protocol):
+    """Whole parameters from the parts of ranks that are no replicas of each other, and back."""
+
+    def of(self, name: str) -> Any:
+        """How one lies; its `shape` is that of the whole."""
+        ...
+
+    def gather(self, name: str, local: Tensor) -> Tensor: ...
+
+    def local(self, name: str, whole: Tensor) -> Tensor: ...
+
+
 class Tensorwise(Protocol):
     """How parameters lie on tensor parallel ranks."""
 

@@ -28,6 +28,14 @@ def rebalance(
 
     A layer is left alone unless its most loaded rank gets more than this share less to do. All ranks call this alike.
     """
+    wanted = better_placements(sharding, module, gain)
+    moved = count_moved(sharding, wanted)
+    move(sharding, module, wanted, optimizers=optimizers, also=also)
+    return moved
+
+
+def better_placements(sharding: ExpertSharding, module: nn.Module, gain: float) -> dict[str, Placement]:
+    """By layer, where that is worth it: a placement by the load that was measured since the last call."""
     device = next((each.device for each in module.parameters() if not each.is_meta), torch.device("cpu"))
     wanted = {}
     for name, load in sharding.measured_load(device).items():
@@ -35,12 +43,15 @@ def rebalance(
         placement = balanced(home, load)
         if placement.peak(load) < (1 - gain) * home.peak(load):
             wanted[name] = placement
-    moved = {
+    return wanted
+
+
+def count_moved(sharding: ExpertSharding, placements: Mapping[str, Placement]) -> dict[str, int]:
+    """How many slots of each layer would have another expert."""
+    return {
         name: sum(one != other for one, other in zip(sharding.layers[name].placement.order, each.order, strict=True))
-        for name, each in wanted.items()
+        for name, each in placements.items()
     }
-    move(sharding, module, wanted, optimizers=optimizers, also=also)
-    return moved
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import ShardwiseError, unknown
-from shardwise.runtime.expert.balance import share_balance
+from shardwise.runtime.expert.balance import Real, share_balance
 from shardwise.runtime.expert.dispatch import Dispatch
 from shardwise.runtime.expert.layers import Layer, attach, find_layers, find_others
 from shardwise.runtime.expert.placement import Placement
@@ -17,13 +17,14 @@ from shardwise.runtime.split.meta import meta_twin
 
 
 def shard_experts(
-    module: nn.Module, mesh: Mesh, *, placements: Mapping[str, Placement] | None = None, overlap: bool = True
-) -> ExpertSharding:
+    module: nn.Module, mesh: Mesh, *, placements: Mapping[str, Placement] | None = None, overlap: bool = True,
+    real: Real = lambda: None,
+) -> ExpertSharding:  # fmt: skip
     """Keep this rank's experts, in place, and let tokens travel to those of others. All ranks call this alike.
 
     Call it for every module with experts that has replicas, also where ep is 1: a balancing loss is over the tokens of
     all of them. `placements` are of layers by the names of their experts; others are placed evenly. `overlap`: rows
-    travel while the shared expert is computed.
+    travel while the shared expert is computed. `real` says which tokens of a sequence are no padding.
     """
     group, replicas = mesh.group("ep"), mesh.group("gradients")
     layers, others = find_layers(module), find_others(module)
@@ -37,7 +38,7 @@ def shard_experts(
     parameters: dict[str, str] = {}
     for layer in layers:
         if layer.is_ours:
-            share_balance(layer.block, replicas)
+            share_balance(layer.block, replicas, real)
         if group.size > 1:
             dispatches[layer.name] = Dispatch(group, chosen[layer.name], alike)
             parameters |= {f"{layer.name}.{key}": layer.name for key, _ in layer.experts.named_parameters()}

@@ -6,7 +6,8 @@ whole weight and the optimizer's state for it, and pieces of the new weight come
     rank 0   a1 b1 ─┬─> a1 a2 = a     step     a ─┬─> a1 b1
     rank 1   a2 b2 ─┴─> b1 b2 = b     step     b ─┴─> a2 b2
 
-Under tensor parallelism a rank's whole is itself a piece; those are joined before the step, on every tensor rank alike.
+Under tensor parallelism a rank's whole is itself a piece, and of experts it has some; those are joined before the step,
+on every such rank alike.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from shardwise.runtime.collectives import Group, start_all_to_all
 from shardwise.runtime.data.bucket import Bucket
 from shardwise.runtime.data.layout import Slot, Span
-from shardwise.runtime.data.tensorwise import Tensorwise
+from shardwise.runtime.data.tensorwise import Joining
 
 
 class Owned(NamedTuple):
@@ -32,8 +33,8 @@ class Owned(NamedTuple):
 class Owners:
     """The parameters of some buckets that are shared out over one group."""
 
-    def __init__(self, entries: Sequence[Owned], group: Group, costs: Sequence[int], tensor: Tensorwise | None) -> None:
-        self._group, self._tensor = group, tensor
+    def __init__(self, entries: Sequence[Owned], group: Group, costs: Sequence[int], joining: Joining | None) -> None:
+        self._group, self._joining = group, joining
         self._of = _share_out(entries, costs, group.size)
         self._mine = self._of[group.rank]
         #: What each rank has of each parameter.
@@ -104,10 +105,10 @@ class Owners:
 
     def _joined(self, entry: Owned, flat: Tensor) -> Tensor:
         local = flat.view(entry.slot.shape)
-        return local.clone() if self._tensor is None else self._tensor.gather(entry.slot.name, local).clone()
+        return local.clone() if self._joining is None else self._joining.gather(entry.slot.name, local).clone()
 
     def _cut(self, entry: Owned, whole: Tensor) -> Tensor:
-        local = whole if self._tensor is None else self._tensor.local(entry.slot.name, whole)
+        local = whole if self._joining is None else self._joining.local(entry.slot.name, whole)
         return local.detach().reshape(-1)
 
 

@@ -76,6 +76,18 @@ def sort_out(shares: Sequence[Share], parameters: Mapping[str, nn.Parameter]) ->
     return taken
 
 
+def make_all(
+    optimizer: MakeOptimizer | Sequence[Share], parameters: Mapping[str, nn.Parameter]
+) -> dict[Optimizer, MakeOptimizer]:
+    """The optimizers of whole parameters, with what made each. A share that has none of them has no optimizer."""
+    shares = shares_of(optimizer)
+    return {
+        share.make([parameters[name] for name in names]): share.make
+        for share, names in zip(shares, sort_out(shares, parameters), strict=True)
+        if names
+    }
+
+
 def make_on_pieces(share: Share, pieces: Sequence[nn.Parameter]) -> Optimizer | None:
     """The optimizer of pieces of parameters; None if it must see them whole."""
     if share.whole:

@@ -110,14 +110,16 @@ def check_shapes(states: States, shapes: Mapping[str, torch.Size]) -> None:
                 )
 
 
-def taken(state: Mapping[str, Any], weight: Tensor, optimizer: Optimizer) -> dict[str, Any]:
-    """A copy for an optimizer of its own: where the weight is, and a count of steps where the optimizer keeps it."""
+def taken(state: Mapping[str, Any], weight: Tensor, optimizer: Optimizer, home: torch.device) -> dict[str, Any]:
+    """A copy for an optimizer of its own: where the state lives, and a count of steps where the optimizer keeps it."""
     counts_there = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
 
     def copied(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return value.to(weight.device if value.dim() or counts_there else "cpu", copy=True)
+        if value.dim():
+            return value.to(home, copy=True)
+        return value.to(weight.device if counts_there else "cpu", copy=True)
 
     return {key: copied(each) for key, each in state.items()}
 

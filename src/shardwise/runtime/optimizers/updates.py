@@ -1,14 +1,17 @@
 """The step: every piece of a parameter is updated by the optimizer of its share."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.runtime.collectives import Group
 from shardwise.runtime.data.bucket import Bucket
-from shardwise.runtime.data.tensorwise import Tensorwise
+from shardwise.runtime.data.tensorwise import Joining
+from shardwise.runtime.offload.room import number_bytes_of
+from shardwise.runtime.offload.states import HostStates
 from shardwise.runtime.optimizers.owners import Owned, Owners
 from shardwise.runtime.optimizers.share import Share, make_on_pieces, sort_out
 
@@ -30,8 +33,8 @@ class Updated:
 class Updates:
     """The optimizers of this rank. A share that has nothing here has none.
 
-    `are_cut`: whether ranks hold pieces of parameters. `cost_of(name)` is how much work a whole parameter is, the same
-    on all ranks that have a piece of it.
+    `are_cut`: whether ranks hold pieces of parameters; of those `apart` they do anyway. `cost_of(name)` is how much
+    work a whole parameter is, the same on all ranks that have a piece of it.
     """
 
     def __init__(
@@ -41,14 +44,18 @@ class Updates:
         *,
         are_cut: bool,
         cost_of: Callable[[str], int],
-        tensor: Tensorwise | None = None,
+        joining: Joining | None = None,
+        apart: Collection[str] = (),
     ) -> None:
         self._buckets = list(buckets)
         self.optimizers: list[Optimizer] = []
         self._owners: list[Owners] = []
-        self._cost_of, self._tensor = cost_of, tensor
-        #: What the optimizers have.
+        self._cost_of, self._joining, self._apart = cost_of, joining, frozenset(apart)
+        #: What the optimizers have, and for each what tells the bytes that it keeps for a number.
         self.updated: list[Updated] = []
+        self.number_bytes: dict[Optimizer, Callable[[], float]] = {}
+        #: State that is on the host, if some is.
+        self.states: HostStates | None = None
         parameters = {
             slot.name: parameter
             for bucket in self._buckets
@@ -56,30 +63,36 @@ class Updates:
         }
         for share, names in zip(shares, sort_out(shares, parameters), strict=True):
             if names:
-                self._add(share, set(names), are_cut=are_cut or tensor is not None)
+                self._add(share, set(names), are_cut=are_cut)
 
     def _add(self, share: Share, names: set[str], *, are_cut: bool) -> None:
         pieces = [piece for bucket in self._buckets for piece in bucket.pieces if piece.name in names]
         weights = [piece.weight for piece in pieces]
-        made = make_on_pieces(share, weights) if are_cut else share.make(weights)
+        # Experts are cut too where ranks of ep have some each.
+        cut = names if are_cut else names & self._apart
+        made = make_on_pieces(share, weights) if cut else share.make(weights)
         if made is not None:
             self._note(made, weights, [(piece.name, piece.span.start) for piece in pieces], is_joined=False)
+            self.number_bytes[made] = partial(number_bytes_of, share.make, weights)
             return
+        if cut != names:
+            self._add(share, names - cut, are_cut=False)
         by_group: dict[Group, list[Owned]] = {}
         for bucket in self._buckets:
             for number, slot in enumerate(bucket.layout.slots):
-                if slot.name in names:
+                if slot.name in cut:
                     by_group.setdefault(bucket.sharing, []).append(Owned(bucket, slot, number))
         owned: list[nn.Parameter] = []
         called: list[tuple[str, int]] = []
         for group, entries in by_group.items():
             costs = [self._cost_of(entry.slot.name) for entry in entries]
-            owners = Owners(entries, group, costs, self._tensor)
+            owners = Owners(entries, group, costs, self._joining)
             self._owners.append(owners)
             owned += owners.weights
             called += owners.names
         if owned:
             self._note(share.make(owned), owned, called, is_joined=True)
+            self.number_bytes[self.optimizers[-1]] = partial(number_bytes_of, share.make, owned)
 
     def _note(
         self, made: Optimizer, weights: Sequence[nn.Parameter], called: Sequence[tuple[str, int]], *, is_joined: bool
@@ -96,8 +109,11 @@ class Updates:
             bucket.give(used[bucket])
         for owners in self._owners:
             owners.give(lambda bucket: used[bucket])
-        for optimizer in self.optimizers:
-            optimizer.step()
+        if self.states is not None:
+            self.states.step()
+        else:
+            for optimizer in self.optimizers:
+                optimizer.step()
         for owners in self._owners:
             owners.take_back()
         for bucket in self._buckets:

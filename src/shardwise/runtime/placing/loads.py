@@ -69,7 +69,7 @@ def loads_of(
             states={key: sizes[key] for key in {*_names_in(units[call.unit], first_names), *call.touched}},
             kept_bytes=kept[number],
         )
-        for number, (call, cost) in enumerate(zip(flow.calls, costs_of(module, flow, nothing), strict=True))
+        for number, (call, cost) in enumerate(zip(flow.calls, costs_of(flow, nothing), strict=True))
     ]
 
 

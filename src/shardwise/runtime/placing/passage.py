@@ -157,7 +157,8 @@ class Passage:
         elif kind in SENDS:
             assert peer is not None, f"{instruction} names no peer"
             target = self.places[self.schedule.placement.ranks[peer]].device
-            mail.post((stage, peer, microbatch), [_handed(each, target) for each in interpreter.outgoing(instruction)])
+            sent = interpreter.between.outgoing(instruction)
+            mail.post((stage, peer, microbatch), [_handed(each, target) for each in sent])
         elif kind in RECEIVES:
             # It runs beside computation: nobody waits for it but what needs it.
             expected.setdefault((stage, microbatch), []).append(instruction)

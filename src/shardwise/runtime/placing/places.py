@@ -3,11 +3,11 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter
 
 import torch
 
+from shardwise.cluster.local import available_bytes
 from shardwise.errors import ShardwiseError, unknown
 from shardwise.units import counted, parse_bytes
 
@@ -107,19 +107,9 @@ def _gpus() -> list[str]:
 def _free_bytes(device: torch.device, held_bytes: int, num_host: int) -> int:
     """What may be used of a device: of the host's memory, places on the CPU have equal parts."""
     if device.type == "cpu":
-        return (_available_bytes() + held_bytes) // num_host
+        return (available_bytes() + held_bytes) // num_host
     free, _ = torch.cuda.mem_get_info(device)
     return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
-
-
-def _available_bytes() -> int:
-    """What Linux says can be had without swapping; elsewhere it is not known, and no limit."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 2**62
-    sizes = {line.partition(":")[0]: line.split()[1] for line in lines if line.endswith("kB")}
-    return int(sizes["MemAvailable"]) * 1024
 
 
 def _speeds(where: Mapping[str, torch.device]) -> dict[str, float]:

@@ -39,6 +39,8 @@ class Call:
     bytes: float
     #: Parameters and buffers that it touched, wherever they are registered.
     touched: frozenset[str]
+    #: Of those parameters, as far as they are here.
+    weight_bytes: float = 0.0
     #: Leaves of what it returns that glue writes into later.
     overwritten: set[int] = field(default_factory=set)
 
@@ -291,6 +293,9 @@ def watch(
         switch.remove(units)
         for buffer, value in before:
             buffer.copy_(value)
+    sizes = {name: each.numel() * each.element_size() for name, each in module.named_parameters()}
+    for call in watcher.calls:
+        call.weight_bytes = sum(sizes.get(name, 0) for name in call.touched)
     leaves = pytree.tree_leaves(output)
     return Flow(
         calls=tuple(watcher.calls),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.runtime.split.choose import Wishes, choose, costs_of
-from shardwise.runtime.split.flow import Flow
+from shardwise.runtime.split.flow import Call, Flow
 from shardwise.runtime.split.forecast import Forecast
 from shardwise.runtime.split.materialise import free, materialise
 from shardwise.runtime.split.parts import Part, make_parts
@@ -39,15 +39,19 @@ def split(
     device: torch.device | str | None = None,
     probe: Callable[[Any], None] | None = None,
     through_blocks: bool = False,
+    judge: Callable[[Sequence[float]], float] = max,
+    agree: Callable[[Sequence[Call]], None] | None = None,
 ) -> Split:
     """Split an unmodified module into stages, from one run on an example microbatch.
 
     The cut balances time: FLOPs and bytes of each unit on the example, or `costs` of units by name; `speeds` of the
     stages; `limit_bytes` for the parameters of one stage. Or it is the user's `cut`: how many units or blocks each
-    stage has, or the names of the stages' first units. With `through_blocks` it may go through the middle of a block.
+    stage has, or the names of the stages' first units. With `through_blocks` it may go through the middle of a block,
+    so that a step takes as little time as it can: `judge` says how long, given the stages' costs.
 
     `only` are the stages of this process; the weights of others are freed. A module on the meta device is materialised
     on `device` from `seed`, for these stages alone. `probe` is given the module's output on the example.
+    Where ranks hold different parts of the module, `agree` lets them see the same costs.
     """
     wishes = Wishes(
         num_stages=num_stages,
@@ -56,6 +60,8 @@ def split(
         speeds=speeds,
         limit_bytes=limit_bytes,
         through_blocks=through_blocks,
+        judge=judge,
+        agree=agree,
     )
     units, flow, where = choose(module, example, wishes, probe)
     parts = make_parts(module, units, flow, where)
@@ -88,11 +94,12 @@ def stage_costs(
     *,
     cut: Sequence[int] | Sequence[str] | None = None,
     through_blocks: bool = False,
+    agree: Callable[[Sequence[Call]], None] | None = None,
 ) -> list[float]:
     """What each stage would cost, in FLOPs or their like, if the module were split so. Nothing is changed."""
-    wishes = Wishes(num_stages=num_stages, cut=cut, through_blocks=through_blocks)
+    wishes = Wishes(num_stages=num_stages, cut=cut, through_blocks=through_blocks, agree=agree)
     _, flow, where = choose(module, example, wishes)
-    costs = costs_of(module, flow, wishes)
+    costs = costs_of(flow, wishes)
     return [sum(costs[call] for call in calls) for calls in where]
 
 

@@ -10,7 +10,7 @@ waits for memory, which is there as soon as a block before it has been computed,
 So a pass takes as long as its computation or as its bytes on the link, whichever is longer.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,9 +28,20 @@ _AHEAD = 3
 
 
 class StreamedWeights:
-    """The blocks of a module that live on the host, in the order in which a forward calls them."""
+    """The blocks of a module that live on the host, in the order in which a forward calls them.
 
-    def __init__(self, blocks: Sequence[nn.Module], machine: Machine, place: str, *, num_ahead: int = _AHEAD) -> None:
+    `stays` are parameters that are used outside of these blocks too, and so must be there all the time.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        machine: Machine,
+        place: str,
+        *,
+        stays: Collection[nn.Parameter] = (),
+        num_ahead: int = _AHEAD,
+    ) -> None:
         if num_ahead < 2:
             raise ShardwiseError(
                 f"num_ahead={num_ahead}: while one block is computed another must be able to come",
@@ -39,7 +50,7 @@ class StreamedWeights:
         self._machine, self._place = machine, place
         self._device = torch.device("cpu" if place.startswith("cpu") else place)
         self._num_ahead = min(num_ahead, len(blocks))
-        self._blocks = [self._take(own) for own in own_parameters(blocks)]
+        self._blocks = [self._take(own) for own in own_parameters(blocks, stays)]
         self._arrivals: dict[int, Mark] = {}
         self._hooks = [hook for number, block in enumerate(blocks) for hook in self._hook(number, block)]
 
@@ -143,13 +154,15 @@ def stream(
     busy all the time. Returns None if everything fits.
     """
     device = torch.device("cpu" if place.startswith("cpu") else place)
-    sizes = [num_bytes_of(own) for own in own_parameters(blocks)]
+    stays = shared_parameters(module, blocks)
+    sizes = [num_bytes_of(own) for own in own_parameters(blocks, stays)]
     on_host = list(range(len(blocks)))
     if room_bytes is not None:
-        on_host = spread(len(blocks), _how_many(module, blocks, sizes, room_bytes, place))
+        rest = sum(each.numel() * each.element_size() for each in module.parameters()) - _weight_bytes(blocks, stays)
+        on_host = spread(len(blocks), _how_many(rest, sizes, room_bytes, place))
     streamed = [blocks[number] for number in on_host]
-    held = {id(each) for own in own_parameters(streamed) for each in own}
-    weights = StreamedWeights(streamed, machine, place) if streamed else None
+    held = {id(each) for own in own_parameters(streamed, stays) for each in own}
+    weights = StreamedWeights(streamed, machine, place, stays=stays) if streamed else None
     with torch.no_grad():
         for parameter in module.parameters():
             if id(parameter) not in held:
@@ -160,16 +173,25 @@ def stream(
     return weights
 
 
-def own_parameters(blocks: Sequence[nn.Module]) -> list[list[nn.Parameter]]:
-    """The parameters of each block that no other block has: one that is shared must be there all the time."""
-    owners: dict[nn.Parameter, list[int]] = {}
-    for number, block in enumerate(blocks):
+def own_parameters(blocks: Sequence[nn.Module], stays: Collection[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """The parameters of each block, but for those that stay."""
+    kept = set(stays)
+    return [[parameter for parameter in block.parameters() if parameter not in kept] for block in blocks]
+
+
+def shared_parameters(module: nn.Module, blocks: Sequence[nn.Module]) -> set[nn.Parameter]:
+    """Parameters of blocks that somebody else has too, another block or what is in none: an embedding that a block
+    is tied to, say."""
+    owners: dict[nn.Parameter, int] = {}
+    inside = {each for block in blocks for each in block.modules()}
+    for block in blocks:
         for parameter in block.parameters():
-            owners.setdefault(parameter, []).append(number)
-    return [
-        [parameter for parameter in block.parameters() if owners[parameter] == [number]]
-        for number, block in enumerate(blocks)
-    ]
+            owners[parameter] = owners.get(parameter, 0) + 1
+    for each in module.modules():
+        for one in each.parameters(recurse=False) if each not in inside else ():
+            owners[one] = owners.get(one, 0) + 1
+    mine = {parameter for block in blocks for parameter in block.parameters()}
+    return {parameter for parameter in mine if owners[parameter] > 1}
 
 
 def spread(num_blocks: int, num_chosen: int) -> list[int]:
@@ -178,21 +200,24 @@ def spread(num_blocks: int, num_chosen: int) -> list[int]:
     return [number for number in range(num_blocks) if so_far[number + 1] > so_far[number]]
 
 
-def _how_many(module: nn.Module, blocks: Sequence[nn.Module], sizes: Sequence[int], room_bytes: int, place: str) -> int:
+def _weight_bytes(blocks: Sequence[nn.Module], stays: Collection[nn.Parameter]) -> int:
+    """What the blocks' own parameters take, without gaps between them."""
+    return sum(each.numel() * each.element_size() for own in own_parameters(blocks, stays) for each in own)
+
+
+def _how_many(rest: int, sizes: Sequence[int], room_bytes: int, place: str) -> int:
     """The fewest blocks on the host that leave room for the others, the rest of the module, and those that come."""
-    in_blocks = {id(each) for own in own_parameters(blocks) for each in own}
-    rest = sum(each.numel() * each.element_size() for each in module.parameters() if id(each) not in in_blocks)
     ahead = sum(sorted(sizes)[-_AHEAD:])
     total = sum(sizes)
     if rest + total <= room_bytes:
         return 0
     left = total
-    for count in range(1, len(blocks) + 1):
-        left = sum(size for number, size in enumerate(sizes) if number not in set(spread(len(blocks), count)))
+    for count in range(1, len(sizes) + 1):
+        left = sum(size for number, size in enumerate(sizes) if number not in set(spread(len(sizes), count)))
         if rest + left + ahead <= room_bytes:
             return count
     raise ShardwiseError(
-        f"no room at {place}: {format_bytes(rest)} outside of the {len(blocks)} blocks and {format_bytes(ahead)} for"
+        f"no room at {place}: {format_bytes(rest)} outside of the {len(sizes)} blocks and {format_bytes(ahead)} for"
         f" the {_AHEAD} that are on their way are needed, and there are {format_bytes(room_bytes)}",
         remedy=f"at least {format_bytes(rest + ahead)}",
     )

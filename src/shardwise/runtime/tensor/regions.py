@@ -81,11 +81,13 @@ class _Sketch:
     parts: NDArray[np.int64]
 
 
-def find_regions(trace: Trace, again: Again, num_ranks: int, *, rows: Iterable[str] | None = None) -> Found:
-    """Find what can be cut. `rows`, where given, are the only layers that may be rows."""
+def find_regions(
+    trace: Trace, again: Again, num_ranks: int, *, rows: Iterable[str] | None = None, heads: Iterable[str] = ()
+) -> Found:
+    """Find what can be cut. `rows`, where given, are the only layers that may be rows; `heads` are heads anyway."""
     seen = _Seen(trace)
-    found = Found(heads=_heads(seen))
-    taken: set[str] = set(found.heads)
+    found = Found(heads=list(dict.fromkeys([*_heads(seen), *heads])))
+    taken = {*found.heads, *_embeddings(seen, found.heads)}
     few: list[_Sketch] = []
     allowed = None if rows is None else set(rows)
     for name in seen.reads:
@@ -105,6 +107,13 @@ def find_regions(trace: Trace, again: Again, num_ranks: int, *, rows: Iterable[s
         _note_inside(seen, region)
     found.whole = {name: why for name, why in found.whole.items() if name not in taken}
     return found
+
+
+def _embeddings(seen: _Seen, heads: Iterable[str]) -> list[str]:
+    """Embeddings of as many words as a head scores: they are shared out by words, and by nothing else."""
+    words = {seen.layers[name].width for name in heads if name in seen.layers}
+    embeddings = {name: each.module for name, each in seen.layers.items() if isinstance(each.module, nn.Embedding)}
+    return [name for name, each in embeddings.items() if each.num_embeddings in words]
 
 
 def _heads(seen: _Seen) -> list[str]:
@@ -195,7 +204,7 @@ def _too_few(sketch: _Sketch, most: int, num_ranks: int) -> ShardwiseError:
     return ShardwiseError(
         f"{', '.join(sketch.columns)} and {sketch.rows[0]} come apart into {most} pieces (heads or channels), fewer "
         f"than tp={num_ranks}",
-        remedy=f'tp={most}, or the layer whole on every rank: {{"{sketch.rows[0]}": "whole"}}',
+        remedy=f'tp={most}, or the layer whole on every rank: tensor={{"{sketch.rows[0]}": "whole"}}',
     )
 
 

@@ -37,7 +37,7 @@ class SequenceRegions:
         if not lists:
             raise ShardwiseError(
                 f"sequence=True shares out lists of blocks, and {type(self._module).__name__} has none with cut layers",
-                remedy="sequence=False, or the blocks in an nn.ModuleList",
+                remedy="sp=false, or the blocks in an nn.ModuleList",
             )
         for name, blocks in lists:
             for number, block in enumerate(blocks):
@@ -108,7 +108,7 @@ class SequenceRegions:
                 raise ShardwiseError(
                     f"sequence=True: {key} is a part of an attention that is written out in the block {name}, where it"
                     " cannot be given all tokens",
-                    remedy="attention in a module of its own, or sequence=False",
+                    remedy="attention in a module of its own, or sp=false",
                 )
             each.together.gathers = True
 
@@ -147,7 +147,7 @@ def _own_piece(tensor: Tensor, group: Group) -> Tensor:
         longer = -(-tensor.shape[dim] // group.size) * group.size
         raise ShardwiseError(
             f"a sequence of {tensor.shape[dim]} tokens does not divide by tp={group.size}",
-            remedy=f"sequences of {longer} tokens (padded), or sequence=False",
+            remedy=f"sequences of {longer} tokens (padded), or sp=false",
         )
     return scatter(tensor, group, dim)
 

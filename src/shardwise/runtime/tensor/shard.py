@@ -99,9 +99,9 @@ def find(twin: nn.Module, wishes: Wishes, num_ranks: int, example: Batch | None)
             remedy="a forward that does not look at numbers, or tp=1",
         ) from error
     rows = [name for name, kind in wishes.kinds.items() if kind == "row"] if wishes.only else None
-    found = find_regions(seen, again, num_ranks, rows=rows)
-    found.heads += [n for n, kind in wishes.kinds.items() if kind == "vocabulary" and n not in found.heads]
-    return found, seen
+    said = [name for name, kind in wishes.kinds.items() if kind == "vocabulary"]
+    heads = [name for name in said if isinstance(layers.get(name), nn.Linear)]
+    return find_regions(seen, again, num_ranks, rows=rows, heads=heads), seen
 
 
 def _may_be_cut(name: str, module: nn.Module, wishes: Wishes) -> bool:
@@ -150,7 +150,7 @@ def _check_named(wishes: Wishes, found: Found) -> None:
     for name, kind in wishes.kinds.items():
         if name not in done[kind] and kind != "vocabulary":
             why = found.whole.get(name, f"it is a {'row' if kind == 'column' else 'column'} of what is found")
-            raise ShardwiseError(f"{name} cannot be a {kind}: {why}", remedy=f'{{"{name}": "whole"}}')
+            raise ShardwiseError(f"{name} cannot be a {kind}: {why}", remedy=f'tensor={{"{name}": "whole"}}')
 
 
 class _Cutter:

@@ -1,0 +1,57 @@
+"""The way between a rank's device and its host: copies beside the computation, in both directions at once.
+
+On a GPU nothing here waits: copies stand in streams of their own, and what is computed comes after one by an event. On
+the CPU the host is the same memory; there a copy is made by a thread, and whoever needs it waits for it. So what a plan
+puts on the host is kept apart and moved on a laptop as it is beside a GPU.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardwise.dataflow.machine import Machine
+from shardwise.dataflow.streams import Mark
+
+
+class Crossing:
+    """Copies of one device. It is one thread's at a time, as machines are."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._on_gpu = device.type != "cpu"
+        # The device of a tensor that is there has its number, but for the CPU.
+        self._place = str(device) if self._on_gpu else "cpu:0"
+        self._machine = Machine([self._place])
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory of the host, pinned where there is a GPU."""
+        return self._machine.pinned(shape, dtype)
+
+    def inward(self, here: Tensor, home: Tensor, after: Sequence[Mark] = ()) -> Mark:
+        """Copy from the host, after some marks. Both tensors have to stay until the mark is reached."""
+        if self._on_gpu:
+            return self._machine.copy(here.view(-1), home.view(-1), after=after)
+        return self._machine.copy(here.view(-1), home.view(-1), to=self._place, of="host", after=after)
+
+    def outward(self, home: Tensor, here: Tensor, after: Sequence[Mark] = ()) -> Mark:
+        """Copy to the host, after some marks and all that is computed by now."""
+        if self._on_gpu:
+            computed = self._machine.mark(self._place)
+            return self._machine.copy(home.view(-1), here.view(-1), after=[computed, *after])
+        return self._machine.copy(home.view(-1), here.view(-1), to="host", of=self._place, after=after)
+
+    def computed(self) -> list[Mark]:
+        """Marks behind all that is computed by now; the CPU has computed what it was told to."""
+        return [self._machine.mark(self._place)] if self._on_gpu else []
+
+    def follow(self, mark: Mark) -> None:
+        """What is computed from now on comes after a mark."""
+        if self._on_gpu:
+            self._machine.follow(self._place, mark)
+        else:
+            mark.wait()
+
+    def close(self) -> None:
+        """Wait for what is under way, and end its threads."""
+        self._machine.close()

@@ -1,0 +1,50 @@
+"""A transformer with experts trained by an engine that moves them between steps, and one that does not."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Adafactor, AdamW, Optimizer
+
+from shardwise.parity.models import default_settings, problem_of
+from shardwise.planner.plan import Plan
+from shardwise.runtime.mesh_engine import MeshEngine
+from shardwise.runtime.parallel import parallelize
+from tests.runtime.small import small_matrices
+
+NUM_STEPS = 3
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
+    "adamw": lambda some: AdamW(some, lr=1e-2, eps=1e-4),
+    "adafactor": lambda some: Adafactor(some, lr=1e-2),
+}
+
+
+@dataclass
+class Run:
+    losses: list[float] = field(default_factory=list)
+    moved: int = 0
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    states: dict[str, Any] = field(default_factory=dict)
+
+
+def train(text: str, optimizer: str, moves: bool) -> Run:
+    """Train a few steps; after each, experts may move to where the load is even."""
+    plan, found = Plan.parse(text), Run()
+    with small_matrices():
+        problem = problem_of(
+            replace(default_settings(replace(plan, ep=2)), num_layers=max(2, plan.pp)), plan, NUM_STEPS
+        )()
+        engine = parallelize(
+            problem.module, plan, loss=problem.loss, optimizer=OPTIMIZERS[optimizer], example=problem.batches[0]
+        )
+        assert isinstance(engine, MeshEngine), "a plan with experts has a mesh"
+        for batch in problem.batches:
+            found.losses.append(engine.train_step(batch))
+            if moves:
+                found.moved += sum(engine.rebalance_experts(gain=0.0).values())
+        found.weights = {name: each.clone() for name, each in engine.state_dict().items()}
+        states = engine.optimizer_state_dict()["state"]
+        found.states = {f"{name} {key}": each for name, state in states.items() for key, each in state.items()}
+        engine.close()
+    return found

@@ -13,8 +13,8 @@ from statistics import median
 
 from record import record
 
+from shardwise.explain.runs_by_name import simulated
 from shardwise.planner.plan import Plan
-from shardwise.planner.runs_by_name import simulated
 from shardwise.trace.report.page import make_page
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -41,11 +41,12 @@ from shardwise.runtime.timed import (
     timed_split,
 )
 from shardwise.runtime.transport import ProcessTransport, make_groups
-from shardwise.schedule.auto.search import Setting, auto
+from shardwise.schedule.auto.search import auto
 from shardwise.schedule.catalogue import CATALOGUE, make_schedule
 from shardwise.schedule.instruction import Instruction, Kind
 from shardwise.schedule.passes.lower import lower
 from shardwise.schedule.prices import StageTimes, stage_prices
+from shardwise.schedule.question import Question
 from shardwise.schedule.schedule import Schedule
 from shardwise.schedule.simulate import simulate
 
@@ -102,7 +103,7 @@ def make(name: str, setup: Setup) -> Schedule:
     # What ZB-H2 may hold, so that `auto` has no less than the best of the others.
     memory = (float(2 * setup.ranks),) * setup.ranks
     return auto(
-        Setting(
+        Question(
             num_ranks=setup.ranks, num_microbatches=setup.microbatches, times=setup.times, hops=(HOP,), memory=memory
         )
     )

@@ -8,7 +8,7 @@ from record import record
 
 from shardwise.planner.plan import Plan
 from shardwise.runtime.spawn import Ranks
-from shardwise.training.folder import read_metrics
+from shardwise.training.metrics import read_metrics
 from shardwise.training.recipes import get_recipe
 from shardwise.training.run import train_rank
 from shardwise.training.setup import Job

@@ -1,6 +1,24 @@
-"""What every test may count on."""
+"""What every test may count on, and the ranks that tests share."""
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+# What needs torch is imported by those that use it: most tests of plans and schedules do without.
+if TYPE_CHECKING:
+    from shardwise.runtime.spawn import Ranks
+    from tests.crowd import Crowds
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Before any test starts ranks: all of them are forked from one process that has imported what they need."""
+    shares = any("crowds" in getattr(item, "fixturenames", ()) for item in session.items)
+    if shares and not session.config.option.collectonly:
+        from tests.crowd import import_once
+
+        import_once()
 
 
 @pytest.fixture(autouse=True)
@@ -9,3 +27,49 @@ def plain_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_set() -> Iterator[None]:
+    """A test that changes a setting of torch sets it back: others in its process would compute with it."""
+    if "torch" not in sys.modules:
+        yield
+        return
+    from tests.settings import Settings
+
+    before = Settings.now()
+    yield
+    assert Settings.now() == before, "the test has left a setting of torch changed"
+
+
+@pytest.fixture(scope="session")
+def crowds() -> "Iterator[Crowds]":
+    """Ranks by their number, up from the first test that wants so many to the last of all.
+
+    After a failure there are new ones. A test that kills ranks, or that is about how they start, has its own.
+    """
+    from tests.crowd import Crowds
+
+    found = Crowds()
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="session")
+def two(crowds: "Crowds") -> "Ranks":
+    return crowds.of(2)
+
+
+@pytest.fixture(scope="session")
+def three(crowds: "Crowds") -> "Ranks":
+    return crowds.of(3)
+
+
+@pytest.fixture(scope="session")
+def four(crowds: "Crowds") -> "Ranks":
+    return crowds.of(4)
+
+
+@pytest.fixture(scope="session")
+def eight(crowds: "Crowds") -> "Ranks":
+    return crowds.of(8)

@@ -1,14 +1,15 @@
 """The engines that take part in the matrix, and what becomes of its errors."""
 
 from collections.abc import Iterator
-from pathlib import Path
+from functools import partial
 
 import pytest
 
-from tests.conformance.cases import MODELS, ONE_PROCESS, PROCESSES, RUNNERS, SCHEDULES, cases_of
+from tests.conformance.cases import MODELS, ONE_PROCESS, RUNNERS, SCHEDULES, cases_of
 from tests.conformance.outcomes import Runner, in_one_process
-from tests.conformance.processes import Pools, import_once
+from tests.conformance.processes import run_on_ranks
 from tests.conformance.table import PAGE, Table
+from tests.crowd import Crowds
 from tests.runtime.small import small_matrices
 
 
@@ -48,29 +49,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("runner_name", RUNNERS)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Before any test starts ranks, so that all of them are forked from one process that has imported their models."""
-    ours = any(Path(__file__).parent in item.path.parents for item in session.items)
-    if ours and not session.config.option.collectonly:
-        import_once()
-
-
 @pytest.fixture(scope="module", autouse=True)
 def quick() -> Iterator[None]:
     with small_matrices():
         yield
 
 
-@pytest.fixture(scope="session")
-def pools() -> Iterator[Pools]:
-    found = Pools()
-    yield found
-    found.close()
-
-
 @pytest.fixture
-def runner(runner_name: str, pools: Pools) -> Runner:
-    return {ONE_PROCESS: in_one_process, PROCESSES: pools.run}[runner_name]
+def runner(runner_name: str, crowds: Crowds) -> Runner:
+    return in_one_process if runner_name == ONE_PROCESS else partial(run_on_ranks, crowds=crowds)
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.runtime.spawn import Ranks
 from tests.conformance.cases import Case, make_module
-from tests.conformance.processes import Pools, make_engine, on_one_rank
+from tests.conformance.processes import make_engine, on_one_rank
 
 CASE = Case(model="gpt-neox", schedule="1f1b", num_ranks=2, num_microbatches=2, lengths=(6,))
 TASKS = Path("/proc/self/task")
@@ -18,9 +19,9 @@ def held(case: Case) -> int:
         return sum(each.numel() for each in engine.module.parameters() if each.device.type != "meta")
 
 
-def test_no_rank_holds_the_whole_model(pools: Pools) -> None:
+def test_no_rank_holds_the_whole_model(two: Ranks) -> None:
     whole = sum(each.numel() for each in make_module(CASE.model).parameters())
-    parts = pools.of(2).run(held, CASE)
+    parts = two.run(held, CASE)
     assert sum(parts) <= whole * 1.01
     assert max(parts) < whole
 
@@ -34,8 +35,8 @@ def num_threads_after(cases: list[Case]) -> list[int]:
 
 
 @pytest.mark.skipif(not TASKS.exists(), reason="threads are counted in /proc")
-def test_a_closed_engine_leaves_no_thread_of_its_groups(pools: Pools) -> None:
+def test_a_closed_engine_leaves_no_thread_of_its_groups(two: Ranks) -> None:
     """Each group has threads and connections, and hundreds of engines are made on the same ranks here."""
     cases = [replace(CASE, model="tied-and-skipping", schedule=each) for each in ("1f1b", "zb-h1", "1f1b", "zb-h1")]
-    for counts in pools.of(2).run(num_threads_after, cases):
+    for counts in two.run(num_threads_after, cases):
         assert counts[1:] == counts[:1] * 3

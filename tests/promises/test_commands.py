@@ -1,12 +1,15 @@
 """What holds for every command: help with an example, `--json`, exit statuses, and no colour where none is wanted."""
 
+import argparse
 import json
 from importlib import import_module
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
 import shardwise
+from shardwise.answer import Answer, canvas_on
 from shardwise.cli import COMMANDS, Command, main
 from tests.promises.processes import run_shardwise
 
@@ -27,14 +30,42 @@ def test_json_is_offered(command: Command, capsys: pytest.CaptureFixture[str]) -
 
 
 @every_command
-def test_every_example_runs_and_answers_in_json(
+def test_every_example_answers_in_json_and_has_no_colour_in_a_pipe_unless_it_is_forced(
     command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """An example may train for a while, so each is run once, and what it answers is drawn in every way."""
     monkeypatch.chdir(tmp_path)  # An example may save a file.
-    for example in import_module(command.module).EXAMPLE.strip().splitlines():
+    module = import_module(command.module)
+    run, answers = module.run, list[Answer]()
+
+    def noted(arguments: argparse.Namespace) -> Answer:
+        answers.append(run(arguments))
+        return answers[-1]
+
+    monkeypatch.setattr(module, "run", noted)
+    for example in module.EXAMPLE.strip().splitlines():
         _, *words = example.split()
         assert main([*words, "--json"]) == 0
         assert isinstance(json.loads(capsys.readouterr().out), dict)
+    assert "\x1b" not in drawn(answers[0])
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "\x1b" in drawn(answers[0])
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in drawn(answers[0])
+
+
+def drawn(answer: Answer) -> str:
+    """What a person reads of an answer in a pipe."""
+    pipe = StringIO()
+    answer.render(canvas_on(pipe))
+    return pipe.getvalue()
+
+
+def test_a_process_of_its_own_has_no_colour_in_a_pipe_unless_it_is_forced() -> None:
+    words = ("schedule", "1f1b", "--stages", "2", "--microbatches", "2")
+    assert "\x1b" not in run_shardwise(*words).stdout
+    assert "\x1b" in run_shardwise(*words, FORCE_COLOR="1").stdout
+    assert "\x1b" not in run_shardwise(*words, FORCE_COLOR="1", NO_COLOR="1").stdout
 
 
 @every_command
@@ -42,17 +73,6 @@ def test_the_overview_names_it(command: Command, capsys: pytest.CaptureFixture[s
     assert main([]) == 0
     width = max(len(each.name) for each in COMMANDS)
     assert f"{command.name.ljust(width)}  {command.help}" in capsys.readouterr().out
-
-
-@every_command
-def test_there_is_no_colour_in_a_pipe_unless_it_is_forced(
-    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    example = import_module(command.module).EXAMPLE.strip().splitlines()[0].split()[1:]
-    assert "\x1b" not in run_shardwise(*example).stdout
-    assert "\x1b" in run_shardwise(*example, FORCE_COLOR="1").stdout
-    assert "\x1b" not in run_shardwise(*example, FORCE_COLOR="1", NO_COLOR="1").stdout
 
 
 def test_no_words_and_help_are_the_same_and_no_mistake() -> None:

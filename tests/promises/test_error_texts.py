@@ -898,7 +898,7 @@ error: SOURCE is missing
         "convert folder target",
         1,
         """
-error: folder has neither index.json nor config.json, so it is neither our checkpoint nor a Hugging Face folder
+error: folder has neither index.json nor config.json nor .metadata, so it is no checkpoint that we read
   try: a run, one of its checkpoints, or a Hugging Face folder
 """,
     ),

@@ -1,0 +1,78 @@
+"""Ranks that stay up and are shared by all tests that want as many."""
+
+import gc
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing import forkserver
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.runtime.faults import Watch
+from shardwise.runtime.spawn import Ranks
+from tests.settings import settings_kept
+
+#: What ranks need beside the runtime, by one of each: importing it takes a rank 3 s of a core (torch 2.13,
+#: transformers 5).
+_IMPORTED_ONCE = [
+    "shardwise.runtime.rank",
+    "shardwise.runtime.parallel",
+    "torch._dynamo",
+    "transformers.models.gpt2.modeling_gpt2",
+    "tests.conformance.processes",
+]
+
+
+def import_once() -> None:
+    """Let the server that ranks are forked from import what they need. If it is up already, each does so itself."""
+    if sys.platform == "linux":
+        forkserver.set_forkserver_preload(_IMPORTED_ONCE)
+        forkserver.ensure_running()
+
+
+class Crowd(Ranks):
+    """Ranks that begin every function alike, whatever they ran before, and have five minutes for it."""
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout_seconds: float | None = 300) -> list[Any]:
+        return super().run(_afresh, fn, *args, timeout_seconds=timeout_seconds)
+
+
+def _afresh(fn: Callable[..., Any], *args: Any) -> Any:
+    if not gc.get_freeze_count():
+        gc.freeze()  # What was imported stays: to look through all of torch takes the collector 0.3 s of a core.
+    with settings_kept():
+        torch.manual_seed(0)
+        result = fn(*args)
+    _end_what_is_left()
+    return result
+
+
+def _end_what_is_left() -> None:
+    """End the groups and watches of engines that nobody closed, or that the collector has not found yet.
+
+    A group has a thread that wakes up again and again. With a hundred groups a rank does little else.
+    """
+    dist.barrier()  # Nobody is in need of a group any more.
+    for thread in threading.enumerate():
+        watch = getattr(getattr(thread, "_target", None), "__self__", None)
+        if isinstance(watch, Watch):
+            watch.close()
+    for group in [each for each in dist.distributed_c10d._world.pg_map if each is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
+    gc.collect()
+
+
+class Crowds:
+    """Crowds by their number of ranks, each started when a test first wants so many."""
+
+    def __init__(self) -> None:
+        self._up: dict[int, Crowd] = {}
+
+    def of(self, num_ranks: int) -> Crowd:
+        return self._up.setdefault(num_ranks, Crowd(num_ranks))
+
+    def close(self) -> None:
+        for crowd in self._up.values():
+            crowd.close()

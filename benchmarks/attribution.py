@@ -1,7 +1,6 @@
-"""Where steps went: do the parts of every rank add up to the step, under ten plans, and what does a trace cost?
+"""Where steps went: do the parts of every rank add up to the step, under ten plans?
 
-Steps of the recipe `bytes` are taken in turn without and with a trace. The cost of a trace is that of the quickest step
-of either kind: what else runs on a machine can only make a step longer.
+What a trace costs is measured by `engine_overhead.py`, on steps that are long enough for it.
 """
 
 import sys
@@ -30,7 +29,7 @@ PLANS = (
     "pp=4,schedule=gpipe,microbatches=4",
 )
 NUM_STEPS = 12
-MOST_OFF, MOST_COST = 0.01, 0.01
+MOST_OFF = 0.01
 
 
 def measured_under(plan: str, folder: Path) -> Measured:
@@ -42,16 +41,15 @@ def measured_under(plan: str, folder: Path) -> Measured:
 
 
 def main() -> int:
-    off, cost = {}, {}
+    off = {}
     with tempfile.TemporaryDirectory() as name:
         for plan in PLANS:
             found = measured_under(plan, Path(name) / plan)
             step = found.trace.makespan
             off[plan] = max(abs(sum(parts.values()) / step - 1) for parts in parts_of_ranks(found.trace))
-            cost[plan] = min(found.traced_seconds) / min(found.step_seconds) - 1
-            print(f"{plan:52} parts off by {off[plan]:.1e} of the step, a trace costs {cost[plan]:+.2%}")
-    record("attribution", {"parts_off": off, "tracing_cost": cost})
-    return 0 if max(off.values()) <= MOST_OFF and sorted(cost.values())[len(cost) // 2] <= MOST_COST else 1
+            print(f"{plan:52} parts off by {off[plan]:.1e} of the step")
+    record("attribution", {"parts_off": off, "most": MOST_OFF})
+    return int(max(off.values()) > MOST_OFF)
 
 
 if __name__ == "__main__":

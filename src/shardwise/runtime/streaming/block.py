@@ -4,7 +4,7 @@ On the device a block keeps one storage for as long as it lives. When the weight
 stays, empty; when they come back it has memory again. So a view of a weight that autograd has kept from the forward
 sees the weight again in the backward.
 
-    host      [ q_proj | k_proj | v_proj | ... ]      pinned, always there
+    host      [ q_proj | k_proj | v_proj | ... ]      pinned, always there; or nothing, if they stay on disk
     device    [ q_proj | k_proj | v_proj | ... ]      or nothing
 """
 
@@ -26,19 +26,24 @@ class _Piece(NamedTuple):
 
 
 class Block:
-    """Weights that come and go together. `pinned` is of `num_bytes_of(parameters)` bytes."""
+    """Weights that come and go together. `pinned` is of `num_bytes_of(parameters)` bytes, None if they stay on disk."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], pinned: Tensor, device: torch.device) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], pinned: Tensor | None, device: torch.device) -> None:
         self.host = pinned
-        self.num_bytes = pinned.numel()
+        self.num_bytes = num_bytes_of(parameters)
         self._pieces = _lay_out(parameters)
         self.device = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
         for parameter, start, num_bytes in self._pieces:
             own = slice(start, start + num_bytes)
-            if not parameter.is_meta:  # Else its weights are still to be read, into `on_host`.
+            if self.host is not None and not parameter.is_meta:  # Else weights are still to be read, into `on_host`.
                 self.host[own].copy_(parameter.detach().contiguous().view(-1).view(torch.uint8))
             parameter.data = self.device[own].view(parameter.dtype).view(parameter.shape)
         self.leave()
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Whose weights they are."""
+        return [parameter for parameter, _, _ in self._pieces]
 
     @property
     def is_here(self) -> bool:
@@ -56,8 +61,12 @@ class Block:
 
     def on_host(self) -> dict[nn.Parameter, Tensor]:
         """Each parameter's weights on the host, without a copy."""
+        return {} if self.host is None else self.views(self.host)
+
+    def views(self, memory: Tensor) -> dict[nn.Parameter, Tensor]:
+        """Each parameter's part of a run of bytes that is laid out as the block is."""
         return {
-            parameter: self.host[start : start + num_bytes].view(parameter.dtype).view(parameter.shape)
+            parameter: memory[start : start + num_bytes].view(parameter.dtype).view(parameter.shape)
             for parameter, start, num_bytes in self._pieces
         }
 

@@ -7,11 +7,13 @@ waits for memory, which is there as soon as a block before it has been computed,
     link       | 2 | 4 | 6 | 8 |
     compute    | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 |       with every other block on the host
 
-So a pass takes as long as its computation or as its bytes on the link, whichever is longer.
+So a pass takes as long as its computation or as its bytes on the link, whichever is longer. What the host has no room
+for stays on disk, and is read in the same order (`disk.py`).
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from shardwise.dataflow.machine import Machine
 from shardwise.dataflow.streams import Mark
 from shardwise.errors import ShardwiseError
 from shardwise.runtime.streaming.block import Block, num_bytes_of
+from shardwise.runtime.streaming.disk import Records, Shelf, find_records
 from shardwise.units import format_bytes
 
 #: Blocks on the device at once: one is computed, the others are on their way. More take room and bring nothing.
@@ -30,7 +33,8 @@ _AHEAD = 3
 class StreamedWeights:
     """The blocks of a module that live on the host, in the order in which a forward calls them.
 
-    `stays` are parameters that are used outside of these blocks too, and so must be there all the time.
+    `stays` are parameters that are used outside of these blocks too, and so must be there all the time. `records` says
+    of the blocks that stay on disk, by number, where.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class StreamedWeights:
         *,
         stays: Collection[nn.Parameter] = (),
         num_ahead: int = _AHEAD,
+        records: Mapping[int, Records] | None = None,
     ) -> None:
         if num_ahead < 2:
             raise ShardwiseError(
@@ -50,14 +55,24 @@ class StreamedWeights:
         self._machine, self._place = machine, place
         self._device = torch.device("cpu" if place.startswith("cpu") else place)
         self._num_ahead = min(num_ahead, len(blocks))
-        self._blocks = [self._take(own) for own in own_parameters(blocks, stays)]
+        on_disk = records or {}
+        self._blocks = [
+            self._take(own, is_kept=number not in on_disk) for number, own in enumerate(own_parameters(blocks, stays))
+        ]
+        largest = max((self._blocks[number].num_bytes for number in on_disk), default=0)
+        self._shelf = Shelf(list(on_disk.values()), largest, self._num_ahead, machine) if on_disk else None
         self._arrivals: dict[int, Mark] = {}
         self._hooks = [hook for number, block in enumerate(blocks) for hook in self._hook(number, block)]
 
     @property
     def host_bytes(self) -> int:
         """What is kept on the host, and crosses the link in every pass."""
-        return sum(block.num_bytes for block in self._blocks)
+        return sum(block.num_bytes for block in self._blocks if block.host is not None)
+
+    @property
+    def disk_bytes(self) -> int:
+        """What stays on disk, and is read in every pass."""
+        return sum(block.num_bytes for block in self._blocks if block.host is None)
 
     @property
     def device_bytes(self) -> int:
@@ -69,7 +84,10 @@ class StreamedWeights:
         )
 
     def weights(self) -> dict[nn.Parameter, Tensor]:
-        """The weights on the host: what a state dictionary saves, and what an optimizer on the host writes."""
+        """The weights on the host: what a state dictionary saves, and what an optimizer on the host writes.
+
+        Those on disk are not among them: they are what their files say.
+        """
         return {parameter: each for block in self._blocks for parameter, each in block.on_host().items()}
 
     def refresh(self) -> None:
@@ -78,15 +96,23 @@ class StreamedWeights:
             self._leave(number)
 
     def close(self) -> None:
-        """Bring everything back to the host for good, and leave the module as it was, on the CPU."""
+        """Bring everything back to the host for good, and leave the module as it was, on the CPU.
+
+        Weights on disk are then those of the mapped files, read when they are used.
+        """
         self.refresh()
         for hook in self._hooks:
             hook.remove()
         for parameter, each in self.weights().items():
             parameter.data = each
+        if self._shelf is not None:
+            for block in self._blocks:
+                for parameter in block.parameters if block.host is None else ():
+                    parameter.data = self._shelf.weights(parameter).to(parameter.dtype)
+            self._shelf.close()
 
-    def _take(self, parameters: list[nn.Parameter]) -> Block:
-        pinned = self._machine.pinned((num_bytes_of(parameters),), torch.uint8)
+    def _take(self, parameters: list[nn.Parameter], *, is_kept: bool) -> Block:
+        pinned = self._machine.pinned((num_bytes_of(parameters),), torch.uint8) if is_kept else None
         return Block(parameters, pinned, self._device)
 
     def _hook(self, number: int, block: nn.Module) -> list[Any]:
@@ -119,8 +145,19 @@ class StreamedWeights:
                 target = block.arrive()
                 # The memory was somebody else's until all that is put to compute by now has been computed.
                 after = [self._machine.mark(self._place)]
-                self._arrivals[each] = self._copy(target, block.host, after)
+                self._arrivals[each] = self._bring(block, target, after)
         self._follow(self._arrivals[number])
+        if self._machine.failures.first is not None:
+            raise self._machine.failures.first
+
+    def _bring(self, block: Block, target: Tensor, after: list[Mark]) -> Mark:
+        if block.host is not None:
+            return self._copy(target, block.host, after)
+        assert self._shelf is not None, "only what has a place on disk is not kept on the host"
+        source, read = self._shelf.read(block)
+        arrival = self._copy(target, source, [*after, read])
+        self._shelf.sent(arrival)
+        return arrival
 
     def _copy(self, target: Tensor, source: Tensor, after: list[Mark]) -> Mark:
         if self._device.type == "cpu":
@@ -147,11 +184,14 @@ def stream(
     *,
     blocks: Sequence[nn.Module],
     room_bytes: int | None = None,
+    host_bytes: int | None = None,
+    folder: Path | str | None = None,
 ) -> StreamedWeights | None:
     """Put a module on a place, with as many of its blocks on the host as do not fit into `room_bytes` beside the rest.
 
     Without a limit all `blocks` are streamed. Those on the host are spread evenly among the others, so that the link is
-    busy all the time. Returns None if everything fits.
+    busy all the time. Of these, what does not fit into `host_bytes` stays on disk: in the safetensors of `folder`, by
+    the names of the module, or written into it if it is empty. Returns None if everything fits.
     """
     device = torch.device("cpu" if place.startswith("cpu") else place)
     stays = shared_parameters(module, blocks)
@@ -162,7 +202,8 @@ def stream(
         on_host = spread(len(blocks), _how_many(rest, sizes, room_bytes, place))
     streamed = [blocks[number] for number in on_host]
     held = {id(each) for own in own_parameters(streamed, stays) for each in own}
-    weights = StreamedWeights(streamed, machine, place, stays=stays) if streamed else None
+    records = _on_disk(module, own_parameters(streamed, stays), host_bytes, folder)
+    weights = StreamedWeights(streamed, machine, place, stays=stays, records=records) if streamed else None
     with torch.no_grad():
         for parameter in module.parameters():
             if id(parameter) not in held:
@@ -171,6 +212,30 @@ def stream(
             for name, buffer in each.named_buffers(recurse=False):
                 each._buffers[name] = buffer.to(device)
     return weights
+
+
+def _on_disk(
+    module: nn.Module, blocks: Sequence[list[nn.Parameter]], host_bytes: int | None, folder: Path | str | None
+) -> dict[int, Records]:
+    """Which of the streamed blocks stay on disk, by number, and where. They are spread evenly too."""
+    sizes = [num_bytes_of(own) for own in blocks]
+    if host_bytes is None or sum(sizes) <= host_bytes:
+        return {}
+    if folder is None:
+        raise ShardwiseError(
+            f"no room on the host: {format_bytes(sum(sizes))} of weights are to live there, and host_bytes is"
+            f" {format_bytes(host_bytes)}",
+            remedy='folder="..." for what does not fit: a checkpoint\'s, or an empty one',
+        )
+    for count in range(1, len(sizes) + 1):
+        chosen = spread(len(sizes), count)
+        if sum(size for number, size in enumerate(sizes) if number not in set(chosen)) <= host_bytes:
+            break
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    found = find_records(Path(folder), [blocks[number] for number in chosen], names)
+    return dict(zip(chosen, found, strict=True))
 
 
 def own_parameters(blocks: Sequence[nn.Module], stays: Collection[nn.Parameter]) -> list[list[nn.Parameter]]:

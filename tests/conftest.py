@@ -1,5 +1,6 @@
 """What every test may count on, and the ranks that tests share."""
 
+import signal
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -73,3 +74,11 @@ def four(crowds: "Crowds") -> "Ranks":
 @pytest.fixture(scope="session")
 def eight(crowds: "Crowds") -> "Ranks":
     return crowds.of(8)
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT interrupts, also where tests run in the background and whoever started them has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -14,6 +14,7 @@ from shardwise.nets.hf.naming import LLAMA, Naming
 from shardwise.nets.transformer import Transformer
 from tests.nets.closeness import assert_all_close, assert_close
 from tests.nets.families import CONFIGS, save_theirs, tokens
+from tests.settings import settings_kept
 
 every_family = pytest.mark.parametrize("family", CONFIGS)
 
@@ -94,7 +95,8 @@ def test_given_positions_are_used(tmp_path: Path) -> None:
     assert_close(ours(ids, position_ids=positions), theirs(ids, position_ids=positions).logits)
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # Some CPUs have no bfloat16.
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # Without bfloat16, torch leaves oneDNN.
+@settings_kept()
 @torch.no_grad()
 def test_bfloat16_weights_stay_so_and_positions_do_not_suffer(tmp_path: Path) -> None:
     theirs = save_theirs("llama", tmp_path / "fp32").to(torch.bfloat16)

@@ -86,6 +86,7 @@ def test_time_that_is_up_ends_all(ranks: Ranks, tmp_path: Path) -> None:
     assert nobody_runs(tmp_path)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_all(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(programs.greet, "up")
     threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()

@@ -15,6 +15,7 @@ from shardwise.training.stop import Forwarded, StopSignals
 WORDS = ["train", "tiny", "--plan", "dp=2", "--folder", "run"]
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_first_signal_is_remembered_and_a_second_does_what_it_does() -> None:
     with StopSignals() as stop:
         signal.raise_signal(signal.SIGINT)
@@ -23,6 +24,7 @@ def test_a_first_signal_is_remembered_and_a_second_does_what_it_does() -> None:
             signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_signal_before_there_are_ranks_ends_the_run_at_once() -> None:
     with pytest.raises(KeyboardInterrupt), Forwarded(Ranks(2)):
         signal.raise_signal(signal.SIGINT)

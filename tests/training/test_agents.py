@@ -15,18 +15,13 @@ from shardwise.runtime.spawn import Ranks
 from shardwise.training.checkpoint.index import saved_steps
 from shardwise.training.recipes import get_recipe
 from shardwise.training.setup import Job
+from tests.training import test_restart as restart
 from tests.training.programs import losses_of
 from tests.training.test_restart import ROOT, undisturbed, workers
 
 STEPS = 60
 PLAN = "dp=2,zero=1"
-CHANGES = {
-    "steps": STEPS,
-    "checkpoint.every": 4,
-    "evaluation.sample": 0,
-    "evaluation.every": 0,
-    "data.limit_bytes": 40_000,
-}
+CHANGES = {**restart.CHANGES, "steps": STEPS}
 #: Who does not answer for eight seconds is gone, and others are waited for no longer than five.
 MEETING = "keep_alive_interval=2,keep_alive_max_attempt=4,last_call_timeout=5"
 

@@ -171,6 +171,8 @@ def test_an_optimizer_that_looks_at_matrices_is_refused(machine: Machine) -> Non
         HostUpdates(net, list(net.blocks), Adafactor, machine, "cpu:0")
     with pytest.raises(ShardwiseError, match="on_host=2 is no fraction"):
         HostUpdates(net, list(net.blocks), adamw, machine, "cpu:0", on_host=2)
+    with pytest.raises(ShardwiseError, match="devise"):
+        HostUpdates(net, list(net.blocks), adamw, machine, "cpu:0", at="devise")  # type: ignore[arg-type]
 
 
 def test_gradients_in_another_order_than_the_last_find_their_state(machine: Machine, at: At) -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from shardwise.dataflow.machine import Machine
 from shardwise.errors import ShardwiseError
 from shardwise.runtime.streaming import StreamedWeights, stream
-from tests.runtime.streaming.test_weights import Net
+from tests.runtime.streaming.test_weights import Net, assert_trains_as
 
 
 @pytest.fixture
@@ -25,20 +25,6 @@ def streamed(machine: Machine, net: Net, folder: Path, host_bytes: int = 3 * 2**
     weights = stream(net, machine, "cpu:0", blocks=list(net.blocks), host_bytes=host_bytes, folder=folder)
     assert weights is not None
     return weights
-
-
-def assert_trains_as(net: Net, plain: Net) -> None:
-    x = torch.randn(5, 4)
-    with torch.no_grad():
-        for _ in range(3):
-            assert torch.equal(net(x), plain(x))
-    for _ in range(2):
-        net(x).square().sum().backward()
-        plain(x).square().sum().backward()
-    for (name, ours), (_, theirs) in zip(net.named_parameters(), plain.named_parameters(), strict=True):
-        assert ours.grad is not None, name
-        assert theirs.grad is not None, name
-        assert torch.equal(ours.grad, theirs.grad), name
 
 
 @pytest.mark.parametrize("host_bytes", [0, 3 * 2**13])

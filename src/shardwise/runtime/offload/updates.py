@@ -27,13 +27,16 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, RAdam, RMSprop
 
 from shardwise.dataflow.machine import Machine
 from shardwise.dataflow.streams import Mark
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, unknown
 from shardwise.runtime.offload.bucket import Bucket, DeviceState, HostState, MakeOptimizer, make_buckets
 from shardwise.runtime.offload.visits import Visits
 from shardwise.runtime.offload.workers import Workers
 
 #: Optimizers that treat every number by itself, so that parameters may be cut into pieces.
 _BY_NUMBER = (AdamW, Adam, SGD, NAdam, RAdam, RMSprop, Adagrad)
+
+#: Where what is on the host is updated.
+_AT = ("host", "device")
 
 
 class _Given(NamedTuple):
@@ -81,6 +84,8 @@ class HostUpdates:
     ) -> None:
         if not 0 <= on_host <= 1:
             raise ShardwiseError(f"on_host={on_host} is no fraction", remedy="a number from 0 for none to 1 for all")
+        if at not in (None, *_AT):
+            raise unknown("place of updates", str(at), _AT)
         _check(make_optimizer)
         self._machine, self._place, self._clip = machine, place, clip
         self._on_gpu = not place.startswith("cpu")

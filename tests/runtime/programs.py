@@ -73,13 +73,12 @@ def lock() -> Any:
     return threading.Lock()
 
 
-def talk() -> dict[str, Any]:
+def talk(shares_memory: bool) -> dict[str, Any]:
     """Everything that a transport must get right between two processes, in one go: what came of each part."""
-    return {name: part() for name, part in _TALKS.items()}
-
-
-def _pair(watch: Watch | None = None) -> tuple[ProcessTransport, int]:
-    return ProcessTransport(make_groups([[0, 1]]), watch=watch), dist.get_rank()
+    return {
+        name: part(ProcessTransport(make_groups([[0, 1]]), shares_memory=shares_memory), dist.get_rank())
+        for name, part in _TALKS.items()
+    }
 
 
 def _key(source: int, microbatch: int, kind: str = "F") -> Key:
@@ -104,9 +103,8 @@ def _same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     )
 
 
-def _talk_of_lengths() -> list[bool]:
+def _talk_of_lengths(transport: ProcessTransport, me: int) -> list[bool]:
     """Both ways at once, lengths 8, 12 and 8 again, and unequal microbatches within a step."""
-    transport, me = _pair()
     right = []
     for length in (8, 12, 8):
         transport.begin_step(length)
@@ -122,9 +120,8 @@ def _talk_of_lengths() -> list[bool]:
     return right
 
 
-def _talk_of_headers() -> list[int]:
+def _talk_of_headers(transport: ProcessTransport, me: int) -> list[int]:
     """How many messages each step took: headers only where a signature or a kind of message is new, or for None."""
-    transport, me = _pair()
     counted: list[int] = []
     send = transport._send
     sent: list[int] = []
@@ -146,9 +143,8 @@ def _talk_of_headers() -> list[int]:
     return counted
 
 
-def _talk_of_many() -> bool:
+def _talk_of_many(transport: ProcessTransport, me: int) -> bool:
     """More tensors than one header describes, then one message of none at all, and a large one."""
-    transport, me = _pair()
     many = [torch.full((1, 2, 3), float(index)) for index in range(60)]
     large = [torch.arange(3_000_000)]
     transport.begin_step("many")
@@ -163,9 +159,8 @@ def _talk_of_many() -> bool:
     return right
 
 
-def _talk_of_writes() -> str:
+def _talk_of_writes(transport: ProcessTransport, me: int) -> str:
     """Received beside each other, and one of them written to: autograd must not mind for the other."""
-    transport, me = _pair()
     transport.begin_step("writes")
     transport.send(_key(me, 0), [torch.ones(4, requires_grad=True), torch.ones(4)])
     leaf, other = transport.receive(_key(1 - me, 0))
@@ -177,9 +172,8 @@ def _talk_of_writes() -> str:
     return str(leaf.grad)
 
 
-def _talk_of_change() -> str:
+def _talk_of_change(transport: ProcessTransport, me: int) -> str:
     """A shape that changes though the signature says that it does not."""
-    transport, me = _pair()
     for length in (3, 4):
         transport.begin_step("same")
         try:
@@ -191,9 +185,8 @@ def _talk_of_change() -> str:
     return "nothing was said"
 
 
-def _talk_of_memory() -> tuple[int, bool]:
+def _talk_of_memory(transport: ProcessTransport, me: int) -> tuple[int, bool]:
     """With room for two messages in the outbox, how many of six are let go before the step ends; all arrive."""
-    transport, me = _pair()
     transport._outbox = WaitingOutbox(None, held_bytes=2 * 4000)
     transport.begin_step("memory")
     sent = [torch.full((2, 500), float(index)).T for index in range(6)]
@@ -220,13 +213,30 @@ def _talk_of_memory() -> tuple[int, bool]:
     return let_go, right
 
 
-_TALKS: dict[str, Callable[[], Any]] = {
+def _talk_of_plenty(transport: ProcessTransport, me: int) -> tuple[int, bool]:
+    """More than there is room for before anything is read, in bytes and in messages; how much was left behind."""
+    transport.begin_step("plenty")
+    large = [torch.full((15 * 2**18,), float(index)) for index in range(5)]
+    small = [torch.full((3,), float(index)) for index in range(700)]
+    for index, tensor in enumerate((*large, *small)):
+        transport.send(_key(me, index), [tensor])
+    left = sum(len(pair.pending) for pair in transport._near.values())
+    right = all(
+        _same(transport.receive(_key(1 - me, index)), [tensor]) for index, tensor in enumerate((*large, *small))
+    )
+    transport.finish()
+    transport.close()
+    return left, right
+
+
+_TALKS: dict[str, Callable[[ProcessTransport, int], Any]] = {
     "lengths": _talk_of_lengths,
     "headers": _talk_of_headers,
     "many": _talk_of_many,
     "writes": _talk_of_writes,
     "change": _talk_of_change,
     "memory": _talk_of_memory,
+    "plenty": _talk_of_plenty,
 }
 
 

@@ -30,7 +30,8 @@ from torch.autograd import graph as autograd_graph
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 # Private, and the same from torch 2.11 to 2.13. Where it is missing, what is public does the same more slowly.
-_engine_run_backward = getattr(autograd_graph, "_engine_run_backward", None)
+_run_backward = getattr(autograd_graph, "_engine_run_backward", None)
+_run_in_thread = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward", None)
 
 Gradients = Sequence[Tensor | None]
 _WrittenInPython: Any = torch._C._FunctionBase
@@ -87,17 +88,30 @@ def full_backward(outputs: Sequence[Tensor], gradients: Gradients) -> None:
 class Halves(NamedTuple):
     """Where a graph is cut in two: found from its outputs and inputs alone, before any gradient is there."""
 
-    roots: list[GradientEdge]
-    spine: set[Node]
     cuts: list[_Cut]
     #: Parameters that several cuts lead to.
     at_once: list[Tensor]
+    #: Where gradients arrive at cuts.
+    ways: list[tuple[_Cut, GradientEdge]]
+    #: The outputs outside the spine, by number, with their edges, and the cut that starts there.
+    apart: list[tuple[int, GradientEdge, _Cut]]
+    has_spine: bool
 
 
 def find_halves(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Halves:
     """Find where to cut the graph of these outputs."""
     roots = [get_gradient_edge(output) for output in outputs]
-    return Halves(roots, *_find_cuts([root.node for root in roots], set(map(id, inputs))))
+    spine, cuts, at_once = _find_cuts([root.node for root in roots], set(map(id, inputs)))
+    ways: list[tuple[_Cut, GradientEdge]] = []
+    apart: list[tuple[int, GradientEdge, _Cut]] = []
+    for cut in cuts:
+        if cut.node is None:
+            apart += [(number, root, cut) for number, root in enumerate(roots) if root.node not in spine]
+        else:
+            ways += [(cut, edge) for edge in cut.ways_in()]
+    if any(isinstance(cut.node, _WrittenInPython) for cut in cuts):
+        _keep_alive(cuts, roots)
+    return Halves(cuts, at_once, ways, apart, bool(spine))
 
 
 def input_gradients(
@@ -108,16 +122,12 @@ def input_gradients(
     `halves` is what `find_halves` gave for the same outputs and inputs, if it was asked before.
     """
     given = _given(outputs, gradients)
-    roots, spine, cuts, at_once = find_halves(outputs, inputs) if halves is None else halves
-    for cut in cuts:
-        if cut.node is None:
-            apart = [number for number, root in enumerate(roots) if root.node not in spine]
-            cut.edges, cut.gradients = [roots[number] for number in apart], [given[number] for number in apart]
-    if any(isinstance(cut.node, _WrittenInPython) for cut in cuts):
-        _keep_alive(cuts, roots)
-    if spine:
-        _go_down(outputs, given, inputs, at_once, [cut for cut in cuts if cut.node is not None])
-    return WeightGradients(cuts)
+    found = halves or find_halves(outputs, inputs)
+    for number, edge, cut in found.apart:
+        cut.keep(edge, given[number])
+    if found.has_spine:
+        _go_down(outputs, given, inputs, found.at_once, found.ways)
+    return WeightGradients(found.cuts)
 
 
 def _given(outputs: Sequence[Tensor], gradients: Gradients) -> list[Tensor]:
@@ -156,10 +166,13 @@ def _keep_alive(cuts: list[_Cut], roots: list[GradientEdge]) -> None:
 
 
 def _go_down(
-    outputs: Sequence[Tensor], given: list[Tensor], inputs: Sequence[Tensor], at_once: list[Tensor], cuts: list[_Cut]
+    outputs: Sequence[Tensor],
+    given: list[Tensor],
+    inputs: Sequence[Tensor],
+    at_once: list[Tensor],
+    ways: list[tuple[_Cut, GradientEdge]],
 ) -> None:
     """Compute the gradients of `inputs`, and of parameters that cannot wait, and keep what passes the cuts."""
-    ways = [(cut, edge) for cut in cuts for edge in cut.ways_in()]
     found = iter(_run_engine(outputs, given, [*inputs, *at_once, *(edge for _, edge in ways)], accumulates=False))
     for leaf, gradient in zip(inputs, found, strict=False):
         leaf.grad = gradient
@@ -185,9 +198,11 @@ def _run_engine(
     Gradients are there and have their tensors' shapes: they were made for them. To check that again takes a good part
     of the 130 microseconds of a W on a stage that computes nothing (torch 2.13).
     """
-    if _engine_run_backward is None:
+    if _run_backward is None:
         return _run_publicly(starts, gradients, targets, accumulates=accumulates)
-    found: tuple[Tensor | None, ...] = _engine_run_backward(
+    # What lies around the engine hands the context of this thread to those of devices: a CPU has none of its own.
+    run = _run_in_thread if _run_in_thread is not None and gradients[0].device.type == "cpu" else _run_backward
+    found: tuple[Tensor | None, ...] = run(
         tuple(starts),
         tuple(gradients),
         not accumulates,

@@ -1,6 +1,6 @@
 """What is on its way between stages, as one rank holds it: values to their readers, gradients back to their makers."""
 
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ class Between:
         self._names: dict[tuple[int, int], tuple[str, ...]] = {}
         self._values: dict[tuple[str, int, int], Tensor] = {}
         self._gradients: dict[tuple[str, int, int], Tensor] = {}
+        self._reads = {stage: split.reads[stage % split.num_stages] for stage in placement.stages[rank]}
         self._deliveries = {
             stage: [
                 _Delivery(name, reader, placement.ranks[reader] == rank)
@@ -60,8 +61,7 @@ class Between:
 
     def take_values(self, stage: int, microbatch: int) -> Values:
         """All that a stage reads."""
-        reads = self._split.reads[stage % self._split.num_stages]
-        return {name: self._values.pop((name, microbatch, stage)) for name in reads}
+        return {name: self._values.pop((name, microbatch, stage)) for name in self._reads[stage]}
 
     def deliver(self, stage: int, microbatch: int, made: Values) -> None:
         """Hand what a stage has made to its readers."""
@@ -83,12 +83,19 @@ class Between:
 
     def outgoing(self, send: Instruction) -> list[Tensor]:
         """The tensors that a SEND sends, in the order in which the RECV expects them."""
+        return self.sender(send)()
+
+    def sender(self, send: Instruction) -> Callable[[], list[Tensor]]:
+        """What gives the tensors of a SEND when it is run, with all looked up that is known before."""
         assert send.peer is not None, f"{send} names no peer"
         if send.kind is Kind.SEND_F:
-            names = self.names(send.stage, send.peer)
-            return [self._values.pop((name, send.microbatch, send.peer)) for name in names]
-        gradients = ((name, send.microbatch, send.stage) for name in self.names(send.peer, send.stage))
-        return [self._gradients.pop(key) for key in gradients if key in self._gradients]
+            held, names, reader = self._values, self.names(send.stage, send.peer), send.peer
+        else:
+            held, names, reader = self._gradients, self.names(send.peer, send.stage), send.stage
+        keys = [(name, send.microbatch, reader) for name in names]
+        if send.kind is Kind.SEND_F:
+            return lambda: [held.pop(key) for key in keys]
+        return lambda: [held.pop(key) for key in keys if key in held]
 
     def incoming_values(self, receive: Instruction, tensors: Iterable[Tensor]) -> None:
         """Take in what a RECV_F has received: tensors outside any graph."""

@@ -137,6 +137,12 @@ class Waitable(Protocol):
     def wait(self, timeout: timedelta = ...) -> Any: ...
 
 
+class Connection(Protocol):
+    """What ranks talk over, if not a group: it can be made to end all waits for it, from any thread."""
+
+    def sever(self) -> None: ...
+
+
 class Watch:
     """One rank's part: tells where it stands, and waits on behalf of it.
 
@@ -170,8 +176,8 @@ class Watch:
         self.note: Callable[[object, int | None, float, float], None] | None = None
         #: Called when something has moved beside the computation: what, and when. By any thread.
         self.note_beside: Callable[[str, float, float], None] | None = None
-        #: Groups whose waits it ends when a rank fails.
-        self.guarded: list[dist.ProcessGroup] = []
+        #: What it ends the waits of when a rank fails.
+        self.guarded: list[dist.ProcessGroup | Connection] = []
         self._stopped, self._closed, self._hurry = threading.Event(), threading.Event(), threading.Event()
         self._board = _Board(self._store, self._name, rank, num_ranks)
         self._thread = threading.Thread(target=self._look, name="shardwise-watch", daemon=True)
@@ -244,7 +250,7 @@ class Watch:
         self.check()
         raise error
 
-    def guard(self, group: dist.ProcessGroup) -> None:
+    def guard(self, group: dist.ProcessGroup | Connection) -> None:
         """End waits for work of this group, and with it all its connections, when a rank fails."""
         self.guarded.append(group)
 
@@ -321,7 +327,7 @@ class Waiter(Protocol):
 
     def explain(self, error: BaseException, peer: int) -> NoReturn: ...
 
-    def guard(self, group: dist.ProcessGroup) -> None: ...
+    def guard(self, group: dist.ProcessGroup | Connection) -> None: ...
 
 
 class PipelineWatch:
@@ -334,7 +340,7 @@ class PipelineWatch:
         """See `Watch.at`."""
         self._watch.at(place)
 
-    def guard(self, group: dist.ProcessGroup) -> None:
+    def guard(self, group: dist.ProcessGroup | Connection) -> None:
         """See `Watch.guard`."""
         self._watch.guard(group)
 
@@ -399,11 +405,13 @@ class _Board:
         )
 
 
-def _break(group: dist.ProcessGroup) -> None:
+def _break(group: dist.ProcessGroup | Connection) -> None:
     """End every wait under way in a group. NCCL has a call for that. Of gloo one knows that when a wait times out, it
     closes all connections of the group; so one is made to, for what nobody ever sends."""
     with contextlib.suppress(RuntimeError):
-        if dist.get_backend(group) == "nccl":
+        if not isinstance(group, dist.ProcessGroup):
+            group.sever()
+        elif dist.get_backend(group) == "nccl":
             group.abort()
         elif group.size() > 1:
             group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), _TAG_OF_NOTHING).wait(_A_MOMENT)

@@ -169,7 +169,8 @@ class ProcessExecutor:
         if key is None:  # Also a STEP: the engine steps for all stages of the rank at once.
             return _nothing
         if kind in SENDS:
-            return lambda: self._transport.send(key, self.interpreter.between.outgoing(instruction))
+            send, outgoing = self._transport.send, self.interpreter.between.sender(instruction)
+            return lambda: send(key, outgoing())
         return partial(self._transport.post_receive, key)
 
     def _compute(self, instruction: Instruction) -> None:

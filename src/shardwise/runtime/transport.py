@@ -24,6 +24,7 @@ from torch import Tensor
 from shardwise.errors import ShardwiseError
 from shardwise.runtime.faults import Waiter
 from shardwise.runtime.layout import HEADER_LENGTH, Description, Layout, decode, describe, encode
+from shardwise.runtime.nearby import MOST_BYTES, Pair, Unsent, meet
 from shardwise.runtime.outbox import Outbox, Sent, StreamOutbox, WaitingOutbox
 
 _PAYLOAD, _HEADER, _REST_OF_HEADER = 1, 2, 3  # Tags.
@@ -88,9 +89,12 @@ class ProcessTransport:
     """Ranks in processes of their own.
 
     `groups` carry nothing else: the first what goes to a higher rank of theirs, the second what goes to a lower one
-    (`make_groups`). So a send never waits for the lock of a connection on which a large message is coming in. On CPUs
-    that is all. On GPUs the groups carry headers, and the values go over `links`: one NCCL group of two for each
-    direction of each link (`make_links`), since what is under way in an NCCL group holds up what comes after it.
+    (`make_groups`). So a send never waits for the lock of a connection on which a large message is coming in. Between
+    ranks of one machine that compute on CPUs only large messages go there, and the others through memory that the two
+    share (`nearby.py`). On GPUs the groups carry headers, and the values go over `links`: one NCCL group of two for
+    each direction of each link (`make_links`), since what is under way in an NCCL group holds up what comes after it.
+
+    Every rank of the groups makes one, at the same time.
     """
 
     def __init__(
@@ -100,6 +104,7 @@ class ProcessTransport:
         device: torch.device | str = "cpu",
         links: Mapping[tuple[int, int], dist.ProcessGroup] | None = None,
         watch: Waiter | None = None,
+        shares_memory: bool = True,
     ) -> None:
         self._groups: tuple[dist.ProcessGroup, ...] = groups if isinstance(groups, tuple) else (groups, groups)
         self._watch = watch
@@ -121,6 +126,13 @@ class ProcessTransport:
         if watch is not None:
             for group in (*set(self._groups), *self._links.values()):
                 watch.guard(group)
+        # The ranks of this machine, and what is shared with each.
+        self._near: dict[int, Pair] = {}
+        if shares_memory and self._device.type == "cpu":
+            self._near = meet(self._groups[0])
+        if watch is not None:
+            for pair in self._near.values():
+                watch.guard(pair)
 
     def begin_step(self, signature: Hashable | None) -> None:
         if signature is None:
@@ -132,19 +144,20 @@ class ProcessTransport:
             self._known.popitem(last=False)
 
     def send(self, key: Key, tensors: list[Tensor]) -> None:
-        description = describe(tensors)
         layout = self._layouts.get(key)
         if layout is None:
-            layout = self._layouts[key] = Layout(description)
-            self._send_header(key, description)
-        elif layout.description != description:
-            raise _changed(key, layout.description, description)
-        if layout.num_bytes:
-            payload = layout.pack(tensors)
-            sent = self.sent.setdefault(key.target, [0, 0])
+            layout = self._layouts[key] = Layout(describe(tensors))
+            self._send_header(key, layout.description)
+        elif not layout.fits(tensors):
+            raise _changed(key, layout.description, describe(tensors))
+        num_bytes = layout.num_bytes
+        if num_bytes:
+            sent = self.sent.get(key.target)
+            if sent is None:
+                sent = self.sent[key.target] = [0, 0]
             sent[0] += 1
-            sent[1] += layout.num_bytes
-            self._hold(self._send(payload, key, _PAYLOAD), payload, key)
+            sent[1] += num_bytes
+            self._send(layout.pack(tensors), key, _PAYLOAD)
 
     def post_receive(self, key: Key) -> None:
         if key in self._posted:
@@ -180,16 +193,22 @@ class ProcessTransport:
                 self._learn(unknown)
         layout, message, work = self._posted.pop(key)
         if work is not None:
-            self._wait(work, key)
+            self._wait_until(work, key, key.source)
         return layout.unpack(message)
 
     def finish(self) -> None:
         assert not self._posted, f"posted and never received: {', '.join(map(str, self._posted))}"
+        for rank, pair in self._near.items():
+            if pair.pending:
+                self._wait_until(Unsent(pair), "the end of the step", rank)
         self._outbox.drain()
 
     def close(self) -> None:
         """Let go of what is held, and of the groups. They are not destroyed."""
         self._outbox.close()
+        for pair in self._near.values():
+            pair.close()
+        self._near = {}
         self._last_waited, self._groups, self._backends, self._links = None, (), [], {}
 
     def _post_payload(self, key: Key, layout: Layout) -> None:
@@ -200,11 +219,11 @@ class ProcessTransport:
         """Take in the oldest header of a link, and post the payload that it describes."""
         key, header, work = unknown.popleft()
         if header is not None:
-            self._wait(work, key)
+            self._wait_until(work, key, key.source)
             missing = int(header[0]) + 1 - HEADER_LENGTH
             if missing > 0:
                 rest = torch.empty(missing, dtype=torch.int64)
-                self._wait(self._receive(rest, key, _REST_OF_HEADER), key)
+                self._wait_until(self._receive(rest, key, _REST_OF_HEADER), key, key.source)
                 header = torch.cat([header, rest])
             self._layouts[key] = Layout(decode(header))
         self._post_payload(key, self._layouts[key])
@@ -213,18 +232,28 @@ class ProcessTransport:
         numbers = encode(description)
         for tag, part in ((_HEADER, numbers[:HEADER_LENGTH]), (_REST_OF_HEADER, numbers[HEADER_LENGTH:])):
             if part.numel():
-                self._hold(self._send(part, key, tag), part, key)
+                self._send(part, key, tag)
 
-    def _send(self, tensor: Tensor, key: Key, tag: int) -> Any:
-        group, peer = self._route(key, key.target, tag)
+    def _send(self, tensor: Tensor, key: Key, tag: int) -> None:
+        target = key.target
+        pair = self._near.get(target)
         try:
-            return group.send([tensor], peer, tag)
+            # The two ends of a message answer alike.
+            if pair is not None and tensor.nbytes <= MOST_BYTES:
+                pair.send(tensor, tag)
+            else:
+                group, peer = self._route(key, target, tag)
+                alone = tensor.detach()
+                self._outbox.put(Sent(group.send([alone], peer, tag), alone, key))
         except RuntimeError as error:
             if self._watch is None:
                 raise
-            self._watch.explain(error, key.target)
+            self._watch.explain(error, target)
 
     def _receive(self, tensor: Tensor, key: Key, tag: int) -> Any:
+        pair = self._near.get(key.source)
+        if pair is not None and tensor.nbytes <= MOST_BYTES:
+            return pair.want(tensor, tag)
         group, peer = self._route(key, key.source, tag)
         try:
             return group.recv([tensor], peer, tag)
@@ -233,18 +262,15 @@ class ProcessTransport:
                 raise
             self._watch.explain(error, key.source)
 
-    def _hold(self, work: Any, tensor: Tensor, key: Key) -> None:
-        self._outbox.put(Sent(work, tensor, key))
-
     def _route(self, key: Key, peer: int, tag: int) -> tuple[Any, int]:
         link = self._links.get((key.source, key.target)) if self._links and tag == _PAYLOAD else None
         return (self._backends[key.source > key.target], peer) if link is None else (link, 1 - link.rank())
 
-    def _wait(self, work: Any, key: Key) -> None:
+    def _wait_until(self, work: Any, what: object, peer: int) -> None:
         if self._watch is None:
             work.wait()
         else:
-            self._watch.wait(work, key, key.source)
+            self._watch.wait(work, what, peer)
         self._last_waited = work
 
 

@@ -33,6 +33,8 @@ OURS = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", 
 OUR_FEW = ["interleaved", "zb-h2", "auto"]
 THEIRS = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2, "DualPipeV": 2}
 THEIR_FEW = ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
+#: Between blocks; through them, by FLOPs and bytes; through them, by what units take.
+CUTS = ["blocks", "through", "measured"]
 #: Layers of each stage, by the number of stages. torch gets both and its better one counts.
 EVEN = {2: (4, 4), 4: (2, 2, 2, 2)}
 LESS_BEFORE_THE_HEAD = {2: (5, 3), 4: (2, 2, 3, 1)}
@@ -70,7 +72,7 @@ def alone(num_steps: int) -> float:
     return timed(step, num_steps)
 
 
-def ours(schedule: str, through_blocks: bool, num_steps: int) -> float:
+def ours(schedule: str, cut: str, num_steps: int) -> float:
     torch.set_num_threads(1)
     engine = parallelize(
         Llama(),
@@ -78,7 +80,8 @@ def ours(schedule: str, through_blocks: bool, num_steps: int) -> float:
         loss=token_loss,
         optimizer=lambda parameters: AdamW(parameters, foreach=True),
         example=a_batch(),
-        through_blocks=through_blocks,
+        through_blocks=cut != "blocks",
+        measure=cut == "measured",
     )
     batch = a_batch()
     seconds = timed(lambda: engine.train_step(batch), num_steps)
@@ -122,6 +125,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="only the best few schedules")
     parser.add_argument("--ours", nargs="+", choices=OURS, help="only these of ours")
     parser.add_argument("--theirs", nargs="+", choices=THEIRS, help="only these of torch's")
+    parser.add_argument("--cuts", nargs="+", choices=CUTS, default=CUTS, help="where ours are cut")
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each, of which the median counts")
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -138,11 +142,11 @@ def main() -> int:
         independent = max(ranks.run(alone, given.steps))
         print(f"two that have nothing to do with each other: {2 * base / independent:.3f} x", flush=True)
         for name in given.ours or (OUR_FEW if given.quick else OURS):
-            for through in (False, True):
-                note("shardwise", name, ranks.run(ours, name, through, given.steps), through_blocks=through)
+            for cut in given.cuts:
+                note("shardwise", name, ranks.run(ours, name, cut, given.steps), cut=cut)
     for name in given.theirs or (THEIR_FEW if given.quick else THEIRS):
-        for cut in (EVEN, LESS_BEFORE_THE_HEAD):
-            layers = cut[2 * THEIRS[name]]
+        for counts in (EVEN, LESS_BEFORE_THE_HEAD):
+            layers = counts[2 * THEIRS[name]]
             # On ranks of their own: torch 2.11 cannot run all of its schedules over gloo, and takes connections along.
             try:
                 with Ranks(2) as others:

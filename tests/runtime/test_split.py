@@ -2,18 +2,21 @@
 
 import copy
 import pickle
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shardwise.errors import ShardwiseError
 from shardwise.runtime.pipeline import step_seconds
 from shardwise.runtime.split import split, stage_costs
 from shardwise.runtime.split.choose import Wishes, choose, costs_of
+from shardwise.runtime.split.stopwatch import Stopwatch
 from shardwise.schedule.catalogue import make_schedule
 from tests.runtime import odd_nets
 from tests.runtime.by_hand import assert_same, assert_split_is_the_module, gradients_of, run_stages, stages_of, weigh
@@ -187,6 +190,14 @@ def test_a_hugging_face_model_that_recomputes_by_itself_splits() -> None:
     assert_split_is_the_module(module, stages, make_batch("llama", length=12))
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_one_that_recomputes_inside_of_a_backward_is_refused_where_it_would_lose_gradients() -> None:
+    module = make_family("llama")
+    module.gradient_checkpointing_enable({"use_reentrant": True})  # type: ignore[operator]
+    with pytest.raises(ShardwiseError, match="checkpointed with use_reentrant=True"):
+        run_stages(split(module, 2, make_batch("llama")), make_batch("llama"))
+
+
 def test_hidden_states_that_hooks_collect_reach_the_last_stage() -> None:
     module = make_family("llama")
     batch = {**make_batch("llama"), "output_hidden_states": True}
@@ -287,3 +298,52 @@ def test_a_judge_who_knows_the_schedule_moves_the_cut_where_a_step_is_shorter() 
     assert judged_seconds < even_seconds
     assert judged[1] < even[1]
     assert_split_is_the_module(module, split(module, 2, batch, through_blocks=True, judge=judge), batch, tolerance=1e-5)
+
+
+class Slow(nn.Module):
+    """Takes its time, draws at random and counts how often it is called."""
+
+    num_calls: Tensor
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("num_calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.05)
+        self.num_calls += 1
+        made: Tensor = self.inner(x)
+        return made + 0 * torch.rand_like(x)
+
+
+def test_units_are_timed_and_the_cut_goes_by_their_seconds() -> None:
+    module, example = Chain(num_blocks=6), {"x": rows()}
+    module.blocks[0] = Slow(module.blocks[0])
+    before, kept = torch.get_rng_state(), copy.deepcopy(module.state_dict())
+    assert [len(each) for each in split(module, 2, example).units] == [3, 3]
+    timed = split(module, 2, example, stopwatch=Stopwatch())
+    assert [len(each) for each in timed.units] == [1, 5]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(value, kept[name]) for name, value in module.state_dict().items())
+    assert all(each.grad is None for each in module.parameters())
+
+
+def test_a_unit_is_timed_once_however_often_it_is_asked_for() -> None:
+    module, example, stopwatch = Chain(), {"x": rows()}, Stopwatch()
+    called: list[str] = []
+    module.blocks[1].register_forward_hook(lambda *_: called.append("blocks.1"))
+    split(module, 2, example, stopwatch=stopwatch)
+    first = len(called)
+    called.clear()
+    split(module, 3, example, stopwatch=stopwatch)
+    assert len(called) < first
+    costs = stage_costs(module, 2, example, stopwatch=stopwatch)
+    assert costs == stage_costs(module, 2, example, stopwatch=stopwatch)
+
+
+def test_what_has_no_weights_cannot_be_timed() -> None:
+    with torch.device("meta"):
+        module = Chain()
+    with pytest.raises(ShardwiseError, match="has no weights to run with\n  try: measure=False"):
+        split(module, 2, {"x": rows()}, stopwatch=Stopwatch())

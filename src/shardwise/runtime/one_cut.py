@@ -16,7 +16,7 @@ from shardwise.runtime.split.flow import Call
 def agree_on_costs(calls: Sequence[Call]) -> None:
     """Let all ranks have the same costs of the units that they have seen called. All call this alike."""
     told: list[tuple[list[str], list[list[float]]]] = [([], []) for _ in range(dist.get_world_size())]
-    mine = [each.name for each in calls], [[each.flops, each.bytes, each.weight_bytes] for each in calls]
+    mine = [each.name for each in calls], [_costs_of(each) for each in calls]
     dist.all_gather_object(told, mine)
     first, _ = told[0]
     for rank, (names, _) in enumerate(told):
@@ -29,4 +29,9 @@ def agree_on_costs(calls: Sequence[Call]) -> None:
             )
     means = torch.tensor([costs for _, costs in told], dtype=torch.float64).mean(0)
     for call, mean in zip(calls, means.tolist(), strict=True):
-        call.flops, call.bytes, call.weight_bytes = mean
+        call.flops, call.bytes, call.weight_bytes, seconds = mean
+        call.seconds = None if call.seconds is None else seconds
+
+
+def _costs_of(call: Call) -> list[float]:
+    return [call.flops, call.bytes, call.weight_bytes, call.seconds or 0.0]

@@ -19,6 +19,7 @@ from shardwise.runtime.options import Options
 from shardwise.runtime.pipeline import schedule_of, step_seconds
 from shardwise.runtime.split import split, stage_costs
 from shardwise.runtime.split.choose import TooFewUnitsError
+from shardwise.runtime.split.stopwatch import Stopwatch
 from shardwise.runtime.stage import Batch, Split
 from shardwise.schedule.schedule import Schedule
 
@@ -49,6 +50,7 @@ def prepare(
         "cut": plan.layers,
         "through_blocks": options.through_blocks,
         "agree": None if rank is None else agree_on_costs,
+        "stopwatch": Stopwatch() if options.measure else None,
     }
     schedule = schedule_of(plan, lambda count: stage_costs(module.train(), count, microbatch, **how))
     count = len(schedule.placement.pipes[0])

@@ -20,6 +20,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.runtime.split.cut import Cut, best_cut, given_cut
 from shardwise.runtime.split.flow import Call, Flow, watch
 from shardwise.runtime.split.parts import describe_pairs, inseparable_calls, make_parts, received_bytes
+from shardwise.runtime.split.stopwatch import Stopwatch
 from shardwise.runtime.split.units import can_open, find_units, holds_blocks
 from shardwise.runtime.split.work import FLOPS_OF_A_BYTE
 from shardwise.runtime.stage import Batch
@@ -44,6 +45,8 @@ class Wishes:
     through_blocks: bool = False
     #: Lets all ranks see the same costs, where they hold parts of different sizes: the cut must be one.
     agree: Callable[[Sequence[Call]], None] | None = None
+    #: Times units, which are else judged by their FLOPs and bytes.
+    stopwatch: Stopwatch | None = None
     #: How long a step takes with stages of these costs; without one, as long as the slowest.
     judge: Callable[[Sequence[float]], float] = max
 
@@ -104,6 +107,9 @@ def _watch(
     probe: Callable[[Any], None] | None = None,
 ) -> Flow:
     flow = watch(module, units, example, probe)
+    if wishes.stopwatch is not None:
+        called = {call.unit: units[call.unit] for call in flow.calls}
+        wishes.stopwatch.time(module, called, example, flow.calls)
     if wishes.agree is not None:
         wishes.agree(flow.calls)
     return flow
@@ -220,14 +226,17 @@ def _cut(module: nn.Module, units: Mapping[str, nn.Module], flow: Flow, wishes: 
 
 
 def costs_of(flow: Flow, wishes: Wishes) -> list[float]:
-    """What each call costs. Its weights count as bytes once: a step reads and writes them whatever the batch."""
-    costs = []
-    for call in flow.calls:
-        if wishes.costs is not None and call.unit in wishes.costs:
-            costs.append(wishes.costs[call.unit])
-        else:
-            costs.append(call.flops + FLOPS_OF_A_BYTE * (call.bytes + call.weight_bytes))
-    return costs
+    """What each call costs. Its weights count as bytes once: a step reads and writes them whatever the batch.
+
+    Calls that were timed cost what they took, in the FLOPs that pass meanwhile in this module.
+    """
+    costs = [call.flops + FLOPS_OF_A_BYTE * (call.bytes + call.weight_bytes) for call in flow.calls]
+    seconds = [call.seconds for call in flow.calls if call.seconds is not None]
+    if seconds and len(seconds) == len(costs):
+        rate = sum(costs) / sum(seconds)
+        costs = [rate * each for each in seconds]
+    given = wishes.costs or {}
+    return [given.get(call.unit, cost) for call, cost in zip(flow.calls, costs, strict=True)]
 
 
 def _blocks(units: Mapping[str, nn.Module], flow: Flow) -> list[int]:

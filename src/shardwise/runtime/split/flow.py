@@ -41,6 +41,8 @@ class Call:
     touched: frozenset[str]
     #: Of those parameters, as far as they are here.
     weight_bytes: float = 0.0
+    #: What a forward and its backward take, if it was timed.
+    seconds: float | None = None
     #: Leaves of what it returns that glue writes into later.
     overwritten: set[int] = field(default_factory=set)
 

@@ -1,7 +1,8 @@
 """What a unit of another stage would return: its outline, for arguments of any shape.
 
 Sequence lengths and microbatch sizes change between steps. The outline on the example is known; for other shapes the
-unit is run without numbers, once for each.
+unit is run without numbers, once for each. The shapes are those of the whole batch too: a rank that has a piece of a
+sequence is given pieces of one shape for sequences of two lengths, and returns one of them whole.
 """
 
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.runtime.split.flow import Call
 from shardwise.runtime.split.meta import call_on_meta, is_on_meta, meta_twin, on_meta
 from shardwise.runtime.split.outline import Outline, TensorOutline, leaves_of, outline_of, signature_of
+from shardwise.runtime.stage import Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,32 +29,35 @@ class StandIn:
 
 
 class Forecast:
-    """Stand-ins for calls of units, remembered by the shapes of their arguments."""
+    """Stand-ins for calls of units, remembered by the shapes of their arguments and of the batch."""
 
-    def __init__(self, units: Mapping[str, nn.Module]) -> None:
-        self._units = units
+    def __init__(self, units: Mapping[str, nn.Module], example: Batch) -> None:
+        self._units, self._example = units, shapes_of(example)
         self._twins: dict[str, nn.Module] = {}
         self._known: dict[tuple[Any, ...], StandIn] = {}
 
-    def stand_in(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> StandIn:
-        """What the call would return for these arguments."""
+    def stand_in(
+        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, shapes: tuple[Any, ...]
+    ) -> StandIn:
+        """What the call would return for these arguments, in a batch of these shapes."""
         arguments = leaves_of((args, kwargs))
         signature = signature_of(arguments)
-        key = call.name, device, signature
+        key = call.name, device, signature, shapes
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = self._make(call, signature, args, kwargs, device)
+            is_example = shapes == self._example and signature == call.signature
+            known = self._known[key] = self._make(call, is_example, args, kwargs, device)
         return known
 
     def _make(
         self,
         call: Call,
-        signature: tuple[Any, ...],
+        is_example: bool,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         device: torch.device,
     ) -> StandIn:
-        if signature == call.signature:
+        if is_example:
             outline = call.outline
         else:
             arguments, tree = pytree.tree_flatten((args, kwargs))
@@ -88,6 +93,11 @@ class Forecast:
             changed = hook(module, args, kwargs, returned) if with_kwargs else hook(module, args, returned)
             returned = returned if changed is None else changed
         return returned
+
+
+def shapes_of(batch: Batch) -> tuple[Any, ...]:
+    """What shapes depend on that are made from a batch."""
+    return signature_of(list(batch.values()))
 
 
 def _updated(old: Any, new: Any) -> Any:

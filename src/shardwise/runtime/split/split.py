@@ -21,6 +21,7 @@ from shardwise.runtime.split.forecast import Forecast
 from shardwise.runtime.split.materialise import free, materialise
 from shardwise.runtime.split.parts import Part, make_parts
 from shardwise.runtime.split.stages import ModuleStage
+from shardwise.runtime.split.stopwatch import Stopwatch
 from shardwise.runtime.split.switch import Switch
 from shardwise.runtime.stage import Batch, Split
 
@@ -41,13 +42,15 @@ def split(
     through_blocks: bool = False,
     judge: Callable[[Sequence[float]], float] = max,
     agree: Callable[[Sequence[Call]], None] | None = None,
+    stopwatch: Stopwatch | None = None,
 ) -> Split:
     """Split an unmodified module into stages, from one run on an example microbatch.
 
-    The cut balances time: FLOPs and bytes of each unit on the example, or `costs` of units by name; `speeds` of the
-    stages; `limit_bytes` for the parameters of one stage. Or it is the user's `cut`: how many units or blocks each
-    stage has, or the names of the stages' first units. With `through_blocks` it may go through the middle of a block,
-    so that a step takes as little time as it can: `judge` says how long, given the stages' costs.
+    The cut balances time: FLOPs and bytes of each unit on the example, or what a `stopwatch` says that it takes, or
+    `costs` of units by name; `speeds` of the stages; `limit_bytes` for the parameters of one stage. Or it is the user's
+    `cut`: how many units or blocks each stage has, or the names of the stages' first units. With `through_blocks` it
+    may go through the middle of a block, so that a step takes as little time as it can: `judge` says how long, given
+    the stages' costs.
 
     `only` are the stages of this process; the weights of others are freed. A module on the meta device is materialised
     on `device` from `seed`, for these stages alone. `probe` is given the module's output on the example.
@@ -62,6 +65,7 @@ def split(
         through_blocks=through_blocks,
         judge=judge,
         agree=agree,
+        stopwatch=stopwatch,
     )
     units, flow, where = choose(module, example, wishes, probe)
     parts = make_parts(module, units, flow, where)
@@ -73,7 +77,7 @@ def split(
         free(module, kept, flow.in_glue, home)
     materialise(module, kept, seed=seed, device=home)
     called = {call.unit: units[call.unit] for call in flow.calls}
-    switch, forecast = Switch(called), Forecast(called)
+    switch, forecast = Switch(called), Forecast(called, example)
     makers = {name: part.stage for part in parts for name in part.writes.values()}
     return Split(
         stages=tuple(
@@ -95,9 +99,10 @@ def stage_costs(
     cut: Sequence[int] | Sequence[str] | None = None,
     through_blocks: bool = False,
     agree: Callable[[Sequence[Call]], None] | None = None,
+    stopwatch: Stopwatch | None = None,
 ) -> list[float]:
     """What each stage would cost, in FLOPs or their like, if the module were split so. Nothing is changed."""
-    wishes = Wishes(num_stages=num_stages, cut=cut, through_blocks=through_blocks, agree=agree)
+    wishes = Wishes(num_stages=num_stages, cut=cut, through_blocks=through_blocks, agree=agree, stopwatch=stopwatch)
     _, flow, where = choose(module, example, wishes)
     costs = costs_of(flow, wishes)
     return [sum(costs[call] for call in calls) for calls in where]

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from shardwise.errors import ShardwiseError
 from shardwise.runtime.split.arguments import Signature
 from shardwise.runtime.split.flow import Call, Flow
-from shardwise.runtime.split.forecast import Forecast
+from shardwise.runtime.split.forecast import Forecast, shapes_of
 from shardwise.runtime.split.outline import leaves_of
 from shardwise.runtime.split.parts import Part
 from shardwise.runtime.split.sources import Made
@@ -38,7 +38,7 @@ class ModuleStage:
         """Compute on one microbatch: see `Stage.run`."""
         args, kwargs = self._signature.arguments(batch)
         home = next((each.device for each in batch.values() if isinstance(each, Tensor)), torch.device("cpu"))
-        visit = _Visit(self._flow, self._part, self._forecast, self._wrapped, values, home)
+        visit = _Visit(self._flow, self._part, self._forecast, self._wrapped, values, home, shapes_of(batch))
         output: Any = None
         try:
             with self._switch.visited_by(visit):
@@ -50,7 +50,19 @@ class ModuleStage:
             if not visit.is_done or self._part.is_last:
                 raise
         visit.check_complete()
+        if any(each.requires_grad and not each.is_leaf for each in values.values()):
+            # What this stage was given went through a checkpointed part that is another stage's, and became its output.
+            raise ShardwiseError(
+                "a part of the module is checkpointed with use_reentrant=True, and gradients of stages before it would"
+                " be lost",
+                remedy='gradient_checkpointing_enable({"use_reentrant": False})',
+            )
         return visit.made, output if self._part.is_last else None
+
+    @property
+    def in_glue(self) -> frozenset[str]:
+        """The parameters, of whichever stage, that are used outside of units."""
+        return self._flow.in_glue
 
     def wrap(self, around: Callable[[str, Inner], Inner]) -> None:
         """Put something around the calls of this stage's units: recomputation, a compiler.
@@ -72,9 +84,10 @@ class _Visit:
         wrapped: Mapping[str, Inner],
         values: Values,
         home: torch.device,
+        shapes: tuple[Any, ...],
     ) -> None:
         self._flow, self._part, self._forecast, self._wrapped = flow, part, forecast, wrapped
-        self._values, self._home = values, home
+        self._values, self._home, self._shapes = values, home, shapes
         self._next = 0
         self.made: Values = {}
 
@@ -113,7 +126,7 @@ class _Visit:
         outline, reads = call.outline, self._part.reads
         tensors = {leaf: self._received(index, leaf, call) for leaf in outline.tensors if Made(index, leaf) in reads}
         if len(tensors) < len(outline.tensors):
-            known = self._forecast.stand_in(call, args, kwargs, self._home)
+            known = self._forecast.stand_in(call, args, kwargs, self._home, self._shapes)
             outline, tensors = known.outline, {**known.tensors, **tensors}
             for leaf in call.overwritten.difference(tensors):
                 tensors[leaf] = outline.tensors[leaf].placeholder(self._home, writable=True)

@@ -5,11 +5,13 @@
     sum              all_reduce        nothing        the output of one: every rank has a part of each number
     gather           all_gather        reduce_scatter, or a slice where all ranks use the whole alike
     scatter          a slice           all_gather
-    sum_scatter      reduce_scatter    all_gather
     exchange         all_to_all        all_to_all, the other way
 
 Every collective can be started and finished apart (`start_*`), so that something is computed in between. On the meta
 device nothing moves and shapes are right. What a rank sends is counted as a ring sends it.
+
+Pieces along a dim that the ranks do not divide are as long as they can be, but for those at the end (`span_of`). They
+travel filled up with zeros to one length; nobody sees the zeros.
 """
 
 from collections import Counter
@@ -97,30 +99,31 @@ def start_all_reduce(tensor: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) 
     return Pending(dist.all_reduce(whole, op, group=group.handle, async_op=True), lambda: whole, group, "all_reduce")
 
 
-def start_all_gather(tensor: Tensor, group: Group, dim: int = 0) -> Pending:
-    """Every rank's piece, one after the other along a dim. All are of one size."""
+def start_all_gather(tensor: Tensor, group: Group, dim: int = 0, *, length: int | None = None) -> Pending:
+    """Every rank's piece, one after the other along a dim. All are of one size, or pieces of this `length`."""
     if group.size == 1:
         return Pending(None, lambda: tensor, group)
-    piece = tensor.contiguous()
+    piece = (tensor if length is None else filled(tensor, dim, longest_piece(length, group.size))).contiguous()
     stacked = piece.new_empty((group.size, *piece.shape))
     work = None
     if not piece.is_meta:
         group.traffic.note("all_gather", _others_part(stacked, group))
         work = _all_gather(stacked.view(-1), piece.view(-1), group=group.handle, async_op=True)
-    return Pending(work, lambda: _joined(stacked, dim), group, "all_gather")
+    return Pending(work, lambda: _joined(stacked, dim, length), group, "all_gather")
 
 
 def start_reduce_scatter(tensor: Tensor, group: Group, dim: int = 0) -> Pending:
-    """Sum over the ranks, of which each keeps its piece along a dim. The dim divides by the number of ranks."""
+    """Sum over the ranks, of which each keeps its piece along a dim."""
     if group.size == 1:
         return Pending(None, lambda: tensor, group)
+    start, stop = span_of(tensor.shape[dim], group)
     stacked = _cut(tensor, group.size, dim)
     piece = torch.empty_like(stacked[0])
     work = None
     if not piece.is_meta:
         group.traffic.note("reduce_scatter", _others_part(stacked, group))
         work = _reduce_scatter(piece.view(-1), stacked.view(-1), group=group.handle, async_op=True)
-    return Pending(work, lambda: piece, group, "reduce_scatter")
+    return Pending(work, lambda: piece.narrow(dim, 0, stop - start).contiguous(), group, "reduce_scatter")
 
 
 def start_all_to_all(tensor: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]) -> Pending:
@@ -147,19 +150,19 @@ def sum_over(tensor: Tensor, group: Group, *, in_place: bool = False) -> Tensor:
     return tensor if group.size == 1 else _Sum.apply(tensor, group, in_place)  # type: ignore[no-untyped-call]
 
 
-def gather(tensor: Tensor, group: Group, dim: int, *, used_alike: bool) -> Tensor:
-    """Every rank's piece along a dim. `used_alike`: all ranks compute the same from it, so gradients are not summed."""
-    return tensor if group.size == 1 else _Gather.apply(tensor, group, dim, used_alike)  # type: ignore[no-untyped-call]
+def gather(tensor: Tensor, group: Group, dim: int, *, used_alike: bool, length: int | None = None) -> Tensor:
+    """Every rank's piece along a dim. `used_alike`: all ranks compute the same from it, so gradients are not summed.
+
+    `length` is that of the whole, where the ranks may not divide it.
+    """
+    if group.size == 1:
+        return tensor
+    return _Gather.apply(tensor, group, dim, used_alike, length)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def scatter(tensor: Tensor, group: Group, dim: int) -> Tensor:
     """This rank's piece, along a dim, of what all ranks have alike."""
     return tensor if group.size == 1 else _Scatter.apply(tensor, group, dim)  # type: ignore[no-untyped-call]
-
-
-def sum_scatter(tensor: Tensor, group: Group, dim: int) -> Tensor:
-    """This rank's piece, along a dim, of the sum over the ranks."""
-    return tensor if group.size == 1 else _SumScatter.apply(tensor, group, dim)  # type: ignore[no-untyped-call]
 
 
 def exchange(tensor: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -191,37 +194,26 @@ class _Sum(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group, dim: int, used_alike: bool) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, group: Group, dim: int, used_alike: bool, length: int | None) -> Tensor:
         ctx.group, ctx.dim, ctx.used_alike = group, dim, used_alike
-        return start_all_gather(tensor, group, dim).finish()
+        return start_all_gather(tensor, group, dim, length=length).finish()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.used_alike:
-            return piece_of(gradient, ctx.group, ctx.dim).contiguous(), None, None, None
-        return start_reduce_scatter(gradient, ctx.group, ctx.dim).finish(), None, None, None
+            return piece_of(gradient, ctx.group, ctx.dim).contiguous(), None, None, None, None
+        return start_reduce_scatter(gradient, ctx.group, ctx.dim).finish(), None, None, None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
+        ctx.group, ctx.dim, ctx.length = group, dim, tensor.shape[dim]
         return piece_of(tensor, group, dim).contiguous()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return start_all_gather(gradient, ctx.group, ctx.dim).finish(), None, None
-
-
-class _SumScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return start_reduce_scatter(tensor, group, dim).finish()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return start_all_gather(gradient, ctx.group, ctx.dim).finish(), None, None
+        return start_all_gather(gradient, ctx.group, ctx.dim, length=ctx.length).finish(), None, None
 
 
 class _Exchange(torch.autograd.Function):
@@ -235,10 +227,31 @@ class _Exchange(torch.autograd.Function):
         return start_all_to_all(gradient, ctx.group, ctx.received, ctx.sent).finish(), None, None, None
 
 
+def longest_piece(length: int, num_ranks: int) -> int:
+    """The length of the first piece, which no other exceeds."""
+    return -(-length // num_ranks)
+
+
+def span_of(length: int, group: Group) -> tuple[int, int]:
+    """Where this rank's piece of a length starts and stops: all are as long as the first while there is enough."""
+    size = longest_piece(length, group.size)
+    return min(group.rank * size, length), min((group.rank + 1) * size, length)
+
+
 def piece_of(tensor: Tensor, group: Group, dim: int) -> Tensor:
-    """This rank's piece of a tensor along a dim that divides by the number of ranks."""
-    length = tensor.shape[dim] // group.size
-    return tensor.narrow(dim, group.rank * length, length)
+    """This rank's piece of a tensor along a dim."""
+    start, stop = span_of(tensor.shape[dim], group)
+    return tensor.narrow(dim, start, stop - start)
+
+
+def filled(tensor: Tensor, dim: int, length: int) -> Tensor:
+    """A tensor with zeros at the end of a dim, up to a length."""
+    missing = length - tensor.shape[dim]
+    if not missing:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = missing
+    return torch.cat((tensor, tensor.new_zeros(shape)), dim)
 
 
 def _others_part(whole: Tensor, group: Group) -> int:
@@ -246,15 +259,19 @@ def _others_part(whole: Tensor, group: Group) -> int:
     return whole.numel() * whole.element_size() * (group.size - 1) // group.size
 
 
-def _joined(stacked: Tensor, dim: int) -> Tensor:
-    """Pieces that lie one after the other, joined along a dim."""
-    dim %= stacked.dim() - 1
+def _joined(stacked: Tensor, dim: int, length: int | None) -> Tensor:
+    """Pieces that lie one after the other, joined along a dim, without what they are filled up with."""
+    num_ranks, dim = stacked.shape[0], dim % (stacked.dim() - 1)
+    size = stacked.shape[dim + 1]
+    if length is not None and length != num_ranks * size:
+        lengths = (max(0, min(size, length - rank * size)) for rank in range(num_ranks))
+        return torch.cat([piece.narrow(dim, 0, each) for piece, each in zip(stacked, lengths, strict=True)], dim)
     return stacked.flatten(0, 1) if dim == 0 else stacked.movedim(0, dim).flatten(dim, dim + 1)
 
 
 def _cut(tensor: Tensor, count: int, dim: int) -> Tensor:
-    """The pieces of a tensor along a dim, one after the other in memory."""
+    """The pieces of a tensor along a dim, one after the other in memory, all of one length."""
     dim %= tensor.dim()
-    assert tensor.shape[dim] % count == 0, f"{tensor.shape[dim]} along dim {dim} do not divide by {count} ranks"
-    pieces = (*tensor.shape[:dim], count, -1, *tensor.shape[dim + 1 :])
-    return tensor.reshape(pieces).movedim(dim, 0).contiguous()
+    size = longest_piece(tensor.shape[dim], count)
+    pieces = (*tensor.shape[:dim], count, size, *tensor.shape[dim + 1 :])
+    return filled(tensor, dim, count * size).reshape(pieces).movedim(dim, 0).contiguous()

@@ -48,20 +48,19 @@ def loss_of(output: Any, batch: Mapping[str, Tensor]) -> Tensor:
     return made
 
 
-def family(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+def family(name: str, length: int = 12) -> tuple[nn.Module, dict[str, Tensor]]:
     """A Hugging Face model with other numbers than it is made with, and a batch."""
     module = make_family(name)
-    batch = make_batch(name, length=12)
-    if name == "t5":  # Another length than the encoder's, that 2, 3 and 4 ranks divide too.
-        batch["decoder_input_ids"] = torch.randint(3, 97, (2, 24))
+    batch = make_batch(name, length=length)
+    if name == "t5":  # Another length than the encoder's, that 2, 3 and 4 ranks divide too if they divide that.
+        batch["decoder_input_ids"] = torch.randint(3, 97, (2, 2 * length))
     torch.manual_seed(3)
     # Norms and biases are made alike everywhere: then a mistake in where they lie would not be seen.
     with torch.no_grad():
         for each in module.parameters():
             each.add_(0.1 * torch.randn_like(each))
     if name != "vit":
-        length = batch.get("decoder_input_ids", batch["input_ids"]).shape
-        labels = torch.randint(97, length)
+        labels = torch.randint(97, batch.get("decoder_input_ids", batch["input_ids"]).shape)
         labels[0, :2] = -100
         batch["labels_"] = labels
     return module, batch
@@ -121,7 +120,7 @@ class Attention(nn.Module):
         self.query = nn.Linear(width, num_heads * head_dim)
         self.pair = nn.Linear(width, 2 * num_kv_heads * head_dim)
         self.scale = nn.Parameter(torch.rand(head_dim))
-        self.drop = nn.Dropout(0.0)
+        self.drop: nn.Module = nn.Dropout(0.0)
         self.out = nn.Linear(num_heads * head_dim, width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -141,7 +140,7 @@ class Block(nn.Module):
         super().__init__()
         self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention = Attention(width, num_heads, num_kv_heads, 4)
-        self.attention.drop.p = dropout
+        self.attention.drop = nn.Dropout(dropout)
         self.feed = nn.Sequential(self.second, nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
         self.drop = nn.Dropout(dropout)
 
@@ -169,11 +168,11 @@ class Net(nn.Module):
 
 
 def net(
-    words: int, hidden: int, num_heads: int, num_kv_heads: int, dropout: float = 0.0
+    words: int, hidden: int, num_heads: int, num_kv_heads: int, dropout: float = 0.0, length: int = 12, rows: int = 2
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     torch.manual_seed(0)
     module = Net(words, hidden, num_heads, num_kv_heads, dropout)
-    return module, {"tokens": torch.randint(words, (2, 12)), "labels_": torch.randint(words, (2, 12))}
+    return module, {name: torch.randint(words, (rows, length)) for name in ("tokens", "labels_")}
 
 
 class Mlp(nn.Module):
@@ -198,13 +197,13 @@ def parities(cases: list[tuple[Make, tuple[Any, ...], dict[str, Any]]]) -> list[
     return [parity(make, arguments, **options) for make, arguments, options in cases]
 
 
-def halves(sequence: bool) -> tuple[float, dict[str, int], dict[str, int]]:
+def halves(sequence: bool, num_chunks: int | None = None) -> tuple[float, dict[str, int], dict[str, int]]:
     """A backward in two halves against one in whole: the worst gradient, and what was sent in each half."""
     with small_matrices():
         module, batch = net(97, 24, 4, 2)
         labels = batch.pop("labels_")
         group = Group(dist.group.WORLD)
-        shard(module, group, example=batch, sequence=sequence)
+        shard(module, group, example=batch, sequence=sequence, num_chunks=num_chunks)
         start = module.get_submodule("words")(batch["tokens"]).detach().requires_grad_()
         module.words = _Given()
 
@@ -245,13 +244,17 @@ def staged(name: str, sequence: bool) -> tuple[float, float]:
         sharding = shard(module, Group(dist.group.WORLD), example=batch, sequence=sequence)
         stages = split(module, 2, batch).stages
         values: dict[str, Tensor] = {}
+        all_made: dict[str, Tensor] = {}
         output: Any = None
         for stage in stages:
             assert stage is not None
             made, output = stage.run(values, batch)
-            values |= made
+            all_made |= made
+            values |= {key: each.detach().requires_grad_(each.requires_grad) for key, each in made.items()}
         loss = loss_of(output, {"labels": labels})
         loss.backward()  # type: ignore[no-untyped-call]
+        arrived = {key: each.grad for key, each in values.items() if each.grad is not None}
+        torch.autograd.backward([all_made[key] for key in arrived], list(arrived.values()))
         parameters = dict(module.named_parameters())
         sharding.finish_gradients(parameters)
         worst = 0.0
@@ -375,6 +378,28 @@ def scored() -> dict[str, bool]:
     return found
 
 
-def odd_length() -> tuple[nn.Module, dict[str, Tensor]]:
-    module, _ = net(97, 24, 3, 3)
-    return module, {"tokens": torch.randint(97, (2, 13))}
+def in_chunks(sequence: bool, num_chunks: int | None, kind: torch.dtype | None) -> tuple[Tensor, dict[str, int]]:
+    """All gradients in one row, of two runs that give the same, under autocast if a type is given; what was sent."""
+    with small_matrices():
+        module, batch = net(97, 24, 4, 2, length=7, rows=3)
+        labels = batch.pop("labels_")
+        group = Group(dist.group.WORLD)
+        sharding = shard(module, group, example=batch, sequence=sequence, num_chunks=num_chunks)
+        found = []
+        for _ in range(2):
+            module.zero_grad(set_to_none=True)
+            group.traffic.clear()
+            with torch.autocast("cpu", dtype=kind, enabled=kind is not None):
+                loss = loss_of(module(**batch), {"labels": labels})
+            loss.backward()  # type: ignore[no-untyped-call]
+            sent = dict(group.traffic.bytes)
+            sharding.finish_gradients(dict(module.named_parameters()))
+            gradients = (sharding.gather(name, _gradient(each)) for name, each in module.named_parameters())
+            found.append(torch.cat([each.flatten() for each in gradients]))
+        assert torch.equal(*found)
+        return found[0], sent
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad

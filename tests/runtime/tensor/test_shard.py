@@ -93,9 +93,12 @@ def test_a_layer_sends_four_all_reduces_or_their_halves(two: Ranks) -> None:
     assert shared.bytes["reduce_scatter"] == 2 * 4 * activation // 2
 
 
+@pytest.mark.parametrize("num_chunks", [None, 3])
 @pytest.mark.parametrize("sequence", [False, True])
-def test_a_backward_in_halves_sends_nothing_for_weight_gradients(two: Ranks, sequence: bool) -> None:
-    for error, first, second in two.run(programs.halves, sequence, timeout_seconds=60):
+def test_a_backward_in_halves_sends_nothing_for_weight_gradients(
+    two: Ranks, sequence: bool, num_chunks: int | None
+) -> None:
+    for error, first, second in two.run(programs.halves, sequence, num_chunks, timeout_seconds=60):
         assert error < 1e-5
         assert sum(first.values()) > 0
         assert second == {}
@@ -152,6 +155,11 @@ NET = (97, 24, 4, 4)
             "  try: shard(module, group, example={...}), with one microbatch",
         ),
         (
+            programs.net, NET, {"num_chunks": 0},
+            "tensor_chunks=0: what a layer sends is one chunk or more\n"
+            "  try: tensor_chunks=1, or none, for as many as pay",
+        ),
+        (
             programs.mlp, (8, 12, 8), {"sequence": True},
             "sequence=True shares out lists of blocks, and Mlp has none with cut layers\n"
             "  try: sp=false, or the blocks in an nn.ModuleList",
@@ -170,11 +178,4 @@ def test_fewer_heads_than_ranks_are_refused_with_a_plan_that_would_do(three: Ran
         "blocks.0.attention.query, blocks.0.attention.pair and blocks.0.attention.out come apart into 2 pieces (heads "
         "or channels), fewer than tp=3\n"
         '  try: tp=2, or the layer whole on every rank: tensor={"blocks.0.attention.out": "whole"}'
-    )
-
-
-def test_a_sequence_that_does_not_divide_is_refused(three: Ranks) -> None:
-    said = three.run(programs.refusal, programs.odd_length, (), {"sequence": True}, timeout_seconds=60)[0]
-    assert said == (
-        "a sequence of 13 tokens does not divide by tp=3\n  try: sequences of 15 tokens (padded), or sp=false"
     )

@@ -11,7 +11,6 @@ before the cut (`shift_labels`): afterwards that token may be on another rank.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import lcm
 from typing import Any
 
 import torch
@@ -56,7 +55,6 @@ class Cutting:
     `entries` adds to the names that are known: the entry, its dim, or None for what every rank gets whole. `positions`
     is the argument in which the module takes positions, None if it wants none; `packs` says that positions which begin
     again begin another document. `drops` are entries that only attention asks for, and the module does not take.
-    What a rank gets of a sequence divides by `divisor`.
     """
 
     entries: Mapping[str, Entry | int | None] = field(default_factory=dict)
@@ -64,11 +62,6 @@ class Cutting:
     packs: bool = False
     pads: bool = True
     drops: frozenset[str] = frozenset()
-    divisor: int = 1
-
-    def num_pieces(self, num_ranks: int) -> int:
-        """What a whole sequence divides by: two pieces for each rank, and more where a rank's part is cut again."""
-        return num_ranks * lcm(2, self.divisor)
 
 
 class LocalBatch(dict[str, Any]):
@@ -107,13 +100,6 @@ def cut_sequence(batch: Batch, *, rank: int, num_ranks: int, cutting: Cutting | 
     for name, entry in entries.items():
         whole[name] = take_pieces(whole[name], entry.dim, rank, num_ranks)
     return LocalBatch({name: each for name, each in whole.items() if name not in how.drops}, tokens)
-
-
-def pad_sequences(batch: Batch, num_ranks: int, cutting: Cutting) -> Batch:
-    """The batch of all ranks, its sequences filled up so that they divide."""
-    entries = _entries_of(batch, cutting)
-    num_added = _num_added(_length_of(batch, entries), num_ranks, entries, cutting)
-    return {name: _padded(each, entries[name], num_added) if name in entries else each for name, each in batch.items()}
 
 
 def _entries_of(batch: Batch, how: Cutting) -> dict[str, Entry]:
@@ -163,17 +149,16 @@ def _length_of(batch: Batch, entries: Mapping[str, Entry]) -> int:
 
 def _num_added(length: int, num_ranks: int, entries: Mapping[str, Entry], how: Cutting) -> int:
     """How many tokens are added so that the sequence divides."""
-    num_pieces = how.num_pieces(num_ranks)
+    num_pieces = 2 * num_ranks
     num_added = -length % num_pieces
     can_ignore = any(entry.ignores for entry in entries.values())
     if num_added and not (how.pads and can_ignore):
         below = length + num_added - num_pieces
         sizes = " or ".join(str(size) for size in (below, length + num_added) if size)
-        each = "two" if num_pieces == 2 * num_ranks else num_pieces // num_ranks
         reason = "" if can_ignore else ", and the batch has no labels that would leave added tokens out of the loss"
         raise ShardwiseError(
-            f"a sequence of {length} tokens does not divide into {num_pieces} pieces, {each} for each of"
-            f" cp={num_ranks} ranks{reason}",
+            f"a sequence of {length} tokens does not divide into {num_pieces} pieces, two for each of cp={num_ranks}"
+            f" ranks{reason}",
             remedy=f"sequences of {sizes} tokens",
         )
     return num_added

@@ -44,8 +44,7 @@ class ContextParallel:
 
     `form` is how attention sees those of others. `positions` is the argument in which the module takes positions, None
     if it uses none; `entries` are dims of entries of the batch that cp does not know (see `cutting.py`); `pads` adds
-    tokens to sequences that do not divide, also a rank's part by `divisor`; `masks` is what masks mean that the module
-    gives to torch's attention.
+    tokens to sequences that do not divide; `masks` is what masks mean that the module gives to torch's attention.
     """
 
     def __init__(
@@ -56,7 +55,6 @@ class ContextParallel:
         positions: str | None = "position_ids",
         entries: Mapping[str, Entry | int | None] | None = None,
         pads: bool = True,
-        divisor: int = 1,
         masks: Reach | None = None,
     ) -> None:
         if form not in FORMS:
@@ -67,7 +65,7 @@ class ContextParallel:
         #: Says for queries and a probability which weights are dropped.
         self.drops: Callable[[Tensor, float], WeightDrop | None] | None = None
         self._attention, self._masks = FORMS[form], masks
-        self._cutting = Cutting(entries=entries or {}, positions=positions, pads=pads, divisor=divisor)
+        self._cutting = Cutting(entries=entries or {}, positions=positions, pads=pads)
         self._name = f"shardwise-context-{next(_NUMBERS)}"
         self._watches = True
         self._counts_itself = False
@@ -166,11 +164,12 @@ class ContextParallel:
             )
         return drop
 
-    def _attend_by_sight(self, query: Tensor, key: Tensor, value: Tensor, sight: Any, scale: float) -> Tensor:
+    def _attend_by_sight(
+        self, query: Tensor, key: Tensor, value: Tensor, sight: Any, scale: float, dropout: float
+    ) -> Tensor:  # fmt: skip
         """For modules whose attention is a function `attend` of theirs: causal, with the window of `sight`."""
-        return self.attend(
-            query, key, value, Reach(causal=True, window=sight.window, documents=True, padding=True), scale
-        )
+        reach = Reach(causal=True, window=sight.window, documents=True, padding=True)
+        return self.attend(query, key, value, reach, scale, dropout=dropout)
 
     def _learn(self, module: nn.Module) -> None:
         parameters = inspect.signature(module.forward).parameters

@@ -1,6 +1,6 @@
 """The stages of a pipeline whose tokens are shared out: each runs where attention sees those of other ranks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,12 @@ class ContextStage:
     def run(self, values: Values, batch: Batch) -> tuple[Values, Any]:
         with self._context.running(batch):
             return self._stage.run(values, batch)
+
+    @property
+    def in_glue(self) -> Collection[str]:
+        """The parameters that are used outside of units."""
+        assert isinstance(self._stage, Wrappable), "stages of a module have units"
+        return self._stage.in_glue
 
     def wrap(self, around: Callable[[str, Call], Call]) -> None:
         """Put something around the calls of its units: zero=3 gathers their weights one by one here too."""

@@ -1,9 +1,10 @@
-"""Linear layers cut by their outputs, and linear layers cut by their inputs.
+"""Linear layers cut by their outputs, and sets of them that read one tensor.
 
     x ── column ── what needs no other channel ── row ── sum over the ranks
 
-Columns that read one tensor (query, key and value; gate and up) are computed together, so that backward sums their
-input gradients here first, and then once over the ranks. That sum is under way while the weight gradients are computed.
+Columns that read one tensor (query, key and value; gate and up) are computed together, so that what is gathered for
+them is gathered once, and backward sums their input gradients here first, and then once over the ranks. That sum is
+under way while the weight gradients are computed.
 """
 
 import copy
@@ -12,9 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from shardwise.runtime.collectives import Group, gather, start_all_reduce, sum_over, sum_scatter
+from shardwise.runtime.collectives import Group
+from shardwise.runtime.tensor.length import Length
+from shardwise.runtime.tensor.matmuls import computing_type, multiply, wants, weight_gradient
+from shardwise.runtime.tensor.meeting import Alone, Chunk, Multiply, Shared, Summed
+from shardwise.runtime.tensor.promised import Promised
 from shardwise.runtime.tensor.streams import Streams
 
 
@@ -22,13 +26,13 @@ class ColumnSet:
     """Column layers that read the same tensor.
 
     The first that is called computes all of them; the others take what is theirs. One that is called with another
-    tensor is computed alone.
+    tensor is computed alone. What is gathered and summed goes in `num_chunks`, or as many as its size is worth.
     """
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
-        #: The input is this rank's piece of a sequence, and is gathered here.
-        self.gathers = False
+    def __init__(self, group: Group, num_chunks: int | None = None) -> None:
+        self.group, self.num_chunks = group, num_chunks
+        #: Of a sequence of which the input is this rank's piece, which is gathered here.
+        self.gathers: Length | None = None
         #: The gradient of the input is summed here. If not, whoever gave the input does it.
         self.reduces = True
         self.members: list[ColumnLinear] = []
@@ -36,7 +40,7 @@ class ColumnSet:
         self._of: weakref.ref[Tensor] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ColumnSet":
-        twin = ColumnSet(self.group)
+        twin = ColumnSet(self.group, self.num_chunks)
         twin.gathers, twin.reduces = self.gathers, self.reduces
         memo[id(self)] = twin
         twin.members = [copy.deepcopy(each, memo) for each in self.members]
@@ -45,8 +49,7 @@ class ColumnSet:
     def run(self, tensor: Tensor, asked: "ColumnLinear") -> Tensor:
         if self._of is None or self._of() is not tensor or id(asked) not in self._ready:
             together = self.members if self._of is None or self._of() is not tensor else [asked]
-            whole = gather(tensor, self.group, sequence_dim(tensor), used_alike=False) if self.gathers else tensor
-            self._ready = dict(zip(map(id, together), self._compute(whole, together), strict=True))
+            self._ready = dict(zip(map(id, together), self._compute(tensor, together), strict=True))
             self._of = weakref.ref(tensor)
         return self._ready.pop(id(asked))
 
@@ -55,8 +58,14 @@ class ColumnSet:
         for each in layers:
             weights += [each.weight, each.bias]
         transposed = tuple(each.is_transposed for each in layers)
-        group = self.group if self.reduces and not self.gathers else Group()
-        return _Columns.apply(tensor, group, transposed, *weights)  # type: ignore[no-untyped-call, no-any-return]
+        given, length = (tensor.piece, tensor.length) if isinstance(tensor, Promised) else (tensor, self.gathers)
+        meeting = self._meeting(given.shape[:-1], length)
+        return _Columns.apply(given, meeting, transposed, *weights)  # type: ignore[no-untyped-call, no-any-return]
+
+    def _meeting(self, shape: torch.Size, length: Length | None) -> Alone:
+        if length is not None:
+            return Shared(length.whole_shape(shape), length.tokens, self.group, self.num_chunks)
+        return Summed(shape, self.group, self.num_chunks) if self.reduces else Alone(shape)
 
 
 class ColumnLinear(nn.Module):
@@ -82,104 +91,66 @@ class ColumnLinear(nn.Module):
         return f"{self.in_features}, {self.out_features}, {self.together.group}"
 
 
-class RowLinear(nn.Module):
-    """This rank's inputs of a linear layer, summed over the ranks. The bias is added once, after the sum.
-
-    `scatters`: each rank keeps its piece of the sum along the sequence.
-    """
-
-    def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter | None, group: Group, *, is_transposed: bool,
-        streams: Streams | None,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.weight, self.bias, self.is_transposed = weight, bias, is_transposed
-        self.in_features, self.out_features = weight.shape if is_transposed else reversed(weight.shape)
-        self.group, self.streams = group, streams
-        self.scatters = False
-
-    def forward(self, tensor: Tensor) -> Tensor:
-        part = functional.linear(tensor, self.weight.t() if self.is_transposed else self.weight)
-        if self.streams is not None:
-            self.streams.meet(tensor.device)
-        if self.scatters:
-            whole = sum_scatter(part, self.group, sequence_dim(part))
-        else:
-            whole = sum_over(part, self.group, in_place=True)
-        return whole if self.bias is None else whole + self.bias
-
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, {self.group}"
-
-
-def sequence_dim(tensor: Tensor) -> int:
-    """The dim of the sequence in (batch, sequence, channels); where both are one dim, that."""
-    return max(tensor.dim() - 2, 0)
-
-
 class _Columns(torch.autograd.Function):
     """Several linear layers on one input: x, w1, b1, w2, b2, ... to y1, y2, ..."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group, transposed: tuple[bool, ...], *weights: Tensor | None) -> Any:
-        kind = _computing_type(tensor)
+    def forward(ctx: Any, tensor: Tensor, meeting: Alone, transposed: tuple[bool, ...], *weights: Tensor | None) -> Any:
+        kind = computing_type(tensor)
         given, ctx.kinds = tensor.to(kind), (tensor.dtype, [None if each is None else each.dtype for each in weights])
         matrices = [each.to(kind) for each in weights[::2] if each is not None]
-        ctx.save_for_backward(given, *matrices)
-        ctx.group, ctx.transposed = group, transposed
+        biases = [None if each is None else each.to(kind) for each in weights[1::2]]
+        straight = [matrix if turned else matrix.t() for matrix, turned in zip(matrices, transposed, strict=True)]
+        made = [meeting.room(each.shape[1], given) for each in straight]
+        ctx.chunks, arrived = [], []
+        for chunk, rows in meeting.receive(given):
+            ctx.chunks.append(chunk)
+            arrived.append(rows)
+            for each, bias, into in zip(straight, biases, made, strict=True):
+                multiply(rows, each, bias, chunk.of(into))
+        ctx.save_for_backward(*arrived, *matrices)
+        ctx.meeting, ctx.transposed = meeting, transposed
         ctx.are_tensors = (True, False, False, *(each is not None for each in weights))
-        with torch.autocast(tensor.device.type if not tensor.is_meta else "cpu", enabled=False):
-            return tuple(
-                functional.linear(given, matrix.t() if turned else matrix, None if bias is None else bias.to(kind))
-                for matrix, bias, turned in zip(matrices, weights[1::2], transposed, strict=True)
-            )
+        # Models write into them, which autograd forbids of views.
+        return tuple(meeting.whole(each).detach() for each in made)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        given, *matrices = ctx.saved_tensors
-        arrived = [None if each is None else each.reshape(-1, each.shape[-1]) for each in gradients]
-        pending = None
+        count = len(ctx.chunks)
+        arrived, matrices = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        laid = [None if each is None else ctx.meeting.lay(each) for each in gradients]
+        finish = None
         if wants(ctx, 0):
-            pending = start_all_reduce(_input_gradient(arrived, matrices, ctx.transposed, given), ctx.group)
-        rows = given.reshape(-1, given.shape[-1])
+            back = [matrix.t() if turned else matrix for matrix, turned in zip(matrices, ctx.transposed, strict=True)]
+            finish = ctx.meeting.send(back[0].shape[1], back[0], _input_gradient(laid, back))
         found: list[Tensor | None] = []
-        for number, (gradient, turned) in enumerate(zip(arrived, ctx.transposed, strict=True)):
+        for number, (gradient, turned) in enumerate(zip(laid, ctx.transposed, strict=True)):
             for which in range(2):
                 kind = ctx.kinds[1][2 * number + which]
                 if gradient is None or kind is None or not wants(ctx, 3 + 2 * number + which):
                     found.append(None)
                 elif which:
-                    found.append(gradient.sum(0).to(kind))
+                    found.append(gradient.sum((0, 1, 2)).to(kind))
                 else:
-                    found.append((rows.t() @ gradient if turned else gradient.t() @ rows).to(kind))
-        summed = None if pending is None else pending.finish().view(given.shape).to(ctx.kinds[0])
-        return summed, None, None, *found
+                    pairs = ((rows, chunk.rows(gradient)) for chunk, rows in zip(ctx.chunks, arrived, strict=True))
+                    found.append(weight_gradient(pairs, is_transposed=turned).to(kind))
+        return None if finish is None else finish().to(ctx.kinds[0]), None, None, *found
 
 
-def _input_gradient(
-    gradients: list[Tensor | None], matrices: list[Tensor], transposed: tuple[bool, ...], given: Tensor
-) -> Tensor:
-    total: Tensor | None = None
-    for gradient, matrix, turned in zip(gradients, matrices, transposed, strict=True):
-        if gradient is not None:
-            straight = matrix.t() if turned else matrix
-            total = gradient @ straight if total is None else total.addmm_(gradient, straight)
-    return given.new_zeros(given.shape).reshape(-1, given.shape[-1]) if total is None else total
+def _input_gradient(gradients: list[Tensor | None], matrices: list[Tensor]) -> Multiply:
+    """What computes the gradient of what the layers read: the sum of what comes back through each."""
 
+    def multiply_all(chunk: Chunk, into: Tensor) -> None:
+        is_first = True
+        for gradient, matrix in zip(gradients, matrices, strict=True):
+            if gradient is None:
+                continue
+            if is_first:
+                multiply(chunk.rows(gradient), matrix, None, into)
+            else:
+                into.addmm_(chunk.rows(gradient), matrix)
+            is_first = False
+        if is_first:
+            into.zero_()
 
-def wants(ctx: Any, number: int) -> bool:
-    """Whether this run of backward goes on to an input of a node: halves of a backward ask for some only."""
-    if not ctx.needs_input_grad[number]:
-        return False
-    # The engine knows inputs that are tensors, and no others.
-    node = ctx.next_functions[sum(ctx.are_tensors[:number])][0]
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:
-        return True  # A leaf whose gradient is asked for by name.
-
-
-def _computing_type(tensor: Tensor) -> torch.dtype:
-    """What matmuls compute in: under autocast its type."""
-    device = "cpu" if tensor.is_meta else tensor.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
+    return multiply_all

@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -32,17 +31,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.runtime.split.meta import Guesses
+from shardwise.runtime.tensor.elements import Elements, Labels
+from shardwise.runtime.tensor.shadows import MOVES, distinct, is_expanded, moved
 
-Labels = NDArray[np.int64]
 aten = torch.ops.aten
 
-#: They only move values: what they do to values they do to labels.
-_MOVES = {
-    "view", "_unsafe_view", "reshape", "_reshape_alias", "expand", "permute", "transpose", "t", "slice", "select",
-    "split", "split_with_sizes", "chunk", "unbind", "squeeze", "unsqueeze", "alias", "detach", "clone", "cat", "stack",
-    "repeat", "flip", "roll", "narrow", "unfold", "diagonal", "movedim", "lift_fresh", "unflatten", "tril", "triu",
-}  # fmt: skip
-_RESHAPES = {"view", "_unsafe_view", "reshape", "_reshape_alias"}
 #: They join values along a dim, which is the second argument.
 _JOINS_ALONG = {
     "_softmax", "_log_softmax", "_safe_softmax", "mean", "sum", "amax", "amin", "var", "std", "logsumexp", "cumsum",
@@ -120,6 +113,10 @@ class Trace:
     given: dict[str, Tensor]
     #: For each layer, of which lists of blocks the main stream (what blocks are given first) reached its input.
     streams: dict[str, frozenset[str]]
+    #: Tensors of which something else than layers read the numbers.
+    read: WeakTensorKeyDictionary
+    #: Which numbers of parameters met which labels.
+    elements: Elements
 
 
 def trace(
@@ -143,6 +140,8 @@ def trace(
         drawn_at=run.drawn_at,
         given=run.given,
         streams=run.streams,
+        read=run.read,
+        elements=run.elements,
     )
 
 
@@ -185,6 +184,8 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.drawn_at: list[Labels] = []
         self.given: dict[str, Tensor] = {}
         self.streams: dict[str, frozenset[str]] = {}
+        self.read = WeakTensorKeyDictionary()
+        self.elements = Elements(module)
         self._reached_by = WeakTensorKeyDictionary()
         self._root, self._modules, self._labelled = module, layers, labelled
         self._labels = WeakTensorKeyDictionary()
@@ -268,8 +269,11 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._pass_on(self._reached_by, tensors, returned)
         if self._depth:
             return returned  # Inside a layer: what it makes of its input is known.
+        for each in tensors:
+            self.read[each] = True
         if _makes_anew(func) or not any(each in self._labels for each in tensors):
             self._pass_on(self._origins, tensors, returned)
+            self.elements.follow(func, args, kwargs, returned)
             if torch.Tag.nondeterministic_seeded in func.tags:
                 self._origins[returned] = frozenset([_DRAWN])
             return returned
@@ -283,7 +287,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note(self, func: Any, tensors: list[Tensor]) -> None:
         origins = frozenset(chain.from_iterable(self._origins.get(each, ()) for each in tensors))  # type: ignore[no-untyped-call]
         touched = [self._labels[each] for each in tensors if each in self._labels]
-        labels = np.unique(np.concatenate([each.reshape(-1)[: 2**20].numpy() for each in touched]))
+        labels = np.unique(np.concatenate([distinct([each])[0].reshape(-1).numpy() for each in touched]))
         for name in origins - {_DRAWN}:
             self.used_on.setdefault(name, []).append(labels[labels >= 0])
         if torch.Tag.nondeterministic_seeded in func.tags or _DRAWN in origins:
@@ -308,17 +312,17 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The labels of what an operation returns."""
         name = func._schema.name.removeprefix("aten::")
         base = name.rstrip("_") if func._schema.is_mutable else name
-        if name in _MOVES:
-            shadows = pytree.tree_map(self._shadow, args)
-            if name in _RESHAPES:
-                return [shadows[0].reshape(returned.shape)]
-            moved = func(*shadows, **{key: value for key, value in kwargs.items() if key == "dim"})
-            return list(moved) if isinstance(moved, (list, tuple)) else [moved]
+        if name == "cat":
+            self._meet_beside(args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0))
+        if name in MOVES:
+            return moved(func, name, pytree.tree_map(self._shadow, args), kwargs, returned)
         first = self._shadow(args[0])
         if base in _CASTS:
             return [first, first]
-        if base in _JOINS_ALONG and len(args) > 1 and not isinstance(args[1], Tensor):
-            dims = [args[1]] if isinstance(args[1], int) else list(args[1]) or list(range(first.dim()))
+        if base in _JOINS_ALONG and not any(isinstance(each, Tensor) for each in args[1:]):
+            # Norms are given their order first.
+            given = args[2:] if base in ("linalg_vector_norm", "norm") else args[1:]
+            dims = _dims(given[0] if given else kwargs.get("dim"), first.dim())
             return [self._fit(self._joined(first, dims), each) for each in pytree.tree_leaves(returned)]
         if base in _NORMS:
             dims = list(range(first.dim() - len(args[1]), first.dim()))
@@ -328,10 +332,18 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return [self._product(args, _PRODUCTS[base], returned)]
         if torch.Tag.pointwise in func.tags or base in ("copy", "masked_fill", "where"):
             shadow = self._together([self._shadow(each) for each in args if isinstance(each, Tensor)], returned)
+            self.elements.meet(args, shadow)
             if func._schema.is_mutable:
-                first.copy_(shadow) if not _is_expanded(first) else self._labels.__setitem__(args[0], shadow)
+                first.copy_(shadow) if not is_expanded(first) else self._labels.__setitem__(args[0], shadow)
             return [shadow]
         return self._not_understood(args, kwargs, returned)
+
+    def _meet_beside(self, tensors: list[Tensor], dim: int) -> None:
+        """Parameters that are put beside labelled values (a score that each head has for nothing) meet those."""
+        labelled = [self._labels[each] for each in tensors if each in self._labels and each.numel()]
+        for each in tensors:
+            if labelled and each.dim() == labelled[0].dim():
+                self.elements.meet((each,), labelled[0].narrow(dim, 0, 1).expand(each.shape))
 
     def _fit(self, joined: Tensor, returned: Tensor) -> Tensor:
         """Labels with their joined dims of length 1, in the shape of what was returned, with or without these dims."""
@@ -343,18 +355,21 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Join all labels along some dims, which are left with length 1."""
         if not dims:
             return shadow
-        highest = shadow.amax(dims, keepdim=True)
-        self.partition.join(shadow.reshape(-1).numpy(), highest.expand(shadow.shape).reshape(-1).numpy())
-        return highest
+        (small,) = distinct([shadow])
+        highest = small.amax(dims, keepdim=True)
+        self.partition.join(small.reshape(-1).numpy(), highest.expand(small.shape).reshape(-1).numpy())
+        shape = list(shadow.shape)
+        for dim in dims:
+            shape[dim] = 1
+        return highest.expand(shape)
 
     def _together(self, shadows: list[Tensor], returned: Tensor) -> Tensor:
         """Join labels that meet, place by place."""
-        shapes = [each.expand(returned.shape) for each in shadows]
-        result = shapes[0]
-        for other in shapes[1:]:
+        result, *others = distinct([each.expand(returned.shape) for each in shadows])
+        for other in others:
             self.partition.join(result.reshape(-1).numpy(), other.reshape(-1).numpy())
             result = torch.maximum(result, other)
-        return result
+        return result.expand(returned.shape)
 
     def _product(self, args: tuple[Any, ...], skip: int, returned: Tensor) -> Tensor:
         left, right = self._shadow(args[skip]), self._shadow(args[skip + 1])
@@ -366,7 +381,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Join everything."""
         touched = [self._labels[each] for each in pytree.tree_leaves((args, kwargs))
                    if isinstance(each, Tensor) and each in self._labels]  # fmt: skip
-        labels = np.concatenate([each.reshape(-1).numpy() for each in touched])
+        labels = np.concatenate([distinct([each])[0].reshape(-1).numpy() for each in touched])
         labels = labels[labels >= 0]
         one = int(labels[0]) if len(labels) else -1
         self.partition.join(labels, np.full_like(labels, one))
@@ -376,14 +391,17 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ]  # fmt: skip
 
 
+def _dims(given: Any, count: int) -> list[int]:
+    """The dims that an operation is given: one, some, or (none) all."""
+    if given is None or given == []:
+        return list(range(count))
+    return [given] if isinstance(given, int) else list(given)
+
+
 def _makes_anew(func: Any) -> bool:
     """Whether an operation takes only the shape of what it is given: zeros_like, new_empty."""
     name: str = func._schema.name.removeprefix("aten::")
     return name.endswith("_like") or name.startswith("new_")
-
-
-def _is_expanded(tensor: Tensor) -> bool:
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def width_of(module: nn.Module) -> int:

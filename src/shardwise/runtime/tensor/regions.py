@@ -11,13 +11,15 @@ a key head, the queries of one part are shared out once more, and each of its ra
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
 from shardwise.errors import ShardwiseError
-from shardwise.runtime.tensor.labels import Labels, Trace
+from shardwise.runtime.tensor.elements import Labels
+from shardwise.runtime.tensor.labels import Trace
 from shardwise.runtime.tensor.shards import Runs, runs_of
 
 #: Another run, in which only so many of the first channels of these layers have labels.
@@ -35,6 +37,10 @@ class Region:
     coarse: tuple[tuple[int, int], ...]
     #: Parameters that are used between columns and rows: each rank's gradient is a part.
     inside: set[str] = field(default_factory=set)
+    #: Those of them that have numbers for each part: the dim along which these are, and the places of each rank.
+    cut_inside: dict[str, tuple[int, tuple[Runs, ...]]] = field(default_factory=dict)
+    #: The rank of each part, where each is on one.
+    owners: Mapping[int, int] = field(default_factory=dict)
     draws: bool = False
     #: Whether several ranks hold the same places of a column.
     has_copies: bool = False
@@ -167,6 +173,7 @@ def _spread(seen: _Seen, sketch: _Sketch, num_ranks: int) -> Region:
         rows={name: _runs(seen.reads[name], owners, num_ranks) for name in sketch.rows},
         fine=held,
         coarse=held,
+        owners=owners,
     )
 
 
@@ -246,4 +253,27 @@ def _note_inside(seen: _Seen, region: Region) -> None:
     roots = seen.trace.partition.roots
     parts = {part for name in region.columns for part in seen.outputs[name].tolist()}
     region.inside = {name for name, used in seen.trace.used_on.items() if parts & set(roots(used).tolist())}
+    for name in region.inside:
+        owners = _owners_of(seen, region, name)
+        if owners is not None:
+            region.cut_inside[name] = owners
+    region.inside -= region.cut_inside.keys()
     region.draws = any(parts & set(roots(drawn).tolist()) for drawn in seen.trace.drawn_at)
+
+
+def _owners_of(seen: _Seen, region: Region, name: str) -> tuple[int, tuple[Runs, ...]] | None:
+    """The dim of a parameter along which its numbers belong to parts of one rank each, and those of every rank."""
+    shape = seen.trace.elements.shapes[name]
+    rank_of: dict[int, set[int]] = {}
+    for places, labels in seen.trace.elements.met.get(name, ()):
+        for place, part in zip(places.tolist(), seen.trace.partition.roots(labels).tolist(), strict=True):
+            rank_of.setdefault(place, set()).add(region.owners.get(part, -1))
+    if len(rank_of) != prod(shape) or any(len(ranks) > 1 or -1 in ranks for ranks in rank_of.values()):
+        return None
+    ranks = np.array([rank for place in range(prod(shape)) for rank in rank_of[place]]).reshape(shape)
+    count = len(region.fine)
+    for dim in range(len(shape)):
+        along = np.moveaxis(ranks, dim, 0).reshape(shape[dim], -1)
+        if len(np.unique(ranks)) > 1 and (along == along[:, :1]).all():
+            return dim, tuple(runs_of(np.flatnonzero(along[:, 0] == rank)) for rank in range(count))
+    return None

@@ -7,20 +7,28 @@ The first block of a list takes its piece of what it is given, the last one give
 before and after sees no difference; between two blocks only a rank's piece of the activations moves. In a block, what
 works token by token does so on its piece, and the gradients of its parameters are parts. What needs all tokens and is
 not cut (a router with its experts, an attention that was not recognised) has them gathered around it.
+
+Where the ranks do not divide the sequence, pieces at its end are shorter, or empty: nothing in a block is padding. A
+piece does not tell how long the whole is. The first block sees that and notes it (`Length`), in every forward, and in
+every stage of a pipeline: there it is given what stands in for the whole.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from shardwise.errors import ShardwiseError
-from shardwise.runtime.collectives import Group, gather, scatter
+from shardwise.runtime.collectives import Group
 from shardwise.runtime.split.units import is_block_list
 from shardwise.runtime.tensor.around import surround
-from shardwise.runtime.tensor.columns import ColumnLinear, RowLinear, sequence_dim
+from shardwise.runtime.tensor.columns import ColumnLinear
 from shardwise.runtime.tensor.labels import Trace
+from shardwise.runtime.tensor.length import Length
+from shardwise.runtime.tensor.promised import Promised
+from shardwise.runtime.tensor.rows import RowLinear
 from shardwise.runtime.tensor.streams import Streams
 
 
@@ -40,9 +48,11 @@ class SequenceRegions:
                 remedy="sp=false, or the blocks in an nn.ModuleList",
             )
         for name, blocks in lists:
+            length = Length()
+            blocks[0].register_forward_hook(_noting(length), with_kwargs=True)
             for number, block in enumerate(blocks):
-                self._share_block(name, f"{name}.{number}", block, is_block=True)
-                self._around_block(block, is_first=number == 0, is_last=number == len(blocks) - 1)
+                self._share_block(length, name, f"{name}.{number}", block, is_block=True)
+                self._around_block(length, block, is_first=number == 0, is_last=number == len(blocks) - 1)
 
     def _outermost_lists(self, name: str, module: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
         for key, child in module.named_children():
@@ -55,14 +65,15 @@ class SequenceRegions:
             else:
                 yield from self._outermost_lists(path, child)
 
-    def _around_block(self, block: nn.Module, *, is_first: bool, is_last: bool) -> None:
+    def _around_block(self, length: Length, block: nn.Module, *, is_first: bool, is_last: bool) -> None:
         group = self._group
         draws = any(isinstance(each, _DropoutNd) and each.p > 0 for each in block.modules()) or self._seen.drawn_at
         streams = Streams(group) if draws else None
 
         def around(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if is_first:
-                args, kwargs = _with_first(args, kwargs, lambda each: _own_piece(each, group))
+                length.note(_first(args, kwargs))
+                args, kwargs = _with_first(args, kwargs, lambda each: length.scatter(each, group))
             device = _first(args, kwargs).device
             if streams is not None and block.training:
                 streams.part(device)
@@ -71,38 +82,62 @@ class SequenceRegions:
                 streams.meet(device)
             if not is_last:
                 return returned
-            return _with_result(returned, lambda each: gather(each, group, sequence_dim(each), used_alike=True))
+            return _with_result(returned, lambda each: length.gather(each, group, used_alike=True))
 
         surround(block, around)
 
-    def _share_block(self, stream: str, name: str, module: nn.Module, *, is_block: bool = False) -> None:
-        """Gather where all tokens are needed, and note whose gradients are parts."""
+    def _share_block(
+        self,
+        length: Length,
+        stream: str,
+        name: str,
+        module: nn.Module,
+        *,
+        is_block: bool = False,
+        has_all: bool = False,
+    ) -> None:
+        """Gather where all tokens are needed, and note whose gradients are parts. `has_all`: they are here already."""
         cut = [each for each in module.modules() if isinstance(each, (ColumnLinear, RowLinear))]
-        if not is_block and (_has_experts(module) or (not cut and not _is_token_wise(module))):
-            self._give_all_tokens(module)
+        is_apart = is_block or has_all
+        if not is_apart and (_has_experts(module) or (not cut and not _is_token_wise(module))):
+            self._give_all_tokens(length, module, turned=self._has_tokens_last(stream, name))
             return
         if isinstance(module, RowLinear):
-            module.scatters = True
+            module.scatters = length
         if not isinstance(module, ColumnLinear):
             self.partial |= {key for key, _ in module.named_parameters(name, recurse=False)}
-        self._gather_for_columns(stream, name, module, is_block=is_block)
-        for key, child in module.named_children():
-            if not isinstance(child, nn.Embedding):
-                self._share_block(stream, f"{name}.{key}", child)
-
-    def _gather_for_columns(self, stream: str, name: str, module: nn.Module, *, is_block: bool) -> None:
-        """Columns directly in a module that read the stream: their input is gathered by the module, or by them."""
         columns = {
             f"{name}.{key}": each
             for key, each in module.named_children()
             if isinstance(each, ColumnLinear) and stream in self._seen.streams[f"{name}.{key}"]
         }
-        given = self._seen.given.get(name)
-        if not is_block and any(key in self._by_heads or self._seen.layers[key].inputs[0] is given for key in columns):
+        if has_all or (not is_block and self._reads_all(name, columns)):
             for each in columns.values():
                 each.together.reduces = False
-            self._give_all_tokens(module, gives_back=False)
-            return
+            if not has_all:
+                self._give_to_columns(length, name, module, columns)
+            has_all = True
+        else:
+            self._gather_for_columns(length, name, columns)
+        for key, child in module.named_children():
+            if not isinstance(child, nn.Embedding):
+                self._share_block(length, stream, f"{name}.{key}", child, has_all=has_all)
+
+    def _reads_all(self, name: str, columns: Mapping[str, ColumnLinear]) -> bool:
+        """Whether a module needs all tokens for its columns: those of heads, or that read what it is given."""
+        given = self._seen.given.get(name)
+        return any(key in self._by_heads or self._seen.layers[key].inputs[0] is given for key in columns)
+
+    def _give_to_columns(
+        self, length: Length, name: str, module: nn.Module, columns: Mapping[str, ColumnLinear]
+    ) -> None:
+        if self._only_columns_read(self._seen.given.get(name), columns.values()):
+            self._promise_all_tokens(length, module)
+        else:
+            self._give_all_tokens(length, module, gives_back=False)
+
+    def _gather_for_columns(self, length: Length, name: str, columns: Mapping[str, ColumnLinear]) -> None:
+        """Let columns that read the stream gather it themselves."""
         for key, each in columns.items():
             if key in self._by_heads:
                 raise ShardwiseError(
@@ -110,21 +145,54 @@ class SequenceRegions:
                     " cannot be given all tokens",
                     remedy="attention in a module of its own, or sp=false",
                 )
-            each.together.gathers = True
+            each.together.gathers = length
 
-    def _give_all_tokens(self, module: nn.Module, *, gives_back: bool = True) -> None:
-        """Gather the first tensor that a module is given. `gives_back`: it returns all tokens too, of which each rank
-        takes its piece; all ranks compute alike in between. Else each computes a part, and rows scatter."""
+    def _only_columns_read(self, given: Tensor | None, columns: Iterable[ColumnLinear]) -> bool:
+        """Whether nothing reads a tensor but the columns of one set."""
+        sets = {id(each.together) for each in columns}
+        readers = [name for name, layer in self._seen.layers.items() if any(each is given for each in layer.inputs)]
+        known = [self._module.get_submodule(name) for name in readers]
+        return (
+            given is not None
+            and given not in self._seen.read
+            and bool(known)
+            and all(isinstance(each, ColumnLinear) and {id(each.together)} == sets for each in known)
+        )
+
+    def _promise_all_tokens(self, length: Length, module: nn.Module) -> None:
+        """Let a module see all tokens in the first tensor that it is given, which its columns gather."""
         group = self._group
 
         def around(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            args, kwargs = _with_first(args, kwargs, lambda each: Promised.of(each, length, group))
+            return call(*args, **kwargs)
+
+        surround(module, around)
+
+    def _has_tokens_last(self, stream: str, name: str) -> bool:
+        """Whether a module is given (batch, channels, tokens), as convolutions are."""
+        given, tokens = self._seen.given.get(name), self._seen.given[f"{stream}.0"].shape[-2]
+        return given is not None and given.dim() > 2 and given.shape[-1] == tokens != given.shape[-2]
+
+    def _give_all_tokens(
+        self, length: Length, module: nn.Module, *, gives_back: bool = True, turned: bool = False
+    ) -> None:
+        """Gather the first tensor that a module is given. `gives_back`: it returns all tokens too, of which each rank
+        takes its piece; all ranks compute alike in between. Else each computes a part, and rows scatter. `turned`: both
+        have their tokens last."""
+        group = self._group
+
+        def turn(each: Tensor) -> Tensor:
+            return each.mT if turned else each
+
+        def around(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             args, kwargs = _with_first(
-                args, kwargs, lambda each: gather(each, group, sequence_dim(each), used_alike=gives_back)
+                args, kwargs, lambda each: turn(length.gather(turn(each), group, used_alike=gives_back))
             )
             returned = call(*args, **kwargs)
             if not gives_back:
                 return returned
-            return _with_result(returned, lambda each: scatter(each, group, sequence_dim(each)))
+            return _with_result(returned, lambda each: turn(length.scatter(turn(each), group)))
 
         surround(module, around)
 
@@ -136,20 +204,21 @@ def _has_experts(module: nn.Module) -> bool:
 
 def _is_token_wise(module: nn.Module) -> bool:
     """Whether a module that is not cut treats every token by itself: norms, linear layers, what has no parameters."""
+    if isinstance(module, (_NormBase, nn.GroupNorm)):
+        return False  # Batch norms and their like: of a channel, or some, of all tokens.
     if isinstance(module, nn.Linear) or "norm" in type(module).__name__.lower():
         return True
     return not any(True for _ in module.parameters())
 
 
-def _own_piece(tensor: Tensor, group: Group) -> Tensor:
-    dim = sequence_dim(tensor)
-    if tensor.shape[dim] % group.size:
-        longer = -(-tensor.shape[dim] // group.size) * group.size
-        raise ShardwiseError(
-            f"a sequence of {tensor.shape[dim]} tokens does not divide by tp={group.size}",
-            remedy=f"sequences of {longer} tokens (padded), or sp=false",
-        )
-    return scatter(tensor, group, dim)
+def _noting(length: Length) -> Callable[..., None]:
+    """A hook of the first block. A stage that does not hold it calls no more than this."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
+        del module, returned
+        length.note(_first(args, kwargs))
+
+    return hook
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

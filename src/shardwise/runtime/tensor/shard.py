@@ -3,10 +3,11 @@
 1. `wishes.py`: what the user, or the model's own plan, asks for.
 2. `labels.py`: one run without numbers shows which channels stay apart.
 3. `regions.py`: from that, which layers are cut, and which places each rank gets.
-4. Here: layers become `ColumnLinear`, `RowLinear` (`columns.py`) and parts of a vocabulary (`vocabulary.py`);
-   modules that count their heads are corrected (`attributes.py`).
+4. Here: layers become `ColumnLinear` (`columns.py`), `RowLinear` (`rows.py`) and parts of a vocabulary
+   (`vocabulary.py`); modules that count their heads are corrected (`attributes.py`). `meeting.py` is what they send.
 5. `sequence.py`, where asked: what lies between the regions is shared out along the sequence.
-6. `sharding.py`: where each parameter lies now.
+6. `trial.py`: one run of it without numbers, so that what does not fit is seen here.
+7. `sharding.py`: where each parameter lies now.
 """
 
 import inspect
@@ -24,14 +25,16 @@ from shardwise.runtime.split.arguments import Signature
 from shardwise.runtime.split.meta import meta_twin
 from shardwise.runtime.stage import Batch
 from shardwise.runtime.tensor.attributes import correct, take_own_heads
-from shardwise.runtime.tensor.columns import ColumnLinear, ColumnSet, RowLinear
+from shardwise.runtime.tensor.columns import ColumnLinear, ColumnSet
 from shardwise.runtime.tensor.experts import expert_runs, share_experts
 from shardwise.runtime.tensor.labels import Trace, trace
 from shardwise.runtime.tensor.regions import Found, Region, find_regions
+from shardwise.runtime.tensor.rows import RowLinear
 from shardwise.runtime.tensor.sequence import SequenceRegions
 from shardwise.runtime.tensor.sharding import Sharding
 from shardwise.runtime.tensor.shards import Runs, Shards, even_runs
 from shardwise.runtime.tensor.streams import Channels, Streams
+from shardwise.runtime.tensor.trial import try_once
 from shardwise.runtime.tensor.vocabulary import VocabularyHead, share_embedding
 from shardwise.runtime.tensor.wishes import Wishes, read_wishes
 
@@ -43,12 +46,19 @@ def shard(
     *,
     sequence: bool = False,
     example: Batch | None = None,
+    num_chunks: int | None = None,
 ) -> Sharding:
     """Cut a module over the ranks of a group, in place. All of its ranks call this with the same module.
 
     `spec` names layers and what they are to be (see `wishes.py`); without it the model's own plan is followed, or what
-    is found in one run on `example`. `sequence`: norms, dropout and residuals are shared out along the sequence.
+    is found in one run on `example`. `sequence`: norms, dropout and residuals are shared out along the sequence. What a
+    layer sends goes in `num_chunks`, while others of them are computed, or in as many as its size is worth.
     """
+    if num_chunks is not None and num_chunks < 1:
+        raise ShardwiseError(
+            f"tensor_chunks={num_chunks}: what a layer sends is one chunk or more",
+            remedy="tensor_chunks=1, or none, for as many as pay",
+        )
     group = over.group("tp") if isinstance(over, Mesh) else over
     twin = meta_twin(module)
     names = dict.fromkeys(name for name, _ in module.named_parameters(remove_duplicate=False))
@@ -59,7 +69,7 @@ def shard(
     found, seen = find(twin, wishes, group.size, example)
     if wishes.is_users:
         _check_named(wishes, found)
-    cutter = _Cutter(module, group)
+    cutter = _Cutter(module, group, num_chunks)
     for region in found.regions:
         cutter.cut_region(region, seen)
     for name in found.heads:
@@ -73,6 +83,7 @@ def shard(
         regions = SequenceRegions(module, group, seen, by_heads)
         regions.share()
         cutter.mark_partial(regions.partial)
+    try_once(module, *_arguments(module, example))
     return Sharding(
         group=group,
         shards=cutter.shards(),
@@ -156,8 +167,8 @@ def _check_named(wishes: Wishes, found: Found) -> None:
 class _Cutter:
     """Cuts layers of one module, and keeps what became of each parameter."""
 
-    def __init__(self, module: nn.Module, group: Group) -> None:
-        self._module, self._group = module, group
+    def __init__(self, module: nn.Module, group: Group, num_chunks: int | None) -> None:
+        self._module, self._group, self._num_chunks = module, group, num_chunks
         self._names = dict(module.named_parameters(remove_duplicate=False))
         self._made: dict[int, tuple[nn.Parameter, Shards]] = {}
         self._inside: set[int] = set()
@@ -189,7 +200,7 @@ class _Cutter:
             read = seen.layers[name].inputs[0]
             together = next((each for tensor, each in sets if tensor is read), None)
             if together is None:
-                together = ColumnSet(group)
+                together = ColumnSet(group, self._num_chunks)
                 sets.append((read, together))
             weight, bias = self._pieces(layer, dim, runs)
             made = ColumnLinear(weight, bias, together, is_transposed=dim == 1, streams=streams)
@@ -199,7 +210,11 @@ class _Cutter:
             dim = 1 if isinstance(layer, nn.Linear) else 0
             self.cut[name] = f"inputs over {group.size} ranks: {_sizes(runs)}"
             weight = self._piece(_weight(layer), dim, runs)
-            self._put(name, RowLinear(weight, _bias(layer), group, is_transposed=dim == 0, streams=streams))
+            made_of: dict[str, Any] = {"is_transposed": dim == 0, "streams": streams, "num_chunks": self._num_chunks}
+            self._put(name, RowLinear(weight, _bias(layer), group, **made_of))
+        for name, (dim, runs) in region.cut_inside.items():
+            self._piece(self._names[name], dim, runs)
+            self.cut[name] = f"numbers over {group.size} ranks: {_sizes(runs)}"
         self._inside |= {id(self._names[name]) for name in region.inside}
         self._correct(region, seen)
 
@@ -224,7 +239,8 @@ class _Cutter:
         words = _weight(layer).shape[0]
         self._words[id(_weight(layer))] = words
         weight, bias = self._pieces(layer, 0, even_runs(words, self._group.size), pads=True)
-        made = VocabularyHead(weight, bias, ColumnSet(self._group), is_transposed=False, streams=None)
+        together = ColumnSet(self._group, self._num_chunks)
+        made = VocabularyHead(weight, bias, together, is_transposed=False, streams=None)
         made.words = words
         self.cut[name] = f"vocabulary of {words} over {self._group.size} ranks"
         self._put(name, made)

@@ -59,7 +59,9 @@ def read_wishes(module: nn.Module, spec: Mapping[str, str] | None) -> Wishes:
             experts += matching
         elif style in _OF_PLANS:
             layers |= dict.fromkeys(matching, _OF_PLANS[style])
-    return Wishes(kinds=layers, only=bool(layers), experts=tuple(experts))
+    if "row" not in layers.values():  # Some plans name the head alone, and leave the rest open.
+        return Wishes(experts=tuple(experts))
+    return Wishes(kinds=layers, only=True, experts=tuple(experts))
 
 
 def _expand(spec: Mapping[str, str], names: list[str]) -> dict[str, str]:

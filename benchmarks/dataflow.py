@@ -9,6 +9,7 @@
 
     python benchmarks/dataflow.py                       about 4 minutes
     python benchmarks/dataflow.py --operations 2000     under a minute
+    python benchmarks/dataflow.py --only-chain          a few seconds
 """
 
 import argparse
@@ -271,11 +272,14 @@ def rehearsals(num_operations: int) -> dict[str, object]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--operations", type=int, default=100_000)
+    parser.add_argument("--only-chain", action="store_true", help="the chain of kernels, printed and not kept")
     arguments = parser.parse_args()
     results: dict[str, object] = {"device": torch.cuda.get_device_name() if HAS_GPU else "cpu"}
     chained = chain()
     results["chain_of_100"] = chained
     print(json.dumps(results, indent=2), flush=True)
+    if arguments.only_chain:
+        return 0
     parts = {"functions_on_a_cpu_place": functions, "copies_gb_per_second": copies, "flows": flows}
     for name, run in parts.items():
         results[name] = run()
@@ -287,7 +291,8 @@ def main() -> int:
     if not HAS_GPU:
         return 0
     is_right = chained["microseconds_added"] <= MOST_ADDED_MICROSECONDS
-    is_right &= chained["replay_kind"] == "graphs" and chained["replay_ratio_in_a_row"] <= MOST_REPLAY_RATIO
+    is_right &= chained["replay_kind"] == "graphs"
+    is_right &= max(chained["replay_ratio_in_a_row"], chained["replay_ratio_one"]) <= MOST_REPLAY_RATIO
     return 0 if is_right else 1
 
 

@@ -9,14 +9,20 @@ take on the link (measured, pinned, one copy of 2 GiB). Accelerate, if it is the
     python benchmarks/streaming.py train3 fsdp3       Llama-3B trained, its optimizer's state on the host; FSDP2
     python benchmarks/streaming.py train3cores        the same, updated by the host's cores
     python benchmarks/streaming.py train13            a 13B model, which fits neither the GPU nor the host
+    python benchmarks/streaming.py disk               8 layers of Llama-8B that stay on disk, beside plain reads of them
 
 What is measured is laid over what the file of results has of other cases.
 """
 
 import copy
+import os
 import sys
+import tempfile
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any, Literal
@@ -59,9 +65,10 @@ def config_of(name: str) -> LlamaConfig:
     )
 
 
-def make(name: str, device: str) -> LlamaForCausalLM:
+def make(name: str, device: str, num_layers: int | None = None) -> LlamaForCausalLM:
     """A model of random weights on the GPU, or of no weights yet on the CPU: memory that nobody has touched is none."""
     config = config_of(name)
+    config.num_hidden_layers = num_layers or config.num_hidden_layers
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(torch.bfloat16)
     model.to_empty(device=device)
@@ -165,6 +172,71 @@ def forward(name: str, machine: Machine, speed: float, *, on_host: float | None,
         "seconds_to_make": made,
     }
     weights.close()
+    return row
+
+
+def drop_cached(folder: Path) -> None:
+    """Have the files read from the disk the next time, and not from memory."""
+    for path in folder.iterdir():
+        file = os.open(path, os.O_RDONLY)
+        os.fsync(file)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)
+
+
+def plain_reads(folder: Path) -> float:
+    """Seconds that eight threads take to read all files into memory that is there already."""
+    part = 8 * 2**20
+    parts = [(path, start) for path in folder.iterdir() for start in range(0, path.stat().st_size, part)]
+    files = {path: os.open(path, os.O_RDONLY) for path in folder.iterdir()}
+    kept_memory = threading.local()
+
+    def read(path: Path, start: int) -> None:
+        if not hasattr(kept_memory, "memory"):
+            kept_memory.memory = bytearray(part)
+        os.preadv(files[path], [kept_memory.memory], start)
+
+    with ThreadPoolExecutor(8) as threads:
+        start = perf_counter()
+        for each in [threads.submit(read, *each) for each in parts]:
+            each.result()
+        seconds = perf_counter() - start
+    for file in files.values():
+        os.close(file)
+    return seconds
+
+
+def from_disk(machine: Machine, speed: float) -> dict[str, Any]:
+    """Layers that are read in every pass: bytes a second from disk to GPU, beside plain reads of the same files."""
+    model = make("8B", "cpu", 8)
+    fill(model, None)
+    ids = tokens(VOCABULARY, 8, 512)
+    row: dict[str, Any] = {"link_bytes_per_second": speed}
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as name, torch.no_grad():
+        folder = Path(name) / "weights"
+        weights = stream(model, machine, PLACE, blocks=list(model.model.layers), host_bytes=0, folder=folder)
+        assert weights is not None, "all of it fits"
+        row["disk_bytes"] = num_bytes = weights.disk_bytes
+        model(ids)
+        torch.cuda.synchronize()
+        for state in ("cold", "warm"):
+            ours, plain = [], []
+            for _ in range(3):
+                for times, run in (
+                    (plain, lambda: plain_reads(folder)),
+                    (ours, lambda: timed(lambda: model(ids), 1, 0)),
+                ):
+                    if state == "cold":
+                        drop_cached(folder)
+                    times.append(run())
+            row[state] = {
+                "seconds": median(ours),
+                "bytes_per_second": num_bytes / median(ours),
+                "plain_bytes_per_second": num_bytes / median(plain),
+                "of_plain": median(plain) / median(ours),
+                "of_bound": max(median(plain), num_bytes / speed) / median(ours),
+            }
+        weights.close()
     return row
 
 
@@ -315,6 +387,7 @@ def main(names: list[str]) -> int:
             "host": lambda: forward("8B", machine, speed, on_host=1.0, room=None),
             "larger": lambda: forward("32B", machine, speed, on_host=None, room=36 * GIB),
             "seventy": lambda: forward("70B", machine, speed, on_host=None, room=36 * GIB),
+            "disk": lambda: from_disk(machine, speed),
             "same": lambda: same_as_plain(machine),
             "train3": lambda: train("3B", machine, rows=8, length=2048, on_host=1.0, steps=8, recompute=False),
             "train3cores": lambda: train(

@@ -137,3 +137,9 @@ def through_a_returned_pointer(x_ptr, y_ptr, unused_ptr):  # noqa: ARG001
 def made_of_numbers(table_ptr, y_ptr):
     pointer = tl.load(table_ptr).to(tl.pointer_type(tl.float32))
     tl.store(y_ptr, tl.load(pointer))
+
+
+@interpreted
+def through_a_tuple(pointers, n):
+    for offset in range(n):
+        tl.store(pointers[1] + offset, tl.load(pointers[0] + offset))

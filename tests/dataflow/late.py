@@ -122,6 +122,7 @@ class LateGpu:
         self.captures: list[LateGraph] = []
         self.num_captured: list[int] = []  # Pieces of work in each graph.
         self.num_launched = 0  # Kernels launched without having been put.
+        self.num_relaunched = 0  # Graphs likewise.
         self.default = LateStream(self, 0)
         self.pool = [LateStream(self, number + 1) for number in range(_POOL)]
         self.pinned: set[int] = set()
@@ -210,7 +211,8 @@ class LateGpu:
 def play_late(monkeypatch: pytest.MonkeyPatch, seed: int) -> LateGpu:
     """Have one GPU, `cuda:0`, that is always behind."""
     gpu = LateGpu(seed)
-    issue, launch, plain = CudaStream._issue, CudaStream.launch, buffers.device_memory(torch.device("cpu"))
+    issue, launch, relaunch = CudaStream._issue, CudaStream.launch, CudaStream.relaunch
+    plain = buffers.device_memory(torch.device("cpu"))
 
     def issue_late(stream: CudaStream, mark: Mark, run: Run, after: Sequence[Mark]) -> None:
         issue(stream, mark, partial(gpu.enqueue, run), after)
@@ -224,12 +226,17 @@ def play_late(monkeypatch: pytest.MonkeyPatch, seed: int) -> LateGpu:
         gpu.num_launched += 1
         return launch(stream, later, tensors, options, grid, after)
 
+    def relaunch_late(stream: CudaStream, replay: Run, mark: Mark) -> None:
+        gpu.num_relaunched += 1
+        relaunch(stream, partial(gpu.enqueue, replay), mark)
+
     def is_pinned(tensor: Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in gpu.pinned
 
     replaced: list[tuple[Any, str, Any]] = [
         (CudaStream, "_issue", issue_late),
         (CudaStream, "launch", launch_late),
+        (CudaStream, "relaunch", relaunch_late),
         (Tensor, "is_pinned", is_pinned),
         (torch.cuda, "device_count", lambda: 1),
         (torch.cuda, "current_stream", lambda _: gpu.current),

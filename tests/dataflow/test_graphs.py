@@ -1,12 +1,15 @@
 """Programs of graphs, on a GPU that is played: streams are lists of what they were told, graphs are names."""
 
+import sys
 from collections.abc import Sequence
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
+from shardwise.dataflow import cuda
 from shardwise.dataflow.cuda import CudaStream
 from shardwise.dataflow.graphs import Graphs
 from shardwise.dataflow.journal import Work
@@ -44,18 +47,48 @@ def make_steps(log: list[str], told: Sequence[tuple[str, str, Lane, tuple[int, .
     ]
 
 
-def test_one_gpu_is_one_graph_and_a_relaunch_is_one_line(log: list[str]) -> None:
+def test_one_gpu_is_one_graph_and_a_relaunch_is_one_line(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_raw_stream", lambda _: "gpu0")
     told = [("a", "gpu0", Lane.COMPUTE, ()), ("b", "gpu0", Lane.COMPUTE, (0,))]
     with Machine(["cpu:0"]) as machine:
         program = Graphs(make_steps(log, told), machine.mover)
         assert program.is_one
         marks = program.launch([])
         assert marks[0] is marks[1]
-        event = marks[0].event
-        program.relaunch()
+        event: Any = marks[0].event
+        again = program.relaunch(machine.failures, [])
+        assert again is not None
+        assert again.run()
         assert log == ["graph of ab", "a", "b"] * 2
-        assert marks[0].event is not event  # Whoever waits for the program now waits for its last launch.
-        assert marks[0].number == 2
+        # Whoever waits for the program now waits for its last launch.
+        assert (marks[0].number, event.name) == (2, "gpu0.2")
+        machine.mover.num_changes += 1  # Somebody was here.
+        assert not again.run()
+
+
+def test_before_a_graph_is_launched_again_hardly_anything_is_called(log: list[str]) -> None:
+    """What a replay costs beside its graph is what stands before the launch."""
+    with Machine(["cuda:0"]) as machine:
+        x = machine.data(torch.ones(4))
+        program = machine.record(lambda: machine.submit(torch.mul, x, 2.0, into=x, place="cuda:0", name="a"))
+        program.replay()
+        program.replay()
+        called: list[str] = []
+
+        def note(frame: FrameType, event: str, _: object) -> None:
+            if event == "call" and not log:
+                called.append(frame.f_code.co_name)
+
+        del log[:]
+        sys.setprofile(note)
+        try:
+            program.replay()
+        finally:
+            sys.setprofile(None)
+        assert log[0] == "graph of a"
+        assert called[:4] == ["replay", "run", "is_current", "<lambda>"]  # The last is the played GPU's.
+        assert called[4:6] == ["relaunch", "replay"]  # And that is the graph's own.
+        assert x.get().tolist() == [16.0] * 4
 
 
 def test_two_gpus_are_graphs_with_events_and_copies_between_them(log: list[str]) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from shardwise.dataflow.cuda import CudaStream
 from shardwise.dataflow.machine import Machine
 from shardwise.dataflow.rehearsal import Rehearsal
+from shardwise.errors import ShardwiseError
 from tests.dataflow import kernels
 from tests.dataflow.late import play_late
 
@@ -95,8 +96,28 @@ def test_waiting_for_the_machine_is_waiting_for_the_last_replay(monkeypatch: pyt
         program = machine.record(lambda: machine.submit(add_one, x, x, reads=[x], writes=[x], place="cuda:0"))
         for _ in range(3):
             program.replay()
+        assert gpu.num_relaunched == 2
         machine.wait()
         assert not gpu.default.queue
+
+
+def test_a_tensor_that_is_changed_between_two_replays_is_refused_and_may_be_given_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = play_late(monkeypatch, 0)
+    with Machine(["cuda:0"]) as machine:
+        mine = torch.ones(4, dtype=torch.int64)
+        x, y = machine.data(mine, name="x"), machine.empty((4,), torch.int64)
+        program = machine.record(lambda: machine.submit(add_one, x, y, reads=[x], writes=[y], place="cuda:0"))
+        for _ in range(3):
+            program.replay()
+        assert gpu.num_relaunched == 2
+        mine.add_(5)
+        with pytest.raises(ShardwiseError, match="x was changed behind the machine's back"):
+            program.replay()
+        x.set(mine)
+        program.replay()
+        assert y.get().tolist() == [7] * 4
 
 
 def test_a_kernel_whose_data_are_there_is_launched_at_once_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

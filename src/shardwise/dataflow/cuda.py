@@ -97,6 +97,21 @@ class CudaStream:
         mark.event = event
         return mark
 
+    def is_current(self) -> bool:
+        """Whether it is the current stream of its GPU in this thread."""
+        return bool(_raw_stream(self.device_index) == self._raw)
+
+    def relaunch(self, replay: Run, mark: Mark) -> None:
+        """Launch a graph, while this is the current stream, and move its last mark behind it.
+
+        Whoever was told to wait for the mark's event before waits for what was recorded then.
+        """
+        replay()
+        cast(Any, mark.event).record(self.cuda)
+        self._num_put += 1
+        mark.number = self._num_put
+        self.last = mark
+
     def put_captured(self, run: Run, after: Sequence[Mark], blame: Blame) -> Mark:
         """Put into a capture. Whoever captures issues: what a thread issued later would be in no graph, and run."""
         self._num_put += 1

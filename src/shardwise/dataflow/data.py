@@ -9,7 +9,8 @@ A task that writes makes its place's copy the dirty one. A transfer makes a vali
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -93,11 +94,20 @@ class Copy:
 
     def check_unchanged(self, name: str) -> None:
         """Refuse a user's tensor that somebody else has changed since the machine took it."""
-        if self.lent is not None and self.lent._version != self.lent_version:
-            raise ShardwiseError(
-                f"{name} was changed behind the machine's back: its tensor was written in place after it was given",
-                remedy=f"{name}.set(tensor), which the machine sees",
-            )
+        if self.lent is not None:
+            _check_unchanged(name, self.lent, self.lent_version)
+
+    def guard(self, name: str) -> "Callable[[], None] | None":
+        """The same question for a thread to ask when it comes to reading the tensor, if it is a user's."""
+        return None if self.lent is None else partial(_check_unchanged, name, self.lent, self.lent_version)
+
+
+def _check_unchanged(name: str, lent: Tensor, version: int) -> None:
+    if lent._version != version:
+        raise ShardwiseError(
+            f"{name} was changed behind the machine's back: its tensor was written in place after it was given",
+            remedy=f"{name}.set(tensor), which the machine sees",
+        )
 
 
 class Data:

@@ -32,7 +32,7 @@ from shardwise.dataflow.links import GivenLinks, Routes
 from shardwise.dataflow.mistakes import PLAIN, check_call
 from shardwise.dataflow.mover import CHUNK_BYTES, Mover
 from shardwise.dataflow.place import Place, check_names, default_names
-from shardwise.dataflow.streams import Failures, Mark, ThreadStream
+from shardwise.dataflow.streams import Failures, Mark, Run, ThreadStream
 from shardwise.errors import ShardwiseError, unknown
 from shardwise.trace.events import Lane
 
@@ -340,6 +340,11 @@ class Dispatcher:
         """Put a call into its place's stream, and note what has become of the data."""
         stream, index, mover = place.compute, place.index, self.mover
         run = call.bind(index)
+        if place is self.host and mover.tape is None:
+            # Users' tensors lie there, and until a thread comes to this one they are in reach of everybody.
+            copies = [(data.name, data.copies[index]) for data in call.reads]
+            guards = [found for name, copy in copies if copy is not None and (found := copy.guard(name)) is not None]
+            run = _guarded(run, guards) if guards else run
         if call.place == "auto":
             run = self._chooser.measured(call, place, run)
         # The call itself is not kept: data live as long as their user wants, not until a thread has got that far.
@@ -398,6 +403,15 @@ class Dispatcher:
 def _hold(copy: Copy, held: list[Copy]) -> None:
     copy.held += 1
     held.append(copy)
+
+
+def _guarded(run: Run, guards: Sequence[Run]) -> Run:
+    def guarded() -> None:
+        for guard in guards:
+            guard()
+        run()
+
+    return guarded
 
 
 def _assign(target: Tensor, value: Tensor) -> None:

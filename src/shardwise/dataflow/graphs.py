@@ -15,10 +15,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwise.dataflow.cuda import CudaStream, new_stream
+from shardwise.dataflow.data import Copy
 from shardwise.dataflow.mover import Mover, Step
-from shardwise.dataflow.streams import Mark, Stream, latest
+from shardwise.dataflow.streams import Failures, Mark, Run, Stream, latest
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,20 +97,49 @@ class Graphs:
         """Whether the whole program is one graph."""
         return len(self._segments) == 1 and self._segments[0].graph is not None
 
-    def relaunch(self) -> None:
-        """Launch the one graph again, straight behind the last launch, whose mark becomes that of this one.
+    def relaunch(self, failures: Failures, lent: Sequence[Copy]) -> "Relaunch | None":
+        """How to launch the one graph again if nothing happens meanwhile; None if there are several, or it waits."""
+        segment, end = self._segments[0], self._end
+        if not self.is_one or end is None or end.event is None or not isinstance(segment.stream, CudaStream):
+            return None
+        watched = [(copy.lent, copy.lent_version) for copy in lent if copy.lent is not None]
+        return Relaunch(segment.graph.replay, segment.stream, end, self._mover, failures, watched)
 
-        All copies point to that mark, so nothing has to be noted for each: a replay costs what its graph does.
-        """
-        self._mover.num_changes += 1
-        segment = self._segments[0]
-        newer = segment.stream.put(segment.graph.replay, (), _as_it_is)
-        newer.stream.wait_issued(newer)  # It is, unless a thread of the host was before it.
-        assert self._end is not None, "what is launched again was launched before"
-        # Exchanged, not copied: the event of a mark that nobody holds any more is used again.
-        self._end.number = newer.number
-        self._end.event, newer.event = newer.event, self._end.event
-        segment.stream.last = self._end
+
+class Relaunch:
+    """The launch of a graph straight behind the last one, whose mark becomes that of this one.
+
+    All copies point to that mark, so nothing has to be noted for each. What stands before the launch is what a replay
+    costs beside its graph: four questions, none of which is asked of the GPU.
+    """
+
+    __slots__ = ("_end", "_failures", "_mover", "_num_changes", "_replay", "_stream", "_watched")
+
+    def __init__(
+        self,
+        replay: Run,
+        stream: CudaStream,
+        end: Mark,
+        mover: Mover,
+        failures: Failures,
+        watched: Sequence[tuple[Tensor, int]],
+    ) -> None:
+        self._replay, self._stream, self._end = replay, stream, end
+        self._mover, self._failures, self._watched = mover, failures, watched
+        self._num_changes = mover.num_changes
+
+    def run(self) -> bool:
+        """Launch it, if nobody was here since the last time and users' tensors are as they were; else say so."""
+        mover = self._mover
+        if mover.num_changes != self._num_changes or self._failures.first is not None or not self._stream.is_current():
+            return False
+        for tensor, version in self._watched:
+            if tensor._version != version:
+                return False
+        self._stream.relaunch(self._replay, self._end)
+        mover.num_changes += 1
+        self._num_changes = mover.num_changes
+        return True
 
 
 def _captured(segment: Segment, steps: Sequence[Step]) -> Segment:

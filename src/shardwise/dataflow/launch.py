@@ -107,6 +107,8 @@ class Call:
         launch = self.launch
         if launch.is_kernel:
             tensors = [each.copies[place].tensor if type(each) is Data else each for each in self.args]  # type: ignore[union-attr]
+            if tuple in map(type, tensors):
+                tensors = _replaced(tensors, lambda data: data.copies[place].tensor)  # type: ignore[union-attr]
             return launch.bound(tensors, self.options, self.grid)
         return self.bind_with(lambda data: data.copies[place].tensor)  # type: ignore[union-attr]
 
@@ -162,16 +164,17 @@ def _set_found(call: Call, positions: tuple[tuple[int, bool, bool], ...]) -> Non
     for position, is_read, is_written in positions:
         if position >= num_args:
             break
-        data = args[position]
-        if type(data) is not Data:
-            continue
-        if is_read or data.has_value:
-            # A kernel may store to a part only. What is there already has to stay, so it is brought along.
-            reads.append(data)
-            if is_written:
+        given = args[position]
+        alone = type(given) is Data
+        for data in (given,) if alone else _data_in(given) if type(given) is tuple else ():
+            # Of a tuple it is only known what is done with some part: one without a value is not read.
+            if data.has_value or (is_read and alone) or not (alone or is_written):
+                # A kernel may store to a part only. What is there already has to stay, so it is brought along.
+                reads.append(data)
+                if is_written:
+                    writes.append(data)
+            else:
                 writes.append(data)
-        else:
-            writes.append(data)
     call.reads, call.writes = reads, writes
 
 
@@ -197,6 +200,8 @@ def _data_in(value: Any) -> list[Data]:
         return [value]
     if isinstance(value, list | tuple):
         return [data for each in value for data in _data_in(each)]
+    if type(value) is dict:
+        return [data for each in value.values() for data in _data_in(each)]
     return []
 
 
@@ -204,7 +209,10 @@ def _replaced(value: Any, tensor_of: Callable[[Data], Tensor]) -> Any:
     if type(value) is Data:
         return tensor_of(value)
     if isinstance(value, list | tuple):
-        return type(value)(_replaced(each, tensor_of) for each in value)
+        parts = [_replaced(each, tensor_of) for each in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)  # A named tuple takes each.
+    if type(value) is dict:
+        return {name: _replaced(each, tensor_of) for name, each in value.items()}
     return value
 
 

@@ -31,7 +31,8 @@ def _check_kernel(call: Call) -> None:
         raise ShardwiseError(
             f"{call.name} is a Triton kernel and was given no grid", remedy="grid=(triton.cdiv(n, BLOCK),)"
         )
-    for argument in call.args:
+    given = [each for argument in call.args for each in (argument if type(argument) is tuple else (argument,))]
+    for argument in given:
         if type(argument) not in PLAIN and isinstance(argument, Tensor):
             raise ShardwiseError(
                 f"{call.name} is given a tensor of {list(argument.shape)} that the machine does not know",

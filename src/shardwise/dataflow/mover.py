@@ -90,7 +90,8 @@ class Mover:
         if found is not None and found.valid:
             return found
         source = self._nearest(data, target)
-        source.check_unchanged(data.name)
+        for copy in data.valid_copies:  # A user's tensor, which is not always the nearest.
+            copy.check_unchanged(data.name)
         chain = [source]
         source.held += 1
         try:
@@ -157,6 +158,8 @@ class Mover:
     def _transfer(self, data: Data, chain: list[Copy]) -> None:
         """Send a value along a chain of copies, chunk by chunk: while one goes on, the next arrives."""
         pieces = [self._chunks(copy.tensor) for copy in chain]
+        # A replay asks before it begins, and a GPU's stream is told at once.
+        guard = chain[0].guard(data.name) if self.tape is None else None
         marks: list[Mark] = []
         for number in range(len(pieces[0])):
             arrived: list[Mark] = []
@@ -168,7 +171,8 @@ class Mover:
                         after.append(source.writer)
                 ends = (self.places[source.place], self.places[target.place])
                 tensors = (pieces[hop][number], pieces[hop + 1][number])
-                arrived.append(self._put_copy(data.name, ends, tensors, after, is_first=number == 0))
+                asks = guard if hop == 0 else None
+                arrived.append(self._put_copy(data.name, ends, tensors, after, is_first=number == 0, guard=asks))
             marks = arrived
         for mark, (source, target) in zip(marks, pairwise(chain), strict=True):
             target.written(mark)
@@ -182,6 +186,7 @@ class Mover:
         after: Sequence[Mark],
         *,
         is_first: bool,
+        guard: Run | None = None,
     ) -> Mark:
         (source, target), (by, to) = ends, tensors
         stream = _stream_for(source, target)
@@ -197,9 +202,10 @@ class Mover:
         if self.tape is not None:
             work.fits_graph = lane is not Lane.SEND and all(each.is_cuda or each.is_pinned() for each in tensors)
         others = [each for each in after if each.stream is not stream or self.tape is not None]
-        return self.put(
-            stream, _copying(to, by, ends), others, partial(blame_copy, name, source.name, target.name), work
-        )
+        run: Run = _copying(to, by, ends)
+        if guard is not None:
+            run = partial(_ask_and_copy, guard, run)
+        return self.put(stream, run, others, partial(blame_copy, name, source.name, target.name), work)
 
     def _chunks(self, tensor: Tensor) -> list[Tensor]:
         """A tensor's numbers in the order in which they lie, in pieces."""
@@ -259,6 +265,11 @@ def _lane(source: Place, target: Place) -> Lane:
     if target.is_device or source.kind is Kind.DISK:
         return Lane.RELOAD
     return Lane.OFFLOAD
+
+
+def _ask_and_copy(guard: Run, copy: Run) -> None:
+    guard()
+    copy()
 
 
 def _copying(to: Tensor, by: Tensor, ends: tuple[Place, Place]) -> Callable[[], object]:

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from shardwise.dataflow.data import Copy, Data
 from shardwise.dataflow.dispatch import Dispatcher
-from shardwise.dataflow.graphs import Graphs
+from shardwise.dataflow.graphs import Graphs, Relaunch
 from shardwise.dataflow.launch import Call
 from shardwise.dataflow.mover import Mover, Step, UnfixedError
 from shardwise.dataflow.streams import Mark, Stream, latest
@@ -52,7 +52,7 @@ class Program:
         self._written = [data for data in self._data if any(data in call.writes for call in calls)]
         self._fixed = _fix(machine, calls, self._data)
         self._graphs: Graphs | None = None
-        self._num_changes = -1  # Of the machine, when the last replay had begun.
+        self._relaunch: Relaunch | None = None  # How to replay it if nothing has happened meanwhile.
         self.kind = "tasks" if self._fixed is None else "list"
         #: Why it is not graphs on a GPU, if it is not.
         self.problem: Exception | None = None
@@ -69,29 +69,19 @@ class Program:
 
     def replay(self) -> None:
         """Run all tasks again. The host waits for nothing."""
-        machine, fixed = self._machine, self._fixed
-        if machine.failures.first is not None:
-            raise machine.failures.first
-        if fixed is None:
-            self._dispatch()
-        else:
-            for copy in fixed.lent:
-                copy.check_unchanged("a tensor of the program")
-            if self._graphs is not None and self._graphs.is_one and machine.mover.num_changes == self._num_changes:
-                self._graphs.relaunch()  # Nobody was here since the last replay: all is as it left it.
-            else:
-                self._replay(fixed)
-            self._num_changes = machine.mover.num_changes
-            machine.mover.num_transfers += fixed.num_transfers
+        if self._relaunch is None or not self._relaunch.run():
+            self._replay()
+        if self._fixed is not None:
+            self._machine.mover.num_transfers += self._fixed.num_transfers
         for data in self._written_lent:
-            machine.loans.changed[data.number] = data
+            self._machine.loans.changed[data.number] = data
 
     def close(self) -> None:
         """Let the buffers go."""
         if self._fixed is not None:
             for left in self._fixed.left:
                 left.copy.held -= 1
-        self._fixed, self._graphs, self.kind = None, None, "tasks"
+        self._fixed, self._graphs, self._relaunch, self.kind = None, None, None, "tasks"
 
     @cached_property
     def _written_lent(self) -> list[Data]:
@@ -118,7 +108,24 @@ class Program:
             machine.position = (position, len(self._calls))
             machine.issue(call)
 
-    def _replay(self, fixed: _Fixed) -> None:
+    def _replay(self) -> None:
+        """With everything looked at: what others have done since the last time is taken in."""
+        machine, fixed = self._machine, self._fixed
+        if machine.failures.first is not None:
+            raise machine.failures.first
+        if fixed is None:
+            self._dispatch()
+            return
+        for copy in fixed.lent:
+            data = copy.owner()
+            assert data is not None, "a program keeps its data"
+            copy.check_unchanged(data.name)
+        self._put(fixed)
+        if self._graphs is not None:
+            self._relaunch = self._graphs.relaunch(machine.failures, fixed.lent)
+
+    def _put(self, fixed: _Fixed) -> None:
+        """Bring what is missing, put the steps, and leave copies as the steps do."""
         mover = self._machine.mover
         for copy in fixed.needs:
             data = copy.owner()

@@ -1,12 +1,16 @@
 """Real devices: weights, gradients and states of optimizers lie where they should, and the numbers are the same."""
 
 import copy
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import AdamW
 
 import shardwise as sw
+from tests.runtime.families import make_batch, make_family
 from tests.runtime.nets import UNet
 from tests.runtime.pieces import Net
 
@@ -17,8 +21,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 def test_a_gpu_and_the_cpu_train_as_one_device_would(num_microbatches: int) -> None:
     ids = torch.randint(0, 11, (8, 5))
     plain = Net(num_blocks=4)
+    speeds = {"cuda:0": 1.0, "cpu": 1.0}
     placed = sw.place(
-        copy.deepcopy(plain), ["cuda:0", "cpu"], microbatches=num_microbatches, speeds={"cuda:0": 1.0, "cpu": 1.0}
+        copy.deepcopy(plain), ["cuda:0", "cpu"], microbatches=num_microbatches, speeds=speeds, host="compute"
     )
     optimizer = AdamW(placed.parameters())
     output = placed(ids)
@@ -36,6 +41,53 @@ def test_a_gpu_and_the_cpu_train_as_one_device_would(num_microbatches: int) -> N
 
 def test_skips_meet_across_devices() -> None:
     plain = UNet()
-    placed = sw.place(copy.deepcopy(plain), ["cuda:0", "cpu"], speeds={"cuda:0": 1.0, "cpu": 1.0})
+    speeds = {"cuda:0": 1.0, "cpu": 1.0}
+    placed = sw.place(copy.deepcopy(plain), ["cuda:0", "cpu"], speeds=speeds, host="compute")
     image, moment = torch.randn(4, 3, 16, 16), torch.rand(4)
     torch.testing.assert_close(placed(image, moment)["noise"], plain(image, moment)["noise"], rtol=1e-3, atol=1e-4)
+
+
+def weight_bytes(module: nn.Module) -> int:
+    return sum(each.numel() * each.element_size() for each in module.parameters())
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_model_that_has_no_room_on_the_gpu_is_trained_there(recomputes: bool) -> None:
+    plain: Any = make_family("llama").train().cuda()
+    if recomputes:
+        plain.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    module = copy.deepcopy(plain).cpu()
+    budget = {"cuda:0": int(0.75 * 4 * weight_bytes(module))}
+    placed = sw.place(module, ["cuda:0", "cpu"], budget=budget)
+    assert {each.device.type for each in placed.parameters()} == {"cpu", "cuda"}
+    batch = {name: each.cuda() for name, each in make_batch("llama", num_sequences=2).items()}
+    losses = []
+    for net in (plain, placed):
+        optimizer = AdamW(net.parameters(), lr=0.01)
+        for _ in range(4):
+            for _ in range(2):
+                loss = net(**batch, labels=batch["input_ids"]).loss
+                assert loss.is_cuda
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        net(**batch, labels=batch["input_ids"]).loss.backward()
+        losses.append(loss.item())
+        assert all(optimizer.state[each]["exp_avg"].device == each.device for each in net.parameters())
+        assert all(each.grad is not None and each.grad.device == each.device for each in net.parameters())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    for (name, one), (_, other) in zip(plain.named_parameters(), placed.named_parameters(), strict=True):
+        torch.testing.assert_close(other.cuda(), one, rtol=1e-2, atol=1e-3, msg=name)
+
+
+def test_a_model_that_has_no_room_on_the_host_either_is_read_from_disk(tmp_path: Path) -> None:
+    plain: Any = make_family("llama").eval()
+    module = copy.deepcopy(plain)
+    # Of four layers three may be on their way.
+    budget = {"cuda:0": int(0.85 * weight_bytes(module)), "cpu": 1000}
+    placed = sw.place(module, ["cuda:0", "cpu"], budget=budget, folder=tmp_path)
+    batch = make_batch("llama", num_sequences=2)
+    with torch.no_grad():
+        expected = plain.cuda()(**{name: each.cuda() for name, each in batch.items()}).logits.cpu()
+        for _ in range(3):
+            torch.testing.assert_close(placed(**batch).logits, expected, rtol=1e-4, atol=1e-5)

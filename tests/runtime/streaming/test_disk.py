@@ -69,8 +69,14 @@ def test_weights_of_another_precision_are_read_as_those_of_the_module(machine: M
     weights = streamed(machine, net, tmp_path, 0)
     x = torch.randn(2, 4)
     assert torch.equal(net(x), plain(x))
+    state = net.state_dict()  # As it is in the files.
+    assert state["blocks.0.up.weight"].dtype is torch.bfloat16
+    assert all(
+        torch.equal(state[name].float(), each) for name, each in plain.blocks.state_dict(prefix="blocks.").items()
+    )
     weights.close()
     assert torch.equal(net(x), plain(x))
+    assert {each.dtype for each in net.parameters()} == {torch.float32}
 
 
 def test_a_file_that_is_cut_short_after_a_pass_is_an_error_and_no_rubbish(machine: Machine, tmp_path: Path) -> None:

@@ -1,12 +1,13 @@
 """Weights that live on the host: the same numbers as without, the bytes that move, and the room that it takes."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shardwise.dataflow.machine import Machine
 from shardwise.errors import ShardwiseError
@@ -196,4 +197,70 @@ def test_a_weight_that_a_block_on_the_device_shares_with_one_on_the_host_stays(m
     assert id(second.up.bias) in away
     x = torch.randn(5, 4)
     assert torch.equal(net(x), plain(x))
+    weights.close()
+
+
+class Recomputed(Net):
+    """Keeps nothing of its blocks for the backward."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+        out: Tensor = self.last(x)
+        return out
+
+
+@pytest.mark.parametrize("make", [Net, lambda: Recomputed(use_reentrant=False), lambda: Recomputed(use_reentrant=True)])
+def test_a_step_brings_each_block_twice_but_for_the_last_and_takes_each_gradient_once(
+    machine: Machine, make: Callable[[], Net]
+) -> None:
+    """Blocks of the end of the forward are still there for the beginning of the backward."""
+    net = make()
+    plain = copy.deepcopy(net)
+    weights = StreamedWeights(list(net.blocks), machine, "cpu:0", wraps=False)
+    block_bytes = weights.host_bytes // 8
+    gradient_bytes = sum(each.numel() * each.element_size() for each in net.blocks.parameters())
+    for _ in range(2):
+        before = sum(machine.mover.moved_bytes.values())
+        x = torch.randn(5, 4)
+        for each in (net, plain):
+            each.zero_grad()
+            each(x).square().sum().backward()
+        assert sum(machine.mover.moved_bytes.values()) - before == (8 + 8 - 3) * block_bytes + gradient_bytes
+        assert not any(block.is_here for block in weights._blocks)
+        with torch.no_grad():
+            for each in (net, plain):
+                for parameter in each.parameters():
+                    assert parameter.grad is not None
+                    parameter.data.sub_(0.01 * parameter.grad)  # As optimizers do that torch does not see.
+    assert all(torch.equal(one, other) for one, other in zip(net.parameters(), plain.parameters(), strict=True))
+    weights.close()
+
+
+def test_after_a_backward_that_failed_the_next_one_is_right(machine: Machine) -> None:
+    net = Net()
+    plain = copy.deepcopy(net)
+    weights = streamed(machine, net)
+
+    def fail(_: Tensor) -> None:
+        raise ValueError("no gradient here")
+
+    def spoil(_: nn.Module, __: object, output: Tensor) -> None:
+        output.register_hook(fail)  # type: ignore[no-untyped-call]
+
+    hook = net.blocks[3].register_forward_hook(spoil)
+    with pytest.raises(ValueError, match="no gradient here"):
+        net(torch.randn(5, 4)).sum().backward()
+    hook.remove()
+    net.zero_grad()
+    x = torch.randn(5, 4)
+    for each in (net, plain):
+        each(x).sum().backward()
+    for (name, one), (_, other) in zip(net.named_parameters(), plain.named_parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad), name  # type: ignore[arg-type]
     weights.close()

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import ShardwiseError
+from shardwise.runtime.streaming.outputs import open_dataclasses
 
 
 class _How(Enum):
@@ -34,6 +35,7 @@ class Joint:
 
     def __init__(self, outputs: Sequence[Any], rows: Sequence[int]) -> None:
         self._rows = rows
+        open_dataclasses(outputs[0])
         flat = [pytree.tree_flatten(each) for each in outputs]
         self._leaves, self._tree = flat[0]
         for number, (leaves, tree) in enumerate(flat):

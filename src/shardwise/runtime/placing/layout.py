@@ -10,6 +10,10 @@ from shardwise.units import format_bytes
 _NEVER = float("inf")
 
 
+class NoRoomError(ShardwiseError):
+    """What is to be placed has no room where it was to go. There may be another way."""
+
+
 def lay_out(
     loads: Sequence[Load],
     places: Sequence[Place],
@@ -64,16 +68,14 @@ def fits(
     )
 
 
-def no_room(
-    loads: Sequence[Load], places: Sequence[Place], ranks: Sequence[int], *, num_in_flight: int
-) -> ShardwiseError:
+def no_room(loads: Sequence[Load], places: Sequence[Place], ranks: Sequence[int], *, num_in_flight: int) -> NoRoomError:
     """What is needed, and what there is, place by place."""
     needed = total_bytes(loads, num_in_flight)
     activations = num_in_flight * sum(load.kept_bytes for load in loads)
     largest = max(loads, key=lambda load: total_bytes([load], num_in_flight))
     there = ", ".join(f"{place.name} has room for {format_bytes(place.room_bytes)}" for place in places)
     with_chunks = len(ranks) > len(places)
-    return ShardwiseError(
+    return NoRoomError(
         f"no room: the module needs {format_bytes(needed)} ({format_bytes(activations)} of it activations of"
         f" {num_in_flight} microbatches; the largest unit, {largest.unit}, needs"
         f" {format_bytes(total_bytes([largest], num_in_flight))}); {there}",

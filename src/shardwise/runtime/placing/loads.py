@@ -1,7 +1,7 @@
 """What each unit of a module asks of its place: bytes for its weights and all that training adds, and time."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.runtime.split.arguments import Signature
-from shardwise.runtime.split.choose import Wishes, costs_of
+from shardwise.runtime.split.choose import Wishes, choose, costs_of
 from shardwise.runtime.split.flow import Flow
+from shardwise.runtime.split.parts import inseparable_calls
 from shardwise.runtime.split.units import find_units
 from shardwise.runtime.stage import Batch
 
@@ -41,6 +42,43 @@ def trains(module: nn.Module) -> bool:
     return module.training and any(each.requires_grad for each in module.parameters())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loads:
+    """Everything that a module asks of its places: units, their calls in order, and calls between which is no cut."""
+
+    units: Mapping[str, nn.Module]
+    calls: list[Load]
+    inseparable: list[tuple[int, int]]
+    #: Whether costs are those of a batch, and activations counted.
+    are_measured: bool
+
+    def by_unit(self, module: nn.Module, *, moments: int) -> list[Load]:
+        """One load for each unit, however often it is called; at the end those that are never called."""
+        found: dict[str, Load] = {}
+        for load in self.calls:
+            known = found.get(load.unit)
+            found[load.unit] = load if known is None else _sum_of(known, load)
+        sizes, first_names = state_bytes(module, moments=moments), _first_names(module)
+        for name, unit in self.units.items():
+            states = {key: sizes[key] for key in _names_in(unit, first_names)}
+            found.setdefault(name, Load(unit=name, cost=0.0, states=states, kept_bytes=0))
+        return list(found.values())
+
+
+def find_loads(module: nn.Module, example: Batch | None, *, moments: int) -> Loads:
+    """What the module asks for, measured on an example if there is one."""
+    if example is None:
+        calls = loads_without_example(module, moments=moments)
+        return Loads(units=find_units(module), calls=calls, inseparable=[], are_measured=False)
+    units, flow, _ = choose(module, example, Wishes(num_stages=1))
+    return Loads(
+        units=units,
+        calls=loads_of(module, units, flow, example, moments=moments),
+        inseparable=inseparable_calls(flow),
+        are_measured=True,
+    )
+
+
 def loads_without_example(module: nn.Module, *, moments: int) -> list[Load]:
     """The units in the order of the module, each as costly as its weights are large. Activations are not known."""
     sizes, first_names = state_bytes(module, moments=moments), _first_names(module)
@@ -60,7 +98,7 @@ def loads_of(
 ) -> list[Load]:
     """The calls of units on the example, with what was measured there."""
     sizes, first_names = state_bytes(module, moments=moments), _first_names(module)
-    nothing = Wishes(num_stages=1, cut=None, costs=None, speeds=None, limit_bytes=None)
+    nothing = Wishes(num_stages=1)
     kept = _kept_bytes(module, units, example) if trains(module) else _returned_bytes(flow)
     return [
         Load(
@@ -71,6 +109,15 @@ def loads_of(
         )
         for number, (call, cost) in enumerate(zip(flow.calls, costs_of(flow, nothing), strict=True))
     ]
+
+
+def _sum_of(one: Load, other: Load) -> Load:
+    return replace(
+        one,
+        cost=one.cost + other.cost,
+        states={**one.states, **other.states},
+        kept_bytes=one.kept_bytes + other.kept_bytes,
+    )
 
 
 def _size(tensor: Tensor) -> int:

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from shardwise.runtime.split.outline import leaves_of
+from shardwise.runtime.streaming.gradients import give
 
 
 def moved(given: Any, device: torch.device) -> Any:
@@ -71,8 +72,8 @@ def lend(parameters: Sequence[nn.Parameter], device: torch.device) -> dict[Tenso
 
 def give_back(lent: Mapping[Tensor, Tensor]) -> None:
     """Add the gradients of what was lent to their owners'."""
-    for owner, each in lent.items():
-        if each.grad is not None:
-            gradient = each.grad.to(owner.device)
-            owner.grad = gradient if owner.grad is None else owner.grad + gradient
-            each.grad = None
+    with torch.no_grad():
+        for owner, each in lent.items():
+            if each.grad is not None:
+                give(owner, each.grad.to(owner.device))
+                each.grad = None

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from shardwise.runtime.placing.meeting import Meeting, moved
 from shardwise.runtime.split.outline import leaves_of
+from shardwise.runtime.streaming.outputs import open_dataclasses
 
 
 def settle(module: nn.Module, where: Mapping[str, torch.device]) -> None:
     """Move every parameter and buffer, by its first name, to its device. They stay the same objects to an optimizer."""
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():  # What moves in an inference may be trained later.
         for name, parameter in module.named_parameters():
             if parameter.device != where[name]:
                 parameter.data = parameter.data.to(where[name])
@@ -66,6 +67,7 @@ class Mover:
             return output
         self._now.meeting = None
         meeting.__exit__(None, None, None)
+        open_dataclasses(output)
         return output if self._now.home is None else moved(output, self._now.home)
 
 

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.runtime.batch import length_of
 from shardwise.runtime.interpreter import Interpreter
 from shardwise.runtime.placing.chance import Chances
 from shardwise.runtime.placing.joining import Joint
 from shardwise.runtime.placing.meeting import Meeting, give_back, lend, moved
 from shardwise.runtime.placing.places import Place
+from shardwise.runtime.placing.rows import rows_of
 from shardwise.runtime.placing.threads import Mail, Surroundings, run_together
 from shardwise.runtime.stage import Batch, Split, Stage, Values
 from shardwise.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind
@@ -75,7 +75,7 @@ class Passage:
         chances: Chances | None,
     ) -> None:
         self.schedule, self.places = schedule, places
-        self._rows = [length_of(each) for each in microbatches]
+        self._rows = [rows_of(each) for each in microbatches]
         self._num_threads = num_threads
         self._lent = _lend_ties(schedule, split, places)
         several = len({place.device for place in places}) > 1

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shardwise.errors import ShardwiseError
-from shardwise.runtime.batch import cut_batch, home_of, length_of
 from shardwise.runtime.pipeline import complete, forward_only
 from shardwise.runtime.placing.chance import Chances
 from shardwise.runtime.placing.joining import Joint
 from shardwise.runtime.placing.passage import Passage
 from shardwise.runtime.placing.places import Place
+from shardwise.runtime.placing.rows import cut_rows, home_of, inputs_with_gradient, rows_of
 from shardwise.runtime.stage import Batch, Split
 from shardwise.schedule.schedule import Schedule
 
@@ -48,10 +48,10 @@ class Pipeline:
 
     def run(self, batch: Batch) -> Any:
         """What the module returns for a batch; its backward goes through the places too."""
-        given = [name for name, each in batch.items() if isinstance(each, Tensor) and each.requires_grad]
+        given = inputs_with_gradient(batch) if torch.is_grad_enabled() else []
         trained = any(each.requires_grad for each in self._module.parameters())
         trains = torch.is_grad_enabled() and (trained or bool(given))
-        microbatches = _cut(batch, min(self._most, length_of(batch)), given if trains else [])
+        microbatches = _cut(batch, min(self._most, rows_of(batch)), given if trains else [])
         schedule, forwards = self._schedule(len(microbatches))
         flight = _Flight(microbatches, {name: batch[name] for name in given if trains}, home_of(batch))
         modes = self._modes()
@@ -157,7 +157,7 @@ def _cut(batch: Batch, count: int, wanted: Sequence[str]) -> list[Batch]:
     """The microbatches. Of entries that want a gradient each has a leaf of its own."""
     return [
         {name: each.detach().requires_grad_() if name in wanted else each for name, each in microbatch.items()}
-        for microbatch in cut_batch(batch, count, pad=True)
+        for microbatch in cut_rows(batch, count)
     ]
 
 

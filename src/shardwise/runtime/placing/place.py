@@ -1,16 +1,21 @@
 """`place`: a module, and the devices that it is to lie on."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
 
 from torch import nn
 
-from shardwise.errors import ShardwiseError
-from shardwise.runtime.placing.host import find_streams
+from shardwise.errors import ShardwiseError, unknown
+from shardwise.runtime.placing.host import divide
 from shardwise.runtime.placing.layout import no_room
-from shardwise.runtime.placing.loads import loads_without_example, state_bytes
+from shardwise.runtime.placing.loads import loads_without_example, state_bytes, trains
 from shardwise.runtime.placing.placed import Placed, Wish
 from shardwise.runtime.placing.places import find_places
 from shardwise.runtime.stage import Batch
+
+#: What the host beside GPUs is for.
+HOSTS = ("auto", "stream", "compute")
 
 
 def place(
@@ -25,6 +30,8 @@ def place(
     speeds: Mapping[str, float] | None = None,
     moments: int = 2,
     through_blocks: bool = False,
+    host: Literal["auto", "stream", "compute"] = "auto",
+    folder: Path | str | None = None,
 ) -> Placed:
     """Return a module like the one given, over several devices of this process.
 
@@ -37,7 +44,13 @@ def place(
     `speeds={"cuda:0": 2.0}`. In training mode gradients count too, the optimizer's `moments` (2 for Adam, 1 for SGD
     with momentum) and activations, as measured on `example`, a batch by the names of forward's arguments. Without one,
     pipelines are laid out at the first forward, from its batch. `through_blocks` is that of `parallelize`.
+
+    With `"cpu"` beside GPUs, what these have no room for lives on the host: its weights come to them ahead of their use
+    (`host="stream"`), or the host computes it (`"compute"`), or whichever takes less time (`"auto"`). What is not
+    trained and has no room on the host either stays in the safetensors of `folder`.
     """
+    if host not in HOSTS:
+        raise unknown("host", host, HOSTS)
     if microbatches < 1:
         raise ShardwiseError(f"microbatches={microbatches}: a batch has at least one", remedy="microbatches=1")
     if any(each.is_meta for each in module.parameters()):
@@ -48,7 +61,9 @@ def place(
     sizes = state_bytes(module, moments=moments)
     held = sum(each.numel() * each.element_size() for each in module.parameters() if each.device.type == "cpu")
     places = find_places(devices, budget=budget, speeds=speeds, held_bytes=held)
-    if sum(sizes.values()) > sum(each.room_bytes for each in places):
+    computing, memory = divide(places, host)
+    may_stay_on_disk = bool(memory) and not trains(module)
+    if sum(sizes.values()) > sum(each.room_bytes for each in places) and not may_stay_on_disk:
         loads = loads_without_example(module, moments=moments)
         raise no_room(loads, places, range(len(places)), num_in_flight=1)
     wish = Wish(
@@ -57,8 +72,10 @@ def place(
         chunks=chunks,
         moments=moments,
         through_blocks=through_blocks,
+        host=host,
+        folder=folder,
     )
     placed = Placed(module, places, wish)
-    if example is not None or microbatches == 1 or find_streams(module, places) is not None:
+    if example is not None or microbatches == 1 or (memory and len(computing) == 1):
         placed.lay_out(example)
     return placed

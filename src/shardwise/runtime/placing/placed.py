@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,19 +11,19 @@ from torch import nn
 
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
-from shardwise.runtime.batch import cut_batch, home_of, length_of
 from shardwise.runtime.pipeline import schedule_of
-from shardwise.runtime.placing.host import HostWeights, find_streams
-from shardwise.runtime.placing.layout import fits, lay_out
-from shardwise.runtime.placing.loads import Load, loads_of, loads_without_example
+from shardwise.runtime.placing.deciding import Decision, decide
+from shardwise.runtime.placing.host import HostWeights, Unit, divide, lay_out_streams
+from shardwise.runtime.placing.layout import NoRoomError, fits, lay_out
+from shardwise.runtime.placing.loads import Load, find_loads, loads_of, trains
 from shardwise.runtime.placing.meeting import moved
 from shardwise.runtime.placing.moving import Mover, settle
 from shardwise.runtime.placing.pipeline import Pipeline
 from shardwise.runtime.placing.places import Place
+from shardwise.runtime.placing.rows import cut_rows, home_of, rows_of
 from shardwise.runtime.split import split
 from shardwise.runtime.split.choose import Chosen, Wishes, choose
 from shardwise.runtime.split.parts import inseparable_calls
-from shardwise.runtime.split.units import find_units
 from shardwise.runtime.stage import Batch, Split
 from shardwise.schedule.schedule import Schedule
 
@@ -36,6 +37,8 @@ class Wish:
     chunks: int | None
     moments: int
     through_blocks: bool
+    host: str = "auto"
+    folder: Path | str | None = None
 
     def make_schedule(self, num_places: int, count: int) -> Schedule:
         """The schedule for so many microbatches, computation only."""
@@ -60,39 +63,35 @@ class Placed(nn.Module):
         self._signature = inspect.signature(module.forward)
         #: Where parameters and buffers are, by name, once that is decided.
         self.where: dict[str, Place] = {}
+        #: Why the host is used as it is, where it had to be.
+        self.reason = ""
         self._mover: Mover | None = None
         self._host: HostWeights | None = None
         self._pipeline: Pipeline | None = None
+        self._is_by_layers = False  # Whatever the number of microbatches.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns. With several microbatches it is computed on all places at once."""
         module: nn.Module = self.__dict__["_placed"]
-        if self._wish.microbatches == 1 or self._host is not None or _has_cache(kwargs):
+        if self._wish.microbatches == 1 or self._is_by_layers or _has_cache(kwargs):
             if not self.where:
                 self.lay_out(None)
             return module(*args, **kwargs)
         batch = self._batch(args, kwargs)
         if self._pipeline is None:
             self.lay_out(batch)
-        assert self._pipeline is not None, "a batch was given, so there is a pipeline"
-        return self._pipeline.run(batch)
+        return module(*args, **kwargs) if self._pipeline is None else self._pipeline.run(batch)
 
     def lay_out(self, example: Batch | None) -> None:
         """Decide where everything goes, from a batch if there is one, and bring it there."""
-        module: nn.Module = self.__dict__["_placed"]
-        streams = find_streams(module, self.places)
-        if streams is not None:
-            device, host = streams
-            self._host = HostWeights(module, device, host)
-            self.where = self._host.where
-            self._install_mover(module, dict.fromkeys(find_units(module), device.device))
-            return
-        if example is not None and self._wish.microbatches > 1:
-            where = self._lay_out_stages(module, example)
-        else:
-            where = self._lay_out_units(module, example)
-        self.where = {name: where.get(name, self.places[0]) for name in _names(module)}
-        settle(module, {name: place.device for name, place in self.where.items()})
+        devices, memory = divide(self.places, self._wish.host)
+        try:
+            # One device beside the host goes layer by layer: there is nobody else to be kept busy.
+            self._lay_out_on(devices, example, is_alone=bool(memory) and len(devices) == 1)
+        except NoRoomError:
+            if not memory:
+                raise
+            self._lay_out_beside(devices, memory, example)
 
     def train(self, mode: bool = True) -> "Placed":
         self.__dict__["_placed"].train(mode)
@@ -100,18 +99,17 @@ class Placed(nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        state = self.__dict__["_placed"].state_dict(*args, **kwargs)
-        return state if self._host is None else self._host.state(state)
+        return self.__dict__["_placed"].state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if self._host is not None:
-            self._host.refuse("load_state_dict(...)")
+        if self._host is not None and (kwargs.get("assign") or args[1:] == (True,)):
+            self._host.refuse("load_state_dict(..., assign=True)", "load_state_dict(...), which copies")
         return self.__dict__["_placed"].load_state_dict(state_dict, *args, **kwargs)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Placed":
         """Types may be changed (`half()`); where things are is decided here, so they go back there."""
         if self._host is not None:
-            self._host.refuse("to(...)")
+            self._host.refuse("to(...)", "to(...) before sw.place(...)")
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.where and self._host is None:
             settle(self.__dict__["_placed"], {name: place.device for name, place in self.where.items()})
@@ -149,19 +147,49 @@ class Placed(nn.Module):
                 given[name] = value
         return given
 
-    def _lay_out_units(self, module: nn.Module, example: Batch | None) -> dict[str, Place]:
-        """Layer by layer: runs of units, and those that share a weight on one place."""
-        moments, places = self._wish.moments, self.places
-        if example is None:
-            loads = loads_without_example(module, moments=moments)
-            pairs: list[tuple[int, int]] = []
+    def _lay_out_on(self, places: Sequence[Place], example: Batch | None, *, is_alone: bool) -> None:
+        """Put everything on some of the places, each of which computes what it has."""
+        module: nn.Module = self.__dict__["_placed"]
+        if example is not None and self._wish.microbatches > 1 and not is_alone:
+            where = self._lay_out_stages(module, places, example)
         else:
-            units, flow, _ = choose(module, _at_home(example, module), _wishes([1.0]))
-            loads, pairs = (
-                loads_of(module, units, flow, _at_home(example, module), moments=moments),
-                inseparable_calls(flow),
-            )
-        stages = lay_out(loads, places, range(min(len(places), len(loads))), num_in_flight=1, inseparable=pairs)
+            where = self._lay_out_units(module, places, example)
+        self._is_by_layers = is_alone
+        self.where = {name: where.get(name, places[0]) for name in _names(module)}
+        settle(module, {name: place.device for name, place in self.where.items()})
+
+    def _lay_out_beside(self, devices: Sequence[Place], memory: Sequence[Place], example: Batch | None) -> None:
+        """Not everything fits on the devices: the rest is streamed to them, or computed by the host."""
+        module, wish = self.__dict__["_placed"], self._wish
+        example = None if example is None else _at_home(example, module)
+        loads = find_loads(module, example, moments=wish.moments)
+        units: list[Unit] = []
+        try:
+            units = lay_out_streams(module, loads, devices, memory, moments=wish.moments)
+            decision = Decision(streams=True, reason="streamed, as was asked for")
+            if wish.host == "auto":
+                several = wish.microbatches > 1
+                decision = decide(loads, units, self.places, trains=trains(module), is_pipelined=several)
+        except NoRoomError as error:
+            if wish.host == "stream":
+                raise
+            # Activations stay where they are computed. A host that computes holds those of its own units.
+            decision = Decision(streams=False, reason=f"not streamed: {error.problem}")
+        self.reason = decision.reason
+        if not decision.streams:
+            self._lay_out_on(self.places, example, is_alone=False)
+            return
+        self._host = HostWeights(module, units, memory, wish.folder)
+        self._is_by_layers = True
+        self.where = self._host.where
+        self._install_mover(module, self._host.devices)
+
+    def _lay_out_units(self, module: nn.Module, places: Sequence[Place], example: Batch | None) -> dict[str, Place]:
+        """Layer by layer: runs of units, and those that share a weight on one place."""
+        found = find_loads(module, None if example is None else _at_home(example, module), moments=self._wish.moments)
+        loads = found.calls
+        ranks = range(min(len(places), len(loads)))
+        stages = lay_out(loads, places, ranks, num_in_flight=1, inseparable=found.inseparable)
         where: dict[str, Place] = {}
         on: dict[str, torch.device] = {}
         for place, calls in zip(places, stages, strict=False):
@@ -172,10 +200,10 @@ class Placed(nn.Module):
         self._install_mover(module, on)
         return where
 
-    def _lay_out_stages(self, module: nn.Module, batch: Batch) -> dict[str, Place]:
+    def _lay_out_stages(self, module: nn.Module, places: Sequence[Place], batch: Batch) -> dict[str, Place]:
         """In a pipeline: the stages of the schedule, cut where they are even, or where there is room."""
-        wish, places = self._wish, self.places
-        microbatches = cut_batch(batch, min(wish.microbatches, length_of(batch)), pad=True)
+        wish = self._wish
+        microbatches = cut_rows(batch, min(wish.microbatches, rows_of(batch)))
         example = _at_home(microbatches[0], module)
         schedule = wish.make_schedule(len(places), wish.microbatches)
         ranks = schedule.placement.ranks

@@ -120,17 +120,17 @@ def _speeds(where: Mapping[str, torch.device]) -> dict[str, float]:
     }
     if len(set(kinds.values())) == 1:
         return dict.fromkeys(where, 1.0)
-    of_kind = {kind: _matmul_speed(where[name]) for name, kind in kinds.items()}
+    of_kind = {kind: matmul_flops(where[name]) for name, kind in kinds.items()}
     first = of_kind[next(iter(kinds.values()))]
     return {name: of_kind[kind] / first for name, kind in kinds.items()}
 
 
-def _matmul_speed(device: torch.device) -> float:
-    """Matmuls a second, the best of a few."""
+def matmul_flops(device: torch.device) -> float:
+    """FLOPs a second in a matmul, the best of a few."""
     tried = torch.ones(_TRIED_SIZE, _TRIED_SIZE, device=device)
     seconds = []
     for _ in range(5):
         start = perf_counter()
         float((tried @ tried)[0, 0])  # Waits for it.
         seconds.append(perf_counter() - start)
-    return 1 / min(seconds)
+    return 2 * _TRIED_SIZE**3 / min(seconds)

@@ -1,13 +1,17 @@
-"""Blocks whose weights stay in files: safetensors, memory-mapped, read into pinned memory ahead of their use.
+"""Blocks whose weights stay in files: safetensors, read into pinned memory ahead of their use.
 
     disk      [ 3 | 7 | 11 | ... ]        files of a checkpoint, or written here
     pinned    [ 3 ] [ 7 ] [ 11 ]          as many buffers as blocks are on their way
     device    [ 3 ] [ 7 ] [ 11 ]
 
-A thread reads, one block after the other; a buffer is written again when its copy to the device is done.
+Blocks are read one after the other, each by several threads at once, straight into its buffer; a buffer is written
+again when its copy to the device is done.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from itertools import cycle
@@ -24,12 +28,18 @@ from shardwise.dataflow.streams import Mark, ThreadStream
 from shardwise.errors import ShardwiseError
 from shardwise.runtime.streaming.block import Block
 
+#: One thread asks a disk for so much at once, and so many threads ask.
+_PART_BYTES = 8 * 2**20
+_NUM_READERS = 8
+
 
 class Record(NamedTuple):
-    """Where the weights of a parameter are written."""
+    """Where the weights of a parameter are written: a tensor of a file, and its bytes there."""
 
     path: Path
     name: str
+    start: int
+    dtype: torch.dtype
 
 
 #: For each parameter of a block that is on disk.
@@ -49,10 +59,11 @@ class Shelf:
 
     def __init__(self, records: Sequence[Records], num_bytes: int, num_buffers: int, machine: Machine) -> None:
         self._records = {parameter: record for each in records for parameter, record in each.items()}
-        self._files: dict[Path, Any] = {}
-        self._machine = machine
+        self._maps: dict[Path, Any] = {}
+        self._files: dict[Path, int] = {}
         # An error in it is the machine's: what is computed after it would be rubbish.
         self._stream = ThreadStream("weights from disk", machine.failures)
+        self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="shardwise disk")
         self._buffers = cycle([_Buffer(machine.pinned((num_bytes,), torch.uint8)) for _ in range(num_buffers)])
         self._current: _Buffer | None = None
 
@@ -69,21 +80,52 @@ class Shelf:
         self._current.last = mark
 
     def weights(self, parameter: nn.Parameter) -> Tensor:
-        """The weights of a parameter, as they lie in their file: read when they are used."""
-        path, name = self._records[parameter]
-        if path not in self._files:
-            self._files[path] = safe_open(path, "pt")  # It is a map of the file, and stays open.
-        found: Tensor = self._files[path].get_tensor(name)
+        """The weights of a parameter, mapped into memory as they lie in their file: read when they are used."""
+        path, name, _, _ = self._records[parameter]
+        if path not in self._maps:
+            self._maps[path] = safe_open(path, "pt")
+        found: Tensor = self._maps[path].get_tensor(name)
         return found
 
     def close(self) -> None:
-        """End the thread. Files stay open as long as somebody uses weights in them."""
+        """End the threads. Files stay mapped as long as somebody uses weights in them."""
         self._stream.close()
+        self._readers.shutdown()
+        self._maps.clear()
+        for file in self._files.values():
+            os.close(file)
         self._files.clear()
 
     def _read(self, views: Mapping[nn.Parameter, Tensor]) -> None:
-        for parameter, view in views.items():
-            view.copy_(self.weights(parameter))
+        parts = [part for parameter, view in views.items() for part in self._parts(parameter, view)]
+        for done in [self._readers.submit(part) for part in parts]:
+            done.result()
+
+    def _parts(self, parameter: nn.Parameter, view: Tensor) -> Iterator[Callable[[], object]]:
+        """What has to be done to read a parameter's weights, in parts that may be done at once."""
+        record = self._records[parameter]
+        if record.dtype != view.dtype:
+            yield lambda: view.copy_(self.weights(parameter))
+            return
+        file = self._file(record.path)
+        memory = view.view(-1).view(torch.uint8).numpy().data
+        for start in range(0, len(memory), _PART_BYTES):
+            yield partial(_fill, file, record.start + start, memory[start : start + _PART_BYTES])
+
+    def _file(self, path: Path) -> int:
+        if path not in self._files:
+            self._files[path] = os.open(path, os.O_RDONLY)
+        return self._files[path]
+
+
+def _fill(file: int, start: int, memory: memoryview) -> None:
+    """Read bytes of a file into memory. Python's lock is not held meanwhile."""
+    done = 0
+    while done < len(memory):
+        count = os.preadv(file, [memory[done:]], start + done)
+        if count == 0:
+            raise EOFError(f"the file ends {len(memory) - done} bytes too early")
+        done += count
 
 
 def find_records(
@@ -95,11 +137,7 @@ def find_records(
         return _write(folder, blocks, names)
     written: dict[str, Path] = {}
     for path in files:
-        try:
-            with safe_open(path, "pt") as file:
-                written.update(dict.fromkeys(file.keys(), path))
-        except (SafetensorError, OSError) as error:
-            raise ShardwiseError(f"{path} cannot be read: {error}", remedy="a whole file in its place") from error
+        written.update(dict.fromkeys(_starts(path), path))
     wanted = [parameter for block in blocks for parameter in block]
     lacking = [names[each][0] for each in wanted if not any(name in written for name in names[each])]
     if lacking:
@@ -108,19 +146,39 @@ def find_records(
             f" {lacking[0]} for one",
             remedy="a folder that has all of them, or an empty one: then they are written into it",
         )
-    return [{each: _checked(each, written, names[each]) for each in block} for block in blocks]
+    starts = {path: _starts(path) for path in set(written.values())}
+    return [{each: _checked(each, written, starts, names[each]) for each in block} for block in blocks]
 
 
-def _checked(parameter: nn.Parameter, written: Mapping[str, Path], names: Sequence[str]) -> Record:
+def _starts(path: Path) -> dict[str, int]:
+    """Where each tensor of a file begins: after 8 bytes with the length of a header, and the header."""
+    try:
+        with safe_open(path, "pt"):  # Is it whole?
+            pass
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+    except (SafetensorError, OSError) as error:
+        raise ShardwiseError(f"{path} cannot be read: {error}", remedy="a whole file in its place") from error
+    return {name: 8 + length + each["data_offsets"][0] for name, each in header.items() if name != "__metadata__"}
+
+
+def _checked(
+    parameter: nn.Parameter,
+    written: Mapping[str, Path],
+    starts: Mapping[Path, Mapping[str, int]],
+    names: Sequence[str],
+) -> Record:
     name = next(name for name in names if name in written)
-    with safe_open(written[name], "pt") as file:
-        shape = tuple(file.get_slice(name).get_shape())
-    if shape != tuple(parameter.shape):
+    path = written[name]
+    with safe_open(path, "pt") as file:
+        found = file.get_tensor(name)  # It is a map of the file: nothing is read.
+    if found.shape != parameter.shape:
         raise ShardwiseError(
-            f"{name} is {list(shape)} in {written[name]} and {list(parameter.shape)} in the module",
+            f"{name} is {list(found.shape)} in {path} and {list(parameter.shape)} in the module",
             remedy="the checkpoint of this very model",
         )
-    return Record(written[name], name)
+    return Record(path, name, starts[path][name], found.dtype)
 
 
 def _write(
@@ -139,7 +197,8 @@ def _write(
             raise ShardwiseError(
                 f"a block's weights cannot be written to {path}: {error}", remedy="another folder, with room for them"
             ) from error
-        found.append({each: Record(path, names[each][0]) for each in block})
+        starts = _starts(path)
+        found.append({each: Record(path, names[each][0], starts[names[each][0]], each.dtype) for each in block})
     return found
 
 

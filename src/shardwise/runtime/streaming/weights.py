@@ -11,7 +11,9 @@ So a pass takes as long as its computation or as its bytes on the link, whicheve
 for stays on disk, and is read in the same order (`disk.py`).
 """
 
+import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,44 +26,76 @@ from shardwise.dataflow.streams import Mark
 from shardwise.errors import ShardwiseError
 from shardwise.runtime.streaming.block import Block, num_bytes_of
 from shardwise.runtime.streaming.disk import Records, Shelf, find_records
+from shardwise.runtime.streaming.gradients import Homeward
+from shardwise.runtime.streaming.link import Link, device_of
+from shardwise.runtime.streaming.outputs import tensors_in
 from shardwise.units import format_bytes
 
 #: Blocks on the device at once: one is computed, the others are on their way. More take room and bring nothing.
-_AHEAD = 3
+NUM_AHEAD = 3
+
+
+@dataclass(slots=True)
+class _Arrival:
+    """A block that is on the device or on its way there."""
+
+    mark: Mark
+    version: int
+    is_followed: bool = False
 
 
 class StreamedWeights:
     """The blocks of a module that live on the host, in the order in which a forward calls them.
 
-    `stays` are parameters that are used outside of these blocks too, and so must be there all the time. `records` says
-    of the blocks that stay on disk, by number, where.
+    `place` is where they are computed: one for all, or one for each. `stays` are parameters that are used outside of
+    these blocks too, and so must be there all the time. `records` says of the blocks that stay on disk, by number,
+    where. `wraps` has the first blocks brought at the end of a pass without gradients, for the next one.
     """
 
     def __init__(
         self,
         blocks: Sequence[nn.Module],
         machine: Machine,
-        place: str,
+        place: str | Sequence[str],
         *,
         stays: Collection[nn.Parameter] = (),
-        num_ahead: int = _AHEAD,
+        num_ahead: int = NUM_AHEAD,
         records: Mapping[int, Records] | None = None,
+        wraps: bool = True,
     ) -> None:
         if num_ahead < 2:
             raise ShardwiseError(
                 f"num_ahead={num_ahead}: while one block is computed another must be able to come",
                 remedy="num_ahead=2 or more",
             )
-        self._machine, self._place = machine, place
-        self._device = torch.device("cpu" if place.startswith("cpu") else place)
+        self._machine, self._wraps = machine, wraps
         self._num_ahead = min(num_ahead, len(blocks))
         on_disk = records or {}
+        places = [place] * len(blocks) if isinstance(place, str) else place
+        links = {name: Link(machine, name) for name in places}
+        self._links = [links[name] for name in places]
         self._blocks = [
-            self._take(own, is_kept=number not in on_disk) for number, own in enumerate(own_parameters(blocks, stays))
+            self._take(block, own, link, is_kept=number not in on_disk)
+            for number, (block, own, link) in enumerate(
+                zip(blocks, own_parameters(blocks, stays), self._links, strict=True)
+            )
         ]
         largest = max((self._blocks[number].num_bytes for number in on_disk), default=0)
-        self._shelf = Shelf(list(on_disk.values()), largest, self._num_ahead, machine) if on_disk else None
-        self._arrivals: dict[int, Mark] = {}
+        self._shelf: Shelf | None = None
+        if on_disk:
+            self._shelf = Shelf(list(on_disk.values()), largest, self._num_ahead, machine)
+            for number in on_disk:
+                _shelve(self._blocks[number], self._shelf)
+        self._versions_on_disk = {number: self._blocks[number].version for number in on_disk}
+        self._arrivals: dict[int, _Arrival] = {}
+        #: What the weights were when autograd last saw them in a forward.
+        self._versions: dict[int, int] = {}
+        # In a backward every GPU has a thread of its own, and a machine is one thread's at a time.
+        self._one_at_a_time = threading.RLock()
+        self._gradients = Homeward(machine, self.device_bytes, self._one_at_a_time)
+        for block, link in zip(self._blocks, self._links, strict=True):
+            self._gradients.watch(block, link)
+        self._backwards: set[int] = set()  # Passes of autograd that are under way: one may run inside of another.
         self._hooks = [hook for number, block in enumerate(blocks) for hook in self._hook(number, block)]
 
     @property
@@ -76,7 +110,7 @@ class StreamedWeights:
 
     @property
     def device_bytes(self) -> int:
-        """The most that is on the device at once."""
+        """The most weights that are on devices at once. In a backward there may be as many gradients."""
         sizes = [block.num_bytes for block in self._blocks]
         return max(
             (sum((sizes + sizes)[at : at + self._num_ahead]) for at in range(len(sizes))),
@@ -84,97 +118,149 @@ class StreamedWeights:
         )
 
     def weights(self) -> dict[nn.Parameter, Tensor]:
-        """The weights on the host: what a state dictionary saves, and what an optimizer on the host writes.
-
-        Those on disk are not among them: they are what their files say.
-        """
-        return {parameter: each for block in self._blocks for parameter, each in block.on_host().items()}
+        """The weights on the host: they are the parameters' own memory. Those on disk are not among them."""
+        kept = [block for block in self._blocks if block.host is not None]
+        return {parameter: parameter.data for block in kept for parameter in block.parameters}
 
     def refresh(self) -> None:
-        """The weights on the host have changed: those on the device are old."""
+        """The weights on the host have changed in a way that torch does not see (`parameter.data`): bring them anew."""
         for number in list(self._arrivals):
             self._leave(number)
 
     def close(self) -> None:
-        """Bring everything back to the host for good, and leave the module as it was, on the CPU.
-
-        Weights on disk are then those of the mapped files, read when they are used.
-        """
+        """Leave the module as it was, on the CPU. Weights on disk are those of the mapped files, read when used."""
         self.refresh()
+        self._gradients.settle()
         for hook in self._hooks:
             hook.remove()
-        for parameter, each in self.weights().items():
-            parameter.data = each
         if self._shelf is not None:
             for block in self._blocks:
-                for parameter in block.parameters if block.host is None else ():
-                    parameter.data = self._shelf.weights(parameter).to(parameter.dtype)
+                for piece in block.pieces if block.host is None else ():
+                    piece.parameter.data = piece.parameter.data.to(piece.guest.dtype)
             self._shelf.close()
 
-    def _take(self, parameters: list[nn.Parameter], *, is_kept: bool) -> Block:
-        pinned = self._machine.pinned((num_bytes_of(parameters),), torch.uint8) if is_kept else None
-        return Block(parameters, pinned, self._device)
+    def _take(self, block: nn.Module, parameters: list[nn.Parameter], link: Link, *, is_kept: bool) -> Block:
+        with torch.inference_mode(False):  # It may be trained later.
+            pinned = self._machine.pinned((num_bytes_of(parameters),), torch.uint8) if is_kept else None
+            return Block(block, parameters, pinned, link.device)
 
     def _hook(self, number: int, block: nn.Module) -> list[Any]:
         return [
             block.register_forward_pre_hook(partial(self._before_forward, number)),
-            block.register_full_backward_pre_hook(partial(self._before_backward, number)),
+            block.register_forward_hook(partial(self._after_forward, number), always_call=True),
         ]
 
     def _before_forward(self, number: int, *_: object) -> None:
-        # After the last block comes the first one of the next pass; but where gradients are wanted, the last one again.
-        self._want(number, self._upward(number, wraps=not torch.is_grad_enabled()))
+        # Not as torch functions: where a placed module's tensors meet, a copy between devices would be one on a device.
+        with torch._C.DisableTorchFunction():
+            if is_in_backward():  # It is computed once more, for what it has not kept.
+                self._note_backward()
+                self._want(number, self._downward(number))
+            else:
+                if self._backwards:  # One was broken off by an error.
+                    self._backwards.clear()
+                    self._gradients.drop()
+                self._want(number, self._upward(number))
+            if torch.is_grad_enabled():
+                self._versions[number] = self._blocks[number].version
+            self._blocks[number].seat_guests()
+
+    def _after_forward(self, number: int, _: nn.Module, __: object, output: Any) -> None:
+        self._blocks[number].seat_owners()
+        for each in tensors_in(output) if torch.is_grad_enabled() else ():
+            if each.requires_grad and not each.is_leaf:
+                each.register_hook(partial(self._before_backward, number))  # type: ignore[no-untyped-call]
 
     def _before_backward(self, number: int, *_: object) -> None:
-        self._want(number, range(number, max(-1, number - self._num_ahead), -1))
+        if self._versions.get(number) != self._blocks[number].version:
+            raise ShardwiseError(
+                "weights of a streamed block were changed between a forward and its backward",
+                remedy="backward() first, then optimizer.step()",
+            )
+        self._note_backward()
+        self._want(number, self._downward(number))
 
-    def _upward(self, number: int, *, wraps: bool) -> list[int]:
-        following = range(number, number + self._num_ahead)
+    def _note_backward(self) -> None:
+        """Have autograd say when the pass is over that it is at."""
+        here = torch._C._current_graph_task_id()
+        if here not in self._backwards:
+            self._backwards.add(here)
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(partial(self._after_backward, here))
+
+    def _after_backward(self, here: int) -> None:
+        """Gradients are given out; and weights that are about to be updated need not be here."""
+        self._backwards.discard(here)
+        if not self._backwards:
+            self._gradients.settle()
+            with self._one_at_a_time:
+                self.refresh()
+
+    def _upward(self, number: int) -> list[int]:
+        """A block and those after it. After the last come the first of the next pass, or a backward, from the last."""
         count = len(self._blocks)
-        return [each % count for each in following if wraps or each < count]
+        if self._wraps and not torch.is_grad_enabled():
+            return [each % count for each in range(number, number + self._num_ahead)]
+        return list(range(min(number, count - self._num_ahead), min(number + self._num_ahead, count)))
+
+    def _downward(self, number: int) -> list[int]:
+        return list(range(number, max(-1, number - self._num_ahead), -1))
 
     def _want(self, number: int, wanted: Iterable[int]) -> None:
         """Have a block on the device before what is computed next, and those after it on their way."""
         keep = list(wanted)
-        for other in list(self._arrivals):
-            if other not in keep:
-                self._leave(other)
-        for each in keep:
-            if each not in self._arrivals:
-                block = self._blocks[each]
-                target = block.arrive()
-                # The memory was somebody else's until all that is put to compute by now has been computed.
-                after = [self._machine.mark(self._place)]
-                self._arrivals[each] = self._bring(block, target, after)
-        self._follow(self._arrivals[number])
+        with self._one_at_a_time:
+            for other, arrival in list(self._arrivals.items()):
+                block = self._blocks[other]
+                if other not in keep or arrival.version != block.version or not block.is_gathered:
+                    self._leave(other)
+            for each in keep:
+                if each not in self._arrivals:
+                    self._arrivals[each] = self._bring(each)
+            self._follow(number)
         if self._machine.failures.first is not None:
             raise self._machine.failures.first
 
-    def _bring(self, block: Block, target: Tensor, after: list[Mark]) -> Mark:
+    def _bring(self, number: int) -> _Arrival:
+        block, link = self._blocks[number], self._links[number]
+        with torch.inference_mode(False):
+            block.gather()
+        target = block.arrive()
         if block.host is not None:
-            return self._copy(target, block.host, after)
+            return _Arrival(link.inward(target, block.host), block.version)
         assert self._shelf is not None, "only what has a place on disk is not kept on the host"
+        if block.version != self._versions_on_disk[number]:
+            raise ShardwiseError(
+                "weights of a block that stays on disk were changed, and its files were not",
+                remedy="a larger host_bytes, or an optimizer of the parameters outside of these blocks",
+            )
         source, read = self._shelf.read(block)
-        arrival = self._copy(target, source, [*after, read])
+        arrival = link.inward(target, source, [read])
         self._shelf.sent(arrival)
-        return arrival
+        return _Arrival(arrival, block.version)
 
-    def _copy(self, target: Tensor, source: Tensor, after: list[Mark]) -> Mark:
-        if self._device.type == "cpu":
-            return self._machine.copy(target, source, to=self._place, of="host", after=after)
-        return self._machine.copy(target, source, after=after)
+    def _follow(self, number: int) -> None:
+        arrival = self._arrivals[number]
+        if not arrival.is_followed:
+            self._links[number].follow(arrival.mark)
+            arrival.is_followed = True
 
     def _leave(self, number: int) -> None:
-        if self._device.type == "cpu":
-            self._arrivals[number].wait()
+        # Memory is used again in the order of what is computed: that has to come after the copy into it.
+        self._follow(number)
         del self._arrivals[number]
         self._blocks[number].leave()
 
-    def _follow(self, mark: Mark) -> None:
-        if self._device.type == "cpu":
-            mark.wait()  # What a user's own thread computes comes after nothing but itself.
-        else:
-            self._machine.follow(self._place, mark)
+
+def _shelve(block: Block, shelf: Shelf) -> None:
+    """Let the parameters of a block on disk look into its files, in the files' own precision, and take no memory."""
+    for parameter in block.parameters:
+        parameter.data = shelf.weights(parameter)
+
+
+def is_in_backward() -> bool:
+    """Whether autograd is at work in this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def stream(
@@ -193,7 +279,7 @@ def stream(
     busy all the time. Of these, what does not fit into `host_bytes` stays on disk: in the safetensors of `folder`, by
     the names of the module, or written into it if it is empty. Returns None if everything fits.
     """
-    device = torch.device("cpu" if place.startswith("cpu") else place)
+    device = device_of(place)
     stays = shared_parameters(module, blocks)
     sizes = [num_bytes_of(own) for own in own_parameters(blocks, stays)]
     on_host = list(range(len(blocks)))
@@ -202,7 +288,7 @@ def stream(
         on_host = spread(len(blocks), _how_many(rest, sizes, room_bytes, place))
     streamed = [blocks[number] for number in on_host]
     held = {id(each) for own in own_parameters(streamed, stays) for each in own}
-    records = _on_disk(module, own_parameters(streamed, stays), host_bytes, folder)
+    records = find_on_disk(module, own_parameters(streamed, stays), host_bytes, folder)
     weights = StreamedWeights(streamed, machine, place, stays=stays, records=records) if streamed else None
     with torch.no_grad():
         for parameter in module.parameters():
@@ -214,7 +300,7 @@ def stream(
     return weights
 
 
-def _on_disk(
+def find_on_disk(
     module: nn.Module, blocks: Sequence[list[nn.Parameter]], host_bytes: int | None, folder: Path | str | None
 ) -> dict[int, Records]:
     """Which of the streamed blocks stay on disk, by number, and where. They are spread evenly too."""
@@ -272,7 +358,7 @@ def _weight_bytes(blocks: Sequence[nn.Module], stays: Collection[nn.Parameter]) 
 
 def _how_many(rest: int, sizes: Sequence[int], room_bytes: int, place: str) -> int:
     """The fewest blocks on the host that leave room for the others, the rest of the module, and those that come."""
-    ahead = sum(sorted(sizes)[-_AHEAD:])
+    ahead = sum(sorted(sizes)[-NUM_AHEAD:])
     total = sum(sizes)
     if rest + total <= room_bytes:
         return 0
@@ -283,6 +369,6 @@ def _how_many(rest: int, sizes: Sequence[int], room_bytes: int, place: str) -> i
             return count
     raise ShardwiseError(
         f"no room at {place}: {format_bytes(rest)} outside of the {len(sizes)} blocks and {format_bytes(ahead)} for"
-        f" the {_AHEAD} that are on their way are needed, and there are {format_bytes(room_bytes)}",
+        f" the {NUM_AHEAD} that are on their way are needed, and there are {format_bytes(room_bytes)}",
         remedy=f"at least {format_bytes(rest + ahead)}",
     )

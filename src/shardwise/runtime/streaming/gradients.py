@@ -1,0 +1,118 @@
+"""Gradients of streamed blocks: they go to the host while the backward goes on, and are the parameters' when it ends.
+
+    compute   backward of 3 | backward of 2 | backward of 1 | backward of 0 |
+    out                       g3              g2              g1              g0 | parameter.grad
+
+A guest's gradient leaves the device as soon as autograd has it. The host waits once, at the end of `backward()`, and
+gives each parameter its own. Where a parameter has a gradient already the new one is added to it, by the host.
+"""
+
+from collections import deque
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.dataflow.machine import Machine
+from shardwise.dataflow.streams import Mark
+from shardwise.runtime.streaming.block import Block, Piece
+from shardwise.runtime.streaming.link import Link
+
+
+class _Leaving(NamedTuple):
+    """A gradient on the device that a copy still reads."""
+
+    mark: Mark
+    gradient: Tensor
+
+
+class _Run:
+    """Memory on the host for the gradients of one block. Gradients that are added up take turns with a second one."""
+
+    def __init__(self, block: Block, machine: Machine) -> None:
+        self._block, self._machine = block, machine
+        self._turns: list[dict[nn.Parameter, Tensor]] = []
+
+    def home(self, parameter: nn.Parameter) -> Tensor:
+        """Where a gradient may be written: not where the parameter has one."""
+        taken = None if parameter.grad is None else parameter.grad.data_ptr()
+        for views in self._turns:
+            if views[parameter].data_ptr() != taken:
+                return views[parameter]
+        memory = self._machine.pinned((self._block.num_bytes,), torch.uint8)
+        self._turns.append(self._block.views(memory))
+        return self._turns[-1][parameter]
+
+
+class Homeward:
+    """The gradients of some blocks on their way to the host. At most `most_bytes` of them wait on the device."""
+
+    def __init__(self, machine: Machine, most_bytes: int, one_at_a_time: AbstractContextManager[Any]) -> None:
+        self._machine, self._most_bytes, self._one_at_a_time = machine, most_bytes, one_at_a_time
+        self._arriving: dict[nn.Parameter, tuple[Tensor, Mark]] = {}
+        self._leaving: deque[_Leaving] = deque()
+        self._leaving_bytes = 0
+
+    def watch(self, block: Block, link: Link) -> None:
+        """Take the gradients of a block's guests from now on."""
+        run = _Run(block, self._machine)
+        for piece in block.pieces:
+            if not piece.guest.dtype.is_floating_point and not piece.guest.dtype.is_complex:
+                continue
+            take = partial(self._take, piece, run, link)
+            piece.guest.requires_grad_()  # What is frozen now may be trained later.
+            piece.guest.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+            piece.guest.requires_grad_(piece.parameter.requires_grad)
+
+    def settle(self) -> None:
+        """Wait for what is under way, and give each parameter its gradient."""
+        with self._one_at_a_time, torch.no_grad():
+            self._sweep(0)
+            for parameter in list(self._arriving):
+                self._settle(parameter)
+
+    def drop(self) -> None:
+        """Forget what has come of a backward that was broken off."""
+        with self._one_at_a_time:
+            self._sweep(0)
+            self._arriving.clear()
+
+    def _take(self, piece: Piece, run: _Run, link: Link, guest: Tensor) -> None:
+        assert guest.grad is not None, "autograd calls when it has made one"
+        gradient, guest.grad = guest.grad.detach().contiguous(), None
+        with self._one_at_a_time, torch.no_grad():
+            if piece.parameter in self._arriving:  # Of a backward inside of this one: parts that are recomputed.
+                self._settle(piece.parameter)
+            home = run.home(piece.parameter)
+            mark = link.outward(home.view(-1), gradient.view(-1))
+            self._arriving[piece.parameter] = home, mark
+            self._leaving.append(_Leaving(mark, gradient))
+            self._leaving_bytes += gradient.nbytes
+            self._sweep(self._most_bytes)
+
+    def _settle(self, parameter: nn.Parameter) -> None:
+        gradient, mark = self._arriving.pop(parameter)
+        mark.wait()
+        give(parameter, gradient)
+
+    def _sweep(self, most_bytes: int) -> None:
+        """Let go of what has left, and wait for some if more than so much has not."""
+        while self._leaving and (self._leaving_bytes > most_bytes or self._leaving[0].mark.is_done()):
+            mark, gradient = self._leaving.popleft()
+            mark.wait()
+            self._leaving_bytes -= gradient.nbytes
+
+
+def give(parameter: Tensor, gradient: Tensor) -> None:
+    """Do what autograd does when it has a parameter's gradient: call the user's hooks, and add it up."""
+    for hook in (parameter._backward_hooks or {}).values():
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad.add_(gradient)
+    for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+        hook(parameter)

@@ -154,21 +154,18 @@ def test_correcting_evens_the_load() -> None:
         load = layer.router.load.float()
         assert load.sum() == 4 * 32 * 2
         unevenness.append(float(load.max() / load.mean()))
-        correct_balance(layer, speed=0.02)
+        correct_balance(layer, 0.02)
         assert not layer.router.load.any()
     assert sum(unevenness[-10:]) / 10 < 1.4 < unevenness[0]
 
 
-def test_loads_of_ranks_are_added_up_before_correcting() -> None:
+def test_a_load_that_is_given_is_corrected_and_not_that_which_was_counted() -> None:
     layer = a_layer(correction=True, scores="sigmoid").train()
-    layer.router.load.copy_(torch.tensor([9, 0, 0, 0, 0, 0]))
-
-    def add_up(load: Tensor) -> None:
-        load += torch.tensor([0, 9, 9, 9, 9, 9])
-
-    correct_balance(layer, speed=0.5, add_up=add_up)
     assert layer.router.correction is not None
-    assert layer.router.correction.tolist() == [0.0] * 6
+    layer.router.load.copy_(torch.tensor([9, 0, 0, 0, 0, 0]))
+    correct_balance(layer, 0.5, {"experts": [3, 3, 5, 1, 3, 3]})
+    assert layer.router.correction.tolist() == [0.0, 0.0, -0.5, 0.5, 0.0, 0.0]
+    assert layer.router.load[0] == 9
 
 
 def test_evaluation_counts_no_load() -> None:

@@ -46,6 +46,8 @@ def test_text_becomes_the_type_of_its_key() -> None:
         ("optimizer.schedule", "cosin", "unknown optimizer.schedule 'cosin'", "optimizer.schedule=cosine"),
         ("steps", "0", "steps=0: there is at least 1", "steps=1"),
         ("optimizer.clip", "-1", "optimizer.clip=-1.0 is negative", "optimizer.clip=0"),
+        ("bucket_bytes", "0", "bucket_bytes=0: there is at least 1", "bucket_bytes=1"),
+        ("model.dropout", "1", "model.dropout=1.0 is a share from 0 to 1", "model.dropout=0.1"),
         ("data.held_out", "1", "data.held_out=1.0 is a share from 0 to 1", "data.held_out=0.1"),
         ("model.heads", "3", "model.width=128 does not give model.heads=3 heads of an even size each", "model.width="),
         ("optimizer.rate", "nan", "optimizer.rate=nan is no finite number", "optimizer.rate="),

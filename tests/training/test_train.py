@@ -205,6 +205,16 @@ def test_gradients_that_are_not_finite_stop_the_run_with_step_rank_and_layer(two
     assert losses_of(tmp_path) == []
 
 
+def test_a_run_without_a_bound_asks_for_no_norm_and_learns_the_same(tmp_path: Path) -> None:
+    for name, clip in (("without", 0.0), ("high", 1e6)):
+        train_rank(make_job(tmp_path / name, "dp=1", steps=2, optimizer__clip=clip))
+    assert losses_of(tmp_path / "without") == losses_of(tmp_path / "high")
+    norms = {
+        name: [row for row in read_metrics(tmp_path / name) if "gradient_norm" in row] for name in ("without", "high")
+    }
+    assert (len(norms["without"]), len(norms["high"])) == (0, 2)
+
+
 def test_a_run_of_another_recipe_is_refused(tmp_path: Path) -> None:
     train_rank(make_job(tmp_path, "dp=1", steps=1))
     assert main(["train", "tiny", "--folder", str(tmp_path), "--devices", "1"]) == 1

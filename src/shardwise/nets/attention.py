@@ -10,12 +10,12 @@ from shardwise.nets.rotary import Rotation, rotate
 from shardwise.nets.settings import Heads, Settings
 from shardwise.nets.sight import Sight
 
-#: From queries, keys, values (each [batch, heads, tokens, dim]), what is seen, and the scale of the logits. This is the
-#: seam for context parallelism: put another on `attend` of each attention.
-Attend = Callable[[Tensor, Tensor, Tensor, Sight, float], Tensor]
+#: From queries, keys, values (each [batch, heads, tokens, dim]), what is seen, the scale of the logits, and how many
+#: weights are dropped. This is the seam for context parallelism: put another on `attend` of each attention.
+Attend = Callable[[Tensor, Tensor, Tensor, Sight, float, float], Tensor]
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, sight: Sight, scale: float) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, sight: Sight, scale: float, dropout: float = 0.0) -> Tensor:
     """Attention on one device, by torch's best kernel for it."""
     num_sharing = query.shape[1] // key.shape[1]
     if sight.mask is not None and num_sharing > 1:
@@ -26,6 +26,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, sight: Sight, scale: float
         key,
         value,
         attn_mask=sight.mask,
+        dropout_p=dropout,
         is_causal=sight.mask is None and query.shape[2] > 1,
         scale=scale,
         enable_gqa=sight.mask is None and num_sharing > 1,
@@ -40,7 +41,7 @@ class Attention(nn.Module):
         super().__init__()
         heads, width = settings.attention, settings.width
         assert isinstance(heads, Heads), "latent attention has a module of its own"
-        self.layer, self.head_dim = layer, heads.head_dim
+        self.layer, self.head_dim, self.dropout = layer, heads.head_dim, settings.dropout.attention
         self.interleaved = settings.rope is not None and settings.rope.interleaved
         self.q_proj = nn.Linear(width, heads.num_heads * heads.head_dim, bias=heads.qkv_bias)
         self.k_proj = nn.Linear(width, heads.num_kv_heads * heads.head_dim, bias=heads.qkv_bias)
@@ -59,7 +60,8 @@ class Attention(nn.Module):
             key = rotate(key, rotation, interleaved=self.interleaved)
         if cache is not None:
             key, value = cache.extend(self.layer, key, value)
-        seen = self.attend(query, key, value, sight, self.head_dim**-0.5)
+        dropout = self.dropout if self.training else 0.0
+        seen = self.attend(query, key, value, sight, self.head_dim**-0.5, dropout)
         projected: Tensor = self.o_proj(seen.transpose(1, 2).flatten(2))
         return projected
 

@@ -1,23 +1,30 @@
 """Balancing without a loss (DeepSeek-V3, section 2.1.2): scores of overloaded experts go down, those of others up."""
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from shardwise.nets.router import Router
+from shardwise.nets.moe import MoE
 
 
 @torch.no_grad()
-def correct_balance(module: nn.Module, speed: float, *, add_up: Callable[[Tensor], None] | None = None) -> None:
-    """Move every router's correction by `speed` against its load since the last call. Call it once a step.
+def correct_balance(module: nn.Module, rate: float, load: Mapping[str, Sequence[int]] | None = None) -> None:
+    """Move every router's correction by `rate` against the load of its experts. Call it once a step.
 
-    `add_up(load)` sums the load of one router in place over the ranks that share it; alone, none is needed.
+    `load` says, by the names of the experts, how often each was chosen in the batches of all ranks: `expert_load()` of
+    an engine. Alone it is what routers have counted since the last call.
     """
-    for router in module.modules():
-        if isinstance(router, Router) and router.correction is not None:
-            if add_up is not None:
-                add_up(router.load)
-            load = router.load.float()
-            router.correction += speed * (load.mean() - load).sign()
+    for name, layer in module.named_modules():
+        if not isinstance(layer, MoE):
+            continue
+        router, correction = layer.router, layer.router.correction
+        if correction is None or correction.is_meta:
+            continue
+        if load is None:
+            counts = router.load.clone()
             router.load.zero_()
+        else:
+            counts = torch.tensor(load[f"{name}.experts" if name else "experts"], device=correction.device)
+        # Whole numbers: whether an expert has more or less than the mean is not a matter of rounding.
+        correction += rate * (counts.sum() - counts.numel() * counts).sign()

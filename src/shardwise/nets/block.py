@@ -17,6 +17,11 @@ def make_norm(settings: Settings) -> nn.Module:
     return kind(settings.width, settings.norm_epsilon)
 
 
+def make_dropout(probability: float) -> nn.Module:
+    """One that drops nothing is no layer: torch's would copy its input."""
+    return nn.Dropout(probability) if probability else nn.Identity()
+
+
 class Block(nn.Module):
     """`balance` is the sum of balancing losses so far, or None. It goes from block to block beside the hidden states,
     so that a pipeline carries it to the loss as it carries them."""
@@ -26,8 +31,10 @@ class Block(nn.Module):
         is_latent = isinstance(settings.attention, Latent)
         self.attention_norm = make_norm(settings)
         self.attention = LatentAttention(settings, layer) if is_latent else Attention(settings, layer)
+        self.attention_dropout = make_dropout(settings.dropout.residual)
         self.mlp_norm = make_norm(settings)
         self.mlp = MoE(settings) if settings.is_mixture(layer) else FeedForward(settings.width, settings.mlp)
+        self.mlp_dropout = make_dropout(settings.dropout.residual)
 
     def forward(
         self,
@@ -37,8 +44,11 @@ class Block(nn.Module):
         sight: Sight,
         cache: Cache | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        hidden = hidden + self.attention(self.attention_norm(hidden), rotation, sight, cache)
+        attended = self.attention(self.attention_norm(hidden), rotation, sight, cache)
+        hidden = hidden + self.attention_dropout(attended)
         if not isinstance(self.mlp, MoE):
-            return hidden + self.mlp(self.mlp_norm(hidden)), balance
+            return hidden + self.mlp_dropout(self.mlp(self.mlp_norm(hidden))), balance
         output, auxiliary = self.mlp(self.mlp_norm(hidden))
-        return hidden + output, balance if auxiliary is None or balance is None else balance + auxiliary
+        return hidden + self.mlp_dropout(
+            output
+        ), balance if auxiliary is None or balance is None else balance + auxiliary

@@ -29,6 +29,7 @@ class LatentAttention(nn.Module):
         assert isinstance(sizes, Latent), "attention by heads has a module of its own"
         assert rope is not None, "latent attention rotates a part of each head"
         self.layer, self.sizes, self.interleaved = layer, sizes, rope.interleaved
+        self.dropout = settings.dropout.attention
         query_dim = sizes.nope_dim + sizes.rope_dim
         self.scale = query_dim**-0.5 * latent_magnitude_of(rope)
         if sizes.q_rank is None:
@@ -56,7 +57,7 @@ class LatentAttention(nn.Module):
         key_plain, value = _heads(self.kv_b_proj(short), sizes.nope_dim, sizes.value_dim)
         query = torch.cat((query_plain, query_turned), dim=-1)
         key = torch.cat((key_plain, key_turned.expand(-1, key_plain.shape[1], -1, -1)), dim=-1)
-        seen = self.attend(query, key, value, sight, self.scale)
+        seen = self.attend(query, key, value, sight, self.scale, self.dropout if self.training else 0.0)
         projected: Tensor = self.o_proj(seen.transpose(1, 2).flatten(2))
         return projected
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardwise.nets.experts import Experts
 from shardwise.nets.feedforward import FeedForward
 from shardwise.nets.router import Router, balancing_loss
-from shardwise.nets.routes import count_choices, make_routes, to_experts, to_tokens
+from shardwise.nets.routes import Queue, count_choices, in_line, make_routes, to_experts, to_tokens
 from shardwise.nets.settings import Settings
 
 #: From the experts, rows sorted by expert, the number of rows of each of all experts, and what can be computed while
@@ -30,7 +30,7 @@ def all_here(
 
 class MoE(nn.Module):
     """One layer of experts. Expert parallelism puts its own function on `exchange`, and each rank's experts in
-    `experts`; all else stays."""
+    `experts`; where tokens lie on several ranks, `queue` has theirs too. All else stays."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -42,12 +42,13 @@ class MoE(nn.Module):
         shared = replace(mlp, width=mixture.width * mixture.num_shared)
         self.shared = FeedForward(width, shared) if mixture.num_shared else None
         self.exchange: Exchange = all_here
+        self.queue: Queue = in_line
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """The output, and the weighted balancing loss if the settings give it a weight."""
         tokens = hidden.flatten(0, -2)
         choice = self.router(tokens)
-        routes = make_routes(choice.experts, self.mixture.num_experts, self.mixture.capacity)
+        routes = make_routes(choice.experts, self.mixture.num_experts, self.mixture.capacity, self.queue)
         # Dropped tokens count too: balance is about what routers ask for.
         load = count_choices(choice.experts, self.mixture.num_experts)
         if self.training:

@@ -10,6 +10,7 @@ the same.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,16 +28,27 @@ class Routes(NamedTuple):
     counts: Tensor
 
 
-def make_routes(experts: Tensor, num_experts: int, capacity: float | None = None) -> Routes:
+#: From the experts chosen by each token, [tokens, chosen], and the number of experts: how many choices of the same
+#: expert come before each choice, and how many choices there are in all.
+Queue = Callable[[Tensor, int], tuple[Tensor, int]]
+
+
+def in_line(experts: Tensor, num_experts: int) -> tuple[Tensor, int]:
+    """The queue of one device: token by token."""
+    flat = experts.flatten()
+    return one_hot(flat, num_experts).cumsum(0).gather(1, flat[:, None])[:, 0] - 1, flat.numel()
+
+
+def make_routes(experts: Tensor, num_experts: int, capacity: float | None = None, queue: Queue = in_line) -> Routes:
     """Sort choices by expert; within one, by token.
 
-    With a capacity, an expert takes the first tokens up to that many times its even share, rounded up.
+    With a capacity, an expert takes the first of its queue, up to that many times its even share, rounded up.
     """
     flat = experts.flatten()
     num_kept = flat.numel()
     if capacity is not None:
-        limit = math.ceil(capacity * flat.numel() / num_experts)
-        is_kept = _place_in_expert(flat, num_experts) < limit
+        places, num_choices = queue(experts, num_experts)
+        is_kept = places < math.ceil(capacity * num_choices / num_experts)
         flat = torch.where(is_kept, flat, num_experts)
         if not flat.is_meta:
             num_kept = int(is_kept.sum())
@@ -63,11 +75,6 @@ def to_tokens(outputs: Tensor, weights: Tensor, routes: Routes) -> Tensor:
     reordered: Tensor = _ToTokens.apply(outputs, routes.order, routes.rows)  # type: ignore[no-untyped-call]
     choices = reordered.view(*weights.shape, -1)
     return (choices * weights[..., None].type_as(choices)).sum(1)
-
-
-def _place_in_expert(flat: Tensor, num_experts: int) -> Tensor:
-    """How many choices of the same expert come before each."""
-    return one_hot(flat, num_experts).cumsum(0).gather(1, flat[:, None])[:, 0] - 1
 
 
 def _by_choice(rows: Tensor, row_of: Tensor) -> Tensor:

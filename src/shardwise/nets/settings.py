@@ -152,6 +152,23 @@ class Mixture:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Dropout:
+    """What is dropped at random in training: numbers of the embeddings, weights of attention, and numbers that are
+    about to be added to the residual. Each is a probability."""
+
+    embedding: float = 0.0
+    attention: float = 0.0
+    residual: float = 0.0
+
+    def __post_init__(self) -> None:
+        for what in ("embedding", "attention", "residual"):
+            if not 0 <= getattr(self, what) < 1:
+                raise ShardwiseError(
+                    f"dropout of {what} with a probability of {getattr(self, what)}", remedy=f"{what}=0.1, or 0"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """One transformer. `shardwise.nets.hf` reads it from a `config.json`."""
 
@@ -172,6 +189,7 @@ class Settings:
     windowed_layers: tuple[int, ...] | None = None
     #: Whether the head is the embedding.
     tied: bool = False
+    dropout: Dropout = Dropout()
 
     def __post_init__(self) -> None:
         if isinstance(self.attention, Latent) and self.rope is None:
@@ -192,6 +210,10 @@ class Settings:
     def rotated_dim(self) -> int:
         """How many numbers of a head are rotated."""
         return self.attention.rope_dim if isinstance(self.attention, Latent) else self.attention.head_dim
+
+    @property
+    def has_correction(self) -> bool:
+        return self.mixture is not None and self.mixture.correction
 
     @property
     def has_auxiliary(self) -> bool:

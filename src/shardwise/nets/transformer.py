@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
-from shardwise.nets.block import Block, make_norm
+from shardwise.nets.block import Block, make_dropout, make_norm
 from shardwise.nets.cache import Cache
 from shardwise.nets.rotary import Rotary
 from shardwise.nets.settings import Settings
@@ -30,6 +30,7 @@ class Transformer(nn.Module):
         self.embed = nn.Embedding(settings.vocabulary, settings.width)
         self.positions = nn.Embedding(settings.length, settings.width) if settings.rope is None else None
         self.rotary = Rotary(settings.rope, settings.rotated_dim) if settings.rope is not None else None
+        self.dropout = make_dropout(settings.dropout.embedding)
         self.layers = nn.ModuleList(Block(settings, layer) for layer in range(settings.num_layers))
         self.norm = make_norm(settings)
         self.head = nn.Linear(settings.width, settings.vocabulary, bias=False)
@@ -60,6 +61,7 @@ class Transformer(nn.Module):
         hidden = self.embed(input_ids)
         if self.positions is not None:
             hidden = hidden + self.positions(position_ids)
+        hidden = self.dropout(hidden)
         balance = torch.zeros((), device=input_ids.device) if self.settings.has_auxiliary else None
         for layer, block in enumerate(self.layers):
             sight = windowed if self.settings.is_windowed(layer) else whole

@@ -25,7 +25,7 @@ from shardwise.training.checkpoint.torch_folder import METADATA
 from shardwise.training.checkpoint.write import write_parts
 from shardwise.training.convert_dcp import copy_beside, from_dcp, to_dcp
 from shardwise.training.folder import CHECKPOINTS
-from shardwise.training.model import described, settings_from
+from shardwise.training.model import check_sayable, described, settings_from
 
 #: Beside our files: what else lay in the folder that they came from.
 _BESIDE = "hf"
@@ -164,6 +164,7 @@ def _files(checkpoint: Checkpoint, dtype: torch.dtype | None, file_bytes: int) -
 def _to_theirs(source: Path, target: Path, dtype: torch.dtype | None, file_bytes: int) -> None:
     with Reader(source) as reader:
         description = reader.index.extra.get("model", {})
+        check_sayable(description, origin=source)
         settings = settings_from(description, origin=source)
         save(
             _Weights(reader, dtype),

@@ -42,6 +42,7 @@ class Result:
     num_parameters: int
     plan: str
     checkpoint: str | None
+    expert_imbalance: float | None = None
     stopped_by: str | None = None
     sample: str | None = None
     report: str | None = None
@@ -59,6 +60,7 @@ def finish(job: Job, outcome: Outcome, num_ranks: int, progress: Progress) -> Re
         num_parameters=outcome.num_parameters,
         plan=str(job.plan),
         checkpoint=None if outcome.checkpoint is None else str(outcome.checkpoint),
+        expert_imbalance=outcome.expert_imbalance,
         stopped_by=outcome.stopped_by,
     )
     wanted = job.recipe.evaluation.sample
@@ -68,6 +70,7 @@ def finish(job: Job, outcome: Outcome, num_ranks: int, progress: Progress) -> Re
         job.recipe, job.plan, command=job.command, data=outcome.data, num_ranks=num_ranks
     )
     manifest |= {key: value for key, value in asdict(result).items() if value is not None}
+    manifest["layers"] = outcome.layers
     try:
         report = _write(job, outcome, manifest)
     except (OSError, ShardwiseError) as error:

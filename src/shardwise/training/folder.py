@@ -49,11 +49,21 @@ def new_folder(recipe: Recipe) -> Path:
 
 
 def check_same(folder: Path, recipe: Recipe) -> None:
-    """Refuse to go on with a run under another recipe. How long it goes, and how often it speaks, may change."""
+    """Refuse to go on with a run under another recipe. How long it goes, how often it speaks, and what changes no
+    number may change."""
     if not (folder / RECIPE).is_file():
         return
     before = read_recipe(folder / RECIPE)
-    may_change = ("name", "steps", "log", "tensorboard", "checkpoint.", "evaluation.")
+    may_change = (
+        "name",
+        "steps",
+        "log",
+        "tensorboard",
+        "bucket_bytes",
+        "balance.place_every",
+        "checkpoint.",
+        "evaluation.",
+    )
     other = {key: both for key, both in recipe.differing(before).items() if not key.startswith(may_change)}
     if other:
         said = ", ".join(f"{key}={here} (there {there})" for key, (here, there) in other.items())
@@ -94,6 +104,7 @@ def manifest_of(recipe: Recipe, plan: Plan, *, command: str, data: Mapping[str, 
         "plan": str(plan),
         "num_ranks": num_ranks,
         "seed": recipe.seed,
+        "batch": recipe.batch,
         "precision": recipe.precision,
         "data_digest": data["digest"],
         "device": f"{num_ranks} x {gpu.name}" if gpu else f"{num_ranks} processes on {processor}",

@@ -1,7 +1,8 @@
 """The loop: step, tell, evaluate, save; and stop when there is a reason to. Every rank goes round it alike."""
 
 import math
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -13,6 +14,7 @@ import torch
 from shardwise.cluster.catalogue import DEVICES
 from shardwise.errors import ShardwiseError
 from shardwise.trace.events import Trace
+from shardwise.training.balance import Balanced
 from shardwise.training.checkpoint.index import find_last
 from shardwise.training.checkpoint.write import Writer
 from shardwise.training.data.ahead import ReadAhead
@@ -29,6 +31,8 @@ from shardwise.training.world import World
 
 #: An fp16 run whose loss scale has fallen so low has another trouble than overflow.
 _LOWEST_SCALE = 1.0
+#: Of so many steps that were traced last, one is kept.
+_LAST_TRACES = 5
 
 
 class StoppedError(ShardwiseError):
@@ -49,6 +53,8 @@ class Outcome:
     data: Mapping[str, Any]
     checkpoint: Path | None
     trace: Trace | None
+    layers: str
+    expert_imbalance: float | None = None
     stopped_by: str | None = None
 
 
@@ -67,10 +73,11 @@ class Loop:
             self._board = Board(job.folder, after=setup.step)
         self._is_noting = True
         self._saved = setup.step
-        self._trace: Trace | None = None
+        self._traces: deque[Trace] = deque(maxlen=_LAST_TRACES)
         self._held_out_loss: float | None = None
         self._evaluated = setup.step
         self._loss: float | None = None
+        self._balanced = Balanced()
 
     def run(self) -> Outcome:
         """Go round until the recipe's last step, a signal, or an error."""
@@ -107,7 +114,9 @@ class Loop:
             model=setup.model,
             data=self._described_data(),
             checkpoint=find_last(self._root),
-            trace=self._trace,
+            trace=_usual(self._traces),
+            layers="+".join(str(len(units)) for units in setup.engine.split.units),
+            expert_imbalance=self._balanced.imbalance,
             stopped_by=stopped_by,
         )
 
@@ -134,12 +143,15 @@ class Loop:
                 remedy=f"a lower rate (--set optimizer.rate={recipe.optimizer.rate / 3:.1g}); nothing of this step was"
                 " applied, and the last checkpoint is from before it",
             )
+        self._balanced = self._setup.balancer.after_step(step + 1)
         self._note(
             step=step + 1,
             loss=self._loss,
             rate=rate,
             gradient_norm=engine.gradient_norm,
             seconds=perf_counter() - start,
+            expert_imbalance=self._balanced.imbalance,
+            experts_moved=self._balanced.num_moved or None,
             **({} if scale.is_fixed else {"loss_scale": scale.factor, "skipped": not engine.was_finite}),
         )
 
@@ -147,11 +159,12 @@ class Loop:
         """A line of progress, with what only all ranks together know."""
         recipe, setup = self._job.recipe, self._setup
         memory = self._world.highest(float(self._world.memory_bytes()))
-        self._trace = setup.engine.trace
+        trace = setup.engine.trace
+        self._traces += [] if trace is None else [trace]
         num_tokens = (step - window[0]) * recipe.batch * recipe.data.sequence
         speed = num_tokens / (perf_counter() - window[1])
         assert self._loss is not None, "there was a step"
-        bubble = self._trace.bubble if self._trace is not None else 0.0
+        bubble = trace.bubble if trace is not None else 0.0
         line = Line(
             step=step,
             num_steps=recipe.steps,
@@ -160,6 +173,7 @@ class Loop:
             tokens_per_second=speed,
             memory_bytes=memory,
             bubble=bubble,
+            imbalance=self._balanced.imbalance,
             used=_used(speed * setup.flops_per_token, recipe.precision, self._world),
         )
         self._progress.say(str(line))
@@ -195,6 +209,7 @@ class Loop:
             "model": self._setup.model,
             "data": self._described_data(),
             **self._setup.scale.state(),
+            **self._setup.balancer.state(),
         }
         self._warn(self._writer.save(step, parts, extra))
         self._saved = step
@@ -231,6 +246,12 @@ class Loop:
         self._is_noting = problem is None
         if self._board is not None:
             self._board.add(known)
+
+
+def _usual(traces: Sequence[Trace]) -> Trace | None:
+    """The step whose time is the median: one alone may have been disturbed."""
+    ordered = sorted(traces, key=lambda trace: trace.makespan)
+    return ordered[(len(ordered) - 1) // 2] if ordered else None
 
 
 def _used(flops_per_second: float, precision: str, world: World) -> float | None:

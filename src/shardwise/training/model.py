@@ -1,6 +1,7 @@
 """The module of a recipe, without numbers, and its first values: drawn from the seed, or read from a folder."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from shardwise.nets.hf.catalogue import FAMILIES, config_for
 from shardwise.nets.hf.entries import Entries
 from shardwise.nets.initialise import initial_value
 from shardwise.nets.router import Router
-from shardwise.nets.settings import Heads, Mixture, Mlp, Settings
+from shardwise.nets.settings import Dropout, Heads, Mixture, Mlp, Settings
 from shardwise.nets.transformer import Transformer
 from shardwise.nets.weights import place
 from shardwise.training.checkpoint.parts import Held
@@ -22,10 +23,12 @@ from shardwise.training.recipe import Recipe
 #: MLPs with a gate have three matrices where others have two; at 8/3 of the width they have as many numbers.
 _GATED = 8 / 3
 _MULTIPLE = 8
+#: In a description: routers have a bias all the same.
+_BIAS = "bias"
 
 
 def settings_of(recipe: Recipe, vocabulary: int) -> Settings:
-    """The transformer of a recipe, for tokens of a vocabulary."""
+    """The transformer of a recipe, for tokens of a vocabulary, but for what is of its training alone."""
     choice = recipe.model
     if choice.folder is not None:
         with Checkpoint(choice.folder) as checkpoint:
@@ -57,6 +60,28 @@ def settings_of(recipe: Recipe, vocabulary: int) -> Settings:
     )
 
 
+def in_training(settings: Settings, recipe: Recipe) -> Settings:
+    """The same with what a recipe asks for while it is trained: dropout, and of routers a bias and a loss."""
+    if recipe.model.dropout is not None:
+        rate = recipe.model.dropout
+        settings = replace(settings, dropout=Dropout(embedding=rate, attention=rate, residual=rate))
+    choice, mixture, folder = recipe.balance, settings.mixture, recipe.model.folder
+    if mixture is None:
+        if choice.bias_rate or choice.loss or choice.place_every:
+            raise ShardwiseError(
+                f"the model in {folder} has no experts to balance", remedy="a recipe without its table balance"
+            )
+        return settings
+    if choice.bias_rate and folder is not None and not mixture.correction:
+        raise ShardwiseError(
+            f"balance.bias_rate={choice.bias_rate} moves a bias that the routers of the model in {folder} do not have",
+            remedy="balance.bias_rate=0 balance.loss=0.01",
+        )
+    has_bias = mixture.correction or choice.bias_rate > 0
+    weight = mixture.auxiliary if choice.loss is None else choice.loss
+    return replace(settings, mixture=replace(mixture, correction=has_bias, auxiliary=weight))
+
+
 def make_module(settings: Settings, *, tp: int = 1, device: torch.device | str = "cpu") -> Transformer:
     """The module on the meta device: an engine gives memory to what a rank holds, and to nothing else."""
     with torch.device("meta"):
@@ -65,7 +90,8 @@ def make_module(settings: Settings, *, tp: int = 1, device: torch.device | str =
         if isinstance(each, Router) and tp > 1:
             # Cut over tensor parallel ranks, parameters get their memory before the rest does, and of a module that is
             # half there nobody can tell how it runs.
-            place(each, "load", device=device).zero_()
+            for name, _ in list(each.named_buffers()):
+                place(each, name, device=device).zero_()
     return module
 
 
@@ -112,14 +138,17 @@ def flops_per_token(module: Transformer, sequence: int) -> float:
     return 6.0 * weights + 6.0 * settings.num_layers * sequence * attended
 
 
-def described(settings: Settings, folder: str | None) -> dict[str, Any]:
-    """What makes the model again, in JSON's types: the family and configuration that say these settings."""
+def described(settings: Settings, folder: str | None, *, has_bias: bool = False) -> dict[str, Any]:
+    """What makes the model again, in JSON's types: the family and configuration that say these settings.
+
+    `has_bias`: its routers have been given one to balance by, of which the family knows nothing.
+    """
     family = None
     if folder is not None:
         with Checkpoint(folder) as checkpoint:
             family = checkpoint.family
     chosen, config = config_for(settings, family)
-    return {"family": chosen.name, "config": config}
+    return {"family": chosen.name, "config": config, **({_BIAS: True} if has_bias else {})}
 
 
 def settings_from(description: Mapping[str, Any], *, origin: Path) -> Settings:
@@ -133,4 +162,18 @@ def settings_from(description: Mapping[str, Any], *, origin: Path) -> Settings:
         raise ShardwiseError(
             f"{origin} does not say which transformer it is of", remedy="a checkpoint that shardwise train has made"
         )
-    return FAMILIES[description["family"]].read(Entries(dict(description["config"])))
+    settings = FAMILIES[description["family"]].read(Entries(dict(description["config"])))
+    if settings.mixture is None or not description.get(_BIAS):
+        return settings
+    return replace(settings, mixture=replace(settings.mixture, correction=True))
+
+
+def check_sayable(description: Mapping[str, Any], *, origin: Path) -> None:
+    """Refuse a model that no folder of Hugging Face can say."""
+    if description.get(_BIAS):
+        raise ShardwiseError(
+            f"the routers of {origin} choose with a bias (balance.bias_rate), for which a {description['family']} model"
+            " has no place",
+            remedy="a run with balance.loss=0.01 instead, or torch.distributed.checkpoint, which reads it as it is:"
+            " HuggingFaceStorageReader of that folder",
+        )

@@ -10,7 +10,8 @@ from shardwise.units import format_bytes, format_percent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """What is known after a step. `used` is the part of the devices' peak that is used (MFU), where that is known."""
+    """What is known after a step. `used` is the part of the devices' peak that is used (MFU), where that is known;
+    `imbalance` the load of the busiest expert over the mean, where there are experts."""
 
     step: int
     num_steps: int
@@ -19,6 +20,7 @@ class Line:
     tokens_per_second: float
     memory_bytes: float
     bubble: float
+    imbalance: float | None = None
     used: float | None = None
 
     def __str__(self) -> str:
@@ -31,6 +33,7 @@ class Line:
             *([] if self.used is None else [f"MFU {format_percent(self.used)}"]),
             f"fullest {format_bytes(self.memory_bytes)}",
             f"bubble {format_percent(self.bubble)}",
+            *([] if self.imbalance is None else [f"imbalance {self.imbalance:.2f}"]),
         ]
         return "  ".join(parts)
 

@@ -9,6 +9,7 @@
 
 import math
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +24,7 @@ class ModelChoice:
     yours returns, `package.module:factory`; then sizes are not asked for.
 
     `kv_heads` and `mlp` may be left to their usual values: as many as heads, and 8/3 of the width. `experts` are 0 for
-    dense layers.
+    dense layers. `dropout` is of embeddings, of attention and before residuals; `none` leaves it as a folder has it.
     """
 
     folder: str | None = None
@@ -36,6 +37,7 @@ class ModelChoice:
     experts: int = 0
     chosen_experts: int = 2
     tied: bool = False
+    dropout: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +59,8 @@ class DataChoice:
 class OptimizerChoice:
     """AdamW or SGD. The rate rises over `warmup` steps, then falls by `schedule` to `final` times its highest.
 
-    `wsd` stays at its highest until the last fifth and falls to `final` in it. `clip` bounds the norm of the gradients;
-    0 does not.
+    `wsd` stays at its highest until the last fifth and falls to `final` in it. `clip` bounds the norm of the gradients,
+    which all ranks wait for; with 0 nobody asks for it, but for fp16, whose steps are left out where it is not finite.
     """
 
     name: Literal["adamw", "sgd"] = "adamw"
@@ -70,6 +72,21 @@ class OptimizerChoice:
     beta2: float = 0.95
     decay: float = 0.01
     clip: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BalanceChoice:
+    """How experts are kept equally busy; all of it is off at 0.
+
+    With `bias_rate` routers add a bias to scores when they choose, and after every step that of an expert with more
+    than the mean load goes down by so much, that of one with less up (DeepSeek-V3). `loss` is the weight of a loss that
+    grows with imbalance; `none` leaves it as a model in a folder has it. Every `place_every` steps experts change
+    places between the ranks of ep, by the load measured since; the numbers stay.
+    """
+
+    bias_rate: float = 0.0
+    loss: float | None = None
+    place_every: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +112,7 @@ class EvaluationChoice:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """A training run: `steps` steps of `batch` rows. `log` is how often a line is printed, in steps. With `tensorboard`
-    metrics are written for it too."""
+    metrics are written for it too. `bucket_bytes` is how much of the gradients is summed over replicas at a time."""
 
     name: str = "bytes"
     steps: int = 200
@@ -104,9 +121,11 @@ class Recipe:
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     log: int = 10
     tensorboard: bool = False
+    bucket_bytes: int = 16 * 2**20
     model: ModelChoice = field(default_factory=ModelChoice)
     data: DataChoice = field(default_factory=DataChoice)
     optimizer: OptimizerChoice = field(default_factory=OptimizerChoice)
+    balance: BalanceChoice = field(default_factory=BalanceChoice)
     checkpoint: CheckpointChoice = field(default_factory=CheckpointChoice)
     evaluation: EvaluationChoice = field(default_factory=EvaluationChoice)
 
@@ -147,6 +166,7 @@ _POSITIVE = (
     "steps",
     "batch",
     "log",
+    "bucket_bytes",
     "model.width",
     "model.layers",
     "model.heads",
@@ -168,8 +188,11 @@ _NOT_NEGATIVE = (
     "evaluation.every",
     "evaluation.sample",
     "model.experts",
+    "balance.bias_rate",
+    "balance.loss",
+    "balance.place_every",
 )
-_SHARES = ("optimizer.final", "optimizer.beta1", "optimizer.beta2", "data.held_out")
+_SHARES = ("optimizer.final", "optimizer.beta1", "optimizer.beta2", "data.held_out", "model.dropout")
 
 
 def _check(recipe: Recipe) -> None:
@@ -182,15 +205,23 @@ def _check(recipe: Recipe) -> None:
         if values[key] is not None and values[key] < 1:
             raise ShardwiseError(f"{key}={values[key]}: there is at least 1", remedy=f"{key}=1")
     for key in _NOT_NEGATIVE:
-        if values[key] < 0:
+        if values[key] is not None and values[key] < 0:
             raise ShardwiseError(f"{key}={values[key]} is negative", remedy=f"{key}=0")
     for key in _SHARES:
-        if not 0 <= values[key] < 1 and not (key == "optimizer.final" and values[key] == 1):
+        if values[key] is None or (key == "optimizer.final" and values[key] == 1):
+            continue
+        if not 0 <= values[key] < 1:
             raise ShardwiseError(f"{key}={values[key]} is a share from 0 to 1", remedy=f"{key}=0.1")
     _check_model(recipe.model)
+    _check_balance(recipe.model, {key: each for key, each in values.items() if key.startswith("balance.") and each})
 
 
 def _check_model(model: ModelChoice) -> None:
+    if model.dropout is not None and model.source is not None:
+        raise ShardwiseError(
+            f"model.dropout={model.dropout} is for transformers of ours, and model.source={model.source} makes its own",
+            remedy="dropout in that module",
+        )
     if model.folder is not None and model.source is not None:
         raise ShardwiseError(
             f"model.folder={model.folder} and model.source={model.source} are two models", remedy="one of them"
@@ -210,3 +241,17 @@ def _check_model(model: ModelChoice) -> None:
             f"model.chosen_experts={model.chosen_experts} of model.experts={model.experts}",
             remedy=f"model.chosen_experts={min(2, model.experts)}",
         )
+
+
+def _check_balance(model: ModelChoice, asked: Mapping[str, Any]) -> None:
+    """Whether there is something to balance, as far as that is known without the model. `asked` is what is not off."""
+    for key, value in asked.items():
+        if model.folder is None and model.source is None and not model.experts:
+            raise ShardwiseError(
+                f"{key}={value} balances experts, and model.experts=0 has none", remedy=f"model.experts=8, or {key}=0"
+            )
+        if model.source is not None and key != "balance.place_every":
+            raise ShardwiseError(
+                f"{key}={value} is for routers of ours, and the module of model.source={model.source} has its own",
+                remedy=f"{key}=0, or a loss in that module",
+            )

@@ -13,6 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from shardwise.planner.plan import Plan
 from shardwise.runtime.parallel import parallelize
 from shardwise.runtime.trainer import Trainer
+from shardwise.training.balance import Balancer
 from shardwise.training.checkpoint.boxes import whole_box
 from shardwise.training.checkpoint.index import clean, find_last
 from shardwise.training.checkpoint.parts import Held, Part, shapes_of
@@ -53,6 +54,7 @@ class Setup:
     batches: Batches
     held_out: Rows
     scale: LossScale
+    balancer: Balancer
     step: int
     num_parameters: int
     flops_per_token: float
@@ -77,8 +79,8 @@ def make_ready(job: Job, world: World) -> Setup:
     shapes, count, flops = shapes_of(module), num_parameters(module), subject.flops_per_token(module)
     scale = LossScale.of(recipe.precision, subject.loss)
     engine = _make_engine(job, module, on_device(_example(job.plan, batches), world), scale)
-    held = Held(engine, shapes)
-    step = _fill(job, world, held, subject, scale)
+    held, balancer = Held(engine, shapes), Balancer(engine, recipe.balance)
+    step = _fill(job, world, held, subject, scale, balancer)
     # Masks of dropout follow the step, so that a run which goes on has the same.
     engine.num_steps = step
     return Setup(
@@ -89,6 +91,7 @@ def make_ready(job: Job, world: World) -> Setup:
         batches=batches,
         held_out=held_out,
         scale=scale,
+        balancer=balancer,
         step=step,
         num_parameters=count,
         flops_per_token=flops,
@@ -129,9 +132,10 @@ def _make_engine(job: Job, module: nn.Module, example: Batch, scale: LossScale) 
         loss=scale.loss,
         optimizer=optimizer,
         example=example,
-        # Without a bound the norm is asked for all the same: it tells of gradients that are not finite.
-        clip=choice.clip or math.inf,
+        # Without a bound the norm is asked for only where steps must be left out whose gradients are not finite.
+        clip=choice.clip or (math.inf if job.recipe.precision == "fp16" else None),
         seed=job.recipe.seed,
+        bucket_bytes=job.recipe.bucket_bytes,
     )
 
 
@@ -141,12 +145,13 @@ def _make_optimizer(choice: OptimizerChoice, parameters: Iterable[nn.Parameter])
     return AdamW(parameters, lr=choice.rate, betas=(choice.beta1, choice.beta2), weight_decay=choice.decay)
 
 
-def _fill(job: Job, world: World, held: Held, subject: Subject, scale: LossScale) -> int:
+def _fill(job: Job, world: World, held: Held, subject: Subject, scale: LossScale, balancer: Balancer) -> int:
     """Numbers for the engine; returns how many steps they have had."""
     # The first rank alone looks, so that all go on from the same one.
     last = world.first(find_last(job.folder / CHECKPOINTS))
     if last is not None:
         with Reader(last) as reader:
+            balancer.take(reader.index.extra)
             load(reader, held)
             load_random(reader, world)
             scale.take(reader.index.extra)

@@ -26,6 +26,7 @@ from shardwise.training.model import (
     described,
     draw,
     flops_per_token,
+    in_training,
     make_module,
     num_parameters,
     read_folder,
@@ -74,7 +75,9 @@ class Ours(Subject):
     """A transformer of ours: by its sizes, or with the weights of a folder."""
 
     def __init__(self, recipe: Recipe, vocabulary: int) -> None:
-        self._recipe, self.settings, self.loss = recipe, settings_of(recipe, vocabulary), next_token_loss
+        self._recipe, self.loss = recipe, next_token_loss
+        self._plain = settings_of(recipe, vocabulary)
+        self.settings = in_training(self._plain, recipe)
 
     def make(self, *, tp: int, device: torch.device) -> nn.Module:
         return make_module(self.settings, tp=tp, device=device)
@@ -93,7 +96,8 @@ class Ours(Subject):
     def description(self) -> dict[str, Any]:
         folder = self._recipe.model.folder
         begun = {} if folder is None else {"folder": str(Path(folder).resolve())}
-        return {**described(self.settings, folder), **begun}
+        has_bias = self.settings.has_correction and not self._plain.has_correction
+        return {**described(self._plain, folder, has_bias=has_bias), **begun}
 
     def for_planner(self) -> dict[str, Any]:
         return {"model": self.description()["config"], "sequence": self._recipe.data.sequence}

@@ -5,7 +5,6 @@ import copy
 import torch
 from torch import Tensor
 
-from shardwise.nets.balance import correct_balance
 from shardwise.nets.moe import MoE
 from shardwise.nets.router import balancing_loss as of_one_device
 from shardwise.nets.routes import count_choices
@@ -37,19 +36,6 @@ def losses_of_uneven_parts(weights: list[float]) -> tuple[Tensor, Tensor, Tensor
     found = balancing_loss(choice.experts[mine], part, mesh.group("gradients"))
     (slope,) = torch.autograd.grad(found * weights[mesh.rank], part)
     return found.detach(), wanted.detach(), slope, gradient[mine]
-
-
-def corrections(plan: str) -> tuple[list[Tensor], list[Tensor]]:
-    """Corrections of routers after a batch: with tokens and experts on several ranks, and on one device."""
-    mesh, module, batch = make_mesh(Plan.parse(plan)), make_model("ours like deepseek"), make_batch()
-    alone = copy.deepcopy(module)
-    alone(batch["input_ids"])
-    correct_balance(alone, 0.01)
-    sharding = shard_experts(module, mesh)
-    module(part_of(batch, mesh)["input_ids"])
-    correct_balance(module, 0.01, add_up=sharding.add_up)
-    found = [[each for name, each in some.named_buffers() if "correction" in name] for some in (module, alone)]
-    return found[0], found[1]
 
 
 def in_bfloat16(model: str) -> tuple[float, float, int]:

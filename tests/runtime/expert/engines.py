@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Adafactor, AdamW, Optimizer
 
@@ -28,7 +29,21 @@ class Run:
     states: dict[str, Any] = field(default_factory=dict)
 
 
-def train(text: str, optimizer: str, moves: bool) -> Run:
+def in_halves(module: nn.Module) -> nn.Module:
+    return module.to(torch.bfloat16)
+
+
+def half_frozen(module: nn.Module) -> nn.Module:
+    for name, each in module.named_parameters():
+        each.requires_grad_(not name.endswith("experts.up_proj"))
+    return module
+
+
+def as_it_is(module: nn.Module) -> nn.Module:
+    return module
+
+
+def train(text: str, optimizer: str, moves: bool, change: Callable[[nn.Module], nn.Module] = as_it_is) -> Run:
     """Train a few steps; after each, experts may move to where the load is even."""
     plan, found = Plan.parse(text), Run()
     with small_matrices():
@@ -36,14 +51,14 @@ def train(text: str, optimizer: str, moves: bool) -> Run:
             replace(default_settings(replace(plan, ep=2)), num_layers=max(2, plan.pp)), plan, NUM_STEPS
         )()
         engine = parallelize(
-            problem.module, plan, loss=problem.loss, optimizer=OPTIMIZERS[optimizer], example=problem.batches[0]
+            change(problem.module), plan, loss=problem.loss, optimizer=OPTIMIZERS[optimizer], example=problem.batches[0]
         )
         assert isinstance(engine, MeshEngine), "a plan with experts has a mesh"
         for batch in problem.batches:
             found.losses.append(engine.train_step(batch))
             if moves:
                 found.moved += sum(engine.rebalance_experts(gain=0.0).values())
-        found.weights = {name: each.clone() for name, each in engine.state_dict().items()}
+        found.weights = {name: each.clone().float() for name, each in engine.state_dict().items()}
         states = engine.optimizer_state_dict()["state"]
         found.states = {f"{name} {key}": each for name, state in states.items() for key, each in state.items()}
         engine.close()

@@ -14,13 +14,6 @@ def test_the_balancing_loss_is_that_of_all_tokens_however_much_a_rank_weighs(two
         torch.testing.assert_close(slope, gradient, rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.parametrize("plan", ["dp=2,ep=2", "dp=2"])
-def test_corrections_move_by_the_load_of_all_replicas(two: Ranks, plan: str) -> None:
-    for found, wanted in two.run(balancing.corrections, plan):
-        assert len(found) == len(wanted) == 1
-        assert all(map(torch.equal, found, wanted))
-
-
 @pytest.mark.parametrize("model", ["ours like deepseek", "deepseek-v3"])
 def test_rows_that_experts_would_round_are_rounded_before_they_travel(two: Ranks, model: str) -> None:
     # 2 x 6 tokens of a rank go to 3 experts of the first, from the second there and back; 8 experts are counted.

@@ -36,6 +36,7 @@ class Patient:
     slow: dict[int, float] = field(default_factory=dict)
     stall: tuple[int, float] | None = None
     optimizer_seconds: float = 0.0
+    bucket_bytes: int | None = None
 
 
 def examined_step(patient: Patient) -> tuple[Trace, tuple[int, ...]]:
@@ -53,7 +54,15 @@ def examined_step(patient: Patient) -> tuple[Trace, tuple[int, ...]]:
         made.register_step_pre_hook(lambda *_: time.sleep(patient.optimizer_seconds))
         return made
 
-    engine = parallelize(module, patient.plan, loss=summed, optimizer=optimizer, example=a_batch(0), clip=1.0)
+    engine = parallelize(
+        module,
+        patient.plan,
+        loss=summed,
+        optimizer=optimizer,
+        example=a_batch(0),
+        clip=1.0,
+        bucket_bytes=patient.bucket_bytes,
+    )
     with engine:
         engine.train_step(a_batch(1))
         if patient.stall is not None and patient.stall[0] == rank:

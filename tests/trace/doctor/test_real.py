@@ -1,19 +1,26 @@
-"""The doctor and the real runtime: faults in real engines are found.
+"""The doctor and the real runtime: faults in real engines are found, and nothing is said of healthy ones.
 
-That nothing is said of healthy runs is tested with simulated ones (`test_corpus.py`): on a machine with other things
-to do, a real step has stalls, and the doctor says so rightly.
+On a machine with other things to do a real step has stalls, and the doctor says so rightly: of a healthy run, one of a
+few steps must be without a word.
 """
 
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shardwise.runtime.spawn import Ranks
 from shardwise.schedule.replay import Replay
+from shardwise.trace.doctor.case import Case
 from shardwise.trace.doctor.examine import examine
 from shardwise.trace.doctor.finding import Finding
+from shardwise.trace.doctor.replicas import find_exposed_sum
+from shardwise.trace.events import Lane
 from shardwise.trace.run import Run
+from shardwise.training.recipes import get_recipe
+from tests.trace.doctor.patients import with_end
 from tests.trace.doctor.real import Patient, examined_step, run_of, slowly_fed
 from tests.training.programs import make_job
 
@@ -38,6 +45,11 @@ FAULTS: dict[str, tuple[str, int | None, Patient]] = {
         Patient(plan="dp=2", layer_seconds=0.001, optimizer_seconds=0.1),
     ),
 }
+#: Steps in which ranks do what they should, long enough that what starts them is little.
+HEALTHY = {
+    "replicas": Patient(plan="dp=2,microbatches=4", layer_seconds=0.02),
+    "replicas that share the optimizer": Patient(plan="dp=2,microbatches=4,zero=1", layer_seconds=0.02),
+}
 #: What else runs on the machine may hide what is looked for: one of a few steps decides.
 ATTEMPTS = 4
 
@@ -60,6 +72,34 @@ def test_a_fault_in_a_real_engine_is_found(name: str, two: Ranks) -> None:
             return
         seen.append([(each.kind, each.ranks) for each in found])
     raise AssertionError(seen)
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_of_a_healthy_step_of_a_real_engine_nothing_is_said(name: str, two: Ranks) -> None:
+    seen = list[list[str]]()
+    for found in examinations(HEALTHY[name], two):
+        if not found:
+            return
+        seen.append([f"{each.kind}: {each.evidence}" for each in found])
+    raise AssertionError(seen)
+
+
+def test_buckets_of_4_kilobytes_are_found_and_what_is_advised_mends_them(two: Ranks) -> None:
+    def finding(bucket_bytes: int) -> Finding:
+        """Of a step with such buckets, all of whose ranks stand still for its sums for as long again."""
+        patient = Patient(plan="dp=2", layer_seconds=0.0, bucket_bytes=bucket_bytes)
+        run = run_of(patient, *two.run(examined_step, patient)[0])
+        trace = with_end(run.trace, ("a sum of gradients", Lane.WAIT, run.trace.makespan))
+        (found,) = find_exposed_sum(Case(replace(run, trace=trace)))
+        return found
+
+    found = finding(4096)
+    assert found.kind == "small buckets"
+    assert "on each, 39 sums of 4.5 KiB on average" in found.evidence
+    advised = re.match(r"--set bucket_bytes=(\d+) ", found.fix)
+    assert advised is not None
+    recipe = get_recipe("tiny").changed({"bucket_bytes": advised[1]})
+    assert finding(recipe.bucket_bytes).kind == "exposed sum"
 
 
 def test_a_slow_loader_is_found_in_a_profile(two: Ranks, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from shardwise.nets.hf.dense import read_dropout, write_dropout
 from shardwise.nets.hf.entries import Entries
 from shardwise.nets.hf.family import Family
 from shardwise.nets.hf.mixtures import experts_naming
@@ -31,6 +32,7 @@ def _read(entries: Entries, mixture: Mixture, *, interleaved: bool, mlp_bias: bo
         rope=read_rope(entries, interleaved=interleaved),
         norm_epsilon=entries.number("rms_norm_eps", 1e-6),
         tied=entries.flag("tie_word_embeddings", False),
+        dropout=read_dropout(entries),
     )
 
 
@@ -55,6 +57,7 @@ def _write(settings: Settings) -> dict[str, Any] | None:
         "hidden_act": settings.mlp.activation,
         "rms_norm_eps": settings.norm_epsilon,
         "tie_word_embeddings": settings.tied,
+        **write_dropout(settings),
         **write_rope(settings.rope),
         "n_routed_experts": mixture.num_experts,
         "num_experts_per_tok": mixture.num_chosen,

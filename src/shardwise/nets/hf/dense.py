@@ -8,7 +8,7 @@ from shardwise.nets.hf.family import Family
 from shardwise.nets.hf.naming import LLAMA as LLAMA_NAMES
 from shardwise.nets.hf.naming import Naming
 from shardwise.nets.hf.rope import read_rope, write_rope
-from shardwise.nets.settings import Heads, Mixture, Mlp, Settings
+from shardwise.nets.settings import Dropout, Heads, Mixture, Mlp, Settings
 
 
 def read_gated(
@@ -47,6 +47,7 @@ def read_gated(
         window=window,
         windowed_layers=windowed_layers,
         tied=entries.flag("tie_word_embeddings", False),
+        dropout=read_dropout(entries),
     )
 
 
@@ -67,8 +68,18 @@ def write_gated(settings: Settings) -> dict[str, Any] | None:
         "hidden_act": settings.mlp.activation,
         "rms_norm_eps": settings.norm_epsilon,
         "tie_word_embeddings": settings.tied,
+        **write_dropout(settings),
         **write_rope(settings.rope),
     }
+
+
+def read_dropout(entries: Entries) -> Dropout:
+    """Of weights of attention alone; other dropout these families do not have."""
+    return Dropout(attention=entries.number("attention_dropout", 0.0))
+
+
+def write_dropout(settings: Settings) -> dict[str, Any]:
+    return {"attention_dropout": settings.dropout.attention}
 
 
 def find_window(entries: Entries) -> int | None:

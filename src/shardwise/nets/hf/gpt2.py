@@ -8,7 +8,7 @@ from shardwise.nets.hf.entries import Entries
 from shardwise.nets.hf.family import Family
 from shardwise.nets.hf.naming import GPT2 as GPT2_NAMES
 from shardwise.nets.hf.naming import Naming
-from shardwise.nets.settings import Activation, Heads, Mlp, Settings
+from shardwise.nets.settings import Activation, Dropout, Heads, Mlp, Settings
 
 _ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
@@ -19,7 +19,6 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 def _read(entries: Entries) -> Settings:
-    """Dropout is left out: it is of one training, not of the model."""
     for key in ("add_cross_attention", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"):
         entries.must_be(key, False)
     entries.must_be("scale_attn_weights", True)
@@ -46,6 +45,11 @@ def _read(entries: Entries) -> Settings:
         norm="layer",
         norm_epsilon=entries.number("layer_norm_epsilon", 1e-5),
         tied=entries.flag("tie_word_embeddings", True),
+        dropout=Dropout(
+            embedding=entries.number("embd_pdrop", 0.0),
+            attention=entries.number("attn_pdrop", 0.0),
+            residual=entries.number("resid_pdrop", 0.0),
+        ),
     )
 
 
@@ -62,6 +66,9 @@ def _write(settings: Settings) -> dict[str, Any] | None:
         "activation_function": next(word for word, ours in _ACTIVATIONS.items() if ours == settings.mlp.activation),
         "layer_norm_epsilon": settings.norm_epsilon,
         "tie_word_embeddings": settings.tied,
+        "embd_pdrop": settings.dropout.embedding,
+        "attn_pdrop": settings.dropout.attention,
+        "resid_pdrop": settings.dropout.residual,
     }
 
 

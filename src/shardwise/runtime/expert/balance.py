@@ -44,8 +44,6 @@ def share_balance(layer: nn.Module, group: Group, real: Real) -> None:
     if group.size == 1 or not isinstance(router, nn.Module):
         return
     weight = getattr(mixture, "auxiliary", 0.0)
-    if not weight and getattr(router, "correction", None) is None:
-        return
     seen: list[Any] = []
 
     def around_router(call: Callable[..., Any], tokens: Tensor) -> Any:

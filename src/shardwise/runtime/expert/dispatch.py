@@ -43,6 +43,13 @@ class Dispatch:
         #: The slot of each expert; None if that is its number.
         self._slots = None if placement.is_in_order else inverse(torch.tensor(placement.order))
 
+    def take_load(self) -> Tensor:
+        """How many rows each of all experts has had in training on this rank. The numbers begin at 0 again."""
+        whole = torch.zeros(len(self.placement.order), dtype=torch.int64)
+        whole[list(self.placement.ranks[self.group.rank])] = torch.tensor(self.load)
+        self.load = [0] * len(self.load)
+        return whole
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "Dispatch":
         return self  # A copy of a module exchanges with the same ranks.
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from shardwise.errors import ShardwiseError, unknown
 from shardwise.runtime.collectives import Group, start_all_to_all
+from shardwise.runtime.expert.load import Load
 from shardwise.runtime.expert.placement import Placement, balanced
 from shardwise.runtime.expert.sharding import ExpertSharding
 
@@ -28,18 +29,18 @@ def rebalance(
 
     A layer is left alone unless its most loaded rank gets more than this share less to do. All ranks call this alike.
     """
-    wanted = better_placements(sharding, module, gain)
+    device = next((each.device for each in module.parameters() if not each.is_meta), torch.device("cpu"))
+    wanted = better_placements(sharding, sharding.measured_load(device), gain)
     moved = count_moved(sharding, wanted)
     move(sharding, module, wanted, optimizers=optimizers, also=also)
     return moved
 
 
-def better_placements(sharding: ExpertSharding, module: nn.Module, gain: float) -> dict[str, Placement]:
-    """By layer, where that is worth it: a placement by the load that was measured since the last call."""
-    device = next((each.device for each in module.parameters() if not each.is_meta), torch.device("cpu"))
+def better_placements(sharding: ExpertSharding, loads: Load, gain: float) -> dict[str, Placement]:
+    """By layer, where that is worth it: a placement for the load that was measured."""
     wanted = {}
-    for name, load in sharding.measured_load(device).items():
-        home = sharding.layers[name].placement
+    for name, dispatch in sharding.layers.items():
+        home, load = dispatch.placement, loads[name]
         placement = balanced(home, load)
         if placement.peak(load) < (1 - gain) * home.peak(load):
             wanted[name] = placement

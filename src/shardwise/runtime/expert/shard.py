@@ -7,6 +7,7 @@ from torch import nn
 
 from shardwise.errors import ShardwiseError, unknown
 from shardwise.runtime.expert.balance import Real, share_balance
+from shardwise.runtime.expert.capacity import share_capacity
 from shardwise.runtime.expert.dispatch import Dispatch
 from shardwise.runtime.expert.layers import Layer, attach, find_layers, find_others
 from shardwise.runtime.expert.placement import Placement
@@ -39,6 +40,7 @@ def shard_experts(
     for layer in layers:
         if layer.is_ours:
             share_balance(layer.block, replicas, real)
+            share_capacity(layer.block, mesh.group("dp"), mesh.group("cp"), real)
         if group.size > 1:
             dispatches[layer.name] = Dispatch(group, chosen[layer.name], alike)
             parameters |= {f"{layer.name}.{key}": layer.name for key, _ in layer.experts.named_parameters()}

@@ -64,10 +64,6 @@ class ExpertSharding:
         assert mine == tuple(range(mine[0], mine[-1] + 1)), f"experts {mine} do not lie next to each other"
         return slice(mine[0], mine[-1] + 1), *(slice(0, size) for size in shape[1:])
 
-    def add_up(self, load: Tensor) -> None:
-        """Sum a router's load, in place, over the ranks that have other tokens: for balancing by correction."""
-        start_all_reduce(load, self.replicas).finish()
-
     def measured_load(self, device: torch.device | str = "cpu") -> dict[str, list[int]]:
         """How many rows each expert of each layer has had in training since the last call, on all ranks together.
 
@@ -75,12 +71,7 @@ class ExpertSharding:
         """
         if not self.layers:
             return {}
-        counts = []
-        for dispatch in self.layers.values():
-            whole = torch.zeros(len(dispatch.placement.order), dtype=torch.int64)
-            whole[list(dispatch.placement.ranks[self.group.rank])] = torch.tensor(dispatch.load)
-            dispatch.load = [0] * len(dispatch.load)
-            counts.append(whole)
+        counts = [dispatch.take_load() for dispatch in self.layers.values()]
         summed = torch.cat(counts).to(device)
         for group in (self.group, self.same):
             summed = start_all_reduce(summed, group).finish()

@@ -1,16 +1,17 @@
 """Ranks that others wait for: a stage with too much on it, a slower device, a rank that stalls now and then."""
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from statistics import mean, median
 
 from shardwise.trace.doctor.case import Case
 from shardwise.trace.doctor.finding import Finding
-from shardwise.trace.doctor.usual import alike, medians, usual_busy
+from shardwise.trace.doctor.usual import alike, least_busy, medians, usual_busy
 from shardwise.trace.stretches import Part
 
 #: How much more than the others one must have before it is called slow.
 _SLOWER = 1.12
+#: The same of a step with fewer than `_ENOUGH` microbatches, in which one disturbed moment looks like a slow rank.
+_SLOWER_OF_FEW, _ENOUGH = 1.5, 4
 #: How many times its usual time an instruction must take to be called a stall.
 _STALLED = 3.0
 _LOOK_THERE = "ps -eo pid,pcpu,comm --sort=-pcpu | head"
@@ -116,16 +117,14 @@ def _is_device(case: Case, rank: int) -> bool:
 def _slow_devices(case: Case) -> list[tuple[int, float, str]]:
     """Ranks slower than those who do the same, or than predicted while the others are not: rank, factor, than whom."""
     found = []
-    same: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for rank, events in enumerate(case.trace.compute):
-        same[tuple(sorted({event.stage for event in events}))].append(rank)
-    for stages, ranks in same.items():
-        if not stages or len(ranks) < 2:
-            continue
-        for rank in ranks:
-            others = mean(case.trace.busy[other] for other in ranks if other != rank)
-            if others > 0 and case.trace.busy[rank] > _SLOWER * others:
-                found.append((rank, case.trace.busy[rank] / others, "its replicas"))
+    for ranks in case.same:
+        busy = {rank: usual_busy(case.trace.compute[rank]) for rank in ranks}
+        for rank in ranks if len(ranks) > 1 else ():
+            events = case.trace.compute[rank]
+            others = mean(busy[other] for other in ranks if other != rank)
+            enough = _SLOWER if case.num_microbatches >= _ENOUGH else _SLOWER_OF_FEW
+            if others > 0 and least_busy(events) > enough * others:
+                found.append((rank, busy[rank] / others, "its replicas"))
     predicted = case.run.predicted
     if predicted is not None and predicted.num_ranks == case.trace.num_ranks > 2 and not found:
         off = [mine / then if then > 0 else 0.0 for mine, then in zip(case.trace.busy, predicted.busy, strict=True)]

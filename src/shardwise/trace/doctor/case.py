@@ -67,17 +67,30 @@ class Case:
     def bubble(self) -> float:
         return self.mean(*BUBBLE)
 
-    def waits(self, *beginnings: str, part: Part = Part.EXPOSED) -> float:
-        """Seconds, on average over the ranks, of standing still for what is called so."""
-        return (
+    @cached_property
+    def same(self) -> Sequence[Sequence[int]]:
+        """Ranks that compute the same stages, together."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank, events in enumerate(self.trace.compute):
+            found.setdefault(tuple(sorted({event.stage for event in events})), []).append(rank)
+        return list(found.values())
+
+    def waits(self, *beginnings: str, by_all: bool = False) -> float:
+        """Seconds of standing still for what ranks that do the same, or all, do together and is called so; on average.
+
+        Of such ranks the one that comes last stands still for the bytes alone, and the others for it too: what counts
+        is the least.
+        """
+        together = [range(self.trace.num_ranks)] if by_all else self.same
+        spent = [
             sum(
                 each.seconds
-                for rank in self.cut
                 for each in rank
-                if each.part is part and each.on is not None and each.on.startswith(beginnings)
+                if each.part is Part.EXPOSED and each.on is not None and each.on.startswith(beginnings)
             )
-            / self.trace.num_ranks
-        )
+            for rank in self.cut
+        ]
+        return sum(len(ranks) * min(spent[rank] for rank in ranks) for ranks in together) / self.trace.num_ranks
 
     @cached_property
     def transfer_seconds(self) -> float:

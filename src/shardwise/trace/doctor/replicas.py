@@ -9,6 +9,7 @@ from shardwise.units import format_bytes
 _MUCH_EXPOSED = 0.05
 _SMALL_BUCKET = 256 * 1024
 _USUAL_BUCKET = 32 * 2**20
+_MANY_BUCKETS = 8
 _SUM, _GATHER, _NORM = "a sum of gradients", "a gather of parameters", "the norm of the gradients"
 _IN_LAYERS = ("all_reduce of", "all_gather of", "reduce_scatter of", "all_to_all of", "send of")
 
@@ -18,30 +19,45 @@ def find_exposed_sum(case: Case) -> Iterator[Finding]:
     exposed = case.waits(_SUM)
     if exposed < _MUCH_EXPOSED * case.step:
         return
-    sums = [each for each in case.trace.traffic if each.kind in ("all_reduce", "reduce_scatter")]
-    num_calls, num_bytes = sum(each.num_messages for each in sums), sum(each.num_bytes for each in sums)
-    mean_bytes = num_bytes / num_calls if num_calls else 0.0
-    evidence = (
-        f"ranks stand still for {case.time(exposed)} each ({case.share(exposed)} of the step) while gradients are "
-        f"summed: {num_calls} sums of {format_bytes(mean_bytes)} on average in a step"
-    )
-    needed = max(1.0, num_bytes / _USUAL_BUCKET)
-    if num_calls > 8 and mean_bytes < _SMALL_BUCKET:
-        yield Finding(
-            kind="small buckets",
-            problem="gradients are summed in buckets that are too small",
-            evidence=evidence,
-            fix="Sharing(bucket_bytes=32 * 2**20)",
-            gain_seconds=exposed * (1 - needed / num_calls),
-        )
-        return
+    evidence = f"ranks stand still for {case.time(exposed)} each ({case.share(exposed)}) while gradients are summed"
+    # Layers that are cut have sums of their own, and traffic does not say whose a sum is.
+    if all(case.size(axis) == 1 for axis in ("tp", "cp", "ep")):
+        sums = [each for each in case.trace.traffic if each.kind in ("all_reduce", "reduce_scatter")]
+        num_calls = sum(each.num_messages for each in sums) / case.trace.num_ranks
+        num_bytes = sum(each.num_bytes for each in sums) / case.trace.num_ranks
+        mean_bytes = num_bytes / num_calls if num_calls else 0.0
+        evidence += f": on each, {num_calls:.0f} sums of {format_bytes(mean_bytes)} on average in a step"
+        if num_calls > _MANY_BUCKETS and mean_bytes < _SMALL_BUCKET:
+            needed = max(1.0, num_bytes / _USUAL_BUCKET)
+            yield Finding(
+                kind="small buckets",
+                problem="gradients are summed in buckets that are too small",
+                evidence=evidence,
+                fix=_larger_buckets(case),
+                gain_seconds=exposed * (1 - needed / num_calls),
+            )
+            return
     yield Finding(
         kind="exposed sum",
         problem="the sum of the gradients over replicas is not hidden",
         evidence=evidence,
-        fix=f"microbatches={2 * case.num_microbatches} with twice the batch: one sum for twice the tokens",
+        fix=f"microbatches={2 * case.num_microbatches} and --set batch={_twice_the_batch(case)}: one sum for twice the"
+        " tokens",
         gain_seconds=exposed / 2,
     )
+
+
+def _larger_buckets(case: Case) -> str:
+    """With zero=3 a bucket is of one layer; else it is as large as one says."""
+    if case.plan.get("zero") == "3":
+        return "zero=2"
+    return f"--set bucket_bytes={_USUAL_BUCKET}   (in a script: parallelize(..., bucket_bytes={_USUAL_BUCKET}))"
+
+
+def _twice_the_batch(case: Case) -> str:
+    """As a number, where the run says how many rows it has."""
+    rows = case.run.facts.get("batch", "")
+    return str(2 * int(rows)) if rows.isdecimal() else "ROWS, twice as many as now"
 
 
 def find_exposed_gather(case: Case) -> Iterator[Finding]:
@@ -68,6 +84,8 @@ def find_exposed_layers(case: Case) -> Iterator[Finding]:
     half = size // 2
     less = 1 - (half - 1) / half / ((size - 1) / size)
     fix = f"{axis}={half}" if axis == "ep" else f"{axis}={half},dp={case.size('dp') * (size // half)}"
+    if axis == "tp" and half == 1 and case.plan.get("sp", "").lower() == "true":
+        fix += ",sp=false"
     yield Finding(
         kind="exposed layers",
         problem=f"ranks wait for each other inside of layers ({axis}={size})",
@@ -79,7 +97,7 @@ def find_exposed_layers(case: Case) -> Iterator[Finding]:
 
 def find_synchronisation(case: Case) -> Iterator[Finding]:
     """A sum over all ranks between the backward and the step, which clipping wants."""
-    exposed = case.waits(_NORM)
+    exposed = case.waits(_NORM, by_all=True)
     if exposed >= _MUCH_EXPOSED * case.step:
         yield Finding(
             kind="synchronisation",

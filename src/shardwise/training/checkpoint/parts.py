@@ -75,9 +75,9 @@ class Held:
             in_buckets = {slot.name for bucket in engine.data.buckets for slot in bucket.layout.slots}
             for name, shape, start, numbers in engine.data.pieces():
                 yield from self._parts(name, numbers, tuple(shape), start)
-        for name, held in engine.parameters.items():
+        for name, held in engine.numbers.items():
             if name not in in_buckets:
-                yield from self._parts(name, held.data, tuple(held.shape))
+                yield from self._parts(name, held, tuple(held.shape))
         for name, buffer in engine.buffers.items():
             if name in self.shapes:
                 yield from self._parts(name, buffer, tuple(buffer.shape))

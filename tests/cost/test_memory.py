@@ -141,7 +141,22 @@ def test_what_forwards_save_leaves_by_and_by() -> None:
     saved = here.bytes.parts["activations"].max()
     assert saved > LEAVING_BYTES
     assert away.bytes.parts["activations"].max() == pytest.approx(LEAVING_BYTES)
-    assert away.bytes.host[0] == pytest.approx(saved)
+    # Of 14 bytes of a logit at the worst moment 4 are saved: the logarithm of its softmax.
+    logits = here.bytes.parts["loss"].max() * 4 / 14
+    assert away.bytes.host[0] == pytest.approx(saved + logits)
+
+
+def test_with_weights_goes_all_that_belongs_to_them() -> None:
+    here, away = ask("8xh100", pp=2), ask("8xh100", pp=2, offload_parameters=1.0)
+    masters, gradients, state = (here.bytes.parts[name] for name in ("masters", "gradients", "optimizer"))
+    assert away.bytes.host == pytest.approx((masters + gradients + state).max(axis=1))
+    # Two layers and the ends are there while they are used; and what was cast of them, until a backward has used it.
+    assert 0 < away.bytes.parts["masters"].max() < here.bytes.parts["masters"].max()
+    assert away.bytes.parts["weights"] == pytest.approx(here.bytes.parts["weights"])
+    assert away.bytes.parts["gradients"].max() == pytest.approx(LEAVING_BYTES)
+    half = ask("8xh100", pp=2, offload_parameters=0.5, offload_optimizer=0.2)
+    assert half.bytes.host == pytest.approx(away.bytes.host / 2)
+    assert half.seconds[0] > here.seconds[0]
 
 
 def test_the_last_stage_has_the_logits_and_the_first_the_most_activations() -> None:

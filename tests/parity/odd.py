@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from shardwise.nets.settings import Heads, Mixture
+from shardwise.nets.settings import Dropout, Heads, Mixture
 from shardwise.parity.models import default_settings, problem_of
 from shardwise.parity.problem import MakeProblem, Problem
 from shardwise.planner.plan import Plan
@@ -90,12 +90,31 @@ def _ours(plan: Plan, **changed: Any) -> MakeProblem:
 
 THREE_KEY_HEADS = Heads(num_heads=6, num_kv_heads=3, head_dim=8)
 BALANCED = Mixture(num_experts=5, num_chosen=2, width=16, auxiliary=0.01, scores="sigmoid", correction=True)
+CAPACITY = replace(BALANCED, num_experts=4, capacity=0.6)
+ALL_CHOSEN = Mixture(num_experts=6, num_chosen=6, width=16, auxiliary=0.01)
+DEEPSEEK = Mixture(
+    num_experts=6,
+    num_chosen=2,
+    width=16,
+    num_shared=1,
+    scores="sigmoid",
+    correction=True,
+    num_groups=3,
+    num_chosen_groups=2,
+    scale=2.5,
+    dense_layers=(0,),
+)
+DROPOUT = Dropout(embedding=0.1, attention=0.2, residual=0.3)
 PROBLEMS: dict[str, Callable[[Plan], MakeProblem]] = {
     "an embedding like any columns": lambda _: _by_hand,
     "batch norm": lambda _: _normed,
     "double precision": lambda _: _in_double,
     "attention that drops": lambda plan: partial(_dropping_gpt2, 2 * plan.dp * plan.microbatches),
     "padding that is routed": lambda plan: _ours(plan, mixture=BALANCED),
+    "experts that are full": lambda plan: _ours(plan, mixture=CAPACITY),
+    "experts that all are chosen": lambda plan: _ours(plan, mixture=ALL_CHOSEN),
+    "experts in groups": lambda plan: _ours(plan, mixture=DEEPSEEK),
+    "a transformer that drops": lambda plan: _ours(plan, dropout=DROPOUT),
     "heads of unequal ranks": lambda plan: _ours(plan, attention=THREE_KEY_HEADS, num_layers=3),
     "blocks with something around": _ours,
 }

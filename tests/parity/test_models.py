@@ -57,11 +57,11 @@ def test_the_default_has_what_a_plan_needs(text: str, has: Callable[[Settings], 
     assert has(default_settings(Plan.parse(text)))
 
 
-def test_batches_divide_by_what_a_plan_cuts_them_into_and_sequences_are_padded_under_cp() -> None:
+def test_batches_divide_by_what_a_plan_cuts_them_into_and_sequences_do_not() -> None:
     for text in ("dp=2,microbatches=4", "dp=3", "tp=3,sp=true", "cp=2", "tp=2,cp=4", "dp=2,cp=2,microbatches=2"):
         plan = Plan.parse(text)
         assert rows_for(plan) % (plan.dp * plan.microbatches) == 0
-        assert length_for(plan) % plan.tp == 0 or plan.cp > 1
+        assert not plan.sp or length_for(plan) % plan.tp
         assert plan.cp == 1 or length_for(plan) % (2 * plan.cp)
 
 

@@ -11,10 +11,15 @@ REFUSED = {
         "schedule=pipedream-2bw keeps two versions of the weights, which dp=2 does not know of yet",
         "dp=2,pp=2,microbatches=2",
     ),
-    "parameters on the host": (
-        "dp=2,offload.parameters=1",
-        "offload.parameters=1: the engines keep the weights that a rank holds on its device yet",
-        "dp=2,zero=3",
+    "weights twice on the host": (
+        "pp=2,schedule=dualpipe,microbatches=4,offload.parameters=0.5",
+        "schedule=dualpipe has all weights twice, and offload.parameters=0.5 brings each from one place on the host",
+        "pp=2,microbatches=4,offload.parameters=0.5",
+    ),
+    "parameters of a mesh on the host": (
+        "dp=2,pp=2,offload.parameters=1",
+        "offload.parameters=1 is for ranks that hold whole weights of their own, and dp=2 shares or repeats them",
+        "dp=2,pp=2,zero=3",
     ),
     "selective recomputation": (
         "pp=2,recompute=selective",

@@ -815,6 +815,22 @@ error: steps in --set wants a whole number, and is 'many'
 """,
     ),
     (
+        "train tiny --set balance.bias_rate=0.001",
+        1,
+        """
+error: balance.bias_rate=0.001 balances experts, and model.experts=0 has none
+  try: model.experts=8, or balance.bias_rate=0
+""",
+    ),
+    (
+        "train tiny --set model.dropout=1",
+        1,
+        """
+error: model.dropout=1.0 is a share from 0 to 1
+  try: model.dropout=0.1
+""",
+    ),
+    (
         "train tiny --set optimizer.schedule=cosin",
         1,
         """

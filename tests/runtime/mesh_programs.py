@@ -58,11 +58,20 @@ def differentiated(kind: str) -> tuple[float, dict[str, int]]:
             break  # All compute the same from it: one of them counts.
         total = total + _weighed(_by_one(kind, everyone, other), weights[other])
     total.backward()  # type: ignore[no-untyped-call]
-    expected = everyone[0].grad if kind in ("copy", "scatter") else everyone[rank].grad
+    expected = everyone[0].grad if kind in _OF_ONE else everyone[rank].grad
     assert expected is not None
     assert mine.grad is not None
     assert torch.allclose(result, _by_one(kind, everyone, rank))
     return float((mine.grad - expected).abs().max()), dict(group.traffic.bytes)
+
+
+#: All ranks have the same.
+_OF_ONE = ("copy", "scatter", "scatter unevenly")
+
+
+def _uneven(size: int, rank: int) -> int:
+    """A rank's rows of one row less than four each."""
+    return 3 if rank == size - 1 else 4
 
 
 def _weighed(result: Tensor, weight: Tensor) -> Tensor:
@@ -83,7 +92,10 @@ def _ours(kind: str, mine: Tensor, group: Group) -> Tensor:
         "gather": lambda: together.gather(mine, group, 1, used_alike=False),
         "gather alike": lambda: together.gather(mine, group, 0, used_alike=True),
         "scatter": lambda: together.scatter(mine, group, 0),
-        "sum and scatter": lambda: together.sum_scatter(mine, group, 0),
+        "scatter unevenly": lambda: together.scatter(mine[:-1], group, 0),
+        "gather unevenly": lambda: together.gather(
+            mine[: _uneven(group.size, group.rank)], group, 0, used_alike=False, length=4 * group.size - 1
+        ),
         "exchange": lambda: together.exchange(
             mine,
             group,
@@ -91,7 +103,7 @@ def _ours(kind: str, mine: Tensor, group: Group) -> Tensor:
             [_sizes(group.size, other)[group.rank] for other in range(group.size)],
         ),
     }
-    if kind in ("copy", "scatter"):
+    if kind in _OF_ONE:
         dist.broadcast(mine.data, 0)
     result: Tensor = ways[kind]()
     return result
@@ -103,11 +115,14 @@ def _by_one(kind: str, everyone: list[Tensor], rank: int) -> Tensor:
         return everyone[0]
     if kind == "scatter":
         return everyone[0].chunk(size)[rank]
+    if kind == "scatter unevenly":
+        return everyone[0][4 * rank : 4 * rank + _uneven(size, rank)]
+    if kind == "gather unevenly":
+        return torch.cat([each[: _uneven(size, other)] for other, each in enumerate(everyone)])
     if kind == "gather":
         return torch.cat(everyone, 1)
     if kind == "gather alike":
         return torch.cat(everyone, 0)
     if kind == "exchange":
         return torch.cat([torch.split(each, _sizes(size, other))[rank] for other, each in enumerate(everyone)])
-    total = torch.stack(everyone).sum(0)
-    return total if kind == "sum" else total.chunk(size)[rank]
+    return torch.stack(everyone).sum(0)

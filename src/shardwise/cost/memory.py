@@ -23,6 +23,8 @@ _SELECTIVE = ("core_attention",)
 # gradient over the logit (facts 4.1: 6 for the first two, 8 to 12 in all).
 _LOGIT = 14.0
 _FUSED_LOGIT = 2.0
+# Of these, what the loss saves for its backward: the logarithms of a softmax, in fp32, or the logits.
+_SAVED_LOGIT = 4.0
 # Bytes of one score of attention that come and go within it.
 _TORCH_SCORE = 8.0
 _FUSED_SCORE = 2.0
@@ -30,7 +32,7 @@ _FUSED_SCORE = 2.0
 
 #: Optimizer state that lives on the host is updated in so many slots of the device, each of about so many bytes; and so
 #: much of what forwards save may be on its way to the host before they wait.
-NUM_SLOTS, SLOT_BYTES = 4, 64 * 2**20
+NUM_SLOTS, SLOT_BYTES = 4, 256 * 2**20
 LEAVING_BYTES = 256 * 2**20
 
 #: Parts that a program's own count of allocated tensors leaves out.
@@ -88,11 +90,15 @@ def step_bytes(
     counts = count_blocks(model, layouts, places)
     parts = _states(layouts, counts.dense, counts.expert, software)
     parts |= _activations(model, layouts, places, sequence, software)
-    hosted = _on_host(parts, layouts)
     every = np.ones_like(places.begins)
+    width = 4.0 if software.precision == "fp32" else 2.0
+    # Of weights that come for their use two layers are there, one ahead, and the ends, which may be one tensor.
+    coming = (2 * counts.layer + counts.ends)[:, None] * 4.0 * every
+    hosted = _on_host(parts, layouts, coming)
+    saved_loss = 1.0 if software.fused_loss else _SAVED_LOGIT / _LOGIT
+    hosted["loss"] = parts["loss"] * saved_loss * layouts.offload_activations[:, None]
     if np.any(layouts.zero == 3):
         # Two layers gathered (one ahead), the gradients of one as they are made and as they are reduced, and both ends.
-        width = 4.0 if software.precision == "fp32" else 2.0
         gathered = counts.layer * (3 * width + software.reduce_bytes) + counts.ends * width
         parts["gathered"] = np.where(layouts.zero == 3, gathered, 0.0)[:, None] * every
     if device.architecture != "cpu":
@@ -108,15 +114,19 @@ def step_bytes(
     return StepBytes(parts=parts, hosted=hosted)
 
 
-def _on_host(parts: dict[str, Floats], layouts: Layouts) -> dict[str, Floats]:
+def _on_host(parts: dict[str, Floats], layouts: Layouts, coming: Floats) -> dict[str, Floats]:
     """Take off the device what lives on the host, but for what visits it, and return that.
 
-    Master weights stay: engines compute with them, cast where the precision is lower.
+    Where the optimizer's state is there alone, weights stay: engines compute with them, cast where the precision is
+    lower. With weights all that belongs to them is there: gradients and state. `coming` bytes of them are on the device
+    for their use; but casts stay, which backwards use again.
     """
+    trained = "masters" if parts["masters"].any() else "weights"
     hosted = {}
     for name, share, visiting in (
-        ("optimizer", layouts.offload_optimizer, NUM_SLOTS * SLOT_BYTES),
-        ("weights", layouts.offload_parameters, 0),
+        ("optimizer", np.maximum(layouts.offload_optimizer, layouts.offload_parameters), NUM_SLOTS * SLOT_BYTES),
+        (trained, layouts.offload_parameters, coming),
+        ("gradients", layouts.offload_parameters, LEAVING_BYTES),
         ("activations", layouts.offload_activations, LEAVING_BYTES),
     ):
         hosted[name] = parts[name] * share[:, None]

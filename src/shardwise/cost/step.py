@@ -156,7 +156,8 @@ def hop_seconds(pricer: Pricer, layouts: Layouts) -> Floats:
 def _optimizer(pricer: Pricer, layouts: Layouts, counts: Counts) -> Floats:
     """Adam on the states that a rank owns: 30 bytes of each parameter pass through memory (facts 4.4), and the norm.
 
-    State that lives on the host comes to the device for that and goes again, both ways at once.
+    State that lives on the host comes to the device for that and goes again, both ways at once; so do weights and
+    gradients that live there.
     """
     replicas = (layouts.dp * layouts.cp).astype(np.float64)
     group = np.where(layouts.zero_group > 0, layouts.zero_group, replicas)
@@ -166,21 +167,24 @@ def _optimizer(pricer: Pricer, layouts: Layouts, counts: Counts) -> Floats:
     moved = owned * (30 + 2 * pricer.software.gradient_bytes)
     rate = pricer.pool.device.memory_bytes_per_second * pricer.constants.streaming
     on_device: Floats = pricer.constants.optimizer * moved / rate
-    state = owned * (pricer.software.state_bytes - 4.0) * layouts.offload_optimizer
+    state = (pricer.software.state_bytes - 4.0) * np.maximum(layouts.offload_optimizer, layouts.offload_parameters)
+    lodged = (4.0 + pricer.software.gradient_bytes) * layouts.offload_parameters
+    state = owned * (state + lodged)
     return np.asarray(np.maximum(on_device, state / (_BOTH_WAYS * pricer.pool.node.host.device_bytes_per_second)))
 
 
 def _offload(pricer: Pricer, layouts: Layouts, stages: Stages, held: StepBytes, places: Places) -> Floats:
-    """Copies from and to the host that compute does not hide: of weights for both passes, of activations out and in.
+    """Copies from and to the host that compute does not hide: of weights for both passes, of gradients, of activations.
 
     Each half of a backward brings activations by itself.
     """
     if not (layouts.offload_parameters.any() or layouts.offload_activations.any()):
         return np.zeros(len(layouts))
-    weights = held.hosted["weights"].max(axis=1)
+    lodged = [2 * each for name, each in held.hosted.items() if name in ("weights", "masters")]
+    weights = sum([*lodged, held.hosted["gradients"]], np.zeros(())).max(axis=1)
     activations = (held.hosted["activations"] / np.maximum(places.flight, 1.0)).max(axis=1)
     halves = np.where((layouts.pp > 1) & np.isin(layouts.schedule, SPLITS_BACKWARD), 2, 1)
-    copied = (2 * weights + halves * activations) / (_BOTH_WAYS * pricer.pool.node.host.device_bytes_per_second)
+    copied = (weights + halves * activations) / (_BOTH_WAYS * pricer.pool.node.host.device_bytes_per_second)
     slowest = _slowest(stages.first, add(stages.middle, stages.extra), stages.last, layouts)
     return np.asarray(layouts.num_microbatches * np.maximum(copied - slowest.total, 0.0))
 

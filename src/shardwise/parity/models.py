@@ -122,10 +122,10 @@ def _num_heads(plan: Plan, least: int) -> int:
 
 
 def length_for(plan: Plan) -> int:
-    """How long sequences are. Under cp they do not divide, so that they are padded."""
+    """How long sequences are. Under cp they do not divide, so that they are padded; nor do they under sp."""
     if plan.cp > 1:
-        return 2 * plan.cp * plan.tp * max(1, _LENGTH // (2 * plan.cp * plan.tp)) - 1
-    return _LENGTH if _LENGTH % plan.tp == 0 else 4 * plan.tp
+        return 2 * plan.cp * max(1, _LENGTH // (2 * plan.cp)) - 1
+    return _LENGTH - 1 if plan.sp and _LENGTH % plan.tp == 0 else _LENGTH
 
 
 def problem_of(settings: Settings, plan: Plan, num_steps: int) -> MakeProblem:

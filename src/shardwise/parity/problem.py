@@ -18,7 +18,7 @@ CLIP = 0.5
 
 
 #: What `parallelize` may be told of a module.
-OPTIONS = ("tensor", "positions", "entries", "masks", "through_blocks")
+OPTIONS = ("tensor", "tensor_chunks", "positions", "entries", "masks", "through_blocks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.parity.course import Course, Looks, Step, are_looked_at
@@ -50,8 +51,9 @@ def train_on_rank(
             return Course(steps=steps, held=_held(engine, shapes), digest=_digest(engine, steps))
 
 
-def _step(engine: Trainer, loss: float, used: Mapping[str, Tensor]) -> Step:
+def _step(engine: Trainer, loss: float, found: Mapping[str, Tensor]) -> Step:
     factor = clip_factor(_norm(engine))
+    used = _used_by_all(engine, found)
     return Step(
         loss=loss,
         norm=_norm(engine),
@@ -59,6 +61,15 @@ def _step(engine: Trainer, loss: float, used: Mapping[str, Tensor]) -> Step:
         weights={name: each.clone() for name, each in engine.state_dict().items() if isinstance(each, Tensor)},
         used=engine.assembled(used) if used else {},
     )
+
+
+def _used_by_all(engine: Trainer, used: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Without what some rank holds a part of and has not used, and cannot give: experts that no token came to."""
+    told: list[set[str]] = [engine.parameters.keys() - used.keys()]
+    if dist.is_initialized():
+        told *= dist.get_world_size()
+        dist.all_gather_object(told, told[0])
+    return {name: each for name, each in used.items() if not any(name in missing for missing in told)}
 
 
 def _norm(engine: Trainer) -> float:
@@ -70,9 +81,7 @@ def _digest(engine: Trainer, steps: Sequence[Step]) -> str:
     """Of all losses and norms, and of every bit of the weights that this rank updates."""
     found = hashlib.sha256(repr([(step.loss, step.norm) for step in steps]).encode())
     pieces = (
-        [each for *_, each in engine.data.pieces()]
-        if isinstance(engine, MeshEngine)
-        else [each.detach() for each in engine.parameters.values()]
+        [each for *_, each in engine.data.pieces()] if isinstance(engine, MeshEngine) else list(engine.numbers.values())
     )
     for each in pieces:
         found.update(each.contiguous().view(torch.uint8).numpy().tobytes())

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
+from shardwise.schedule.catalogue import CATALOGUE
 
 _MOST_CHUNKS_OF_AUTO = 2
 
@@ -24,6 +25,10 @@ class Rule:
 
 def _is_stale(plan: Plan) -> bool:
     return plan.schedule == "pipedream-2bw"
+
+
+def _holds_twice(plan: Plan) -> bool:
+    return plan.schedule in CATALOGUE and CATALOGUE[plan.schedule].num_weight_copies > 1
 
 
 def _other_axes(plan: Plan) -> str:
@@ -46,16 +51,25 @@ RULES: tuple[Rule, ...] = (
         instead=lambda plan: replace(plan, schedule="1f1b"),
     ),
     Rule(
-        name="parameters on the host",
-        applies=lambda plan: plan.offload.parameters > 0,
+        name="weights twice on the host",
+        applies=lambda plan: plan.offload.parameters > 0 and (_is_stale(plan) or _holds_twice(plan)),
         problem=lambda plan: (
-            f"offload.parameters={plan.offload.parameters:g}: the engines keep the weights that a rank holds on its"
-            " device yet"
+            f"schedule={plan.schedule} has {'two versions of a weight' if _is_stale(plan) else 'all weights twice'},"
+            f" and offload.parameters={plan.offload.parameters:g} brings each from one place on the host"
+        ),
+        instead=lambda plan: replace(plan, schedule="1f1b", chunks=None, layers=None),
+    ),
+    Rule(
+        name="parameters of a mesh on the host",
+        applies=lambda plan: plan.offload.parameters > 0 and plan.num_ranks > plan.pp,
+        problem=lambda plan: (
+            f"offload.parameters={plan.offload.parameters:g} is for ranks that hold whole weights of their own, and"
+            f" {_other_axes(plan)} shares or repeats them"
         ),
         instead=lambda plan: replace(
             plan,
             offload=replace(plan.offload, parameters=0.0),
-            zero=3 if plan.dp * plan.cp > 1 and not _is_stale(plan) else plan.zero,
+            zero=3 if plan.dp * plan.cp > 1 else plan.zero,
         ),
     ),
     Rule(

@@ -21,8 +21,8 @@ def check_host_room(plan: Plan, needed: float, *, num_ranks: int, available: flo
 
 
 def _shares(plan: Plan) -> list[tuple[str, float]]:
-    every = (("optimizer", plan.offload.optimizer), ("activations", plan.offload.activations))
-    return [(name, share) for name, share in every if share]
+    every = {name: getattr(plan.offload, name) for name in ("optimizer", "parameters", "activations")}
+    return [(name, share) for name, share in every.items() if share]
 
 
 def _remedies(plan: Plan, fitting: float) -> list[str]:

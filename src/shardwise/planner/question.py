@@ -95,8 +95,17 @@ class Question:
 
 
 def usual_software(device: Device) -> Software:
-    """Kernels that torch has for a device today, and sequence parallelism as the engines have it."""
-    return Software(attention=_KERNELS.get(device.architecture, "flash2"), gathered_once=True)
+    """Kernels that torch has for a device today, and sequence parallelism as the engines have it.
+
+    On processors nothing but attention is fused, so norms and activation functions keep what they make on the way.
+    """
+    is_fused = device.architecture != "cpu"
+    return Software(
+        attention=_KERNELS.get(device.architecture, "flash2"),
+        gathered_once=True,
+        fused=is_fused,
+        fused_norms=is_fused,
+    )
 
 
 def make_question(

@@ -53,6 +53,14 @@ def check_module(module: nn.Module) -> None:
         )
 
 
+def check_bucket_bytes(bucket_bytes: int | None) -> None:
+    """Refuse buckets that hold nothing."""
+    if bucket_bytes is not None and bucket_bytes < 1:
+        raise ShardwiseError(
+            f"bucket_bytes={bucket_bytes}: a bucket holds at least one number", remedy="bucket_bytes=16 * 2**20"
+        )
+
+
 def has_halves(module: nn.Module) -> bool:
     """Whether weights that are trained are of 16 bits."""
     return any(each.requires_grad and each.dtype in (torch.bfloat16, torch.float16) for each in module.parameters())

@@ -19,6 +19,7 @@ from shardwise.runtime.notes import share_notes
 from shardwise.runtime.pipeline import forward_only
 from shardwise.runtime.processes import Beside, ProcessExecutor
 from shardwise.runtime.recording import Recording
+from shardwise.runtime.statistics import SharedStatistics
 from shardwise.runtime.stream import Feedable
 from shardwise.runtime.trainer import Trainer
 from shardwise.runtime.transport import ProcessTransport
@@ -36,6 +37,10 @@ class ConnectedTrainer(Trainer):
     _transport: ProcessTransport
     _trainer: ProcessExecutor
     _evaluator: ProcessExecutor
+    #: Statistics of batch norms of which others have copies.
+    _statistics: SharedStatistics | None = None
+    #: The sum of this step's loss over all ranks, if it has been begun.
+    _agreement: tuple[Tensor, Any] | None = None
 
     def _connect(self, *, compiles: bool = False) -> None:
         """Begin to watch the other ranks of the world. One that compiles its blocks may stand still for a long time."""
@@ -70,6 +75,7 @@ class ConnectedTrainer(Trainer):
             )
             for each in (self.schedule, forward_only(self.schedule))
         )
+        self._trainer.interpreter.on_losses = self._agree_early
 
     def close(self) -> None:
         """Stop watching the other ranks, and end what groups have: a thread and a connection for each other rank."""
@@ -81,7 +87,9 @@ class ConnectedTrainer(Trainer):
             # gloo ends them with the last name for the group.
             del self._everybody, self._clock
         while self._watch.guarded:
-            dist.destroy_process_group(self._watch.guarded.pop())
+            guarded = self._watch.guarded.pop()
+            if isinstance(guarded, dist.ProcessGroup):
+                dist.destroy_process_group(guarded)
 
     @abstractmethod
     def _disconnect(self) -> None:
@@ -100,10 +108,40 @@ class ConnectedTrainer(Trainer):
 
     def _agree(self, tally: Tally) -> Tally:
         """Last stages have seen the loss, each of its rows and tokens, tensor parallel ranks the same: now all have."""
+        numbers, work = self._agreement or self._start_agreeing(tally)
+        self._agreement = None
+        self._watch.wait(work, "the sum of the loss")
+        return self._agreed(numbers)
+
+    def _agree_early(self) -> None:
+        """Begin to agree while backwards go on: a rank that has ended its own can update its weights then."""
+        # A host that asks a GPU for a number waits for all that it has told it to do.
+        if self._stream is None and all(each.device.type == "cpu" for each in self.parameters.values()):
+            self._find_tally()
+
+    def _find_tally(self) -> Tally | None:
+        # All ranks agree once in a step, each as soon as it can; what else they might tell all others meanwhile is told
+        # in another order then.
+        if self._agreement is None:
+            tally = None if self._shares_statistics else self._trainer.interpreter.find_tally(0)
+            if tally is None:
+                return None
+            self._agreement = self._start_agreeing(tally)
+        numbers, work = self._agreement
+        return self._agreed(numbers) if work.is_completed() else None
+
+    def _start_agreeing(self, tally: Tally) -> tuple[Tensor, Any]:
         numbers = torch.tensor([tally.total, tally.count], dtype=torch.float64)
-        self._sum(numbers, "the sum of the loss")
-        numbers /= self.plan.tp
-        return Tally(total=float(numbers[0]), count=float(numbers[1]))
+        return numbers, dist.all_reduce(numbers, group=self._everybody, async_op=True)
+
+    def _agreed(self, numbers: Tensor) -> Tally:
+        total, count = (numbers / self.plan.tp).tolist()
+        return Tally(total=total, count=count)
+
+    @property
+    def _shares_statistics(self) -> bool:
+        """Whether batch norms of copies tell each other what they have seen, at the end of each step."""
+        return self._statistics is not None and self._statistics.are_there
 
     def _sum(self, numbers: Tensor, what: str) -> None:
         work: Any = dist.all_reduce(numbers, group=self._everybody, async_op=True)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.runtime.batch import length_of
+from shardwise.runtime.collectives import longest_piece
 from shardwise.runtime.draws import Answers
 from shardwise.runtime.stage import Batch
 from shardwise.runtime.tensor.around import surround
@@ -236,17 +237,16 @@ def _place_tokens(axes: list[Tensor], wholes: list[int], place: Place) -> None:
     """The first dim that has as many numbers as this rank has tokens, or a piece of them, is that of tokens."""
     if place.num_tokens is None:
         return
-    piece = place.num_tokens // place.num_pieces
+    tokens = torch.arange(place.num_tokens) if place.tokens is None else place.tokens
+    size = longest_piece(place.num_tokens, place.num_pieces)
+    piece = tokens[place.piece * size : (place.piece + 1) * size]
     # Behind tokens come channels, and before queries and keys come heads: there may be as many of either.
     first = 1 if len(axes) == 3 and len(axes[1]) == len(axes[2]) else 0
     for number, axis in list(enumerate(axes))[first : max(1, len(axes) - 1)]:
-        if len(axis) not in (place.num_tokens, piece):
+        if len(axis) not in (len(tokens), len(piece)):
             continue
-        tokens = torch.arange(place.num_tokens) if place.tokens is None else place.tokens
-        if len(axis) != place.num_tokens:
-            tokens = tokens[place.piece * piece : (place.piece + 1) * piece]
         # Tokens come first in a row, so that how many there are changes no number's place.
-        axes[number] = tokens.to(axis.device)
+        axes[number] = (tokens if len(axis) == len(tokens) else piece).to(axis.device)
         wholes[number] = 2**31
         return
 

@@ -60,6 +60,15 @@ class Engine(Trainer):
     def _feedable(self) -> tuple[Feedable, list[Interpreter]]:
         return self._trainer, self._trainer.ranks
 
+    def _find_tally(self) -> Tally | None:
+        total = Tally()
+        for interpreter in self._trainer.ranks:
+            tally = interpreter.find_tally(0)
+            if tally is None:
+                return None
+            total.add(tally)
+        return total
+
     def _finish(self, step: int) -> None:
         """Gradients are complete as soon as they are computed."""
 

@@ -4,7 +4,7 @@ An executor decides when an instruction may run; this decides what running it me
 instruction means the same in one process and in many.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
@@ -39,7 +39,7 @@ class _Saved:
     chance: Chance | None = None
     #: Where the backward of a last stage begins if not at its loss: tensors of the output, and their gradients.
     starts: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    wants_gradient: frozenset[str] = frozenset()
+    wants_gradient: Container[str] = ()
     weights: WeightGradients | None = None
     #: Where an I will cut the graph, with the outputs that it was found from.
     halves: "tuple[list[Tensor], Halves] | None" = None
@@ -86,8 +86,15 @@ class Interpreter:
         self.manner = manner or Manner()
         self.placement = schedule.placement
         self._measured: dict[int, list[_Measured]] = {}
+        self._tallies: dict[int, Tally] = {}
+        mine = [part for each in schedule.orders[rank] for part in each.parts]
+        #: How many losses of a step are measured here.
+        self._num_losses = 0
+        if loss is not None:
+            lasts = [part for part in mine if part.kind is Kind.F and self._is_last(part.stage)]
+            self._num_losses = len(lasts) // schedule.num_steps
         # A schedule of forwards alone leaves nothing to come back for.
-        self._trains = any(part.kind in BACKWARD for each in schedule.orders[rank] for part in each.parts)
+        self._trains = any(part.kind in BACKWARD for part in mine)
         self._saved: dict[tuple[int, int], _Saved] = {}
         #: What is on its way from and to the stages of this rank.
         self.between = Between(rank, self.placement, split)
@@ -102,6 +109,10 @@ class Interpreter:
         self.kept_bytes: KeptBytes | None = None
         #: Where forwards put what they save, if not all of it stays on the device.
         self.stash: Stash | None = None
+        #: Called when all losses of a step are known that are measured here; with none that is at once.
+        self.on_losses: Callable[[], None] | None = None
+        #: Called with each computation before it is run.
+        self.before: Callable[[Instruction], None] | None = None
         #: Called when a forward was made again: rank, the backward that it was for, and when.
         self.note_again: Callable[[int, Instruction, float, float], None] | None = None
         self._handlers: dict[Kind, Callable[[Instruction], None]] = {
@@ -114,7 +125,7 @@ class Interpreter:
     def begin(self) -> None:
         """Start anew. Of what was broken off by an error nothing is left."""
         self.between.clear()
-        for held in (self._saved, self._microbatches, self._measured, self.outputs):
+        for held in (self._saved, self._microbatches, self._measured, self._tallies, self.outputs):
             held.clear()
 
     def take(self, step: int, microbatches: list[Batch]) -> None:
@@ -122,14 +133,25 @@ class Interpreter:
         first = step * self.schedule.num_microbatches
         self._microbatches.update(enumerate(microbatches, first))
         self._measured[step] = []
+        if self.on_losses is not None and not self._num_losses:
+            self.on_losses()
 
     def tally(self, step: int) -> Tally:
         """The loss of a step, whose forwards have been run, as far as it was measured here."""
-        # Only now is it a number: on a GPU the host would have waited for each loss.
-        measured = self._measured.pop(step)
-        return Tally(
-            total=sum(float(each.total) for each in measured), count=sum(float(each.number) for each in measured)
-        )
+        found = self.find_tally(step)
+        assert found is not None, f"rank {self.rank} has not run all forwards of step {step}"
+        del self._tallies[step], self._measured[step]
+        return found
+
+    def find_tally(self, step: int) -> Tally | None:
+        """The same while a step goes on; None if there are forwards to come, or it is not under way."""
+        measured = self._measured.get(step)
+        if step not in self._tallies and measured is not None and len(measured) == self._num_losses:
+            # Only now is it a number: on a GPU the host would have waited for each loss.
+            self._tallies[step] = Tally(
+                total=sum(float(each.total) for each in measured), count=sum(float(each.number) for each in measured)
+            )
+        return self._tallies.get(step)
 
     def finish(self) -> None:
         """End: all that was begun has been run."""
@@ -139,8 +161,10 @@ class Interpreter:
 
     def compute(self, instruction: Instruction) -> None:
         """Run a forward or a backward, or both halves of a pair."""
-        for part in instruction.parts:
+        for part in (instruction,) if instruction.beside is None else instruction.parts:
             try:
+                if self.before is not None:
+                    self.before(part)
                 self._handlers[part.kind](part)
             except Exception as error:
                 error.add_note(f"in {part}: stage {part.stage}, microbatch {part.microbatch}, rank {self.rank}")
@@ -168,6 +192,9 @@ class Interpreter:
         """Let the backward of a last stage begin at these tensors of its output, with these gradients."""
         self._saved[stage, microbatch].starts = starts
 
+    def _is_last(self, stage: int) -> bool:
+        return stage % self.split.num_stages == self.split.num_stages - 1
+
     def _stage(self, stage: int) -> Stage:
         found = self.split.stages[stage % self.split.num_stages]
         assert found is not None, f"stage {stage} is not materialised on rank {self.rank}"
@@ -177,7 +204,7 @@ class Interpreter:
         _, stage, microbatch, _, _ = instruction
         inputs = self.between.take_values(stage, microbatch)
         saved = _Saved(inputs=inputs)
-        kept = self._start_counting(stage, microbatch)
+        kept = None if self.kept_bytes is None else self._start_counting(stage, microbatch, self.kept_bytes)
         if self._trains and self.manner.recompute:
             saved.chance = Chance.now(chain(inputs.values(), self._microbatches[microbatch].values()))
             with saving_nothing():
@@ -185,24 +212,27 @@ class Interpreter:
             if kept is not None:
                 kept.add(inputs.values())
         else:
-            with self._saving(stage, microbatch, inputs, kept):
+            if kept is None and self.stash is None:
                 made, measured = self._run(stage, microbatch, inputs)
+            else:
+                with self._saving(stage, microbatch, inputs, kept):
+                    made, measured = self._run(stage, microbatch, inputs)
             saved.outputs, saved.loss = made, None if measured is None else measured.total
         if kept is not None and self.kept_bytes is not None:
             self.kept_bytes[stage] = kept.num_bytes
         if measured is not None:
             step = self.schedule.step_of(microbatch)
             self._measured[step].append(_Measured(measured.total.detach(), measured.number))
+            if self.on_losses is not None and len(self._measured[step]) == self._num_losses:
+                self.on_losses()
         if self._trains:
-            saved.wants_gradient = frozenset(name for name, value in made.items() if value.requires_grad)
+            saved.wants_gradient = {name for name, value in made.items() if value.requires_grad}
             self._saved[stage, microbatch] = saved
         self.between.deliver(stage, microbatch, made)
 
-    def _start_counting(self, stage: int, microbatch: int) -> Kept | None:
-        """What counts the bytes that a forward keeps, if they are asked for and not known."""
-        if self.kept_bytes is None or stage in self.kept_bytes:
-            return None
-        return Kept(self._there_anyway(stage, microbatch))
+    def _start_counting(self, stage: int, microbatch: int, known: KeptBytes) -> Kept | None:
+        """What counts the bytes that a forward keeps, if they are not known."""
+        return None if stage in known else Kept(self._there_anyway(stage, microbatch))
 
     def _there_anyway(self, stage: int, microbatch: int) -> list[Tensor]:
         """What is on the device whether a forward saves it or not."""
@@ -229,7 +259,7 @@ class Interpreter:
 
     def _run_plainly(self, stage: int, microbatch: int, inputs: Values) -> "tuple[Values, _Measured | None]":
         made, output = self._stage(stage).run(inputs, self._microbatches[microbatch])
-        if stage % self.split.num_stages < self.split.num_stages - 1:
+        if not self._is_last(stage):
             return made, None
         if self.loss is None:
             self.outputs[microbatch] = output

@@ -22,7 +22,7 @@ from shardwise.runtime.batch import cut_batch, home_of, length_of
 from shardwise.runtime.collectives import Group
 from shardwise.runtime.collectives import Traffic as GroupTraffic
 from shardwise.runtime.connected import ConnectedTrainer
-from shardwise.runtime.context.cutting import Cutting, LocalBatch, pad_sequences
+from shardwise.runtime.context.cutting import LocalBatch
 from shardwise.runtime.context.parallel import ContextParallel
 from shardwise.runtime.context.pieces import take_pieces
 from shardwise.runtime.context.stages import in_context
@@ -33,7 +33,6 @@ from shardwise.runtime.data.ties import make_ties
 from shardwise.runtime.dropout import Place
 from shardwise.runtime.expert.move import better_placements, count_moved
 from shardwise.runtime.expert.shard import shard_experts
-from shardwise.runtime.expert.sharding import ExpertSharding
 from shardwise.runtime.faults import PipelineWatch
 from shardwise.runtime.holdings import GRADIENTS, OPTIMIZER, PARAMETERS
 from shardwise.runtime.interpreter import Loss, Tally
@@ -88,25 +87,22 @@ class MeshEngine(ConnectedTrainer):
         order = [name for name, _ in module.named_parameters()]
         shapes = {name: each.shape for name, each in module.state_dict().items() if isinstance(each, Tensor)}
         loss = summed_only(loss, plan.cp) if plan.cp > 1 else loss
-        divisor = plan.tp if plan.sp else 1
         rows = self._rows(example)
-        if plan.cp > 1 and plan.sp:
-            # The module is looked at as all ranks together run it.
-            rows = pad_sequences(rows, plan.cp, Cutting(divisor=divisor, entries=how.entries or {}))
         # What is dropped in training is seen in training mode only.
         self.tensor = self._shard(module.train(), cut_batch(rows, plan.microbatches, pad=how.pad)[0], how)
         self._context: ContextParallel | None = None
-        self.experts: ExpertSharding | None = None
         if plan.dp * plan.cp > 1:
             self.experts = shard_experts(module, self.mesh, real=self._real_tokens)
         stages, schedule, callers = prepare(module, plan, loss=loss, example=rows, rank=self.rank, options=how)
         self._has_attended = False
         self._sent_before: list[tuple[Group, GroupTraffic]] = []
-        self._context = self._attach_context(module, divisor, how)
+        self._context = self._attach_context(module, how)
         stages = stages if self._context is None else in_context(stages, self._context)
         self._sharing = Sharing(
             zero=plan.zero, masters=plan.precision != "fp32", layerwise=not _splits_backward(schedule)
         )
+        if how.bucket_bytes is not None:
+            self._sharing = replace(self._sharing, bucket_bytes=how.bucket_bytes)
         super().__init__(module, plan, stages, schedule, optimizer=None, clip=how.clip, pad=how.pad)
         self._connect(compiles=bool(how.compile))
         self.data = self._make_data(optimizer)
@@ -127,7 +123,6 @@ class MeshEngine(ConnectedTrainer):
         watch = PipelineWatch(self._watch, self.mesh.ranks("pp"))
         self._transport = ProcessTransport(make_groups(self.mesh.pipelines), watch=watch)
         self._make_executors(loss, watch=watch, on_reduce=self.data.reduce, beside=self.data)
-        self._statistics: SharedStatistics | None = None
         if plan.dp > 1 or len(self.schedule.placement.pipes) > 1:
             self._statistics = SharedStatistics(module, self.buffers, self._from_copies)
         if not how.compile:
@@ -135,18 +130,26 @@ class MeshEngine(ConnectedTrainer):
             if self._context is not None and self._dropouts is not None:
                 self._context.drops = self._dropouts.weight_drop
         self._begin_host()
-        self.data.keep_states(None if self._host is None else self._host.states)
+        if self._host is not None and self._host.states is not None:
+            self.data.keep_states(self._host.states, self._find_scale if self._clip is None else None)
 
     def _shard(self, module: nn.Module, microbatch: Batch, how: Options) -> Sharding | None:
         """Keep this rank's part of every layer that comes apart."""
         if self.plan.tp == 1:
             return None
-        sharding = shard(module, self.mesh, how.tensor, sequence=self.plan.sp, example=microbatch)
+        sharding = shard(
+            module,
+            self.mesh,
+            how.tensor,
+            sequence=self.plan.sp,
+            example=microbatch,
+            num_chunks=how.tensor_chunks,
+        )
         if any(each.is_meta for each in module.parameters()):
             sharding.materialise(module, seed=how.seed, device=home_of(microbatch))
         return sharding
 
-    def _attach_context(self, module: nn.Module, divisor: int, how: Options) -> ContextParallel | None:
+    def _attach_context(self, module: nn.Module, how: Options) -> ContextParallel | None:
         """Let attention see what other ranks have of a sequence."""
         if self.plan.cp == 1:
             return None
@@ -154,7 +157,6 @@ class MeshEngine(ConnectedTrainer):
         context = ContextParallel(
             self.mesh.group("cp"),
             form=form,
-            divisor=divisor,
             positions=how.positions,
             entries=how.entries,
             masks=how.masks,
@@ -229,18 +231,21 @@ class MeshEngine(ConnectedTrainer):
         return self._state.assembled(parts)
 
     def rebalance_experts(self, *, gain: float = 0.05) -> dict[str, int]:
-        """Place experts by the load that was measured since the last call; how many moved in each layer that is here.
-
-        Weights and all that optimizers remember go along, and training does not notice. A layer is left alone unless
-        its most loaded rank gets more than `gain` less to do. All ranks call this alike, between steps.
-        """
         if self.experts is None:
             return {}
         with self._told_to_all():
-            wanted = better_placements(self.experts, self.module, gain)
+            wanted = better_placements(self.experts, self.loads.since_placed(), gain)
             moved = count_moved(self.experts, wanted)
             for layer, placement in wanted.items():
-                place_experts(layer, placement, experts=self.experts, data=self.data, optimizers=self._optimizers)
+                place_experts(
+                    layer,
+                    placement,
+                    parameters=self.parameters,
+                    experts=self.experts,
+                    data=self.data,
+                    optimizers=self._optimizers,
+                )
+        self.loads.begin_anew()
         return moved
 
     # What a trainer leaves to engines.
@@ -278,7 +283,7 @@ class MeshEngine(ConnectedTrainer):
 
     def _run(self, trains: bool, microbatches: list[Batch], signature: Hashable, record: Record | None) -> Tally:
         executor = self._trainer if trains else self._evaluator
-        shares = trains and self._statistics is not None and self._statistics.are_there
+        shares = trains and self._shares_statistics
         with self._statistics.shared() if shares else nullcontext():  # type: ignore[union-attr]
             tally = self._agree(executor.run(microbatches, signature=signature, record=record))
         if self._context is not None and not self._has_attended:
@@ -309,6 +314,10 @@ class MeshEngine(ConnectedTrainer):
             scale *= min(1.0, self._clip / (self.gradient_norm + 1e-6))
         if self.was_finite:
             self.data.step(scale)
+
+    def _find_scale(self) -> float | None:
+        count = self._find_count()
+        return None if count is None else 1 / count
 
     def _finish(self, step: int) -> None:
         self.data.finish(step)

@@ -16,7 +16,10 @@ class Options:
     seed: int = 0
     pad: bool = False
     through_blocks: bool = False
+    measure: bool = False
     tensor: Mapping[str, str] | None = None
+    tensor_chunks: int | None = None
     positions: str | None = "position_ids"
     entries: Mapping[str, Entry | int | None] | None = None
     masks: Reach | None = None
+    bucket_bytes: int | None = None

@@ -9,9 +9,17 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.errors import ShardwiseError
 from shardwise.planner.composition import check_composition
 from shardwise.planner.plan import Plan
-from shardwise.runtime.able import check_alone, check_arguments, check_compiles, check_module, has_halves
+from shardwise.runtime.able import (
+    check_alone,
+    check_arguments,
+    check_bucket_bytes,
+    check_compiles,
+    check_module,
+    has_halves,
+)
 from shardwise.runtime.context.cutting import Entry
 from shardwise.runtime.context.reach import Reach
 from shardwise.runtime.engine import Engine
@@ -39,10 +47,13 @@ def parallelize(
     seed: int = 0,
     pad: bool = False,
     through_blocks: bool = False,
+    measure: bool = False,
     tensor: Mapping[str, str] | None = None,
+    tensor_chunks: int | None = None,
     positions: str | None = "position_ids",
     entries: Mapping[str, Entry | int | None] | None = None,
     masks: Reach | None = None,
+    bucket_bytes: int | None = None,
 ) -> Engine | ProcessEngine | MeshEngine:
     """Return an engine that trains `module` under `plan`.
 
@@ -55,10 +66,13 @@ def parallelize(
     Gradients are clipped to a global norm of `clip`, if given. With `compile` each unit is compiled, by `inductor` or
     by the backend that it names. With `pad` the microbatches need not divide a batch: some have a row more, or, in a
     batch of too few rows, repeat one that counts for nothing. With `through_blocks` a pipeline may be cut in a block
-    where whole blocks do not divide evenly.
+    where whole blocks do not divide evenly; with `measure` it is cut by what units take here, which are timed first,
+    and not by their FLOPs and bytes.
 
-    What is not found is said: `tensor` names layers and how each is cut over tp (`docs/tensor.md`), and `positions`,
-    `entries` and `masks` say how cp is to take the module and its batches (`docs/context.md`).
+    What is not found is said: `tensor` names layers and how each is cut over tp, and `tensor_chunks` in how many chunks
+    such a layer sends what it computes, if not as many as pay (`docs/tensor.md`); `positions`, `entries` and `masks`
+    say how cp is to take the module and its batches (`docs/context.md`). Gradients are summed over replicas in buckets
+    of `bucket_bytes`, if given (`docs/data_parallel.md`).
 
     Where `torch.distributed` has several ranks, each of them runs one of the plan. Under `torchrun` it is started here.
     """
@@ -71,16 +85,20 @@ def parallelize(
     check_composition(chosen)
     check_module(module)
     check_example(module, example)
+    check_bucket_bytes(bucket_bytes)
     options = Options(
         clip=clip,
         compile=compile,
         seed=seed,
         pad=pad,
         through_blocks=through_blocks,
+        measure=measure,
         tensor=tensor,
+        tensor_chunks=tensor_chunks,
         positions=positions,
         entries=entries,
         masks=masks,
+        bucket_bytes=bucket_bytes,
     )
     given: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "example": example, "options": options}
     return _one_of_many(module, chosen, **given) if are_many else _alone(module, chosen, **given)
@@ -99,6 +117,12 @@ def _one_of_many(
     plan.check_world(dist.get_world_size())
     # Weights of 16 bits have copies in full precision, which only a mesh keeps.
     has_masters = plan.precision != "fp32" and has_halves(module) and plan.schedule != "pipedream-2bw"
+    if has_masters and plan.offload.parameters:
+        raise ShardwiseError(
+            f"offload.parameters={plan.offload.parameters:g} is for weights that are trained as they are, and the"
+            f" module's 16 bits have copies in full precision under precision={plan.precision}",
+            remedy="module.float(), or offload.optimizer=1",
+        )
     is_mesh = plan.num_ranks > plan.pp or has_masters
     if is_mesh and options.compile:
         check_compiles(plan)

@@ -48,7 +48,6 @@ class ProcessEngine(ConnectedTrainer):
         self._transport = ProcessTransport(make_groups([range(num_ranks)]), watch=self._watch)
         self._make_executors(loss, watch=self._watch, on_reduce=self._ties.reduce)
         # Where the model is held twice, each copy sees a part of the microbatches.
-        self._statistics: SharedStatistics | None = None
         if len(self.schedule.placement.pipes) > 1:
             self._statistics = SharedStatistics(module, self.buffers, self._gather)
         if not how.compile:
@@ -61,7 +60,7 @@ class ProcessEngine(ConnectedTrainer):
 
     def _run(self, trains: bool, microbatches: list[Batch], signature: Hashable, record: Record | None) -> Tally:
         executor = self._trainer if trains else self._evaluator
-        shares = trains and self._statistics is not None and self._statistics.are_there
+        shares = trains and self._shares_statistics
         with self._statistics.shared() if shares else nullcontext():  # type: ignore[union-attr]
             tally = executor.run(microbatches, signature=signature, record=record)
         self._ties.finish()

@@ -9,15 +9,17 @@ from torch import Tensor, nn
 from shardwise.errors import ShardwiseError, unknown
 
 
-def held_state(module: nn.Module, held: Iterable[Tensor]) -> dict[str, Any]:
+def held_state(
+    module: nn.Module, held: Iterable[Tensor], homes: Mapping[nn.Parameter, Tensor] | None = None
+) -> dict[str, Any]:
     """The entries of the module's state whose tensors are held here: a tied parameter under each of its names.
 
-    What is no tensor, a module's extra state, is everybody's.
+    What is no tensor, a module's extra state, is everybody's. `homes` has the numbers of those that are not there now.
     """
-    here = {id(each) for each in held}
+    here, away = {id(each) for each in held}, homes or {}
     whole: dict[str, Any] = module.state_dict(keep_vars=True)
     return {
-        name: each.detach() if isinstance(each, Tensor) else each
+        name: away.get(each, each).detach() if isinstance(each, Tensor) else each  # type: ignore[call-overload]
         for name, each in whole.items()
         if not isinstance(each, Tensor) or id(each) in here
     }
@@ -31,10 +33,19 @@ def joined(module: nn.Module, parts: Iterable[Mapping[str, Any]]) -> dict[str, A
     return {name: found[name] for name in module.state_dict()}
 
 
-def load_held_state(module: nn.Module, held: Iterable[Tensor], state: Mapping[str, Any]) -> None:
+@torch.no_grad()
+def load_held_state(
+    module: nn.Module,
+    held: Iterable[Tensor],
+    state: Mapping[str, Any],
+    homes: Mapping[nn.Parameter, Tensor] | None = None,
+) -> None:
     """Take what is held here from a state, whole or a part. Nothing is changed if something is missing or misshapen."""
     whole: dict[str, Any] = module.state_dict(keep_vars=True)
-    module.load_state_dict(values_for(module, held, state, lambda name: whole[name].shape), strict=False)
+    values, away = values_for(module, held, state, lambda name: whole[name].shape), homes or {}
+    for name in [name for name in values if isinstance(whole[name], nn.Parameter) and whole[name] in away]:
+        away[whole[name]].copy_(values.pop(name))
+    module.load_state_dict(values, strict=False)
 
 
 def values_for(

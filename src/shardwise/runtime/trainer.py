@@ -1,7 +1,7 @@
 """What both engines do alike: a step, an evaluation, and the state of the module under its own names."""
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,26 +17,20 @@ from shardwise.planner.plan import Plan
 from shardwise.runtime.batch import cut_batch, shapes_of
 from shardwise.runtime.device_clock import clock_of
 from shardwise.runtime.dropout import Dropouts, Place, num_tokens_of
-from shardwise.runtime.holdings import OPTIMIZER, holdings_of, state_bytes
+from shardwise.runtime.expert.load import Loads
+from shardwise.runtime.expert.sharding import ExpertSharding
+from shardwise.runtime.holdings import OPTIMIZER, PARAMETERS, holdings_of, state_bytes
 from shardwise.runtime.interpreter import Interpreter, Tally
 from shardwise.runtime.keeping import KeptBytes
 from shardwise.runtime.local import Record
-from shardwise.runtime.offload.host import Host, make_host
+from shardwise.runtime.named_state import NamedState
+from shardwise.runtime.offload.early import stages_here
+from shardwise.runtime.offload.host import Scene, make_host
 from shardwise.runtime.offload.room import number_bytes_of
 from shardwise.runtime.optimizers.share import MakeOptimizer, Share, make_all
-from shardwise.runtime.optimizers.state import (
-    check_shapes,
-    check_states,
-    groups_of,
-    joined_states,
-    load_settings,
-    states_of,
-    taken,
-)
 from shardwise.runtime.pipeline import complete
 from shardwise.runtime.recording import Recording, Told
 from shardwise.runtime.stage import Batch, Split
-from shardwise.runtime.state import held_state, load_held_state
 from shardwise.runtime.stream import Feedable, Stream
 from shardwise.runtime.tensor.streams import Channels
 from shardwise.runtime.versions import WeightVersions
@@ -45,7 +39,7 @@ from shardwise.schedule.schedule import Schedule
 from shardwise.trace.events import Trace, Traffic
 
 
-class Trainer(ABC):
+class Trainer(NamedState):
     """Trains a module under a plan. Where ranks are processes, each has one and all call it alike.
 
     `parameters` and `buffers` are those that this process holds. After a step `gradient_norm` is that of the whole
@@ -55,6 +49,8 @@ class Trainer(ABC):
 
     #: The ranks that this process runs.
     ranks: tuple[int, ...]
+    #: How experts lie on ranks, where they are shared out or have replicas.
+    experts: ExpertSharding | None = None
 
     def __init__(
         self,
@@ -75,10 +71,8 @@ class Trainer(ABC):
         self.parameters = {name: each for name, each in module.named_parameters() if name in held}
         self.buffers: dict[str, Tensor] = {name: each for stage in here for name, each in stage.buffers.items()}
         self._trained = {name: each for name, each in self.parameters.items() if each.requires_grad}
-        #: The optimizers of this process, and what makes each.
         self._makers = {} if optimizer is None else make_all(optimizer, self._trained)
-        #: What this process keeps on the host, where its plan says so.
-        self._host: Host | None = None
+        self._host = None
         self.gradient_norm: float | None = None
         self.was_finite = True
         self._recording: Recording | None = None
@@ -86,6 +80,7 @@ class Trainer(ABC):
         self._stream: Stream | None = None
         #: How many steps have been begun: masks of dropout depend on it. One that goes on with a training sets it.
         self.num_steps = 0
+        self.loads = Loads(module, self.experts, self._sum, num_alike=plan.tp)
         self._dropouts: Dropouts | None = None
         #: What forwards keep of batches of each signature.
         self._kept: dict[Hashable, KeptBytes] = {}
@@ -106,8 +101,8 @@ class Trainer(ABC):
         recording = self._start_recording() if trace else None
         record = None if recording is None else recording.note
         self._forget_gradients()
-        if self._host is not None and self._host.states is not None:
-            self._host.states.begin()
+        if self._host is not None:
+            self._host.begin_step()
         with self._told_to_all():
             microbatches, signature = self._cut(batch), ("train", shapes_of(batch))
             if self._dropouts is not None:
@@ -145,74 +140,21 @@ class Trainer(ABC):
             for each in training:
                 each.training = True
 
-    def state_dict(self, *, sharded: bool = False) -> dict[str, Any]:
-        """Parameters and buffers under the names of the original module: all of them, or what this process holds.
+    def expert_load(self) -> dict[str, list[int]]:
+        """By layer, how often each expert was chosen in training since the last call, in the batches of all ranks.
 
-        A tied parameter is there under each of its names. The tensors are the engine's own where it holds them.
+        That is the same on every rank. All call it alike, between steps.
         """
-        self.flush()
-        part = held_state(self.module, [*self.parameters.values(), *self.buffers.values()])
-        return part if sharded else self._gather_state(part)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take weights and buffers from a state, of the whole module or of at least what this process holds."""
-        self.flush()
         with self._told_to_all():
-            load_held_state(self.module, [*self.parameters.values(), *self.buffers.values()], state)
-        self._begin_stream()
+            return self.loads.told()
 
-    def gradients(self) -> dict[str, Tensor]:
-        """The gradients of the last step as the optimizer was given them, whole, by original names, on every rank."""
-        self.flush()
-        return self.assembled({name: each.grad for name, each in self._trained.items() if each.grad is not None})
+    def rebalance_experts(self, *, gain: float = 0.05) -> dict[str, int]:  # noqa: ARG002 - none are shared out
+        """Place experts by the load that was measured since the last call; how many moved, by layer.
 
-    def assembled(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors by original names, from what each process has of those that it holds. All call it alike."""
-        return dict(parts)
-
-    @property
-    def optimizers(self) -> Sequence[Optimizer]:
-        """Those of this process."""
-        return list(self._makers)
-
-    def optimizer_state_dict(self, *, sharded: bool = False) -> dict[str, Any]:
-        """What the optimizer remembers, by original names: of all parameters, or of those that this process holds.
-
-        `optimizers/state.py` says in which form. It can be loaded under any other plan.
+        Weights and all that optimizers remember go along, and training does not notice. A layer is left alone unless
+        its most loaded rank gets more than `gain` less to do. All ranks call this alike, between steps.
         """
-        self.flush()
-        names = self._names()
-        part = {"state": states_of(self.optimizers, names), "param_groups": groups_of(self.optimizers, names)}
-        return self._gather_optimizer_state(part) if not sharded else part
-
-    @torch.no_grad()
-    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what an optimizer remembered, of all parameters or of at least those that this process holds."""
-        self.flush()
-        with self._told_to_all():
-            check_states(state, [name for name, _ in self.module.named_parameters()])
-            check_shapes(state["state"], {name: each.shape for name, each in self._trained.items()})
-            names = self._names()
-            load_settings(self.optimizers, names, state["param_groups"])
-            for optimizer in self.optimizers:
-                for parameter in [each for group in optimizer.param_groups for each in group["params"]]:
-                    optimizer.state.pop(parameter, None)
-                    own = state["state"].get(names[parameter])
-                    if own is not None:
-                        optimizer.state[parameter] = taken(own, parameter, optimizer, self.home_of(parameter))
-
-    @property
-    def host_bytes(self) -> int:
-        """What this process keeps on the host now, beside its device."""
-        return 0 if self._host is None else self._host.num_bytes
-
-    def home_of(self, weight: nn.Parameter) -> torch.device:
-        """Where the state of a weight lives that an optimizer of this process has."""
-        states = None if self._host is None else self._host.states
-        return torch.device("cpu") if states is not None and weight in states.weights else weight.device
-
-    def _names(self) -> dict[Tensor, str]:
-        return {each: name for name, each in self._trained.items()}
+        return {}
 
     def flush(self) -> None:
         """Finish what is under way: then the weights are the newest, and state that lives on the host is there.
@@ -222,8 +164,8 @@ class Trainer(ABC):
         if self._stream is not None:
             with torch.enable_grad(), self._told_to_all():
                 self._stream.flush()
-        if self._host is not None and self._host.states is not None:
-            self._host.states.wait()
+        if self._host is not None:
+            self._host.wait()
 
     def close(self) -> None:
         """Let go of what the engine keeps beside the module."""
@@ -274,11 +216,15 @@ class Trainer(ABC):
     def _step(self, tally: Tally) -> None:
         """Make the summed gradients those of the whole batch's mean, clip them, and step."""
         self.was_finite = math.isfinite(tally.mean)  # A batch that has none says so here.
-        gradients = {name: each.grad for name, each in self._trained.items() if each.grad is not None}
-        for gradient in gradients.values():
-            gradient.div_(tally.count)
+        gradients = self._gradients()
+        divided = () if self._host is None else self._host.divided
+        for name, gradient in gradients.items():
+            if self._trained[name] not in divided:
+                gradient.div_(tally.count)
         if self._clip is not None:
-            counted = [each for name, each in gradients.items() if self._counts(name)]
+            # The norm of a norm is itself.
+            norms = {} if self._host is None else self._host.norms
+            counted = [norms.get(self._trained[name], each) for name, each in gradients.items() if self._counts(name)]
             square = torch.tensor(float(nn.utils.get_total_norm(counted)) ** 2, dtype=torch.float64)
             self._sum(square, "the norm of the gradients")
             self.gradient_norm = float(square) ** 0.5
@@ -301,9 +247,23 @@ class Trainer(ABC):
     def _begin_host(self) -> None:
         """Have on the host what the plan puts there. All ranks call this alike, when they can talk to each other."""
         device = next((each.device for each in self.parameters.values()), torch.device("cpu"))
-        self._host = make_host(self.plan, device, self._number_bytes(), self._from_all)
+        stages = stages_here(self.schedule, self.ranks, self.split.stages)
+        scene = Scene(module=self.module, stages=stages, schedule=self.schedule, apart=self.split.ties)
+        self._host = make_host(self.plan, device, self._number_bytes(), self._from_all, scene)
+        if self._host is None:
+            return
+        if self._makers:
+            self._host.update_early(self._find_count, waits=self._clip is not None)
         for interpreter in self._feedable()[1]:
-            interpreter.stash = None if self._host is None else self._host.stash
+            interpreter.stash, interpreter.before = self._host.stash, self._host.before
+
+    def _find_count(self) -> float | None:
+        """What the gradients of this step will be divided by, once its loss is known; None for one that is not finite.
+
+        Asked while its last backwards go on.
+        """
+        tally = self._find_tally()
+        return tally.count if tally is not None and tally.count and math.isfinite(tally.mean) else None
 
     def _number_bytes(self) -> Mapping[Optimizer, Callable[[], float]]:
         """The optimizers of this process, and what tells the bytes that each keeps for a number."""
@@ -342,6 +302,10 @@ class Trainer(ABC):
         return tally
 
     @abstractmethod
+    def _find_tally(self) -> Tally | None:
+        """The same while a step goes on: None if it is not known yet."""
+
+    @abstractmethod
     def _finish(self, step: int) -> None:
         """Wait until the gradients of a step are complete."""
 
@@ -352,14 +316,6 @@ class Trainer(ABC):
     def _counts(self, name: str) -> bool:  # noqa: ARG002 - alone, all count
         """Whether a parameter is counted here, where each is counted once."""
         return True
-
-    def _gather_state(self, part: dict[str, Any]) -> dict[str, Any]:
-        """The whole state, from the part of each process."""
-        return part
-
-    def _gather_optimizer_state(self, part: dict[str, Any]) -> dict[str, Any]:
-        """The whole state of all optimizers, from the part of each process."""
-        return joined_states([part], [name for name, _ in self.module.named_parameters()])
 
     def _start_recording(self) -> Recording:
         return Recording(self.schedule, self._pipelines(), clock=clock_of(self.parameters.values()))
@@ -411,8 +367,10 @@ class Trainer(ABC):
     def _state_bytes(self) -> dict[str, int]:
         """What this process holds of the model's state, by owner."""
         gradients = [each.grad for each in self._trained.values()]
-        found = state_bytes([*self.parameters.values(), *self.buffers.values()], gradients, self.optimizers)
-        return {**found, OPTIMIZER: found[OPTIMIZER] - self._hosted_state_bytes()}
+        found = state_bytes(self._held, gradients, self.optimizers)
+        away = 0 if self._host is None or self._host.weights is None else self._host.weights.away_bytes
+        on_device = {PARAMETERS: found[PARAMETERS] - away, OPTIMIZER: found[OPTIMIZER] - self._hosted_state_bytes()}
+        return {**found, **on_device}
 
     def _hosted_state_bytes(self) -> int:
         return 0 if self._host is None or self._host.states is None else self._host.states.num_bytes

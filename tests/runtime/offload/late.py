@@ -42,7 +42,7 @@ class LateCrossing(Crossing):
     """A way to the host on which nothing is in a hurry."""
 
     def __init__(self, seed: int) -> None:
-        self.device = torch.device("cpu")
+        self.device, self._side = torch.device("cpu"), None
         self._die = random.Random(seed)
         self._ways: tuple[deque[_Copy], deque[_Copy]] = (deque(), deque())
 

@@ -32,7 +32,14 @@ def train(plan: str) -> tuple[list[float], dict[str, Tensor], int]:
 
 @pytest.mark.parametrize("plan", ["microbatches=1", "microbatches=2", "pp=2,schedule=zb-v,microbatches=4"])
 @pytest.mark.parametrize(
-    "host", ["offload.optimizer=1", "offload.activations=1", "offload.optimizer=0.5,offload.activations=1"]
+    "host",
+    [
+        "offload.optimizer=1",
+        "offload.activations=1",
+        "offload.optimizer=0.5,offload.activations=1",
+        "offload.parameters=1",
+        "offload.parameters=0.5,offload.activations=1",
+    ],
 )
 def test_a_gpu_trains_to_the_same_bits_with_a_host(plan: str, host: str) -> None:
     losses, weights, _ = train(plan)

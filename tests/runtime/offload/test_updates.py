@@ -132,6 +132,46 @@ def test_a_block_that_was_not_used_is_left_as_it_is(machine: Machine, at: At) ->
     assert not any(torch.equal(each, other) for each, other in zip(first, net.blocks[0].parameters(), strict=True))
 
 
+class Moody(nn.Module):
+    """Blocks that leave out a different half of their parameters in every step; the first uses one only once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ParameterList(torch.randn(9, 4) for _ in range(4)) for _ in range(3))
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            assert isinstance(block, nn.ParameterList)
+            for place, weight in enumerate(block):
+                if (place + number + step) % 2 and (place or step == 1):
+                    x = x + torch.tanh(x @ weight.t()) @ weight
+        return x
+
+
+@pytest.mark.parametrize("make", [adamw, momentum])
+@pytest.mark.parametrize("on_host", [1.0, 0.4])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_a_parameter_without_gradient_is_left_alone_beside_others_that_have_one(
+    machine: Machine, make: Make, on_host: float, clip: float | None, at: At
+) -> None:
+    net = Moody()
+    plain = copy.deepcopy(net)
+    updates = HostUpdates(net, list(net.blocks), make, machine, "cpu:0", on_host=on_host, clip=clip, at=at)
+    optimizer = make(plain.parameters())
+    for step in range(2 * STEPS):
+        net(batch_of(step), step).square().sum().backward()
+        updates.step()
+        updates.wait()  # Parameters in a list are used without a call that could wait for them.
+        optimizer.zero_grad()
+        plain(batch_of(step), step).square().sum().backward()
+        assert any(each.grad is None for each in plain.blocks[0].parameters())
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), clip)
+        optimizer.step()
+        assert_same(net, plain)
+    updates.close()
+
+
 def test_tied_weights_are_updated_once(machine: Machine, at: At) -> None:
     net = Net()
     one, other = (net.get_submodule(f"blocks.{number}.up") for number in (5, 1))

@@ -77,7 +77,7 @@ def _experts(question: Question, replicas: int) -> list[int]:
 
 def _variations(question: Question, dp: int, tp: int, pp: int, cp: int) -> Iterator[tuple[bool, int, int]]:
     """Sequence parallelism, the form of context parallelism, and which of data and pipeline is outermost."""
-    for sp in (False, True) if tp > 1 and question.sequence % tp == 0 else (False,):
+    for sp in (False, True) if tp > 1 else (False,):
         for context in range(len(CONTEXT)) if cp > 1 else (0,):
             if CONTEXT[context] == "all-to-all" and question.heads // tp < cp:
                 continue

@@ -6,7 +6,12 @@ import numpy as np
 
 from shardwise.cost.layouts import Layouts
 from shardwise.cost.numbers import Floats
+from shardwise.cost.pipeline import SCHEDULES
 from shardwise.planner.search.choices import Schedules
+from shardwise.schedule.catalogue import CATALOGUE
+
+# Schedules under which the model is held once.
+_ONCE = np.array([CATALOGUE[name].num_weight_copies == 1 for name in SCHEDULES])
 
 
 def with_schedules(
@@ -49,10 +54,19 @@ def with_offloads(layouts: Layouts, offloads: Floats) -> Layouts:
 
 
 def with_offload(layouts: Layouts, offload: Floats) -> Layouts:
-    """Each layout with its own choice: shares of optimizer, parameters and activations."""
+    """Each layout with its own choice: shares of optimizer, parameters and activations.
+
+    Parameters stay where ranks do not hold whole ones of their own (`composition.py`).
+    """
+    parameters = np.where(holds_own(layouts), offload[:, 1], 0.0)
     return replace(
-        layouts, offload_optimizer=offload[:, 0], offload_parameters=offload[:, 1], offload_activations=offload[:, 2]
+        layouts, offload_optimizer=offload[:, 0], offload_parameters=parameters, offload_activations=offload[:, 2]
     )
+
+
+def holds_own(layouts: Layouts) -> np.ndarray:
+    """Whether each rank holds whole weights that no other holds."""
+    return np.asarray((layouts.dp * layouts.tp * layouts.cp == 1) & _ONCE[layouts.schedule])
 
 
 def joined(parts: list[Layouts]) -> Layouts:

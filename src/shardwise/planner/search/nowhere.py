@@ -40,11 +40,13 @@ def nowhere(question: Question, tally: Tally) -> ShardwiseError:
             remedy=_divisible(question),
         )
     place, part = tally.memory.most_common(1)[0][0]
-    least = _least(question)
+    least, room = _least(question), question.device.memory_bytes
+    needs = f"the leanest plan needs {format_bytes(least)} on a rank that has "
     return ShardwiseError(
         f"{asked} fits no way on {cluster}: "
-        + (f"the leanest plan needs {format_bytes(least)} on a rank that has " if least else "no rank has room in ")
-        + f"{format_bytes(question.device.memory_bytes)}, most often for {part} on the {place} stage",
+        # Else it could leave the device for the host, if that had room.
+        + (needs if least > room else "neither a host has room for it nor, without one, a rank in ")
+        + f"{format_bytes(room)}, most often for {part} on the {place} stage",
         remedy=_larger(question),
     )
 

@@ -28,7 +28,7 @@ _KEYS = {
     "precision": "precision",
     "order": "order",
 }
-_OFFLOADS = ("offload.optimizer", "offload.activations")
+_OFFLOADS = ("offload.optimizer", "offload.parameters", "offload.activations")
 _WORDS = {"schedule": SCHEDULES, "recompute": RECOMPUTE, "context": CONTEXT, "order": ORDERS}
 #: Parts of a step as a person says them.
 PART_WORDS = {
@@ -78,7 +78,7 @@ def _making_room(best: Account) -> dict[str, str]:
         changes["recompute"] = {"recompute": "none", "recompute_layers": None}
     if plan.sp:
         changes["sp"] = {"sp": False}
-    for name in ("optimizer", "activations"):
+    for name in ("optimizer", "parameters", "activations"):
         if getattr(plan.offload, name):
             changes[f"offload.{name}"] = {"offload": replace(plan.offload, **{name: 0.0})}
     for key, changed in changes.items():

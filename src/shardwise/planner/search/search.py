@@ -18,7 +18,7 @@ import numpy as np
 from shardwise.cost.bounds import least_bytes, least_seconds
 from shardwise.cost.layouts import Layouts
 from shardwise.cost.memory import StepBytes
-from shardwise.cost.numbers import Floats, Ints
+from shardwise.cost.numbers import Floats
 from shardwise.cost.software import Software
 from shardwise.cost.step import Estimate, price
 from shardwise.planner.question import Question
@@ -32,7 +32,7 @@ from shardwise.planner.search.choices import (
     schedules,
     zeros,
 )
-from shardwise.planner.search.expand import joined, with_offload, with_offloads, with_schedules, with_zeros
+from shardwise.planner.search.expand import holds_own, joined, with_offload, with_offloads, with_schedules, with_zeros
 from shardwise.planner.search.tally import Tally
 
 # Axes of a block that is expanded together, candidates that are priced together, and how much slower than the best
@@ -42,8 +42,8 @@ _BATCH = 49_152
 _SLACK = 0.02
 # How many of each kind are kept whatever the bounds say.
 _OF_EACH_KIND = 1
-# What each of the three shares of a choice of offload moves.
-_MOVED = ("optimizer", "weights", "activations")
+# What moves to the host with weights, at most.
+_WITH_WEIGHTS = ("weights", "masters", "gradients")
 # What of a step depends on ZeRO and offload: left out of the second bound.
 _DECIDED_LAST = ("dp", "optimizer", "offload")
 
@@ -163,7 +163,10 @@ class _InPrecision:
             allowed = self.offloads_by_recomputation[:, :, None]
             most = np.where(allowed, self.offloads, 0.0).max(axis=1)
             optimizer, weights, activations = most[layouts.recompute].T[:, :, None]
-            left_states = (states - optimizer * parts["optimizer"]) * (1.0 - spread)
+            weights = np.where(holds_own(layouts)[:, None], weights, 0.0)
+            moved = np.maximum(optimizer, weights) * parts["optimizer"]
+            moved = moved + weights * (parts["masters"] + parts["gradients"])
+            left_states = (states - moved) * (1.0 - spread)
             movable = states - left_states + np.where(replicas > 1, 1.0, weights) * parts["weights"]
             movable = movable + activations * parts["activations"]
         # Fragments are a share of some of these.
@@ -178,22 +181,24 @@ class _InPrecision:
         # What fits as it is gains nothing from the host, and what does not is no faster with it.
         tight = np.flatnonzero(~found.fits & (found.seconds <= self.search.limit))
         if len(self.offloads) > 1 and len(tight):
-            rows, chosen = self._made_to_fit(found.bytes, tight, layouts.recompute)
+            rows, chosen = self._made_to_fit(found.bytes, tight, layouts)
             if len(rows):
                 hosted = with_offload(layouts.take(rows), self.offloads[chosen])
                 self._keep(hosted, self._price(hosted))
 
-    def _made_to_fit(self, held: StepBytes, tight: np.ndarray, recompute: Ints) -> tuple[np.ndarray, np.ndarray]:
+    def _made_to_fit(self, held: StepBytes, tight: np.ndarray, layouts: Layouts) -> tuple[np.ndarray, np.ndarray]:
         """Which candidates choices of offload make fit, each with those that do: but for what moves more of one thing,
         and less of none, than another that does. It takes longer."""
-        states, weights, activations = (held.parts[name][tight] for name in _MOVED)
+        states, activations = (held.parts[name][tight] for name in ("optimizer", "activations"))
+        weights = sum((held.parts[name][tight] for name in _WITH_WEIGHTS), np.zeros(()))
         over = held.by_place[tight] - self.question.device.memory_bytes
         moved = [
-            optimizer * states + parameters * weights + host * activations
+            max(optimizer, parameters) * states + parameters * weights + host * activations
             for optimizer, parameters, host in self.offloads
         ]
         fits = np.stack([(over <= each).all(axis=1) for each in moved], axis=1)
-        fits &= self.offloads_by_recomputation[recompute[tight]]
+        fits &= self.offloads_by_recomputation[layouts.recompute[tight]]
+        fits &= holds_own(layouts)[tight, None] | (self.offloads[:, 1] == 0)
         is_less = (self.offloads[:, None] <= self.offloads).all(axis=2) & ~np.eye(len(self.offloads), dtype=bool)
         fits &= ~(fits @ is_less)
         rows, chosen = np.nonzero(fits)

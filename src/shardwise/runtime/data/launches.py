@@ -21,7 +21,7 @@ _MAKES_GRADIENTS = (Kind.B, Kind.W)
 
 
 class Launches:
-    """Starts the sums of buckets, in a fixed order. `on_start` is told of each.
+    """Starts the sums of buckets, in a fixed order. `on_start` is told of each, and whether the stage makes no more.
 
     `scatters`: each backward is summed by itself. Without `listens`, gradients are looked for when a stage is done.
     """
@@ -34,7 +34,7 @@ class Launches:
         *,
         scatters: bool,
         listens: bool,
-        on_start: Callable[[Bucket], None],
+        on_start: Callable[[Bucket, bool], None],
     ) -> None:
         self._buckets, self._scatters, self._on_start = buckets, scatters, on_start
         order = schedule.orders[rank]
@@ -52,6 +52,8 @@ class Launches:
         self._queue: deque[Bucket] = deque()
         self._ready: set[Bucket] = set()
         self._closing: int | None = None
+        #: Whether what is computed makes the last gradients of its stage.
+        self._is_last = False
         self._handles: list[RemovableHandle] = []
         if listens:
             for bucket in buckets:
@@ -71,7 +73,7 @@ class Launches:
         """A computation begins: if it makes gradients, these are awaited."""
         if instruction.kind not in _MAKES_GRADIENTS or not (self._scatters or instruction in self._last):
             return
-        self._closing = instruction.stage
+        self._closing, self._is_last = instruction.stage, instruction in self._last
         mine = [bucket for bucket in self._buckets if instruction.stage in bucket.home.stages]
         for bucket in mine:
             bucket.trained.expect()
@@ -118,4 +120,4 @@ class Launches:
 
     def _start(self, bucket: Bucket, step: int) -> None:
         bucket.trained.start(step)
-        self._on_start(bucket)
+        self._on_start(bucket, self._is_last or not self._scatters)

@@ -10,23 +10,40 @@ So the weights of two units are there at most. A backward begins at a unit when 
 there; it is done with the unit when all gradients of its weights have arrived.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardwise.runtime.data.bucket import Bucket
-
 Call = Callable[..., Any]
 
 
 @runtime_checkable
 class Wrappable(Protocol):
-    """A stage that lets something be put around the calls of its units."""
+    """A stage that lets something be put around the calls of its units, and says which weights are used elsewhere."""
+
+    @property
+    def in_glue(self) -> Collection[str]: ...
 
     def wrap(self, around: Callable[[str, Call], Call]) -> None: ...
+
+
+class Comes(Protocol):
+    """Weights that are not always here."""
+
+    def start(self) -> None:
+        """Have them come."""
+        ...
+
+    def hold(self, holder: object) -> None:
+        """Have them here until `holder` lets go."""
+        ...
+
+    def let_go(self, holder: object) -> None:
+        """This holder needs them no longer."""
+        ...
 
 
 class Layers:
@@ -34,12 +51,13 @@ class Layers:
 
     def __init__(self, stage: Wrappable) -> None:
         self.units: list[str] = []
-        self._buckets: Mapping[str, Sequence[Bucket]] = {}
+        self.in_glue = stage.in_glue
+        self._weights: Mapping[str, Sequence[Comes]] = {}
         stage.wrap(self._around)
 
-    def attach(self, buckets: Mapping[str, Sequence[Bucket]]) -> None:
-        """Say which buckets have the weights of each unit."""
-        self._buckets = buckets
+    def attach(self, weights: Mapping[str, Sequence[Comes]]) -> None:
+        """Say what the weights of each unit are."""
+        self._weights = weights
 
     def _around(self, unit: str, call: Call) -> Call:
         self.units.append(unit)
@@ -58,17 +76,22 @@ class Layers:
 
     def _enter(self, unit: str, *, ahead: int) -> None:
         """Have a unit's weights here, and those of the unit that is computed after it on the way."""
-        for bucket in self._buckets.get(unit, ()):
-            bucket.weights.hold(unit)
+        for each in self._weights.get(unit, ()):
+            each.hold(unit)
         place = self.units.index(unit) + ahead
         if 0 <= place < len(self.units):
-            for bucket in self._buckets.get(self.units[place], ()):
-                bucket.weights.start()
+            for each in self._weights.get(self.units[place], ()):
+                each.start()
 
     def leave(self, unit: str) -> None:
         """A unit needs its weights no longer."""
-        for bucket in self._buckets.get(unit, ()):
-            bucket.weights.let_go(unit)
+        for each in self._weights.get(unit, ()):
+            each.let_go(unit)
+
+    def enter_all(self) -> None:
+        """Have the weights of all units here."""
+        for unit in self.units:
+            self._enter(unit, ahead=1)
 
     def leave_all(self) -> None:
         """The computation has ended, whatever it used."""
@@ -77,9 +100,17 @@ class Layers:
 
 
 def find_units(layers: Iterable[Layers], module: nn.Module) -> dict[int, str]:
-    """The unit of each parameter, by its id: those that several units use, of whichever stages, have none."""
+    """The unit of each parameter, by its id: those that several units use, of whichever stages, or none have none."""
     found: dict[int, list[str]] = {}
-    for unit in [unit for each in layers for unit in each.units]:
+    every = list(layers)
+    in_glue = named_in(module, {name for each in every for name in each.in_glue})
+    for unit in [unit for each in every for unit in each.units]:
         for parameter in module.get_submodule(unit).parameters():
             found.setdefault(id(parameter), []).append(unit)
-    return {identity: units[0] for identity, units in found.items() if len(units) == 1}
+    outside = {id(each) for each in in_glue}
+    return {identity: units[0] for identity, units in found.items() if len(units) == 1 and identity not in outside}
+
+
+def named_in(module: nn.Module, names: Collection[str]) -> set[nn.Parameter]:
+    """The parameters that have one of these names."""
+    return {each for name, each in module.named_parameters(remove_duplicate=False) if name in names}

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from shardwise.runtime.data.backend import BackendExchange
 from shardwise.runtime.data.bucket import Bucket
 from shardwise.runtime.data.direct import DirectExchange
+from shardwise.runtime.data.early import EarlyBuckets
 from shardwise.runtime.data.exchange import Exchange, Ticket
 from shardwise.runtime.data.launches import Launches
 from shardwise.runtime.data.layers import Layers, Wrappable, find_units
@@ -30,6 +31,7 @@ from shardwise.runtime.data.replicas import Replicas
 from shardwise.runtime.data.tensorwise import Joining, Tensorwise, counted_places, sum_partial
 from shardwise.runtime.data.ties import Tie
 from shardwise.runtime.data.usage import Usage
+from shardwise.runtime.data.weights import Weights
 from shardwise.runtime.faults import Watch
 from shardwise.runtime.offload.states import HostStates
 from shardwise.runtime.optimizers.share import MakeOptimizer, Share, shares_of
@@ -109,6 +111,7 @@ class DataParallel:
         )
         self._usage = Usage(self._trained, ties, self.exchange)
         self._used: Mapping[Bucket, list[bool]] = {}
+        self._early: EarlyBuckets | None = None
 
     # --- what the executor calls -------------------------------------------------------------------------------------
 
@@ -117,6 +120,8 @@ class DataParallel:
         for bucket in self._trained:
             bucket.trained.begin()
         self._launches.begin_step()
+        if self._early is not None:
+            self._early.begin_step()
 
     def gather(self, instruction: Instruction) -> None:
         """GATHER: a stage's weights begin to come in."""
@@ -138,6 +143,8 @@ class DataParallel:
         for bucket in self._loose[instruction.stage]:
             bucket.weights.wait()
         self._launches.begin(instruction)
+        if self._early is not None:
+            self._early.look()
 
     def end(self, instruction: Instruction) -> None:
         """It has been computed."""
@@ -154,7 +161,8 @@ class DataParallel:
         """Wait until this rank's gradients of a step are the sums over all replicas, and over tied stages."""
         self._usage.start()
         for bucket in self._trained:
-            bucket.trained.finish(step)
+            if bucket not in self._updated_early:
+                bucket.trained.finish(step)
         self._sum_ties()
         partial = [bucket for bucket in self._trained if bucket.home.is_partial]
         if self._tensor is not None and partial:
@@ -171,9 +179,9 @@ class DataParallel:
         """Multiply the gradients (one over the tokens of the whole batch, and what clipping asks for) and update."""
         self.exchange.settle()
         for bucket in self._trained:
-            if scale != 1.0:
+            if scale != 1.0 and bucket not in self._updated_early:
                 bucket.result.mul_(scale)
-        self._updates.step(self._used)
+        self._updates.step(self._used, done=self._updated_early)
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
@@ -185,9 +193,14 @@ class DataParallel:
         """The optimizers of this rank, and what tells the bytes that each keeps for a number."""
         return self._updates.number_bytes
 
-    def keep_states(self, states: HostStates | None) -> None:
-        """Have the state of these optimizers on the host, or all of it here."""
+    def keep_states(self, states: HostStates, find_scale: Callable[[], float | None] | None) -> None:
+        """Have the state of these optimizers on the host.
+
+        With `find_scale`, which says while a step goes on what its gradients will be multiplied with, weights are
+        updated as soon as theirs are final.
+        """
         self._updates.states = states
+        self._early = None if find_scale is None else EarlyBuckets(states, find_scale)
 
     def held(self) -> Held:
         """What this rank holds now."""
@@ -210,12 +223,25 @@ class DataParallel:
         bucket, slot = self._places[name]
         if bucket.gradients is None or not self._used[bucket][bucket.layout.slots.index(slot)]:
             return None
-        result = bucket.result
-        if not bucket.updates_whole:
-            result = result.new_empty(bucket.layout.length)
-            channel = self.buckets.index(bucket) * CHANNELS_OF_A_BUCKET + 3
-            self.exchange.gather(result, bucket.result.clone(), bucket.sharing, channel).wait()
-        return result[slot.start : slot.stop].view(slot.shape).clone()
+        return self._gathered(bucket, bucket.result)[slot.start : slot.stop].view(slot.shape).clone()
+
+    @torch.no_grad()
+    def whole_kept(self, name: str) -> Tensor:
+        """A parameter as optimizers have it, in their precision. Replicas call this alike."""
+        if name not in self._places:
+            return self._parameters[name].detach().clone()
+        bucket, slot = self._places[name]
+        self.exchange.settle()
+        return self._gathered(bucket, bucket.kept)[slot.start : slot.stop].view(slot.shape).clone()
+
+    def _gathered(self, bucket: Bucket, own: Tensor) -> Tensor:
+        """All numbers of a bucket, from those of which each replica updates some."""
+        if bucket.updates_whole:
+            return own
+        whole = own.new_empty(bucket.layout.length)
+        channel = self.buckets.index(bucket) * CHANNELS_OF_A_BUCKET + 3
+        self.exchange.gather(whole, own.clone(), bucket.sharing, channel).wait()
+        return whole
 
     def pieces(self) -> Iterator[tuple[str, torch.Size, int, Tensor]]:
         """What this rank updates: name, shape of the whole, where the piece begins in it, and its numbers."""
@@ -251,10 +277,17 @@ class DataParallel:
 
     # ---------------------------------------------------------------------------------------------------------------
 
-    def _started(self, bucket: Bucket) -> None:
+    @property
+    def _updated_early(self) -> Collection[Bucket]:
+        return () if self._early is None else self._early.done
+
+    @torch.no_grad()
+    def _started(self, bucket: Bucket, is_last: bool) -> None:
         """The gradients of a bucket are on their way: its unit's backward is done."""
         if bucket.home.unit is not None:
             bucket.weights.let_go(bucket.home.unit)
+        if is_last and self._early is not None:
+            self._early.begun(bucket)
 
     def _cost_of(self, name: str) -> int:
         if self._joining is not None:
@@ -293,11 +326,11 @@ def _has_units(bucket: Bucket, units: Mapping[int, str]) -> bool:
     return all(id(each) in units for each in bucket.weights.parameters)
 
 
-def _by_unit(layers: Layers, buckets: Sequence[Bucket], units: Mapping[int, str]) -> dict[str, list[Bucket]]:
-    """The buckets that have a parameter of each unit."""
-    found: dict[str, list[Bucket]] = {unit: [] for unit in layers.units}
+def _by_unit(layers: Layers, buckets: Sequence[Bucket], units: Mapping[int, str]) -> dict[str, list[Weights]]:
+    """The weights of the buckets that have a parameter of each unit."""
+    found: dict[str, list[Weights]] = {unit: [] for unit in layers.units}
     for bucket in buckets:
         for unit in {units[id(each)] for each in bucket.weights.parameters if id(each) in units}:
             if unit in found:
-                found[unit].append(bucket)
+                found[unit].append(bucket.weights)
     return found

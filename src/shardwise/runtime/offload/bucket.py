@@ -4,8 +4,9 @@ The weights that are trained are fp32, beside the optimizer's state. The device 
 computes in; where that is fp32 and the state is on the device, they are one and the same.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,35 @@ class Bucket:
         return list(torch.split(flat[: self.size], [each.numel() for each in self.parameters]))
 
 
+class Part(NamedTuple):
+    """Where a piece and one parameter meet: numbers of the parameter, and where they are in the piece."""
+
+    parameter: int
+    of_parameter: slice
+    of_piece: slice
+
+
+def cut(bucket: Bucket, length: int) -> Iterator[list[Part]]:
+    """A bucket's numbers in pieces of so many, the last perhaps of fewer: which parts of parameters make up each."""
+    for start in range(0, bucket.size, length):
+        stop, parts, offset = min(start + length, bucket.size), [], 0
+        for index, parameter in enumerate(bucket.parameters):
+            low, high = max(start, offset), min(stop, offset + parameter.numel())
+            if low < high:
+                parts.append(Part(index, slice(low - offset, high - offset), slice(low - start, high - start)))
+            offset += parameter.numel()
+        yield parts
+
+
+class _Piece(NamedTuple):
+    """Numbers that one core updates. Each part is a weight of its own: it counts its own steps, and may be left out."""
+
+    flat: Tensor
+    parts: list[Part]
+    masters: list[nn.Parameter]
+    optimizer: Optimizer
+
+
 class HostState:
     """Master weights and optimizer state of a bucket on the host, in pieces that cores update side by side."""
 
@@ -61,27 +91,43 @@ class HostState:
         # As many pieces as make all cores end together.
         rounds = -(-bucket.size // (_PIECE * workers.count))
         self._length = -(-bucket.size // (rounds * workers.count))
-        self._pieces = [nn.Parameter(piece) for piece in torch.split(master, self._length)]
-        self._optimizers = [make_optimizer([piece]) for piece in self._pieces]
+        self._pieces = [
+            _make_piece(flat, parts, make_optimizer)
+            for flat, parts in zip(torch.split(master, self._length), cut(bucket, self._length), strict=True)
+        ]
 
-    def update(self, gradients: Tensor, weights: Tensor, scale: float | None, rate: float | None) -> None:
-        """Update from flat gradients, and write the new weights: both of the bucket's size, in any precision."""
-        set_rate(self._optimizers, rate)
+    def update(
+        self,
+        gradients: Tensor,
+        weights: Tensor,
+        has_gradient: Sequence[bool],
+        scale: float | None,
+        rate: float | None,
+    ) -> None:
+        """Update from flat gradients, and write the new weights: both of the bucket's size, in any precision.
 
-        def one(piece: nn.Parameter, optimizer: Optimizer, gradient: Tensor, weight: Tensor) -> None:
-            piece.grad = gradient.float() if scale is None else gradient.float().mul_(scale)
-            optimizer.step()
-            piece.grad = None
-            weight.copy_(piece.detach())
+        Parameters without a gradient are left alone, as the plain optimizer does; theirs may be any numbers.
+        """
+        set_rate([piece.optimizer for piece in self._pieces], rate)
 
-        parts = zip(
-            self._pieces,
-            self._optimizers,
-            torch.split(gradients, self._length),
-            torch.split(weights, self._length),
-            strict=True,
+        def one(piece: _Piece, gradient: Tensor, weight: Tensor) -> None:
+            flat = gradient.float() if scale is None else gradient.float().mul_(scale)
+            for part, master in zip(piece.parts, piece.masters, strict=True):
+                master.grad = flat[part.of_piece] if has_gradient[part.parameter] else None
+            piece.optimizer.step()
+            for master in piece.masters:
+                master.grad = None
+            weight.copy_(piece.flat)
+
+        shares = zip(
+            self._pieces, torch.split(gradients, self._length), torch.split(weights, self._length), strict=True
         )
-        self._workers.run([partial(one, *each) for each in parts])
+        self._workers.run([partial(one, *each) for each in shares])
+
+
+def _make_piece(flat: Tensor, parts: list[Part], make_optimizer: MakeOptimizer) -> _Piece:
+    masters = [nn.Parameter(flat[part.of_piece]) for part in parts]
+    return _Piece(flat, parts, masters, make_optimizer(masters))
 
 
 class DeviceState:

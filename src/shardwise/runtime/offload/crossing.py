@@ -5,11 +5,12 @@ the CPU the host is the same memory; there a copy is made by a thread, and whoev
 puts on the host is kept apart and moved on a laptop as it is beside a GPU.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from shardwise.dataflow.cuda import CudaStream, new_stream
 from shardwise.dataflow.machine import Machine
 from shardwise.dataflow.streams import Mark
 
@@ -23,6 +24,9 @@ class Crossing:
         # The device of a tensor that is there has its number, but for the CPU.
         self._place = str(device) if self._on_gpu else "cpu:0"
         self._machine = Machine([self._place])
+        self._side: CudaStream | None = None
+        if self._on_gpu:
+            self._side = CudaStream(f"{device} update", new_stream(device), self._machine.failures)
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory of the host, pinned where there is a GPU."""
@@ -45,6 +49,18 @@ class Crossing:
         """Marks behind all that is computed by now; the CPU has computed what it was told to."""
         return [self._machine.mark(self._place)] if self._on_gpu else []
 
+    def beside(self, run: Callable[[], object], after: Sequence[Mark]) -> list[Mark]:
+        """Compute after some marks and all that is computed by now, but beside what comes next; marks behind it.
+
+        Whatever it reads has to stay until then. The CPU computes at once.
+        """
+        if self._side is not None:
+            return [self._side.put(run, [*self.computed(), *after], lambda error: error)]
+        for mark in after:
+            mark.wait()
+        run()
+        return []
+
     def follow(self, mark: Mark) -> None:
         """What is computed from now on comes after a mark."""
         if self._on_gpu:
@@ -54,4 +70,6 @@ class Crossing:
 
     def close(self) -> None:
         """Wait for what is under way, and end its threads."""
+        if self._side is not None:
+            self._side.close()
         self._machine.close()

@@ -1,15 +1,35 @@
-"""What a rank keeps on the host, by its plan: the state of its optimizers, and what its forwards save."""
+"""What a rank keeps on the host, by its plan: weights, the state of its optimizers, and what its forwards save."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.planner.plan import Plan
+from shardwise.planner.plan import Offload, Plan
 from shardwise.runtime.offload.crossing import Crossing
+from shardwise.runtime.offload.early import Early, FindCount, can_be_early
 from shardwise.runtime.offload.room import Gather, check_room
 from shardwise.runtime.offload.stash import Stash
 from shardwise.runtime.offload.states import HostStates
+from shardwise.runtime.offload.weights import HostWeights
+from shardwise.runtime.stage import Stage
+from shardwise.schedule.instruction import Instruction
+from shardwise.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """Where a rank's weights are used: its module, the stages that it runs, by number, and their schedule.
+
+    `apart` are the names of parameters whose gradients others add to.
+    """
+
+    module: nn.Module
+    stages: Mapping[int, Stage]
+    schedule: Schedule
+    apart: Collection[str]
 
 
 class Host:
@@ -19,33 +39,110 @@ class Host:
     room that those of one machine need is added up, and refused here if it is not there.
     """
 
-    def __init__(self, plan: Plan, device: torch.device, optimizers: Mapping[Optimizer, float], gather: Gather) -> None:
-        self.crossing = Crossing(device)
+    def __init__(
+        self, plan: Plan, device: torch.device, optimizers: Mapping[Optimizer, float], gather: Gather, scene: Scene
+    ) -> None:
+        self.crossing, self._scene, share = Crossing(device), scene, plan.offload
         self.states: HostStates | None = None
-        if plan.offload.optimizer:
-            states = HostStates(optimizers, plan.offload.optimizer, self.crossing)
-            check_room(plan, states.planned_bytes, gather)
+        self.weights: HostWeights | None = None
+        if share.parameters:
+            self.weights = HostWeights(scene.module, scene.stages, share.parameters, self.crossing, apart=scene.apart)
+        if share.optimizer or share.parameters:
+            lodged = {} if self.weights is None else self.weights.weights
+            states = HostStates(optimizers, share.optimizer, self.crossing, lodged)
+            check_room(plan, states.planned_bytes + sum(each.num_bytes for each in lodged.values()), gather)
             self.states = states
-        self.stash = Stash(plan, self.crossing) if plan.offload.activations else None
+        if self.weights is not None:
+            self.weights.move_in()
+        self.stash = Stash(plan, self.crossing) if share.activations else None
+        self._early: Early | None = None
+
+    def update_early(self, find_count: FindCount, *, waits: bool) -> None:
+        """Have weights updated as soon as their gradients are final, and waited for where they are used: `Early`."""
+        scene = self._scene
+        assert self.weights is None or can_be_early(scene.schedule), "composition.py refuses weights on the host here"
+        if self.states is not None and can_be_early(scene.schedule):
+            self._early = Early(
+                self.states,
+                self.weights,
+                scene.module,
+                scene.stages,
+                scene.schedule,
+                apart=scene.apart,
+                find_count=find_count,
+                waits=waits,
+            )
+
+    @property
+    def before(self) -> Callable[[Instruction], None] | None:
+        """What is to be called before each computation."""
+        return None if self._early is None else self._early.before
+
+    def begin_step(self) -> None:
+        """A step begins."""
+        if self._early is not None:
+            self._early.begin_step()
+        if self.weights is not None:
+            self.weights.begin_step()
+        if self.states is not None:
+            self.states.begin()
+
+    def gradients_of(self, trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        """The gradients of a step that are there, by name, wherever they are."""
+        away: Mapping[nn.Parameter, Tensor] = {}
+        if self.weights is not None:
+            self.weights.let_go()
+            away = self.weights.gradients
+        found = {name: away.get(each, each.grad) for name, each in trained.items()}
+        return {name: each for name, each in found.items() if each is not None}
+
+    @property
+    def norms(self) -> Mapping[nn.Parameter, Tensor]:
+        """The norms of some of these, as the device has computed them."""
+        return {} if self.weights is None else self.weights.norms
+
+    @property
+    def divided(self) -> Collection[nn.Parameter]:
+        """Parameters whose gradients have been divided by what the whole batch counts."""
+        return () if self._early is None else self._early.divided
+
+    @property
+    def homes(self) -> Mapping[nn.Parameter, Tensor]:
+        """Where the numbers are of parameters that live on the host."""
+        return {} if self.weights is None else self.weights.homes
 
     @property
     def num_bytes(self) -> int:
         """What this rank has on the host now."""
-        return sum(each.num_bytes for each in (self.states, self.stash) if each is not None)
+        return sum(each.num_bytes for each in (self.weights, self.states, self.stash) if each is not None)
+
+    def wait(self) -> None:
+        """Wait until all state is on the host, and what is computed from now on uses the new weights."""
+        if self.states is not None:
+            self.states.wait()
+        if self.weights is not None:
+            self.weights.wait()
 
     def close(self) -> None:
-        """Wait for what is under way, and end threads. State stays where it is."""
-        for each in (self.states, self.stash):
+        """Wait for what is under way, and end threads. State stays where it is, weights come back."""
+        if self._early is not None:
+            self._early.close()
+        for each in (self.states, self.weights, self.stash):
             if each is not None:
                 each.close()
         self.crossing.close()
 
 
 def make_host(
-    plan: Plan, device: torch.device, optimizers: Mapping[Optimizer, Callable[[], float]], gather: Gather
+    plan: Plan,
+    device: torch.device,
+    optimizers: Mapping[Optimizer, Callable[[], float]],
+    gather: Gather,
+    scene: Scene,
 ) -> Host | None:
     """The host's side, if the plan has one. Optimizers are asked for their bytes only then."""
-    if not plan.offload.optimizer and not plan.offload.activations:
+    if plan.offload == Offload():
         return None
-    asked = {each: number_bytes() for each, number_bytes in optimizers.items()} if plan.offload.optimizer else {}
-    return Host(plan, device, asked, gather)
+    has_state = plan.offload.optimizer or plan.offload.parameters
+    asked = {each: number_bytes() for each, number_bytes in optimizers.items()} if has_state else {}
+    return Host(plan, device, asked, gather, scene)

@@ -1,21 +1,27 @@
 """Optimizer state that lives on the host and visits the device when its weights are updated.
 
-    compute   forward, backward | 0 | 1 | 2 | 3 | ...       a round each, by the optimizer itself
-    in        s0 s1 s2 s3         s4  s5  s6                  ahead of its turn, as far as there are slots
-    out                           s0  s1  s2  s3              while others come
+    compute   forward | backward, gradients of 3, 2, 1, 0 | forward of 0, 1, 2, 3
+    in        s3 s2        s1  s0                              ahead of its turn, as far as there are slots
+    update                 3   2   1   0                       a round each, by the optimizer itself
+    out                        s3  s2  s1  s0                  while others come
+
+A round is updated when somebody says that the gradients of its weights are final, or at the step's end. On a GPU that
+runs beside the computation: nothing waits on the host, and `follow` puts what uses a weight behind its update.
 
 Between two steps an optimizer looks as ever: `optimizer.state` has an entry for each weight, of some of them with
 tensors on the host. So what saves it, loads it or changes its settings need not know. It steps on the weights whose
-state is in a slot: on several small ones at once, on a large one in parts where every number is treated by itself.
-Weights and gradients do not move, and the arithmetic is the device's: the numbers are those of the plain optimizer to
-the last bit.
+state is in a slot: on several small ones at once, on a large one in parts where every number is treated by itself. The
+arithmetic is the device's: the numbers are those of the plain optimizer to the last bit.
+
+A weight may itself live on the host (`Lodging`): then it comes with its state, and its gradient when that is final.
 """
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +30,26 @@ from torch.optim import Optimizer
 from shardwise.cost.memory import NUM_SLOTS, SLOT_BYTES
 from shardwise.dataflow.streams import Mark
 from shardwise.runtime.offload.crossing import Crossing
+from shardwise.runtime.offload.slots import Slots
 from shardwise.runtime.optimizers.share import ELEMENTWISE
 
-#: Where a tensor may begin in a slot.
-_ALIGNMENT = 256
+#: What comes beside an optimizer's own entries where a weight lives on the host. No optimizer calls an entry so.
+_WEIGHT, _GRADIENT = "(weight)", "(gradient)"
+
+
+class Lodging(Protocol):
+    """A weight that lives on the host."""
+
+    #: Its numbers, and those of its gradient, in the weight's shape.
+    home: Tensor
+    gradient: Tensor
+    #: Whether this step has a gradient, and marks after which it is there.
+    has_gradient: bool
+    sent: list[Mark]
+
+    def is_renewed(self, marks: Sequence[Mark]) -> None:
+        """The numbers at home are new once these marks are reached."""
+        ...
 
 
 class _Visit(NamedTuple):
@@ -48,6 +70,12 @@ class _Round:
     optimizer: Optimizer
     visits: list[_Visit] = field(default_factory=list)
     back: list[Mark] = field(default_factory=list)
+    #: Weights of which nobody has said yet that their gradients are final.
+    missing: set[nn.Parameter] = field(default_factory=set)
+
+    @property
+    def weights(self) -> set[nn.Parameter]:
+        return {each.weight for each in self.visits}
 
 
 class _Here(NamedTuple):
@@ -59,30 +87,52 @@ class _Here(NamedTuple):
     arrives: list[Mark]
 
 
+class _Leaving(NamedTuple):
+    """What an optimizer has written: where it lives, and where it is."""
+
+    home: Tensor
+    here: Tensor
+
+
 class HostStates:
     """The state of a part of the weights of some optimizers, on the host.
 
     `optimizers` are given with the bytes that each keeps for a number. `fraction` is the least part of all of these
-    that is on the host; what stays is of the first weights in order, as far as they fit.
+    that is on the host; what stays is of the first weights in order, as far as they fit. The state of weights that
+    live there themselves, `lodgings`, is there in any case.
     """
 
-    def __init__(self, optimizers: Mapping[Optimizer, float], fraction: float, crossing: Crossing) -> None:
-        self._optimizers, self._crossing = list(optimizers), crossing
+    def __init__(
+        self,
+        optimizers: Mapping[Optimizer, float],
+        fraction: float,
+        crossing: Crossing,
+        lodgings: Mapping[nn.Parameter, Lodging] | None = None,
+    ) -> None:
+        self._optimizers, self._crossing, self._lodgings = list(optimizers), crossing, lodgings or {}
         sizes = {weight: weight.numel() * each for one, each in optimizers.items() for weight in weights_of(one)}
         #: Those whose state is on the host.
-        self.weights = choose(sizes, fraction)
+        self.weights = choose(sizes, fraction, self._lodgings)
         #: What will be there once all of them have been updated.
         self.planned_bytes = round(sum(sizes[each] for each in self.weights))
+        #: In the order in which their gradients are expected: at first, that of the weights.
         self._rounds = [one for each, number_bytes in optimizers.items() for one in self._plan(each, number_bytes)]
-        self._slots: list[Tensor | None] = [None] * NUM_SLOTS
-        #: Slots that nobody has, and when the last one to have it is gone.
-        self._free: deque[tuple[int, list[Mark]]] = deque((number, []) for number in range(NUM_SLOTS))
+        self._rounds_of: dict[nn.Parameter, list[_Round]] = {}
+        for each in self._rounds:
+            for weight in each.weights:
+                self._rounds_of.setdefault(weight, []).append(each)
+        self._slots = Slots(NUM_SLOTS, crossing)
         #: The rounds of a step whose state has still to come, if one has begun, and those whose state is coming.
-        self._queue: deque[_Round] | None = None
+        self._queue: list[_Round] | None = None
         self._here: deque[_Here] = deque()
+        #: The rounds of this step that may be updated, in that order.
+        self._asked: dict[_Round, None] = {}
         self._homes: dict[nn.Parameter, dict[str, Tensor]] = {}
-        #: Weights that have no state yet.
+        #: Weights that had no state when the step began, and what the optimizers keep of those updated since then.
         self._fresh: set[nn.Parameter] = set()
+        self._told: dict[nn.Parameter, dict[str, Any]] = {}
+        #: When weights that were updated are new.
+        self._renewed: dict[nn.Parameter, list[Mark]] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -94,32 +144,55 @@ class HostStates:
         if any(value is not self._homes.get(weight, {}).get(key) for _, weight, key, value in self._entries()):
             self.take_home()
         if self._queue is None:
-            self._queue = deque(self._rounds)
+            self._queue = list(self._rounds)
+            self._asked.clear()
+            for each in self._rounds:
+                each.missing = each.weights
             self._fresh = {
                 weight for each in self._optimizers for weight in weights_of(each) if not each.state.get(weight)
             }
         self._fetch_ahead()
 
     @torch.no_grad()
+    def ready(self, weights: Iterable[nn.Parameter]) -> None:
+        """The gradients of these weights are final: update them as soon as their state is here."""
+        for weight in weights:
+            for each in self._rounds_of.get(weight, ()):
+                each.missing.discard(weight)
+                if not each.missing:
+                    self._asked[each] = None
+        self._advance()
+
+    @torch.no_grad()
     def step(self) -> None:
-        """Update all weights that have a gradient."""
+        """End a step: all weights are updated that have a gradient, or will be beside what is computed next."""
         self.begin()
         for optimizer in self._optimizers:
             stay = [[each for each in group["params"] if each not in self.weights] for group in optimizer.param_groups]
             if any(each.grad is not None for params in stay for each in params):
                 with _only(optimizer, stay):
                     optimizer.step()
-        told: dict[nn.Parameter, dict[str, Any]] = {}
-        while self._here:
-            self._update(self._here.popleft(), told)
-            self._fetch_ahead()
+        self._asked |= dict.fromkeys(self._rounds)
+        self._advance()
+        assert not self._here, "all that came was updated"
         # Parts of one weight must all begin with the same count of steps, so it is told at the end.
         for optimizer in self._optimizers:
-            optimizer.state.update({weight: told[weight] for weight in weights_of(optimizer) if weight in told})
+            mine = [weight for weight in weights_of(optimizer) if weight in self._told]
+            optimizer.state.update({weight: self._told[weight] for weight in mine})
+        self._told.clear()
+        # The next backward will give gradients in the same order.
+        self._rounds = list(self._asked)
         self._queue = None
 
+    def follow(self, weights: Iterable[nn.Parameter] | None = None) -> None:
+        """What is computed from now on comes after the updates of some weights, or of all."""
+        for weight in list(self._renewed) if weights is None else weights:
+            for mark in self._renewed.pop(weight, ()):
+                self._crossing.follow(mark)
+
     def wait(self) -> None:
-        """Wait until all state is on the host."""
+        """Wait until all state is on the host, and what is computed from now on uses the new weights."""
+        self.follow()
         for mark in [mark for each in self._rounds for mark in each.back]:
             mark.wait()
 
@@ -129,7 +202,7 @@ class HostStates:
         self.wait()
         while self._here:
             _, slot, _, arrives = self._here.popleft()
-            self._free.append((slot, arrives))
+            self._slots.give_back(slot, arrives)
         self._queue = None
         homes: dict[nn.Parameter, dict[str, Tensor]] = {}
         for optimizer, weight, key, value in list(self._entries()):
@@ -148,7 +221,7 @@ class HostStates:
             for mark in each.arrives:
                 mark.wait()
         self._here.clear()
-        self._slots = [None] * NUM_SLOTS
+        self._slots.clear()
 
     def _entries(self) -> Iterator[tuple[Optimizer, nn.Parameter, str, Tensor]]:
         """What optimizers keep of weights whose state is on the host, but for single numbers: these are anywhere."""
@@ -174,93 +247,120 @@ class HostStates:
             yield found
 
     def _fetch_ahead(self) -> None:
-        """Have those come that are next, as long as there are slots."""
-        while self._queue and self._free:
-            one = self._queue.popleft()
-            slot, gone = self._free.popleft()
-            homes = [{key: each.of(home) for key, home in self._homes_of(each.weight).items()} for each in one.visits]
-            states = self._room(slot, gone, homes)
-            # Memory of a slot that was just taken has been somebody else's until now.
-            after = [*gone, *one.back, *self._crossing.computed()]
+        """Have those come that may be updated, or else are next, as long as there are slots."""
+        while self._queue and self._slots.are_free:
+            one = next((each for each in self._queue if each in self._asked), self._queue[0])
+            self._queue.remove(one)
+            homes = [self._homes_of(each) for each in one.visits]
+            slot, states, after = self._slots.take(homes)
             arrives = [
-                self._crossing.inward(here[key], home[key], after)
+                self._crossing.inward(here[key], home[key], [*after, *one.back])
                 for here, home in zip(states, homes, strict=True)
                 for key in home
+                if key != _GRADIENT  # It comes when it is final.
             ]
             self._here.append(_Here(one, slot, states, arrives[-1:]))
 
-    def _homes_of(self, weight: nn.Parameter) -> Mapping[str, Tensor]:
-        """Where a weight's state lives. In the step that makes it, there is nothing to be brought yet."""
-        return {} if weight in self._fresh else self._homes.get(weight, {})
+    def _homes_of(self, visit: _Visit) -> dict[str, Tensor]:
+        """Where lives what comes to a visit. In the step that makes a weight's state, there is none yet."""
+        found = {} if visit.weight in self._fresh else {**self._homes.get(visit.weight, {})}
+        lodging = self._lodgings.get(visit.weight)
+        if lodging is not None:
+            found |= {_WEIGHT: lodging.home, _GRADIENT: lodging.gradient}
+        return {key: visit.of(home) for key, home in found.items()}
 
-    def _room(self, slot: int, gone: list[Mark], homes: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """Places in a slot for tensors like these."""
-        size = sum(_aligned(each.nbytes) for home in homes for each in home.values())
-        memory = self._slots[slot]
-        if memory is None or memory.numel() < size:
-            for mark in gone:
+    def _advance(self) -> None:
+        """Update what is here and may be, and have others come instead."""
+        while (here := next((each for each in self._here if each.round in self._asked), None)) is not None:
+            self._here.remove(here)
+            self._update(here)
+            self._fetch_ahead()
+
+    def _update(self, here: _Here) -> None:
+        """Have a round's weights stepped on, as far as they have gradients, and their state sent back."""
+        visits = [
+            (visit, state)
+            for visit, state in zip(here.round.visits, here.states, strict=True)
+            if self._has_gradient(visit.weight)
+        ]
+        if not visits:
+            self._slots.give_back(here.slot, here.arrives)
+            return
+        arrives = [*here.arrives, *self._bring_gradients(visits)]
+        leaving: list[_Leaving] = []
+        renewed = self._crossing.beside(partial(self._run, here.round.optimizer, visits, leaving), arrives)
+        back = [self._crossing.outward(home, written, renewed) for home, written in leaving]
+        in_slot = {id(each) for state in here.states for each in state.values()}
+        if any(id(each.here) not in in_slot for each in leaving):
+            # Memory that the optimizer has taken by itself, as in its first step, is anybody's after this.
+            for mark in back:
                 mark.wait()
-            memory = self._slots[slot] = torch.empty(size, dtype=torch.uint8, device=self._crossing.device)
-        found, at = [], 0
-        for home in homes:
-            places = {}
-            for key, each in home.items():
-                places[key] = memory[at : at + each.nbytes].view(each.dtype).view(each.shape)
-                at += _aligned(each.nbytes)
-            found.append(places)
-        return found
+        for weight in {visit.weight for visit, _ in visits}:
+            if weight in self._lodgings:
+                self._lodgings[weight].is_renewed(back[-1:])
+            else:
+                self._renewed.setdefault(weight, []).extend(renewed)
+        here.round.back = back[-1:] or renewed
+        self._slots.give_back(here.slot, here.round.back)
 
-    def _update(self, here: _Here, told: dict[nn.Parameter, dict[str, Any]]) -> None:
-        """Step on a round's weights, as far as they have gradients, and send their state back."""
-        optimizer, arrives = here.round.optimizer, here.arrives
-        for mark in arrives:
-            self._crossing.follow(mark)
-        visitors: dict[nn.Parameter, list[tuple[_Visit, nn.Parameter]]] = {}
-        for visit, state in zip(here.round.visits, here.states, strict=True):
+    def _has_gradient(self, weight: nn.Parameter) -> bool:
+        lodging = self._lodgings.get(weight)
+        return weight.grad is not None if lodging is None else lodging.has_gradient
+
+    def _bring_gradients(self, visits: Sequence[tuple[_Visit, Mapping[str, Tensor]]]) -> list[Mark]:
+        """Have the gradients come that are on the host."""
+        marks = []
+        for visit, state in visits:
+            lodging = self._lodgings.get(visit.weight)
+            if lodging is not None:
+                marks.append(self._crossing.inward(state[_GRADIENT], visit.of(lodging.gradient), lodging.sent))
+        return marks[-1:]
+
+    @torch.no_grad()
+    def _run(
+        self, optimizer: Optimizer, visits: Sequence[tuple[_Visit, Mapping[str, Tensor]]], leaving: list[_Leaving]
+    ) -> None:
+        """Step on what is here, and say what goes home."""
+        visitors: dict[nn.Parameter, list[nn.Parameter]] = {}
+        pairs: list[tuple[_Visit, Mapping[str, Tensor], nn.Parameter]] = []
+        for visit, state in visits:
             weight = visit.weight
-            if weight.grad is None:
-                continue
-            visitor = nn.Parameter(visit.of(weight.detach()))
-            visitor.grad = visit.of(weight.grad)
-            visitors.setdefault(weight, []).append((visit, visitor))
+            visitor = self._visitor(visit, state)
+            visitors.setdefault(weight, []).append(visitor)
+            pairs.append((visit, state, visitor))
             if weight not in self._fresh:
                 kept = optimizer.state[weight].items()
                 optimizer.state[visitor] = {key: state[key] if key in state else _own(each) for key, each in kept}
         groups = [[weight for weight in group["params"] if weight in visitors] for group in optimizer.param_groups]
-        if visitors:
-            with _only(optimizer, [[one for each in mine for _, one in visitors[each]] for mine in groups]):
-                optimizer.step()
-            together = [each for mine in visitors.values() for each in mine]
-            here.round.back = arrives = self._send(optimizer, together, here.states, told)
-        self._free.append((here.slot, arrives))
+        with _only(optimizer, [[one for each in mine for one in visitors[each]] for mine in groups]):
+            optimizer.step()
+        for visit, state, visitor in pairs:
+            leaving += self._leaving(visit, state, optimizer.state.pop(visitor, {}))
 
-    def _send(
-        self,
-        optimizer: Optimizer,
-        visitors: Iterable[tuple[_Visit, nn.Parameter]],
-        states: Iterable[Mapping[str, Tensor]],
-        told: dict[nn.Parameter, dict[str, Any]],
-    ) -> list[Mark]:
-        """Send home what the optimizer has written, and tell what it keeps of each weight now."""
-        in_slot = {id(each) for state in states for each in state.values()}
-        back: list[Mark] = []
-        strays: list[Tensor] = []
-        for visit, visitor in visitors:
-            state = optimizer.state.pop(visitor, {})
-            entries = told.setdefault(visit.weight, {}) if state else {}
-            for key, value in state.items():
-                if not (isinstance(value, Tensor) and value.dim()):
-                    entries[key] = value
-                    continue
-                entries[key] = self._home(visit, key, value)
-                if id(value) not in in_slot:
-                    strays.append(value := value.contiguous())
-                back.append(self._crossing.outward(visit.of(entries[key]), value))
-        if strays:
-            # Memory that the optimizer has taken by itself, as in its first step, is anybody's after this.
-            for mark in back:
-                mark.wait()
-        return back[-1:]
+    def _visitor(self, visit: _Visit, state: Mapping[str, Tensor]) -> nn.Parameter:
+        """What the optimizer sees of a weight, with its gradient."""
+        if _WEIGHT in state:
+            visitor = nn.Parameter(state[_WEIGHT])
+            visitor.grad = state[_GRADIENT]
+            return visitor
+        visitor, gradient = nn.Parameter(visit.of(visit.weight.detach())), visit.weight.grad
+        assert gradient is not None, "without a gradient nothing is updated"
+        visitor.grad = visit.of(gradient)
+        if gradient.is_cuda:  # Its memory is the backward's, which does not know of this stream.
+            gradient.record_stream(torch.cuda.current_stream(gradient.device))
+        return visitor
+
+    def _leaving(self, visit: _Visit, here: Mapping[str, Tensor], state: Mapping[str, Any]) -> Iterator[_Leaving]:
+        """What goes home of a visit, and tell what the optimizer keeps of the weight now."""
+        if _WEIGHT in here:
+            yield _Leaving(visit.of(self._lodgings[visit.weight].home), here[_WEIGHT])
+        entries = self._told.setdefault(visit.weight, {}) if state else {}
+        for key, value in state.items():
+            if not (isinstance(value, Tensor) and value.dim()):
+                entries[key] = value
+                continue
+            entries[key] = self._home(visit, key, value)
+            yield _Leaving(visit.of(entries[key]), value.contiguous())
 
     def _home(self, visit: _Visit, key: str, value: Tensor) -> Tensor:
         """Where an entry of a weight's state lives."""
@@ -277,11 +377,15 @@ def weights_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
         yield from group["params"]
 
 
-def choose(sizes: Mapping[nn.Parameter, float], fraction: float) -> set[nn.Parameter]:
-    """The weights whose state, of these sizes, is on the host: at least this part of all of it."""
+def choose(
+    sizes: Mapping[nn.Parameter, float], fraction: float, always: Iterable[nn.Parameter] = ()
+) -> set[nn.Parameter]:
+    """The weights whose state, of these sizes, is on the host: at least this part of all of it, and some always."""
     left = (1 - fraction) * sum(sizes.values())
-    found = set()
+    found = {each for each in always if each in sizes}
     for weight, size in sizes.items():
+        if weight in found:
+            continue
         if fraction < 1 and size <= left:
             left -= size
         else:
@@ -302,10 +406,6 @@ def _cut(weight: nn.Parameter, most: int, *, can_cut: bool) -> Iterator[_Visit]:
 def _own(value: Any) -> Any:
     """A count of steps, say, for a part of a weight: it is counted up there."""
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 @contextmanager

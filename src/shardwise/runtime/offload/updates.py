@@ -265,20 +265,19 @@ class HostUpdates:
         mark = given.used
         room = self._staging[slot][0].view(given.bucket.dtype)
         for gradient, target in zip(given.gradients, given.bucket.views(room), strict=True):
-            if gradient is None:
-                target.zero_()
-            else:
+            if gradient is not None:
                 mark = self._copy(target, gradient.contiguous().view(-1), [given.used], True)
         return _Fetched(given, slot, mark)
 
     def _update(self, fetched: _Fetched) -> None:
         (bucket, gradients, scale, rate, used), slot, mark = fetched
         mark.wait()
+        has_gradient = [each is not None for each in gradients]
         gradients.clear()
         for sent in self._sent[slot]:
             sent.wait()
         room, weights = (each.view(bucket.dtype)[: bucket.size] for each in self._staging[slot])
-        self._on_host[bucket.number].update(room, weights, scale, rate)
+        self._on_host[bucket.number].update(room, weights, has_gradient, scale, rate)
         marks = [
             self._copy(parameter.data.view(-1), new, [used], False)
             for parameter, new in zip(bucket.parameters, bucket.views(weights), strict=True)

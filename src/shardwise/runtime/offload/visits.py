@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from shardwise.dataflow.cuda import CudaStream, new_stream
 from shardwise.dataflow.streams import Failures, Mark, Stream, ThreadStream
-from shardwise.runtime.offload.bucket import Bucket, MakeOptimizer, set_rate
+from shardwise.runtime.offload.bucket import Bucket, MakeOptimizer, Part, cut, set_rate
 
 #: Bytes of a piece with all its state. Larger ones hold more of the device's memory, smaller ones cost more starts.
 _PIECE_BYTES = 256 * 2**20
@@ -48,25 +48,20 @@ _LOOK_SECONDS = 1e-4
 CopyFn = Callable[[Tensor, Tensor, Sequence[Mark], bool], Mark]
 
 
-class _Part(NamedTuple):
-    """Where a piece and one parameter meet: numbers of the parameter, and where they are in the piece."""
-
-    parameter: int
-    of_parameter: slice
-    of_piece: slice
-
-
 @dataclass(eq=False)
 class _Piece:
-    """Numbers of a bucket that visit together. In `home` the first row is their weights, the others their state."""
+    """Numbers of a bucket that visit together. In `home` the first row is their weights, the others their state.
+
+    Each part is a weight of its own to the optimizer: it counts its own steps, and without a gradient is left alone.
+    """
 
     bucket: Bucket
-    parts: list[_Part]
+    parts: list[Part]
     home: Tensor
-    master: nn.Parameter
+    masters: list[nn.Parameter]
     optimizer: Optimizer
-    #: The state's names by row. Before the first update there is none: optimizers make it when they first step.
-    names: list[str] = field(default_factory=list)
+    #: The state's names by row, of each part. Before its first update it has none: optimizers make it when they step.
+    names: list[list[str]]
     is_home: bool = True
 
     @property
@@ -75,27 +70,33 @@ class _Piece:
 
     def update(self, here: Tensor, flat: Tensor, gradients: list[Tensor | None], scale: float | None) -> None:
         """Update at the device: `here` is what came from home, `flat` room for the gradients in fp32."""
-        for index, of_parameter, of_piece in self.parts:
-            gradient = gradients[index]
+        for number, (index, of_parameter, of_piece) in enumerate(self.parts):
+            gradient, own = gradients[index], here[:, of_piece]
             if gradient is None:
-                flat[of_piece].zero_()
-            else:
-                flat[of_piece].copy_(gradient.reshape(-1)[of_parameter])
-                if gradient.is_cuda:  # Its memory is the backward's, which does not know of this stream.
-                    gradient.record_stream(torch.cuda.current_stream(gradient.device))
-        self.master.data = here[0]
-        self.master.grad = flat if scale is None else flat.mul_(scale)
-        state = self.optimizer.state[self.master]
-        state.update(zip(self.names, here[1:], strict=False))
+                continue
+            flat[of_piece].copy_(gradient.reshape(-1)[of_parameter])
+            if gradient.is_cuda:  # Its memory is the backward's, which does not know of this stream.
+                gradient.record_stream(torch.cuda.current_stream(gradient.device))
+            master = self.masters[number]
+            master.data = own[0]
+            master.grad = flat[of_piece] if scale is None else flat[of_piece].mul_(scale)
+            self.optimizer.state[master].update(zip(self.names[number], own[1:], strict=False))
         self.optimizer.step()
-        self.master.grad = None
-        if not self.names:
-            self.names = _state_names(self.optimizer, self.master)
-            for name, row in zip(self.names, here[1:], strict=True):
+        for number, (index, of_parameter, of_piece) in enumerate(self.parts):
+            if gradients[index] is not None:
+                self._take_over(number, here[:, of_piece])
+                self.bucket.parameters[index].data.view(-1)[of_parameter].copy_(here[0, of_piece])
+
+    def _take_over(self, number: int, own: Tensor) -> None:
+        """A part was updated: have all that the optimizer keeps of it in the rows that go home."""
+        master = self.masters[number]
+        master.grad = None
+        if not self.names[number]:
+            state = self.optimizer.state[master]
+            self.names[number] = _state_names(self.optimizer, master)
+            for name, row in zip(self.names[number], own[1:], strict=True):
                 row.copy_(state[name])
                 state[name] = row
-        for index, of_parameter, of_piece in self.parts:
-            self.bucket.parameters[index].data.view(-1)[of_parameter].copy_(here[0, of_piece])
 
 
 class _Asked(NamedTuple):
@@ -139,8 +140,10 @@ class Visits:
         num_slots = min(num_pieces, max(_LEAST_SLOTS, (room_bytes or _room_bytes(device)) // (4 * num_rows * room)))
         self._slots = [torch.empty(num_rows * room, device=device) for _ in range(num_slots)]
         self._flat = torch.empty(room, device=device)
-        cut = partial(_cut, pinned=pinned, num_rows=num_rows, make_optimizer=make_optimizer, memory=self._slots[0])
-        self._pieces = {each.number: cut(each, sizes[each]) for each in buckets}
+        make = partial(
+            _make_pieces, pinned=pinned, num_rows=num_rows, make_optimizer=make_optimizer, memory=self._slots[0]
+        )
+        self._pieces = {each.number: make(each, sizes[each]) for each in buckets}
         self._changed = threading.Condition()
         #: The order in which a backward is expected to give gradients: that of the last one. And that of this one.
         self._order = [piece for each in reversed(buckets) for piece in self._pieces[each.number]]
@@ -296,7 +299,7 @@ class Visits:
             time.sleep(_LOOK_SECONDS)
 
 
-def _cut(
+def _make_pieces(
     bucket: Bucket,
     length: int,
     *,
@@ -307,25 +310,19 @@ def _cut(
 ) -> list[_Piece]:
     """A bucket's numbers in pieces, each with its weights at home."""
     found = []
-    for start in range(0, bucket.size, length):
-        stop = min(start + length, bucket.size)
-        home = pinned((num_rows, stop - start))
-        parts, offset = [], 0
-        for index, parameter in enumerate(bucket.parameters):
-            low, high = max(start, offset), min(stop, offset + parameter.numel())
-            if low < high:
-                part = _Part(index, slice(low - offset, high - offset), slice(low - start, high - start))
-                home[0, part.of_piece].copy_(parameter.detach().view(-1)[part.of_parameter])
-                parts.append(part)
-            offset += parameter.numel()
+    for parts in cut(bucket, length):
+        home = pinned((num_rows, parts[-1].of_piece.stop))
         # Until it visits, the device's memory under a piece's weights is somebody's else: only their size is looked at.
-        master = nn.Parameter(memory[: stop - start])
-        optimizer = make_optimizer([master])
-        piece = _Piece(bucket, parts, home, master, optimizer, names=_state_names(optimizer, master))
-        for name, row in zip(piece.names, home[1:], strict=False):
-            row.copy_(optimizer.state[master][name])
-            optimizer.state[master][name] = memory[: stop - start]
-        found.append(piece)
+        masters = [nn.Parameter(memory[part.of_piece]) for part in parts]
+        optimizer = make_optimizer(masters)
+        names = [_state_names(optimizer, master) for master in masters]
+        for part, master, mine in zip(parts, masters, names, strict=True):
+            own = home[:, part.of_piece]
+            own[0].copy_(bucket.parameters[part.parameter].detach().view(-1)[part.of_parameter])
+            for name, row in zip(mine, own[1:], strict=False):
+                row.copy_(optimizer.state[master][name])
+                optimizer.state[master][name] = memory[part.of_piece]
+        found.append(_Piece(bucket, parts, home, masters, optimizer, names))
     return found
 
 

@@ -7,11 +7,11 @@ It is the form of `torch.distributed.checkpoint.state_dict`. Groups with the sam
 found again by the name of a parameter, not by the place of its group.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.errors import ShardwiseError, unknown
@@ -122,6 +122,25 @@ def taken(state: Mapping[str, Any], weight: Tensor, optimizer: Optimizer, home: 
         return value.to(weight.device if counts_there else "cpu", copy=True)
 
     return {key: copied(each) for key, each in state.items()}
+
+
+@torch.no_grad()
+def load_whole(
+    optimizers: Sequence[Optimizer],
+    state: Mapping[str, Any],
+    parameters: Mapping[str, nn.Parameter],
+    home_of: Callable[[nn.Parameter], torch.device],
+) -> None:
+    """Take over what was remembered of whole parameters, by name: of these at least, and into these homes."""
+    check_shapes(state["state"], {name: each.shape for name, each in parameters.items()})
+    names: dict[Tensor, str] = {each: name for name, each in parameters.items()}
+    load_settings(optimizers, names, state["param_groups"])
+    for optimizer in optimizers:
+        for parameter in [each for group in optimizer.param_groups for each in group["params"]]:
+            optimizer.state.pop(parameter, None)
+            own = state["state"].get(names[parameter])
+            if own is not None:
+                optimizer.state[parameter] = taken(own, parameter, optimizer, home_of(parameter))
 
 
 def on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -103,14 +103,16 @@ class Updates:
             for weight, (name, start) in zip(weights, called, strict=True)
         ]
 
-    def step(self, used: Mapping[Bucket, list[bool]]) -> None:
-        """Update all weights of this rank from its gradients."""
+    def step(self, used: Mapping[Bucket, list[bool]], done: Collection[Bucket] = ()) -> None:
+        """Update all weights of this rank from its gradients. Optimizers have been given those of `done` already."""
         for bucket in self._buckets:
-            bucket.give(used[bucket])
+            if bucket not in done:
+                bucket.give(used[bucket])
         for owners in self._owners:
             owners.give(lambda bucket: used[bucket])
         if self.states is not None:
             self.states.step()
+            self.states.follow()
         else:
             for optimizer in self.optimizers:
                 optimizer.step()

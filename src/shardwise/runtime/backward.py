@@ -30,7 +30,7 @@ from torch.autograd import graph as autograd_graph
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 # Private, and the same from torch 2.11 to 2.13. Where it is missing, what is public does the same more slowly.
-_run_backward = getattr(autograd_graph, "_engine_run_backward", None)
+_engine_run_backward = getattr(autograd_graph, "_engine_run_backward", None)
 _run_in_thread = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward", None)
 
 Gradients = Sequence[Tensor | None]
@@ -198,10 +198,10 @@ def _run_engine(
     Gradients are there and have their tensors' shapes: they were made for them. To check that again takes a good part
     of the 130 microseconds of a W on a stage that computes nothing (torch 2.13).
     """
-    if _run_backward is None:
+    if _engine_run_backward is None:
         return _run_publicly(starts, gradients, targets, accumulates=accumulates)
     # What lies around the engine hands the context of this thread to those of devices: a CPU has none of its own.
-    run = _run_in_thread if _run_in_thread is not None and gradients[0].device.type == "cpu" else _run_backward
+    run = _run_in_thread if _run_in_thread is not None and gradients[0].device.type == "cpu" else _engine_run_backward
     found: tuple[Tensor | None, ...] = run(
         tuple(starts),
         tuple(gradients),

@@ -271,13 +271,13 @@ def _listen(stack: contextlib.ExitStack, num_ranks: int) -> tuple[socket.socket 
     machine = Path("/proc/sys/kernel/random/boot_id")
     if not hasattr(os, "memfd_create") or not machine.exists():
         return None, None
-    folder = tempfile.mkdtemp(prefix="shardwise-")
-    stack.callback(shutil.rmtree, folder, ignore_errors=True)
-    listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
     try:
+        folder = tempfile.mkdtemp(prefix="shardwise-")
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         listener.bind(f"{folder}/ranks")
         listener.listen(num_ranks)
-    except OSError:  # The path of a folder for temporary files may be too long for a socket.
+    except OSError:  # No folder for temporary files, or one whose path is too long for a socket.
         return None, None
     return listener, (machine.read_text().strip(), f"{folder}/ranks")
 
@@ -289,9 +289,10 @@ def _call(me: int, path: str, behind: set[Pair]) -> Pair | None:
     try:
         memory = os.memfd_create("shardwise")
         os.ftruncate(memory, 2 * _HALF_BYTES)
+        shared = mmap.mmap(memory, 2 * _HALF_BYTES)
         connection.connect(path)
         socket.send_fds(connection, [_TOLD.pack(me, 0, 0)], [memory])
-        return Pair(connection, mmap.mmap(memory, 2 * _HALF_BYTES), behind, writes_first_half=True)
+        return Pair(connection, shared, behind, writes_first_half=True)
     except OSError:
         connection.close()
         return None

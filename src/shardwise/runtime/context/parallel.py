@@ -165,7 +165,7 @@ class ContextParallel:
         return drop
 
     def _attend_by_sight(
-        self, query: Tensor, key: Tensor, value: Tensor, sight: Any, scale: float, dropout: float
+        self, query: Tensor, key: Tensor, value: Tensor, sight: Any, scale: float, dropout: float = 0.0
     ) -> Tensor:  # fmt: skip
         """For modules whose attention is a function `attend` of theirs: causal, with the window of `sight`."""
         reach = Reach(causal=True, window=sight.window, documents=True, padding=True)

@@ -40,6 +40,7 @@ class ModuleStage:
         home = next((each.device for each in batch.values() if isinstance(each, Tensor)), torch.device("cpu"))
         visit = _Visit(self._flow, self._part, self._forecast, self._wrapped, values, home, shapes_of(batch))
         output: Any = None
+        leaves = [each for each in values.values() if each.requires_grad and each.is_leaf]
         try:
             with self._switch.visited_by(visit):
                 output = self._module(*args, **kwargs)
@@ -50,7 +51,7 @@ class ModuleStage:
             if not visit.is_done or self._part.is_last:
                 raise
         visit.check_complete()
-        if any(each.requires_grad and not each.is_leaf for each in values.values()):
+        if not all(each.is_leaf for each in leaves):
             # What this stage was given went through a checkpointed part that is another stage's, and became its output.
             raise ShardwiseError(
                 "a part of the module is checkpointed with use_reentrant=True, and gradients of stages before it would"

@@ -251,7 +251,8 @@ def step_of(spans: list[list[Span]]) -> float:
     return median(max(end for _, end in step) - min(start for start, _ in step) for step in zip(*spans, strict=True))
 
 
-def measure(ranks: Ranks, setup: Setup, ours: list[str], theirs: list[str], num_steps: int) -> list[dict[str, Any]]:
+def measure(setup: Setup, ours: list[str], theirs: list[str], num_steps: int) -> list[dict[str, Any]]:
+    """Each on ranks of its own: what one leaves behind is not for the next to carry."""
     rows = []
     slow = max(setup.slowness) > 1
     title = f"{setup.ranks} x {setup.microbatches}{', one slower' if slow else ''}"
@@ -260,11 +261,12 @@ def measure(ranks: Ranks, setup: Setup, ours: list[str], theirs: list[str], num_
             row: dict[str, Any] = {"setup": title, "of": who, "schedule": name}
             if who == "shardwise":
                 schedule = make(name, setup)
-                step = step_of(ranks.run(run_ours, schedule, setup, num_steps, f"{title}/{name}"))
+                with Ranks(setup.ranks) as ranks:
+                    step = step_of(ranks.run(run_ours, schedule, setup, num_steps, f"{title}/{name}"))
                 row |= {"step": step, "simulated": simulated(schedule, setup)}
                 row["over_simulated"] = step / row["simulated"]
             else:
-                # On ranks of their own: what fails there takes its connections with it.
+                # What fails takes its connections with it.
                 try:
                     with Ranks(setup.ranks) as others:
                         step = step_of(others.run(run_theirs, name, setup, num_steps))
@@ -339,9 +341,8 @@ def main() -> int:
         slow = Setup(
             microbatches=2 * size, slowness=tuple(SLOWER if rank == size // 2 else 1.0 for rank in range(size))
         )
-        with Ranks(size) as ranks:
-            rows += measure(ranks, even, OUR_FEW if given.quick else OURS, theirs, given.steps)
-            rows += measure(ranks, slow, OUR_FEW, [each for each in THEIR_FEW if each in theirs], given.steps)
+        rows += measure(even, OUR_FEW if given.quick else OURS, theirs, given.steps)
+        rows += measure(slow, OUR_FEW, [each for each in THEIR_FEW if each in theirs], given.steps)
         late = keep(rows, idle)
     return int(bool(late) or idle["median"] > MOST_MICROSECONDS)
 

@@ -21,7 +21,7 @@ from shardwise.runtime.between import Between
 from shardwise.runtime.keeping import Kept, KeptBytes
 from shardwise.runtime.manner import Chance, Manner, saving_nothing
 from shardwise.runtime.offload.stash import Stash
-from shardwise.runtime.stage import Batch, Split, Stage, Values
+from shardwise.runtime.stage import Batch, Split, Values
 from shardwise.schedule.instruction import BACKWARD, Instruction, Kind
 from shardwise.schedule.schedule import Schedule
 
@@ -85,13 +85,16 @@ class Interpreter:
         self.rank, self.schedule, self.split, self.loss = rank, schedule, split, loss
         self.manner = manner or Manner()
         self.placement = schedule.placement
+        here = schedule.placement.stages[rank]
+        self._stages = {stage: found for stage in here if (found := split.stages[stage % split.num_stages]) is not None}
+        self._lasts = {stage for stage in here if stage % split.num_stages == split.num_stages - 1}
         self._measured: dict[int, list[_Measured]] = {}
         self._tallies: dict[int, Tally] = {}
         mine = [part for each in schedule.orders[rank] for part in each.parts]
         #: How many losses of a step are measured here.
         self._num_losses = 0
         if loss is not None:
-            lasts = [part for part in mine if part.kind is Kind.F and self._is_last(part.stage)]
+            lasts = [part for part in mine if part.kind is Kind.F and part.stage in self._lasts]
             self._num_losses = len(lasts) // schedule.num_steps
         # A schedule of forwards alone leaves nothing to come back for.
         self._trains = any(part.kind in BACKWARD for part in mine)
@@ -192,14 +195,6 @@ class Interpreter:
         """Let the backward of a last stage begin at these tensors of its output, with these gradients."""
         self._saved[stage, microbatch].starts = starts
 
-    def _is_last(self, stage: int) -> bool:
-        return stage % self.split.num_stages == self.split.num_stages - 1
-
-    def _stage(self, stage: int) -> Stage:
-        found = self.split.stages[stage % self.split.num_stages]
-        assert found is not None, f"stage {stage} is not materialised on rank {self.rank}"
-        return found
-
     def _forward(self, instruction: Instruction) -> None:
         _, stage, microbatch, _, _ = instruction
         inputs = self.between.take_values(stage, microbatch)
@@ -236,7 +231,7 @@ class Interpreter:
 
     def _there_anyway(self, stage: int, microbatch: int) -> list[Tensor]:
         """What is on the device whether a forward saves it or not."""
-        here, batch = self._stage(stage), self._microbatches[microbatch].values()
+        here, batch = self._stages[stage], self._microbatches[microbatch].values()
         given = [each for each in batch if isinstance(each, Tensor)]
         return [*here.parameters.values(), *here.buffers.values(), *given]
 
@@ -258,8 +253,8 @@ class Interpreter:
             return self._run_plainly(stage, microbatch, inputs)
 
     def _run_plainly(self, stage: int, microbatch: int, inputs: Values) -> "tuple[Values, _Measured | None]":
-        made, output = self._stage(stage).run(inputs, self._microbatches[microbatch])
-        if not self._is_last(stage):
+        made, output = self._stages[stage].run(inputs, self._microbatches[microbatch])
+        if stage not in self._lasts:
             return made, None
         if self.loss is None:
             self.outputs[microbatch] = output
@@ -292,7 +287,7 @@ class Interpreter:
         saved = self._saved[stage, microbatch]
         if saved.chance is not None:
             begun = perf_counter()
-            with saved.chance.again(self._stage(stage).buffers.values()):
+            with saved.chance.again(self._stages[stage].buffers.values()):
                 saved.outputs, measured = self._run(stage, microbatch, saved.inputs)
             saved.loss = None if measured is None else measured.total
             if self.note_again is not None:

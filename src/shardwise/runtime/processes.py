@@ -147,7 +147,8 @@ class ProcessExecutor:
                     if not has_waited:
                         transport.post_ahead(walk.ahead)
                         has_waited = True
-                    interpreter.prepare(instruction)
+                    if instruction.kind is Kind.I or instruction.beside is not None:
+                        interpreter.prepare(instruction)
                     for receive, message in awaited:
                         interpreter.incoming(receive, transport.receive(message))
                 if record is None or instruction.kind not in TAKES_TIME:

@@ -71,7 +71,7 @@ def _wake_early(thread: int) -> float:  # noqa: ARG001 - each is asked for by it
     """
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     is_exact = prctl is not None and prctl(_SET_TIMER_SLACK, ctypes.c_ulong(1), 0, 0, 0) == 0
-    return 15e-6 if is_exact else 1e-4
+    return 50e-6 if is_exact else 1e-4
 
 
 def spin(seconds: float, kind: Kind) -> None:  # noqa: ARG001 - all waits are alike

@@ -41,11 +41,16 @@ def test_tensors_of_a_message_lie_aligned_in_one_piece_and_a_single_one_is_not_c
     tensors = [torch.arange(3), torch.ones(5, dtype=torch.bool), torch.ones(2, 2)]
     layout = Layout(describe(tensors))
     assert layout.num_bytes == 64 + 64 + 16
-    again = layout.unpack(layout.pack(tensors))
+    message = layout.pack(tensors)
+    assert message is not None
+    again = layout.unpack(message)
     assert all(torch.equal(one, other) for one, other in zip(tensors, again, strict=True))
     assert {tensor.data_ptr() % 64 for tensor in again} == {0}
     single = Layout(describe(tensors[:1]))
-    assert single.pack(tensors[:1]).data_ptr() == tensors[0].data_ptr()
+    alone = single.pack(tensors[:1])
+    assert alone is not None
+    assert alone.data_ptr() == tensors[0].data_ptr()
+    assert layout.pack(tensors[:1]) is None, "not what was described"
 
 
 def test_lengths_may_change_between_steps_and_between_microbatches(talks: list[dict[str, Any]]) -> None:

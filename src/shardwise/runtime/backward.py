@@ -22,7 +22,7 @@ second: in a fixed order of instructions, time that moves from an I to its W can
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,47 +37,18 @@ Gradients = Sequence[Tensor | None]
 _WrittenInPython: Any = torch._C._FunctionBase
 
 
-@dataclass(slots=True)
-class WeightGradients:
-    """The second half, to be run when there is time. What it needs is held until then."""
-
-    cuts: "list[_Cut]" = field(default_factory=list)
-
-    def run(self) -> None:
-        """Add the gradients to the parameters' `grad`, and let go of the graph."""
-        while self.cuts:
-            self.cuts.pop().run()
-
-
 @dataclass(slots=True, eq=False)
 class _Cut:
-    """A way to parameters beside the spine: from which node, to which parameters, and the gradients that arrived.
+    """A way to parameters beside the spine: from which node, to which parameters, and where gradients arrive.
 
     Without a node it is the way from the outputs that no input matters to: they are outside the spine altogether.
     """
 
     node: Node | None
     parameters: list[Tensor]
-    edges: list[GradientEdge] = field(default_factory=list)
-    gradients: list[Tensor] = field(default_factory=list)
+    ways: list[GradientEdge] = field(default_factory=list)
     #: Keeps the node alive, if that is one written in Python.
     owner: object = None
-
-    def ways_in(self) -> list[GradientEdge]:
-        """Where gradients arrive."""
-        assert self.node is not None, "nothing arrives outside the spine"
-        # One for each output that the forward had.
-        return [GradientEdge(self.node, number) for number in range(len(self.node._input_metadata))]
-
-    def keep(self, edge: GradientEdge, gradient: Tensor | None) -> None:
-        """Take what has arrived, if anything."""
-        if gradient is not None:
-            self.edges.append(edge)
-            self.gradients.append(gradient)
-
-    def run(self) -> None:
-        if self.edges:
-            _run_engine(self.edges, self.gradients, self.parameters, accumulates=True)
 
 
 def full_backward(outputs: Sequence[Tensor], gradients: Gradients) -> None:
@@ -85,54 +56,97 @@ def full_backward(outputs: Sequence[Tensor], gradients: Gradients) -> None:
     _run_engine(outputs, _given(outputs, gradients), (), accumulates=True)
 
 
-class Halves(NamedTuple):
-    """Where a graph is cut in two: found from its outputs and inputs alone, before any gradient is there."""
+@dataclass(slots=True, eq=False)
+class Halves:
+    """A graph cut in two: found from its outputs and inputs alone, before any gradient is there."""
 
     cuts: list[_Cut]
     #: Parameters that several cuts lead to.
     at_once: list[Tensor]
-    #: Where gradients arrive at cuts.
-    ways: list[tuple[_Cut, GradientEdge]]
-    #: The outputs outside the spine, by number, with their edges, and the cut that starts there.
-    apart: list[tuple[int, GradientEdge, _Cut]]
+    #: What the first half computes: gradients of inputs, then of those parameters, then all that arrives at cuts.
+    targets: tuple[Tensor | GradientEdge, ...]
+    #: The outputs outside the spine, by number: what they are given arrives at the last cut.
+    apart: list[int]
     has_spine: bool
+    #: What the first half has found on the ways of all cuts, one after the other. Held until the second has run.
+    arrived: list[Tensor | None] = field(default_factory=list)
+
+    def run(self) -> None:
+        """The second half: add the gradients to the parameters' `grad`, and let go of the graph."""
+        cuts, arrived = self.cuts, self.arrived
+        while cuts:
+            cut = cuts.pop()
+            edges: list[GradientEdge] = []
+            gradients: list[Tensor] = []
+            for edge in reversed(cut.ways):
+                gradient = arrived.pop()
+                if gradient is not None:
+                    edges.append(edge)
+                    gradients.append(gradient)
+            if edges:
+                _run_engine(edges, gradients, cut.parameters, accumulates=True)
 
 
 def find_halves(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Halves:
     """Find where to cut the graph of these outputs."""
     roots = [get_gradient_edge(output) for output in outputs]
     spine, cuts, at_once = _find_cuts([root.node for root in roots], set(map(id, inputs)))
-    ways: list[tuple[_Cut, GradientEdge]] = []
-    apart: list[tuple[int, GradientEdge, _Cut]] = []
+    targets: list[Tensor | GradientEdge] = [*inputs, *at_once]
+    apart: list[int] = []
     for cut in cuts:
-        if cut.node is None:
-            apart += [(number, root, cut) for number, root in enumerate(roots) if root.node not in spine]
+        node = cut.node
+        if node is None:
+            apart = [number for number, root in enumerate(roots) if root.node not in spine]
+            cut.ways = [roots[number] for number in apart]
         else:
-            ways += [(cut, edge) for edge in cut.ways_in()]
+            # One for each output that the forward had.
+            cut.ways = [GradientEdge(node, number) for number in range(len(node._input_metadata))]
+            targets += cut.ways
     if any(isinstance(cut.node, _WrittenInPython) for cut in cuts):
         _keep_alive(cuts, roots)
-    return Halves(cuts, at_once, ways, apart, bool(spine))
+    return Halves(cuts, at_once, tuple(targets), apart, bool(spine))
 
 
 def input_gradients(
     outputs: Sequence[Tensor], gradients: Gradients, inputs: Sequence[Tensor], halves: Halves | None = None
-) -> WeightGradients:
-    """The first half: gradients become the `grad` of `inputs`, to be read only; return what computes the weights'.
+) -> Halves:
+    """Run the first half: gradients become the `grad` of `inputs`, to be read only. What is returned runs the second.
 
     `halves` is what `find_halves` gave for the same outputs and inputs, if it was asked before.
     """
+    found = find_halves(outputs, inputs) if halves is None else halves
     given = _given(outputs, gradients)
-    found = halves or find_halves(outputs, inputs)
-    for number, edge, cut in found.apart:
-        cut.keep(edge, given[number])
     if found.has_spine:
-        _go_down(outputs, given, inputs, found.at_once, found.ways)
-    return WeightGradients(found.cuts)
+        reached = _run_engine(outputs, given, found.targets, accumulates=False)
+        place = len(inputs)
+        for leaf, gradient in zip(inputs, reached, strict=False):
+            leaf.grad = gradient
+        for parameter in found.at_once:
+            _add_to(parameter, reached[place])
+            place += 1
+        found.arrived += reached[place:]
+        # Cuts have their ways themselves, and let go of them one by one.
+        found.targets = ()
+    for number in found.apart:
+        found.arrived.append(given[number])
+    return found
 
 
 def _given(outputs: Sequence[Tensor], gradients: Gradients) -> list[Tensor]:
     """The gradients to start from; a loss starts from 1."""
-    return [torch.ones_like(out) if each is None else each for out, each in zip(outputs, gradients, strict=True)]
+    given: list[Tensor] = []
+    for number, gradient in enumerate(gradients):
+        given.append(torch.ones_like(outputs[number]) if gradient is None else gradient)
+    return given
+
+
+def _add_to(parameter: Tensor, gradient: Tensor | None) -> None:
+    """Add a gradient, as autograd would."""
+    if gradient is not None and parameter.grad is not None:
+        parameter.grad += gradient
+    elif gradient is not None:
+        # Autograd may give one tensor as the gradient of two; what is added to must be its own.
+        parameter.grad = gradient.clone()
 
 
 def _find_cuts(roots: Sequence[Node], ends: set[int]) -> tuple[set[Node], list[_Cut], list[Tensor]]:
@@ -163,27 +177,6 @@ def _keep_alive(cuts: list[_Cut], roots: list[GradientEdge]) -> None:
             owner = owners[owner]
         if owner is not None:
             cut.owner = tokens.get(owner, owner)
-
-
-def _go_down(
-    outputs: Sequence[Tensor],
-    given: list[Tensor],
-    inputs: Sequence[Tensor],
-    at_once: list[Tensor],
-    ways: list[tuple[_Cut, GradientEdge]],
-) -> None:
-    """Compute the gradients of `inputs`, and of parameters that cannot wait, and keep what passes the cuts."""
-    found = iter(_run_engine(outputs, given, [*inputs, *at_once, *(edge for _, edge in ways)], accumulates=False))
-    for leaf, gradient in zip(inputs, found, strict=False):
-        leaf.grad = gradient
-    for parameter, gradient in zip(at_once, found, strict=False):
-        if gradient is not None and parameter.grad is not None:
-            parameter.grad += gradient
-        elif gradient is not None:
-            # Autograd may give one tensor as the gradient of two; what is added to must be its own.
-            parameter.grad = gradient.clone()
-    for (cut, edge), gradient in zip(ways, found, strict=True):
-        cut.keep(edge, gradient)
 
 
 def _run_engine(

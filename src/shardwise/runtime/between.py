@@ -1,6 +1,6 @@
 """What is on its way between stages, as one rank holds it: values to their readers, gradients back to their makers."""
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
 
 import torch
@@ -70,8 +70,12 @@ class Between:
 
     def take_gradients(self, stage: int, microbatch: int, name: str) -> list[Tensor]:
         """The gradients of a value that a stage has made, from those of its readers that have one."""
-        keys = ((name, microbatch, reader) for reader in self._placement.targets[stage])
-        return [self._gradients.pop(key) for key in keys if key in self._gradients]
+        found = []
+        for reader in self._placement.targets[stage]:
+            gradient = self._gradients.pop((name, microbatch, reader), None)
+            if gradient is not None:
+                found.append(gradient)
+        return found
 
     def pass_back(self, stage: int, microbatch: int, inputs: Values) -> None:
         """Hand the gradients of what a stage has read to its makers."""
@@ -81,12 +85,12 @@ class Between:
                 self._gradients[name, microbatch, stage] = gradient
                 leaf.grad = None
 
-    def outgoing(self, send: Instruction) -> list[Tensor]:
-        """The tensors that a SEND sends, in the order in which the RECV expects them."""
-        return self.sender(send)()
-
     def sender(self, send: Instruction) -> Callable[[], list[Tensor]]:
-        """What gives the tensors of a SEND when it is run, with all looked up that is known before."""
+        """What gives the tensors of a SEND when it is run, in the order in which its RECV expects them.
+
+        All is looked up that is known before, as in a receiver: on a rank that has waited, each look costs its way to
+        memory.
+        """
         assert send.peer is not None, f"{send} names no peer"
         if send.kind is Kind.SEND_F:
             held, names, reader = self._values, self.names(send.stage, send.peer), send.peer
@@ -97,18 +101,26 @@ class Between:
             return lambda: [held.pop(key) for key in keys]
         return lambda: [held.pop(key) for key in keys if key in held]
 
-    def incoming_values(self, receive: Instruction, tensors: Iterable[Tensor]) -> None:
-        """Take in what a RECV_F has received: tensors outside any graph."""
-        assert receive.peer is not None, f"{receive} names no peer"
-        for name, tensor in zip(self.names(receive.peer, receive.stage), tensors, strict=True):
-            self._values[name, receive.microbatch, receive.stage] = tensor
+    def receiver(
+        self, receive: Instruction, wanted: Callable[[], Container[str]]
+    ) -> Callable[[Sequence[Tensor]], None]:
+        """What takes in what a RECV has received: tensors outside any graph.
 
-    def incoming_gradients(self, receive: Instruction, tensors: Iterable[Tensor], wanted: Container[str]) -> None:
-        """Take in what a RECV_B has received: gradients of those of the stage's values that want one."""
+        Of gradients they are those that `wanted` has, the names of the stage's values that want one.
+        """
         assert receive.peer is not None, f"{receive} names no peer"
-        names = [name for name in self.names(receive.stage, receive.peer) if name in wanted]
-        for name, tensor in zip(names, tensors, strict=True):
-            self._gradients[name, receive.microbatch, receive.peer] = tensor
+        if receive.kind is Kind.RECV_F:
+            held, names, reader = self._values, self.names(receive.peer, receive.stage), receive.stage
+        else:
+            held, names, reader = self._gradients, self.names(receive.stage, receive.peer), receive.peer
+        keys = [(name, receive.microbatch, reader) for name in names]
+
+        def take(tensors: Sequence[Tensor]) -> None:
+            here = keys if len(tensors) == len(keys) else [key for key in keys if key[0] in wanted()]
+            for key, tensor in zip(here, tensors, strict=True):
+                held[key] = tensor
+
+        return take
 
 
 def cut_off(value: Tensor) -> Tensor:

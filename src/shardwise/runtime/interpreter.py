@@ -4,7 +4,7 @@ An executor decides when an instruction may run; this decides what running it me
 instruction means the same in one process and in many.
 """
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from shardwise.errors import ShardwiseError
-from shardwise.runtime.backward import Halves, WeightGradients, find_halves, full_backward, input_gradients
+from shardwise.runtime.backward import Halves, find_halves, full_backward, input_gradients
 from shardwise.runtime.batch import home_of
 from shardwise.runtime.between import Between
 from shardwise.runtime.keeping import Kept, KeptBytes
@@ -40,9 +40,10 @@ class _Saved:
     #: Where the backward of a last stage begins if not at its loss: tensors of the output, and their gradients.
     starts: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     wants_gradient: Container[str] = ()
-    weights: WeightGradients | None = None
-    #: Where an I will cut the graph, with the outputs that it was found from.
-    halves: "tuple[list[Tensor], Halves] | None" = None
+    #: Where an I will cut the graph, with the outputs and inputs that it was found from.
+    foreseen: "tuple[list[Tensor], list[Tensor], Halves] | None" = None
+    #: What W is left to do.
+    halves: Halves | None = None
 
 
 class _Measured(NamedTuple):
@@ -181,15 +182,13 @@ class Interpreter:
                 outputs = [each for each in (saved.loss, *saved.outputs.values()) if each is not None]
                 wanted = [each for each in outputs if each.requires_grad]
                 if wanted:
-                    saved.halves = wanted, find_halves(wanted, _leaves(saved))
+                    leaves = _leaves(saved)
+                    saved.foreseen = wanted, leaves, find_halves(wanted, leaves)
 
-    def incoming(self, receive: Instruction, tensors: list[Tensor]) -> None:
-        """Take in what a RECV has received: tensors outside any graph."""
-        if receive.kind is Kind.RECV_F:
-            self.between.incoming_values(receive, tensors)
-        else:
-            wanted = self._saved[receive.stage, receive.microbatch].wants_gradient
-            self.between.incoming_gradients(receive, tensors, wanted)
+    def receiver(self, receive: Instruction) -> Callable[[Sequence[Tensor]], None]:
+        """What takes in what a RECV has received: tensors outside any graph."""
+        saved, key = self._saved, (receive.stage, receive.microbatch)
+        return self.between.receiver(receive, lambda: saved[key].wants_gradient)
 
     def start_backward(self, stage: int, microbatch: int, starts: list[tuple[Tensor, Tensor]]) -> None:
         """Let the backward of a last stage begin at these tensors of its output, with these gradients."""
@@ -317,20 +316,21 @@ class Interpreter:
     def _input_gradient(self, instruction: Instruction) -> None:
         outputs, gradients, saved = self._sources(instruction)
         if outputs:
-            foreseen, halves = saved.halves or ([], None)
+            foreseen, leaves, halves = saved.foreseen or ([], [], None)
             # A gradient that did not come leaves another graph than was foreseen.
-            same = len(foreseen) == len(outputs) and all(map(is_, foreseen, outputs))
-            saved.weights = input_gradients(outputs, gradients, _leaves(saved), halves if same else None)
+            if len(foreseen) != len(outputs) or not all(map(is_, foreseen, outputs)):
+                leaves, halves = _leaves(saved), None
+            saved.halves = input_gradients(outputs, gradients, leaves, halves)
         self.between.pass_back(instruction.stage, instruction.microbatch, saved.inputs)
         if self.stash is not None:
             self.stash.put_away()
         # The graph lives on in what W still needs of it, and nowhere else.
-        saved.inputs, saved.outputs, saved.loss, saved.halves, saved.starts = {}, {}, None, None, []
+        saved.inputs, saved.outputs, saved.loss, saved.foreseen, saved.starts = {}, {}, None, None, []
 
     def _weight_gradient(self, instruction: Instruction) -> None:
         saved = self._saved.pop((instruction.stage, instruction.microbatch))
-        if saved.weights is not None:
-            saved.weights.run()
+        if saved.halves is not None:
+            saved.halves.run()
 
 
 def _leaves(saved: _Saved) -> list[Tensor]:

@@ -68,13 +68,6 @@ class Layout:
         self._strides = [torch.empty(shape, device="meta").stride() for _, shape, _ in description]
         self.num_bytes = self._spans[-1][1] if any(sizes) else 0
 
-    def fits(self, tensors: list[Tensor]) -> bool:
-        """Whether these tensors are as described."""
-        if len(tensors) != 1 or len(self.description) != 1:
-            return describe(tensors) == self.description
-        (tensor,), ((dtype, shape, wants_gradient),) = tensors, self.description
-        return tensor.dtype is dtype and tensor.shape == shape and tensor.requires_grad is wants_gradient
-
     def allocate(self, device: torch.device) -> Tensor:
         """Room for a message."""
         if len(self.description) == 1:
@@ -82,12 +75,19 @@ class Layout:
             return torch.empty(shape, dtype=dtype, device=device)
         return torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
 
-    def pack(self, tensors: list[Tensor]) -> Tensor:
-        """The message. A single tensor that lies in one piece is not copied, and is in its graph still."""
-        if len(tensors) == 1:
-            (tensor,) = tensors
+    def pack(self, tensors: list[Tensor]) -> Tensor | None:
+        """The message; None if these tensors are not as described.
+
+        A single tensor that lies in one piece is not copied, and is in its graph still.
+        """
+        if len(tensors) == 1 == len(self.description):
+            (tensor,), ((dtype, shape, wants_gradient),) = tensors, self.description
+            if tensor.dtype is not dtype or tensor.shape != shape or tensor.requires_grad is not wants_gradient:
+                return None
             return tensor if tensor.is_contiguous() else tensor.contiguous()
-        buffer = torch.empty(self.num_bytes, dtype=torch.uint8, device=tensors[0].device)
+        if describe(tensors) != self.description:
+            return None
+        buffer = torch.empty(self.num_bytes, dtype=torch.uint8, device=tensors[0].device if tensors else None)
         for tensor, (start, end) in zip(tensors, self._spans, strict=True):
             buffer[start:end].copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
         return buffer

@@ -124,7 +124,7 @@ class LocalExecutor:
         elif kind in SENDS:
             assert instruction.peer is not None, f"{instruction} names no peer"
             receiver = self.ranks[self.schedule.placement.ranks[instruction.peer]]
-            sent = interpreter.between.outgoing(instruction)
-            receiver.incoming(self._receive_of[node], [cut_off(each) for each in sent])
+            sent = interpreter.between.sender(instruction)()
+            receiver.receiver(self._receive_of[node])([cut_off(each) for each in sent])
         # Receives were delivered with their sends. In one process parameters are whole and tied ones are one tensor:
         # nothing is gathered, released or reduced. The engine steps for all stages at once.

@@ -4,11 +4,13 @@ A rank walks down its list. A receive is posted where it stands and waited for o
 send is handed over and never waited for. So a rank stands still only for a value that is not there yet.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from itertools import dropwhile
 from time import perf_counter
 from typing import NamedTuple, Protocol
+
+from torch import Tensor
 
 from shardwise.runtime.calls import calls_of
 from shardwise.runtime.faults import Waiter
@@ -24,10 +26,10 @@ from shardwise.schedule.schedule import Schedule
 
 
 class _Entry(NamedTuple):
-    """An instruction made ready: the receives that it reads, each with its message, and what running it is."""
+    """An instruction made ready: the messages that it reads, each with who takes it in, and what running it is."""
 
     instruction: Instruction
-    awaited: tuple[tuple[Instruction, Key], ...]
+    awaited: tuple[tuple[Key, Callable[[Sequence[Tensor]], None]], ...]
     do: Callable[[], None]
 
 
@@ -79,7 +81,9 @@ class ProcessExecutor:
         self._entries: list[_Entry] = []
         for position, instruction in enumerate(schedule.orders[rank]):
             read = [needs.nodes[node] for node in needs.before[first + position] if needs.nodes[node].kind in RECEIVES]
-            awaited = tuple((each, key) for each in read if (key := self._key(each)) is not None)
+            awaited = tuple(
+                (key, self.interpreter.receiver(each)) for each in read if (key := self._key(each)) is not None
+            )
             self._entries.append(_Entry(instruction, awaited, self._make_ready(instruction)))
         calls = calls_of(schedule, rank)
         self._feeds = [self._make_walk(positions) for positions in calls.feeds]
@@ -149,8 +153,8 @@ class ProcessExecutor:
                         has_waited = True
                     if instruction.kind is Kind.I or instruction.beside is not None:
                         interpreter.prepare(instruction)
-                    for receive, message in awaited:
-                        interpreter.incoming(receive, transport.receive(message))
+                    for key, take in awaited:
+                        take(transport.receive(key))
                 if record is None or instruction.kind not in TAKES_TIME:
                     do()
                 else:

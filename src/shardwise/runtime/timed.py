@@ -1,13 +1,13 @@
 """Timed devices: stages whose compute is a wait, so that the real executor runs many ranks on few cores.
 
-A stage is three nodes of autograd. The weight's is one of its own beside the spine, so that an I waits for the input
-gradient alone, a W for the weight gradient alone, and a B for each of them once:
+A stage is one node of autograd, with its waits in front of the two leaves, so that an I waits for the input gradient
+alone, a W for the weight gradient alone, and a B for each of them once:
 
       output
         |
-      [add: begins] --- [alias: waits for W] --- weight
+      [add] --- waits for W --- weight
         |
-     [alias: waits for I]
+     waits for I
         |
       input
 
@@ -33,7 +33,6 @@ from shardwise.schedule.instruction import Instruction, Kind
 from shardwise.schedule.prices import Prices
 
 _SET_TIMER_SLACK = 29  # Of prctl(2).
-_alias = torch.ops.aten.alias.default
 
 #: Lets time pass; given the seconds, and what they are for: `F`, `I` or `W`.
 Wait = Callable[[float, Kind], None]
@@ -71,7 +70,7 @@ def _wake_early(thread: int) -> float:  # noqa: ARG001 - each is asked for by it
     """
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     is_exact = prctl is not None and prctl(_SET_TIMER_SLACK, ctypes.c_ulong(1), 0, 0, 0) == 0
-    return 50e-6 if is_exact else 1e-4
+    return 25e-6 if is_exact else 1e-4
 
 
 def spin(seconds: float, kind: Kind) -> None:  # noqa: ARG001 - all waits are alike
@@ -89,28 +88,29 @@ class TimedModule(nn.Module):
         self.seconds, self.wait = seconds, wait
         self._busy_until = 0.0
         self.weight = nn.Parameter(torch.zeros(1, width))
+        self.weight.register_hook(self._wait_for_weights)  # type: ignore[no-untyped-call]
         self.begin = nn.Parameter(torch.zeros(1, width)) if is_first else None
 
     def forward(self, value: Tensor) -> Tensor:
         start = time.perf_counter()
         if self.begin is not None:
             value = value + self.begin
-        # An alias is a node that hands on what it gets, and a hook in front of one costs less than a function of ours.
-        inputs, weights = _alias(value), _alias(self.weight)
-        output: Tensor = inputs + weights
-        for tensor, hook in ((output, self._begin), (inputs, self._end_inputs), (weights, self._end_weights)):
-            if tensor.requires_grad:
-                tensor.register_hook(hook)
+        # A buffer that others receive into again and again has its hook from the first time.
+        if value.requires_grad and not value._backward_hooks:
+            value.register_hook(self._wait_for_inputs)  # type: ignore[no-untyped-call]
+        output: Tensor = value + self.weight
+        if output.requires_grad:
+            output.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
         self.wait(start + self.seconds.forward - time.perf_counter(), Kind.F)
         return output
 
-    def _begin(self, gradient: Tensor) -> None:  # noqa: ARG002 - what a hook is given
+    def _begin_backward(self, gradient: Tensor) -> None:  # noqa: ARG002 - what a hook is given
         self._busy_until = time.perf_counter()
 
-    def _end_inputs(self, gradient: Tensor) -> None:  # noqa: ARG002
+    def _wait_for_inputs(self, gradient: Tensor) -> None:  # noqa: ARG002
         self._be_busy(self.seconds.input_gradient, Kind.I)
 
-    def _end_weights(self, gradient: Tensor) -> None:  # noqa: ARG002
+    def _wait_for_weights(self, gradient: Tensor) -> None:  # noqa: ARG002
         self._be_busy(self.seconds.weight_gradient, Kind.W)
 
     def _be_busy(self, seconds: float, kind: Kind) -> None:

@@ -148,7 +148,8 @@ class ProcessTransport:
         if layout is None:
             layout = self._layouts[key] = Layout(describe(tensors))
             self._send_header(key, layout.description)
-        elif not layout.fits(tensors):
+        message = layout.pack(tensors)
+        if message is None:
             raise _changed(key, layout.description, describe(tensors))
         num_bytes = layout.num_bytes
         if num_bytes:
@@ -157,7 +158,7 @@ class ProcessTransport:
                 sent = self.sent[key.target] = [0, 0]
             sent[0] += 1
             sent[1] += num_bytes
-            self._send(layout.pack(tensors), key, _PAYLOAD)
+            self._send(message, key, _PAYLOAD)
 
     def post_receive(self, key: Key) -> None:
         if key in self._posted:

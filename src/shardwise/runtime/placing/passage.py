@@ -152,12 +152,12 @@ class Passage:
         kind, stage, microbatch, peer, _ = instruction
         if kind in COMPUTE:
             for receive in expected.pop((stage, microbatch), []):
-                interpreter.incoming(receive, mail.collect((receive.peer, stage, microbatch)))
+                interpreter.receiver(receive)(mail.collect((receive.peer, stage, microbatch)))
             interpreter.compute(instruction)
         elif kind in SENDS:
             assert peer is not None, f"{instruction} names no peer"
             target = self.places[self.schedule.placement.ranks[peer]].device
-            sent = interpreter.between.outgoing(instruction)
+            sent = interpreter.between.sender(instruction)()
             mail.post((stage, peer, microbatch), [_handed(each, target) for each in sent])
         elif kind in RECEIVES:
             # It runs beside computation: nobody waits for it but what needs it.

@@ -159,6 +159,18 @@ def test_with_weights_goes_all_that_belongs_to_them() -> None:
     assert half.seconds[0] > here.seconds[0]
 
 
+@pytest.mark.parametrize(
+    ("zero", "bytes_of_a_number"), [(0, 4 + 4 + 8), (1, 4 + 4 + 8 / 8), (2, 4 + 4 / 8 + 8 / 8), (3, (4 + 4 + 8) / 8)]
+)
+def test_on_the_host_weights_are_whole_or_in_shards_as_zero_has_them(zero: int, bytes_of_a_number: float) -> None:
+    numbers = ask("8xh100", dp=8).bytes.parts["masters"].max() / 4
+    away = ask("8xh100", dp=8, zero=zero, offload_parameters=1.0)
+    assert away.bytes.host[0] == pytest.approx(numbers * bytes_of_a_number)
+    # What was cast of weights stays for the backward, gathered or not.
+    assert away.bytes.parts["weights"].max() == pytest.approx(2 * numbers)
+    assert away.bytes.peak[0] < ask("8xh100", dp=8).bytes.peak[0]
+
+
 def test_the_last_stage_has_the_logits_and_the_first_the_most_activations() -> None:
     parts = ask("8xh100", pp=8, num_microbatches=16).bytes.parts
     assert parts["loss"][0].tolist()[:2] == [0, 0]

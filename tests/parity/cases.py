@@ -52,6 +52,12 @@ CASES: dict[int, list[tuple[str, str]]] = {
         ("tied", "pp=2,schedule=pipedream-2bw,microbatches=2,offload.optimizer=1"),
         ("tied", "cp=2,zero=2,offload.optimizer=1,offload.activations=1"),
         ("experts", "dp=2,ep=2,zero=1,offload.optimizer=1,offload.activations=1"),
+        # And weights.
+        ("llama", "dp=2,zero=3,offload.parameters=1,offload.activations=1"),
+        ("untied", "dp=2,microbatches=2,zero=1,offload.parameters=0.5"),
+        ("gpt2", "tp=2,sp=true,offload.parameters=1"),
+        ("tied", "cp=2,zero=2,offload.parameters=1,offload.optimizer=1"),
+        ("experts", "dp=2,ep=2,microbatches=2,offload.parameters=1"),
     ],
     4: [
         ("tied", "dp=2,tp=2,sp=true,zero=1"),
@@ -77,6 +83,8 @@ CASES: dict[int, list[tuple[str, str]]] = {
         ("untied", "pp=4,schedule=zb-h2,microbatches=8,layers=1+2+1+1"),
         ("3 key heads", "dp=2,tp=2,microbatches=2,zero=3,offload.optimizer=0.5,offload.activations=1"),
         ("gpt2", "dp=2,pp=2,schedule=zb-h1,microbatches=4,zero=2,offload.optimizer=1,offload.activations=0.5"),
+        ("3 key heads", "dp=2,tp=2,microbatches=2,zero=3,offload.parameters=1"),
+        ("tied", "dp=2,pp=2,schedule=zb-v,microbatches=4,zero=1,offload.parameters=1"),
     ],
     8: [
         ("gpt2", "dp=2,tp=2,pp=2,schedule=zb-v,microbatches=4,sp=true,zero=1"),

@@ -16,11 +16,6 @@ REFUSED = {
         "schedule=dualpipe has all weights twice, and offload.parameters=0.5 brings each from one place on the host",
         "pp=2,microbatches=4,offload.parameters=0.5",
     ),
-    "parameters of a mesh on the host": (
-        "dp=2,pp=2,offload.parameters=1",
-        "offload.parameters=1 is for ranks that hold whole weights of their own, and dp=2 shares or repeats them",
-        "dp=2,pp=2,zero=3",
-    ),
     "selective recomputation": (
         "pp=2,recompute=selective",
         "recompute=selective: the engines recompute all of a stage's forward or nothing yet",

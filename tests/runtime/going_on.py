@@ -1,5 +1,6 @@
 """A training that is broken off and goes on under another plan, and the same on one device."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ PLAIN = Settings(
 )
 MODELS = {
     "dense": PLAIN,
+    "two layers": replace(PLAIN, num_layers=2),
     "experts": Settings(
         vocabulary=53,
         width=16,

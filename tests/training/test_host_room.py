@@ -22,7 +22,8 @@ def test_a_run_goes_on_from_a_checkpoint_with_state_on_the_host_and_back(two: Ra
     plan = "dp=2,zero=1,microbatches=2"
     two.run(train_rank, make_job(tmp_path / "plain", plan, steps=6))
     moved = tmp_path / "moved"
-    for steps, host in ((2, f",{HOST}"), (3, ""), (5, ",offload.optimizer=0.5"), (6, f",{HOST}")):
+    hosts = [f",{HOST}", "", ",offload.optimizer=0.5", ",offload.parameters=1", ",offload.parameters=0.5"]
+    for steps, host in zip((2, 3, 4, 5, 6), hosts, strict=True):
         two.run(train_rank, make_job(moved, f"{plan}{host}", steps=steps))
     assert losses_of(moved) == losses_of(tmp_path / "plain")
 
@@ -34,17 +35,20 @@ def test_the_command_trains_with_a_host(tmp_path: Path, capsys: pytest.CaptureFi
     assert f"microbatches=2,{HOST}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("optimizer", "bytes_of_a_number"), [("adamw", 8), ("sgd", 4)])
+@pytest.mark.parametrize(
+    ("host", "optimizer", "bytes_of_a_number"),
+    [("offload.optimizer=1", "adamw", 8), ("offload.optimizer=1", "sgd", 4), ("offload.parameters=1", "adamw", 16)],
+)
 def test_a_host_without_room_is_refused_before_a_rank_is_started(
-    optimizer: str, bytes_of_a_number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    host: str, optimizer: str, bytes_of_a_number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = make_job(tmp_path, "dp=2,offload.optimizer=1", optimizer__name=optimizer)
+    job = make_job(tmp_path, f"dp=2,{host}", optimizer__name=optimizer)
     module = make_module(settings_of(job.recipe, vocabulary_of(job.recipe)))
     needed = 2 * bytes_of_a_number * num_parameters(module)
     for available in (needed, needed - 10):
         monkeypatch.setattr(host_room, "available_bytes", lambda available=available: available)
         if available == needed:
             check_host(job)
-    said = f"offload.optimizer=1 of 2 ranks of this machine needs {format_bytes(needed)} of pinned memory on its host"
+    said = f"{host} of 2 ranks of this machine needs {format_bytes(needed)} of pinned memory on its host"
     with pytest.raises(ShardwiseError, match=f"^{said}"):
         check_host(job)

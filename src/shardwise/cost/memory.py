@@ -12,7 +12,7 @@ from shardwise.cost.numbers import Floats
 from shardwise.cost.places import PLACES, Places, ends_of, layer_kinds
 from shardwise.cost.software import Software
 from shardwise.cost.stage import DECIDE_WORK, share_of, share_of_ends
-from shardwise.cost.states import count_blocks
+from shardwise.cost.states import Counts, count_blocks
 from shardwise.model.activations import saved_bytes
 from shardwise.model.model import Block, Model
 from shardwise.model.operations import Attention, CrossEntropy, Norm
@@ -92,9 +92,7 @@ def step_bytes(
     parts |= _activations(model, layouts, places, sequence, software)
     every = np.ones_like(places.begins)
     width = 4.0 if software.precision == "fp32" else 2.0
-    # Of weights that come for their use two layers are there, one ahead, and the ends, which may be one tensor.
-    coming = (2 * counts.layer + counts.ends)[:, None] * 4.0 * every
-    hosted = _on_host(parts, layouts, coming)
+    hosted = _on_host(parts, layouts, counts)
     saved_loss = 1.0 if software.fused_loss else _SAVED_LOGIT / _LOGIT
     hosted["loss"] = parts["loss"] * saved_loss * layouts.offload_activations[:, None]
     if np.any(layouts.zero == 3):
@@ -114,23 +112,33 @@ def step_bytes(
     return StepBytes(parts=parts, hosted=hosted)
 
 
-def _on_host(parts: dict[str, Floats], layouts: Layouts, coming: Floats) -> dict[str, Floats]:
+def _on_host(parts: dict[str, Floats], layouts: Layouts, counts: Counts) -> dict[str, Floats]:
     """Take off the device what lives on the host, but for what visits it, and return that.
 
     Where the optimizer's state is there alone, weights stay: engines compute with them, cast where the precision is
-    lower. With weights all that belongs to them is there: gradients and state. `coming` bytes of them are on the device
-    for their use; but casts stay, which backwards use again.
+    lower. With weights all that belongs to them is there: gradients and state. Weights that are whole on every rank
+    (zero 1 and 2) are so on the host, in full precision; casts stay on the device, which backwards use again, also of
+    weights that were gathered (zero 3).
     """
     trained = "masters" if parts["masters"].any() else "weights"
+    numbers, shards = counts.dense + counts.expert, (layouts.zero == 3)[:, None]
+    at_home = {trained: np.where(shards, parts[trained], 4.0 * numbers)}
+    if trained == "masters":
+        lodges = (layouts.offload_parameters > 0)[:, None]
+        parts["weights"] = parts["weights"] + np.where(shards & lodges, 2.0 * numbers, 0.0)
+    # Of weights that come for their use two layers are there, one ahead, and the ends, which may be one tensor; or the
+    # shards of these, before they are gathered.
+    group = np.where(layouts.zero_group > 0, layouts.zero_group, layouts.dp * layouts.cp)
+    coming = (2 * counts.layer + counts.ends) * 4.0 / np.where(layouts.zero == 3, group, 1)
     hosted = {}
     for name, share, visiting in (
         ("optimizer", np.maximum(layouts.offload_optimizer, layouts.offload_parameters), NUM_SLOTS * SLOT_BYTES),
-        (trained, layouts.offload_parameters, coming),
+        (trained, layouts.offload_parameters, coming[:, None]),
         ("gradients", layouts.offload_parameters, LEAVING_BYTES),
         ("activations", layouts.offload_activations, LEAVING_BYTES),
     ):
-        hosted[name] = parts[name] * share[:, None]
-        parts[name] = parts[name] - hosted[name] + np.minimum(hosted[name], visiting)
+        hosted[name] = at_home.get(name, parts[name]) * share[:, None]
+        parts[name] = parts[name] * (1.0 - share[:, None]) + np.minimum(hosted[name], visiting)
     return hosted
 
 

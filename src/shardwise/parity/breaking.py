@@ -150,8 +150,8 @@ class _Deaf:
         restore = self._restorer(flat)
         return _Afterwards(self._exchange.sum_to_all(flat, group, channel, follows=follows), restore)
 
-    def gather(self, flat: Tensor, shard: Tensor, group: Group, channel: int) -> Ticket:
-        return self._exchange.gather(flat, shard, group, channel)
+    def gather(self, flat: Tensor, shard: Tensor, group: Group, channel: int, *, lends: bool = False) -> Ticket:
+        return self._exchange.gather(flat, shard, group, channel, lends=lends)
 
     def settle(self) -> None:
         self._exchange.settle()

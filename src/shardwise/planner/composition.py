@@ -60,19 +60,6 @@ RULES: tuple[Rule, ...] = (
         instead=lambda plan: replace(plan, schedule="1f1b", chunks=None, layers=None),
     ),
     Rule(
-        name="parameters of a mesh on the host",
-        applies=lambda plan: plan.offload.parameters > 0 and plan.num_ranks > plan.pp,
-        problem=lambda plan: (
-            f"offload.parameters={plan.offload.parameters:g} is for ranks that hold whole weights of their own, and"
-            f" {_other_axes(plan)} shares or repeats them"
-        ),
-        instead=lambda plan: replace(
-            plan,
-            offload=replace(plan.offload, parameters=0.0),
-            zero=3 if plan.dp * plan.cp > 1 else plan.zero,
-        ),
-    ),
-    Rule(
         name="selective recomputation",
         applies=lambda plan: plan.recompute == "selective",
         problem=lambda plan: (

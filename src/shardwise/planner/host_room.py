@@ -29,6 +29,9 @@ def _remedies(plan: Plan, fitting: float) -> list[str]:
     """Smaller shares, in hundredths, so that all of them fit; and what shares state out over more ranks."""
     shares = [(name, math.floor(100 * share * fitting) / 100) for name, share in _shares(plan)]
     found = [",".join(f"offload.{name}={share:g}" for name, share in shares)]
-    if plan.offload.optimizer and plan.zero == 0 and plan.dp * plan.cp > 1:
+    replicas = plan.dp * plan.cp
+    if plan.offload.parameters and plan.zero < 3 and replicas > 1:
+        found.append("zero=3")
+    elif plan.offload.optimizer and plan.zero == 0 and replicas > 1:
         found.append("zero=1")
     return found

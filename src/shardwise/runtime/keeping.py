@@ -29,7 +29,8 @@ class Kept:
         if place not in self._seen:
             self._seen.add(place)
             self.num_bytes += tensor.untyped_storage().nbytes()
-        return tensor
+        # A node that holds its own output, with that output's node, is never freed. Autograd puts it back itself.
+        return tensor.detach()
 
 
 def _place(tensor: Tensor) -> int:

@@ -99,7 +99,10 @@ class MeshEngine(ConnectedTrainer):
         self._context = self._attach_context(module, how)
         stages = stages if self._context is None else in_context(stages, self._context)
         self._sharing = Sharing(
-            zero=plan.zero, masters=plan.precision != "fp32", layerwise=not _splits_backward(schedule)
+            zero=plan.zero,
+            masters=plan.precision != "fp32",
+            layerwise=not _splits_backward(schedule),
+            lodged=plan.offload.parameters,
         )
         if how.bucket_bytes is not None:
             self._sharing = replace(self._sharing, bucket_bytes=how.bucket_bytes)
@@ -129,7 +132,7 @@ class MeshEngine(ConnectedTrainer):
             self._draw_alike(how.seed, callers, _channels_of(module))
             if self._context is not None and self._dropouts is not None:
                 self._context.drops = self._dropouts.weight_drop
-        self._begin_host()
+        self._begin_host(self.data.lodged if plan.offload.parameters else None)
         if self._host is not None and self._host.states is not None:
             self.data.keep_states(self._host.states, self._find_scale if self._clip is None else None)
 

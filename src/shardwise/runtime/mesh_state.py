@@ -38,11 +38,13 @@ class MeshState:
 
     def part(self) -> dict[str, Any]:
         """What this rank has of its stages' parameters, and their buffers."""
-        return self._named({name: self._local(name) for name in self._parameters})
+        return self._named({name: self._at_home(name, self._local(name)) for name in self._parameters})
 
     def whole(self) -> dict[str, Any]:
         """All of the module's state."""
-        mine = self._named({name: self._assembled(name, self._local(name)) for name in self._parameters})
+        mine = self._named(
+            {name: self._at_home(name, self._assembled(name, self._local(name))) for name in self._parameters}
+        )
         return joined(self._module, [*self._from_pipeline(mine), mine])
 
     def gradients(self) -> dict[str, Tensor]:
@@ -69,6 +71,10 @@ class MeshState:
 
     def _local(self, name: str) -> Tensor:
         return self._data.whole(name) if name in self._in_buckets else self._parameters[name].detach()
+
+    def _at_home(self, name: str, numbers: Tensor) -> Tensor:
+        """What lives on the host is given there."""
+        return numbers.cpu() if self._data.is_lodged(name) else numbers
 
     def _named(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
         """Under all names that the module has for them, with the buffers."""

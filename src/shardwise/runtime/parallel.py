@@ -9,7 +9,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.errors import ShardwiseError
 from shardwise.planner.composition import check_composition
 from shardwise.planner.plan import Plan
 from shardwise.runtime.able import (
@@ -117,12 +116,6 @@ def _one_of_many(
     plan.check_world(dist.get_world_size())
     # Weights of 16 bits have copies in full precision, which only a mesh keeps.
     has_masters = plan.precision != "fp32" and has_halves(module) and plan.schedule != "pipedream-2bw"
-    if has_masters and plan.offload.parameters:
-        raise ShardwiseError(
-            f"offload.parameters={plan.offload.parameters:g} is for weights that are trained as they are, and the"
-            f" module's 16 bits have copies in full precision under precision={plan.precision}",
-            remedy="module.float(), or offload.optimizer=1",
-        )
     is_mesh = plan.num_ranks > plan.pp or has_masters
     if is_mesh and options.compile:
         check_compiles(plan)

@@ -25,7 +25,7 @@ from shardwise.runtime.keeping import KeptBytes
 from shardwise.runtime.local import Record
 from shardwise.runtime.named_state import NamedState
 from shardwise.runtime.offload.early import stages_here
-from shardwise.runtime.offload.host import Scene, make_host
+from shardwise.runtime.offload.host import Lodgers, Scene, make_host
 from shardwise.runtime.offload.room import number_bytes_of
 from shardwise.runtime.optimizers.share import MakeOptimizer, Share, make_all
 from shardwise.runtime.pipeline import complete
@@ -244,11 +244,16 @@ class Trainer(NamedState):
         for optimizer in self._makers:
             optimizer.step()
 
-    def _begin_host(self) -> None:
-        """Have on the host what the plan puts there. All ranks call this alike, when they can talk to each other."""
+    def _begin_host(self, lodgers: Lodgers | None = None) -> None:
+        """Have on the host what the plan puts there. All ranks call this alike, when they can talk to each other.
+
+        `lodgers` are weights that others bring to their use.
+        """
         device = next((each.device for each in self.parameters.values()), torch.device("cpu"))
         stages = stages_here(self.schedule, self.ranks, self.split.stages)
-        scene = Scene(module=self.module, stages=stages, schedule=self.schedule, apart=self.split.ties)
+        scene = Scene(
+            module=self.module, stages=stages, schedule=self.schedule, apart=self.split.ties, lodgers=lodgers
+        )  # fmt: skip
         self._host = make_host(self.plan, device, self._number_bytes(), self._from_all, scene)
         if self._host is None:
             return
@@ -368,7 +373,7 @@ class Trainer(NamedState):
         """What this process holds of the model's state, by owner."""
         gradients = [each.grad for each in self._trained.values()]
         found = state_bytes(self._held, gradients, self.optimizers)
-        away = 0 if self._host is None or self._host.weights is None else self._host.weights.away_bytes
+        away = 0 if self._host is None else self._host.away_bytes
         on_device = {PARAMETERS: found[PARAMETERS] - away, OPTIMIZER: found[OPTIMIZER] - self._hosted_state_bytes()}
         return {**found, **on_device}
 

@@ -54,7 +54,7 @@ class LateCrossing(Crossing):
     def inward(self, here: Tensor, home: Tensor, after: Sequence[Mark] = ()) -> Mark:
         return self._put(0, here, home, after)
 
-    def outward(self, home: Tensor, here: Tensor, after: Sequence[Mark] = ()) -> Mark:
+    def homeward(self, home: Tensor, here: Tensor, after: Sequence[Mark] = ()) -> Mark:
         return self._put(1, home, here, after)
 
     def computed(self) -> list[Mark]:

@@ -50,7 +50,7 @@ def run(plan: str, optimizer: str = "adamw", clip: float | None = None) -> tuple
 
     def step(self: HostStates) -> None:
         nonlocal early, total
-        early, total = early + len(self._asked), total + len(self._rounds)
+        early, total = early + len(self._visits.given), total + len(self._rounds)
         end(self)
 
     def find_tally(self: ConnectedTrainer) -> Tally | None:
@@ -109,6 +109,25 @@ def test_ranks_update_under_their_backwards_to_the_same_bits(plan: str, optimize
         assert_same(mine, other)
     if "pp" not in plan:
         assert min(mine[3] for mine in ours) > 0.3
+
+
+def test_matrices_are_updated_whole_under_a_backward() -> None:
+    ours = run("microbatches=2,offload.optimizer=1", "muon")
+    assert_same(ours, run("microbatches=2", "muon"))
+    assert ours[3] >= 0.8
+
+
+@pytest.mark.parametrize(
+    ("plan", "optimizer", "least"),
+    [("dp=2,zero=2,microbatches=2", "adamw", 0.3), ("dp=2,zero=1", "muon", 0.0)],
+)
+def test_two_ranks_update_under_their_backwards_to_the_same_bits(
+    plan: str, optimizer: str, least: float, two: Ranks
+) -> None:
+    ours, theirs = two.run(run, f"{plan},offload.optimizer=1", optimizer), two.run(run, plan, optimizer)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_same(mine, other)
+        assert mine[3] >= least
 
 
 def test_with_clipping_updates_begin_when_the_norm_is_known() -> None:

@@ -12,7 +12,8 @@ from torch.optim import SGD, Adafactor, Adagrad, AdamW, Optimizer
 from shardwise.runtime.offload import states
 from shardwise.runtime.offload.crossing import Crossing
 from shardwise.runtime.offload.room import number_bytes_of
-from shardwise.runtime.offload.states import HostStates, choose
+from shardwise.runtime.offload.rounds import choose
+from shardwise.runtime.offload.states import HostStates
 from shardwise.runtime.optimizers.muon import Muon
 from tests.runtime.offload.late import LateCrossing
 

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Literal
 
 import pytest
@@ -12,7 +13,11 @@ from torch.optim import SGD, Adafactor, Adagrad, AdamW, Optimizer
 
 from shardwise.dataflow.machine import Machine
 from shardwise.errors import ShardwiseError
-from shardwise.runtime.offload import HostUpdates, visits
+from shardwise.runtime.offload import HostUpdates, states, updates
+from shardwise.runtime.offload.at_device import residents_of
+from shardwise.runtime.offload.bucket import Bucket
+from shardwise.runtime.offload.crossing import Crossing
+from shardwise.runtime.optimizers.muon import Muon
 from tests.runtime.streaming.test_weights import Net
 
 Make = Callable[[Iterable[Tensor]], Optimizer]
@@ -23,8 +28,8 @@ STEPS = 4
 @pytest.fixture(params=["host", "device"])
 def at(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> At:
     """Where updates are made. At the device in pieces that are cut across parameters, with fewer slots than pieces."""
-    monkeypatch.setattr(visits, "_PIECE_BYTES", 12 * 301)
-    monkeypatch.setattr(visits, "_room_bytes", lambda _: 4 * 12 * 301)
+    monkeypatch.setattr(states, "SLOT_BYTES", 12 * 301)
+    monkeypatch.setattr(updates, "_visiting_bytes", lambda _: 1)
     found: At = request.param
     return found
 
@@ -213,6 +218,32 @@ def test_an_optimizer_that_looks_at_matrices_is_refused(machine: Machine) -> Non
         HostUpdates(net, list(net.blocks), adamw, machine, "cpu:0", on_host=2)
     with pytest.raises(ShardwiseError, match="devise"):
         HostUpdates(net, list(net.blocks), adamw, machine, "cpu:0", at="devise")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [Adafactor, partial(Muon, lr=1e-2)])
+def test_at_the_device_matrices_are_updated_whole(
+    machine: Machine, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(states, "SLOT_BYTES", 64)
+    net = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(5)))
+    plain = copy.deepcopy(net)
+    updates = HostUpdates(net, list(net), make, machine, "cpu:0", at="device", visiting_bytes=1)
+    for step in range(STEPS):
+        net(batch_of(step)).square().sum().backward()
+        updates.step()
+    updates.close()
+    plainly(plain, make, None)
+    assert_same(net, plain)
+
+
+def test_only_parameters_of_less_than_full_precision_have_masters() -> None:
+    crossing = Crossing(torch.device("cpu"))
+    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
+    bucket = Bucket(0, [nn.Parameter(torch.ones(3, dtype=each)) for each in dtypes])
+    residents = residents_of(bucket, crossing)
+    assert [each.weight.dtype for each in residents] == [torch.float32, torch.float32, torch.float64, torch.float32]
+    assert [each.weight is each.parameter for each in residents] == [True, False, True, False]
+    crossing.close()
 
 
 def test_gradients_in_another_order_than_the_last_find_their_state(machine: Machine, at: At) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import AdamW
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from tests.runtime.families import make_batch, make_family
@@ -91,3 +92,50 @@ def test_a_model_that_has_no_room_on_the_host_either_is_read_from_disk(tmp_path:
         expected = plain.cuda()(**{name: each.cuda() for name, each in batch.items()}).logits.cpu()
         for _ in range(3):
             torch.testing.assert_close(placed(**batch).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_activations_on_the_host_change_nothing_but_the_peak(recomputes: bool) -> None:
+    """Bit for bit, and with everything in flight: each step begins before the copies of the last are looked at."""
+    torch.manual_seed(0)
+    blocks = [
+        nn.Sequential(nn.LayerNorm(512), nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(12)
+    ]
+    plain, x = nn.Sequential(*blocks).cuda(), torch.randn(4096, 512, device="cuda", requires_grad=True)
+    budget = {"cuda:0": "1 GiB"}  # So the window is a twelfth of it.
+    peaks, nets = [], []
+    for part in (0, 1):
+        net = sw.place(copy.deepcopy(plain), ["cuda:0", "cpu"], host="stream", budget=budget, activations_on_host=part)
+        optimizer = AdamW(net.parameters(), lr=1e-3)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        for _ in range(4):
+            optimizer.zero_grad()
+            made = checkpoint(net, x, use_reentrant=True) if recomputes else net(x)
+            made.square().mean().backward()
+            optimizer.step()
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        nets.append(net)
+    assert all(torch.equal(one, other) for one, other in zip(*(each.parameters() for each in nets), strict=True))
+    sent = nets[1].stashes
+    assert sent is not None
+    assert sent.sent_bytes == 4 * sent.host_bytes
+    # What came and went need not have been there at once.
+    assert peaks[1] < peaks[0] - sent.host_bytes / 4
+
+
+def test_a_pipeline_of_a_gpu_and_the_cpu_sends_what_the_gpu_saves() -> None:
+    ids = torch.randint(0, 11, (64, 5))
+    wishes: dict[str, Any] = {"microbatches": 4, "speeds": {"cuda:0": 1.0, "cpu": 1.0}, "host": "compute"}
+    nets = [sw.place(Net(num_blocks=4), ["cuda:0", "cpu"], activations_on_host=part, **wishes) for part in (0, 1)]
+    for net in nets:
+        net(ids).square().mean().backward()
+    assert nets[1].stashes is not None
+    assert set(nets[1].stashes.parts) == {"cuda:0"}
+    assert nets[1].stashes.sent_bytes > 0
+    for one, other in zip(*(each.parameters() for each in nets), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)

@@ -17,7 +17,7 @@ import shardwise as sw
 from shardwise.errors import ShardwiseError
 from shardwise.runtime.placing import Placed
 from shardwise.runtime.placing import placed as placed_module
-from shardwise.runtime.placing.deciding import decide
+from shardwise.runtime.placing.deciding import Question, decide
 from shardwise.runtime.placing.host import divide, lay_out_streams
 from shardwise.runtime.placing.loads import find_loads
 from shardwise.runtime.placing.places import Place
@@ -260,13 +260,25 @@ def test_the_host_computes_what_has_no_room_only_where_that_is_faster(speed: flo
     room = sum(load.kept_bytes for load in loads.calls) + 4 * weight_bytes(module)
     device = replace(place_of("cpu:0", "cpu"), room_bytes=int(0.9 * room))
     host = replace(place_of("cpu", "cpu", speed), room_bytes=2**30)
-    units = lay_out_streams(module, loads, [device], [host], moments=2)
-    assert 0 < sum(unit.is_streamed for unit in units) < len(units)
-    decision = decide(loads, units, [device, host], trains=True, is_pipelined=False)
-    assert decision.streams == streams
-    assert "a pass if streamed" in decision.reason
-    unmeasured = find_loads(module, None, moments=2)
-    assert decide(unmeasured, units, [device, host], trains=True, is_pipelined=False).streams
+    question = Question(
+        module=module,
+        loads=loads,
+        devices=[device],
+        memory=[host],
+        moments=2,
+        is_pipelined=False,
+        host="auto",
+        part=0.0,
+    )
+    choice = decide(question)
+    assert [way.host_computes for way in choice.ways] == [not streams, streams]
+    [way] = [way for way in choice.ways if not way.host_computes]
+    assert 0 < sum(unit.is_streamed for unit in way.units) < len(way.units)
+    assert "a step if streamed" in choice.reason
+    smaller = replace(device, room_bytes=int(0.8 * 4 * weight_bytes(module)))
+    unmeasured = decide(replace(question, loads=find_loads(module, None, moments=2), devices=[smaller]))
+    assert unmeasured.ways[0].units
+    assert unmeasured.reason == "if streamed: no example= says how long the host would compute"
 
 
 @pytest.mark.parametrize(("speed", "room", "streams"), [(1e-6, 0.9, True), (1e6, 0.9, False), (1e-6, 0.3, False)])
@@ -280,9 +292,10 @@ def test_auto_takes_the_faster_way_and_that_for_which_there_is_room(
     example = {"ids": ids()}
     kept = sum(load.kept_bytes for load in find_loads(net, example, moments=2).calls)
     budget = {"cpu:0": int(room * (kept + 4 * weight_bytes(net)))}
-    placed = sw.place(net, ONE, example=example, budget=budget, speeds={"cpu:0": 1.0, "cpu": speed})
+    speeds = {"cpu:0": 1.0, "cpu": speed}
+    placed = sw.place(net, ONE, example=example, budget=budget, speeds=speeds, activations_on_host=0)
     assert (placed._host is not None) == streams
-    assert placed.reason.startswith("not streamed: no room" if room < 0.5 else "")
+    assert ("nothing else has room: no room" in placed.reason) == (room < 0.5)
     assert {place.name for place in placed.where.values()} == {"cpu:0", "cpu"}
     for each in (plain, placed):
         each(ids()).square().mean().backward()

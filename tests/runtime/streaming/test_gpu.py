@@ -61,3 +61,25 @@ def test_weights_that_were_on_their_way_when_they_were_not_wanted_any_more_spoil
             assert torch.equal(ours, plain(x))
             assert all(bool((each == 1.0).all()) for each in other)
         weights.close()
+
+
+def test_weights_on_disk_are_trained_as_those_in_memory_are(tmp_path: Path) -> None:
+    """Gradients go through four buffers of pinned memory, which have to be empty when they are written to again."""
+    nets = [a_net(), a_net()]
+    for net, scratch in zip(nets, (None, tmp_path), strict=True):
+        with Machine(["cuda:0"]) as machine:
+            host_bytes = None if scratch is None else 0
+            weights = stream(net, machine, "cuda:0", blocks=list(net), host_bytes=host_bytes, scratch=scratch)
+            assert weights is not None
+            assert (weights.disk_bytes > 0) == (scratch is not None)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            for step in range(4):
+                optimizer.zero_grad()
+                x = torch.randn(8, WIDTH, device="cuda", generator=torch.Generator("cuda").manual_seed(step))
+                for _ in range(2):
+                    net(x).square().sum().backward()
+                optimizer.step()
+            weights.close()
+    for one, other in zip(*(net.parameters() for net in nets), strict=True):
+        assert torch.equal(one, other)
+    assert not list(tmp_path.iterdir())

@@ -56,17 +56,17 @@ def with_offloads(layouts: Layouts, offloads: Floats) -> Layouts:
 def with_offload(layouts: Layouts, offload: Floats) -> Layouts:
     """Each layout with its own choice: shares of optimizer, parameters and activations.
 
-    Parameters stay where ranks do not hold whole ones of their own (`composition.py`).
+    Parameters stay where ranks hold them twice (`composition.py`).
     """
-    parameters = np.where(holds_own(layouts), offload[:, 1], 0.0)
+    parameters = np.where(holds_once(layouts), offload[:, 1], 0.0)
     return replace(
         layouts, offload_optimizer=offload[:, 0], offload_parameters=parameters, offload_activations=offload[:, 2]
     )
 
 
-def holds_own(layouts: Layouts) -> np.ndarray:
-    """Whether each rank holds whole weights that no other holds."""
-    return np.asarray((layouts.dp * layouts.tp * layouts.cp == 1) & _ONCE[layouts.schedule])
+def holds_once(layouts: Layouts) -> np.ndarray:
+    """Whether each pipeline holds the model once."""
+    return np.asarray(_ONCE[layouts.schedule])
 
 
 def joined(parts: list[Layouts]) -> Layouts:

@@ -32,7 +32,7 @@ from shardwise.planner.search.choices import (
     schedules,
     zeros,
 )
-from shardwise.planner.search.expand import holds_own, joined, with_offload, with_offloads, with_schedules, with_zeros
+from shardwise.planner.search.expand import holds_once, joined, with_offload, with_offloads, with_schedules, with_zeros
 from shardwise.planner.search.tally import Tally
 
 # Axes of a block that is expanded together, candidates that are priced together, and how much slower than the best
@@ -163,7 +163,7 @@ class _InPrecision:
             allowed = self.offloads_by_recomputation[:, :, None]
             most = np.where(allowed, self.offloads, 0.0).max(axis=1)
             optimizer, weights, activations = most[layouts.recompute].T[:, :, None]
-            weights = np.where(holds_own(layouts)[:, None], weights, 0.0)
+            weights = np.where(holds_once(layouts)[:, None], weights, 0.0)
             moved = np.maximum(optimizer, weights) * parts["optimizer"]
             moved = moved + weights * (parts["masters"] + parts["gradients"])
             left_states = (states - moved) * (1.0 - spread)
@@ -198,7 +198,7 @@ class _InPrecision:
         ]
         fits = np.stack([(over <= each).all(axis=1) for each in moved], axis=1)
         fits &= self.offloads_by_recomputation[layouts.recompute[tight]]
-        fits &= holds_own(layouts)[tight, None] | (self.offloads[:, 1] == 0)
+        fits &= holds_once(layouts)[tight, None] | (self.offloads[:, 1] == 0)
         is_less = (self.offloads[:, None] <= self.offloads).all(axis=2) & ~np.eye(len(self.offloads), dtype=bool)
         fits &= ~(fits @ is_less)
         rows, chosen = np.nonzero(fits)

@@ -55,6 +55,8 @@ class BackendExchange:
         shard: Tensor,
         group: Group,
         channel: int,  # noqa: ARG002 - the backend goes by the order
+        *,
+        lends: bool = False,  # noqa: ARG002 - what is sent has left when all has arrived
     ) -> Ticket:
         if group.size == 1:
             if shard.data_ptr() != flat.data_ptr():

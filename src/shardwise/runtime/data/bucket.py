@@ -9,6 +9,7 @@ from shardwise.runtime.collectives import Group
 from shardwise.runtime.data.buckets import Home
 from shardwise.runtime.data.gradients import ScatteredGradients, WholeGradients
 from shardwise.runtime.data.layout import Layout, Slot, Span
+from shardwise.runtime.data.lodged_weights import LodgedWeights
 from shardwise.runtime.data.weights import Weights
 
 
@@ -50,6 +51,15 @@ class Bucket:
         self.sharing = Group() if updates_whole else home.replicas.shard
         self.master = self._follower.float() if master and gradients is not None else None
         self.pieces = [self._piece(span) for span in self.updated(self.sharing.rank)] if gradients is not None else []
+        #: What a step's gradients are multiplied with, where that is done when they are used.
+        self.factor = 1.0
+        #: Whether a step has a gradient for each piece, where gradients live on the host.
+        self.gives = [False] * len(self.pieces)
+
+    @property
+    def is_lodged(self) -> bool:
+        """Whether weights and gradients live on the host."""
+        return isinstance(self.weights, LodgedWeights)
 
     def updated(self, rank: int) -> list[Span]:
         """What a rank of those that share the updating updates."""
@@ -59,13 +69,21 @@ class Bucket:
 
     @property
     def kept(self) -> Tensor:
-        """What this rank updates, in the optimizer's precision."""
+        """What this rank updates, in the optimizer's precision: the newest, where it lives."""
+        if isinstance(self.weights, LodgedWeights):
+            self.weights.settle()
+            if self.weights.master is not None:
+                return self.weights.master.home
         return self._follower if self.master is None else self.master
 
     @property
     def _follower(self) -> Tensor:
         """The same in the parameters' own precision."""
-        return self.weights.whole if self.updates_whole else self.weights.shard
+        home = self.weights.home
+        return home if self.updates_whole or self.weights.is_sharded else self._own(home)
+
+    def _own(self, whole: Tensor) -> Tensor:
+        return whole.view(self.sharing.size, -1)[self.sharing.rank]
 
     @property
     def trained(self) -> WholeGradients | ScatteredGradients:
@@ -92,9 +110,24 @@ class Bucket:
             weight=nn.Parameter(numbers.view(span.slot.shape) if self.updates_whole else numbers),
         )
 
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients."""
+        self.factor = factor
+        if not self.is_lodged and factor != 1.0:
+            self.result.mul_(factor)
+
+    @property
+    def given(self) -> Tensor:
+        """The gradients as an optimizer was given them, on the device."""
+        result = self.result
+        return result.to(self.home.device, copy=True).mul_(self.factor) if self.is_lodged else result
+
     @torch.no_grad()
     def give(self, used: list[bool]) -> None:
         """Give each piece its gradient. One that no replica used gets none, as on one device."""
+        if self.is_lodged:
+            self.gives = [used[piece.number] for piece in self.pieces]
+            return
         result = self.result if self.master is None else self.result.float()
         for piece in self.pieces:
             gradient = result[piece.span.at : piece.span.at + piece.span.length].view(piece.weight.shape)
@@ -103,7 +136,9 @@ class Bucket:
     @torch.no_grad()
     def take_back(self) -> None:
         """The pieces have been updated: the weights follow, on this rank and, if it has a share only, on the others."""
-        if self.master is not None:
+        if isinstance(self.weights, LodgedWeights):
+            self.weights.is_renewed([])
+        elif self.master is not None:
             self._follower.copy_(self.master)
             for piece in self.pieces:
                 piece.weight.grad = None

@@ -37,12 +37,17 @@ class Home:
     is_partial: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Members:
     """A bucket to be: its parameters by their original names."""
 
     home: Home
     parameters: Mapping[str, nn.Parameter]
+
+    @property
+    def nbytes(self) -> int:
+        """What they take on every rank that has them whole."""
+        return sum(each.numel() for each in self.parameters.values()) * self.home.dtype.itemsize
 
 
 def share_out(

@@ -107,7 +107,7 @@ class DirectExchange:
         assert group.handle is not None, "one rank alone sends nothing"
         return _Arrivals([(group.handle.allreduce([flat]), _next_rank(group))], _SUM, self._watch)
 
-    def gather(self, flat: Tensor, shard: Tensor, group: Group, channel: int) -> Ticket:
+    def gather(self, flat: Tensor, shard: Tensor, group: Group, channel: int, *, lends: bool = False) -> Ticket:
         pieces = flat.view(group.size, -1)
         if shard.data_ptr() != pieces[group.rank].data_ptr():
             pieces[group.rank].copy_(shard)
@@ -115,7 +115,11 @@ class DirectExchange:
             return Done()
         group.traffic.note("all_gather", count_bytes(flat, group))
         received, sent = _post_gather(pieces, shard, group, self._tag(channel))
-        self._sent += sent
+        if lends:
+            # Who has sent its own has made room for this rank's, so this waits for no more than the network.
+            received = [*((work, _next_rank(group)) for work in sent), *received]
+        else:
+            self._sent += sent
         return _Arrivals(received, "a gather of parameters", self._watch)
 
     def settle(self) -> None:

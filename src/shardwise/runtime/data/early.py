@@ -57,8 +57,7 @@ class EarlyBuckets:
 
     def _update(self, bucket: Bucket, scale: float) -> None:
         bucket.trained.finish(0)
-        if scale != 1.0:
-            bucket.result.mul_(scale)
+        bucket.scale(scale)
         bucket.give([True] * len(bucket.layout.slots))
         self.done.add(bucket)
         self._states.ready(piece.weight for piece in bucket.pieces)

@@ -31,8 +31,11 @@ class Exchange(Protocol):
         """Make `flat` the sum over all ranks. `follows`: it is itself made by the sum that was asked for before."""
         ...
 
-    def gather(self, flat: Tensor, shard: Tensor, group: Group, channel: int) -> Ticket:
-        """Fill `flat` with every rank's shard. A shard may be the piece of `flat` where it belongs."""
+    def gather(self, flat: Tensor, shard: Tensor, group: Group, channel: int, *, lends: bool = False) -> Ticket:
+        """Fill `flat` with every rank's shard. A shard may be the piece of `flat` where it belongs.
+
+        `lends`: whoever has waited for it may give the shard's memory away.
+        """
         ...
 
     def settle(self) -> None:

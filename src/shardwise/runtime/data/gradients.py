@@ -49,12 +49,21 @@ class Gradients:
         """From now on every gradient is awaited once."""
         self._missing = set(range(len(self.parameters)))
 
+    def fetch(self) -> None:
+        """Have come what the next backward adds to: it is here."""
+
     def arrive(self, number: int) -> bool:
         """The gradient of a parameter has been added to. Returns whether it was the last that was awaited."""
         was_missing = number in self._missing
         self._missing.discard(number)
         self.used[number] = True
         return was_missing and not self._missing
+
+    def has_passed(self) -> None:
+        """A backward that is not the last of a step has added all its gradients."""
+
+    def settle(self) -> None:
+        """Have sums that were begun go where they live: they are there already."""
 
     def wait(self) -> None:
         """Wait until all sums are there."""
@@ -176,8 +185,11 @@ class ScatteredGradients(Gradients):
         self._loans = loans
         self._lent: Tensor | None = None
         self._arrived: set[int] = set()
-        self._shard = parameters[0].detach().new_zeros(layout.shard_length)
+        self._shard = self._make_shard()
         self._is_begun = False
+
+    def _make_shard(self) -> Tensor:
+        return self.parameters[0].detach().new_zeros(self.layout.shard_length)
 
     def begin(self) -> None:
         super().begin()
@@ -212,8 +224,12 @@ class ScatteredGradients(Gradients):
         assert lent is not None, "a bucket has at least one parameter"
         self._arrived.clear()
         self._fill_gaps(lent)
-        shard, is_first = self.replicas.shard, not self._is_begun
+        self._sum(lent, is_first=not self._is_begun)
         self._is_begun = True
+
+    def _sum(self, lent: Tensor, *, is_first: bool) -> None:
+        """Begin to sum what is in memory that was lent, and to add this rank's piece to its shard."""
+        shard = self.replicas.shard
 
         def add() -> None:
             own = lent.view(shard.size, -1)[shard.rank]

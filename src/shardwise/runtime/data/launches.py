@@ -18,11 +18,13 @@ from shardwise.schedule.instruction import Instruction, Kind
 from shardwise.schedule.schedule import Schedule
 
 _MAKES_GRADIENTS = (Kind.B, Kind.W)
+_BACKWARDS = (Kind.B, Kind.I, Kind.W)
 
 
 class Launches:
     """Starts the sums of buckets, in a fixed order. `on_start` is told of each, and whether the stage makes no more.
 
+    `on_pass` is told when a backward has added to a bucket that is not summed yet.
     `scatters`: each backward is summed by itself. Without `listens`, gradients are looked for when a stage is done.
     """
 
@@ -35,8 +37,9 @@ class Launches:
         scatters: bool,
         listens: bool,
         on_start: Callable[[Bucket, bool], None],
+        on_pass: Callable[[Bucket], None],
     ) -> None:
-        self._buckets, self._scatters, self._on_start = buckets, scatters, on_start
+        self._buckets, self._scatters, self._on_start, self._on_pass = buckets, scatters, on_start, on_pass
         order = schedule.orders[rank]
         last: dict[tuple[int, int], Instruction] = {}
         for instruction in order:
@@ -71,12 +74,14 @@ class Launches:
 
     def begin(self, instruction: Instruction) -> None:
         """A computation begins: if it makes gradients, these are awaited."""
-        if instruction.kind not in _MAKES_GRADIENTS or not (self._scatters or instruction in self._last):
+        if instruction.kind not in _MAKES_GRADIENTS:
             return
-        self._closing, self._is_last = instruction.stage, instruction in self._last
         mine = [bucket for bucket in self._buckets if instruction.stage in bucket.home.stages]
         for bucket in mine:
             bucket.trained.expect()
+        if not (self._scatters or instruction in self._last):
+            return
+        self._closing, self._is_last = instruction.stage, instruction in self._last
         if self._scatters:
             self._queue = deque(mine)
 
@@ -85,6 +90,10 @@ class Launches:
         if self._scatters and instruction.kind in _MAKES_GRADIENTS:
             self._ready.update(self._queue)
             self._launch()
+        elif not self._scatters and instruction.kind in _BACKWARDS and instruction not in self._last:
+            for bucket in self._buckets:
+                if instruction.stage in bucket.home.stages:
+                    self._on_pass(bucket)
         self._closing = None
 
     def reduce(self, instruction: Instruction) -> None:
@@ -111,6 +120,8 @@ class Launches:
         if is_full and self._closing is not None and (self._scatters or len(bucket.home.stages) == 1):
             self._ready.add(bucket)
             self._launch()
+        elif is_full and self._closing is None and not self._scatters:
+            self._on_pass(bucket)
 
     def _launch(self) -> None:
         while self._queue and self._queue[0] in self._ready:

@@ -33,6 +33,10 @@ class Wrappable(Protocol):
 class Comes(Protocol):
     """Weights that are not always here."""
 
+    def fetch(self) -> None:
+        """Have here what must be before they can come."""
+        ...
+
     def start(self) -> None:
         """Have them come."""
         ...
@@ -76,12 +80,16 @@ class Layers:
 
     def _enter(self, unit: str, *, ahead: int) -> None:
         """Have a unit's weights here, and those of the unit that is computed after it on the way."""
+        place = self.units.index(unit)
         for each in self._weights.get(unit, ()):
             each.hold(unit)
-        place = self.units.index(unit) + ahead
-        if 0 <= place < len(self.units):
-            for each in self._weights.get(self.units[place], ()):
-                each.start()
+        for each in self._at(place + ahead):
+            each.start()
+        for each in self._at(place + 2 * ahead):
+            each.fetch()
+
+    def _at(self, place: int) -> Sequence[Comes]:
+        return self._weights.get(self.units[place], ()) if 0 <= place < len(self.units) else ()
 
     def leave(self, unit: str) -> None:
         """A unit needs its weights no longer."""
@@ -99,8 +107,8 @@ class Layers:
             self.leave(unit)
 
 
-def find_units(layers: Iterable[Layers], module: nn.Module) -> dict[int, str]:
-    """The unit of each parameter, by its id: those that several units use, of whichever stages, or none have none."""
+def find_users(layers: Iterable[Layers], module: nn.Module) -> dict[int, list[str]]:
+    """The units, of whichever stages, that use each parameter, by its id: where nothing else does."""
     found: dict[int, list[str]] = {}
     every = list(layers)
     in_glue = named_in(module, {name for each in every for name in each.in_glue})
@@ -108,7 +116,7 @@ def find_units(layers: Iterable[Layers], module: nn.Module) -> dict[int, str]:
         for parameter in module.get_submodule(unit).parameters():
             found.setdefault(id(parameter), []).append(unit)
     outside = {id(each) for each in in_glue}
-    return {identity: units[0] for identity, units in found.items() if len(units) == 1 and identity not in outside}
+    return {identity: units for identity, units in found.items() if identity not in outside}
 
 
 def named_in(module: nn.Module, names: Collection[str]) -> set[nn.Parameter]:

@@ -12,9 +12,12 @@ from shardwise.runtime.data.exchange import Exchange
 from shardwise.runtime.data.gradients import ScatteredGradients, WholeGradients
 from shardwise.runtime.data.layout import Layout
 from shardwise.runtime.data.loans import Loans
+from shardwise.runtime.data.lodged_gradients import LodgedScatteredGradients, LodgedWholeGradients
+from shardwise.runtime.data.lodged_weights import LodgedShards, LodgedWhole
 from shardwise.runtime.data.replicas import Replicas
 from shardwise.runtime.data.ties import Tie
 from shardwise.runtime.data.weights import Weights
+from shardwise.runtime.offload.weights import choose_weights
 
 #: Of each bucket: gathers, sums over shards, sums over copies, and other transfers of the bucket.
 CHANNELS_OF_A_BUCKET = 4
@@ -27,7 +30,8 @@ class Sharing:
 
     `zero` is the ZeRO stage. With `precision`, parameters and gradients are of that type and optimizers work on copies
     in full precision; with `masters` they do so for parameters that are of 16 bits already. `layerwise`: with zero=3,
-    weights are gathered unit by unit and not stage by stage.
+    weights are gathered unit by unit and not stage by stage. `lodged` is the part of what units have that lives on the
+    host, with its gradients.
     """
 
     zero: int = 0
@@ -35,6 +39,7 @@ class Sharing:
     masters: bool = False
     bucket_bytes: int = BUCKET_BYTES
     layerwise: bool = False
+    lodged: float = 0.0
 
     @property
     def scatters(self) -> bool:
@@ -49,13 +54,24 @@ class Surroundings:
     replicas_of: Callable[[str], Replicas]
     ties: Sequence[Tie]
     partial: frozenset[str]
-    #: The unit of a parameter, by its id.
-    units: Mapping[int, str]
+    #: The units that use a parameter and all of whose uses it has, by its id.
+    users: Mapping[int, Sequence[str]]
 
     def find_tie(self, name: str) -> int | None:
         """The tie that other ranks have a part in."""
         numbers = (number for number, tie in enumerate(self.ties) if tie.group.size > 1 and name in tie.names)
         return next(numbers, None)
+
+    def find_unit(self, parameter: nn.Parameter) -> str | None:
+        """The one unit that uses it, if there is one."""
+        users = self.users.get(id(parameter), ())
+        return users[0] if len(users) == 1 else None
+
+    def can_lodge(self, members: Members) -> bool:
+        """Whether a bucket can live on the host: what nobody adds gradients to later, and only units use."""
+        home = members.home
+        is_own = home.tie is None and not home.is_partial and len(home.stages) == 1
+        return is_own and all(id(each) in self.users for each in members.parameters.values())
 
 
 def make_buckets(
@@ -65,7 +81,7 @@ def make_buckets(
     exchange: Exchange,
     parameter_of: Callable[[str, int], nn.Parameter] | None,
 ) -> list[Bucket]:
-    """Move the parameters of this rank's stages into buckets. Frozen ones only where weights are sharded."""
+    """Move the parameters of this rank's stages into buckets. Frozen ones only where weights are not always here."""
     is_layered = sharing.zero == 3 and sharing.layerwise
 
     def home_of(name: str, parameter: nn.Parameter, stages: frozenset[int]) -> Home:
@@ -75,7 +91,7 @@ def make_buckets(
         lowers = sharing.precision is not None and parameter.is_floating_point()
         return Home(
             stages=stages,
-            unit=surroundings.units.get(id(parameter)) if in_units else None,
+            unit=surroundings.find_unit(parameter) if in_units else None,
             tie=tie,
             replicas=surroundings.replicas_of(name),
             dtype=sharing.precision if lowers and sharing.precision is not None else parameter.dtype,
@@ -85,12 +101,26 @@ def make_buckets(
         )
 
     wanted = {
-        stage: {name: each for name, each in held.items() if each.requires_grad or sharing.zero == 3}
+        stage: {name: each for name, each in held.items() if each.requires_grad or sharing.zero == 3 or sharing.lodged}
         for stage, held in parameters.items()
     }
     loans = Loans()
     every = share_out(wanted, home_of, None if is_layered else sharing.bucket_bytes)
-    return [_make(number, members, sharing, exchange, loans, parameter_of) for number, members in enumerate(every)]
+    lodged = _choose(every, surroundings, sharing.lodged) if sharing.lodged else []
+    return [
+        _make(number, members, sharing, exchange, loans, parameter_of, is_lodged=members in lodged)
+        for number, members in enumerate(every)
+    ]
+
+
+def _choose(every: Sequence[Members], surroundings: Surroundings, fraction: float) -> list[Members]:
+    """The buckets that live on the host. One of several units goes with the first of them."""
+    units: dict[str, list[Members]] = {users[0]: [] for users in surroundings.users.values()}
+    for members in every:
+        if surroundings.can_lodge(members):
+            first = min(members.parameters.values(), key=lambda each: list(surroundings.users).index(id(each)))
+            units[surroundings.users[id(first)][0]].append(members)
+    return choose_weights(units, fraction)
 
 
 def _make(
@@ -100,17 +130,23 @@ def _make(
     exchange: Exchange,
     loans: Loans,
     parameter_of: Callable[[str, int], nn.Parameter] | None,
+    *,
+    is_lodged: bool,
 ) -> Bucket:
     home, parameters = members.home, list(members.parameters.values())
     shapes = [(name, each.shape) for name, each in members.parameters.items()]
     shard, channel = home.replicas.shard, number * CHANNELS_OF_A_BUCKET
     layout = Layout.of(shapes, home.dtype, shard.size)
-    weights = Weights(layout, parameters, shard, exchange, channel, dtype=home.dtype, is_sharded=sharing.zero == 3)
+    is_sharded = sharing.zero == 3
+    kind = Weights if not is_lodged else LodgedShards if is_sharded else LodgedWhole
+    weights = kind(layout, parameters, shard, exchange, channel, dtype=home.dtype, is_sharded=is_sharded)
     gradients: WholeGradients | ScatteredGradients | None = None
     if home.trains and sharing.scatters:
-        gradients = ScatteredGradients(layout, parameters, home.replicas, exchange, channel + 1, loans=loans)
+        scattered = LodgedScatteredGradients if is_lodged else ScatteredGradients
+        gradients = scattered(layout, parameters, home.replicas, exchange, channel + 1, loans=loans)
     elif home.trains:
-        gradients = WholeGradients(
+        whole = LodgedWholeGradients if is_lodged else WholeGradients
+        gradients = whole(
             layout, parameters, home.replicas, exchange, channel + 1, to_all=sharing.zero == 0,
             parameter_of=parameter_of,
         )  # fmt: skip

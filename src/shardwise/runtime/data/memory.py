@@ -35,7 +35,9 @@ def measure(buckets: Sequence[Bucket], optimizers: Iterable[Optimizer], owned: S
         parameters=sum(bucket.weights.num_bytes for bucket in buckets),
         gradients=sum(bucket.gradients.num_bytes for bucket in buckets if bucket.gradients is not None),
         # A count of steps is one number and no state to speak of, but it is there.
-        optimizer=sum(_bytes(each) for each in [*states, *masters, *owned] if isinstance(each, Tensor)),
+        optimizer=sum(_bytes(each) for each in [*states, *owned] if isinstance(each, Tensor))
+        # They may live on the host.
+        + sum(each.untyped_storage().nbytes() for each in masters),
     )
 
 

@@ -11,6 +11,8 @@ says that a stage's gradients of a step are complete; `begin` and `end` stand ar
 is only started there, and runs beside the instructions that follow.
 """
 
+import itertools
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
@@ -23,7 +25,9 @@ from shardwise.runtime.data.direct import DirectExchange
 from shardwise.runtime.data.early import EarlyBuckets
 from shardwise.runtime.data.exchange import Exchange, Ticket
 from shardwise.runtime.data.launches import Launches
-from shardwise.runtime.data.layers import Layers, Wrappable, find_units
+from shardwise.runtime.data.layers import Layers, Wrappable, find_users
+from shardwise.runtime.data.lodged_weights import LodgedWhole
+from shardwise.runtime.data.lodging import LodgedBuckets
 from shardwise.runtime.data.make import CHANNELS_OF_A_BUCKET, Sharing, Surroundings, make_buckets
 from shardwise.runtime.data.memory import Held, measure
 from shardwise.runtime.data.norm import Norm
@@ -37,11 +41,15 @@ from shardwise.runtime.offload.states import HostStates
 from shardwise.runtime.optimizers.share import MakeOptimizer, Share, shares_of
 from shardwise.runtime.optimizers.updates import Updated, Updates
 from shardwise.runtime.stage import Stage
-from shardwise.schedule.instruction import Instruction
+from shardwise.schedule.instruction import Instruction, Kind
 from shardwise.schedule.schedule import Schedule
 
 # Channels of ties: these are numbered alike on ranks whose buckets are not.
 _TIES, _BUCKETS_OF_A_TIE = 20_000, 64
+_HALVES_OF_BACKWARD = (Kind.I, Kind.W)
+_MAKES_GRADIENTS = (Kind.B, Kind.W)
+#: Of buckets that live on the host, how many sums may be under way before the oldest goes there.
+_SUMS_ON_THE_DEVICE = 1
 
 
 class DataParallel:
@@ -73,13 +81,15 @@ class DataParallel:
     ) -> None:
         self.sharing, self._ties, self._tensor = sharing, ties, tensor
         self._joining = joining or tensor
-        self._layers = _make_layers(stages, sharing, module)
-        units = {} if module is None else find_units(self._layers.values(), module)
+        layers = _make_layers(stages, sharing, module)
+        #: Of stages whose weights come unit by unit, or are waited for so.
+        self._layers = {} if sharing.zero == 3 and not sharing.layerwise else layers
+        users = {} if module is None else find_users(layers.values(), module)
         parameters = {number: stage.parameters for number, stage in stages.items()}
         self._parameters = {name: each for held in parameters.values() for name, each in held.items()}
         self.exchange = exchange or _make_exchange(parameters, watch)
         surroundings = Surroundings(
-            replicas_of=replicas_of, ties=ties, partial=tensor.partial if tensor else frozenset(), units=units
+            replicas_of=replicas_of, ties=ties, partial=tensor.partial if tensor else frozenset(), users=users
         )
         self.buckets = make_buckets(parameters, sharing, surroundings, self.exchange, parameter_of)
         self._trained = [bucket for bucket in self.buckets if bucket.gradients is not None]
@@ -89,14 +99,21 @@ class DataParallel:
         self._places = {slot.name: (bucket, slot) for bucket in self.buckets for slot in bucket.layout.slots}
         #: What is not waited for by a unit is waited for by its stage.
         self._loose = {
-            number: [each for each in mine if number not in self._layers or not _has_units(each, units)]
+            number: [each for each in mine if number not in self._layers or not _units_of(each, users)]
             for number, mine in self._of_stage.items()
         }
-        for number, layers in self._layers.items():
-            layers.attach(_by_unit(layers, self._of_stage[number], units))
+        for number, mine in self._layers.items():
+            mine.attach(_by_unit(mine, self._of_stage[number], users))
+        #: What lives on the host, and whose sums have been begun.
+        self.lodged = LodgedBuckets(self.buckets)
+        self._summed: deque[Bucket] = deque()
+        #: Of these, the first of each stage in a backward, and what comes after each.
+        turns = [each for each in self._trained if each.is_lodged]
+        self._first = {stage: each for each in reversed(turns) for stage in each.home.stages}
+        self._next = {one: after for one, after in itertools.pairwise(turns) if one.home.stages == after.home.stages}
         self._launches = Launches(
             self._trained, schedule, rank, scatters=sharing.scatters, listens=parameter_of is None,
-            on_start=self._started,
+            on_start=self._started, on_pass=self._passed,
         )  # fmt: skip
         self._updates = Updates(
             shares_of(optimizer),
@@ -106,6 +123,7 @@ class DataParallel:
             joining=self._joining,
             apart=apart,
         )
+        self.lodged.owners = self._updates.lodged
         self._norm = Norm(
             self._trained, is_counted=self._is_counted, counted=lambda name, shape: counted_places(tensor, name, shape)
         )
@@ -120,6 +138,7 @@ class DataParallel:
         for bucket in self._trained:
             bucket.trained.begin()
         self._launches.begin_step()
+        self._summed.clear()
         if self._early is not None:
             self._early.begin_step()
 
@@ -142,6 +161,11 @@ class DataParallel:
         """Something is about to be computed on a stage."""
         for bucket in self._loose[instruction.stage]:
             bucket.weights.wait()
+        if self.lodged.buckets and instruction.kind in _HALVES_OF_BACKWARD and instruction.stage in self._layers:
+            # A half of a backward goes through units in an order of its own.
+            self._layers[instruction.stage].enter_all()
+        if instruction.kind in _MAKES_GRADIENTS:
+            self._fetch(self._first.get(instruction.stage))
         self._launches.begin(instruction)
         if self._early is not None:
             self._early.look()
@@ -179,8 +203,8 @@ class DataParallel:
         """Multiply the gradients (one over the tokens of the whole batch, and what clipping asks for) and update."""
         self.exchange.settle()
         for bucket in self._trained:
-            if scale != 1.0 and bucket not in self._updated_early:
-                bucket.result.mul_(scale)
+            if bucket not in self._updated_early:
+                bucket.scale(scale)
         self._updates.step(self._used, done=self._updated_early)
 
     @property
@@ -197,10 +221,12 @@ class DataParallel:
         """Have the state of these optimizers on the host.
 
         With `find_scale`, which says while a step goes on what its gradients will be multiplied with, weights are
-        updated as soon as theirs are final.
+        updated as soon as theirs are final. Without it their norm is wanted first.
         """
         self._updates.states = states
         self._early = None if find_scale is None else EarlyBuckets(states, find_scale)
+        if find_scale is None:
+            self._norm.measure_on_the_way()
 
     def held(self) -> Held:
         """What this rank holds now."""
@@ -223,7 +249,7 @@ class DataParallel:
         bucket, slot = self._places[name]
         if bucket.gradients is None or not self._used[bucket][bucket.layout.slots.index(slot)]:
             return None
-        return self._gathered(bucket, bucket.result)[slot.start : slot.stop].view(slot.shape).clone()
+        return self._gathered(bucket, bucket.given)[slot.start : slot.stop].view(slot.shape).clone()
 
     @torch.no_grad()
     def whole_kept(self, name: str) -> Tensor:
@@ -236,6 +262,7 @@ class DataParallel:
 
     def _gathered(self, bucket: Bucket, own: Tensor) -> Tensor:
         """All numbers of a bucket, from those of which each replica updates some."""
+        own = own.to(bucket.home.device)
         if bucket.updates_whole:
             return own
         whole = own.new_empty(bucket.layout.length)
@@ -254,6 +281,10 @@ class DataParallel:
         """What the optimizers of this rank have: pieces of parameters, or whole ones of which it is the owner."""
         return self._updates.updated
 
+    def is_lodged(self, name: str) -> bool:
+        """Whether a parameter lives on the host."""
+        return name in self._places and self._places[name][0].is_lodged
+
     def shape_of(self, name: str) -> torch.Size:
         """The shape of a parameter as tensor and expert parallel ranks have it, from all of its replicas' pieces."""
         return self._places[name][1].shape
@@ -262,6 +293,8 @@ class DataParallel:
     def load(self, values: Mapping[str, Tensor]) -> None:
         """Take over whole parameters, by name. Replicas call this alike."""
         self.exchange.settle()
+        if self._updates.states is not None:
+            self._updates.states.take_home()
         for name, whole in values.items():
             bucket, slot = self._places[name]
             bucket.load(slot, whole)
@@ -286,8 +319,31 @@ class DataParallel:
         """The gradients of a bucket are on their way: its unit's backward is done."""
         if bucket.home.unit is not None:
             bucket.weights.let_go(bucket.home.unit)
+        if bucket.is_lodged:
+            self._leave(bucket)
+            self._fetch(self._next.get(bucket))
+            self._summed.append(bucket)
+            while len(self._summed) > _SUMS_ON_THE_DEVICE:
+                self._summed.popleft().trained.settle()
         if is_last and self._early is not None:
             self._early.begun(bucket)
+
+    @torch.no_grad()
+    def _passed(self, bucket: Bucket) -> None:
+        """A backward has added to a bucket that is not summed yet."""
+        bucket.trained.has_passed()
+        self._leave(bucket)
+        self._fetch(self._next.get(bucket))
+
+    def _fetch(self, bucket: Bucket | None) -> None:
+        """Have come what the gradients of a bucket are added to, whose turn is next in a backward."""
+        if bucket is not None:
+            bucket.trained.fetch()
+
+    def _leave(self, bucket: Bucket) -> None:
+        """A unit's backward is done with what lives on the host, unless it is there for a whole stage."""
+        if isinstance(bucket.weights, LodgedWhole):
+            bucket.weights.leave()
 
     def _cost_of(self, name: str) -> int:
         if self._joining is not None:
@@ -316,21 +372,27 @@ def _make_exchange(parameters: Mapping[int, Mapping[str, nn.Parameter]], watch: 
 
 
 def _make_layers(stages: Mapping[int, Stage], sharing: Sharing, module: nn.Module | None) -> dict[int, Layers]:
-    """Where weights come unit by unit, and stages have units."""
-    if sharing.zero == 0 or module is None or (sharing.zero == 3 and not sharing.layerwise):
+    """Where weights come unit by unit or may live on the host, and stages have units."""
+    comes = sharing.zero > 0 and (sharing.zero < 3 or sharing.layerwise)
+    if module is None or not (comes or sharing.lodged):
         return {}
     return {number: Layers(stage) for number, stage in stages.items() if isinstance(stage, Wrappable)}
 
 
-def _has_units(bucket: Bucket, units: Mapping[int, str]) -> bool:
-    return all(id(each) in units for each in bucket.weights.parameters)
+def _units_of(bucket: Bucket, users: Mapping[int, Sequence[str]]) -> set[str]:
+    """The units that a bucket comes for, or that wait for it; none if it comes for its stage."""
+    every = [users.get(id(each), ()) for each in bucket.weights.parameters]
+    # What several units use is gathered once for their stage, and comes from the host for each of them.
+    can_come = isinstance(bucket.weights, LodgedWhole)
+    if all(len(each) == 1 or (each and can_come) for each in every):
+        return {unit for each in every for unit in each}
+    return set()
 
 
-def _by_unit(layers: Layers, buckets: Sequence[Bucket], units: Mapping[int, str]) -> dict[str, list[Weights]]:
-    """The weights of the buckets that have a parameter of each unit."""
+def _by_unit(layers: Layers, buckets: Sequence[Bucket], users: Mapping[int, Sequence[str]]) -> dict[str, list[Weights]]:
+    """The weights of the buckets that come for each unit, or that it waits for."""
     found: dict[str, list[Weights]] = {unit: [] for unit in layers.units}
     for bucket in buckets:
-        for unit in {units[id(each)] for each in bucket.weights.parameters if id(each) in units}:
-            if unit in found:
-                found[unit].append(bucket.weights)
+        for unit in _units_of(bucket, users) & found.keys():
+            found[unit].append(bucket.weights)
     return found

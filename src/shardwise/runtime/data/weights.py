@@ -61,6 +61,11 @@ class Weights:
         return self._flat
 
     @property
+    def home(self) -> Tensor:
+        """Where the numbers live that this rank keeps: all of them, or its shard."""
+        return self.shard if self.is_sharded else self._flat
+
+    @property
     def whole_bytes(self) -> int:
         return self.layout.length * self._flat.element_size()
 
@@ -73,6 +78,9 @@ class Weights:
         self.release()
         if not self.is_sharded:
             self.start()
+
+    def fetch(self) -> None:
+        """The shard is here."""
 
     def start(self) -> None:
         """Begin to gather, if it is not under way or done."""

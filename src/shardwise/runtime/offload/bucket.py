@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.runtime.offload.stepping import set_rate
 from shardwise.runtime.offload.workers import Workers
 
 MakeOptimizer = Callable[[Iterable[Tensor]], Optimizer]
@@ -108,7 +109,8 @@ class HostState:
 
         Parameters without a gradient are left alone, as the plain optimizer does; theirs may be any numbers.
         """
-        set_rate([piece.optimizer for piece in self._pieces], rate)
+        for piece in self._pieces:
+            set_rate(piece.optimizer, rate)
 
         def one(piece: _Piece, gradient: Tensor, weight: Tensor) -> None:
             flat = gradient.float() if scale is None else gradient.float().mul_(scale)
@@ -142,7 +144,7 @@ class DeviceState:
 
     def update(self, scale: float | None, rate: float | None) -> None:
         """Update from the parameters' gradients, which are used up."""
-        set_rate([self._optimizer], rate)
+        set_rate(self._optimizer, rate)
         pairs = list(zip(self.bucket.parameters, self._masters, strict=True))
         for (_, master), gradient in zip(pairs, self.bucket.take(), strict=True):
             if gradient is not None:
@@ -152,14 +154,6 @@ class DeviceState:
             master.grad = None
             if master is not parameter:
                 parameter.data.copy_(master.detach())
-
-
-def set_rate(optimizers: Sequence[Optimizer], rate: float | None) -> None:
-    """Have optimizers use a learning rate, if one is given."""
-    if rate is not None:
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate
 
 
 def make_buckets(module: nn.Module, blocks: Collection[nn.Module]) -> dict[nn.Module, Bucket]:

@@ -5,6 +5,7 @@ the CPU the host is the same memory; there a copy is made by a thread, and whoev
 puts on the host is kept apart and moved on a laptop as it is beside a GPU.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,14 +17,16 @@ from shardwise.dataflow.streams import Mark
 
 
 class Crossing:
-    """Copies of one device. It is one thread's at a time, as machines are."""
+    """Copies of one device, on a machine of its own unless one is given, with the name of the device there."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, machine: Machine | None = None, place: str | None = None) -> None:
         self.device = device
         self._on_gpu = device.type != "cpu"
         # The device of a tensor that is there has its number, but for the CPU.
-        self._place = str(device) if self._on_gpu else "cpu:0"
-        self._machine = Machine([self._place])
+        self._place = place or (str(device) if self._on_gpu else "cpu:0")
+        self._is_own = machine is None
+        self._machine = machine or Machine([self._place])
+        self._lock = threading.Lock()  # A machine is one thread's at a time.
         self._side: CudaStream | None = None
         if self._on_gpu:
             self._side = CudaStream(f"{device} update", new_stream(device), self._machine.failures)
@@ -34,28 +37,40 @@ class Crossing:
 
     def inward(self, here: Tensor, home: Tensor, after: Sequence[Mark] = ()) -> Mark:
         """Copy from the host, after some marks. Both tensors have to stay until the mark is reached."""
-        if self._on_gpu:
-            return self._machine.copy(here.view(-1), home.view(-1), after=after)
-        return self._machine.copy(here.view(-1), home.view(-1), to=self._place, of="host", after=after)
+        with self._lock:
+            if self._on_gpu:
+                return self._machine.copy(here.view(-1), home.view(-1), after=after)
+            return self._machine.copy(here.view(-1), home.view(-1), to=self._place, of="host", after=after)
 
     def outward(self, home: Tensor, here: Tensor, after: Sequence[Mark] = ()) -> Mark:
         """Copy to the host, after some marks and all that is computed by now."""
-        if self._on_gpu:
-            computed = self._machine.mark(self._place)
-            return self._machine.copy(home.view(-1), here.view(-1), after=[computed, *after])
-        return self._machine.copy(home.view(-1), here.view(-1), to="host", of=self._place, after=after)
+        return self.homeward(home, here, [*self.computed(), *after])
+
+    def homeward(self, home: Tensor, here: Tensor, after: Sequence[Mark] = ()) -> Mark:
+        """Copy to the host, after some marks and nothing else. The CPU has computed what it was told to."""
+        with self._lock:
+            if self._on_gpu:
+                return self._machine.copy(home.view(-1), here.view(-1), after=after)
+            return self._machine.copy(home.view(-1), here.view(-1), to="host", of=self._place, after=after)
 
     def computed(self) -> list[Mark]:
         """Marks behind all that is computed by now; the CPU has computed what it was told to."""
-        return [self._machine.mark(self._place)] if self._on_gpu else []
+        if not self._on_gpu:
+            return []
+        with self._lock:
+            return [self._machine.mark(self._place)]
 
     def beside(self, run: Callable[[], object], after: Sequence[Mark]) -> list[Mark]:
         """Compute after some marks and all that is computed by now, but beside what comes next; marks behind it.
 
         Whatever it reads has to stay until then. The CPU computes at once.
         """
+        return self.apart(run, [*self.computed(), *after])
+
+    def apart(self, run: Callable[[], object], after: Sequence[Mark]) -> list[Mark]:
+        """Compute after some marks and nothing else that is put to compute; marks behind it."""
         if self._side is not None:
-            return [self._side.put(run, [*self.computed(), *after], lambda error: error)]
+            return [self._side.put(run, after, lambda error: error)]
         for mark in after:
             mark.wait()
         run()
@@ -64,7 +79,8 @@ class Crossing:
     def follow(self, mark: Mark) -> None:
         """What is computed from now on comes after a mark."""
         if self._on_gpu:
-            self._machine.follow(self._place, mark)
+            with self._lock:
+                self._machine.follow(self._place, mark)
         else:
             mark.wait()
 
@@ -72,4 +88,5 @@ class Crossing:
         """Wait for what is under way, and end its threads."""
         if self._side is not None:
             self._side.close()
-        self._machine.close()
+        if self._is_own:
+            self._machine.close()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,23 +14,57 @@ from shardwise.runtime.offload.early import Early, FindCount, can_be_early
 from shardwise.runtime.offload.room import Gather, check_room
 from shardwise.runtime.offload.stash import Stash
 from shardwise.runtime.offload.states import HostStates
+from shardwise.runtime.offload.visitors import Lodging
 from shardwise.runtime.offload.weights import HostWeights
 from shardwise.runtime.stage import Stage
 from shardwise.schedule.instruction import Instruction
 from shardwise.schedule.schedule import Schedule
 
 
+class Lodgers(Protocol):
+    """Weights that live on the host, and their gradients."""
+
+    @property
+    def weights(self) -> Mapping[nn.Parameter, Lodging]:
+        """What optimizers have of them."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """What is on the host, once they have moved in."""
+        ...
+
+    @property
+    def away_bytes(self) -> int:
+        """What of the parameters that a rank counts as its own is not on the device now."""
+        ...
+
+    def move_in(self, crossing: Crossing) -> None: ...
+
+    def begin_step(self) -> None: ...
+
+    def wait(self) -> None:
+        """Wait until what is at home is the newest."""
+        ...
+
+    def close(self) -> None:
+        """Bring all weights back for good."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
     """Where a rank's weights are used: its module, the stages that it runs, by number, and their schedule.
 
-    `apart` are the names of parameters whose gradients others add to.
+    `apart` are the names of parameters whose gradients others add to. `lodgers` is what will live on the host, where
+    somebody else brings weights to their use.
     """
 
     module: nn.Module
     stages: Mapping[int, Stage]
     schedule: Schedule
     apart: Collection[str]
+    lodgers: Lodgers | None = None
 
 
 class Host:
@@ -45,15 +80,17 @@ class Host:
         self.crossing, self._scene, share = Crossing(device), scene, plan.offload
         self.states: HostStates | None = None
         self.weights: HostWeights | None = None
-        if share.parameters:
-            self.weights = HostWeights(scene.module, scene.stages, share.parameters, self.crossing, apart=scene.apart)
+        if share.parameters and scene.lodgers is None:
+            self.weights = HostWeights(scene.module, scene.stages, share.parameters, apart=scene.apart)
+        self._lodgers = scene.lodgers if self.weights is None else self.weights
         if share.optimizer or share.parameters:
-            lodged = {} if self.weights is None else self.weights.weights
+            lodged = {} if self._lodgers is None else self._lodgers.weights
             states = HostStates(optimizers, share.optimizer, self.crossing, lodged)
-            check_room(plan, states.planned_bytes + sum(each.num_bytes for each in lodged.values()), gather)
+            num_bytes = 0 if self._lodgers is None else self._lodgers.num_bytes
+            check_room(plan, states.planned_bytes + num_bytes, gather)
             self.states = states
-        if self.weights is not None:
-            self.weights.move_in()
+        if self._lodgers is not None:
+            self._lodgers.move_in(self.crossing)
         self.stash = Stash(plan, self.crossing) if share.activations else None
         self._early: Early | None = None
 
@@ -82,8 +119,8 @@ class Host:
         """A step begins."""
         if self._early is not None:
             self._early.begin_step()
-        if self.weights is not None:
-            self.weights.begin_step()
+        if self._lodgers is not None:
+            self._lodgers.begin_step()
         if self.states is not None:
             self.states.begin()
 
@@ -114,20 +151,25 @@ class Host:
     @property
     def num_bytes(self) -> int:
         """What this rank has on the host now."""
-        return sum(each.num_bytes for each in (self.weights, self.states, self.stash) if each is not None)
+        return sum(each.num_bytes for each in (self._lodgers, self.states, self.stash) if each is not None)
+
+    @property
+    def away_bytes(self) -> int:
+        """What of this rank's parameters is not on the device now."""
+        return 0 if self._lodgers is None else self._lodgers.away_bytes
 
     def wait(self) -> None:
         """Wait until all state is on the host, and what is computed from now on uses the new weights."""
         if self.states is not None:
             self.states.wait()
-        if self.weights is not None:
-            self.weights.wait()
+        if self._lodgers is not None:
+            self._lodgers.wait()
 
     def close(self) -> None:
         """Wait for what is under way, and end threads. State stays where it is, weights come back."""
         if self._early is not None:
             self._early.close()
-        for each in (self.states, self.weights, self.stash):
+        for each in (self.states, self._lodgers, self.stash):
             if each is not None:
                 each.close()
         self.crossing.close()

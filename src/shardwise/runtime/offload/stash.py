@@ -10,8 +10,7 @@ batch, what a stage was given) stays. A forward that is ahead of its copies wait
 """
 
 import weakref
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise.cluster.local import available_bytes
 from shardwise.cost.memory import LEAVING_BYTES
+from shardwise.dataflow.leaving import Leaving
 from shardwise.dataflow.streams import Mark
 from shardwise.planner.host_room import check_host_room
 from shardwise.planner.plan import Plan
@@ -28,20 +28,22 @@ from shardwise.runtime.keeping import Kept
 from shardwise.runtime.offload.crossing import Crossing
 
 #: Less than this is not worth a copy of its own.
-_LEAST_BYTES = 1024
+LEAST_BYTES = 1024
 
 #: Memory by its address in torch, and how often it was written to when it was saved.
 _Key = tuple[int, int]
 
 
 class _Away:
-    """Memory that went to the host."""
+    """Memory that went to the host. There it has a room, of which it may take a part."""
 
-    def __init__(self, stash: "Stash", home: Tensor, gone: Mark, frame: "_Frame") -> None:
-        self.home, self.gone, self.frame = home, gone, frame
+    def __init__(self, stash: "Stash", room: Tensor, home: Tensor, gone: Mark, frame: "_Frame") -> None:
+        self.room, self.home, self.gone, self.frame = room, home, gone, frame
         self.number = len(frame.saved)
         self.here: Tensor | None = None
         self.arrives: Mark | None = None
+        #: Whether what is computed comes after its arrival.
+        self.is_followed = False
         self._stash = stash
 
     def __del__(self) -> None:
@@ -70,26 +72,31 @@ class _Frame:
         self.seen_bytes = self.hosted_bytes = 0
 
 
-class _Leaving(NamedTuple):
-    """Memory of the device that a copy still reads or writes."""
-
-    mark: Mark
-    memory: Tensor
-
-
 class Stash:
-    """The part of a rank's saved tensors that is on the host."""
+    """The part of a rank's saved tensors that is on the host.
 
-    def __init__(self, plan: Plan, crossing: Crossing) -> None:
+    At most `window_bytes` are on their way out or ahead of their use. `check` is asked before more of the host's memory
+    is taken, and refuses; without one that is what the plan's sentence says.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        crossing: Crossing,
+        *,
+        window_bytes: int | None = None,
+        check: Callable[[int], None] | None = None,
+    ) -> None:
         self._plan, self._crossing = plan, crossing
-        self._leaving: deque[_Leaving] = deque()
-        self._leaving_bytes = 0
+        self._window_bytes = LEAVING_BYTES if window_bytes is None else window_bytes
+        self._leaving = Leaving(self._window_bytes)
+        self._check = check or self._check_host
         #: Memory of the host that nobody has, by size, and when the last one to have it is gone.
         self._spare: dict[int, list[tuple[Tensor, list[Mark]]]] = {}
         #: What has come back and may be asked for again.
         self._brought: weakref.WeakSet[_Away] = weakref.WeakSet()
-        #: What was taken of the host's memory, and what forwards have sent there since the beginning.
-        self.num_bytes = self.sent_bytes = 0
+        #: What was taken of the host's memory; what went there, and came back, since the beginning.
+        self.num_bytes = self.sent_bytes = self.returned_bytes = 0
 
     @property
     def held_bytes(self) -> int:
@@ -106,16 +113,17 @@ class Stash:
         for away in list(self._brought):
             self._drop(away)
         self._brought.clear()
+        self._leaving.sweep()
 
     def forget(self, away: _Away) -> None:
         """Nobody can ask for this any more: its memory on the host may be used again."""
         marks = [away.gone] if away.arrives is None else [away.gone, away.arrives]
         self._drop(away)
-        self._spare.setdefault(away.home.numel(), []).append((away.home, marks))
+        self._spare.setdefault(away.room.numel(), []).append((away.room, marks))
 
     def close(self) -> None:
         """Wait for what is under way, and let go of it."""
-        self._sweep(0)
+        self._leaving.wait()
         self._spare.clear()
 
     # ---------------------------------------------------------------------------------------------------------------
@@ -123,7 +131,10 @@ class Stash:
     def _pack(self, frame: _Frame, tensor: Tensor) -> "Tensor | _View":
         away = self._find_away(frame, tensor)
         if away is None:
-            return tensor if frame.kept is None else frame.kept.count(tensor)
+            if frame.kept is not None:
+                frame.kept.count(tensor)
+            # Not the tensor itself: it may know the node that saves it, and neither would ever go.
+            return tensor.detach()
         return _View(away, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def _find_away(self, frame: _Frame, tensor: Tensor) -> _Away | None:
@@ -149,60 +160,62 @@ class Stash:
     def _may_go(self, tensor: Tensor) -> bool:
         num_bytes = tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else 0
         is_plain = not (tensor.is_conj() or tensor.is_neg() or num_bytes % tensor.element_size())
-        return is_plain and num_bytes >= _LEAST_BYTES and tensor.device == self._crossing.device
+        return is_plain and num_bytes >= LEAST_BYTES and tensor.device == self._crossing.device
 
     def _send(self, frame: _Frame, tensor: Tensor) -> _Away:
         memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-        home, marks = self._home(memory.numel())
+        room, marks = self._room(memory.numel())
+        home = room[: memory.numel()]
         gone = self._crossing.outward(home, memory, marks)
-        away = _Away(self, home, gone, frame)
+        away = _Away(self, room, home, gone, frame)
         frame.saved.append(weakref.ref(away))
         self.sent_bytes += memory.numel()
-        self._leaving.append(_Leaving(gone, memory))
-        self._leaving_bytes += memory.numel()
-        self._sweep(LEAVING_BYTES)
+        self._leaving.hold(gone, memory)
+        self._leaving.sweep()
         return away
 
     def _drop(self, away: _Away) -> None:
-        """Give back the memory on the device, when the copy into it is over."""
-        if away.here is not None and away.arrives is not None:
-            self._leaving.append(_Leaving(away.arrives, away.here))
-            self._leaving_bytes += away.here.numel()
-        away.here = None
+        """Give back the memory on the device, when the copy into it is over.
 
-    def _home(self, num_bytes: int) -> tuple[Tensor, list[Mark]]:
-        spare = self._spare.get(num_bytes)
-        if spare:
-            return spare.pop()
-        free = available_bytes()
-        check_host_room(self._plan, self.num_bytes + num_bytes, num_ranks=1, available=self.num_bytes + free)
+        If it was asked for, what is computed comes after the copy, and memory is used again in that order.
+        """
+        if away.here is not None and away.arrives is not None and not away.is_followed:
+            self._leaving.hold(away.arrives, away.here)
+        away.here, away.is_followed = None, False
+
+    def _room(self, num_bytes: int) -> tuple[Tensor, list[Mark]]:
+        """Memory of the host: what is spare, up to twice as large, for lengths may change with every step."""
+        # A list of them first: some may be given back at any moment.
+        fitting = [size for size in list(self._spare) if num_bytes <= size <= 2 * num_bytes and self._spare[size]]
+        if fitting:
+            return self._spare[min(fitting)].pop()
+        self._check(num_bytes)
         self.num_bytes += num_bytes
         return self._crossing.pinned((num_bytes,), torch.uint8), []
 
-    def _sweep(self, most_bytes: int) -> None:
-        """Let go of memory whose copies are over, and wait for some if more than so much is held."""
-        while self._leaving and (self._leaving_bytes > most_bytes or self._leaving[0].mark.is_done()):
-            mark, memory = self._leaving.popleft()
-            mark.wait()
-            self._leaving_bytes -= memory.numel()
+    def _check_host(self, num_bytes: int) -> None:
+        free = available_bytes()
+        check_host_room(self._plan, self.num_bytes + num_bytes, num_ranks=1, available=self.num_bytes + free)
 
     def _unpack(self, saved: "Tensor | _View") -> Tensor:
         if isinstance(saved, Tensor):
             return saved
         away, frame = saved.away, saved.away.frame
+        self._leaving.sweep()
         self._bring(away)
         # What was saved before it is needed after it.
         ahead_bytes = 0
         for each in reversed(frame.saved[: away.number]):
             other = each()
-            if other is not None and other.here is None:
-                if ahead_bytes >= LEAVING_BYTES:
-                    break
+            if ahead_bytes >= self._window_bytes:
+                break
+            if other is not None:
                 ahead_bytes += other.home.numel()
                 self._bring(other)
         assert away.here is not None, "it was brought"
         assert away.arrives is not None, "it was brought"
         self._crossing.follow(away.arrives)
+        away.is_followed = True
         typed = away.here.view(saved.dtype)
         return typed.as_strided(saved.size, saved.stride, saved.offset)
 
@@ -213,6 +226,7 @@ class Stash:
             # The memory was somebody else's until all that is computed by now is.
             away.arrives = self._crossing.inward(away.here, away.home, [away.gone, *self._crossing.computed()])
             self._brought.add(away)
+            self.returned_bytes += away.home.numel()
 
 
 def _memory_of(tensor: Tensor) -> int:

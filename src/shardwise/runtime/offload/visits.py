@@ -1,346 +1,228 @@
-"""State that lives on the host and visits the device to be updated there.
+"""What lives on the host visits the device to be updated there: the one mover of rounds.
 
-    device    forward | backward of 3, 2, 1, 0  | forward of 0, 1, 2, 3
-    in        s3  s2     s1  s0                   s3  s2
-    update               3   2   1   0
-    out                      s3  s2  s1  s0
+    compute   forward | backward, gradients of 3, 2, 1, 0 | forward of 0, 1, 2, 3
+    in        s3 s2        s1  s0                              ahead of its turn, as far as there are slots
+    update                 3   2   1   0                       when somebody asks for it and it is here
+    out                        s3  s2  s1  s0                  while others come
 
-State (fp32 weights, the optimizer's tensors) comes in ahead of its gradients, in the order in which the last backward
-gave them, into a few slots; it is updated beside the backward, and goes home while others come. A link carries both
-ways at once. For Adam that is 12 bytes a number each way, where cores would have to read and write 28; and as
-the device updates it, the numbers are the device's own, to the last bit.
+A round is what comes into one slot, is updated at once and goes home. Those that are expected come ahead, in the order
+in which they were asked for in the last step. One that is asked for comes before all that are expected, and if no slot
+is left, the one that is expected last makes room for it. A link carries both ways at once.
 
-Two threads, one for each way, issue a copy when the one before it is done. A GPU that has more copies of one stream to
-do does them first: with the next one always issued, a `loss.item()`, which is a copy too, waits for all of them, and a
-step of a Llama-3B took 1.08 s in place of 0.98 s (H200).
+`Visits` tells the device of everything as soon as it is asked: what has to wait does so there. `paced.py` tells it
+of one copy after the other.
 """
 
 import threading
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
-import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from shardwise.dataflow.cuda import CudaStream, new_stream
-from shardwise.dataflow.streams import Failures, Mark, Stream, ThreadStream
-from shardwise.runtime.offload.bucket import Bucket, MakeOptimizer, Part, cut, set_rate
+from shardwise.cost.memory import LEAVING_BYTES
+from shardwise.dataflow.leaving import Leaving
+from shardwise.dataflow.streams import Mark
+from shardwise.runtime.offload.crossing import Crossing
+from shardwise.runtime.offload.slots import Slots, in_runs
 
-#: Bytes of a piece with all its state. Larger ones hold more of the device's memory, smaller ones cost more starts.
-_PIECE_BYTES = 256 * 2**20
-
-#: The part of a GPU's memory that visitors get unless somebody says otherwise. What is there when a backward begins
-#: need not come in under it.
-_PART_OF_MEMORY = 1 / 12
-
-#: One piece on its way in, one updated, one on its way out.
-_LEAST_SLOTS = 3
-
-#: How often a thread looks whether a copy is done. A piece takes some 5 ms.
-_LOOK_SECONDS = 1e-4
-
-#: Copy one flat tensor into another after some marks; outward is to the host.
-CopyFn = Callable[[Tensor, Tensor, Sequence[Mark], bool], Mark]
+R = TypeVar("R", bound=Hashable)
+_OfOwner = TypeVar("_OfOwner", contravariant=True)
 
 
-@dataclass(eq=False)
-class _Piece:
-    """Numbers of a bucket that visit together. In `home` the first row is their weights, the others their state.
+class Homes(NamedTuple):
+    """What comes to a slot, from where it lives; and what else there has to be room for, in tensors like these."""
 
-    Each part is a weight of its own to the optimizer: it counts its own steps, and without a gradient is left alone.
-    """
-
-    bucket: Bucket
-    parts: list[Part]
-    home: Tensor
-    masters: list[nn.Parameter]
-    optimizer: Optimizer
-    #: The state's names by row, of each part. Before its first update it has none: optimizers make it when they step.
-    names: list[list[str]]
-    is_home: bool = True
-
-    @property
-    def length(self) -> int:
-        return self.home.shape[1]
-
-    def update(self, here: Tensor, flat: Tensor, gradients: list[Tensor | None], scale: float | None) -> None:
-        """Update at the device: `here` is what came from home, `flat` room for the gradients in fp32."""
-        for number, (index, of_parameter, of_piece) in enumerate(self.parts):
-            gradient, own = gradients[index], here[:, of_piece]
-            if gradient is None:
-                continue
-            flat[of_piece].copy_(gradient.reshape(-1)[of_parameter])
-            if gradient.is_cuda:  # Its memory is the backward's, which does not know of this stream.
-                gradient.record_stream(torch.cuda.current_stream(gradient.device))
-            master = self.masters[number]
-            master.data = own[0]
-            master.grad = flat[of_piece] if scale is None else flat[of_piece].mul_(scale)
-            self.optimizer.state[master].update(zip(self.names[number], own[1:], strict=False))
-        self.optimizer.step()
-        for number, (index, of_parameter, of_piece) in enumerate(self.parts):
-            if gradients[index] is not None:
-                self._take_over(number, here[:, of_piece])
-                self.bucket.parameters[index].data.view(-1)[of_parameter].copy_(here[0, of_piece])
-
-    def _take_over(self, number: int, own: Tensor) -> None:
-        """A part was updated: have all that the optimizer keeps of it in the rows that go home."""
-        master = self.masters[number]
-        master.grad = None
-        if not self.names[number]:
-            state = self.optimizer.state[master]
-            self.names[number] = _state_names(self.optimizer, master)
-            for name, row in zip(self.names[number], own[1:], strict=True):
-                row.copy_(state[name])
-                state[name] = row
+    coming: list[Tensor]
+    room: list[Tensor]
 
 
-class _Asked(NamedTuple):
-    """What a bucket is to be updated with: its gradients, and what they are multiplied with; the step's rate."""
+class Written(NamedTuple):
+    """Marks behind an update, and what it has written: where it lives, and where it is."""
 
-    gradients: list[Tensor | None]
-    #: Behind all that the device does with the old weights.
-    used: Mark
-    scale: float | None
-    rate: float | None
+    marks: list[Mark]
+    leaving: list[tuple[Tensor, Tensor]]
 
 
-class Visits:
-    """The state of some buckets on the host, updated at the device. Buckets are given in the order of a forward.
+class Owner(Protocol[_OfOwner]):
+    """Whose rounds they are."""
 
-    `on_update` is told of each bucket when its update is put on the device, with a mark behind its new weights.
-    """
+    def homes_of(self, one: _OfOwner) -> Homes:
+        """What comes with a round now."""
+        ...
 
-    def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        make_optimizer: MakeOptimizer,
-        pinned: Callable[[Sequence[int]], Tensor],
-        copy: CopyFn,
-        on_update: Callable[[Bucket, Mark], None],
-        room_bytes: int | None = None,
-    ) -> None:
-        device = buckets[0].parameters[0].device
-        self._copy, self._on_update = copy, on_update
-        self._failures = Failures()
-        self._stream: Stream
-        if device.type == "cuda":
-            self._stream = CudaStream(f"{device} update", new_stream(device), self._failures)
-        else:
-            self._stream = ThreadStream("update", self._failures)
-        num_rows = 1 + _num_states(make_optimizer, device)
-        longest = _PIECE_BYTES // (4 * num_rows)
-        sizes = {each: -(-each.size // -(-each.size // longest)) for each in buckets}
-        room = max(sizes.values())
-        num_pieces = sum(-(-each.size // sizes[each]) for each in buckets)
-        num_slots = min(num_pieces, max(_LEAST_SLOTS, (room_bytes or _room_bytes(device)) // (4 * num_rows * room)))
-        self._slots = [torch.empty(num_rows * room, device=device) for _ in range(num_slots)]
-        self._flat = torch.empty(room, device=device)
-        make = partial(
-            _make_pieces, pinned=pinned, num_rows=num_rows, make_optimizer=make_optimizer, memory=self._slots[0]
-        )
-        self._pieces = {each.number: make(each, sizes[each]) for each in buckets}
-        self._changed = threading.Condition()
-        #: The order in which a backward is expected to give gradients: that of the last one. And that of this one.
-        self._order = [piece for each in reversed(buckets) for piece in self._pieces[each.number]]
-        self._given: dict[_Piece, None] = {}
-        #: Pieces with gradients that are not updated yet, in the order in which they got them.
-        self._asked: dict[_Piece, _Asked] = {}
-        #: Pieces at the device, or on their way, that are not updated yet: their slot, and when they are there.
-        self._here: dict[_Piece, tuple[int, Mark]] = {}
-        #: Slots that nobody has, and after what they may be written.
-        self._free: deque[tuple[int, list[Mark]]] = deque((number, []) for number in range(num_slots))
-        #: Pieces that are updated and go home: their slot, and when they are updated.
-        self._leaving: deque[tuple[_Piece, int, Mark]] = deque()
-        self._num_away = 0
-        self._closed = False
-        self._threads = [
-            threading.Thread(target=self._guarded, args=(work,), name=f"shardwise-{way}", daemon=True)
-            for way, work in (("in", self._bring), ("out", self._take_home))
-        ]
-        for thread in self._threads:
-            thread.start()
+    def update(self, one: _OfOwner, here: list[Tensor], after: list[Mark]) -> Written:
+        """Put the update of a round, which is here once some marks are reached."""
+        ...
 
-    @property
-    def error(self) -> Exception | None:
-        """What went wrong beside the caller, if anything did."""
-        return self._failures.first
+    def is_sent(self, one: _OfOwner, marks: list[Mark]) -> None:
+        """What was updated of a round is at home once these marks are reached."""
+        ...
 
-    def update(
-        self, bucket: Bucket, gradients: list[Tensor | None], used: Mark, scale: float | None, rate: float | None
-    ) -> None:
-        """Update a bucket once `used` is reached. Nothing is waited for."""
-        asked = _Asked(gradients, used, scale, rate)
-        with self._changed:
-            for piece in self._pieces[bucket.number]:
-                self._asked[piece] = asked
-                self._given[piece] = None
-                self._num_away += 1
-                if piece in self._here:
-                    self._put_update(piece)
-            self._changed.notify_all()
 
-    def end_step(self) -> None:
-        """All gradients of a step were given: the next backward is expected to give them in the same order."""
-        with self._changed:
-            self._order = [*self._given, *(each for each in self._order if each not in self._given)]
-            self._given.clear()
-            self._changed.notify_all()
+class Here(NamedTuple):
+    """A round that is in a slot, or on its way there."""
+
+    slot: int
+    places: list[Tensor]
+    arrives: list[Mark]
+
+
+class Visits(Generic[R]):
+    """Rounds of one owner, given in the order in which a forward uses what they update."""
+
+    #: What went wrong beside the caller.
+    error: Exception | None = None
+
+    def __init__(self, owner: Owner[R], rounds: Iterable[R], slots: Slots, crossing: Crossing) -> None:
+        self._owner, self._slots, self._crossing = owner, slots, crossing
+        self.lock = threading.Condition()
+        self._number = {one: number for number, one in enumerate(rounds)}
+        #: The order in which a step is expected to ask. A backward goes the other way.
+        self._order = list(reversed(self._number))
+        self.is_open = False
+        #: Those that this step is expected to ask for and that have not come, and those it has asked for, in order.
+        self._coming: dict[R, None] = {}
+        self.given: dict[R, None] = {}
+        #: Those that were asked for and are not updated, and marks behind all that came before; those that are here.
+        self._asked: dict[R, list[Mark]] = {}
+        self._here: dict[R, Here] = {}
+        #: When those that were updated are at home.
+        self._back: dict[R, list[Mark]] = {}
+        self._apart = Leaving(LEAVING_BYTES)
+
+    def begin(self) -> None:
+        """A step begins: the first rounds come."""
+        with self.lock:
+            if not self.is_open:
+                self.is_open = True
+                self._coming = {one: None for one in self._order if one not in self.given}
+            self._advance()
+
+    def ask(self, rounds: Iterable[R]) -> None:
+        """Update these as soon as they are here, and after all that is computed by now."""
+        with self.lock:
+            used = self._crossing.computed()
+            for one in rounds:
+                if one not in self.given:
+                    self._settle([one])
+                    self._asked[one] = used
+                    self.given[one] = None
+                    self._coming.pop(one, None)
+            self._advance()
+
+    def end(self) -> None:
+        """A step has asked for all that it will. The next one is expected to ask in the same order."""
+        with self.lock:
+            self._order = [*self.given, *(one for one in self._order if one not in self.given)]
+            self.given.clear()
+            self.is_open = False
+            self._drop()
+
+    def settle(self, rounds: Iterable[R]) -> None:
+        """Have the updates put of those that were asked for."""
+        with self.lock:
+            self._settle(rounds)
+
+    def forget(self) -> None:
+        """What is here, or on its way, is old. Nothing is under way but that."""
+        with self.lock:
+            self.is_open = False
+            self._drop()
 
     def wait(self) -> None:
         """Wait until all that was updated is at home."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._num_away or self.error is not None)
+        for mark in [mark for marks in self._back.values() for mark in marks]:
+            mark.wait()
+        self._apart.wait()
 
     def close(self) -> None:
-        """End the threads, and give the device's memory back."""
+        """Let go of the slots."""
         self.wait()
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
-        self._stream.close()
+        for here in self._here.values():
+            for mark in here.arrives:
+                mark.wait()
         self._here.clear()
         self._slots.clear()
 
-    def _put_update(self, piece: _Piece) -> None:
-        """Have a piece updated that is here and has its gradients; then it leaves."""
-        gradients, used, scale, rate = self._asked.pop(piece)
-        slot, arrived = self._here.pop(piece)
-        done = self._stream.put(
-            partial(self._run, piece, slot, gradients, scale, rate), [used, arrived], lambda error: error
-        )
-        self._leaving.append((piece, slot, done))
-        self._changed.notify_all()
-        if not any(each in self._asked for each in self._pieces[piece.bucket.number]):
-            self._on_update(piece.bucket, done)
+    # What `paced.py` does otherwise.
 
-    def _run(
-        self, piece: _Piece, slot: int, gradients: list[Tensor | None], scale: float | None, rate: float | None
-    ) -> None:
-        set_rate([piece.optimizer], rate)
-        piece.update(self._room(piece, slot).view_as(piece.home), self._flat[: piece.length], gradients, scale)
+    def _advance(self) -> None:
+        """Update what is here and was asked for, and have others come, until there is nothing left to be told."""
+        for one in [each for each in self._asked if each in self._here]:
+            self._put_update(one)
+        while (following := self._next()) is not None:
+            self._bring(following)
+            if following in self._asked:
+                self._put_update(following)
 
-    def _room(self, piece: _Piece, slot: int) -> Tensor:
-        return self._slots[slot][: piece.home.numel()]
+    def _settle(self, rounds: Iterable[R]) -> None:
+        """Nothing that was asked for is put later."""
 
-    # The threads.
+    def _choose(self, wanted: Sequence[R]) -> R:
+        """Of several that were asked for, the one that comes first."""
+        return wanted[0]
 
-    def _guarded(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except Exception as error:
-            self._failures.note(error)
-            with self._changed:
-                self._changed.notify_all()
+    def _send(self, one: R, slot: int, written: Written) -> None:
+        """Have go home what was written."""
+        back = [self._crossing.homeward(home, here, written.marks) for home, here in in_runs(written.leaving)][-1:]
+        apart = self._apart_of(slot, written)
+        if apart:
+            self._apart.hold(back[0], *apart)
+            self._apart.sweep()
+        self._back[one] = back or written.marks
+        self._slots.give_back(slot, self._back[one])
+        self._owner.is_sent(one, back)
 
-    def _bring(self) -> None:
-        while True:
-            with self._changed:
-                while (piece := self._next()) is None and not self._is_over():
-                    self._changed.wait()
-                if piece is None:
-                    return
-                piece.is_home = False
-                slot, after = self._free.popleft()
-            arrived = self._copy(self._room(piece, slot), piece.home.view(-1), after, False)
-            with self._changed:
-                self._here[piece] = slot, arrived
-                if piece in self._asked:
-                    self._put_update(piece)
-            self._reach(arrived)
+    def _is_home(self, one: R) -> bool:  # noqa: ARG002 - what leaves it is put before it comes
+        """Whether a round could be told to come."""
+        return True
 
-    def _next(self) -> _Piece | None:
-        """The piece that is to come next: one that has its gradients, or else the one that is expected to have them."""
-        if self._is_over():
+    # ---------------------------------------------------------------------------------------------------------------
+
+    def _apart_of(self, slot: int, written: Written) -> list[Tensor]:
+        """Memory that an optimizer has taken by itself, as in its first step. It is nobody's when it was copied."""
+        return [here for _, here in written.leaving if not self._slots.has(slot, here)]
+
+    def _next(self) -> R | None:
+        """The round that is to come next: one that was asked for, or else the one that is expected to be."""
+        wanted = [one for one in self._asked if one not in self._here and self._is_home(one)]
+        if wanted:
+            if not self._slots.are_free:
+                self._make_room()
+            return self._choose(wanted) if self._slots.are_free else None
+        if not self.is_open or not self._slots.are_free:
             return None
-        wanted = next((each for each in self._asked if each not in self._here), None)
-        if wanted is not None:
-            if wanted.is_home and self._here and not self._free:
-                self._give_up()
-            return wanted if wanted.is_home and self._free else None
-        if not self._free:
-            return None
-        return next((each for each in self._order if each.is_home and each not in self._given), None)
+        return next((one for one in self._coming if one not in self._asked and self._is_home(one)), None)
 
-    def _give_up(self) -> None:
-        """Have the piece that came last, and is expected last, make room for one that is needed. It has not changed."""
-        piece, (slot, arrived) = self._here.popitem()
-        piece.is_home = True
-        self._free.append((slot, [arrived]))
+    def _make_room(self) -> None:
+        """Have the round that came last, of those that nobody asked for, leave as it is."""
+        one = next((one for one in reversed(self._here) if one not in self._asked), None)
+        if one is not None:
+            self._give_up(one)
+            self._coming = {one: None, **self._coming}
 
-    def _take_home(self) -> None:
-        while True:
-            with self._changed:
-                while not self._leaving and not self._is_over():
-                    self._changed.wait()
-                if not self._leaving:
-                    return
-                piece, slot, done = self._leaving.popleft()
-            self._reach(done)
-            self._reach(self._copy(piece.home.view(-1), self._room(piece, slot), [done], True))
-            with self._changed:
-                piece.is_home = True
-                self._free.append((slot, []))
-                self._num_away -= 1
-                self._changed.notify_all()
+    def _give_up(self, one: R) -> None:
+        here = self._here.pop(one)
+        self._slots.give_back(here.slot, here.arrives)
 
-    def _is_over(self) -> bool:
-        return self._closed or self.error is not None
+    def _drop(self) -> None:
+        for one in [each for each in self._here if each not in self._asked]:
+            self._give_up(one)
 
-    def _reach(self, mark: Mark) -> None:
-        """Wait for a mark, but not for one that an error keeps from being reached."""
-        while not mark.is_done() and self.error is None:
-            time.sleep(_LOOK_SECONDS)
+    def _bring(self, one: R) -> None:
+        homes = self._owner.homes_of(one)
+        slot, places, after = self._slots.take([*homes.coming, *homes.room])
+        pairs = in_runs(zip(places, homes.coming, strict=False))
+        after = [*after, *self._back.get(one, ())]
+        arrives = [self._crossing.inward(place, home, after) for place, home in pairs][-1:]
+        self._here[one] = Here(slot, places, arrives or after)
+        if one not in self._asked:  # Else it comes for the step before, and is expected once more.
+            self._coming.pop(one, None)
 
-
-def _make_pieces(
-    bucket: Bucket,
-    length: int,
-    *,
-    pinned: Callable[[Sequence[int]], Tensor],
-    num_rows: int,
-    make_optimizer: MakeOptimizer,
-    memory: Tensor,
-) -> list[_Piece]:
-    """A bucket's numbers in pieces, each with its weights at home."""
-    found = []
-    for parts in cut(bucket, length):
-        home = pinned((num_rows, parts[-1].of_piece.stop))
-        # Until it visits, the device's memory under a piece's weights is somebody's else: only their size is looked at.
-        masters = [nn.Parameter(memory[part.of_piece]) for part in parts]
-        optimizer = make_optimizer(masters)
-        names = [_state_names(optimizer, master) for master in masters]
-        for part, master, mine in zip(parts, masters, names, strict=True):
-            own = home[:, part.of_piece]
-            own[0].copy_(bucket.parameters[part.parameter].detach().view(-1)[part.of_parameter])
-            for name, row in zip(mine, own[1:], strict=False):
-                row.copy_(optimizer.state[master][name])
-                optimizer.state[master][name] = memory[part.of_piece]
-        found.append(_Piece(bucket, parts, home, masters, optimizer, names))
-    return found
-
-
-def _state_names(optimizer: Optimizer, parameter: nn.Parameter) -> list[str]:
-    """The tensors that an optimizer keeps for every number, by name."""
-    state = optimizer.state.get(parameter, {})
-    return [name for name, each in state.items() if isinstance(each, Tensor) and each.shape == parameter.shape]
-
-
-def _room_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 16 * _PIECE_BYTES
-    return int(torch.cuda.get_device_properties(device).total_memory * _PART_OF_MEMORY)
-
-
-def _num_states(make_optimizer: MakeOptimizer, device: torch.device) -> int:
-    probe = nn.Parameter(torch.zeros(3, device=device))
-    optimizer = make_optimizer([probe])
-    probe.grad = torch.zeros_like(probe)
-    optimizer.step()
-    return len(_state_names(optimizer, probe))
+    def _put_update(self, one: R) -> None:
+        used, (slot, places, arrives) = self._asked.pop(one), self._here.pop(one)
+        written = self._owner.update(one, places, [*used, *arrives])
+        if written.marks or written.leaving:
+            self._send(one, slot, written)
+        else:
+            self._slots.give_back(slot, arrives)

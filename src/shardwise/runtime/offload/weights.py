@@ -13,18 +13,19 @@ it and goes again, beside the computation. The update is that of any state on th
 gradient come with it.
 """
 
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.cost.memory import LEAVING_BYTES
+from shardwise.dataflow.leaving import Leaving
 from shardwise.dataflow.streams import Mark
 from shardwise.runtime.data.layers import Layers, Wrappable, named_in
 from shardwise.runtime.offload.crossing import Crossing
+from shardwise.runtime.offload.guest import Guest
 from shardwise.runtime.stage import Stage
 from shardwise.schedule.instruction import Instruction, Kind
 
@@ -34,52 +35,51 @@ _HALVES_OF_BACKWARD = (Kind.I, Kind.W)
 class HostWeight:
     """A parameter whose numbers, and those of its gradient, are on the host. It is a `Lodging`, and `Comes`."""
 
-    home: Tensor
     gradient: Tensor
-    _here: Tensor
+    _guest: Guest
+    #: It is divided on its way out.
+    scale = 1.0
 
-    def __init__(self, parameter: nn.Parameter, crossing: Crossing) -> None:
-        self.parameter, self._crossing = parameter, crossing
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter = parameter
         self.num_bytes = parameter.nbytes * (2 if parameter.requires_grad else 1)
         self.has_gradient = False
         #: That of the whole gradient, as the device computes it, if it was asked for.
         self.norm: Tensor | None = None
         self.sent: list[Mark] = []
-        self._renewed: list[Mark] = []
-        self._arrives: Mark | None = None
         self._holders: set[object] = set()
 
-    def move_in(self) -> None:
+    def move_in(self, crossing: Crossing) -> None:
         """Take the host's memory, and give back the device's."""
-        given = self.parameter.detach()
-        self.home = self._crossing.pinned(given.shape, given.dtype)
-        self.home.copy_(given)
-        if self.parameter.requires_grad:
-            self.gradient = self._crossing.pinned(given.shape, given.dtype)
         # Memory of its own: that of the parameter may be somebody else's too.
-        self._here = torch.empty_like(given)
-        self.parameter.data = self._here
-        self._here.untyped_storage().resize_(0)
+        here = self.parameter.detach().clone()
+        self.parameter.data = here
+        self._guest = Guest(here, crossing)
+        if self.parameter.requires_grad:
+            self.gradient = crossing.pinned(here.shape, here.dtype)
+
+    @property
+    def home(self) -> Tensor:
+        """The numbers, where they live."""
+        return self._guest.home
 
     @property
     def device_bytes(self) -> int:
         """What it takes on the device now."""
-        return self._here.untyped_storage().nbytes()
+        return self._guest.device_bytes
+
+    def fetch(self) -> None:
+        """It needs nothing else to be here before it can come."""
 
     def start(self) -> None:
         """Have it come, if it is not here or on its way."""
-        if self._arrives is None:
-            self._here.untyped_storage().resize_(self.home.nbytes)
-            # The memory was somebody else's until all that is computed by now is.
-            after = [*self._renewed, *self._crossing.computed()]
-            self._arrives, self._renewed = self._crossing.inward(self._here, self.home, after), []
+        self._guest.start()
 
     def hold(self, holder: object) -> None:
         """Have it here, for what is computed next, until `holder` lets go."""
         self._holders.add(holder)
         self.start()
-        assert self._arrives is not None, "it was told to come"
-        self._crossing.follow(self._arrives)
+        self._guest.follow()
 
     def let_go(self, holder: object) -> None:
         """This holder needs it no longer."""
@@ -90,39 +90,25 @@ class HostWeight:
     def leave(self) -> None:
         """Nobody needs it."""
         self._holders.clear()
-        if self._arrives is not None:
-            self._crossing.follow(self._arrives)
-            self._here.untyped_storage().resize_(0)
-            self._arrives = None
+        self._guest.leave()
 
     def is_renewed(self, marks: Sequence[Mark]) -> None:
         """The numbers at home are new once these marks are reached; what is here is old."""
-        self.leave()
-        self._renewed += marks
+        self._holders.clear()
+        self._guest.is_renewed(marks)
 
     def wait(self) -> None:
         """Have what is at home be the newest."""
-        for mark in [*self._renewed, *self.sent]:
+        self._guest.wait()
+        for mark in self.sent:
             mark.wait()
-        self._renewed.clear()
-
-
-class _Leaving(NamedTuple):
-    """Memory of the device that a copy still reads."""
-
-    mark: Mark
-    memory: tuple[Tensor, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(each.nbytes for each in self.memory)
 
 
 class HostWeights:
     """The weights of some units of this process's stages, on the host: at least a part of all bytes that units have.
 
-    Nothing is there before `move_in`. `apart` are the names of parameters that others add gradients to: they stay on
-    the device.
+    They are `Lodgers`: nothing is there before `move_in`. `apart` are the names of parameters that others add gradients
+    to: they stay on the device.
     """
 
     def __init__(
@@ -130,11 +116,9 @@ class HostWeights:
         module: nn.Module,
         stages: Mapping[int, Stage],
         fraction: float,
-        crossing: Crossing,
         *,
         apart: Collection[str] = (),
     ) -> None:
-        self._crossing = crossing
         self._layers = {number: Layers(stage) for number, stage in stages.items() if isinstance(stage, Wrappable)}
         stays = named_in(module, {*apart, *(name for each in self._layers.values() for name in each.in_glue)})
         units = {
@@ -142,13 +126,12 @@ class HostWeights:
             for layers in self._layers.values()
             for unit in layers.units
         }
-        self.weights = {each: HostWeight(each, crossing) for each in choose_weights(units, fraction)}
+        self.weights = {each: HostWeight(each) for each in choose_weights(units, fraction)}
         for layers in self._layers.values():
             own = {unit: [self.weights[each] for each in units[unit] if each in self.weights] for unit in layers.units}
             layers.attach(own)
         self._stage: int | None = None
-        self._leaving: deque[_Leaving] = deque()
-        self._leaving_bytes = 0
+        self._leaving = Leaving(LEAVING_BYTES)
 
     @property
     def num_bytes(self) -> int:
@@ -180,10 +163,11 @@ class HostWeights:
                 mark.wait()
         return {parameter: each.gradient for parameter, each in found.items()}
 
-    def move_in(self) -> None:
+    def move_in(self, crossing: Crossing) -> None:
         """Take the host's memory."""
+        self._crossing = crossing
         for each in self.weights.values():
-            each.move_in()
+            each.move_in(crossing)
 
     @property
     def norms(self) -> dict[nn.Parameter, Tensor]:
@@ -235,15 +219,14 @@ class HostWeights:
             _finish(weight, gradient, None, divisor, measures)
         mark = self._crossing.outward(weight.gradient, memory[0], [*weight.sent, *marks])
         weight.has_gradient, weight.sent = True, [mark]
-        self._leaving.append(_Leaving(mark, memory))
-        self._leaving_bytes += self._leaving[-1].num_bytes
-        self._sweep(LEAVING_BYTES)
+        self._leaving.hold(mark, *memory)
+        self._leaving.sweep()
 
     def wait(self) -> None:
         """Wait until what is at home is the newest."""
         for each in self.weights.values():
             each.wait()
-        self._sweep(0)
+        self._leaving.wait()
 
     def close(self) -> None:
         """Bring all weights back for good."""
@@ -251,12 +234,6 @@ class HostWeights:
         self.wait()
         for each in self.weights.values():
             each.hold(self)
-
-    def _sweep(self, most_bytes: int) -> None:
-        """Let go of memory whose copies are over, and wait for some if more than so much is held."""
-        while self._leaving and (self._leaving_bytes > most_bytes or self._leaving[0].mark.is_done()):
-            self._leaving[0].mark.wait()
-            self._leaving_bytes -= self._leaving.popleft().num_bytes
 
 
 def _can_go(parameter: nn.Parameter) -> bool:
@@ -273,7 +250,17 @@ def _finish(weight: HostWeight, total: Tensor, more: Tensor | None, divisor: flo
         weight.norm = nn.utils.get_total_norm([total]) if measures else None
 
 
-def choose_weights(units: Mapping[str, Sequence[nn.Parameter]], fraction: float) -> list[nn.Parameter]:
+class _Sized(Protocol):
+    """A weight, or several that go together."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+_Weight = TypeVar("_Weight", bound=_Sized)
+
+
+def choose_weights(units: Mapping[str, Sequence[_Weight]], fraction: float) -> list[_Weight]:
     """The weights that live on the host: of so many units, spread evenly, as have at least this part of all bytes."""
     names = list(units)
     most = fraction * sum(each.nbytes for each in {each for own in units.values() for each in own})

@@ -21,6 +21,9 @@ from shardwise.runtime.data.bucket import Bucket
 from shardwise.runtime.data.layout import Slot, Span
 from shardwise.runtime.data.tensorwise import Joining
 
+#: Gives some numbers of a bucket that this rank has, on the device.
+Read = Callable[[Bucket, Span], Tensor]
+
 
 class Owned(NamedTuple):
     """A parameter that has an owner."""
@@ -39,7 +42,7 @@ class Owners:
         self._mine = self._of[group.rank]
         #: What each rank has of each parameter.
         self._spans = [_spans_by_slot((entry.bucket for entry in entries), rank) for rank in range(group.size)]
-        self.weights = [nn.Parameter(self._joined(entry, part)) for entry, part in self._to_owners(_weight)]
+        self.weights = [nn.Parameter(self._joined(entry, part)) for entry, part in self._to_owners(_weight, self._of)]
 
     @property
     def names(self) -> list[tuple[str, int]]:
@@ -49,43 +52,50 @@ class Owners:
     @torch.no_grad()
     def refresh(self) -> None:
         """The ranks' pieces were changed from outside: take them over."""
-        for weight, (entry, part) in zip(self.weights, self._to_owners(_weight), strict=True):
+        for weight, (entry, part) in zip(self.weights, self._to_owners(_weight, self._of), strict=True):
             weight.copy_(self._joined(entry, part))
 
     @torch.no_grad()
     def give(self, used: Callable[[Bucket], Sequence[bool]]) -> None:
         """Bring the gradients to the owners."""
-        for weight, (entry, part) in zip(self.weights, self._to_owners(_gradient), strict=True):
+        for weight, (entry, part) in zip(self.weights, self._to_owners(_gradient, self._of), strict=True):
             whole = self._joined(entry, part).to(weight.dtype)
             weight.grad = whole if used(entry.bucket)[entry.number] else None
 
     @torch.no_grad()
     def take_back(self) -> None:
         """Bring the new weights to the ranks' pieces."""
-        size, rank = self._group.size, self._group.rank
         wholes = [self._cut(entry, weight) for entry, weight in zip(self._mine, self.weights, strict=True)]
         for weight in self.weights:
             weight.grad = None
-        like = self.weights[0] if self.weights else _weight_of(self._of)
-        sent = [[w[s.start : s.stop] for e, w in zip(self._mine, wholes, strict=True) for s in self._part(e, other)]
+        self._send_back(self._of, wholes)
+
+    def _send_back(self, of: Sequence[Sequence[Owned]], wholes: Sequence[Tensor]) -> None:
+        """Bring the parameters of some owners, of which this rank's are `wholes`, to the ranks' pieces."""
+        size, rank = self._group.size, self._group.rank
+        bucket = next(entry for entries in of for entry in entries).bucket
+        like = torch.empty(0, dtype=bucket.kept.dtype, device=bucket.home.device)
+        sent = [[w[s.start : s.stop] for e, w in zip(of[rank], wholes, strict=True) for s in self._part(e, other)]
                 for other in range(size)]  # fmt: skip
-        lengths = [sum(s.length for e in self._of[other] for s in self._part(e, rank)) for other in range(size)]
+        lengths = [sum(s.length for e in of[other] for s in self._part(e, rank)) for other in range(size)]
         arrived = self._exchange(sent, lengths, like)
         for other in range(size):
             at = 0
-            for entry in self._of[other]:
+            for entry in of[other]:
                 for span in self._part(entry, rank):
                     _weight(entry.bucket, span).copy_(arrived[other][at : at + span.length])
                     at += span.length
 
-    def _to_owners(self, read: Callable[[Bucket, Span], Tensor]) -> list[tuple[Owned, Tensor]]:
-        """Each parameter of this rank's, flattened, from the pieces that `read` gives on every rank."""
+    def _to_owners(self, read: Read, of: Sequence[Sequence[Owned]]) -> list[tuple[Owned, Tensor]]:
+        """Each parameter of this rank's, of some, flattened, from the pieces that `read` gives on every rank."""
         size, rank = self._group.size, self._group.rank
-        sent = [[read(e.bucket, s) for e in self._of[other] for s in self._part(e, rank)] for other in range(size)]
-        lengths = [sum(s.length for e in self._mine for s in self._part(e, other)) for other in range(size)]
-        arrived = self._exchange(sent, lengths, next((part for parts in sent for part in parts), _weight_of(self._of)))
+        sent = [[read(e.bucket, s) for e in of[other] for s in self._part(e, rank)] for other in range(size)]
+        lengths = [sum(s.length for e in of[rank] for s in self._part(e, other)) for other in range(size)]
+        # A rank that has no piece sends nothing, of the others' type.
+        first = next(entry for entries in of for entry in entries)
+        arrived = self._exchange(sent, lengths, read(first.bucket, Span(first.slot, 0, 0, 0)))
         places, found = [0] * size, []
-        for entry in self._mine:
+        for entry in of[rank]:
             parts = []
             for other in range(size):
                 for span in self._part(entry, other):
@@ -137,8 +147,3 @@ def _weight(bucket: Bucket, span: Span) -> Tensor:
 
 def _gradient(bucket: Bucket, span: Span) -> Tensor:
     return bucket.result[span.at : span.at + span.length]
-
-
-def _weight_of(owned: Sequence[Sequence[Owned]]) -> Tensor:
-    entry = next(entry for entries in owned for entry in entries)
-    return entry.bucket.kept

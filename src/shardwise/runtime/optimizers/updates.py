@@ -12,6 +12,7 @@ from shardwise.runtime.data.bucket import Bucket
 from shardwise.runtime.data.tensorwise import Joining
 from shardwise.runtime.offload.room import number_bytes_of
 from shardwise.runtime.offload.states import HostStates
+from shardwise.runtime.optimizers.lodged_owners import LodgedOwners
 from shardwise.runtime.optimizers.owners import Owned, Owners
 from shardwise.runtime.optimizers.share import Share, make_on_pieces, sort_out
 
@@ -77,16 +78,17 @@ class Updates:
             return
         if cut != names:
             self._add(share, names - cut, are_cut=False)
-        by_group: dict[Group, list[Owned]] = {}
+        by_group: dict[tuple[Group, bool], list[Owned]] = {}
         for bucket in self._buckets:
             for number, slot in enumerate(bucket.layout.slots):
                 if slot.name in cut:
-                    by_group.setdefault(bucket.sharing, []).append(Owned(bucket, slot, number))
+                    key = (bucket.sharing, bucket.is_lodged)
+                    by_group.setdefault(key, []).append(Owned(bucket, slot, number))
         owned: list[nn.Parameter] = []
         called: list[tuple[str, int]] = []
-        for group, entries in by_group.items():
+        for (group, is_lodged), entries in by_group.items():
             costs = [self._cost_of(entry.slot.name) for entry in entries]
-            owners = Owners(entries, group, costs, self._joining)
+            owners = (LodgedOwners if is_lodged else Owners)(entries, group, costs, self._joining)
             self._owners.append(owners)
             owned += owners.weights
             called += owners.names
@@ -129,6 +131,11 @@ class Updates:
             bucket.take_back()
 
     @property
+    def lodged(self) -> list[LodgedOwners]:
+        """What makes parameters whole of pieces that live on the host."""
+        return [each for each in self._owners if isinstance(each, LodgedOwners)]
+
+    @property
     def owned(self) -> list[nn.Parameter]:
-        """Whole weights that this rank has for its optimizers, beside its pieces."""
-        return [weight for owners in self._owners for weight in owners.weights]
+        """Whole weights that this rank has on the device for its optimizers, beside its pieces."""
+        return [weight for each in self._owners if not isinstance(each, LodgedOwners) for weight in each.weights]

@@ -47,10 +47,13 @@ class Chances:
             with _Drawing(self, seed):
                 yield
 
-    def check_draw(self) -> None:
-        """Note a draw, and refuse one that would be made again in the backward, where the others draw too."""
+    def check_draw(self, around: object) -> None:
+        """Note a draw, and refuse one that would be made again in the backward, where the others draw too.
+
+        There somebody else than `around` the stage takes what autograd saves.
+        """
         self.have_drawn = True
-        is_recomputed = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        is_recomputed = _savers() != around
         if self._trains and (is_recomputed or not torch.is_grad_enabled()):
             raise ShardwiseError(
                 "a part that is recomputed in the backward (checkpointed) draws random numbers, and with several"
@@ -59,12 +62,17 @@ class Chances:
             )
 
 
+def _savers() -> object:
+    """Who takes what autograd saves in this thread."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
 class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation of a stage, and lets those that draw do so from the stage's own state."""
 
     def __init__(self, chances: Chances, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._chances = chances
+        self._chances, self._around = chances, _savers()
         self._state = torch.Generator().manual_seed(seed).get_state()
 
     def __torch_dispatch__(
@@ -73,7 +81,7 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         del types
         if not draws(func, args, kwargs or {}):
             return func(*args, **(kwargs or {}))
-        self._chances.check_draw()
+        self._chances.check_draw(self._around)
         with _ONE_AT_A_TIME:
             before = torch.get_rng_state()
             torch.set_rng_state(self._state)

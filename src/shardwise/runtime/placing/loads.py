@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from shardwise.runtime.offload.stash import LEAST_BYTES
 from shardwise.runtime.split.arguments import Signature
 from shardwise.runtime.split.choose import Wishes, choose, costs_of
 from shardwise.runtime.split.flow import Flow
@@ -27,6 +29,10 @@ class Load:
     states: Mapping[str, int]
     #: Bytes of activations: what one microbatch's forward leaves for its backward, or hands on.
     kept_bytes: int
+    #: Of these, pieces that are too small to go to the host.
+    small_bytes: int = 0
+    #: What it is given by the unit before it: where a stage begins with it, that stays on the device.
+    given_bytes: int = 0
 
 
 def state_bytes(module: nn.Module, *, moments: int) -> dict[str, int]:
@@ -99,13 +105,16 @@ def loads_of(
     """The calls of units on the example, with what was measured there."""
     sizes, first_names = state_bytes(module, moments=moments), _first_names(module)
     nothing = Wishes(num_stages=1)
-    kept = _kept_bytes(module, units, example) if trains(module) else _returned_bytes(flow)
+    returned = _returned_bytes(flow)
+    kept = _kept_bytes(module, units, example) if trains(module) else [_Kept(each) for each in returned]
     return [
         Load(
             unit=call.unit,
             cost=cost,
             states={key: sizes[key] for key in {*_names_in(units[call.unit], first_names), *call.touched}},
-            kept_bytes=kept[number],
+            kept_bytes=kept[number].num_bytes,
+            small_bytes=kept[number].small_bytes,
+            given_bytes=returned[number - 1] if number else 0,
         )
         for number, (call, cost) in enumerate(zip(flow.calls, costs_of(flow, nothing), strict=True))
     ]
@@ -117,6 +126,7 @@ def _sum_of(one: Load, other: Load) -> Load:
         cost=one.cost + other.cost,
         states={**one.states, **other.states},
         kept_bytes=one.kept_bytes + other.kept_bytes,
+        small_bytes=one.small_bytes + other.small_bytes,
     )
 
 
@@ -138,24 +148,35 @@ def _returned_bytes(flow: Flow) -> list[int]:
     ]
 
 
-def _kept_bytes(module: nn.Module, units: Mapping[str, nn.Module], example: Batch) -> list[int]:
-    """What autograd would keep for each call of a unit, in order; what glue keeps is the last unit's."""
-    seen = {each.untyped_storage().data_ptr() for each in [*module.parameters(), *module.buffers()]}
-    kept: list[int] = []
+@dataclass(slots=True)
+class _Kept:
+    """What autograd keeps of one call, and how much of it is in small pieces."""
+
+    num_bytes: int = 0
+    small_bytes: int = 0
+
+
+def _kept_bytes(module: nn.Module, units: Mapping[str, nn.Module], example: Batch) -> list[_Kept]:
+    """What autograd would keep for each call of a unit, in order; what glue keeps is the last unit's.
+
+    It is counted and let go: there may be no room for all of it.
+    """
+    # While memory is referred to, weakly, no other can have its address.
+    seen: dict[int, StorageWeakRef] = {}
+    there = {each.untyped_storage()._cdata for each in [*module.parameters(), *module.buffers()]}
+    kept: list[_Kept] = []
     args, kwargs = Signature(module).arguments(example)
 
     def begin(*_: Any) -> None:
-        kept.append(0)
+        kept.append(_Kept())
 
     def count(tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        if kept and storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
-            alive.append(tensor)
-            kept[-1] += storage.nbytes()
+        if kept and storage._cdata not in seen and storage._cdata not in there:
+            seen[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            kept[-1].num_bytes += storage.nbytes()
+            kept[-1].small_bytes += storage.nbytes() if storage.nbytes() < LEAST_BYTES else 0
 
-    # A storage that is gone would leave its address to another, which would not be counted then.
-    alive: list[Tensor] = []
     hooks = [unit.register_forward_pre_hook(begin) for unit in units.values()]
     before = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:

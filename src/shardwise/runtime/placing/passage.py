@@ -21,7 +21,9 @@ from shardwise.runtime.placing.joining import Joint
 from shardwise.runtime.placing.meeting import Meeting, give_back, lend, moved
 from shardwise.runtime.placing.places import Place
 from shardwise.runtime.placing.rows import rows_of
+from shardwise.runtime.placing.stashes import Stashes
 from shardwise.runtime.placing.threads import Mail, Surroundings, run_together
+from shardwise.runtime.split.outline import leaves_of
 from shardwise.runtime.stage import Batch, Split, Stage, Values
 from shardwise.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind
 from shardwise.schedule.schedule import Schedule
@@ -42,10 +44,11 @@ class _PlacedStage:
 
     inner: Stage
     stage: int
-    device: torch.device
+    place: Place
     lent: dict[Tensor, Tensor]
     chances: Chances | None
     meets: bool
+    stashes: Stashes | None
 
     def __post_init__(self) -> None:
         self.parameters, self.buffers = self.inner.parameters, self.inner.buffers
@@ -54,11 +57,19 @@ class _PlacedStage:
         """Compute on one microbatch: see `Stage.run`."""
         assert isinstance(batch, _Microbatch), "places are given numbered microbatches"
         with ExitStack() as stack:
+            if self.stashes is not None and torch.is_grad_enabled():
+                stack.enter_context(self.stashes.saving_at(self.place, self._there_anyway(values, batch)))
             if self.meets:
-                stack.enter_context(Meeting(self.device, self.lent))
+                stack.enter_context(Meeting(self.place.device, self.lent))
             if self.chances is not None:
-                stack.enter_context(self.chances.of(self.stage, batch.number, self.device))
+                stack.enter_context(self.chances.of(self.stage, batch.number, self.place.device))
             return self.inner.run(values, batch)
+
+    def _there_anyway(self, values: Values, batch: Batch) -> list[Tensor]:
+        """What is on the device whether this forward saves it or not."""
+        given = [each for each in leaves_of(dict(batch)) if isinstance(each, Tensor)]
+        weights = [*self.parameters.values(), *self.buffers.values(), *self.lent.values()]
+        return [*weights, *values.values(), *given]
 
 
 class Passage:
@@ -73,8 +84,9 @@ class Passage:
         *,
         num_threads: int,
         chances: Chances | None,
+        stashes: Stashes | None = None,
     ) -> None:
-        self.schedule, self.places = schedule, places
+        self.schedule, self.places, self._stashes = schedule, places, stashes
         self._rows = [rows_of(each) for each in microbatches]
         self._num_threads = num_threads
         self._lent = _lend_ties(schedule, split, places)
@@ -84,10 +96,11 @@ class Passage:
             _PlacedStage(
                 inner=stage,
                 stage=number,
-                device=places[ranks[number]].device,
+                place=places[ranks[number]],
                 lent=self._lent[number],
                 chances=chances,
                 meets=several or bool(self._lent[number]),
+                stashes=stashes,
             )
             for number, stage in enumerate(split.stages)
             if stage is not None
@@ -154,6 +167,8 @@ class Passage:
             for receive in expected.pop((stage, microbatch), []):
                 interpreter.receiver(receive)(mail.collect((receive.peer, stage, microbatch)))
             interpreter.compute(instruction)
+            if kind is Kind.I and self._stashes is not None:
+                self._stashes.put_away(self.places[interpreter.rank])
         elif kind in SENDS:
             assert peer is not None, f"{instruction} names no peer"
             target = self.places[self.schedule.placement.ranks[peer]].device

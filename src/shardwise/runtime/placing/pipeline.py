@@ -23,6 +23,7 @@ from shardwise.runtime.placing.joining import Joint
 from shardwise.runtime.placing.passage import Passage
 from shardwise.runtime.placing.places import Place
 from shardwise.runtime.placing.rows import cut_rows, home_of, inputs_with_gradient, rows_of
+from shardwise.runtime.placing.stashes import Stashes
 from shardwise.runtime.stage import Batch, Split
 from shardwise.schedule.schedule import Schedule
 
@@ -38,8 +39,9 @@ class Pipeline:
         *,
         num_microbatches: int,
         make_schedule: Callable[[int], Schedule],
+        stashes: Stashes | None = None,
     ) -> None:
-        self.split, self.places = split, places
+        self.split, self.places, self._stashes = split, places, stashes
         self._module, self._make, self._most = module, make_schedule, num_microbatches
         self._num_host = sum(place.device.type == "cpu" for place in places)
         self._schedules: dict[int, tuple[Schedule, Schedule]] = {}
@@ -63,6 +65,7 @@ class Pipeline:
             microbatches,
             num_threads=max(1, torch.get_num_threads() // max(1, self._num_host)),
             chances=chances,
+            stashes=self._stashes,
         )
         joint = flight.passage.forward()
         if chances is not None:

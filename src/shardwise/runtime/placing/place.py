@@ -11,7 +11,7 @@ from shardwise.runtime.placing.host import divide
 from shardwise.runtime.placing.layout import no_room
 from shardwise.runtime.placing.loads import loads_without_example, state_bytes, trains
 from shardwise.runtime.placing.placed import Placed, Wish
-from shardwise.runtime.placing.places import find_places
+from shardwise.runtime.placing.places import find_places, multiplied
 from shardwise.runtime.stage import Batch
 
 #: What the host beside GPUs is for.
@@ -32,6 +32,7 @@ def place(
     through_blocks: bool = False,
     host: Literal["auto", "stream", "compute"] = "auto",
     folder: Path | str | None = None,
+    activations_on_host: float | None = None,
 ) -> Placed:
     """Return a module like the one given, over several devices of this process.
 
@@ -46,9 +47,16 @@ def place(
     pipelines are laid out at the first forward, from its batch. `through_blocks` is that of `parallelize`.
 
     With `"cpu"` beside GPUs, what these have no room for lives on the host: its weights come to them ahead of their use
-    (`host="stream"`), or the host computes it (`"compute"`), or whichever takes less time (`"auto"`). What is not
-    trained and has no room on the host either stays in the safetensors of `folder`.
+    (`host="stream"`), or the host computes it (`"compute"`), or whichever takes less time (`"auto"`). What has no room
+    on the host either is on disk, in `folder`: in its safetensors, or, if it is trained, in files of our own.
+    Activations that have no room on a device go to the host too, where that takes less time: `activations_on_host` is
+    the part of them, from 0 to 1, or what is found out. `reason` says what was compared.
     """
+    if activations_on_host is not None and not 0.0 <= activations_on_host <= 1.0:
+        raise ShardwiseError(
+            f"activations_on_host={activations_on_host}: it is a part of them, from 0 to 1",
+            remedy="activations_on_host=0.5, or nothing: then it is found out",
+        )
     if host not in HOSTS:
         raise unknown("host", host, HOSTS)
     if microbatches < 1:
@@ -60,9 +68,9 @@ def place(
         )
     sizes = state_bytes(module, moments=moments)
     held = sum(each.numel() * each.element_size() for each in module.parameters() if each.device.type == "cpu")
-    places = find_places(devices, budget=budget, speeds=speeds, held_bytes=held)
+    places = find_places(devices, budget=budget, speeds=speeds, held_bytes=held, dtype=multiplied(module))
     computing, memory = divide(places, host)
-    may_stay_on_disk = bool(memory) and not trains(module)
+    may_stay_on_disk = bool(memory) and (not trains(module) or folder is not None)
     if sum(sizes.values()) > sum(each.room_bytes for each in places) and not may_stay_on_disk:
         loads = loads_without_example(module, moments=moments)
         raise no_room(loads, places, range(len(places)), num_in_flight=1)
@@ -74,6 +82,7 @@ def place(
         through_blocks=through_blocks,
         host=host,
         folder=folder,
+        activations_on_host=activations_on_host,
     )
     placed = Placed(module, places, wish)
     if example is not None or microbatches == 1 or (memory and len(computing) == 1):

@@ -7,22 +7,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from shardwise.cluster.local import available_bytes
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
 from shardwise.runtime.pipeline import schedule_of
-from shardwise.runtime.placing.deciding import Decision, decide
-from shardwise.runtime.placing.host import HostWeights, Unit, divide, lay_out_streams
-from shardwise.runtime.placing.layout import NoRoomError, fits, lay_out
+from shardwise.runtime.placing.deciding import Question, Way, check_host, decide, parts_of
+from shardwise.runtime.placing.host import HostWeights, divide
+from shardwise.runtime.placing.hosting import Hosting, hosted_bytes
+from shardwise.runtime.placing.layout import NoRoomError, by_rank, fits, lay_out
 from shardwise.runtime.placing.loads import Load, find_loads, loads_of, trains
 from shardwise.runtime.placing.meeting import moved
 from shardwise.runtime.placing.moving import Mover, settle
 from shardwise.runtime.placing.pipeline import Pipeline
 from shardwise.runtime.placing.places import Place
 from shardwise.runtime.placing.rows import cut_rows, home_of, rows_of
+from shardwise.runtime.placing.stashes import Stashes
 from shardwise.runtime.split import split
 from shardwise.runtime.split.choose import Chosen, Wishes, choose
+from shardwise.runtime.split.outline import leaves_of
 from shardwise.runtime.split.parts import inseparable_calls
 from shardwise.runtime.stage import Batch, Split
 from shardwise.schedule.schedule import Schedule
@@ -39,6 +43,8 @@ class Wish:
     through_blocks: bool
     host: str = "auto"
     folder: Path | str | None = None
+    #: The part of activations on the host; None is what there is no room for.
+    activations_on_host: float | None = None
 
     def make_schedule(self, num_places: int, count: int) -> Schedule:
         """The schedule for so many microbatches, computation only."""
@@ -65,6 +71,8 @@ class Placed(nn.Module):
         self.where: dict[str, Place] = {}
         #: Why the host is used as it is, where it had to be.
         self.reason = ""
+        #: The part of the activations that is on the host, if any is.
+        self.stashes: Stashes | None = None
         self._mover: Mover | None = None
         self._host: HostWeights | None = None
         self._pipeline: Pipeline | None = None
@@ -76,18 +84,21 @@ class Placed(nn.Module):
         if self._wish.microbatches == 1 or self._is_by_layers or _has_cache(kwargs):
             if not self.where:
                 self.lay_out(None)
-            return module(*args, **kwargs)
+            return self._run_by_layers(module, args, kwargs)
         batch = self._batch(args, kwargs)
         if self._pipeline is None:
             self.lay_out(batch)
-        return module(*args, **kwargs) if self._pipeline is None else self._pipeline.run(batch)
+        return self._run_by_layers(module, args, kwargs) if self._pipeline is None else self._pipeline.run(batch)
 
     def lay_out(self, example: Batch | None) -> None:
         """Decide where everything goes, from a batch if there is one, and bring it there."""
         devices, memory = divide(self.places, self._wish.host)
+        part = self._wish.activations_on_host
         try:
             # One device beside the host goes layer by layer: there is nobody else to be kept busy.
-            self._lay_out_on(devices, example, is_alone=bool(memory) and len(devices) == 1)
+            self._lay_out_on(
+                devices, example, Hosting(part=part) if part else None, is_alone=_is_alone(devices, memory)
+            )
         except NoRoomError:
             if not memory:
                 raise
@@ -147,13 +158,23 @@ class Placed(nn.Module):
                 given[name] = value
         return given
 
-    def _lay_out_on(self, places: Sequence[Place], example: Batch | None, *, is_alone: bool) -> None:
+    def _run_by_layers(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.stashes is None or not torch.is_grad_enabled():
+            return module(*args, **kwargs)
+        given = [each for each in leaves_of((args, kwargs)) if isinstance(each, Tensor)]
+        guests = [] if self._host is None else self._host.guests
+        with self.stashes.saving([*module.parameters(), *module.buffers(), *guests, *given]):
+            return module(*args, **kwargs)
+
+    def _lay_out_on(
+        self, places: Sequence[Place], example: Batch | None, hosting: Hosting | None, *, is_alone: bool
+    ) -> None:
         """Put everything on some of the places, each of which computes what it has."""
         module: nn.Module = self.__dict__["_placed"]
         if example is not None and self._wish.microbatches > 1 and not is_alone:
-            where = self._lay_out_stages(module, places, example)
+            where = self._lay_out_stages(module, places, example, hosting)
         else:
-            where = self._lay_out_units(module, places, example)
+            where = self._lay_out_units(module, places, example, hosting)
         self._is_by_layers = is_alone
         self.where = {name: where.get(name, places[0]) for name in _names(module)}
         settle(module, {name: place.device for name, place in self.where.items()})
@@ -163,33 +184,55 @@ class Placed(nn.Module):
         module, wish = self.__dict__["_placed"], self._wish
         example = None if example is None else _at_home(example, module)
         loads = find_loads(module, example, moments=wish.moments)
-        units: list[Unit] = []
-        try:
-            units = lay_out_streams(module, loads, devices, memory, moments=wish.moments)
-            decision = Decision(streams=True, reason="streamed, as was asked for")
-            if wish.host == "auto":
-                several = wish.microbatches > 1
-                decision = decide(loads, units, self.places, trains=trains(module), is_pipelined=several)
-        except NoRoomError as error:
-            if wish.host == "stream":
-                raise
-            # Activations stay where they are computed. A host that computes holds those of its own units.
-            decision = Decision(streams=False, reason=f"not streamed: {error.problem}")
-        self.reason = decision.reason
-        if not decision.streams:
-            self._lay_out_on(self.places, example, is_alone=False)
-            return
-        self._host = HostWeights(module, units, memory, wish.folder)
-        self._is_by_layers = True
-        self.where = self._host.where
-        self._install_mover(module, self._host.devices)
+        choice = decide(
+            Question(
+                module=module,
+                loads=loads,
+                devices=devices,
+                memory=memory,
+                moments=wish.moments,
+                is_pipelined=wish.microbatches > 1 and not _is_alone(devices, memory),
+                host=wish.host,
+                part=wish.activations_on_host,
+                has_folder=wish.folder is not None,
+            )
+        )
+        self.reason = choice.reason
+        for number, way in enumerate(choice.ways):
+            try:
+                self._go(way, devices, memory, example)
+                return
+            except NoRoomError:  # Stages are of whole units, so there may be less room than it seemed.
+                if number == len(choice.ways) - 1:
+                    raise
 
-    def _lay_out_units(self, module: nn.Module, places: Sequence[Place], example: Batch | None) -> dict[str, Place]:
+    def _go(self, way: Way, devices: Sequence[Place], memory: Sequence[Place], example: Batch | None) -> None:
+        """Make room in one of the ways."""
+        module = self.__dict__["_placed"]
+        if way.host_computes:
+            self._lay_out_on(self.places, example, None, is_alone=False)
+        elif not way.units:
+            self._lay_out_on(devices, example, way.hosting, is_alone=_is_alone(devices, memory))
+        else:
+            room = sum(place.room_bytes for place in memory)
+            self._host = HostWeights(module, way.units, room - way.hosted_bytes, memory[0], self._wish.folder)
+            self._is_by_layers = True
+            self.where = self._host.where
+            self._install_mover(module, self._host.devices)
+            # A module that is to be trained later sends what was asked for.
+            parts = way.parts or dict.fromkeys(devices, self._wish.activations_on_host or 0.0)
+            self.stashes = Stashes(parts, max(0, room - self._host.host_bytes)) if any(parts.values()) else None
+
+    def _lay_out_units(
+        self, module: nn.Module, places: Sequence[Place], example: Batch | None, hosting: Hosting | None
+    ) -> dict[str, Place]:
         """Layer by layer: runs of units, and those that share a weight on one place."""
         found = find_loads(module, None if example is None else _at_home(example, module), moments=self._wish.moments)
         loads = found.calls
         ranks = range(min(len(places), len(loads)))
-        stages = lay_out(loads, places, ranks, num_in_flight=1, inseparable=found.inseparable)
+        hosting = hosting if trains(module) else None
+        stages = lay_out(loads, places, ranks, num_in_flight=1, inseparable=found.inseparable, hosting=hosting)
+        self._send_activations([[loads[call] for call in calls] for calls in stages], places, hosting, 1)
         where: dict[str, Place] = {}
         on: dict[str, torch.device] = {}
         for place, calls in zip(places, stages, strict=False):
@@ -200,7 +243,9 @@ class Placed(nn.Module):
         self._install_mover(module, on)
         return where
 
-    def _lay_out_stages(self, module: nn.Module, places: Sequence[Place], batch: Batch) -> dict[str, Place]:
+    def _lay_out_stages(
+        self, module: nn.Module, places: Sequence[Place], batch: Batch, hosting: Hosting | None
+    ) -> dict[str, Place]:
         """In a pipeline: the stages of the schedule, cut where they are even, or where there is room."""
         wish = self._wish
         microbatches = cut_rows(batch, min(wish.microbatches, rows_of(batch)))
@@ -217,13 +262,15 @@ class Placed(nn.Module):
         chosen = choose(module, example, wishes)
         loads = _loads(module, chosen, example, wish)
         cut: list[str] | None = None
-        if not fits(
-            [[loads[call] for call in calls] for calls in chosen[2]], places, ranks, num_in_flight=wish.microbatches
-        ):
+        hosting = hosting if trains(module) else None
+        held = [[loads[call] for call in calls] for calls in chosen[2]]
+        if not fits(held, places, ranks, num_in_flight=wish.microbatches, hosting=hosting):
             chosen = choose(module, example, _wishes(speeds))
             loads, pairs = _loads(module, chosen, example, wish), inseparable_calls(chosen[1])
-            stages = lay_out(loads, places, ranks, num_in_flight=wish.microbatches, inseparable=pairs)
+            stages = lay_out(loads, places, ranks, num_in_flight=wish.microbatches, inseparable=pairs, hosting=hosting)
             cut = [chosen[1].calls[calls.start].name for calls in stages]
+            held = [[loads[call] for call in calls] for calls in stages]
+        self._send_activations(by_rank(held, ranks, len(places)), places, hosting, wish.microbatches)
         through = wish.through_blocks and cut is None
         found = split(module, len(ranks), example, cut=cut, speeds=speeds, through_blocks=through)
         self._pipeline = Pipeline(
@@ -232,6 +279,7 @@ class Placed(nn.Module):
             places,
             num_microbatches=wish.microbatches,
             make_schedule=lambda count: wish.make_schedule(len(places), count),
+            stashes=self.stashes,
         )
         owners = _owners(found, [places[rank] for rank in ranks])
         units = {
@@ -242,10 +290,31 @@ class Placed(nn.Module):
         self._install_mover(module, units)
         return owners
 
+    def _send_activations(
+        self, held: Sequence[Sequence[Load]], places: Sequence[Place], hosting: Hosting | None, num_in_flight: int
+    ) -> None:
+        """Have places send the part of their activations that there is no room for, or that was asked for."""
+        _, memory = divide(self.places, self._wish.host)
+        room = sum(place.room_bytes for place in memory) if memory else None
+        # A module that is to be trained later sends what was asked for. Its activations are not known by now.
+        parts = dict.fromkeys(places, self._wish.activations_on_host or 0.0)
+        if hosting is not None:
+            mine = dict(zip(places, held, strict=False))
+            parts = parts_of(mine, hosting, num_in_flight)
+            away = {place: hosted_bytes(part, mine[place], num_in_flight) for place, part in parts.items()}
+            check_host(away, 0, available_bytes() if room is None else room)
+        if any(place.device.type != "cpu" for place in places):
+            parts = {place: part for place, part in parts.items() if place.device.type != "cpu"}
+        self.stashes = Stashes(parts, room) if any(parts.values()) else None
+
     def _install_mover(self, module: nn.Module, units: dict[str, torch.device]) -> None:
         if self._mover is not None:
             self._mover.remove()
         self._mover = Mover(module, units) if len({place.device for place in self.places}) > 1 else None
+
+
+def _is_alone(devices: Sequence[Place], memory: Sequence[Place]) -> bool:
+    return bool(memory) and len(devices) == 1
 
 
 def _loads(module: nn.Module, chosen: Chosen, example: Batch, wish: Wish) -> list[Load]:

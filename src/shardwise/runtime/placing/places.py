@@ -6,13 +6,16 @@ from dataclasses import dataclass
 from time import perf_counter
 
 import torch
+from torch import nn
 
 from shardwise.cluster.local import available_bytes
 from shardwise.errors import ShardwiseError, unknown
 from shardwise.units import counted, parse_bytes
 
-#: A matmul of this size says how fast a device is, beside others of another kind.
-_TRIED_SIZE = 1024
+#: Matmuls of this size say how fast a device is: a GPU is told of several at once, or it would wait to be told.
+_TRIED_SIZE, _TRIED_SIZE_OF_GPUS, _TRIED_AT_ONCE = 1024, 4096, 8
+#: And so many bytes how fast the host copies.
+_TRIED_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +34,12 @@ def find_places(
     budget: Mapping[str, str | int] | None = None,
     speeds: Mapping[str, float] | None = None,
     held_bytes: int = 0,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Place, ...]:
     """The places of these names. Room is what is free, or the user's budget; speed is measured where kinds differ.
 
-    `held_bytes` are in the host's memory already, and count as room there: they are what is to be placed.
+    `held_bytes` are in the host's memory already, and count as room there: they are what is to be placed. `dtype` is
+    that of what is multiplied.
     """
     names = [_full_name(each) for each in ([devices] if isinstance(devices, str) else devices)]
     _check_names(names)
@@ -47,7 +52,7 @@ def find_places(
             )
     where = {name: _device(name) for name in names}
     num_host = sum(device.type == "cpu" for device in where.values())
-    found = given if len(given) == len(names) else {**_speeds(where), **given}
+    found = given if len(given) == len(names) else {**_speeds(where, dtype), **given}
     return tuple(
         Place(
             name=name,
@@ -112,7 +117,7 @@ def _free_bytes(device: torch.device, held_bytes: int, num_host: int) -> int:
     return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
-def _speeds(where: Mapping[str, torch.device]) -> dict[str, float]:
+def _speeds(where: Mapping[str, torch.device], dtype: torch.dtype) -> dict[str, float]:
     """How fast each place is, as multiples of the first. Those of one kind are alike."""
     kinds = {
         name: device.type if device.type == "cpu" else torch.cuda.get_device_name(device)
@@ -120,17 +125,43 @@ def _speeds(where: Mapping[str, torch.device]) -> dict[str, float]:
     }
     if len(set(kinds.values())) == 1:
         return dict.fromkeys(where, 1.0)
-    of_kind = {kind: matmul_flops(where[name]) for name, kind in kinds.items()}
+    of_kind = {kind: matmul_flops(where[name], dtype) for name, kind in kinds.items()}
     first = of_kind[next(iter(kinds.values()))]
     return {name: of_kind[kind] / first for name, kind in kinds.items()}
 
 
-def matmul_flops(device: torch.device) -> float:
-    """FLOPs a second in a matmul, the best of a few."""
-    tried = torch.ones(_TRIED_SIZE, _TRIED_SIZE, device=device)
+def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOPs a second in matmuls, the best of a few."""
+    on_gpu = device.type != "cpu"
+    size, count = (_TRIED_SIZE_OF_GPUS, _TRIED_AT_ONCE) if on_gpu else (_TRIED_SIZE, 1)
+    tried = torch.ones(size, size, device=device, dtype=dtype)
+    made = torch.empty_like(tried)
     seconds = []
     for _ in range(5):
         start = perf_counter()
-        float((tried @ tried)[0, 0])  # Waits for it.
+        for _ in range(count):
+            torch.mm(tried, tried, out=made)
+        float(made[0, 0])  # Waits for it.
         seconds.append(perf_counter() - start)
-    return 2 * _TRIED_SIZE**3 / min(seconds)
+    return 2 * size**3 * count / min(seconds)
+
+
+def multiplied(module: nn.Module) -> torch.dtype:
+    """The type of most of a module's weights, or one that matmuls take."""
+    sizes: Counter[torch.dtype] = Counter()
+    for each in module.parameters():
+        sizes[each.dtype] += each.numel()
+    (found, _), *_ = sizes.most_common(1) or [(torch.float32, 0)]
+    return found if found in (torch.float32, torch.float64, torch.bfloat16, torch.float16) else torch.float32
+
+
+def copied_bytes_per_second() -> float:
+    """What the host's memory reads and writes in a copy, the best of a few."""
+    source = torch.zeros(_TRIED_BYTES, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    seconds = []
+    for _ in range(3):
+        start = perf_counter()
+        target.copy_(source)
+        seconds.append(perf_counter() - start)
+    return 2 * _TRIED_BYTES / min(seconds)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
+from shardwise.runtime.streaming.scratch import Scratch
 
 _ALIGNMENT = 256
 
@@ -38,12 +39,18 @@ class _Seat(NamedTuple):
 
 
 class Block:
-    """Weights that come and go together. `pinned` is of `num_bytes_of(parameters)` bytes, None if they stay on disk."""
+    """Weights that come and go together. Their home is of `num_bytes_of(parameters)` bytes: pinned memory, or a file
+    that is ours; None if they are read from a file that is not."""
 
     def __init__(
-        self, module: nn.Module, parameters: Sequence[nn.Parameter], pinned: Tensor | None, device: torch.device
+        self,
+        module: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        home: Tensor | Scratch | None,
+        device: torch.device,
     ) -> None:
-        self.host = pinned
+        self.scratch = home if isinstance(home, Scratch) else None
+        self.host = home.weights if isinstance(home, Scratch) else home
         self.num_bytes = num_bytes_of(parameters)
         self.device = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
         self.pieces = [
@@ -64,6 +71,11 @@ class Block:
     def parameters(self) -> list[nn.Parameter]:
         """Whose weights they are."""
         return [piece.parameter for piece in self.pieces]
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether its weights are in a file, which has to be read for them."""
+        return self.host is None or self.scratch is not None
 
     @property
     def is_here(self) -> bool:

@@ -72,7 +72,7 @@ class Shelf:
         self._current = buffer = next(self._buffers)
         memory = buffer.memory[: block.num_bytes]
         after = [] if buffer.last is None else [buffer.last]
-        return memory, self._stream.put(partial(self._read, block.views(memory)), after, _blame)
+        return memory, self._stream.put(partial(self._read, block, memory), after, _blame)
 
     def sent(self, mark: Mark) -> None:
         """What was read last has been copied to the device once a mark is reached."""
@@ -96,8 +96,12 @@ class Shelf:
             os.close(file)
         self._files.clear()
 
-    def _read(self, views: Mapping[nn.Parameter, Tensor]) -> None:
-        parts = [part for parameter, view in views.items() for part in self._parts(parameter, view)]
+    def _read(self, block: Block, memory: Tensor) -> None:
+        if block.scratch is not None:
+            parts = list(_parts_of(block.scratch.file, 0, memory))
+        else:
+            views = block.views(memory)
+            parts = [part for parameter, view in views.items() for part in self._parts(parameter, view)]
         for done in [self._readers.submit(part) for part in parts]:
             done.result()
 
@@ -107,15 +111,19 @@ class Shelf:
         if record.dtype != view.dtype:
             yield lambda: view.copy_(self.weights(parameter))
             return
-        file = self._file(record.path)
-        memory = view.view(-1).view(torch.uint8).numpy().data
-        for start in range(0, len(memory), _PART_BYTES):
-            yield partial(_fill, file, record.start + start, memory[start : start + _PART_BYTES])
+        yield from _parts_of(self._file(record.path), record.start, view.view(-1).view(torch.uint8))
 
     def _file(self, path: Path) -> int:
         if path not in self._files:
             self._files[path] = os.open(path, os.O_RDONLY)
         return self._files[path]
+
+
+def _parts_of(file: int, first: int, memory: Tensor) -> Iterator[Callable[[], object]]:
+    """What has to be done to read so many bytes of a file."""
+    there = memory.numpy().data
+    for start in range(0, len(there), _PART_BYTES):
+        yield partial(_fill, file, first + start, there[start : start + _PART_BYTES])
 
 
 def _fill(file: int, start: int, memory: memoryview) -> None:

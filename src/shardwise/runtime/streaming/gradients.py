@@ -7,25 +7,19 @@ A guest's gradient leaves the device as soon as autograd has it. The host waits 
 gives each parameter its own. Where a parameter has a gradient already the new one is added to it, by the host.
 """
 
-from collections import deque
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.dataflow.leaving import Leaving
 from shardwise.dataflow.machine import Machine
 from shardwise.dataflow.streams import Mark
 from shardwise.runtime.streaming.block import Block, Piece
 from shardwise.runtime.streaming.link import Link
-
-
-class _Leaving(NamedTuple):
-    """A gradient on the device that a copy still reads."""
-
-    mark: Mark
-    gradient: Tensor
+from shardwise.runtime.streaming.writing import Writer
 
 
 class _Run:
@@ -35,13 +29,21 @@ class _Run:
         self._block, self._machine = block, machine
         self._turns: list[dict[nn.Parameter, Tensor]] = []
 
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether this memory is a file's."""
+        return self._block.scratch is not None
+
     def home(self, parameter: nn.Parameter) -> Tensor:
         """Where a gradient may be written: not where the parameter has one."""
         taken = None if parameter.grad is None else parameter.grad.data_ptr()
         for views in self._turns:
             if views[parameter].data_ptr() != taken:
                 return views[parameter]
-        memory = self._machine.pinned((self._block.num_bytes,), torch.uint8)
+        if self._block.scratch is not None:
+            memory = self._block.scratch.take_memory()
+        else:
+            memory = self._machine.pinned((self._block.num_bytes,), torch.uint8)
         self._turns.append(self._block.views(memory))
         return self._turns[-1][parameter]
 
@@ -50,14 +52,18 @@ class Homeward:
     """The gradients of some blocks on their way to the host. At most `most_bytes` of them wait on the device."""
 
     def __init__(self, machine: Machine, most_bytes: int, one_at_a_time: AbstractContextManager[Any]) -> None:
-        self._machine, self._most_bytes, self._one_at_a_time = machine, most_bytes, one_at_a_time
+        self._machine, self._one_at_a_time = machine, one_at_a_time
         self._arriving: dict[nn.Parameter, tuple[Tensor, Mark]] = {}
-        self._leaving: deque[_Leaving] = deque()
-        self._leaving_bytes = 0
+        self._leaving = Leaving(most_bytes)
+        #: For gradients of blocks on disk: it is made when the first is there, for the largest that may come.
+        self._writer: Writer | None = None
+        self._largest_bytes = 0
 
     def watch(self, block: Block, link: Link) -> None:
         """Take the gradients of a block's guests from now on."""
         run = _Run(block, self._machine)
+        if block.scratch is not None:
+            self._largest_bytes = max(self._largest_bytes, *(piece.num_bytes for piece in block.pieces), 0)
         for piece in block.pieces:
             if not piece.guest.dtype.is_floating_point and not piece.guest.dtype.is_complex:
                 continue
@@ -69,15 +75,22 @@ class Homeward:
     def settle(self) -> None:
         """Wait for what is under way, and give each parameter its gradient."""
         with self._one_at_a_time, torch.no_grad():
-            self._sweep(0)
+            self._leaving.wait()
             for parameter in list(self._arriving):
                 self._settle(parameter)
 
     def drop(self) -> None:
         """Forget what has come of a backward that was broken off."""
         with self._one_at_a_time:
-            self._sweep(0)
+            self._leaving.wait()
             self._arriving.clear()
+
+    def close(self) -> None:
+        """Give out what has come, and end the thread that writes to disk."""
+        self.settle()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
     def _take(self, piece: Piece, run: _Run, link: Link, guest: Tensor) -> None:
         assert guest.grad is not None, "autograd calls when it has made one"
@@ -86,23 +99,19 @@ class Homeward:
             if piece.parameter in self._arriving:  # Of a backward inside of this one: parts that are recomputed.
                 self._settle(piece.parameter)
             home = run.home(piece.parameter)
-            mark = link.outward(home.view(-1), gradient.view(-1))
-            self._arriving[piece.parameter] = home, mark
-            self._leaving.append(_Leaving(mark, gradient))
-            self._leaving_bytes += gradient.nbytes
-            self._sweep(self._most_bytes)
+            if run.is_on_disk:
+                self._writer = self._writer or Writer(self._machine, self._largest_bytes)
+                left, arrived = self._writer.write(home.view(-1), gradient.view(-1), link)
+            else:
+                left = arrived = link.outward(home.view(-1), gradient.view(-1))
+            self._arriving[piece.parameter] = home, arrived
+            self._leaving.hold(left, gradient)
+            self._leaving.sweep()
 
     def _settle(self, parameter: nn.Parameter) -> None:
         gradient, mark = self._arriving.pop(parameter)
         mark.wait()
         give(parameter, gradient)
-
-    def _sweep(self, most_bytes: int) -> None:
-        """Let go of what has left, and wait for some if more than so much has not."""
-        while self._leaving and (self._leaving_bytes > most_bytes or self._leaving[0].mark.is_done()):
-            mark, gradient = self._leaving.popleft()
-            mark.wait()
-            self._leaving_bytes -= gradient.nbytes
 
 
 def give(parameter: Tensor, gradient: Tensor) -> None:

@@ -26,9 +26,9 @@ class Link:
         after = [self._machine.mark(self._place), *after]
         return self._machine.copy(target, source, to=self._place, of="host", after=after)
 
-    def outward(self, target: Tensor, source: Tensor) -> Mark:
-        """Copy to the host what is computed by now. Both tensors have to stay until the mark is reached."""
-        after = [self._machine.mark(self._place)]
+    def outward(self, target: Tensor, source: Tensor, after: Sequence[Mark] = ()) -> Mark:
+        """Copy to the host what is computed by now, after some marks. Both tensors have to stay until the mark."""
+        after = [self._machine.mark(self._place), *after]
         return self._machine.copy(target, source, to="host", of=self._place, after=after)
 
     def follow(self, mark: Mark) -> None:

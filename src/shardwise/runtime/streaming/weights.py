@@ -29,6 +29,7 @@ from shardwise.runtime.streaming.disk import Records, Shelf, find_records
 from shardwise.runtime.streaming.gradients import Homeward
 from shardwise.runtime.streaming.link import Link, device_of
 from shardwise.runtime.streaming.outputs import tensors_in
+from shardwise.runtime.streaming.scratch import Scratch
 from shardwise.units import format_bytes
 
 #: Blocks on the device at once: one is computed, the others are on their way. More take room and bring nothing.
@@ -49,7 +50,8 @@ class StreamedWeights:
 
     `place` is where they are computed: one for all, or one for each. `stays` are parameters that are used outside of
     these blocks too, and so must be there all the time. `records` says of the blocks that stay on disk, by number,
-    where. `wraps` has the first blocks brought at the end of a pass without gradients, for the next one.
+    where, `scratches` has files of our own for those of them that can be trained. `wraps` has the first blocks brought
+    at the end of a pass without gradients, for the next one.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class StreamedWeights:
         stays: Collection[nn.Parameter] = (),
         num_ahead: int = NUM_AHEAD,
         records: Mapping[int, Records] | None = None,
+        scratches: Mapping[int, Scratch] | None = None,
         wraps: bool = True,
     ) -> None:
         if num_ahead < 2:
@@ -70,19 +73,19 @@ class StreamedWeights:
             )
         self._machine, self._wraps = machine, wraps
         self._num_ahead = min(num_ahead, len(blocks))
-        on_disk = records or {}
+        on_disk, scratches = records or {}, scratches or {}
         places = [place] * len(blocks) if isinstance(place, str) else place
         links = {name: Link(machine, name) for name in places}
         self._links = [links[name] for name in places]
         self._blocks = [
-            self._take(block, own, link, is_kept=number not in on_disk)
+            self._take(block, own, link, scratches.get(number), is_kept=number not in on_disk)
             for number, (block, own, link) in enumerate(
                 zip(blocks, own_parameters(blocks, stays), self._links, strict=True)
             )
         ]
-        largest = max((self._blocks[number].num_bytes for number in on_disk), default=0)
+        largest = max((block.num_bytes for block in self._blocks if block.is_on_disk), default=0)
         self._shelf: Shelf | None = None
-        if on_disk:
+        if on_disk or scratches:
             self._shelf = Shelf(list(on_disk.values()), largest, self._num_ahead, machine)
             for number in on_disk:
                 _shelve(self._blocks[number], self._shelf)
@@ -101,12 +104,12 @@ class StreamedWeights:
     @property
     def host_bytes(self) -> int:
         """What is kept on the host, and crosses the link in every pass."""
-        return sum(block.num_bytes for block in self._blocks if block.host is not None)
+        return sum(block.num_bytes for block in self._blocks if not block.is_on_disk)
 
     @property
     def disk_bytes(self) -> int:
         """What stays on disk, and is read in every pass."""
-        return sum(block.num_bytes for block in self._blocks if block.host is None)
+        return sum(block.num_bytes for block in self._blocks if block.is_on_disk)
 
     @property
     def device_bytes(self) -> int:
@@ -117,9 +120,14 @@ class StreamedWeights:
             default=0,
         )
 
+    @property
+    def guests(self) -> list[Tensor]:
+        """Memory on the devices that blocks come to, or that is empty for now."""
+        return [block.device for block in self._blocks]
+
     def weights(self) -> dict[nn.Parameter, Tensor]:
         """The weights on the host: they are the parameters' own memory. Those on disk are not among them."""
-        kept = [block for block in self._blocks if block.host is not None]
+        kept = [block for block in self._blocks if not block.is_on_disk]
         return {parameter: parameter.data for block in kept for parameter in block.parameters}
 
     def refresh(self) -> None:
@@ -130,7 +138,7 @@ class StreamedWeights:
     def close(self) -> None:
         """Leave the module as it was, on the CPU. Weights on disk are those of the mapped files, read when used."""
         self.refresh()
-        self._gradients.settle()
+        self._gradients.close()
         for hook in self._hooks:
             hook.remove()
         if self._shelf is not None:
@@ -139,10 +147,14 @@ class StreamedWeights:
                     piece.parameter.data = piece.parameter.data.to(piece.guest.dtype)
             self._shelf.close()
 
-    def _take(self, block: nn.Module, parameters: list[nn.Parameter], link: Link, *, is_kept: bool) -> Block:
+    def _take(
+        self, block: nn.Module, parameters: list[nn.Parameter], link: Link, scratch: Scratch | None, *, is_kept: bool
+    ) -> Block:
         with torch.inference_mode(False):  # It may be trained later.
-            pinned = self._machine.pinned((num_bytes_of(parameters),), torch.uint8) if is_kept else None
-            return Block(block, parameters, pinned, link.device)
+            home: Tensor | Scratch | None = scratch
+            if scratch is None and is_kept:
+                home = self._machine.pinned((num_bytes_of(parameters),), torch.uint8)
+            return Block(block, parameters, home, link.device)
 
     def _hook(self, number: int, block: nn.Module) -> list[Any]:
         return [
@@ -226,10 +238,10 @@ class StreamedWeights:
         with torch.inference_mode(False):
             block.gather()
         target = block.arrive()
-        if block.host is not None:
+        if block.host is not None and not block.is_on_disk:
             return _Arrival(link.inward(target, block.host), block.version)
         assert self._shelf is not None, "only what has a place on disk is not kept on the host"
-        if block.version != self._versions_on_disk[number]:
+        if number in self._versions_on_disk and block.version != self._versions_on_disk[number]:
             raise ShardwiseError(
                 "weights of a block that stays on disk were changed, and its files were not",
                 remedy="a larger host_bytes, or an optimizer of the parameters outside of these blocks",
@@ -272,12 +284,14 @@ def stream(
     room_bytes: int | None = None,
     host_bytes: int | None = None,
     folder: Path | str | None = None,
+    scratch: Path | str | None = None,
 ) -> StreamedWeights | None:
     """Put a module on a place, with as many of its blocks on the host as do not fit into `room_bytes` beside the rest.
 
     Without a limit all `blocks` are streamed. Those on the host are spread evenly among the others, so that the link is
     busy all the time. Of these, what does not fit into `host_bytes` stays on disk: in the safetensors of `folder`, by
-    the names of the module, or written into it if it is empty. Returns None if everything fits.
+    the names of the module, or written into it if it is empty. Or, if it is to be trained, in files of our own in
+    `scratch`, with its gradients. Returns None if everything fits.
     """
     device = device_of(place)
     stays = shared_parameters(module, blocks)
@@ -288,8 +302,16 @@ def stream(
         on_host = spread(len(blocks), _how_many(rest, sizes, room_bytes, place))
     streamed = [blocks[number] for number in on_host]
     held = {id(each) for own in own_parameters(streamed, stays) for each in own}
-    records = find_on_disk(module, own_parameters(streamed, stays), host_bytes, folder)
-    weights = StreamedWeights(streamed, machine, place, stays=stays, records=records) if streamed else None
+    own = own_parameters(streamed, stays)
+    records, scratches = {}, {}
+    if scratch is None:
+        records = find_on_disk(module, own, host_bytes, folder)
+    elif host_bytes is not None:
+        bytes_of = [num_bytes_of(each) for each in own]
+        scratches = make_scratches(fewest(bytes_of, [0] * len(own), host_bytes) or range(0), bytes_of, scratch)
+    weights = None
+    if streamed:
+        weights = StreamedWeights(streamed, machine, place, stays=stays, records=records, scratches=scratches)
     with torch.no_grad():
         for parameter in module.parameters():
             if id(parameter) not in held:
@@ -313,15 +335,29 @@ def find_on_disk(
             f" {format_bytes(host_bytes)}",
             remedy='folder="..." for what does not fit: a checkpoint\'s, or an empty one',
         )
-    for count in range(1, len(sizes) + 1):
-        chosen = spread(len(sizes), count)
-        if sum(size for number, size in enumerate(sizes) if number not in set(chosen)) <= host_bytes:
-            break
+    chosen = fewest(sizes, [0] * len(sizes), host_bytes) or list(range(len(sizes)))
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     found = find_records(Path(folder), [blocks[number] for number in chosen], names)
     return dict(zip(chosen, found, strict=True))
+
+
+def fewest(sizes: Sequence[int], left: Sequence[int], room_bytes: int) -> list[int] | None:
+    """The fewest blocks, spread evenly, that have to go so that there is room; of one that goes something may be left.
+
+    None if there is no room even if all of them go.
+    """
+    for count in range(len(sizes) + 1):
+        chosen = set(spread(len(sizes), count))
+        if sum(left[at] if at in chosen else size for at, size in enumerate(sizes)) <= room_bytes:
+            return sorted(chosen)
+    return None
+
+
+def make_scratches(chosen: Iterable[int], sizes: Sequence[int], folder: Path | str) -> dict[int, Scratch]:
+    """Files for blocks that are trained on disk: all of them before anything moves, so that a full disk says so."""
+    return {number: Scratch(Path(folder), sizes[number]) for number in chosen}
 
 
 def own_parameters(blocks: Sequence[nn.Module], stays: Collection[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -16,11 +16,8 @@ from torch import Tensor, nn
 
 from shardwise.dataflow.leaving import Leaving
 from shardwise.dataflow.streams import Mark
-from shardwise.runtime.data.exchange import Exchange, Ticket
+from shardwise.runtime.data.exchange import Ticket
 from shardwise.runtime.data.gradients import ScatteredGradients, WholeGradients
-from shardwise.runtime.data.layout import Layout
-from shardwise.runtime.data.loans import Loans
-from shardwise.runtime.data.replicas import Replicas
 from shardwise.runtime.offload.crossing import Crossing
 
 #: Of this rank's piece of a sum, what a norm needs of it.
@@ -183,19 +180,8 @@ class LodgedScatteredGradients(ScatteredGradients):
     """Those that are summed to shards in every backward (zero 2 and 3)."""
 
     host: HostGradients
-
-    def __init__(
-        self,
-        layout: Layout,
-        parameters: list[nn.Parameter],
-        replicas: Replicas,
-        exchange: Exchange,
-        channel: int,
-        *,
-        loans: Loans,
-    ) -> None:
-        super().__init__(layout, parameters, replicas, exchange, channel, loans=loans)
-        self._sums: list[tuple[Ticket, Tensor, bool]] = []
+    #: Sums that have been begun, the memory that they are in, and whether they are a step's first.
+    _sums: tuple[tuple[Ticket, Tensor, bool], ...] = ()
 
     def _make_shard(self) -> Tensor:
         return self.parameters[0].detach().new_empty(0)
@@ -210,12 +196,13 @@ class LodgedScatteredGradients(ScatteredGradients):
         self.host = HostGradients(self.home_length, self._shard, crossing, leaving)
 
     def _sum(self, lent: Tensor, *, is_first: bool) -> None:
-        self._sums.append((self._exchange.sum_to_shards(lent, self.replicas.shard, self._channel), lent, is_first))
+        ticket = self._exchange.sum_to_shards(lent, self.replicas.shard, self._channel)
+        self._sums = (*self._sums, (ticket, lent, is_first))
 
     def settle(self) -> None:
         """Have the sums go home that have been begun."""
-        while self._sums:
-            ticket, lent, is_first = self._sums.pop(0)
+        sums, self._sums = self._sums, ()
+        for ticket, lent, is_first in sums:
             ticket.wait()
             own = lent.view(self.replicas.shard.size, -1)[self.replicas.shard.rank].clone()
             self._loans.give_back(lent)

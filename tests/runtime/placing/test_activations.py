@@ -27,6 +27,7 @@ from tests.runtime.families import make_batch, make_family
 from tests.runtime.nets import UNet
 from tests.runtime.offload.late import LateCrossing
 from tests.runtime.pieces import Net
+from tests.runtime.same import assert_same
 from tests.runtime.small import small_matrices
 
 HERE, TWO, BESIDE = ["cpu:0"], ["cpu:0", "cpu:1"], ["cpu:0", "cpu"]
@@ -41,14 +42,6 @@ def quick() -> Iterator[None]:
 
 def ids(seed: int = 0, rows: int = ROWS) -> Tensor:
     return torch.randint(0, 11, (rows, 5), generator=torch.Generator().manual_seed(seed))
-
-
-def assert_same(plain: nn.Module, placed: nn.Module) -> None:
-    for (name, one), (_, other) in zip(plain.named_parameters(), placed.named_parameters(), strict=True):
-        assert torch.equal(one, other), name
-        assert one.grad is not None, name
-        assert other.grad is not None, name
-        assert torch.equal(one.grad, other.grad), name
 
 
 def sent(placed: Placed) -> int:

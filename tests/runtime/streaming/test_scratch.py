@@ -25,6 +25,7 @@ from shardwise.runtime.streaming import stream
 from shardwise.runtime.streaming.block import num_bytes_of
 from shardwise.runtime.streaming.weights import fewest
 from tests.runtime.pieces import Net
+from tests.runtime.same import assert_same
 from tests.runtime.small import small_matrices
 
 BESIDE = ["cpu:0", "cpu"]
@@ -58,14 +59,6 @@ def streamed_of(placed: Placed) -> Any:
     assert placed._host is not None
     assert placed._host._streamed is not None
     return placed._host._streamed
-
-
-def assert_same(plain: nn.Module, placed: nn.Module) -> None:
-    for (name, one), (_, other) in zip(plain.named_parameters(), placed.named_parameters(), strict=True):
-        assert torch.equal(one, other), name
-        assert one.grad is not None, name
-        assert other.grad is not None, name
-        assert torch.equal(one.grad, other.grad), name
 
 
 OPTIMIZERS: dict[str, tuple[int, Callable[[Any], Optimizer]]] = {

@@ -15,8 +15,8 @@ Every model below, unmodified, is trained under every schedule, and held against
 microbatches: the losses and every gradient of the first step, and the weights after three steps of AdamW or SGD with
 momentum. PipeDream-2BW, whose gradients are one step old, is held against a plain module that steps with gradients as
 old: W(t+1) = W(t) - lr g(W(t-1)). A second run gives the same losses, gradients and weights bit for bit. The models are
-small and random, in fp32: those of `transformers` (`tests/runtime/families.py`), a ResNet-50 and a U-Net
-(`tests/runtime/nets.py`).
+small and random, in fp32: those of `transformers` (`tests/stages/families.py`), a ResNet-50 and a U-Net
+(`tests/stages/nets.py`).
 
 A number is the worst relative error of a gradient, ||ours - plain|| / ||plain||, over all tensors; in the last column
 it is that of a weight after three steps, over all schedules. 1e-5 is what we promise. 0 is the same bit for bit. Each

@@ -38,7 +38,7 @@ OURS: dict[str, dict[str, Any]] = {
         "mixture": replace(MOE, scores="sigmoid", correction=True, dense_layers=(0,)),
     },
 }
-#: Of `transformers`, by the names of `tests/runtime/families.py`.
+#: Of `transformers`, by the names of `tests/stages/families.py`.
 HUGGING_FACE = ("llama", "hf-gpt2", "mixtral", "qwen3-moe")
 
 
@@ -55,7 +55,7 @@ def settings_of(model: str, plan: Plan) -> Settings:
 
 
 def _of_hugging_face(family: str, rows: int, length: int) -> Problem:
-    from tests.runtime.families import make_family  # Only ranks that need it import transformers.
+    from tests.stages.families import make_family  # Only ranks that need it import transformers.
 
     batches = [batch_of(rows, length, 97, seed) for seed in range(NUM_STEPS)]
     return Problem(module=make_family(family), batches=batches, loss=token_loss)

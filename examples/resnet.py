@@ -1,4 +1,4 @@
-"""A convolutional network: the ResNet-50 of Hugging Face, unmodified, cut into stages of even cost, two on each rank."""
+"""A convolutional network: the ResNet-50 of Hugging Face, unmodified, in stages of even cost, two on each rank."""
 
 import torch
 import transformers

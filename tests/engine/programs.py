@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.faults import RankError, Watch
+from shardwise.ranks.links import make_groups, make_links
 from shardwise.ranks.outbox import Sent, WaitingOutbox
-from shardwise.ranks.transport import Key, ProcessTransport, make_groups
+from shardwise.ranks.transport import Key, ProcessTransport
 from shardwise.schedule.instruction import forward
 
 
@@ -79,6 +80,25 @@ def talk(shares_memory: bool) -> dict[str, Any]:
         name: part(ProcessTransport(make_groups([[0, 1]]), shares_memory=shares_memory), dist.get_rank())
         for name, part in _TALKS.items()
     }
+
+
+def talk_over_links() -> dict[str, Any]:
+    """The same over a group for each direction, as between GPUs, but on CPUs and over gloo."""
+    cpu, me = torch.device("cpu"), dist.get_rank()
+    parts = ("lengths", "headers", "many", "writes", "change")
+    links = [(1, 0), (0, 1)]
+    return {
+        name: _TALKS[name](
+            ProcessTransport(make_groups([[0, 1]]), links=make_links(links, [[0, 1]], device=cpu, backend="gloo")), me
+        )
+        for name in parts
+    }
+
+
+def make_links_of_two_pipelines() -> tuple[list[tuple[int, int]], dict[tuple[int, int], list[int]]]:
+    """The links of this rank, of two pipelines of two: their order, and the ranks of each in the world."""
+    made = make_links([(1, 0), (0, 1), (1, 0)], [[0, 2], [1, 3]], device=torch.device("cpu"), backend="gloo")
+    return list(made), {link: dist.get_process_group_ranks(group) for link, group in made.items()}
 
 
 def _key(source: int, microbatch: int, kind: str = "F") -> Key:

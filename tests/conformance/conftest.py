@@ -7,7 +7,7 @@ import pytest
 
 from tests.conformance.cases import MODELS, ONE_PROCESS, PROCESSES, RUNNERS, SCHEDULES, Case, case_of, cases_of
 from tests.conformance.covering import met_on_ranks
-from tests.conformance.outcomes import Runner, in_one_process
+from tests.conformance.outcomes import Outcome, Runner, in_one_process
 from tests.conformance.processes import run_on_ranks
 from tests.conformance.table import PAGE, Table
 from tests.stages.small import small_matrices
@@ -87,6 +87,24 @@ def runner(runner_name: str, request: pytest.FixtureRequest) -> Runner:
     if runner_name == ONE_PROCESS:
         return in_one_process
     return partial(run_on_ranks, crowds=request.getfixturevalue("crowds"))
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[tuple[str, Case], Outcome]:
+    """What cases came to, for tests that look at one case from several sides."""
+    return {}
+
+
+@pytest.fixture
+def outcome_of(runner: Runner, runner_name: str, seen: dict[tuple[str, Case], Outcome]) -> Runner:
+    """A runner that runs each case once."""
+
+    def once(case: Case) -> Outcome:
+        if (runner_name, case) not in seen:
+            seen[runner_name, case] = runner(case)
+        return seen[runner_name, case]
+
+    return once
 
 
 @pytest.fixture(scope="session")

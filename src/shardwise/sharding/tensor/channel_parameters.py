@@ -24,7 +24,7 @@ Labels = NDArray[np.int64]
 _MOST_NUMBERS = 2**18
 
 
-class Elements:
+class ParameterChannels:
     """Follows the numbers of parameters through a run, up to where they meet labelled values."""
 
     def __init__(self, module: nn.Module) -> None:

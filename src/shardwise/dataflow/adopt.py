@@ -10,6 +10,7 @@ from shardwise.dataflow.buffers import LEAST_PINNED_BYTES, host_memory, pin, unp
 from shardwise.dataflow.data import Copy, Data
 from shardwise.dataflow.place import Kind, Place
 from shardwise.errors import ShardwiseError
+from shardwise.torch_private import version_of
 
 
 class Loans:
@@ -46,7 +47,7 @@ class Loans:
         if place is self._disk:
             data.unwritable = "is a file that is only read"
         copy = data.copies[place.index] = Copy(data, place.index, tensor.data, None)
-        copy.valid, copy.lent, copy.lent_version = True, tensor, tensor._version
+        copy.valid, copy.lent, copy.lent_version = True, tensor, version_of(tensor)
         data.is_lent = True
         self._lent.setdefault(tensor.untyped_storage().data_ptr(), []).append(weakref.ref(data))
 
@@ -54,7 +55,7 @@ class Loans:
         """The user gives a new value: changes made to the tensor by hand until now are known of."""
         home = home_of(data)
         if home is not None and home.lent is not None:
-            home.lent_version = home.lent._version
+            home.lent_version = version_of(home.lent)
             if tensor is home.lent:
                 self.changed.pop(data.number, None)
 

@@ -31,7 +31,7 @@ class BackendExchange:
         group.traffic.note("reduce_scatter", count_bytes(flat, group))
         own = flat.view(group.size, -1)[group.rank]
         return self._behind(
-            _started(lambda handle: handle._reduce_scatter_base(own, flat, dist.ReduceScatterOptions()), group), then
+            _started(lambda handle: dist.reduce_scatter_tensor(own, flat, group=handle, async_op=True), group), then
         )
 
     def sum_to_all(
@@ -63,7 +63,9 @@ class BackendExchange:
                 flat.copy_(shard)
             return Done()
         group.traffic.note("all_gather", count_bytes(flat, group))
-        return _Turn(_started(lambda handle: handle._allgather_base(flat, shard), group), None)
+        return _Turn(
+            _started(lambda handle: dist.all_gather_into_tensor(flat, shard, group=handle, async_op=True), group), None
+        )
 
     def settle(self) -> None:
         self._finish(len(self._queue))
@@ -86,9 +88,10 @@ class BackendExchange:
             self._queue.popleft().wait()
 
 
-def _started(start: Callable[[dist.ProcessGroup], dist.Work], group: Group) -> Then:
+def _started(start: Callable[[dist.ProcessGroup], dist.Work | None], group: Group) -> Then:
     assert group.handle is not None, "one rank alone sends nothing"
     work = start(group.handle)
+    assert work is not None, "a rank that is not of the group has no work there"
 
     def wait() -> None:
         work.wait()

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import ShardwiseError
 from shardwise.sharding.context.mask import Mask
+from shardwise.torch_private import FUSED_ATTENTION_CALLS
 
 #: From queries, keys and values: what they see, the scale of logits and their cap, how many weights are dropped; to the
 #: output.
@@ -17,8 +18,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Mask, float | None, float | None, flo
 
 _WHOLE = (
     functional.multi_head_attention_forward,
-    torch._native_multi_head_attention,
-    torch._transformer_encoder_layer_fwd,
+    *FUSED_ATTENTION_CALLS,
 )
 _SOFTMAX = (functional.softmax, torch.softmax, torch.Tensor.softmax)
 

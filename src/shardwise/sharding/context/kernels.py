@@ -15,6 +15,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shardwise.torch_private import (
+    EFFICIENT_ATTENTION,
+    EFFICIENT_ATTENTION_BACKWARD,
+    FLASH,
+    FLASH_BACKWARD,
+    FLASH_ON_CPU,
+    FLASH_ON_CPU_BACKWARD,
+)
+
 aten = torch.ops.aten
 
 #: Of queries, keys and values.
@@ -149,13 +158,11 @@ class Plain:
 
 class FlashOnCpu:
     def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
-        out, sums = aten._scaled_dot_product_flash_attention_for_cpu(
-            *block.operands, 0.0, block.causal, attn_mask=block.bias, scale=block.logits.scale
-        )
+        out, sums = FLASH_ON_CPU(*block.operands, 0.0, block.causal, attn_mask=block.bias, scale=block.logits.scale)
         return out, sums
 
     def backward(self, block: AttentionBlock, given: Tensor, out: Tensor, sums: Tensor) -> Gradients:
-        made = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        made = FLASH_ON_CPU_BACKWARD(
             given, *block.operands, out, sums, 0.0, block.causal, attn_mask=block.bias, scale=block.logits.scale
         )
         return block.gradients(*made)
@@ -164,13 +171,13 @@ class FlashOnCpu:
 class Flash:
     def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
         assert block.bias is None, "the flash kernel takes no mask"
-        made = aten._scaled_dot_product_flash_attention(*block.operands, 0.0, block.causal, scale=block.logits.scale)
+        made = FLASH(*block.operands, 0.0, block.causal, scale=block.logits.scale)
         return made[0], made[1]
 
     def backward(self, block: AttentionBlock, given: Tensor, out: Tensor, sums: Tensor) -> Gradients:
         lengths = block.query.shape[2], block.key.shape[2]
         chance = torch.zeros(2, dtype=torch.uint64, device=given.device)  # Nothing is dropped, so nothing is drawn.
-        made = aten._scaled_dot_product_flash_attention_backward(
+        made = FLASH_BACKWARD(
             given,
             *block.operands,
             out,
@@ -189,14 +196,14 @@ class Flash:
 
 class Efficient:
     def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
-        out, sums, _, _ = aten._scaled_dot_product_efficient_attention(
+        out, sums, _, _ = EFFICIENT_ATTENTION(
             *block.operands, self._bias(block), True, 0.0, block.causal, scale=block.logits.scale
         )
         return out, sums[..., : block.query.shape[2]]
 
     def backward(self, block: AttentionBlock, given: Tensor, out: Tensor, sums: Tensor) -> Gradients:
         chance = torch.zeros((), dtype=torch.int64, device=given.device)  # Nothing is dropped, so nothing is drawn.
-        made = aten._scaled_dot_product_efficient_attention_backward(
+        made = EFFICIENT_ATTENTION_BACKWARD(
             given,
             *block.operands,
             self._bias(block),

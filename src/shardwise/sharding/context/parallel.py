@@ -20,7 +20,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.errors import ShardwiseError, unknown
 from shardwise.ranks.collectives import Group
@@ -34,6 +33,7 @@ from shardwise.sharding.context.sequence_shards import Entry, LocalBatch, Sequen
 from shardwise.sharding.dropout import WeightDrop
 from shardwise.sharding.zigzag import zigzag_shard
 from shardwise.stages.stage import Batch
+from shardwise.torch_private import BatchNormModule
 
 FORMS = {"ring": ring_attention, "all-to-all": all_to_all_attention}
 _NUMBERS = count()
@@ -189,7 +189,9 @@ class ContextParallel:
 def _check_tokenwise(module: nn.Module) -> None:
     """Refuse layers that are known to mix the tokens of a sequence: each rank has a part of them."""
     for name, each in module.named_modules():
-        mixes = isinstance(each, (_BatchNorm, nn.RNNBase)) or (isinstance(each, nn.Conv1d) and each.kernel_size != (1,))
+        mixes = isinstance(each, (BatchNormModule, nn.RNNBase)) or (
+            isinstance(each, nn.Conv1d) and each.kernel_size != (1,)
+        )
         if mixes:
             raise ShardwiseError(
                 f"{name} is a {type(each).__name__}, which mixes the tokens of a sequence, and cp gives each rank a"

@@ -26,13 +26,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.sharding.tensor.channel_labels import MOVES, distinct, is_expanded, moved
 from shardwise.sharding.tensor.channel_parameters import Labels, ParameterChannels
 from shardwise.stages.split.meta import Guesses
+from shardwise.torch_private import EagerDispatchMode, pytree, schema_of
 
 aten = torch.ops.aten
 
@@ -168,13 +167,8 @@ def _as_slice(index: Any) -> Any:
     return index
 
 
-class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Run(EagerDispatchMode):  # type: ignore[no-untyped-call]
     """Follows labels through every operation."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """It is never compiled. Else torch puts a function of its compiler around every operation."""
-        return False
 
     def __init__(self, module: nn.Module, layers: Mapping[str, nn.Module], labelled: Mapping[str, int] | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -310,8 +304,8 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _propagate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> list[Tensor]:
         """The labels of what an operation returns."""
-        name = func._schema.name.removeprefix("aten::")
-        base = name.rstrip("_") if func._schema.is_mutable else name
+        name = schema_of(func).name.removeprefix("aten::")
+        base = name.rstrip("_") if schema_of(func).is_mutable else name
         if name == "cat":
             self._meet_beside(args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0))
         if name in MOVES:
@@ -333,7 +327,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.pointwise in func.tags or base in ("copy", "masked_fill", "where"):
             shadow = self._together([self._shadow(each) for each in args if isinstance(each, Tensor)], returned)
             self.elements.meet(args, shadow)
-            if func._schema.is_mutable:
+            if schema_of(func).is_mutable:
                 first.copy_(shadow) if not is_expanded(first) else self._labels.__setitem__(args[0], shadow)
             return [shadow]
         return self._not_understood(args, kwargs, returned)
@@ -400,7 +394,7 @@ def _dims(given: Any, count: int) -> list[int]:
 
 def _makes_anew(func: Any) -> bool:
     """Whether an operation takes only the shape of what it is given: zeros_like, new_empty."""
-    name: str = func._schema.name.removeprefix("aten::")
+    name: str = schema_of(func).name.removeprefix("aten::")
     return name.endswith("_like") or name.startswith("new_")
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardwise.ranks.collectives import Group
 from shardwise.sharding.tensor.sequence_length import SequenceLength
+from shardwise.torch_private import without_subclasses
 
 #: What is asked of a tensor without looking at its numbers.
 _FACTS: set[Any] = {
@@ -50,7 +51,7 @@ class LazyGather(Tensor):
     ) -> Any:
         del types
         if func in _FACTS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_subclasses():
                 return func(*args, **(kwargs or {}))
         if func is Tensor.requires_grad.__get__:  # type: ignore[attr-defined]
             return args[0].piece.requires_grad

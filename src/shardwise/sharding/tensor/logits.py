@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from shardwise.ranks.collectives import Group, gather
 from shardwise.sharding.tensor.cross_entropy import cross_entropy
+from shardwise.torch_private import without_subclasses
 
 #: What changes each number by itself.
 _EACH: set[Callable[..., Any]] = {
@@ -54,7 +55,7 @@ class VocabParallelLogits(Tensor):
     @property
     def local(self) -> Tensor:
         """The scores of this rank's words, padding included."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclasses():
             return self.as_subclass(Tensor)
 
     def whole(self) -> Tensor:
@@ -70,7 +71,7 @@ class VocabParallelLogits(Tensor):
         given = args[0] if args and isinstance(args[0], VocabParallelLogits) else kwargs.get("input")
         if isinstance(given, VocabParallelLogits):
             if func in _ON_ITSELF:
-                with torch._C.DisableTorchFunctionSubclass():
+                with without_subclasses():
                     return func(*args, **kwargs)
             local, rest = given.local, args[1:]
             if func in _FACTS:

@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.dropout import _DropoutNd
 
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.collectives import Group
@@ -30,6 +28,7 @@ from shardwise.sharding.tensor.rows import RowParallelLinear
 from shardwise.sharding.tensor.sequence_length import SequenceLength
 from shardwise.sharding.wrap_forward import wrap_forward
 from shardwise.stages.split.units import is_block_list
+from shardwise.torch_private import DropoutModule, RunningNormModule
 
 
 class SequenceRegions:
@@ -70,7 +69,7 @@ class SequenceRegions:
 
     def _around_block(self, length: SequenceLength, block: nn.Module, *, is_first: bool, is_last: bool) -> None:
         group = self._group
-        draws = any(isinstance(each, _DropoutNd) and each.p > 0 for each in block.modules()) or self._seen.drawn_at
+        draws = any(isinstance(each, DropoutModule) and each.p > 0 for each in block.modules()) or self._seen.drawn_at
         rng = RngTracker(group) if draws else None
 
         def around(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -209,7 +208,7 @@ def _has_experts(module: nn.Module) -> bool:
 
 def _is_token_wise(module: nn.Module) -> bool:
     """Whether a module that is not cut treats every token by itself: norms, linear layers, what has no parameters."""
-    if isinstance(module, (_NormBase, nn.GroupNorm)):
+    if isinstance(module, (RunningNormModule, nn.GroupNorm)):
         return False  # Batch norms and their like: of a channel, or some, of all tokens.
     if isinstance(module, nn.Linear) or "norm" in type(module).__name__.lower():
         return True

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.collectives import Group
@@ -38,6 +37,7 @@ from shardwise.sharding.tensor.vocabulary import VocabularyHead, share_embedding
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.meta import meta_twin
 from shardwise.stages.stage import Batch
+from shardwise.torch_private import parameter_slots, pytree
 
 
 def shard(
@@ -278,9 +278,9 @@ class _Cutter:
     def tie_again(self) -> None:
         """Put pieces wherever else the module holds what they are pieces of."""
         for each in self._module.modules():
-            for key, held in each._parameters.items():
+            for key, held in parameter_slots(each).items():
                 if held is not None and id(held) in self._made:
-                    each._parameters[key] = self._made[id(held)][0]
+                    parameter_slots(each)[key] = self._made[id(held)][0]
 
     def _pieces(
         self, layer: nn.Module, dim: int, runs: tuple[Runs, ...], *, pads: bool = False
@@ -324,7 +324,7 @@ def _weight(layer: nn.Module) -> nn.Parameter:
 
 
 def _bias(layer: nn.Module) -> nn.Parameter | None:
-    return layer._parameters.get("bias")
+    return parameter_slots(layer).get("bias")
 
 
 def _sizes(runs: tuple[Runs, ...]) -> str:

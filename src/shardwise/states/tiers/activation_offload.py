@@ -26,6 +26,7 @@ from shardwise.planner.host_room import check_host_room
 from shardwise.planner.plan import Plan
 from shardwise.stages.activation_bytes import Kept
 from shardwise.states.tiers.copy_streams import Crossing
+from shardwise.torch_private import storage_id, version_of
 
 #: Less than this is not worth a copy of its own.
 LEAST_BYTES = 1024
@@ -139,7 +140,7 @@ class Stash:
 
     def _find_away(self, frame: _Frame, tensor: Tensor) -> _Away | None:
         """The memory of a tensor on the host, to which it may go just now; None if it stays."""
-        key = (_memory_of(tensor), tensor._version)
+        key = (_memory_of(tensor), version_of(tensor))
         if key[0] in frame.stays or not self._may_go(tensor):
             return None
         if key in frame.known:
@@ -231,4 +232,4 @@ class Stash:
 
 def _memory_of(tensor: Tensor) -> int:
     """The address of the memory that a tensor looks into. It stays the same where memory comes and goes (ZeRO 3)."""
-    return int(tensor.untyped_storage()._cdata)
+    return int(storage_id(tensor.untyped_storage()))

@@ -224,7 +224,7 @@ def _talk_of_memory(transport: ProcessTransport, me: int) -> tuple[int, bool]:
     for index, tensor in enumerate(sent):
         transport.send(_key(me, index), [tensor])
     right = all(_same(transport.receive(_key(1 - me, index)), [sent[index]]) for index in range(6))
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while sum(copy() is None for copy in copies) < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
     let_go = sum(copy() is None for copy in copies)
@@ -263,18 +263,17 @@ _TALKS: dict[str, Callable[[ProcessTransport, int], Any]] = {
 def relay(fault: str, limit_seconds: float, folder: Path) -> None:
     """Activations go from rank 0 over 1 to 2, and gradients back; in the middle of it something happens to rank 2.
 
-    Each of the others leaves what it raised and after how long.
+    Each of the others leaves what it raised.
     """
     write_id(folder)
     me = dist.get_rank()
     watch = Watch(me, 3, limit_seconds=limit_seconds, name=fault)
     transport = ProcessTransport(make_groups([[0, 1, 2]]), watch=watch)
-    start = time.monotonic()
     try:
         _relay(me, fault, watch, transport)
     except BaseException as error:
         watch.fail(error)
-        (folder / f"told{me}").write_text(f"{time.monotonic() - start:.1f}\n{type(error).__name__}\n{error}")
+        (folder / f"told{me}").write_text(f"{type(error).__name__}\n{error}")
         raise
     transport.close()
     watch.close()
@@ -329,7 +328,6 @@ def sum_without(missing: int, limit_seconds: float, folder: Path) -> None:
     me = dist.get_rank()
     watch = Watch(me, 3, limit_seconds=limit_seconds, name="sum")
     watch.guard(dist.distributed_c10d._get_default_group())
-    start = time.monotonic()
     try:
         if me == missing:
             watch.at(forward(me, 1))
@@ -338,7 +336,7 @@ def sum_without(missing: int, limit_seconds: float, folder: Path) -> None:
         assert work is not None
         watch.wait(work, "the loss")
     except RankError as error:
-        (folder / f"told{me}").write_text(f"{time.monotonic() - start:.1f}\n{type(error).__name__}\n{error}")
+        (folder / f"told{me}").write_text(f"{type(error).__name__}\n{error}")
         raise
 
 

@@ -254,7 +254,13 @@ class MeshEngine(ConnectedTrainer):
 
     def _complete(self, schedule: Schedule, stages: Split) -> Schedule:
         gathers = self.plan.zero == 3 and not self._sharing.layerwise
-        return complete(schedule, stages, reduce_gradients=True, max_gathered=_MAX_GATHERED if gathers else None)
+        return complete(
+            schedule,
+            stages,
+            reduce_gradients=True,
+            max_gathered=_MAX_GATHERED if gathers else None,
+            offloads_activations=self.plan.offload.activations > 0,
+        )
 
     def _forget_gradients(self) -> None:
         self.data.begin_step()

@@ -29,7 +29,7 @@ from tests.stages.families import make_batch, make_family
 from tests.stages.nets import UNet
 from tests.stages.pieces import Net
 from tests.stages.small import small_matrices
-from tests.states.tiers.late import LateCrossing
+from tests.states.tiers.late import LateCopyStreams
 
 HERE, TWO, BESIDE = ["cpu:0"], ["cpu:0", "cpu:1"], ["cpu:0", "cpu"]
 ROWS = 64
@@ -115,7 +115,7 @@ def test_copies_that_come_as_late_as_they_may_are_waited_for(
 ) -> None:
     """As on a GPU: what is not told to wait for a copy reads or overwrites rubbish."""
     plain = sw.place(Knotty(), TWO, **wishes)
-    monkeypatch.setattr(stashes, "Crossing", lambda _: LateCrossing(seed))
+    monkeypatch.setattr(stashes, "CopyStreams", lambda _: LateCopyStreams(seed))
     late = sw.place(Knotty(), TWO, activations_on_host=0.7, **wishes)
     for net in (plain, late):
         for step in range(2):
@@ -235,13 +235,13 @@ def test_no_more_is_brought_back_than_the_window_holds(monkeypatch: pytest.Monke
         net.stashes.host_bytes == 20 * size
     )  # Of each layer what the next one is given: the first is given the batch.
     held: list[int] = []
-    unpack = stash_module.Stash._bring
+    unpack = stash_module.ActivationOffload._bring
 
     def bring(self: Any, away: Any) -> None:
         unpack(self, away)
         held.append(self.held_bytes + self._leaving.num_bytes)
 
-    monkeypatch.setattr(stash_module.Stash, "_bring", bring)
+    monkeypatch.setattr(stash_module.ActivationOffload, "_bring", bring)
     loss.backward()
     assert 3 * size < max(held) <= (3 + 2) * size
 

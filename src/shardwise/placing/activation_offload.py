@@ -21,8 +21,8 @@ from shardwise.placing.activation_share import window_bytes
 from shardwise.placing.layout import NoRoomError
 from shardwise.placing.places import Place
 from shardwise.planner.plan import Offload, Plan
-from shardwise.states.tiers.activation_offload import Stash
-from shardwise.states.tiers.copy_streams import Crossing
+from shardwise.states.tiers.activation_offload import ActivationOffload
+from shardwise.states.tiers.copy_streams import CopyStreams
 from shardwise.units import counted, format_bytes
 
 
@@ -40,7 +40,7 @@ class _Room:
 
     def __init__(self, limit_bytes: int | None) -> None:
         self._limit_bytes = limit_bytes
-        self.stashes: dict[str, Stash] = {}
+        self.stashes: dict[str, ActivationOffload] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -67,14 +67,14 @@ class _Site:
 
     def __init__(self, place: Place, part: float, room: _Room) -> None:
         self.device = place.device
-        self.crossing = Crossing(place.device)
+        self.copies = CopyStreams(place.device)
         plan = Plan(offload=Offload(activations=part))
-        self.stash = Stash(plan, self.crossing, window_bytes=window_bytes(place), check=room.check)
+        self.stash = ActivationOffload(plan, self.copies, window_bytes=window_bytes(place), check=room.check)
         room.stashes[place.name] = self.stash
         self._nothing = torch.empty(0, device=place.device)
         # In a backward every GPU has a thread of its own, and may come upon what was saved on another.
         self._one_at_a_time = threading.Lock()
-        weakref.finalize(self, _close, self.stash, self.crossing)
+        weakref.finalize(self, _close, self.stash, self.copies)
 
     def hooks(self, stays: list[Tensor]) -> Any:
         """What the stash has autograd call in one forward."""
@@ -168,6 +168,6 @@ def _unpack(saved: _Saved) -> Tensor:
     return packed
 
 
-def _close(stash: Stash, crossing: Crossing) -> None:
+def _close(stash: ActivationOffload, copies: CopyStreams) -> None:
     stash.close()
-    crossing.close()
+    copies.close()

@@ -162,8 +162,8 @@ class Placed(nn.Module):
         if self.stashes is None or not torch.is_grad_enabled():
             return module(*args, **kwargs)
         given = [each for each in leaves_of((args, kwargs)) if isinstance(each, Tensor)]
-        guests = [] if self._host is None else self._host.guests
-        with self.stashes.saving([*module.parameters(), *module.buffers(), *guests, *given]):
+        swapped = [] if self._host is None else self._host.swapped
+        with self.stashes.saving([*module.parameters(), *module.buffers(), *swapped, *given]):
             return module(*args, **kwargs)
 
     def _lay_out_on(

@@ -13,21 +13,21 @@ import torch
 from torch import Tensor
 
 from shardwise.dataflow.streams import Mark
-from shardwise.states.tiers.copy_streams import Crossing
+from shardwise.states.tiers.copy_streams import CopyStreams
 
 
 class LateMark(Mark):
     """Reached when its copy has run."""
 
-    def __init__(self, crossing: "LateCrossing") -> None:
-        self._crossing = crossing
+    def __init__(self, copies: "LateCopyStreams") -> None:
+        self._copies = copies
         self.is_reached = False
 
     def wait(self) -> None:
-        self._crossing.run_until(self)
+        self._copies.run_until(self)
 
     def is_done(self) -> bool:
-        self._crossing.run_some()
+        self._copies.run_some()
         return self.is_reached
 
 
@@ -38,7 +38,7 @@ class _Copy(NamedTuple):
     source: Tensor
 
 
-class LateCrossing(Crossing):
+class LateCopyStreams(CopyStreams):
     """A way to the host on which nothing is in a hurry."""
 
     def __init__(self, seed: int) -> None:
@@ -51,10 +51,10 @@ class LateCrossing(Crossing):
         found.view(-1).view(torch.uint8).fill_(255)  # NaN: what is read too early is seen.
         return found
 
-    def inward(self, here: Tensor, home: Tensor, after: Sequence[Mark] = ()) -> Mark:
+    def to_device(self, here: Tensor, home: Tensor, after: Sequence[Mark] = ()) -> Mark:
         return self._put(0, here, home, after)
 
-    def homeward(self, home: Tensor, here: Tensor, after: Sequence[Mark] = ()) -> Mark:
+    def to_host_after(self, home: Tensor, here: Tensor, after: Sequence[Mark] = ()) -> Mark:
         return self._put(1, home, here, after)
 
     def computed(self) -> list[Mark]:

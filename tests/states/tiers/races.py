@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.dataflow.streams import Mark
-from shardwise.states.tiers.copy_streams import Crossing
+from shardwise.states.tiers.copy_streams import CopyStreams
 
 Clock = dict[str, int]
 
@@ -39,20 +39,20 @@ class _Noted(NamedTuple):
 class BookMark(Mark):
     """A point in a stream. The host that has seen it reached tells the device of nothing before it any more."""
 
-    def __init__(self, crossing: "RacyCrossing", clock: Clock) -> None:
-        self._crossing, self.clock = crossing, clock
+    def __init__(self, copies: "RacyCopyStreams", clock: Clock) -> None:
+        self._copies, self.clock = copies, clock
 
     def wait(self) -> None:
-        self._crossing.seen(self.clock)
+        self._copies.seen(self.clock)
 
     def is_done(self) -> bool:
-        if self._crossing.die.random() < 0.5:
+        if self._copies.die.random() < 0.5:
             return False
-        self._crossing.seen(self.clock)
+        self._copies.seen(self.clock)
         return True
 
 
-class RacyCrossing(Crossing):
+class RacyCopyStreams(CopyStreams):
     """A way to the host whose streams are books."""
 
     def __init__(self, seed: int) -> None:
@@ -66,12 +66,12 @@ class RacyCrossing(Crossing):
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype)
 
-    def inward(self, here: Tensor, home: Tensor, after: Sequence[Mark] = ()) -> Mark:
+    def to_device(self, here: Tensor, home: Tensor, after: Sequence[Mark] = ()) -> Mark:
         with self._books, torch.no_grad():
             here.view(-1).copy_(home.view(-1))
             return self._note("in", [Touch(here, writes=True), Touch(home, writes=False)], after)
 
-    def homeward(self, home: Tensor, here: Tensor, after: Sequence[Mark] = ()) -> Mark:
+    def to_host_after(self, home: Tensor, here: Tensor, after: Sequence[Mark] = ()) -> Mark:
         with self._books, torch.no_grad():
             home.view(-1).copy_(here.view(-1))
             return self._note("out", [Touch(home, writes=True), Touch(here, writes=False)], after)
@@ -80,7 +80,7 @@ class RacyCrossing(Crossing):
         with self._books:
             return [BookMark(self, dict(self._streams["compute"]))]
 
-    def apart(self, run: Callable[[], object], after: Sequence[Mark]) -> list[Mark]:
+    def run_after(self, run: Callable[[], object], after: Sequence[Mark]) -> list[Mark]:
         with self._books:
             with _Touched() as touched:
                 run()

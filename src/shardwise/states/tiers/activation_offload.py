@@ -25,7 +25,7 @@ from shardwise.dataflow.streams import Mark
 from shardwise.planner.host_room import check_host_room
 from shardwise.planner.plan import Plan
 from shardwise.stages.activation_bytes import Kept
-from shardwise.states.tiers.copy_streams import Crossing
+from shardwise.states.tiers.copy_streams import CopyStreams
 
 #: Less than this is not worth a copy of its own.
 LEAST_BYTES = 1024
@@ -37,7 +37,7 @@ _Key = tuple[int, int]
 class _Away:
     """Memory that went to the host. There it has a room, of which it may take a part."""
 
-    def __init__(self, stash: "Stash", room: Tensor, home: Tensor, gone: Mark, frame: "_Frame") -> None:
+    def __init__(self, stash: "ActivationOffload", room: Tensor, home: Tensor, gone: Mark, frame: "_Frame") -> None:
         self.room, self.home, self.gone, self.frame = room, home, gone, frame
         self.number = len(frame.saved)
         self.here: Tensor | None = None
@@ -72,7 +72,7 @@ class _Frame:
         self.seen_bytes = self.hosted_bytes = 0
 
 
-class Stash:
+class ActivationOffload:
     """The part of a rank's saved tensors that is on the host.
 
     At most `window_bytes` are on their way out or ahead of their use. `check` is asked before more of the host's memory
@@ -82,12 +82,12 @@ class Stash:
     def __init__(
         self,
         plan: Plan,
-        crossing: Crossing,
+        copies: CopyStreams,
         *,
         window_bytes: int | None = None,
         check: Callable[[int], None] | None = None,
     ) -> None:
-        self._plan, self._crossing = plan, crossing
+        self._plan, self._copies = plan, copies
         self._window_bytes = LEAVING_BYTES if window_bytes is None else window_bytes
         self._leaving = Leaving(self._window_bytes)
         self._check = check or self._check_host
@@ -160,13 +160,13 @@ class Stash:
     def _may_go(self, tensor: Tensor) -> bool:
         num_bytes = tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else 0
         is_plain = not (tensor.is_conj() or tensor.is_neg() or num_bytes % tensor.element_size())
-        return is_plain and num_bytes >= LEAST_BYTES and tensor.device == self._crossing.device
+        return is_plain and num_bytes >= LEAST_BYTES and tensor.device == self._copies.device
 
     def _send(self, frame: _Frame, tensor: Tensor) -> _Away:
         memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         room, marks = self._room(memory.numel())
         home = room[: memory.numel()]
-        gone = self._crossing.outward(home, memory, marks)
+        gone = self._copies.to_host(home, memory, marks)
         away = _Away(self, room, home, gone, frame)
         frame.saved.append(weakref.ref(away))
         self.sent_bytes += memory.numel()
@@ -191,7 +191,7 @@ class Stash:
             return self._spare[min(fitting)].pop()
         self._check(num_bytes)
         self.num_bytes += num_bytes
-        return self._crossing.pinned((num_bytes,), torch.uint8), []
+        return self._copies.pinned((num_bytes,), torch.uint8), []
 
     def _check_host(self, num_bytes: int) -> None:
         free = available_bytes()
@@ -214,7 +214,7 @@ class Stash:
                 self._bring(other)
         assert away.here is not None, "it was brought"
         assert away.arrives is not None, "it was brought"
-        self._crossing.follow(away.arrives)
+        self._copies.follow(away.arrives)
         away.is_followed = True
         typed = away.here.view(saved.dtype)
         return typed.as_strided(saved.size, saved.stride, saved.offset)
@@ -222,9 +222,9 @@ class Stash:
     def _bring(self, away: _Away) -> None:
         """Have it come back, if it is not here or on its way."""
         if away.here is None:
-            away.here = torch.empty_like(away.home, device=self._crossing.device)
+            away.here = torch.empty_like(away.home, device=self._copies.device)
             # The memory was somebody else's until all that is computed by now is.
-            away.arrives = self._crossing.inward(away.here, away.home, [away.gone, *self._crossing.computed()])
+            away.arrives = self._copies.to_device(away.here, away.home, [away.gone, *self._copies.computed()])
             self._brought.add(away)
             self.returned_bytes += away.home.numel()
 

@@ -44,13 +44,13 @@ def make_engine(plan: str, optimizer: str = "adamw", clip: float | None = None) 
 
 
 def run(plan: str, optimizer: str = "adamw", clip: float | None = None) -> tuple[list[float], Any, Any, float]:
-    """Losses, weights, what optimizers remember, and the part of the rounds that was updated before the steps ended."""
+    """Losses, weights, what optimizers remember, and the part of the chunks that was updated before the steps ended."""
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     early, total = 0, 0
 
     def step(self: HostStates) -> None:
         nonlocal early, total
-        early, total = early + len(self._visits.given), total + len(self._rounds)
+        early, total = early + sum(self._prefetch.was_asked(each) for each in self._chunks), total + len(self._chunks)
         end(self)
 
     def find_tally(self: ConnectedTrainer) -> Tally | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from shardwise.engine.mesh_engine import MeshEngine
 from shardwise.engine.options import Options
 from shardwise.planner.plan import Plan
-from shardwise.states.buckets import offloaded_buckets as lodging
+from shardwise.states.buckets import offloaded_buckets
 from shardwise.states.tiers import host_states as states
 from tests.crowd import Crowds
 from tests.engine import going_on
@@ -31,7 +31,7 @@ def train(plan: str, device: str, clip: float | None) -> tuple[list[float], dict
     batches = [{"x": torch.randn(64, *rows().shape[1:], device=device)} for _ in range(3)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(states, "SLOT_BYTES", 1024)
-        patch.setattr(lodging, "LEAVING_BYTES", 1024)
+        patch.setattr(offloaded_buckets, "LEAVING_BYTES", 1024)
         engine = MeshEngine(
             module,
             Plan.parse(plan),

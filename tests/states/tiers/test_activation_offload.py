@@ -13,9 +13,9 @@ from shardwise.execution.backward import input_gradients
 from shardwise.planner.plan import Plan
 from shardwise.stages.activation_bytes import Kept
 from shardwise.states.tiers import activation_offload as stash_module
-from shardwise.states.tiers.activation_offload import Stash
-from shardwise.states.tiers.copy_streams import Crossing
-from tests.states.tiers.late import LateCrossing
+from shardwise.states.tiers.activation_offload import ActivationOffload
+from shardwise.states.tiers.copy_streams import CopyStreams
+from tests.states.tiers.late import LateCopyStreams
 
 WIDTH, ROWS = 16, 32
 
@@ -37,8 +37,8 @@ class Attention(nn.Module):
 
 
 @pytest.fixture(params=["copies by threads", "late copies"])
-def crossing(request: pytest.FixtureRequest) -> Iterator[Crossing]:
-    found = LateCrossing(seed=0) if request.param == "late copies" else Crossing(torch.device("cpu"))
+def copies(request: pytest.FixtureRequest) -> Iterator[CopyStreams]:
+    found = LateCopyStreams(seed=0) if request.param == "late copies" else CopyStreams(torch.device("cpu"))
     yield found
     found.close()
 
@@ -48,11 +48,11 @@ def make_net() -> nn.Sequential:
     return nn.Sequential(*(Attention() for _ in range(3)))
 
 
-def make_stash(crossing: Crossing, part: float) -> Stash:
-    return Stash(Plan.parse(f"offload.activations={part}"), crossing)
+def make_stash(copies: CopyStreams, part: float) -> ActivationOffload:
+    return ActivationOffload(Plan.parse(f"offload.activations={part}"), copies)
 
 
-def run(net: nn.Module, stash: Stash | None, step: int, kept: Kept | None = None) -> tuple[Tensor, Tensor]:
+def run(net: nn.Module, stash: ActivationOffload | None, step: int, kept: Kept | None = None) -> tuple[Tensor, Tensor]:
     """The gradients of the input and, one behind the other, of the weights."""
     torch.manual_seed(step)
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
@@ -70,20 +70,20 @@ def run(net: nn.Module, stash: Stash | None, step: int, kept: Kept | None = None
 @pytest.mark.parametrize("window", [0, 2**28], ids=["one at a time", "many at a time"])
 @pytest.mark.parametrize("part", [1.0, 0.5, 0.1])
 def test_gradients_are_those_of_tensors_that_stay(
-    part: float, window: int, crossing: Crossing, monkeypatch: pytest.MonkeyPatch
+    part: float, window: int, copies: CopyStreams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stash_module, "LEAVING_BYTES", window)
     net = make_net()
-    plain, stash = copy.deepcopy(net), make_stash(crossing, part)
+    plain, stash = copy.deepcopy(net), make_stash(copies, part)
     for step in range(3):
         for mine, theirs in zip(run(net, stash, step), run(plain, None, step), strict=True):
             assert torch.equal(mine, theirs)
     assert stash.sent_bytes > 0
 
 
-def test_the_part_on_the_host_is_the_one_that_was_asked_for_and_its_memory_is_used_again(crossing: Crossing) -> None:
+def test_the_part_on_the_host_is_the_one_that_was_asked_for_and_its_memory_is_used_again(copies: CopyStreams) -> None:
     net = make_net()
-    every, half = make_stash(crossing, 1.0), make_stash(crossing, 0.5)
+    every, half = make_stash(copies, 1.0), make_stash(copies, 0.5)
     counted = [Kept([]), Kept([])]
     for stash, kept in zip((every, half), counted, strict=True):
         run(net, stash, 0, kept)
@@ -96,9 +96,9 @@ def test_the_part_on_the_host_is_the_one_that_was_asked_for_and_its_memory_is_us
     assert counted[1].num_bytes > counted[0].num_bytes
 
 
-def test_both_halves_of_a_backward_find_what_they_need(crossing: Crossing) -> None:
+def test_both_halves_of_a_backward_find_what_they_need(copies: CopyStreams) -> None:
     net = make_net()
-    plain, stash = copy.deepcopy(net), make_stash(crossing, 1.0)
+    plain, stash = copy.deepcopy(net), make_stash(copies, 1.0)
     run(plain, None, 0)
     torch.manual_seed(0)
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
@@ -115,8 +115,8 @@ def test_both_halves_of_a_backward_find_what_they_need(crossing: Crossing) -> No
         torch.testing.assert_close(one.grad, other.grad)
 
 
-def test_a_graph_that_is_never_run_back_gives_its_memory_back(crossing: Crossing) -> None:
-    net, stash = make_net(), make_stash(crossing, 1.0)
+def test_a_graph_that_is_never_run_back_gives_its_memory_back(copies: CopyStreams) -> None:
+    net, stash = make_net(), make_stash(copies, 1.0)
     for _ in range(3):
         x = torch.randn(ROWS, WIDTH, requires_grad=True)
         with stash.saving([x, *net.parameters()], None):
@@ -125,9 +125,9 @@ def test_a_graph_that_is_never_run_back_gives_its_memory_back(crossing: Crossing
     assert stash.sent_bytes == 3 * stash.num_bytes
 
 
-def test_a_host_that_is_full_is_said_before_it_is(crossing: Crossing, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_is_full_is_said_before_it_is(copies: CopyStreams, monkeypatch: pytest.MonkeyPatch) -> None:
     free: Callable[[], int] = lambda: 2000  # noqa: E731
     monkeypatch.setattr(stash_module, "available_bytes", free)
-    net, stash = make_net(), make_stash(crossing, 1.0)
+    net, stash = make_net(), make_stash(copies, 1.0)
     with pytest.raises(ShardwiseError, match=r"offload.activations=1 of 1 rank .* needs .* has .* available"):
         run(net, stash, 0)

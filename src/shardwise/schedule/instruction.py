@@ -50,12 +50,14 @@ BACKWARD = frozenset({Kind.B, Kind.I})
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
 COLLECTIVES = frozenset({Kind.GATHER, Kind.REDUCE})
+OFFLOADS = frozenset({Kind.OFFLOAD, Kind.RELOAD})
 
 
 class Instruction(NamedTuple):
     """One instruction. A named tuple and not a dataclass, because a schedule may hold millions.
 
-    `microbatch` is the microbatch; for REDUCE and STEP it is the step, for GATHER and RELEASE the how-manieth time.
+    `microbatch` is the microbatch; for REDUCE and STEP it is the step, for GATHER and RELEASE the index
+    of that gather.
     `peer` is the other stage of a SEND or RECV, and the tie of a REDUCE between stages.
     `beside` is the backward that shares the device with this forward.
     """

@@ -24,10 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.ranks.backend_exchange import BackendExchange
-from shardwise.ranks.cpu_exchange import DirectExchange
 from shardwise.ranks.exchange import Exchange, Ticket
 from shardwise.ranks.faults import Watch
+from shardwise.ranks.host_exchange import make_exchange
 from shardwise.ranks.replicas import Replicas
 from shardwise.schedule.instruction import Instruction, Kind
 from shardwise.schedule.schedule import Schedule
@@ -84,7 +83,7 @@ class DataParallel:
     ) -> None:
         self.sharing, self._ties, self._tensor = sharing, ties, tensor
         parameters = {number: stage.parameters for number, stage in stages.items()}
-        self.exchange = exchange or _make_exchange(parameters, watch)
+        self.exchange = exchange or make_exchange(_device_of(parameters), watch)
         units = make_unit_prefetch(stages, sharing, module)
         users = {} if module is None else find_users(units.values(), module)
         surroundings = Surroundings(
@@ -294,9 +293,10 @@ class DataParallel:
             ticket.wait()
 
 
-def _make_exchange(parameters: Mapping[int, Mapping[str, nn.Parameter]], watch: Watch | None) -> Exchange:
-    devices = {each.device.type for held in parameters.values() for each in held.values()}
-    return DirectExchange(watch) if devices <= {"cpu"} else BackendExchange()
+def _device_of(parameters: Mapping[int, Mapping[str, nn.Parameter]]) -> torch.device:
+    """Where a rank's parameters are; without any, its part in sums is of no numbers."""
+    every = (each.device for held in parameters.values() for each in held.values())
+    return next((each for each in every if each.type != "cpu"), torch.device("cpu"))
 
 
 def _num_numbers(shape: Sequence[int]) -> int:

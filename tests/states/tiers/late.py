@@ -12,11 +12,11 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from shardwise.dataflow.streams import Mark
+from shardwise.dataflow.streams import Event
 from shardwise.states.tiers.copy_streams import CopyStreams
 
 
-class LateMark(Mark):
+class LateEvent(Event):
     """Reached when its copy has run."""
 
     def __init__(self, copies: "LateCopyStreams") -> None:
@@ -32,8 +32,8 @@ class LateMark(Mark):
 
 
 class _Copy(NamedTuple):
-    mark: LateMark
-    after: list[LateMark]
+    mark: LateEvent
+    after: list[LateEvent]
     target: Tensor
     source: Tensor
 
@@ -51,23 +51,23 @@ class LateCopyStreams(CopyStreams):
         found.view(-1).view(torch.uint8).fill_(255)  # NaN: what is read too early is seen.
         return found
 
-    def to_device(self, here: Tensor, home: Tensor, after: Sequence[Mark] = ()) -> Mark:
+    def to_device(self, here: Tensor, home: Tensor, after: Sequence[Event] = ()) -> Event:
         return self._put(0, here, home, after)
 
-    def to_host_after(self, home: Tensor, here: Tensor, after: Sequence[Mark] = ()) -> Mark:
+    def to_host_after(self, home: Tensor, here: Tensor, after: Sequence[Event] = ()) -> Event:
         return self._put(1, home, here, after)
 
-    def computed(self) -> list[Mark]:
+    def computed(self) -> list[Event]:
         return []
 
-    def follow(self, mark: Mark) -> None:
+    def follow(self, mark: Event) -> None:
         mark.wait()
 
     def close(self) -> None:
         while self._run_one():
             pass
 
-    def run_until(self, mark: LateMark) -> None:
+    def run_until(self, mark: LateEvent) -> None:
         while not mark.is_reached:
             assert self._run_one(), "a copy waits for what is never copied"
 
@@ -75,9 +75,9 @@ class LateCopyStreams(CopyStreams):
         while self._die.random() < 0.3 and self._run_one():
             pass
 
-    def _put(self, way: int, target: Tensor, source: Tensor, after: Sequence[Mark]) -> Mark:
-        mark = LateMark(self)
-        self._ways[way].append(_Copy(mark, cast(list[LateMark], list(after)), target.view(-1), source.view(-1)))
+    def _put(self, way: int, target: Tensor, source: Tensor, after: Sequence[Event]) -> Event:
+        mark = LateEvent(self)
+        self._ways[way].append(_Copy(mark, cast(list[LateEvent], list(after)), target.view(-1), source.view(-1)))
         self.run_some()
         return mark
 

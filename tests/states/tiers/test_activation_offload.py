@@ -72,7 +72,7 @@ def run(net: nn.Module, stash: ActivationOffload | None, step: int, kept: Kept |
 def test_gradients_are_those_of_tensors_that_stay(
     part: float, window: int, copies: CopyStreams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stash_module, "LEAVING_BYTES", window)
+    monkeypatch.setattr(stash_module, "DEFERRED_FREE_BYTES", window)
     net = make_net()
     plain, stash = copy.deepcopy(net), make_stash(copies, part)
     for step in range(3):

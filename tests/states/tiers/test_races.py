@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from shardwise.dataflow.streams import Mark
+from shardwise.dataflow.streams import Event
 from shardwise.states.tiers import host_states as states
 from shardwise.states.tiers.host_states import HostStates
 from shardwise.states.tiers.residency import HandedGradient, MasterWeight
@@ -118,10 +118,10 @@ class Offloaded:
     def __init__(self, weight: nn.Parameter, copies: RacyCopyStreams) -> None:
         self._copies = copies
         self.host, self.gradient = weight.detach().clone(), torch.empty_like(weight)
-        self.sent: list[Mark] = []
-        self._renewed: list[Mark] = []
+        self.sent: list[Event] = []
+        self._renewed: list[Event] = []
 
-    def is_renewed(self, marks: Sequence[Mark]) -> None:
+    def is_renewed(self, marks: Sequence[Event]) -> None:
         self._renewed += marks
 
     def use(self) -> None:

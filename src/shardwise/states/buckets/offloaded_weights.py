@@ -24,7 +24,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from shardwise.dataflow.streams import Mark
+from shardwise.dataflow.streams import Event
 from shardwise.ranks.exchange import Ticket
 from shardwise.states.buckets.weights import Presence, Weights
 from shardwise.states.tiers.copy_streams import CopyStreams
@@ -68,7 +68,7 @@ class OffloadedWeights(Weights):
             if each is not None:
                 each.wait()
 
-    def is_renewed(self, marks: Sequence[Mark]) -> None:
+    def is_renewed(self, marks: Sequence[Event]) -> None:
         """The numbers that this rank updates are new on the host once these marks are reached."""
         self.leave()
         (self.master or self.storage).is_renewed(marks)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shardwise.dataflow.cuda import CudaStream, new_stream
 from shardwise.dataflow.machine import Machine
-from shardwise.dataflow.streams import Mark
+from shardwise.dataflow.streams import Event
 
 
 def device_of(place: str) -> torch.device:
@@ -52,38 +52,38 @@ class CopyStreams:
         """Memory of the host, pinned where there is a GPU."""
         return self._machine.pinned(shape, dtype)
 
-    def to_device(self, device: Tensor, host: Tensor, after: Sequence[Mark] = ()) -> Mark:
+    def to_device(self, device: Tensor, host: Tensor, after: Sequence[Event] = ()) -> Event:
         """Copy from the host, after some marks."""
         # A CPU has no device of its own to be known by: its places are said by name.
         places = {"to": self._place, "of": "host"} if self._on_cpu else {}
         with self._lock:
             return self._machine.copy(device.view(-1), host.view(-1), after=after, **places)
 
-    def to_host(self, host: Tensor, device: Tensor, after: Sequence[Mark] = ()) -> Mark:
+    def to_host(self, host: Tensor, device: Tensor, after: Sequence[Event] = ()) -> Event:
         """Copy to the host, after some marks and all that is computed by now."""
         return self.to_host_after(host, device, [*self.computed(), *after])
 
-    def to_host_after(self, host: Tensor, device: Tensor, after: Sequence[Mark] = ()) -> Mark:
+    def to_host_after(self, host: Tensor, device: Tensor, after: Sequence[Event] = ()) -> Event:
         """Copy to the host, after some marks and nothing else. The CPU has computed what it was told to."""
         places = {"to": "host", "of": self._place} if self._on_cpu else {}
         with self._lock:
             return self._machine.copy(host.view(-1), device.view(-1), after=after, **places)
 
-    def computed(self) -> list[Mark]:
+    def computed(self) -> list[Event]:
         """Marks behind all that is computed by now; the CPU has computed what it was told to."""
         if self._on_cpu:
             return []
         with self._lock:
             return [self._machine.mark(self._place)]
 
-    def run_beside(self, run: Callable[[], object], after: Sequence[Mark]) -> list[Mark]:
+    def run_beside(self, run: Callable[[], object], after: Sequence[Event]) -> list[Event]:
         """Compute after some marks and all that is computed by now, but beside what comes next; marks behind it.
 
         Whatever it reads has to stay until then. The CPU computes at once.
         """
         return self.run_after(run, [*self.computed(), *after])
 
-    def run_after(self, run: Callable[[], object], after: Sequence[Mark]) -> list[Mark]:
+    def run_after(self, run: Callable[[], object], after: Sequence[Event]) -> list[Event]:
         """Compute after some marks and nothing else that is put to compute; marks behind it."""
         if self._on_cpu:
             for mark in after:
@@ -95,7 +95,7 @@ class CopyStreams:
                 self._side = CudaStream(f"{self.device} update", new_stream(self.device), self._machine.failures)
         return [self._side.put(run, after, lambda error: error)]
 
-    def follow(self, mark: Mark) -> None:
+    def follow(self, mark: Event) -> None:
         """What is computed from now on comes after a mark. On the CPU that is the caller, who waits."""
         if self._on_cpu:
             mark.wait()

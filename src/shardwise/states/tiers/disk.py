@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shardwise.dataflow.machine import Machine
-from shardwise.dataflow.streams import Mark, ThreadStream
+from shardwise.dataflow.streams import Event, ThreadStream
 from shardwise.errors import ShardwiseError
 from shardwise.states.tiers.copy_streams import CopyStreams
 from shardwise.states.tiers.pinned_ring import PinnedRing
@@ -59,7 +59,7 @@ class DiskReader:
         self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="shardwise disk")
         self._buffers = PinnedRing(machine.pinned, num_buffers, num_bytes)
 
-    def fetch(self, block: StreamedBlock, copies: CopyStreams, after: Sequence[Mark]) -> Mark:
+    def fetch(self, block: StreamedBlock, copies: CopyStreams, after: Sequence[Event]) -> Event:
         """Have a block read, and copied to the device after some marks."""
         buffer = self._buffers.take()
         memory = buffer.memory[: block.num_bytes]

@@ -11,7 +11,7 @@ to again when the thread has emptied it.
 from torch import Tensor
 
 from shardwise.dataflow.machine import Machine
-from shardwise.dataflow.streams import Mark, ThreadStream
+from shardwise.dataflow.streams import Event, ThreadStream
 from shardwise.errors import ShardwiseError
 from shardwise.states.tiers.copy_streams import CopyStreams
 from shardwise.states.tiers.pinned_ring import PinnedRing
@@ -27,7 +27,7 @@ class DiskWriter:
         self._stream = ThreadStream("gradients to disk", machine.failures)
         self._buffers = PinnedRing(machine.pinned, _NUM_BUFFERS, most_bytes)
 
-    def write(self, target: Tensor, gradient: Tensor, copies: CopyStreams) -> tuple[Mark, Mark]:
+    def write(self, target: Tensor, gradient: Tensor, copies: CopyStreams) -> tuple[Event, Event]:
         """Have what is computed by now written; return when it has left the device, and when it has arrived."""
         buffer = self._buffers.take()
         staged = buffer.memory[: gradient.nbytes].view(gradient.dtype)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.cost.memory import NUM_SLOTS, SLOT_BYTES
-from shardwise.dataflow.streams import Mark
+from shardwise.dataflow.streams import Event
 from shardwise.ranks.exchange import Ticket
 from shardwise.states.tiers.choose_offloaded import choose_last
 from shardwise.states.tiers.chunks import Chunk, plan_chunks
@@ -194,7 +194,7 @@ class HostStates:
         one.staged = [*coming, *reserved]
         return Incoming(list(coming.values()), list(reserved.values()))
 
-    def update(self, one: Chunk, here: list[Tensor], after: list[Mark]) -> Written:
+    def update(self, one: Chunk, here: list[Tensor], after: list[Event]) -> Written:
         """Have a chunk's weights stepped on, as far as they have gradients."""
         places: list[dict[str, Tensor]] = [{} for _ in one.parts]
         for (number, key), place in zip(one.staged, here, strict=True):
@@ -212,7 +212,7 @@ class HostStates:
                 state.renewed.extend(marks)
         return Written(marks, outgoing)
 
-    def is_sent(self, one: Chunk, marks: list[Mark]) -> None:
+    def is_sent(self, one: Chunk, marks: list[Event]) -> None:
         """Tell those that live on the host."""
         for weight in one.weights:
             if self._has_gradient(weight):

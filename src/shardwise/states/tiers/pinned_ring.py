@@ -6,7 +6,7 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from shardwise.dataflow.streams import Mark
+from shardwise.dataflow.streams import Event
 
 
 class PinnedBuffer:
@@ -14,7 +14,7 @@ class PinnedBuffer:
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
-        self.free: list[Mark] = []
+        self.free: list[Event] = []
 
 
 class PinnedRing:

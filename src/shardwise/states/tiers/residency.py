@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from shardwise.dataflow.streams import Mark
+from shardwise.dataflow.streams import Event
 from shardwise.states.tiers.copy_streams import CopyStreams
 
 #: What comes beside an optimizer's own entries. No optimizer calls an entry so.
@@ -49,11 +49,11 @@ class OffloadedWeight(Protocol):
     @property
     def has_gradient(self) -> bool: ...
     @property
-    def sent(self) -> Sequence[Mark]: ...
+    def sent(self) -> Sequence[Event]: ...
     @property
     def scale(self) -> float: ...
 
-    def is_renewed(self, marks: Sequence[Mark]) -> None:
+    def is_renewed(self, marks: Sequence[Event]) -> None:
         """The numbers on the host are new once these marks are reached."""
         ...
 
@@ -85,7 +85,7 @@ class Residency:
         """What comes later."""
         return {}
 
-    def bring(self, part: WeightSlice, places: Places) -> list[Mark]:  # noqa: ARG002 - it is here
+    def bring(self, part: WeightSlice, places: Places) -> list[Event]:  # noqa: ARG002 - it is here
         """Have come what was not there before; marks after which it is here."""
         return []
 
@@ -108,7 +108,7 @@ class Residency:
         """What goes home beside the state: where it lives, and where it is."""
         return []
 
-    def is_sent(self, marks: Sequence[Mark]) -> None:
+    def is_sent(self, marks: Sequence[Event]) -> None:
         """What goes home is there once these marks are reached."""
 
 
@@ -131,7 +131,7 @@ class HostResidency(Residency):
     def reserved(self, part: WeightSlice) -> dict[str, Tensor]:
         return {GRADIENT: part.of(self._offloaded.gradient)}
 
-    def bring(self, part: WeightSlice, places: Places) -> list[Mark]:
+    def bring(self, part: WeightSlice, places: Places) -> list[Event]:
         return [self._copies.to_device(places[GRADIENT], part.of(self._offloaded.gradient), self._offloaded.sent)]
 
     def stand_in(self, part: WeightSlice, places: Places) -> nn.Parameter:  # noqa: ARG002 - all of it is staged
@@ -144,7 +144,7 @@ class HostResidency(Residency):
     def outgoing(self, part: WeightSlice, places: Places) -> list[tuple[Tensor, Tensor]]:
         return [(part.of(self._offloaded.host), places[WEIGHT])]
 
-    def is_sent(self, marks: Sequence[Mark]) -> None:
+    def is_sent(self, marks: Sequence[Event]) -> None:
         self._offloaded.is_renewed(marks)
 
 

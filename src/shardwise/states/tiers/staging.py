@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardwise.dataflow.streams import Mark
+from shardwise.dataflow.streams import Event
 from shardwise.states.tiers.copy_streams import CopyStreams
 from shardwise.states.tiers.packing import Packing, storage_of
 
@@ -28,7 +28,7 @@ class StagingBuffers:
         self._copies = copies
         self._memory: list[Tensor | None] = []
         #: Those that nobody has, and when the last one to have it is gone.
-        self._free: deque[tuple[int, list[Mark]]] = deque()
+        self._free: deque[tuple[int, list[Event]]] = deque()
         self.grow(count)
 
     @property
@@ -48,7 +48,7 @@ class StagingBuffers:
         computed = self._copies.computed()
         self._free = deque((buffer, [*gone, *computed]) for buffer, gone in self._free)
 
-    def take(self, likes: Sequence[Tensor]) -> tuple[int, list[Tensor], list[Mark]]:
+    def take(self, likes: Sequence[Tensor]) -> tuple[int, list[Tensor], list[Event]]:
         """A buffer with places for tensors like these, and marks after which they may be written."""
         buffer, gone = self._free.popleft()
         packing, memory = Packing.of(likes), self._memory[buffer]
@@ -65,7 +65,7 @@ class StagingBuffers:
         memory = self._memory[buffer]
         return memory is not None and storage_of(memory) == storage_of(tensor)
 
-    def give_back(self, buffer: int, gone: Sequence[Mark]) -> None:
+    def give_back(self, buffer: int, gone: Sequence[Event]) -> None:
         """Nobody has a buffer any more once some marks are reached."""
         self._free.append((buffer, list(gone)))
 

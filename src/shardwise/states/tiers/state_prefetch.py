@@ -29,9 +29,9 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from shardwise.cost.memory import LEAVING_BYTES
-from shardwise.dataflow.leaving import Leaving
-from shardwise.dataflow.streams import Mark
+from shardwise.cost.memory import DEFERRED_FREE_BYTES
+from shardwise.dataflow.deferred_free import DeferredFree
+from shardwise.dataflow.streams import Event
 from shardwise.states.tiers.copy_streams import CopyStreams
 from shardwise.states.tiers.packing import coalesce
 from shardwise.states.tiers.staging import StagingBuffers
@@ -50,7 +50,7 @@ class Incoming(NamedTuple):
 class Written(NamedTuple):
     """Marks behind an update, and what it has written: where it lives, and where it is."""
 
-    marks: list[Mark]
+    marks: list[Event]
     outgoing: list[tuple[Tensor, Tensor]]
 
 
@@ -61,11 +61,11 @@ class Owner(Protocol[_OfOwner]):
         """What comes with a chunk now."""
         ...
 
-    def update(self, one: _OfOwner, here: list[Tensor], after: list[Mark]) -> Written:
+    def update(self, one: _OfOwner, here: list[Tensor], after: list[Event]) -> Written:
         """Put the update of a chunk, which is here once some marks are reached."""
         ...
 
-    def is_sent(self, one: _OfOwner, marks: list[Mark]) -> None:
+    def is_sent(self, one: _OfOwner, marks: list[Event]) -> None:
         """What was updated of a chunk is at home once these marks are reached."""
         ...
 
@@ -86,13 +86,13 @@ class Item(Generic[R]):
     index: int
     state: State = State.HOST
     #: HOST: marks after which the host has the newest numbers.
-    newest: list[Mark] = field(default_factory=list)
+    newest: list[Event] = field(default_factory=list)
     #: STAGED or LEAVING: the buffer, the tensors in it, and marks after which they have come.
     buffer: int = -1
     places: list[Tensor] = field(default_factory=list)
-    arrives: list[Mark] = field(default_factory=list)
+    arrives: list[Event] = field(default_factory=list)
     #: Asked for and not updated: marks behind all that was computed when it was. None if nobody asks.
-    gradients: list[Mark] | None = None
+    gradients: list[Event] | None = None
 
 
 class StatePrefetch(Generic[R]):
@@ -115,7 +115,7 @@ class StatePrefetch(Generic[R]):
         self._asked: dict[Item[R], None] = {}
         self._staged: dict[Item[R], None] = {}
         #: Memory that an optimizer has taken by itself, and that goes home.
-        self._own_memory = Leaving(LEAVING_BYTES)
+        self._own_memory = DeferredFree(DEFERRED_FREE_BYTES)
 
     def state_of(self, one: R) -> State:
         """Where a chunk is."""
@@ -242,7 +242,7 @@ class StatePrefetch(Generic[R]):
         del self._staged[item]
         self._at_host(item, gone=item.arrives)
 
-    def _at_host(self, item: Item[R], gone: Sequence[Mark]) -> None:
+    def _at_host(self, item: Item[R], gone: Sequence[Event]) -> None:
         """Its buffer is free once some marks are reached."""
         self._buffers.give_back(item.buffer, gone)
         item.state, item.buffer, item.places, item.arrives = State.HOST, -1, [], []

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.dataflow.machine import Machine
-from shardwise.dataflow.streams import Mark
+from shardwise.dataflow.streams import Event
 from shardwise.errors import ShardwiseError
 from shardwise.states.tiers.copy_streams import CopyStreams, device_of
 from shardwise.states.tiers.disk import DiskReader, Records
@@ -234,7 +234,7 @@ class StreamedWeights:
         block = self._blocks[number]
         return self._versions_here[number] != block.version or not block.is_gathered
 
-    def _fetch(self, number: int, after: Sequence[Mark]) -> Mark:
+    def _fetch(self, number: int, after: Sequence[Event]) -> Event:
         """Have a block copied to the device: from pinned memory, or from its file."""
         block, copies = self._blocks[number], self._copies[number]
         with torch.inference_mode(False):

@@ -19,11 +19,11 @@ from enum import Enum
 
 from torch import Tensor
 
-from shardwise.dataflow.streams import Mark
+from shardwise.dataflow.streams import Event
 from shardwise.states.tiers.copy_streams import CopyStreams
 
 #: Has the numbers copied to the device, after some marks; reached when they are there.
-Fetch = Callable[[Sequence[Mark]], Mark]
+Fetch = Callable[[Sequence[Event]], Event]
 
 
 class Swap(Enum):
@@ -41,7 +41,7 @@ class SwappedStorage:
         self.device, self._copies = device, copies
         self._num_bytes = device.nbytes
         self.state = Swap.AWAY
-        self._arrives: Mark | None = None
+        self._arrives: Event | None = None
         device.untyped_storage().resize_(0)
 
     def reserve(self) -> None:
@@ -54,7 +54,7 @@ class SwappedStorage:
         """Have it come, if it is not here or on its way."""
         self._start(self._fetch)
 
-    def _fetch(self, after: Sequence[Mark]) -> Mark:
+    def _fetch(self, after: Sequence[Event]) -> Event:
         """Have it copied from its source, after some marks."""
         raise NotImplementedError
 
@@ -92,7 +92,7 @@ class SourcedStorage(SwappedStorage):
         super().__init__(device, copies)
         self._source = source
 
-    def _fetch(self, after: Sequence[Mark]) -> Mark:
+    def _fetch(self, after: Sequence[Event]) -> Event:
         return self._source(after)
 
 
@@ -103,8 +103,8 @@ class HostStorage(SwappedStorage):
         self.host = copies.pinned(device.shape, device.dtype)
         self.host.copy_(device)
         #: When the host has the newest numbers; and when it will have those that were written on the device.
-        self._renewed: list[Mark] = []
-        self._written: list[Mark] = []
+        self._renewed: list[Event] = []
+        self._written: list[Event] = []
         super().__init__(device, copies)
 
     def start_part(self, part: slice) -> None:
@@ -123,7 +123,7 @@ class HostStorage(SwappedStorage):
         self._written = []
         super().leave()
 
-    def is_renewed(self, marks: Sequence[Mark]) -> None:
+    def is_renewed(self, marks: Sequence[Event]) -> None:
         """The numbers on the host are new once these marks are reached; what is here is old."""
         self.leave()
         self._renewed += marks
@@ -134,9 +134,9 @@ class HostStorage(SwappedStorage):
             mark.wait()
         self._renewed.clear()
 
-    def _fetch(self, after: Sequence[Mark]) -> Mark:
+    def _fetch(self, after: Sequence[Event]) -> Event:
         return self._copy(self.device, self.host, after)
 
-    def _copy(self, device: Tensor, host: Tensor, after: Sequence[Mark]) -> Mark:
+    def _copy(self, device: Tensor, host: Tensor, after: Sequence[Event]) -> Event:
         renewed, self._renewed = self._renewed, []
         return self._copies.to_device(device, host, [*renewed, *after])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwise.dataflow.streams import Mark
+from shardwise.dataflow.streams import Event
 from shardwise.states.tiers.chunks import Chunk
 from shardwise.states.tiers.copy_streams import CopyStreams
 from shardwise.states.tiers.packing import Packing
@@ -42,7 +42,7 @@ class WeightState:
         #: Its entries that have a number for each of the weight's, or for its rows, in pinned memory.
         self.host: dict[str, Tensor] = {}
         #: When a weight on the device that was updated is new.
-        self.renewed: list[Mark] = []
+        self.renewed: list[Event] = []
         self._num_updated = 0
         self._new: dict[str, Any] = {}
 

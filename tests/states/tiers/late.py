@@ -32,7 +32,7 @@ class LateEvent(Event):
 
 
 class _Copy(NamedTuple):
-    mark: LateEvent
+    event: LateEvent
     after: list[LateEvent]
     target: Tensor
     source: Tensor
@@ -60,15 +60,15 @@ class LateCopyStreams(CopyStreams):
     def computed(self) -> list[Event]:
         return []
 
-    def follow(self, mark: Event) -> None:
-        mark.wait()
+    def follow(self, event: Event) -> None:
+        event.wait()
 
     def close(self) -> None:
         while self._run_one():
             pass
 
-    def run_until(self, mark: LateEvent) -> None:
-        while not mark.is_reached:
+    def run_until(self, event: LateEvent) -> None:
+        while not event.is_reached:
             assert self._run_one(), "a copy waits for what is never copied"
 
     def run_some(self) -> None:
@@ -76,16 +76,16 @@ class LateCopyStreams(CopyStreams):
             pass
 
     def _put(self, way: int, target: Tensor, source: Tensor, after: Sequence[Event]) -> Event:
-        mark = LateEvent(self)
-        self._ways[way].append(_Copy(mark, cast(list[LateEvent], list(after)), target.view(-1), source.view(-1)))
+        event = LateEvent(self)
+        self._ways[way].append(_Copy(event, cast(list[LateEvent], list(after)), target.view(-1), source.view(-1)))
         self.run_some()
-        return mark
+        return event
 
     def _run_one(self) -> bool:
         ready = [way for way in self._ways if way and all(each.is_reached for each in way[0].after)]
         if not ready:
             return False
-        mark, _, target, source = self._die.choice(ready).popleft()
+        event, _, target, source = self._die.choice(ready).popleft()
         target.copy_(source)
-        mark.is_reached = True
+        event.is_reached = True
         return True

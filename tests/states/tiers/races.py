@@ -86,10 +86,10 @@ class RacyCopyStreams(CopyStreams):
                 run()
             return [self._note("side", touched.found, after)]
 
-    def follow(self, mark: Event) -> None:
+    def follow(self, event: Event) -> None:
         with self._books:
-            assert isinstance(mark, BookEvent)
-            _join(self._streams["compute"], mark.clock)
+            assert isinstance(event, BookEvent)
+            _join(self._streams["compute"], event.clock)
 
     def compute(self, reads: Iterable[Tensor] = (), writes: Iterable[Tensor] = ()) -> None:
         """Something is computed in the user's stream."""
@@ -108,9 +108,9 @@ class RacyCopyStreams(CopyStreams):
     def _note(self, stream: str, touches: Sequence[Touch], after: Sequence[Event]) -> Event:
         clock = self._streams[stream]
         _join(clock, self._host)
-        for mark in after:
-            assert isinstance(mark, BookEvent)
-            _join(clock, mark.clock)
+        for event in after:
+            assert isinstance(event, BookEvent)
+            _join(clock, event.clock)
         known = [each for each in self._noted if clock.get(each.stream, 0) < each.number]
         for touch in touches:
             for other in known:

@@ -121,8 +121,8 @@ class Offloaded:
         self.sent: list[Event] = []
         self._renewed: list[Event] = []
 
-    def is_renewed(self, marks: Sequence[Event]) -> None:
-        self._renewed += marks
+    def is_renewed(self, events: Sequence[Event]) -> None:
+        self._renewed += events
 
     def use(self) -> None:
         here = torch.empty_like(self.host)

@@ -38,7 +38,7 @@ class Counters:
         self.updated.append(one)
         return Written(self._copies.run_after(lambda: here[0].add_(1), after), [(self.homes[one], here[0])])
 
-    def is_sent(self, one: int, marks: list[Event]) -> None:
+    def is_sent(self, one: int, events: list[Event]) -> None:
         pass
 
 
@@ -188,11 +188,11 @@ class NotYet(Event):
 
 def test_while_gradients_are_not_there_those_come_first_that_were_asked_for_first() -> None:
     copies = CopyStreams(torch.device("cpu"))
-    marks = {one: NotYet() for one in range(4)}
+    events = {one: NotYet() for one in range(4)}
     owner, prefetch = make(4, 2, copies, PacedStatePrefetch)
-    asked = [Item(one, one, gradients=[marks[one]]) for one in (3, 2, 1, 0)]
+    asked = [Item(one, one, gradients=[events[one]]) for one in (3, 2, 1, 0)]
     assert prefetch._choose(asked).chunk == 3
-    marks[3].is_reached = marks[2].is_reached = True
+    events[3].is_reached = events[2].is_reached = True
     assert prefetch._choose(asked).chunk == 2
     prefetch.close()
     copies.close()

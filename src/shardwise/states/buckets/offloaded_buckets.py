@@ -42,9 +42,9 @@ class OffloadedPiece:
     def sent(self) -> list[Event]:
         return host_gradients(self._bucket).sent
 
-    def is_renewed(self, marks: Sequence[Event]) -> None:
-        _weights_of(self._bucket).is_renewed(marks)
-        host_gradients(self._bucket).is_read(marks)
+    def is_renewed(self, events: Sequence[Event]) -> None:
+        _weights_of(self._bucket).is_renewed(events)
+        host_gradients(self._bucket).is_read(events)
 
     def _of(self, host: Tensor) -> Tensor:
         """Its numbers of what the bucket has on the host: of all of it, or of this rank's piece."""

@@ -39,9 +39,9 @@ class HostGradients:
         """Have it come."""
         return self._copies.to_device(into, self.numbers, [*self.sent, *self._copies.computed()])
 
-    def follow(self, mark: Event) -> None:
-        """What is computed next is computed after a mark."""
-        self._copies.follow(mark)
+    def follow(self, event: Event) -> None:
+        """What is computed next is computed after a event."""
+        self._copies.follow(event)
 
     def send(self, numbers: Tensor, at: slice, own: Tensor | None = None) -> None:
         """Have numbers go home, which nobody else needs; `own` of them are this rank's piece of a sum."""
@@ -55,19 +55,19 @@ class HostGradients:
         arrives = self.bring(total)
         self._go(total, slice(0, len(total)), self._copies.run_beside(partial(self._add, total, more), [arrives]), more)
 
-    def is_read(self, marks: Sequence[Event]) -> None:
-        """It was used, once these marks are reached: what goes there next comes after them."""
-        self.sent = [*self.sent, *marks]
+    def is_read(self, events: Sequence[Event]) -> None:
+        """It was used, once these events are reached: what goes there next comes after them."""
+        self.sent = [*self.sent, *events]
 
     def wait(self) -> None:
         """Have here what was sent."""
-        for mark in self.sent:
-            mark.wait()
+        for event in self.sent:
+            event.wait()
 
     def _go(self, numbers: Tensor, at: slice, after: list[Event], *also: Tensor) -> None:
-        mark = self._copies.to_host(self.numbers[at], numbers, [*self.sent, *after])
-        self.sent = [mark]
-        self._leaving.hold(mark, numbers, *also)
+        event = self._copies.to_host(self.numbers[at], numbers, [*self.sent, *after])
+        self.sent = [event]
+        self._leaving.hold(event, numbers, *also)
         self._leaving.sweep()
 
     @torch.no_grad()

@@ -68,10 +68,10 @@ class OffloadedWeights(Weights):
             if each is not None:
                 each.wait()
 
-    def is_renewed(self, marks: Sequence[Event]) -> None:
-        """The numbers that this rank updates are new on the host once these marks are reached."""
+    def is_renewed(self, events: Sequence[Event]) -> None:
+        """The numbers that this rank updates are new on the host once these events are reached."""
         self.leave()
-        (self.master or self.storage).is_renewed(marks)
+        (self.master or self.storage).is_renewed(events)
         self.own_source = Source.HOST if self.master is None else Source.MASTER
 
     def _bring_own(self, part: slice) -> None:

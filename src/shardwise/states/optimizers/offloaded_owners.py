@@ -45,10 +45,10 @@ class OwnedWeight:
     def host(self) -> Tensor:
         return self.storage.host
 
-    def is_renewed(self, marks: Sequence[Event]) -> None:
-        self.storage.is_renewed(marks)
+    def is_renewed(self, events: Sequence[Event]) -> None:
+        self.storage.is_renewed(events)
         # What goes there next comes after it was read.
-        self.sent = [*self.sent, *marks]
+        self.sent = [*self.sent, *events]
 
 
 class OffloadedOwners(Owners):

@@ -30,6 +30,7 @@ from shardwise.planner.host_room import check_host_room
 from shardwise.planner.plan import Plan
 from shardwise.stages.activation_bytes import Kept
 from shardwise.states.tiers.copy_streams import CopyStreams
+from shardwise.torch_private import storage_id, version_of
 
 #: Less than this is not worth a copy of its own.
 LEAST_BYTES = 1024
@@ -142,9 +143,9 @@ class ActivationOffload:
 
     def forget(self, away: _Away) -> None:
         """Nobody can ask for this any more: its memory on the host may be used again."""
-        marks = [away.gone] if away.arrives is None else [away.gone, away.arrives]
+        events = [away.gone] if away.arrives is None else [away.gone, away.arrives]
         self._drop(away)
-        self._spare.setdefault(away.room.numel(), []).append((away.room, marks))
+        self._spare.setdefault(away.room.numel(), []).append((away.room, events))
 
     def close(self) -> None:
         """Wait for what is under way, and let go of it."""
@@ -164,7 +165,7 @@ class ActivationOffload:
 
     def _find_away(self, frame: _Frame, tensor: Tensor) -> _Away | None:
         """The memory of a tensor on the host, to which it may go just now; None if it stays."""
-        key = (_memory_of(tensor), tensor._version)
+        key = (_memory_of(tensor), version_of(tensor))
         if key[0] in frame.stays or not self._may_go(tensor):
             return None
         if key in frame.known:
@@ -189,9 +190,9 @@ class ActivationOffload:
 
     def _send(self, frame: _Frame, tensor: Tensor) -> _Away:
         memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-        room, marks = self._room(memory.numel())
+        room, events = self._room(memory.numel())
         home = room[: memory.numel()]
-        gone = self._copies.to_host(home, memory, marks)
+        gone = self._copies.to_host(home, memory, events)
         away = _Away(self, room, home, gone, frame)
         frame.saved.append(weakref.ref(away))
         self.sent_bytes += memory.numel()
@@ -262,4 +263,4 @@ class ActivationOffload:
 
 def _memory_of(tensor: Tensor) -> int:
     """The address of the memory that a tensor looks into. It stays the same where memory comes and goes (ZeRO 3)."""
-    return int(tensor.untyped_storage()._cdata)
+    return int(storage_id(tensor.untyped_storage()))

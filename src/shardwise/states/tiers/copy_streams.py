@@ -5,14 +5,14 @@ the CPU the host is the same memory; there a copy is made by a thread, and whoev
 on the host is kept apart and moved on a laptop as it is beside a GPU.
 
     call              copies or runs            after
-    to_device         host -> device            the given marks
-    to_host           device -> host            the given marks and all that is computed by now
-    to_host_after     device -> host            the given marks
-    run_beside        in a stream of its own    the given marks and all that is computed by now
-    run_after         in a stream of its own    the given marks
-    follow            what is computed next     the given mark
+    to_device         host -> device            the given events
+    to_host           device -> host            the given events and all that is computed by now
+    to_host_after     device -> host            the given events
+    run_beside        in a stream of its own    the given events and all that is computed by now
+    run_after         in a stream of its own    the given events
+    follow            what is computed next     the given event
 
-Nothing here knows who uses the memory. So both tensors of a copy have to stay until its mark is reached, and memory
+Nothing here knows who uses the memory. So both tensors of a copy have to stay until its event is reached, and memory
 that was just allocated is written after `computed()`: until then it was somebody else's.
 """
 
@@ -53,18 +53,18 @@ class CopyStreams:
         return self._machine.pinned(shape, dtype)
 
     def to_device(self, device: Tensor, host: Tensor, after: Sequence[Event] = ()) -> Event:
-        """Copy from the host, after some marks."""
+        """Copy from the host, after some events."""
         # A CPU has no device of its own to be known by: its places are said by name.
         places = {"to": self._place, "of": "host"} if self._on_cpu else {}
         with self._lock:
             return self._machine.copy(device.view(-1), host.view(-1), after=after, **places)
 
     def to_host(self, host: Tensor, device: Tensor, after: Sequence[Event] = ()) -> Event:
-        """Copy to the host, after some marks and all that is computed by now."""
+        """Copy to the host, after some events and all that is computed by now."""
         return self.to_host_after(host, device, [*self.computed(), *after])
 
     def to_host_after(self, host: Tensor, device: Tensor, after: Sequence[Event] = ()) -> Event:
-        """Copy to the host, after some marks and nothing else. The CPU has computed what it was told to."""
+        """Copy to the host, after some events and nothing else. The CPU has computed what it was told to."""
         places = {"to": "host", "of": self._place} if self._on_cpu else {}
         with self._lock:
             return self._machine.copy(host.view(-1), device.view(-1), after=after, **places)
@@ -77,17 +77,17 @@ class CopyStreams:
             return [self._machine.mark(self._place)]
 
     def run_beside(self, run: Callable[[], object], after: Sequence[Event]) -> list[Event]:
-        """Compute after some marks and all that is computed by now, but beside what comes next; marks behind it.
+        """Compute after some events and all that is computed by now, but beside what comes next; events behind it.
 
         Whatever it reads has to stay until then. The CPU computes at once.
         """
         return self.run_after(run, [*self.computed(), *after])
 
     def run_after(self, run: Callable[[], object], after: Sequence[Event]) -> list[Event]:
-        """Compute after some marks and nothing else that is put to compute; marks behind it."""
+        """Compute after some events and nothing else that is put to compute; events behind it."""
         if self._on_cpu:
-            for mark in after:
-                mark.wait()
+            for event in after:
+                event.wait()
             run()
             return []
         with self._lock:
@@ -95,13 +95,13 @@ class CopyStreams:
                 self._side = CudaStream(f"{self.device} update", new_stream(self.device), self._machine.failures)
         return [self._side.put(run, after, lambda error: error)]
 
-    def follow(self, mark: Event) -> None:
-        """What is computed from now on comes after a mark. On the CPU that is the caller, who waits."""
+    def follow(self, event: Event) -> None:
+        """What is computed from now on comes after a event. On the CPU that is the caller, who waits."""
         if self._on_cpu:
-            mark.wait()
+            event.wait()
             return
         with self._lock:
-            self._machine.follow(self._place, mark)
+            self._machine.follow(self._place, event)
 
     def close(self) -> None:
         """Wait for what is under way, and end its threads."""

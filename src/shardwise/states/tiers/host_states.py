@@ -153,9 +153,9 @@ class HostStates:
         found = list(self._states) if weights is None else [each for each in weights if each in self._states]
         self.settle(found)
         for state in [self._states[weight] for weight in found]:
-            marks, state.renewed = state.renewed, []
-            for mark in marks:
-                self._copies.follow(mark)
+            events, state.renewed = state.renewed, []
+            for event in events:
+                self._copies.follow(event)
 
     def wait(self) -> None:
         """Wait until all state is on the host, and what is computed from now on uses the new weights."""
@@ -203,20 +203,20 @@ class HostStates:
         if not staged:
             return Written([], [])
         brought = [
-            mark for part, each in staged for mark in self._states[part.weight].residency.bring(part, each)
+            event for part, each in staged for event in self._states[part.weight].residency.bring(part, each)
         ]  # fmt: skip
         outgoing: list[tuple[Tensor, Tensor]] = []
-        marks = self._copies.run_after(partial(self._run, one, staged, outgoing), [*after, *brought[-1:]])
+        events = self._copies.run_after(partial(self._run, one, staged, outgoing), [*after, *brought[-1:]])
         for state in {self._states[part.weight] for part, _ in staged}:
             if state.residency.is_on_device:
-                state.renewed.extend(marks)
-        return Written(marks, outgoing)
+                state.renewed.extend(events)
+        return Written(events, outgoing)
 
-    def is_sent(self, one: Chunk, marks: list[Event]) -> None:
+    def is_sent(self, one: Chunk, events: list[Event]) -> None:
         """Tell those that live on the host."""
         for weight in one.weights:
             if self._has_gradient(weight):
-                self._states[weight].residency.is_sent(marks)
+                self._states[weight].residency.is_sent(events)
 
     # ---------------------------------------------------------------------------------------------------------------
 

@@ -92,16 +92,16 @@ class HostWeight:
         self._holders.clear()
         self._storage.leave()
 
-    def is_renewed(self, marks: Sequence[Event]) -> None:
-        """The numbers at home are new once these marks are reached; what is here is old."""
+    def is_renewed(self, events: Sequence[Event]) -> None:
+        """The numbers at home are new once these events are reached; what is here is old."""
         self._holders.clear()
-        self._storage.is_renewed(marks)
+        self._storage.is_renewed(events)
 
     def wait(self) -> None:
         """Have what is at home be the newest."""
         self._storage.wait()
-        for mark in self.sent:
-            mark.wait()
+        for event in self.sent:
+            event.wait()
 
 
 class HostWeights:
@@ -159,8 +159,8 @@ class HostWeights:
         """The gradients of this step that are on the host, all of them there."""
         found = {parameter: each for parameter, each in self.weights.items() if each.has_gradient}
         for each in found.values():
-            for mark in each.sent:
-                mark.wait()
+            for event in each.sent:
+                event.wait()
         return {parameter: each.gradient for parameter, each in found.items()}
 
     def move_in(self, copies: CopyStreams) -> None:
@@ -207,19 +207,19 @@ class HostWeights:
         assert parameter.grad is not None, "it has arrived"
         gradient = parameter.grad.contiguous()
         memory: tuple[Tensor, ...] = (gradient,)
-        marks: list[Event] = []
+        events: list[Event] = []
         parameter.grad = None
         weight.leave()
         if weight.has_gradient:
             total = torch.empty_like(gradient)
             arrives = self._copies.to_device(total, weight.gradient, [*weight.sent, *self._copies.computed()])
-            marks = self._copies.run_beside(partial(_finish, weight, total, gradient, divisor, measures), [arrives])
+            events = self._copies.run_beside(partial(_finish, weight, total, gradient, divisor, measures), [arrives])
             memory = (total, gradient)
         else:
             _finish(weight, gradient, None, divisor, measures)
-        mark = self._copies.to_host(weight.gradient, memory[0], [*weight.sent, *marks])
-        weight.has_gradient, weight.sent = True, [mark]
-        self._leaving.hold(mark, *memory)
+        event = self._copies.to_host(weight.gradient, memory[0], [*weight.sent, *events])
+        weight.has_gradient, weight.sent = True, [event]
+        self._leaving.hold(event, *memory)
         self._leaving.sweep()
 
     def wait(self) -> None:

@@ -130,7 +130,7 @@ class PacedStatePrefetch(StatePrefetch[R]):
             del leaving
 
     def _send_home(self, item: Item[R], written: Written) -> None:
-        self._reach(written.marks)
+        self._reach(written.events)
         back = [self._copies.to_host_after(host, here) for host, here in coalesce(written.outgoing)][-1:]
         self._reach(back)
         with self.lock:
@@ -138,14 +138,14 @@ class PacedStatePrefetch(StatePrefetch[R]):
             self._owner.is_sent(item.chunk, back)
             self.lock.notify_all()
 
-    def _reach(self, marks: Iterable[Event]) -> None:
-        """Wait for marks, but not for one that an error keeps from being reached."""
-        while not all(mark.is_done() for mark in marks) and self.error is None:
+    def _reach(self, events: Iterable[Event]) -> None:
+        """Wait for events, but not for one that an error keeps from being reached."""
+        while not all(event.is_done() for event in events) and self.error is None:
             time.sleep(_LOOK_SECONDS)
 
 
 def _is_computed(item: Item[R]) -> bool:
     """Whether the gradients of one that was asked for are there."""
-    if item.gradients and all(mark.is_done() for mark in item.gradients):
+    if item.gradients and all(event.is_done() for event in item.gradients):
         item.gradients = []
     return not item.gradients

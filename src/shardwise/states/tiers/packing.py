@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardwise.torch_private import storage_id
+
 #: Bytes. Memory that CUDA allocates begins at a multiple of this too, so a packed tensor is aligned as any other.
 ALIGNMENT = 256
 
@@ -74,7 +76,7 @@ def coalesce(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, T
 
 def storage_of(tensor: Tensor) -> int:
     """What tells the storage of a tensor from others. It stays the same where its memory comes and goes."""
-    return int(tensor.untyped_storage()._cdata)
+    return storage_id(tensor.untyped_storage())
 
 
 def _are_adjacent(before: tuple[Tensor, Tensor], pair: tuple[Tensor, Tensor]) -> bool:

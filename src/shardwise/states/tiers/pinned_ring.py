@@ -10,7 +10,7 @@ from shardwise.dataflow.streams import Event
 
 
 class PinnedBuffer:
-    """Pinned memory for one copy at a time, and marks after which it may be written again."""
+    """Pinned memory for one copy at a time, and events after which it may be written again."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory

@@ -45,7 +45,7 @@ class OffloadedWeight(Protocol):
     @property
     def gradient(self) -> Tensor: ...
 
-    #: Whether this step has a gradient, marks after which it is there, and what it is multiplied with.
+    #: Whether this step has a gradient, events after which it is there, and what it is multiplied with.
     @property
     def has_gradient(self) -> bool: ...
     @property
@@ -53,8 +53,8 @@ class OffloadedWeight(Protocol):
     @property
     def scale(self) -> float: ...
 
-    def is_renewed(self, marks: Sequence[Event]) -> None:
-        """The numbers on the host are new once these marks are reached."""
+    def is_renewed(self, events: Sequence[Event]) -> None:
+        """The numbers on the host are new once these events are reached."""
         ...
 
 
@@ -86,7 +86,7 @@ class Residency:
         return {}
 
     def bring(self, part: WeightSlice, places: Places) -> list[Event]:  # noqa: ARG002 - it is here
-        """Have come what was not there before; marks after which it is here."""
+        """Have come what was not there before; events after which it is here."""
         return []
 
     def stand_in(self, part: WeightSlice, places: Places) -> nn.Parameter:  # noqa: ARG002 - it is here
@@ -108,8 +108,8 @@ class Residency:
         """What goes home beside the state: where it lives, and where it is."""
         return []
 
-    def is_sent(self, marks: Sequence[Event]) -> None:
-        """What goes home is there once these marks are reached."""
+    def is_sent(self, events: Sequence[Event]) -> None:
+        """What goes home is there once these events are reached."""
 
 
 class HostResidency(Residency):
@@ -144,8 +144,8 @@ class HostResidency(Residency):
     def outgoing(self, part: WeightSlice, places: Places) -> list[tuple[Tensor, Tensor]]:
         return [(part.of(self._offloaded.host), places[WEIGHT])]
 
-    def is_sent(self, marks: Sequence[Event]) -> None:
-        self._offloaded.is_renewed(marks)
+    def is_sent(self, events: Sequence[Event]) -> None:
+        self._offloaded.is_renewed(events)
 
 
 class HandedGradient(Residency):

@@ -49,12 +49,12 @@ class StagingBuffers:
         self._free = deque((buffer, [*gone, *computed]) for buffer, gone in self._free)
 
     def take(self, likes: Sequence[Tensor]) -> tuple[int, list[Tensor], list[Event]]:
-        """A buffer with places for tensors like these, and marks after which they may be written."""
+        """A buffer with places for tensors like these, and events after which they may be written."""
         buffer, gone = self._free.popleft()
         packing, memory = Packing.of(likes), self._memory[buffer]
         if memory is None or memory.numel() < packing.num_bytes:
-            for mark in gone:
-                mark.wait()
+            for event in gone:
+                event.wait()
             memory = torch.empty(packing.num_bytes, dtype=torch.uint8, device=self._copies.device)
             self._memory[buffer] = memory
             gone = self._copies.computed()  # Memory that was just taken has been somebody else's until now.
@@ -66,7 +66,7 @@ class StagingBuffers:
         return memory is not None and storage_of(memory) == storage_of(tensor)
 
     def give_back(self, buffer: int, gone: Sequence[Event]) -> None:
-        """Nobody has a buffer any more once some marks are reached."""
+        """Nobody has a buffer any more once some events are reached."""
         self._free.append((buffer, list(gone)))
 
     def clear(self) -> None:

@@ -50,7 +50,7 @@ class Incoming(NamedTuple):
 class Written(NamedTuple):
     """Marks behind an update, and what it has written: where it lives, and where it is."""
 
-    marks: list[Event]
+    events: list[Event]
     outgoing: list[tuple[Tensor, Tensor]]
 
 
@@ -62,11 +62,11 @@ class Owner(Protocol[_OfOwner]):
         ...
 
     def update(self, one: _OfOwner, here: list[Tensor], after: list[Event]) -> Written:
-        """Put the update of a chunk, which is here once some marks are reached."""
+        """Put the update of a chunk, which is here once some events are reached."""
         ...
 
-    def is_sent(self, one: _OfOwner, marks: list[Event]) -> None:
-        """What was updated of a chunk is at home once these marks are reached."""
+    def is_sent(self, one: _OfOwner, events: list[Event]) -> None:
+        """What was updated of a chunk is at home once these events are reached."""
         ...
 
 
@@ -85,13 +85,13 @@ class Item(Generic[R]):
     chunk: R
     index: int
     state: State = State.HOST
-    #: HOST: marks after which the host has the newest numbers.
+    #: HOST: events after which the host has the newest numbers.
     newest: list[Event] = field(default_factory=list)
-    #: STAGED or LEAVING: the buffer, the tensors in it, and marks after which they have come.
+    #: STAGED or LEAVING: the buffer, the tensors in it, and events after which they have come.
     buffer: int = -1
     places: list[Tensor] = field(default_factory=list)
     arrives: list[Event] = field(default_factory=list)
-    #: Asked for and not updated: marks behind all that was computed when it was. None if nobody asks.
+    #: Asked for and not updated: events behind all that was computed when it was. None if nobody asks.
     gradients: list[Event] | None = None
 
 
@@ -164,16 +164,16 @@ class StatePrefetch(Generic[R]):
 
     def wait(self) -> None:
         """Wait until all that was updated is at home."""
-        for mark in [mark for item in self._items.values() for mark in item.newest]:
-            mark.wait()
+        for event in [event for item in self._items.values() for event in item.newest]:
+            event.wait()
         self._own_memory.wait()
 
     def close(self) -> None:
         """Let go of the staging buffers."""
         self.wait()
         for item in list(self._staged):
-            for mark in item.arrives:
-                mark.wait()
+            for event in item.arrives:
+                event.wait()
             self._drop(item)
         self._buffers.clear()
 
@@ -198,12 +198,12 @@ class StatePrefetch(Generic[R]):
     def _send(self, item: Item[R], written: Written) -> None:
         """LEAVING: have go home what was written. What comes next to the buffer, or from the host, waits for that."""
         pairs = coalesce(written.outgoing)
-        back = [self._copies.to_host_after(host, here, written.marks) for host, here in pairs][-1:]
+        back = [self._copies.to_host_after(host, here, written.events) for host, here in pairs][-1:]
         own = self._own_memory_of(item, written)
         if own:
             self._own_memory.hold(back[0], *own)
             self._own_memory.sweep()
-        item.newest = back or written.marks
+        item.newest = back or written.events
         self._at_host(item, gone=item.newest)
         self._owner.is_sent(item.chunk, back)
 
@@ -243,7 +243,7 @@ class StatePrefetch(Generic[R]):
         self._at_host(item, gone=item.arrives)
 
     def _at_host(self, item: Item[R], gone: Sequence[Event]) -> None:
-        """Its buffer is free once some marks are reached."""
+        """Its buffer is free once some events are reached."""
         self._buffers.give_back(item.buffer, gone)
         item.state, item.buffer, item.places, item.arrives = State.HOST, -1, [], []
 
@@ -266,7 +266,7 @@ class StatePrefetch(Generic[R]):
         del self._asked[item], self._staged[item]
         item.state = State.LEAVING
         written = self._owner.update(item.chunk, item.places, [*gradients, *item.arrives])
-        if written.marks or written.outgoing:
+        if written.events or written.outgoing:
             self._send(item, written)
         else:
             self._at_host(item, gone=item.arrives)

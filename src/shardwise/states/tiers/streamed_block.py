@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from shardwise.errors import ShardwiseError
 from shardwise.states.tiers.disk_scratch import ScratchFile
 from shardwise.states.tiers.packing import Packed, Packing
+from shardwise.torch_private import parameter_slots, version_of
 
 
 class BlockParameter(NamedTuple):
@@ -64,7 +65,7 @@ class StreamedBlock:
         self._attributes = [
             _Attribute(each, name, by_parameter[parameter])
             for each in module.modules()
-            for name, parameter in each._parameters.items()
+            for name, parameter in parameter_slots(each).items()
             if parameter is not None and parameter in by_parameter
         ]
         self.gather()
@@ -87,7 +88,7 @@ class StreamedBlock:
     @property
     def version(self) -> int:
         """Grows whenever a parameter is written to."""
-        return sum(member.parameter._version for member in self.members)
+        return sum(version_of(member.parameter) for member in self.members)
 
     @property
     def is_gathered(self) -> bool:
@@ -145,6 +146,6 @@ def _on_device(parameter: nn.Parameter, memory: Tensor) -> nn.Parameter:
 
 def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     if type(module).__setattr__ is nn.Module.__setattr__:
-        module._parameters[name] = parameter
+        parameter_slots(module)[name] = parameter
     else:
         setattr(module, name, parameter)  # It keeps lists of its weights, as recurrent layers do.

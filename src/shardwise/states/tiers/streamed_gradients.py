@@ -20,6 +20,7 @@ from shardwise.dataflow.streams import Event
 from shardwise.states.tiers.copy_streams import CopyStreams
 from shardwise.states.tiers.disk_writer import DiskWriter
 from shardwise.states.tiers.streamed_block import BlockParameter, StreamedBlock
+from shardwise.torch_private import accumulated_hooks, gradient_hooks
 
 
 class _HostRun:
@@ -109,19 +110,19 @@ class StreamedGradients:
             self._leaving.sweep()
 
     def _settle(self, parameter: nn.Parameter) -> None:
-        gradient, mark = self._arriving.pop(parameter)
-        mark.wait()
+        gradient, event = self._arriving.pop(parameter)
+        event.wait()
         give(parameter, gradient)
 
 
 def give(parameter: Tensor, gradient: Tensor) -> None:
     """Do what autograd does when it has a parameter's gradient: call the user's hooks, and add it up."""
-    for hook in (parameter._backward_hooks or {}).values():
+    for hook in gradient_hooks(parameter).values():
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
     if parameter.grad is None:
         parameter.grad = gradient
     else:
         parameter.grad.add_(gradient)
-    for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+    for hook in accumulated_hooks(parameter).values():
         hook(parameter)

@@ -14,6 +14,7 @@ from shardwise.states.tiers.disk import Records, find_records
 from shardwise.states.tiers.disk_scratch import ScratchFile
 from shardwise.states.tiers.streamed_block import num_bytes_of
 from shardwise.states.tiers.streamed_weights import NUM_AHEAD, StreamedWeights, own_parameters, shared_parameters
+from shardwise.torch_private import buffer_slots
 from shardwise.units import format_bytes
 
 
@@ -65,7 +66,7 @@ def _put_on(module: nn.Module, device: torch.device, held: Collection[nn.Paramet
             parameter.data = parameter.data.to(device)
     for each in module.modules():
         for name, buffer in each.named_buffers(recurse=False):
-            each._buffers[name] = buffer.to(device)
+            buffer_slots(each)[name] = buffer.to(device)
 
 
 def find_on_disk(

@@ -22,7 +22,7 @@ from torch import Tensor
 from shardwise.dataflow.streams import Event
 from shardwise.states.tiers.copy_streams import CopyStreams
 
-#: Has the numbers copied to the device, after some marks; reached when they are there.
+#: Has the numbers copied to the device, after some events; reached when they are there.
 Fetch = Callable[[Sequence[Event]], Event]
 
 
@@ -55,7 +55,7 @@ class SwappedStorage:
         self._start(self._fetch)
 
     def _fetch(self, after: Sequence[Event]) -> Event:
-        """Have it copied from its source, after some marks."""
+        """Have it copied from its source, after some events."""
         raise NotImplementedError
 
     def _start(self, fetch: Fetch) -> None:
@@ -117,21 +117,21 @@ class HostStorage(SwappedStorage):
         self._written += [self._copies.to_host(self.host[part], self.device[part], self._renewed) for part in some]
 
     def leave(self) -> None:
-        for mark in self._written:
-            self._copies.follow(mark)
+        for event in self._written:
+            self._copies.follow(event)
         self._renewed += self._written
         self._written = []
         super().leave()
 
-    def is_renewed(self, marks: Sequence[Event]) -> None:
-        """The numbers on the host are new once these marks are reached; what is here is old."""
+    def is_renewed(self, events: Sequence[Event]) -> None:
+        """The numbers on the host are new once these events are reached; what is here is old."""
         self.leave()
-        self._renewed += marks
+        self._renewed += events
 
     def wait(self) -> None:
         """Have what is on the host be the newest."""
-        for mark in [*self._renewed, *self._written]:
-            mark.wait()
+        for event in [*self._renewed, *self._written]:
+            event.wait()
         self._renewed.clear()
 
     def _fetch(self, after: Sequence[Event]) -> Event:

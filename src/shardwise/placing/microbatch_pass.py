@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.execution.interpreter import Interpreter
 from shardwise.execution.threads import Mail, Surroundings, run_together
-from shardwise.placing.activation_offload import Stashes
+from shardwise.placing.activation_offload import PlacedActivationOffload
 from shardwise.placing.batch_rows import rows_of
 from shardwise.placing.device_moves import Meeting, give_back, lend, moved
 from shardwise.placing.outputs import Joint
@@ -48,7 +48,7 @@ class _PlacedStage:
     lent: dict[Tensor, Tensor]
     chances: Chances | None
     meets: bool
-    stashes: Stashes | None
+    stashes: PlacedActivationOffload | None
 
     def __post_init__(self) -> None:
         self.parameters, self.buffers = self.inner.parameters, self.inner.buffers
@@ -84,7 +84,7 @@ class Passage:
         *,
         num_threads: int,
         chances: Chances | None,
-        stashes: Stashes | None = None,
+        stashes: PlacedActivationOffload | None = None,
     ) -> None:
         self.schedule, self.places, self._stashes = schedule, places, stashes
         self._rows = [rows_of(each) for each in microbatches]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwise.cluster.local import available_bytes
 from shardwise.errors import ShardwiseError
 from shardwise.execution.pipeline import schedule_of
-from shardwise.placing.activation_offload import Stashes
+from shardwise.placing.activation_offload import PlacedActivationOffload
 from shardwise.placing.activation_share import Hosting, hosted_bytes
 from shardwise.placing.batch_rows import cut_rows, home_of, rows_of
 from shardwise.placing.device_moves import moved
@@ -73,7 +73,7 @@ class Placed(nn.Module):
         #: Why the host is used as it is, where it had to be.
         self.reason = ""
         #: The part of the activations that is on the host, if any is.
-        self.stashes: Stashes | None = None
+        self.stashes: PlacedActivationOffload | None = None
         self._mover: Mover | None = None
         self._host: HostWeights | None = None
         self._pipeline: Pipeline | None = None
@@ -222,7 +222,9 @@ class Placed(nn.Module):
             self._install_mover(module, self._host.devices)
             # A module that is to be trained later sends what was asked for.
             parts = way.parts or dict.fromkeys(devices, self._wish.activations_on_host or 0.0)
-            self.stashes = Stashes(parts, max(0, room - self._host.host_bytes)) if any(parts.values()) else None
+            self.stashes = (
+                PlacedActivationOffload(parts, max(0, room - self._host.host_bytes)) if any(parts.values()) else None
+            )
 
     def _lay_out_units(
         self, module: nn.Module, places: Sequence[Place], example: Batch | None, hosting: Hosting | None
@@ -306,7 +308,7 @@ class Placed(nn.Module):
             check_host(away, 0, available_bytes() if room is None else room)
         if any(place.device.type != "cpu" for place in places):
             parts = {place: part for place, part in parts.items() if place.device.type != "cpu"}
-        self.stashes = Stashes(parts, room) if any(parts.values()) else None
+        self.stashes = PlacedActivationOffload(parts, room) if any(parts.values()) else None
 
     def _install_mover(self, module: nn.Module, units: dict[str, torch.device]) -> None:
         if self._mover is not None:

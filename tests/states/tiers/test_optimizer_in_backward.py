@@ -60,7 +60,7 @@ def run(plan: str, optimizer: str = "adamw", clip: float | None = None) -> tuple
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(states, "SLOT_BYTES", 2048)
-        patch.setattr(mesh_engine, "Sharing", partial(Sharing, bucket_bytes=4096))
+        patch.setattr(mesh_engine, "Sharing", partial(Sharing, bucket_bytes=4096, updates_late=True))
         find = ConnectedTrainer._find_tally
         if "pp" not in plan:
             patch.setattr(ConnectedTrainer, "_find_tally", find_tally)

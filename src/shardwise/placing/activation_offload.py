@@ -64,7 +64,7 @@ class _Room:
 
 
 class _Site:
-    """One place: its activation offload, one thread's at a time. It lives as long as a graph that has something of it."""
+    """One place: its activation offload, one thread's at a time. It lives as long as a graph that has saved with it."""
 
     def __init__(self, place: Place, part: float, room: _Room) -> None:
         self.device = place.device

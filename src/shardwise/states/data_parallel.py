@@ -33,7 +33,7 @@ from shardwise.schedule.schedule import Schedule
 from shardwise.stages.stage import Stage
 from shardwise.states.buckets.bucket import Bucket
 from shardwise.states.buckets.gradient_norm import GradientNorm
-from shardwise.states.buckets.make import CHANNELS_OF_A_BUCKET, Sharing, Surroundings, make_buckets
+from shardwise.states.buckets.make import CHANNELS_OF_A_BUCKET, ParameterOwners, Sharing, make_buckets
 from shardwise.states.buckets.offloaded_backward import OffloadedBackward
 from shardwise.states.buckets.offloaded_buckets import OffloadedBuckets
 from shardwise.states.buckets.optimizer_in_backward import OptimizerInBackward
@@ -86,10 +86,10 @@ class DataParallel:
         self.exchange = exchange or make_exchange(_device_of(parameters), watch)
         units = make_unit_prefetch(stages, sharing, module)
         users = {} if module is None else find_users(units.values(), module)
-        surroundings = Surroundings(
+        owners = ParameterOwners(
             replicas_of=replicas_of, ties=ties, partial=tensor.partial if tensor else frozenset(), users=users
         )
-        self.buckets = make_buckets(parameters, sharing, surroundings, self.exchange, parameter_of)
+        self.buckets = make_buckets(parameters, sharing, owners, self.exchange, parameter_of)
         self._trained = [bucket for bucket in self.buckets if bucket.gradients is not None]
         by_stage = sharing.zero == 3 and not sharing.layerwise
         self._weights = StageWeights(stages, {} if by_stage else units, self.buckets, users)

@@ -28,15 +28,13 @@ _HALVES = (torch.bfloat16, torch.float16)
 class Sharing:
     """How much of the state of a model is shared out over its replicas.
 
-    `zero` is the ZeRO stage. With `precision`, parameters and gradients are of that type and optimizers work on copies
-    in full precision; with `masters` they do so for parameters that are of 16 bits already. `layerwise`: with zero=3,
-    weights are gathered unit by unit and not stage by stage. `lodged` is the part of what units have that lives on the
-    host, with its gradients. `updates_late`: optimizer state is on the host, and updates of weights that every rank
-    updates whole may run on under the next forward.
+    `zero` is the ZeRO stage. With `masters` optimizers work on master weights in full precision of parameters that are
+    of 16 bits. `layerwise`: with zero=3, weights are gathered unit by unit and not stage by stage. `lodged` is the part
+    of what units have that lives on the host, with its gradients. `updates_late`: optimizer state is on the host, and
+    updates of weights that every rank updates whole may run on under the next forward.
     """
 
     zero: int = 0
-    precision: torch.dtype | None = None
     masters: bool = False
     bucket_bytes: int = BUCKET_BYTES
     layerwise: bool = False
@@ -50,7 +48,7 @@ class Sharing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class ParameterOwners:
     """What is known of parameters by their names: who else holds them."""
 
     replicas_of: Callable[[str], Replicas]
@@ -79,7 +77,7 @@ class Surroundings:
 def make_buckets(
     parameters: Mapping[int, Mapping[str, nn.Parameter]],
     sharing: Sharing,
-    surroundings: Surroundings,
+    owners: ParameterOwners,
     exchange: Exchange,
     parameter_of: Callable[[str, int], nn.Parameter] | None,
 ) -> list[Bucket]:
@@ -87,19 +85,18 @@ def make_buckets(
     is_layered = sharing.zero == 3 and sharing.layerwise
 
     def home_of(name: str, parameter: nn.Parameter, stages: frozenset[int]) -> Home:
-        tie = surroundings.find_tie(name)
+        tie = owners.find_tie(name)
         # Tied ranks have the same buckets, though their units differ.
-        in_units = is_layered and (tie is None or surroundings.ties[tie].is_copy)
-        lowers = sharing.precision is not None and parameter.is_floating_point()
+        in_units = is_layered and (tie is None or owners.ties[tie].is_copy)
         return Home(
             stages=stages,
-            unit=surroundings.find_unit(parameter) if in_units else None,
+            unit=owners.find_unit(parameter) if in_units else None,
             tie=tie,
-            replicas=surroundings.replicas_of(name),
-            dtype=sharing.precision if lowers and sharing.precision is not None else parameter.dtype,
+            replicas=owners.replicas_of(name),
+            dtype=parameter.dtype,
             device=parameter.device,
             trains=parameter.requires_grad,
-            is_partial=name in surroundings.partial,
+            is_partial=name in owners.partial,
         )
 
     wanted = {
@@ -108,20 +105,20 @@ def make_buckets(
     }
     loans = Loans()
     every = share_out(wanted, home_of, None if is_layered else sharing.bucket_bytes)
-    lodged = _choose(every, surroundings, sharing.lodged) if sharing.lodged else []
+    lodged = _choose(every, owners, sharing.lodged) if sharing.lodged else []
     return [
         _make(number, members, sharing, exchange, loans, parameter_of, is_offloaded=members in lodged)
         for number, members in enumerate(every)
     ]
 
 
-def _choose(every: Sequence[Members], surroundings: Surroundings, fraction: float) -> list[Members]:
+def _choose(every: Sequence[Members], owners: ParameterOwners, fraction: float) -> list[Members]:
     """The buckets that live on the host. One of several units goes with the first of them."""
-    units: dict[str, list[Members]] = {users[0]: [] for users in surroundings.users.values()}
+    units: dict[str, list[Members]] = {users[0]: [] for users in owners.users.values()}
     for members in every:
-        if surroundings.can_offload(members):
-            first = min(members.parameters.values(), key=lambda each: list(surroundings.users).index(id(each)))
-            units[surroundings.users[id(first)][0]].append(members)
+        if owners.can_offload(members):
+            first = min(members.parameters.values(), key=lambda each: list(owners.users).index(id(each)))
+            units[owners.users[id(first)][0]].append(members)
     return choose_fraction(units, fraction)
 
 
@@ -154,5 +151,5 @@ def _make(
         )  # fmt: skip
     return Bucket(
         home, layout, weights, gradients, updates_whole=sharing.zero == 0, updates_late=sharing.updates_late,
-        master=home.dtype in _HALVES and (sharing.masters or sharing.precision is not None),
+        master=home.dtype in _HALVES and sharing.masters,
     )  # fmt: skip

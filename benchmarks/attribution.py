@@ -10,7 +10,7 @@ from pathlib import Path
 from record import record
 
 from shardwise.planner.plan import Plan
-from shardwise.runtime.spawn import Ranks
+from shardwise.ranks.spawn import Ranks
 from shardwise.trace.stretches import parts_of_ranks
 from shardwise.training.profile import Measured, measure_rank
 from shardwise.training.recipes import get_recipe

@@ -14,7 +14,7 @@ from time import perf_counter
 from record import record
 
 from shardwise.planner.plan import Plan
-from shardwise.runtime.spawn import Ranks
+from shardwise.ranks.spawn import Ranks
 from shardwise.training.checkpoint.index import find_last
 from shardwise.training.checkpoint.read import Reader, load
 from shardwise.training.checkpoint.write import Writer

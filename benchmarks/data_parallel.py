@@ -21,16 +21,16 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
+from shardwise.execution.pipeline import complete, schedule_of
+from shardwise.execution.process import ProcessExecutor
 from shardwise.planner.plan import Plan
-from shardwise.runtime.data.make import Sharing
-from shardwise.runtime.data.parallel import DataParallel
-from shardwise.runtime.data.replicas import Replicas, make_replicas
-from shardwise.runtime.mesh import make_mesh
-from shardwise.runtime.pipeline import complete, schedule_of
-from shardwise.runtime.processes import ProcessExecutor
-from shardwise.runtime.spawn import spawn
-from shardwise.runtime.split import split
-from shardwise.runtime.transport import ProcessTransport, make_groups
+from shardwise.ranks.mesh import make_mesh
+from shardwise.ranks.replicas import Replicas, make_replicas
+from shardwise.ranks.spawn import spawn
+from shardwise.ranks.transport import ProcessTransport, make_groups
+from shardwise.stages.split import split
+from shardwise.states.buckets.make import Sharing
+from shardwise.states.data_parallel import DataParallel
 
 _RANKS, _STEPS_OF_A_TURN = 2, 2
 _PEERS = {"data parallel": "DDP", "ZeRO-1": "DDP", "ZeRO-2": "DDP", "ZeRO-3": "FSDP2"}

@@ -19,8 +19,8 @@ from llama import VOCABULARY, Llama, token_loss
 from record import record
 from torch.optim import AdamW
 
-from shardwise.runtime.parallel import parallelize
-from shardwise.runtime.spawn import spawn
+from shardwise.engine.parallelize import parallelize
+from shardwise.ranks.spawn import spawn
 
 SIZE, LENGTH, MICROBATCHES = 8, 256, 8
 ROUNDS = 12

@@ -24,10 +24,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.optim import AdamW
 
+from shardwise.engine.parallelize import parallelize
 from shardwise.nets.loss import next_token_loss
 from shardwise.nets.settings import Heads, Mlp, Settings
 from shardwise.nets.transformer import Transformer
-from shardwise.runtime.parallel import parallelize
 
 SMALL = Settings(
     vocabulary=1000,

@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardwise as sw
 from shardwise.dataflow.machine import Machine
-from shardwise.runtime.placing.loads import find_loads
+from shardwise.placing.loads import find_loads
 
 LARGE = {"hidden_size": 3072, "num_attention_heads": 24, "num_key_value_heads": 8, "intermediate_size": 8192}
 SMALL = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256}

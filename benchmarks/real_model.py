@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.distributed import pipelining
 from torch.optim import AdamW
 
-from shardwise.runtime.faults import RankError
-from shardwise.runtime.parallel import parallelize
-from shardwise.runtime.spawn import Ranks
+from shardwise.engine.parallelize import parallelize
+from shardwise.ranks.faults import RankError
+from shardwise.ranks.spawn import Ranks
 
 MICROBATCHES = 8
 LEAST_RATIO = 1.02

@@ -37,8 +37,7 @@ from torch.optim import AdamW
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.dataflow.machine import Machine
-from shardwise.runtime.offload import HostUpdates
-from shardwise.runtime.streaming import StreamedWeights, stream
+from shardwise.states.tiers import HostUpdates, StreamedWeights, stream
 
 PLACE, GIB = "cuda:0", 2**30
 SHAPES: dict[str, dict[str, int]] = {

@@ -28,9 +28,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional
 
-from shardwise.runtime.collectives import Group
-from shardwise.runtime.spawn import Ranks
-from shardwise.runtime.tensor import shard
+from shardwise.ranks.collectives import Group
+from shardwise.ranks.spawn import Ranks
+from shardwise.sharding.tensor import shard
 
 _LIMIT = 1.05
 Step = Callable[[], float]

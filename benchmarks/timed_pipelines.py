@@ -25,12 +25,21 @@ import torch.distributed as dist
 from record import record
 from torch.distributed import pipelining
 
-from shardwise.runtime.faults import RankError, Watch
-from shardwise.runtime.pipeline import complete
-from shardwise.runtime.processes import ProcessExecutor
-from shardwise.runtime.spawn import Ranks
-from shardwise.runtime.ties import TiedGradients
-from shardwise.runtime.timed import (
+from shardwise.execution.pipeline import complete
+from shardwise.execution.process import ProcessExecutor
+from shardwise.ranks.faults import RankError, Watch
+from shardwise.ranks.spawn import Ranks
+from shardwise.ranks.transport import ProcessTransport, make_groups
+from shardwise.schedule.auto.search import auto
+from shardwise.schedule.catalogue import CATALOGUE, make_schedule
+from shardwise.schedule.instruction import Instruction, Kind
+from shardwise.schedule.passes.lower import lower
+from shardwise.schedule.prices import StageTimes, stage_prices
+from shardwise.schedule.question import Question
+from shardwise.schedule.schedule import Schedule
+from shardwise.schedule.simulate import simulate
+from shardwise.states.tied_gradients import TiedGradients
+from shardwise.testing.timed import (
     Seconds,
     TimedModule,
     first_stage_waits_in_weights,
@@ -40,15 +49,6 @@ from shardwise.runtime.timed import (
     timed_batch,
     timed_split,
 )
-from shardwise.runtime.transport import ProcessTransport, make_groups
-from shardwise.schedule.auto.search import auto
-from shardwise.schedule.catalogue import CATALOGUE, make_schedule
-from shardwise.schedule.instruction import Instruction, Kind
-from shardwise.schedule.passes.lower import lower
-from shardwise.schedule.prices import StageTimes, stage_prices
-from shardwise.schedule.question import Question
-from shardwise.schedule.schedule import Schedule
-from shardwise.schedule.simulate import simulate
 
 UNIT = 0.050
 SLOWER = 1.5

@@ -7,7 +7,7 @@ from pathlib import Path
 from record import record
 
 from shardwise.planner.plan import Plan
-from shardwise.runtime.spawn import Ranks
+from shardwise.ranks.spawn import Ranks
 from shardwise.training.metrics import read_metrics
 from shardwise.training.recipes import get_recipe
 from shardwise.training.run import train_rank

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 import shardwise as sw
 
 sys.path.append(str(Path(__file__).parents[1]))
-from tests.runtime.nets import ResNet50
+from tests.stages.nets import ResNet50
 
 torch.manual_seed(0)
 batch = {"image": torch.randn(16, 3, 64, 64), "label": torch.randint(0, 10, (16,))}

@@ -10,7 +10,7 @@ import shardwise as sw
 from shardwise.trace.timeline import draw
 
 sys.path.append(str(Path(__file__).parents[1]))
-from tests.runtime.nets import UNet
+from tests.stages.nets import UNet
 
 torch.manual_seed(0)
 noise, moment = torch.randn(16, 3, 16, 16), torch.rand(16)

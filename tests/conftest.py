@@ -9,7 +9,7 @@ import pytest
 
 # What needs torch is imported by those that use it: most tests of plans and schedules do without.
 if TYPE_CHECKING:
-    from shardwise.runtime.spawn import Ranks
+    from shardwise.ranks.spawn import Ranks
     from tests.crowd import Crowds
 
 

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.runtime.faults import Watch
-from shardwise.runtime.spawn import Ranks
+from shardwise.ranks.faults import Watch
+from shardwise.ranks.spawn import Ranks
 from tests.settings import settings_kept
 
 #: What ranks need beside the runtime, by one of each: importing it takes a rank 3 s of a core (torch 2.13,
 #: transformers 5).
 _IMPORTED_ONCE = [
-    "shardwise.runtime.rank",
-    "shardwise.runtime.parallel",
+    "shardwise.ranks.worker",
+    "shardwise.engine.parallelize",
     "torch._dynamo",
     "transformers.models.gpt2.modeling_gpt2",
     "tests.conformance.processes",

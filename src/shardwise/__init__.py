@@ -7,12 +7,12 @@ nor numpy, so that a command, an editor or a login node can ask small questions 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from shardwise.engine.parallelize import parallelize
     from shardwise.errors import ShardwiseError
+    from shardwise.placing.place import place
     from shardwise.planner.plan import Plan
     from shardwise.planner.planning import plan
-    from shardwise.runtime.parallel import parallelize
-    from shardwise.runtime.placing.place import place
-    from shardwise.runtime.spawn import spawn
+    from shardwise.ranks.spawn import spawn
     from shardwise.schedule.catalogue import make_schedule
     from shardwise.schedule.instruction import Instruction
     from shardwise.schedule.placement import Placement
@@ -51,11 +51,11 @@ _HOMES = {
     "ShardwiseError": "shardwise.errors",
     "Trace": "shardwise.trace.events",
     "make_schedule": "shardwise.schedule.catalogue",
-    "parallelize": "shardwise.runtime.parallel",
-    "place": "shardwise.runtime.placing.place",
+    "parallelize": "shardwise.engine.parallelize",
+    "place": "shardwise.placing.place",
     "plan": "shardwise.planner.planning",
     "simulate": "shardwise.schedule.simulate",
-    "spawn": "shardwise.runtime.spawn",
+    "spawn": "shardwise.ranks.spawn",
     "verify": "shardwise.schedule.verify",
 }
 

@@ -14,12 +14,11 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.optim import SGD, AdamW, Optimizer
 
 from shardwise.planner.plan import Plan
-from shardwise.runtime.interpreter import Loss
-from shardwise.runtime.stage import Batch
 from shardwise.schedule.catalogue import CATALOGUE
-from tests.runtime.families import FAMILIES, make_batch, make_family
-from tests.runtime.nets import Bottleneck, ResNet50, UNet
-from tests.runtime.pieces import Net
+from shardwise.stages.stage import Batch, Loss
+from tests.stages.families import FAMILIES, make_batch, make_family
+from tests.stages.nets import Bottleneck, ResNet50, UNet
+from tests.stages.pieces import Net
 
 MODELS = (*FAMILIES, "resnet-50", "u-net")
 SCHEDULES = tuple(CATALOGUE)

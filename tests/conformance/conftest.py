@@ -10,7 +10,7 @@ from tests.conformance.outcomes import Runner, in_one_process
 from tests.conformance.processes import run_on_ranks
 from tests.conformance.table import PAGE, Table
 from tests.crowd import Crowds
-from tests.runtime.small import small_matrices
+from tests.stages.small import small_matrices
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -11,12 +11,12 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from shardwise.runtime.batch import cut_batch
-from shardwise.runtime.engine import Engine
-from shardwise.runtime.pipeline import schedule_of
-from shardwise.runtime.split import split
-from shardwise.runtime.stage import Split
-from shardwise.runtime.trainer import Trainer
+from shardwise.engine.local_engine import Engine
+from shardwise.engine.trainer import Trainer
+from shardwise.execution.pipeline import schedule_of
+from shardwise.stages.batch import cut_batch
+from shardwise.stages.split import split
+from shardwise.stages.stage import Split
 from tests.conformance.cases import Case, loss_of, make_batches, make_module, make_optimizer
 
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from shardwise.engine.process_engine import ProcessEngine
 from shardwise.errors import ShardwiseError
-from shardwise.runtime.process_engine import ProcessEngine
 from tests.conformance.cases import Case, loss_of, make_batches, make_module, make_optimizer
 from tests.conformance.outcomes import Outcome, train
 from tests.crowd import Crowds
-from tests.runtime.small import small_matrices
+from tests.stages.small import small_matrices
 
 # A case takes a second or two. Ranks that wait for each other say so after 20 s.
 _LIMIT_SECONDS = 120.0

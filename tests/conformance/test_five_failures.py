@@ -13,7 +13,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.schedule.catalogue import CATALOGUE
 from tests.conformance.cases import SCHEDULES, Case, layouts, loss_of, make_batches, make_module
 from tests.conformance.outcomes import Runner, plain, worst
-from tests.runtime.pieces import Net
+from tests.stages.pieces import Net
 
 TIED = "embedding.weight"
 

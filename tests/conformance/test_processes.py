@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.runtime.spawn import Ranks
+from shardwise.ranks.spawn import Ranks
 from tests.conformance.cases import Case, make_module
 from tests.conformance.processes import make_engine, on_one_rank
 

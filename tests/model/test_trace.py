@@ -17,8 +17,8 @@ from shardwise.model.operations import Attention, Convolution
 from shardwise.model.share import Share
 from shardwise.model.trace import trace_model
 from tests.model.families import CONFIGURATIONS, build
-from tests.runtime.nets import ResNet50, UNet
-from tests.runtime.small import small_matrices
+from tests.stages.nets import ResNet50, UNet
+from tests.stages.small import small_matrices
 
 SAMPLES, LENGTH = 2, 12
 FAMILIES = ["llama", "gpt2", "mixtral", "deepseek v3", "gpt-neox", "t5", "bert", "vit", "resnet basic"]

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
+from shardwise.engine.local_engine import Engine
+from shardwise.engine.parallelize import parallelize
 from shardwise.nets.initialise import initialise
 from shardwise.nets.loss import next_token_loss
 from shardwise.nets.router import Router
 from shardwise.nets.settings import Heads, Mlp, Settings
 from shardwise.nets.transformer import Output, Transformer
 from shardwise.nets.weights import weights_of
-from shardwise.runtime.engine import Engine
-from shardwise.runtime.parallel import parallelize
-from shardwise.runtime.split import split
+from shardwise.stages.split import split
 from tests.nets.closeness import assert_all_close
 from tests.nets.families import tokens
 from tests.nets.small import LATENT, MIXTURE, small

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.parity.page import PAGE, Proofs
-from tests.runtime.small import small_matrices
+from tests.stages.small import small_matrices
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

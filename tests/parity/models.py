@@ -55,7 +55,7 @@ def settings_of(model: str, plan: Plan) -> Settings:
 
 
 def _of_hugging_face(family: str, rows: int, length: int) -> Problem:
-    from tests.runtime.families import make_family  # Only ranks that need it import transformers.
+    from tests.stages.families import make_family  # Only ranks that need it import transformers.
 
     batches = [batch_of(rows, length, 97, seed) for seed in range(NUM_STEPS)]
     return Problem(module=make_family(family), batches=batches, loss=token_loss)

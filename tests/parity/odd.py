@@ -73,7 +73,7 @@ def _in_double() -> Problem:
 
 def _dropping_gpt2(rows: int) -> Problem:
     from tests.parity.models import token_loss  # Only ranks that need it import transformers.
-    from tests.runtime.families import make_family
+    from tests.stages.families import make_family
 
     module = make_family("gpt2")
     for each in module.modules():

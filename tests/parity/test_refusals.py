@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from shardwise.cli import main
+from shardwise.engine.parallelize import parallelize
 from shardwise.errors import ShardwiseError
-from shardwise.runtime.parallel import parallelize
 from tests.planner.refused import REFUSED
 
 

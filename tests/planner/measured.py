@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
 
-from shardwise.runtime.mesh_engine import MeshEngine
-from shardwise.runtime.parallel import parallelize
-from shardwise.runtime.stage import Batch
+from shardwise.engine.mesh_engine import MeshEngine
+from shardwise.engine.parallelize import parallelize
+from shardwise.stages.stage import Batch
 
 ROWS, LENGTH, VOCABULARY = 16, 64, 32
 SIZES = {

@@ -6,7 +6,7 @@ from shardwise.cost.software import Software
 from shardwise.planner.account import account
 from shardwise.planner.plan import Plan
 from shardwise.planner.question import make_question
-from shardwise.runtime.spawn import Ranks
+from shardwise.ranks.spawn import Ranks
 from tests.planner.measured import LENGTH, ROWS, make_module, measure
 
 TWO = [

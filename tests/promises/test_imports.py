@@ -59,7 +59,7 @@ def test_the_table_of_lines_is_read_whole_and_in_order() -> None:
     assert lines == sorted(lines)
     assert set(lines) == set(range(max(lines) + 1))
     assert len(rooms) == len(set(rooms))
-    assert {"errors", "trace", "schedule", "runtime", "cli", "__main__"} <= set(rooms)
+    assert {"errors", "trace", "schedule", "engine", "cli", "__main__"} <= set(rooms)
 
 
 def test_every_room_is_in_the_table_and_the_table_says_which_are_here() -> None:

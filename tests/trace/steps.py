@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
+from shardwise.engine.parallelize import parallelize
 from shardwise.nets.initialise import initialise
 from shardwise.nets.settings import Heads, Mlp, Settings
 from shardwise.nets.transformer import Transformer
-from shardwise.runtime.parallel import parallelize
-from shardwise.runtime.stage import Batch
+from shardwise.stages.stage import Batch
 from shardwise.trace.events import Trace
 
 SETTINGS = Settings(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.runtime.spawn import Ranks
+from shardwise.ranks.spawn import Ranks
 from shardwise.schedule.replay import Replay
 from shardwise.trace.attribution import critical_path
 from shardwise.trace.doctor.examine import examine
@@ -11,7 +11,7 @@ from shardwise.trace.hidden import hidden_of_ranks
 from shardwise.trace.owners import peak_by_owner
 from shardwise.trace.run import Run
 from shardwise.trace.stretches import Part, parts_of_ranks
-from tests.runtime.small import small_matrices
+from tests.stages.small import small_matrices
 from tests.trace.steps import traced_step
 
 TWO = (

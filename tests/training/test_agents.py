@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.planner.plan import Plan
-from shardwise.runtime.spawn import Ranks
+from shardwise.ranks.spawn import Ranks
 from shardwise.training.checkpoint.index import saved_steps
 from shardwise.training.recipes import get_recipe
 from shardwise.training.setup import Job

@@ -8,7 +8,7 @@ import torch
 
 from shardwise.cli import main
 from shardwise.errors import ShardwiseError
-from shardwise.runtime.spawn import Ranks
+from shardwise.ranks.spawn import Ranks
 from shardwise.training.balance import imbalance_of
 from shardwise.training.checkpoint.index import find_last, read_index
 from shardwise.training.convert import convert

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwise.errors import ShardwiseError
-from shardwise.runtime.spawn import Ranks
+from shardwise.ranks.spawn import Ranks
 from shardwise.training.checkpoint.boxes import Box
 from shardwise.training.checkpoint.index import INDEX, clean, find_last, prune, saved_steps
 from shardwise.training.checkpoint.parts import Part

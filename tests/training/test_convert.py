@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from shardwise.cli import main
-from shardwise.runtime.spawn import Ranks
+from shardwise.ranks.spawn import Ranks
 from shardwise.training.convert import convert
 from shardwise.training.data.rows import training_and_held_out
 from shardwise.training.data.tokens import TokenWriter, open_tokens

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardwise.cli import main
 from shardwise.errors import ShardwiseError
-from shardwise.runtime.spawn import Ranks
+from shardwise.ranks.spawn import Ranks
 from shardwise.training.checkpoint.index import find_last
 from shardwise.training.checkpoint.torch_folder import TorchFolder, write_torch_folder
 from shardwise.training.convert import convert

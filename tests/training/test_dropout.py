@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.runtime.spawn import Ranks
+from shardwise.ranks.spawn import Ranks
 from shardwise.training.convert import convert
 from shardwise.training.run import train_rank
 from tests.training.programs import losses_of, make_job

@@ -6,7 +6,7 @@ import pytest
 
 from shardwise.cli import main
 from shardwise.errors import ShardwiseError
-from shardwise.runtime.spawn import Ranks
+from shardwise.ranks.spawn import Ranks
 from shardwise.training import host_room
 from shardwise.training.choose import vocabulary_of
 from shardwise.training.host_room import check_host

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shardwise.cli import main
-from shardwise.runtime.spawn import Ranks
+from shardwise.ranks.spawn import Ranks
 from shardwise.training.recipes import get_recipe
 from shardwise.training.run import train_rank
 from tests.training.programs import losses_of, make_job, saved_state

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from shardwise.planner.plan import Plan
-from shardwise.runtime.spawn import Ranks
+from shardwise.ranks.spawn import Ranks
 from shardwise.training.checkpoint.index import saved_steps
 from shardwise.training.recipes import get_recipe
 from shardwise.training.run import train_rank

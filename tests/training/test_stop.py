@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from shardwise.cli import main
-from shardwise.runtime.faults import RankError
-from shardwise.runtime.spawn import Ranks
+from shardwise.ranks.faults import RankError
+from shardwise.ranks.spawn import Ranks
 from shardwise.training.data.tokens import TokenWriter
 from shardwise.training.stop import Forwarded, StopSignals
 

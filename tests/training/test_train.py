@@ -21,7 +21,7 @@ from shardwise.nets.block import Block
 from shardwise.nets.settings import Settings
 from shardwise.nets.transformer import Transformer
 from shardwise.planner.plan import Plan
-from shardwise.runtime.spawn import Ranks
+from shardwise.ranks.spawn import Ranks
 from shardwise.training import model
 from shardwise.training.checkpoint.index import Entry, find_last, saved_steps
 from shardwise.training.checkpoint.parts import Part

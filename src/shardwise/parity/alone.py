@@ -12,12 +12,12 @@ from shardwise.parity.course import Course, Looks, Step, are_looked_at
 from shardwise.parity.problem import Problem, clip_factor, make_optimizer, microbatches_of
 from shardwise.parity.uses import Uses
 from shardwise.planner.plan import Plan
-from shardwise.runtime.batch import length_of
-from shardwise.runtime.draws import Finding
-from shardwise.runtime.dropout import Dropouts, Place, num_tokens_of
-from shardwise.runtime.split.arguments import Signature
-from shardwise.runtime.split.materialise import materialise
-from shardwise.runtime.stage import Batch
+from shardwise.sharding.dropout import Dropouts, Place, num_tokens_of
+from shardwise.sharding.functional_dropout import Finding
+from shardwise.stages.batch import length_of
+from shardwise.stages.split.arguments import Signature
+from shardwise.stages.split.materialise import materialise
+from shardwise.stages.stage import Batch
 
 
 def train_alone(problem: Problem, plan: Plan, looks: Looks = "every step") -> Course:

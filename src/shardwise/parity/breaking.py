@@ -9,18 +9,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shardwise.runtime.collectives import Group
-from shardwise.runtime.context.cutting import Entry
-from shardwise.runtime.data.bucket import Bucket
-from shardwise.runtime.data.exchange import Exchange, Then, Ticket
-from shardwise.runtime.data.layout import Slot
-from shardwise.runtime.data.weights import Weights
-from shardwise.runtime.interpreter import Tally
-from shardwise.runtime.mesh_engine import MeshEngine
-from shardwise.runtime.process_engine import ProcessEngine
-from shardwise.runtime.tensor.columns import ColumnLinear
-from shardwise.runtime.tensor.vocabulary import VocabularyHead
-from shardwise.runtime.trainer import Trainer
+from shardwise.engine.mesh_engine import MeshEngine
+from shardwise.engine.process_engine import ProcessEngine
+from shardwise.engine.trainer import Trainer
+from shardwise.execution.interpreter import Tally
+from shardwise.ranks.collectives import Group
+from shardwise.ranks.exchange import Exchange, Then, Ticket
+from shardwise.sharding.context.sequence_shards import Entry
+from shardwise.sharding.tensor.columns import ColumnLinear
+from shardwise.sharding.tensor.vocabulary import VocabularyHead
+from shardwise.states.buckets.bucket import Bucket
+from shardwise.states.buckets.flat_layout import Slot
+from shardwise.states.buckets.weights import Weights
 
 
 def unscale(engine: Trainer) -> None:

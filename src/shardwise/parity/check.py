@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from shardwise.engine.preflight import check_module
 from shardwise.errors import ShardwiseError
 from shardwise.parity.alone import train_alone
 from shardwise.parity.compare import Comparison, compare
@@ -15,10 +16,9 @@ from shardwise.parity.ranks import train_on_rank
 from shardwise.parity.small import small_matrices
 from shardwise.planner.composition import check_composition
 from shardwise.planner.plan import Plan
-from shardwise.runtime.able import check_module
-from shardwise.runtime.faults import RankError
-from shardwise.runtime.spawn import Ranks
-from shardwise.runtime.split.lines import line_of_error
+from shardwise.ranks.faults import RankError
+from shardwise.ranks.spawn import Ranks
+from shardwise.stages.split.lines import line_of_error
 
 #: Each rank is a process with a torch of its own.
 MOST_RANKS = 32

@@ -21,7 +21,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from shardwise.errors import ShardwiseError, unknown
 from shardwise.parity.problem import OPTIONS, MakeProblem, Problem
-from shardwise.runtime.split.lines import line_of_error
+from shardwise.stages.split.lines import line_of_error
 
 _HALVES = (torch.bfloat16, torch.float16)
 _EXAMPLE = "--module my_package.my_module:factory"

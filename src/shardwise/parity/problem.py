@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from shardwise.planner.plan import Plan
-from shardwise.runtime.batch import cut_batch, length_of
-from shardwise.runtime.interpreter import Loss
-from shardwise.runtime.stage import Batch
+from shardwise.stages.batch import cut_batch, length_of
+from shardwise.stages.stage import Batch, Loss
 
 #: Gradients are clipped to this norm, so that clipping is compared too.
 CLIP = 0.5

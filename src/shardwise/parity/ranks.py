@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.engine.mesh_engine import MeshEngine
+from shardwise.engine.parallelize import parallelize
+from shardwise.engine.trainer import Trainer
 from shardwise.parity.course import Course, Looks, Step, are_looked_at
 from shardwise.parity.problem import CLIP, MakeProblem, clip_factor, make_optimizer
 from shardwise.parity.small import small_matrices
 from shardwise.parity.uses import Uses
 from shardwise.planner.plan import Plan
-from shardwise.runtime.mesh_engine import MeshEngine
-from shardwise.runtime.parallel import parallelize
-from shardwise.runtime.trainer import Trainer
 
 #: Breaks an engine that is ready to train.
 Break = Callable[[Trainer], None]

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shardwise.engine.trainer import Trainer
 from shardwise.nets.balance import correct_balance
-from shardwise.runtime.expert.load import Load
-from shardwise.runtime.expert.placement import Placement
-from shardwise.runtime.trainer import Trainer
+from shardwise.sharding.expert.load import Load
+from shardwise.sharding.expert.placement import Placement
 from shardwise.training.recipe import BalanceChoice
 
 _KEY = "experts"

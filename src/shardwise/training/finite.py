@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardwise.runtime.trainer import Trainer
+from shardwise.engine.trainer import Trainer
 from shardwise.training.data.rows import Batch
 from shardwise.training.world import World
 

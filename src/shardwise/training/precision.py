@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.nets.loss import next_token_loss
-from shardwise.runtime.interpreter import Loss
+from shardwise.stages.stage import Loss
 
 # The loss is a sum: its gradient by a logit is at most 1 times the factor, and half precision ends at 65504.
 _FIRST = 2.0**12

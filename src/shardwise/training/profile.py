@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from shardwise import environment
 from shardwise.errors import ShardwiseError
-from shardwise.runtime.spawn import Ranks
+from shardwise.ranks.spawn import Ranks
 from shardwise.schedule.replay import predict
 from shardwise.trace.events import Trace
 from shardwise.trace.run import Run, load_run, save_run

@@ -6,8 +6,8 @@ import torch
 
 from shardwise import environment
 from shardwise.errors import ShardwiseError
-from shardwise.runtime.faults import RankError
-from shardwise.runtime.spawn import Ranks
+from shardwise.ranks.faults import RankError
+from shardwise.ranks.spawn import Ranks
 from shardwise.training.data.documents import STDLIB
 from shardwise.training.data.tokenizer import ByteTokenizer
 from shardwise.training.data.tokens import open_tokens

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from shardwise.engine.parallelize import parallelize
+from shardwise.engine.trainer import Trainer
 from shardwise.planner.plan import Plan
-from shardwise.runtime.parallel import parallelize
-from shardwise.runtime.trainer import Trainer
 from shardwise.training.balance import Balancer
 from shardwise.training.checkpoint.boxes import whole_box
 from shardwise.training.checkpoint.index import clean, find_last

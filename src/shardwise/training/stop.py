@@ -7,8 +7,8 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-from shardwise.runtime.faults import RankError
-from shardwise.runtime.spawn import Ranks
+from shardwise.ranks.faults import RankError
+from shardwise.ranks.spawn import Ranks
 
 _HEARD = (signal.SIGINT, signal.SIGTERM)
 

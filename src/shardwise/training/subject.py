@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from shardwise.errors import ShardwiseError, unknown
 from shardwise.nets.loss import next_token_loss
 from shardwise.nets.transformer import Transformer
-from shardwise.runtime.interpreter import Loss
-from shardwise.runtime.stage import Batch
+from shardwise.stages.stage import Batch, Loss
 from shardwise.training.checkpoint.parts import Held
 from shardwise.training.model import (
     described,

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.runtime.joining_in import join_if_launched
+from shardwise.ranks.torchrun import join_if_launched
 
 
 class World:

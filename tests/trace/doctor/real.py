@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import AdamW
 
+from shardwise.engine.parallelize import parallelize
 from shardwise.nets.initialise import initialise
 from shardwise.nets.transformer import Transformer
 from shardwise.planner.plan import Plan
-from shardwise.runtime.parallel import parallelize
 from shardwise.trace.events import Trace
 from shardwise.trace.run import Choice, Run
 from shardwise.training.data.rows import Batch, Batches

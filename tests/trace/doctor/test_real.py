@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.runtime.spawn import Ranks
+from shardwise.ranks.spawn import Ranks
 from shardwise.schedule.replay import Replay
 from shardwise.trace.doctor.case import Case
 from shardwise.trace.doctor.examine import examine

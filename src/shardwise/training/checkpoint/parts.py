@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.runtime.mesh_engine import MeshEngine
-from shardwise.runtime.tensor.shards import places as places_of_runs
-from shardwise.runtime.trainer import Trainer
+from shardwise.engine.mesh_engine import MeshEngine
+from shardwise.engine.trainer import Trainer
+from shardwise.sharding.tensor.shards import places as places_of_runs
 from shardwise.training.checkpoint.boxes import Box, Places, all_places, views
 
 OPTIMIZER = "optimizer/"

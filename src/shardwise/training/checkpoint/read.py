@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardwise.errors import ShardwiseError
-from shardwise.runtime.optimizers.state import taken
+from shardwise.states.optimizers.state import taken
 from shardwise.training.checkpoint.boxes import Box, whole_box
 from shardwise.training.checkpoint.index import Entry, Stored, checksum_of, read_index, without
 from shardwise.training.checkpoint.parts import OPTIMIZER, Held, Part

@@ -1,0 +1,1 @@
+"""`parallelize`: a module, a plan, a loss and an optimizer, put together into an engine that trains."""

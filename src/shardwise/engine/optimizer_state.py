@@ -1,0 +1,173 @@
+"""The optimizers of the ranks of a mesh as one state: whole ones from pieces, and pieces of whole ones.
+
+    a rank's optimizer has         over replicas (ZeRO)      over experts (ep), layers (tp)      over stages (pp)
+    pieces, flattened         ──   one after the other  ──   as the parameter is joined     ──   all names
+    whole matrices of its own ──   one owner has each   ──   joined already                 ──   all names
+
+What has no number for each of the weight's (a count of steps) is the same in all pieces, and is taken from the first.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.sharding.expert.sharding import ExpertSharding
+from shardwise.sharding.tensor.sharding import Sharding
+from shardwise.states.data_parallel import DataParallel
+from shardwise.states.optimizers.state import (
+    States,
+    check_shapes,
+    check_states,
+    groups_of,
+    is_of_each_number,
+    joined_states,
+    load_settings,
+    on_cpu,
+    taken,
+)
+from shardwise.states.optimizers.updates import Updated
+
+#: Gives what each rank of this rank's group of that name gives.
+Gather = Callable[[Any, str], list[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """What an optimizer remembers of a weight. `each` are the keys that have a number for each of the weight's."""
+
+    start: int
+    each: frozenset[str]
+    is_joined: bool
+    state: Mapping[str, Any]
+
+
+class MeshOptimizers:
+    """All optimizers of a mesh, under the names of the original module. All ranks call it alike.
+
+    `parameters` are those of this rank's stages, `shapes` those of the whole, `order` all names in the module's order.
+    `home_of` says where the state of a weight lives.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        data: DataParallel,
+        tensor: Sharding | None,
+        experts: ExpertSharding | None,
+        shapes: Mapping[str, torch.Size],
+        order: Sequence[str],
+        gather: Gather,
+        home_of: Callable[[nn.Parameter], torch.device],
+    ) -> None:
+        self._parameters, self._data, self._tensor, self._experts = parameters, data, tensor, experts
+        self._shapes, self._order, self._gather, self._home_of = shapes, order, gather, home_of
+        self._names: dict[Tensor, str] = {each.weight: each.name for each in data.updated}
+
+    def whole(self) -> dict[str, Any]:
+        """What all optimizers remember, on every rank; on the CPU what others hold."""
+        mine = self.part(joins=True)
+        told = {**mine, "state": {name: on_cpu(each) for name, each in mine["state"].items()}}
+        return joined_states([*self._gather(told, "pp"), mine], self._order)
+
+    def part(self, *, joins: bool = False) -> dict[str, Any]:
+        """What they remember of this rank's stages, in the parts that it has; or with `joins` from the parts of all."""
+        groups = groups_of(self._data.optimizers, self._names)
+        every = self._pieces()
+        if self._data.sharing.zero:
+            groups = [group for part in self._gather(groups, "gradients") for group in part]
+        found = {}
+        for name in self._parameters:
+            if name in every:
+                found[name] = self._combined(name, every[name], joins=joins)
+        return joined_states([{"state": found, "param_groups": groups}], self._order)
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over the state of all parameters; a rank uses what it has pieces of."""
+        check_states(state, self._order)
+        check_shapes(state["state"], {each.name: self._shapes[each.name] for each in self._data.updated})
+        load_settings(self._data.optimizers, self._names, state["param_groups"])
+        for updated in self._data.updated:
+            updated.optimizer.state.pop(updated.weight, None)
+        self.put(state["state"])
+
+    def states_of(self, names: Collection[str]) -> dict[str, dict[str, Any]]:
+        """What they remember of some parameters of this rank's stages, whole. Ranks that hold parts call this alike."""
+        every = self._pieces(names)
+        return {name: self._combined(name, every[name], joins=True) for name in names if name in every}
+
+    def put(self, states: States) -> None:
+        """Take over what they remembered of some parameters."""
+        for updated in self._data.updated:
+            if updated.name in states:
+                mine = {key: self._cut(updated, each) for key, each in states[updated.name].items()}
+                home = self._home_of(updated.weight)
+                updated.optimizer.state[updated.weight] = taken(mine, updated.weight, updated.optimizer, home)
+
+    def _pieces(self, names: Collection[str] | None = None) -> dict[str, list[_Piece]]:
+        """By parameter, of all or some: the pieces of all replicas, in order, each once."""
+        kinds: dict[str, dict[str, list[_Piece]]] = {"gradients": {}, "expert_gradients": {}}
+        for updated in self._data.updated:
+            state = updated.optimizer.state.get(updated.weight)
+            if state and (names is None or updated.name in names):
+                each = frozenset(key for key, value in state.items() if is_of_each_number(value, updated.weight))
+                piece = _Piece(start=updated.start, each=each, is_joined=updated.is_joined, state=state)
+                kind = "expert_gradients" if self._is_expert(updated.name) else "gradients"
+                kinds[kind].setdefault(updated.name, []).append(piece)
+        if not self._data.sharing.zero:
+            return {name: pieces for mine in kinds.values() for name, pieces in mine.items()}
+        found: dict[str, dict[int, _Piece]] = {}
+        for kind, mine in kinds.items():
+            told = {name: [_told(piece) for piece in pieces] for name, pieces in mine.items()}
+            for part in self._gather(told, kind):
+                for name, pieces in part.items():
+                    found.setdefault(name, {}).update({piece.start: piece for piece in pieces})
+        return {name: [pieces[start] for start in sorted(pieces)] for name, pieces in found.items()}
+
+    def _combined(self, name: str, pieces: Sequence[_Piece], *, joins: bool) -> dict[str, Any]:
+        """The state of a parameter from its pieces."""
+        first, found = pieces[0], {}
+        for key in first.state:
+            value = first.state[key]
+            if key in first.each and not first.is_joined:
+                value = torch.cat([piece.state[key].reshape(-1) for piece in pieces]).view(self._data.shape_of(name))
+            if joins and not first.is_joined:
+                value = self._joined(name, value, is_piece=key in first.each)
+            found[key] = value
+        return found
+
+    def _joined(self, name: str, value: Any, *, is_piece: bool) -> Any:
+        """An entry of the whole parameter's state from those of tensor and expert parallel ranks."""
+        if not isinstance(value, Tensor):
+            return value
+        if self._is_expert(name) and value.dim():
+            assert self._experts is not None, "there are experts"
+            value = self._experts.gather(name, value)
+        return self._tensor.gather(name, value) if self._tensor is not None and is_piece else value
+
+    def _is_expert(self, name: str) -> bool:
+        return self._experts is not None and name in self._experts.parameters
+
+    def _cut(self, updated: Updated, value: Any) -> Any:
+        """This rank's piece of an entry."""
+        if not isinstance(value, Tensor):
+            return value
+        name, weight = updated.name, updated.weight
+        is_of_each = value.shape == self._shapes[name]
+        if is_of_each and self._tensor is not None and not updated.is_joined:
+            value = self._tensor.local(name, value)
+        if self._is_expert(name) and value.dim() and not updated.is_joined:
+            assert self._experts is not None, "there are experts"
+            value = self._experts.local(name, value)
+        if is_of_each:
+            flat = value.reshape(-1)
+            value = flat[updated.start : updated.start + weight.numel()].view(weight.shape)
+        return value
+
+
+def _told(piece: _Piece) -> _Piece:
+    return _Piece(start=piece.start, each=piece.each, is_joined=piece.is_joined, state=on_cpu(piece.state))

@@ -1,0 +1,347 @@
+"""One rank: its stages, the values that it holds, and what each instruction does with them.
+
+An executor decides when an instruction may run; this decides what running it means. Both executors use this one, so an
+instruction means the same in one process and in many.
+"""
+
+from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import is_
+from time import perf_counter
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from shardwise.errors import ShardwiseError
+from shardwise.execution.backward import Halves, find_halves, full_backward, input_gradients
+from shardwise.execution.compute_policy import Chance, Manner, saving_nothing
+from shardwise.execution.stage_io import Between
+from shardwise.schedule.instruction import BACKWARD, Instruction, Kind
+from shardwise.schedule.schedule import Schedule
+from shardwise.stages.activation_bytes import Kept, KeptBytes
+from shardwise.stages.batch import home_of
+from shardwise.stages.losses import describe
+from shardwise.stages.stage import Batch, Loss, Split, Values
+
+
+class ActivationOffload(Protocol):
+    """Where forwards put what they save, if not all of it stays on the device."""
+
+    def saving(self, stays: Iterable[Tensor], kept: Kept | None) -> AbstractContextManager[Any]:
+        """Around a forward. `stays` is on the device anyway; what is kept there is told to `kept`."""
+        ...
+
+    def put_away(self) -> None:
+        """A half of a backward is over: what it has brought back may leave again."""
+        ...
+
+
+@dataclass(slots=True)
+class _Saved:
+    """What a forward leaves for its backward. With `chance`, outputs and loss are to be made again from inputs."""
+
+    inputs: Values
+    outputs: Values = field(default_factory=dict)
+    loss: Tensor | None = None
+    chance: Chance | None = None
+    #: Where the backward of a last stage begins if not at its loss: tensors of the output, and their gradients.
+    starts: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    wants_gradient: Container[str] = ()
+    #: Where an I will cut the graph, with the outputs and inputs that it was found from.
+    foreseen: "tuple[list[Tensor], list[Tensor], Halves] | None" = None
+    #: What W is left to do.
+    halves: Halves | None = None
+
+
+class _Measured(NamedTuple):
+    """The loss of a microbatch, and the number that it is summed over; a mean counts as one."""
+
+    total: Tensor
+    number: Tensor | float
+
+
+@dataclass(slots=True)
+class Tally:
+    """The loss of a step so far: sums and what they are summed over, or means and their number."""
+
+    total: float = 0.0
+    count: float = 0.0
+
+    def add(self, other: "Tally") -> None:
+        self.total += other.total
+        self.count += other.count
+
+    @property
+    def mean(self) -> float:
+        if not self.count:
+            raise ShardwiseError(
+                "the loss is a sum over 0 numbers in the whole batch, so it has no mean",
+                remedy="leave out batches without a label",
+            )
+        return self.total / self.count
+
+
+class Interpreter:
+    """Runs the instructions of one rank. `schedule` and `split` are those of the whole pipeline.
+
+    Without a loss the module's outputs are kept in `outputs`, and somebody else says where backwards start.
+    """
+
+    def __init__(
+        self, rank: int, schedule: Schedule, split: Split, loss: Loss | None, manner: Manner | None = None
+    ) -> None:
+        self.rank, self.schedule, self.split, self.loss = rank, schedule, split, loss
+        self.manner = manner or Manner()
+        self.placement = schedule.placement
+        here = schedule.placement.stages[rank]
+        self._stages = {stage: found for stage in here if (found := split.stages[stage % split.num_stages]) is not None}
+        self._lasts = {stage for stage in here if stage % split.num_stages == split.num_stages - 1}
+        self._measured: dict[int, list[_Measured]] = {}
+        self._tallies: dict[int, Tally] = {}
+        mine = [part for each in schedule.orders[rank] for part in each.parts]
+        #: How many losses of a step are measured here.
+        self._num_losses = 0
+        if loss is not None:
+            lasts = [part for part in mine if part.kind is Kind.F and part.stage in self._lasts]
+            self._num_losses = len(lasts) // schedule.num_steps
+        # A schedule of forwards alone leaves nothing to come back for.
+        self._trains = any(part.kind in BACKWARD for part in mine)
+        self._saved: dict[tuple[int, int], _Saved] = {}
+        #: What is on its way from and to the stages of this rank.
+        self.between = Between(rank, self.placement, split)
+        self._microbatches: dict[int, Batch] = {}
+        #: What the module returned for each microbatch, where there is no loss.
+        self.outputs: dict[int, Any] = {}
+        #: Called with a step before its weights are used, where there are several versions of them.
+        self.select_weights: Callable[[int], None] | None = None
+        #: Called with a microbatch before a forward of it is run, where masks depend on which rows it has.
+        self.select_rows: Callable[[Batch], None] | None = None
+        #: What forwards keep: of stages that are not in it yet it is counted, where somebody asks.
+        self.kept_bytes: KeptBytes | None = None
+        #: Where forwards put what they save, if not all of it stays on the device.
+        self.stash: ActivationOffload | None = None
+        #: Called when all losses of a step are known that are measured here; with none that is at once.
+        self.on_losses: Callable[[], None] | None = None
+        #: Called with each computation before it is run.
+        self.before: Callable[[Instruction], None] | None = None
+        #: Called when a forward was made again: rank, the backward that it was for, and when.
+        self.note_again: Callable[[int, Instruction, float, float], None] | None = None
+        self._handlers: dict[Kind, Callable[[Instruction], None]] = {
+            Kind.F: self._forward,
+            Kind.B: self._backward,
+            Kind.I: self._input_gradient,
+            Kind.W: self._weight_gradient,
+        }
+
+    def begin(self) -> None:
+        """Start anew. Of what was broken off by an error nothing is left."""
+        self.between.clear()
+        for held in (self._saved, self._microbatches, self._measured, self._tallies, self.outputs):
+            held.clear()
+
+    def take(self, step: int, microbatches: list[Batch]) -> None:
+        """Take the batch of a step, in microbatches."""
+        first = step * self.schedule.num_microbatches
+        self._microbatches.update(enumerate(microbatches, first))
+        self._measured[step] = []
+        if self.on_losses is not None and not self._num_losses:
+            self.on_losses()
+
+    def tally(self, step: int) -> Tally:
+        """The loss of a step, whose forwards have been run, as far as it was measured here."""
+        found = self.find_tally(step)
+        assert found is not None, f"rank {self.rank} has not run all forwards of step {step}"
+        del self._tallies[step], self._measured[step]
+        return found
+
+    def find_tally(self, step: int) -> Tally | None:
+        """The same while a step goes on; None if there are forwards to come, or it is not under way."""
+        measured = self._measured.get(step)
+        if step not in self._tallies and measured is not None and len(measured) == self._num_losses:
+            # Only now is it a number: on a GPU the host would have waited for each loss.
+            self._tallies[step] = Tally(
+                total=sum(float(each.total) for each in measured), count=sum(float(each.number) for each in measured)
+            )
+        return self._tallies.get(step)
+
+    def finish(self) -> None:
+        """End: all that was begun has been run."""
+        left = [*self._saved, *self.between.left]
+        assert not left, f"rank {self.rank} has ended its step and still holds {left}"
+        self._microbatches.clear()
+
+    def compute(self, instruction: Instruction) -> None:
+        """Run a forward or a backward, or both halves of a pair."""
+        for part in (instruction,) if instruction.beside is None else instruction.parts:
+            try:
+                if self.before is not None:
+                    self.before(part)
+                self._handlers[part.kind](part)
+            except Exception as error:
+                error.add_note(f"in {part}: stage {part.stage}, microbatch {part.microbatch}, rank {self.rank}")
+                raise
+
+    def prepare(self, instruction: Instruction) -> None:
+        """Do what can be done of a computation before what it waits for is there."""
+        for part in instruction.parts:
+            saved = self._saved.get((part.stage, part.microbatch)) if part.kind is Kind.I else None
+            if saved is not None and saved.chance is None:
+                outputs = [each for each in (saved.loss, *saved.outputs.values()) if each is not None]
+                wanted = [each for each in outputs if each.requires_grad]
+                if wanted:
+                    leaves = _leaves(saved)
+                    saved.foreseen = wanted, leaves, find_halves(wanted, leaves)
+
+    def receiver(self, receive: Instruction) -> Callable[[Sequence[Tensor]], None]:
+        """What takes in what a RECV has received: tensors outside any graph."""
+        saved, key = self._saved, (receive.stage, receive.microbatch)
+        return self.between.receiver(receive, lambda: saved[key].wants_gradient)
+
+    def start_backward(self, stage: int, microbatch: int, starts: list[tuple[Tensor, Tensor]]) -> None:
+        """Let the backward of a last stage begin at these tensors of its output, with these gradients."""
+        self._saved[stage, microbatch].starts = starts
+
+    def _forward(self, instruction: Instruction) -> None:
+        _, stage, microbatch, _, _ = instruction
+        inputs = self.between.take_values(stage, microbatch)
+        saved = _Saved(inputs=inputs)
+        kept = None if self.kept_bytes is None else self._start_counting(stage, microbatch, self.kept_bytes)
+        if self._trains and self.manner.recompute:
+            saved.chance = Chance.now(chain(inputs.values(), self._microbatches[microbatch].values()))
+            with saving_nothing():
+                made, measured = self._run(stage, microbatch, inputs)
+            if kept is not None:
+                kept.add(inputs.values())
+        else:
+            if kept is None and self.stash is None:
+                made, measured = self._run(stage, microbatch, inputs)
+            else:
+                with self._saving(stage, microbatch, inputs, kept):
+                    made, measured = self._run(stage, microbatch, inputs)
+            saved.outputs, saved.loss = made, None if measured is None else measured.total
+        if kept is not None and self.kept_bytes is not None:
+            self.kept_bytes[stage] = kept.num_bytes
+        if measured is not None:
+            step = self.schedule.step_of(microbatch)
+            self._measured[step].append(_Measured(measured.total.detach(), measured.number))
+            if self.on_losses is not None and len(self._measured[step]) == self._num_losses:
+                self.on_losses()
+        if self._trains:
+            saved.wants_gradient = {name for name, value in made.items() if value.requires_grad}
+            self._saved[stage, microbatch] = saved
+        self.between.deliver(stage, microbatch, made)
+
+    def _start_counting(self, stage: int, microbatch: int, known: KeptBytes) -> Kept | None:
+        """What counts the bytes that a forward keeps, if they are not known."""
+        return None if stage in known else Kept(self._there_anyway(stage, microbatch))
+
+    def _there_anyway(self, stage: int, microbatch: int) -> list[Tensor]:
+        """What is on the device whether a forward saves it or not."""
+        here, batch = self._stages[stage], self._microbatches[microbatch].values()
+        given = [each for each in batch if isinstance(each, Tensor)]
+        return [*here.parameters.values(), *here.buffers.values(), *given]
+
+    def _saving(self, stage: int, microbatch: int, inputs: Values, kept: Kept | None) -> AbstractContextManager[Any]:
+        """Around a forward whose backward is to come: where what it saves goes, and who counts it."""
+        if self.stash is not None and self._trains:
+            return self.stash.saving([*self._there_anyway(stage, microbatch), *inputs.values()], kept)
+        return nullcontext() if kept is None else kept.counting()
+
+    def _run(self, stage: int, microbatch: int, inputs: Values) -> "tuple[Values, _Measured | None]":
+        """What a stage makes of its inputs; and the loss, if it is the last."""
+        if self.select_weights is not None:
+            self.select_weights(self.schedule.step_of(microbatch))
+        if self.select_rows is not None:
+            self.select_rows(self._microbatches[microbatch])
+        if self.manner.autocast is None:
+            return self._run_plainly(stage, microbatch, inputs)
+        with self.manner.precision(home_of(self._microbatches[microbatch])):
+            return self._run_plainly(stage, microbatch, inputs)
+
+    def _run_plainly(self, stage: int, microbatch: int, inputs: Values) -> "tuple[Values, _Measured | None]":
+        made, output = self._stages[stage].run(inputs, self._microbatches[microbatch])
+        if stage not in self._lasts:
+            return made, None
+        if self.loss is None:
+            self.outputs[microbatch] = output
+            return made, None
+        return made, self._measure(self.loss, output, stage, microbatch)
+
+    def _measure(self, loss: Loss, output: Any, stage: int, microbatch: int) -> "_Measured":
+        """The loss of a microbatch."""
+        try:
+            result = loss(output, self._microbatches[microbatch])
+        except Exception as error:
+            error.add_note(f"in the loss of microbatch {microbatch}, which stage {stage} gave {describe(output)}")
+            raise
+        measured = _Measured(*result) if isinstance(result, tuple) else _Measured(result, 1)
+        if measured.total.numel() != 1:
+            raise ShardwiseError(
+                f"the loss is {describe(measured.total)}, but it must be one number for a microbatch",
+                remedy="return loss.sum(), loss.numel()",
+            )
+        if self._trains and not measured.total.requires_grad:
+            raise ShardwiseError(
+                "the loss does not depend on any parameter that requires a gradient, so there is nothing to train",
+                remedy="compute it from the module's output, without detach() or no_grad()",
+            )
+        return measured
+
+    def _sources(self, instruction: Instruction) -> tuple[list[Tensor], list[Tensor | None], _Saved]:
+        """What a backward starts from: the outputs that need gradients, and those gradients."""
+        _, stage, microbatch, _, _ = instruction
+        saved = self._saved[stage, microbatch]
+        if saved.chance is not None:
+            begun = perf_counter()
+            with saved.chance.again(self._stages[stage].buffers.values()):
+                saved.outputs, measured = self._run(stage, microbatch, saved.inputs)
+            saved.loss = None if measured is None else measured.total
+            if self.note_again is not None:
+                self.note_again(self.rank, instruction, begun, perf_counter())
+        outputs: list[Tensor] = []
+        gradients: list[Tensor | None] = []
+        if saved.loss is not None and saved.loss.requires_grad:
+            outputs.append(saved.loss)
+            gradients.append(None)
+        for start, gradient in saved.starts:
+            outputs.append(start)
+            gradients.append(gradient)
+        for name, tensor in saved.outputs.items():
+            arrived = self.between.take_gradients(stage, microbatch, name)
+            if arrived and tensor.requires_grad:
+                outputs.append(tensor)
+                gradients.append(sum(arrived[1:], arrived[0]))
+        return outputs, gradients, saved
+
+    def _backward(self, instruction: Instruction) -> None:
+        outputs, gradients, saved = self._sources(instruction)
+        if outputs:
+            full_backward(outputs, gradients)
+        self.between.pass_back(instruction.stage, instruction.microbatch, saved.inputs)
+        del self._saved[instruction.stage, instruction.microbatch]
+
+    def _input_gradient(self, instruction: Instruction) -> None:
+        outputs, gradients, saved = self._sources(instruction)
+        if outputs:
+            foreseen, leaves, halves = saved.foreseen or ([], [], None)
+            # A gradient that did not come leaves another graph than was foreseen.
+            if len(foreseen) != len(outputs) or not all(map(is_, foreseen, outputs)):
+                leaves, halves = _leaves(saved), None
+            saved.halves = input_gradients(outputs, gradients, leaves, halves)
+        self.between.pass_back(instruction.stage, instruction.microbatch, saved.inputs)
+        if self.stash is not None:
+            self.stash.put_away()
+        # The graph lives on in what W still needs of it, and nowhere else.
+        saved.inputs, saved.outputs, saved.loss, saved.foreseen, saved.starts = {}, {}, None, None, []
+
+    def _weight_gradient(self, instruction: Instruction) -> None:
+        saved = self._saved.pop((instruction.stage, instruction.microbatch))
+        if saved.halves is not None:
+            saved.halves.run()
+
+
+def _leaves(saved: _Saved) -> list[Tensor]:
+    """What was read and wants a gradient."""
+    return [leaf for leaf in saved.inputs.values() if leaf.requires_grad]

@@ -1,0 +1,173 @@
+"""What forwards save for their backwards, on the host: a stash for each place that computes.
+
+Layer by layer, a forward goes over several devices: what each of them saves goes to its own stash. In a pipeline every
+place has a thread of its own, and saves in it. All of them share the host's room.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from shardwise.cluster.local import available_bytes
+from shardwise.errors import ShardwiseError
+from shardwise.placing.activation_share import window_bytes
+from shardwise.placing.layout import NoRoomError
+from shardwise.placing.places import Place
+from shardwise.planner.plan import Offload, Plan
+from shardwise.states.tiers.activation_offload import Stash
+from shardwise.states.tiers.copy_streams import Crossing
+from shardwise.units import counted, format_bytes
+
+
+class _Saved(NamedTuple):
+    """A tensor that was saved, or what stands for it; and whose version says whether it was changed since."""
+
+    packed: Any
+    unpack: Callable[[Any], Tensor] | None
+    witness: Tensor
+    version: int
+
+
+class _Room:
+    """The host's room for what all places send. Without a limit it is what is available."""
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        self._limit_bytes = limit_bytes
+        self.stashes: dict[str, Stash] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.num_bytes for each in self.stashes.values())
+
+    def check(self, num_bytes: int) -> None:
+        """Refuse more of the host's memory than there is."""
+        free = available_bytes()
+        if self._limit_bytes is not None:
+            free = min(free, self._limit_bytes - self.num_bytes)
+        if num_bytes <= free:
+            return
+        held = ", ".join(f"{format_bytes(each.num_bytes)} of {name}" for name, each in self.stashes.items())
+        raise NoRoomError(
+            f"no room on the host for activations: it holds {held}, {format_bytes(num_bytes)} more are to go there, and"
+            f" there is room for {format_bytes(max(free, 0))}",
+            remedy="a smaller activations_on_host=, a smaller batch, a larger budget for the cpu, or gradient"
+            " checkpointing, which keeps fewer activations",
+        )
+
+
+class _Site:
+    """One place: its stash, which is one thread's at a time. It lives as long as a graph that has something in it."""
+
+    def __init__(self, place: Place, part: float, room: _Room) -> None:
+        self.device = place.device
+        self.crossing = Crossing(place.device)
+        plan = Plan(offload=Offload(activations=part))
+        self.stash = Stash(plan, self.crossing, window_bytes=window_bytes(place), check=room.check)
+        room.stashes[place.name] = self.stash
+        self._nothing = torch.empty(0, device=place.device)
+        # In a backward every GPU has a thread of its own, and may come upon what was saved on another.
+        self._one_at_a_time = threading.Lock()
+        weakref.finalize(self, _close, self.stash, self.crossing)
+
+    def hooks(self, stays: list[Tensor]) -> Any:
+        """What the stash has autograd call in one forward."""
+        return self.stash.saving(stays, None)
+
+    def pack(self, hooks: Any, tensor: Tensor) -> _Saved:
+        # Not as torch functions: where a placed module's tensors meet, a copy between devices would be one on a device.
+        with self._one_at_a_time, torch._C.DisableTorchFunction():
+            packed = hooks.pack_hook(tensor)
+            if isinstance(packed, Tensor):
+                return _as_it_is(packed)
+            # It has nothing of the tensor but its version, which all views of one memory have in common.
+            witness = tensor.detach()
+            witness.data = self._nothing
+            return _Saved(packed, partial(self._unpack, hooks), witness, tensor._version)
+
+    def _unpack(self, hooks: Any, packed: Any) -> Tensor:
+        with self._one_at_a_time, torch._C.DisableTorchFunction():
+            found: Tensor = hooks.unpack_hook(packed)
+            return found
+
+
+class Stashes:
+    """Parts of what forwards save at places, by place. `limit_bytes` of the host are for all of them together."""
+
+    def __init__(self, parts: Mapping[Place, float], limit_bytes: int | None) -> None:
+        #: What part of its activations each place sends, by its name.
+        self.parts = {place.name: part for place, part in parts.items() if part}
+        self._room = _Room(limit_bytes)
+        self._sites = {place.name: _Site(place, part, self._room) for place, part in parts.items() if part}
+        # Places of the CPU are one device: layer by layer they have one stash, that of the one that sends most.
+        most = sorted(self._sites, key=self.parts.__getitem__)
+        self._by_device = {self._sites[name].device: self._sites[name] for name in most}
+
+    @property
+    def host_bytes(self) -> int:
+        """What is taken of the host's memory. It is used again in every step."""
+        return self._room.num_bytes
+
+    @property
+    def sent_bytes(self) -> int:
+        """What went to the host since the beginning."""
+        return sum(each.sent_bytes for each in self._room.stashes.values())
+
+    @property
+    def returned_bytes(self) -> int:
+        """What came back from there."""
+        return sum(each.returned_bytes for each in self._room.stashes.values())
+
+    def saving(self, stays: Iterable[Tensor]) -> AbstractContextManager[Any]:
+        """Around a forward that goes from device to device. `stays` is there anyway."""
+        return _saving(self._by_device.values(), list(stays))
+
+    def saving_at(self, place: Place, stays: Iterable[Tensor]) -> AbstractContextManager[Any]:
+        """Around the forward of a stage, in the thread of its place."""
+        return _saving([self._sites[place.name]] if place.name in self._sites else [], list(stays))
+
+    def put_away(self, place: Place) -> None:
+        """A half of a backward is over at a place: what it has brought back goes, until the other half asks for it."""
+        if place.name in self._sites:
+            self._sites[place.name].stash.put_away()
+
+
+def _saving(sites: Iterable[_Site], stays: list[Tensor]) -> AbstractContextManager[Any]:
+    pairs = {site.device: (site, site.hooks(stays)) for site in sites}
+
+    def pack(tensor: Tensor) -> _Saved:
+        if tensor.device not in pairs:
+            return _as_it_is(tensor.detach())
+        site, hooks = pairs[tensor.device]
+        return site.pack(hooks, tensor)
+
+    return saved_tensors_hooks(pack, _unpack)
+
+
+def _as_it_is(tensor: Tensor) -> _Saved:
+    return _Saved(tensor, None, tensor, tensor._version)
+
+
+def _unpack(saved: _Saved) -> Tensor:
+    packed, unpack, witness, version = saved
+    if witness._version != version:
+        raise ShardwiseError(
+            "a tensor that a backward needs was changed in place after it was saved, by"
+            f" {counted(witness._version - version, 'operation')}",
+            remedy="x = x + y instead of x += y where operations before have kept x",
+        )
+    if unpack is not None:
+        return unpack(packed)
+    assert isinstance(packed, Tensor), "what stays is kept as it is"
+    return packed
+
+
+def _close(stash: Stash, crossing: Crossing) -> None:
+    stash.close()
+    crossing.close()

@@ -1,0 +1,51 @@
+"""Batches as a forward is called with them: tensors by name, or inside of lists, tuples and dictionaries."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from shardwise.errors import ShardwiseError
+from shardwise.stages import batch as plain
+from shardwise.stages.batch import Padding
+from shardwise.stages.stage import Batch
+
+
+def rows_of(batch: Batch) -> int:
+    """How many rows it has: the first dim of its first tensor."""
+    return plain.length_of(_flat(batch)[0])
+
+
+def home_of(batch: Batch) -> torch.device:
+    """Where its tensors are."""
+    return plain.home_of(_flat(batch)[0])
+
+
+def cut_rows(batch: Batch, num_microbatches: int) -> list[Batch]:
+    """The microbatches. What has a row for each of the batch's is cut, wherever it is; all else goes to each."""
+    entries, tree = _flat(batch)
+    found: list[Batch] = []
+    for cut in plain.cut_batch(entries, num_microbatches, pad=True):
+        microbatch = pytree.tree_unflatten(list(cut.values()), tree)
+        found.append(Padding(microbatch) if isinstance(cut, Padding) else microbatch)
+    return found
+
+
+def inputs_with_gradient(batch: Batch) -> list[str]:
+    """The entries that want a gradient."""
+    for name, entry in batch.items():
+        inside = [] if isinstance(entry, Tensor) else pytree.tree_leaves(entry)
+        if any(isinstance(each, Tensor) and each.requires_grad for each in inside):
+            raise ShardwiseError(
+                f"a tensor inside of {name} wants a gradient, and with several microbatches only arguments that are"
+                " tensors themselves get one",
+                remedy=f"{name} as arguments of their own, or microbatches=1",
+            )
+    return [name for name, entry in batch.items() if isinstance(entry, Tensor) and entry.requires_grad]
+
+
+def _flat(batch: Batch) -> tuple[Mapping[str, Any], Any]:
+    leaves, tree = pytree.tree_flatten(dict(batch))
+    return {str(number): leaf for number, leaf in enumerate(leaves)}, tree

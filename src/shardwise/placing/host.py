@@ -1,0 +1,271 @@
+"""The host beside devices: what they have no room for lives there, and its weights come to them ahead of their use.
+
+    cuda:0    units 0..9     4 and 9 only while they are computed, or on their way
+    cuda:1    units 10..19   14 and 19 likewise
+    cpu       4, 9, 14, 19   weights, gradients, and what the user's optimizer keeps of them
+
+Every device computes its units, layer by layer. This is where placing ends and `states/tiers/` begins.
+"""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from shardwise.dataflow.machine import Machine
+from shardwise.errors import ShardwiseError
+from shardwise.placing.activation_share import Hosting, window_bytes
+from shardwise.placing.layout import NoRoomError, lay_out, no_room
+from shardwise.placing.loads import Load, Loads, total_bytes, trains
+from shardwise.placing.moving import settle
+from shardwise.placing.places import Place
+from shardwise.states.tiers.disk import Records
+from shardwise.states.tiers.disk_scratch import Scratch
+from shardwise.states.tiers.streamed_block import num_bytes_of
+from shardwise.states.tiers.streamed_weights import (
+    NUM_AHEAD,
+    StreamedWeights,
+    fewest,
+    find_on_disk,
+    make_scratches,
+    own_parameters,
+    shared_parameters,
+    spread,
+)
+from shardwise.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """A unit where it is computed. Its own weights may live on the host; the rest of it stays."""
+
+    name: str
+    module: nn.Module
+    place: Place
+    #: With gradients and what an optimizer keeps of them.
+    own_bytes: int
+    #: Buffers, and weights that others have too.
+    fixed_bytes: int
+    #: Of its own weights alone: what crosses the link.
+    weight_bytes: int
+    #: What of `own_bytes` may be on disk: weights and gradients. What an optimizer keeps of them is in memory.
+    shelved_bytes: int
+    #: Activations, and of these the pieces that are too small to go to the host.
+    kept_bytes: int
+    small_bytes: int
+    is_streamed: bool = False
+
+    @property
+    def held(self) -> Load:
+        """What it asks of its place, but for what visits it."""
+        states = {self.name: self.fixed_bytes + (0 if self.is_streamed else self.own_bytes)}
+        return Load(unit=self.name, cost=0.0, states=states, kept_bytes=self.kept_bytes, small_bytes=self.small_bytes)
+
+
+def divide(places: Sequence[Place], host: str) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
+    """The places that compute, and those that are memory for them.
+
+    Beside GPUs that is the CPU. Where there are none it is the plain `cpu` beside `cpu:0`, if `host` says so.
+    """
+    if host == "compute":
+        return tuple(places), ()
+    if any(place.device.type != "cpu" for place in places):
+        memory = tuple(place for place in places if place.device.type == "cpu")
+    else:
+        memory = tuple(place for place in places if place.name == "cpu" and host == "stream")
+    devices = tuple(place for place in places if place not in memory)
+    if host == "stream" and not (devices and memory):
+        raise ShardwiseError(
+            'host="stream" needs a device that computes, and the host beside it',
+            remedy='devices=["cuda:0", "cpu"], or without a GPU devices=["cpu:0", "cpu"]',
+        )
+    return (devices, memory) if memory else (tuple(places), ())
+
+
+def lay_out_streams(
+    module: nn.Module,
+    found: Loads,
+    devices: Sequence[Place],
+    memory: Sequence[Place],
+    *,
+    moments: int,
+    hosting: Hosting | None = None,
+) -> list[Unit]:
+    """Where each unit is computed, and which of them are streamed: the fewest that leave room for the others."""
+    blocks, loads = found.units, found.by_unit(module, moments=moments)
+    places = _computing_places(loads, devices, memory, hosting)
+    stays = shared_parameters(module, list(blocks.values()))
+    first_names = {parameter: name for name, parameter in module.named_parameters()}
+    homes: dict[str, Place] = {}  # Of what several units have: it counts once, and they go where it is.
+    units = []
+    for load, place in zip(loads, places, strict=True):
+        [own] = own_parameters([blocks[load.unit]], stays)
+        mine = {first_names[parameter] for parameter in own}
+        home = next((homes[name] for name in load.states if name in homes), place)
+        others = {name for name in load.states if name not in mine and name not in homes}
+        homes.update(dict.fromkeys(others, home))
+        units.append(
+            Unit(
+                name=load.unit,
+                module=blocks[load.unit],
+                place=home,
+                own_bytes=sum(load.states[name] for name in mine),
+                fixed_bytes=sum(load.states[name] for name in others),
+                weight_bytes=num_bytes_of(own),
+                shelved_bytes=sum(each.nbytes * (2 if trains(module) and each.requires_grad else 1) for each in own),
+                kept_bytes=load.kept_bytes,
+                small_bytes=load.small_bytes,
+            )
+        )
+    by_name = {}
+    for place in devices:
+        here = [unit for unit in units if unit.place is place]
+        by_name.update({unit.name: unit for unit in _with_streams(place, here, hosting, trains=trains(module))})
+    return [by_name[unit.name] for unit in units]
+
+
+def held_loads(units: Sequence[Unit], *, trains: bool) -> list[Load]:
+    """What units of one place ask of it, with those that visit it."""
+    return [*(unit.held for unit in units), _visiting(units, trains=trains)]
+
+
+def _visiting(units: Sequence[Unit], *, trains: bool) -> Load:
+    """Weights, and in training their gradients, of as many units as are on their way."""
+    largest = (
+        sorted(unit.weight_bytes for unit in units)[-NUM_AHEAD:] if any(each.is_streamed for each in units) else []
+    )
+    num_bytes = (2 if trains else 1) * sum(largest)
+    return Load(unit="on its way", cost=0.0, states={"on its way": num_bytes}, kept_bytes=0)
+
+
+class HostWeights:
+    """A module on devices, with what has no room there on the host, or in a folder beside it."""
+
+    def __init__(
+        self, module: nn.Module, units: Sequence[Unit], room_bytes: int, memory: Place, folder: Path | str | None = None
+    ) -> None:
+        machine = Machine(list(dict.fromkeys(unit.place.name for unit in units)))
+        weakref.finalize(self, machine.close)
+        stays = shared_parameters(module, [unit.module for unit in units])
+        streamed = [unit for unit in units if unit.is_streamed]
+        own = own_parameters([unit.module for unit in streamed], stays)
+        on_disk = _on_disk(module, streamed, own, room_bytes, folder)
+        #: What is in the host's memory of streamed units, with gradients and what an optimizer keeps.
+        self.host_bytes = sum(unit.own_bytes for unit in streamed) - sum(
+            streamed[number].shelved_bytes for number in (*on_disk.records, *on_disk.scratches)
+        )
+        self._streamed: StreamedWeights | None = None
+        if streamed:
+            self._streamed = StreamedWeights(
+                [unit.module for unit in streamed],
+                machine,
+                [unit.place.name for unit in streamed],
+                stays=stays,
+                records=on_disk.records,
+                scratches=on_disk.scratches,
+                wraps=not trains(module),
+            )
+        places: dict[int, Place] = {id(each): memory for parameters in own for each in parameters}
+        for unit in units:
+            for each in [*unit.module.parameters(), *unit.module.buffers()]:
+                places.setdefault(id(each), unit.place)
+        everything = [*module.named_parameters(), *module.named_buffers()]
+        #: Where each parameter and buffer lives.
+        self.where = {name: places.get(id(each), units[0].place) for name, each in everything}
+        #: Where each unit is computed.
+        self.devices = {unit.name: unit.place.device for unit in units}
+        settle(module, {name: place.device for name, place in self.where.items()})
+
+    @property
+    def streamed_bytes(self) -> int:
+        """What crosses the links in every pass."""
+        return 0 if self._streamed is None else self._streamed.host_bytes + self._streamed.disk_bytes
+
+    @property
+    def guests(self) -> list[Tensor]:
+        """Memory on the devices that weights come to and leave again."""
+        return [] if self._streamed is None else self._streamed.guests
+
+    def refuse(self, what: str, remedy: str) -> None:
+        """What cannot be done with weights that come and go."""
+        if self._streamed is not None:
+            raise ShardwiseError(
+                f"{what} after `place`: {format_bytes(self.streamed_bytes)} of weights are on the host and only pass"
+                " through the devices",
+                remedy=remedy,
+            )
+
+
+def _computing_places(
+    loads: Sequence[Load], devices: Sequence[Place], memory: Sequence[Place], hosting: Hosting | None
+) -> list[Place]:
+    """The device of each unit: runs of them, as even as speeds are. Weights may come and go, activations stay, unless
+    there is `hosting`."""
+    resting = [replace(load, states={}) for load in loads]
+    try:
+        runs = lay_out(resting, devices, range(min(len(devices), len(loads))), num_in_flight=1, hosting=hosting)
+    except NoRoomError as error:
+        places = [*devices, *memory]
+        raise no_room(loads, places, range(len(places)), num_in_flight=1, hosting=hosting) from error
+    return [place for place, run in zip(devices, runs, strict=False) for _ in run]
+
+
+def _with_streams(place: Place, units: Sequence[Unit], hosting: Hosting | None, *, trains: bool) -> list[Unit]:
+    """The units of one device, the fewest of them on the host, and as evenly among the others as they go."""
+    needed = 0.0
+    window = window_bytes(place)
+    for count in range(len(units) + 1):
+        chosen = set(spread(len(units), count)) if count else set()
+        tried = [replace(unit, is_streamed=number in chosen) for number, unit in enumerate(units)]
+        loads = held_loads(tried, trains=trains)
+        needed = total_bytes(loads, 1) if hosting is None else hosting.least_bytes(loads, 1, window)
+        if needed <= place.room_bytes:
+            return tried
+    fixed, visiting = sum(unit.fixed_bytes for unit in units), sum(_visiting(tried, trains=trains).states.values())
+    kept = needed - fixed - visiting
+    raise NoRoomError(
+        f"no room at {place.name}: with all of its {len(units)} units on the host, {format_bytes(kept)} of activations,"
+        f" {format_bytes(fixed)} that cannot leave and {format_bytes(visiting)} for the {NUM_AHEAD} units that"
+        f" are on their way are needed there, and there are {format_bytes(place.room_bytes)}",
+        remedy="a larger budget"
+        + (", a smaller batch, or gradient checkpointing, which keeps fewer activations" if kept else ""),
+    )
+
+
+class _OnDisk(NamedTuple):
+    """Streamed units by number: where those are read from that are not trained, and files for those that are."""
+
+    records: Mapping[int, Records]
+    scratches: Mapping[int, Scratch]
+
+
+def _on_disk(
+    module: nn.Module,
+    streamed: Sequence[Unit],
+    own: Sequence[list[nn.Parameter]],
+    room: int,
+    folder: Path | str | None,
+) -> _OnDisk:
+    """Which of the streamed units are on disk, and where: what the host has no room for."""
+    sizes = [unit.own_bytes for unit in streamed]
+    if sum(sizes) <= room:
+        return _OnDisk({}, {})
+    chosen = None
+    if folder is not None:
+        chosen = fewest(sizes, [unit.own_bytes - unit.shelved_bytes for unit in streamed], room)
+    if chosen is None or folder is None:
+        what = "of what the devices have no room for are to live there"
+        if folder is not None:
+            kept = sum(unit.own_bytes - unit.shelved_bytes for unit in streamed)
+            what += f" ({format_bytes(kept)} with weights and gradients on disk)"
+        raise NoRoomError(
+            f"no room on the host: {format_bytes(sum(sizes))} {what}, and there are {format_bytes(room)}",
+            remedy="another device, or larger budgets"
+            + (', or folder="..." for what stays on disk' if folder is None else ", or fewer moments="),
+        )
+    if not trains(module):
+        return _OnDisk(find_on_disk(module, own, room, folder), {})
+    return _OnDisk({}, make_scratches(chosen, [num_bytes_of(each) for each in own], folder))

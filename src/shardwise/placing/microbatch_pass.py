@@ -1,0 +1,206 @@
+"""One batch on its way through the places: all forwards, and later, when the user's loss is there, all backwards.
+
+    place 0     F0 F1 F2 F3                                B0 B1 B2 B3
+    place 1        F0 F1 F2 F3    the user's loss    B0 B1 B2 B3
+
+The instructions are those of the schedule, in its order: its forwards first, then its backwards. What lies between two
+places is an entry in the mail: values outside of any graph, moved to the device where they are read.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.execution.interpreter import Interpreter
+from shardwise.execution.threads import Mail, Surroundings, run_together
+from shardwise.placing.activation_offload import Stashes
+from shardwise.placing.batch_rows import rows_of
+from shardwise.placing.device_moves import Meeting, give_back, lend, moved
+from shardwise.placing.outputs import Joint
+from shardwise.placing.places import Place
+from shardwise.placing.rng_state import Chances
+from shardwise.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind
+from shardwise.schedule.schedule import Schedule
+from shardwise.stages.split.outline import leaves_of
+from shardwise.stages.stage import Batch, Split, Stage, Values
+
+_FORWARD = frozenset({Kind.F, Kind.SEND_F, Kind.RECV_F})
+_BACKWARD = frozenset({Kind.B, Kind.I, Kind.W, Kind.SEND_B, Kind.RECV_B})
+
+
+class _Microbatch(dict[str, Any]):
+    """A microbatch that knows which one it is."""
+
+    number = 0
+
+
+@dataclass(kw_only=True)
+class _PlacedStage:
+    """A stage in one pass: with its own random numbers, and with what it was lent."""
+
+    inner: Stage
+    stage: int
+    place: Place
+    lent: dict[Tensor, Tensor]
+    chances: Chances | None
+    meets: bool
+    stashes: Stashes | None
+
+    def __post_init__(self) -> None:
+        self.parameters, self.buffers = self.inner.parameters, self.inner.buffers
+
+    def run(self, values: Values, batch: Batch) -> tuple[Values, Any]:
+        """Compute on one microbatch: see `Stage.run`."""
+        assert isinstance(batch, _Microbatch), "places are given numbered microbatches"
+        with ExitStack() as stack:
+            if self.stashes is not None and torch.is_grad_enabled():
+                stack.enter_context(self.stashes.saving_at(self.place, self._there_anyway(values, batch)))
+            if self.meets:
+                stack.enter_context(Meeting(self.place.device, self.lent))
+            if self.chances is not None:
+                stack.enter_context(self.chances.of(self.stage, batch.number, self.place.device))
+            return self.inner.run(values, batch)
+
+    def _there_anyway(self, values: Values, batch: Batch) -> list[Tensor]:
+        """What is on the device whether this forward saves it or not."""
+        given = [each for each in leaves_of(dict(batch)) if isinstance(each, Tensor)]
+        weights = [*self.parameters.values(), *self.buffers.values(), *self.lent.values()]
+        return [*weights, *values.values(), *given]
+
+
+class Passage:
+    """One batch. After `forward` there is `joint`; `backward` is run at most once."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        split: Split,
+        places: Sequence[Place],
+        microbatches: Sequence[Batch],
+        *,
+        num_threads: int,
+        chances: Chances | None,
+        stashes: Stashes | None = None,
+    ) -> None:
+        self.schedule, self.places, self._stashes = schedule, places, stashes
+        self._rows = [rows_of(each) for each in microbatches]
+        self._num_threads = num_threads
+        self._lent = _lend_ties(schedule, split, places)
+        several = len({place.device for place in places}) > 1
+        ranks = schedule.placement.ranks
+        stages = [
+            _PlacedStage(
+                inner=stage,
+                stage=number,
+                place=places[ranks[number]],
+                lent=self._lent[number],
+                chances=chances,
+                meets=several or bool(self._lent[number]),
+                stashes=stashes,
+            )
+            for number, stage in enumerate(split.stages)
+            if stage is not None
+        ]
+        here = replace(split, stages=tuple(stages))
+        self._interpreters = [Interpreter(rank, schedule, here, None) for rank in range(schedule.num_ranks)]
+        self._microbatches = microbatches
+        self.joint: Joint | None = None
+
+    def forward(self) -> Joint:
+        """Run every forward of the schedule, and return what came out."""
+        self._run(_FORWARD)
+        outputs = {number: each for one in self._interpreters for number, each in one.outputs.items()}
+        for interpreter in self._interpreters:
+            interpreter.outputs.clear()
+        self.joint = Joint([outputs[number] for number in range(len(self._rows))], self._rows)
+        return self.joint
+
+    def backward(self, gradients: dict[int, Tensor]) -> None:
+        """Run every backward of the schedule, from the gradients of the joined output's leaves."""
+        assert self.joint is not None, "a backward comes after its forward"
+        starts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self._rows]
+        for leaf, gradient in gradients.items():
+            for number, start in enumerate(self.joint.starts(leaf, gradient)):
+                if start is not None:
+                    starts[number].append(start)
+        self.joint = None
+        last = self.schedule.placement.num_stages - 1
+        interpreter = self._interpreters[self.schedule.placement.ranks[last]]
+        for number, each in enumerate(starts):
+            interpreter.start_backward(last, number, each)
+        self._run(_BACKWARD)
+        for lent in self._lent:
+            give_back(lent)
+        for interpreter in self._interpreters:
+            interpreter.finish()
+
+    def _run(self, kinds: frozenset[Kind]) -> None:
+        mail = Mail()
+        jobs = [(place.name, lambda rank=rank: self._walk(rank, kinds, mail)) for rank, place in enumerate(self.places)]
+        run_together(jobs, mail, Surroundings.here(self._num_threads))
+
+    def _walk(self, rank: int, kinds: frozenset[Kind], mail: Mail) -> None:
+        """Run what a place has to do of these kinds, in its order."""
+        interpreter, device = self._interpreters[rank], self.places[rank].device
+        with _on(device):
+            if kinds is _FORWARD:
+                interpreter.take(0, [_numbered(each, number, device) for number, each in enumerate(self._microbatches)])
+            expected: dict[tuple[int, int], list[Instruction]] = {}
+            for instruction in self.schedule.orders[rank]:
+                for part in instruction.parts:
+                    if part.kind in kinds:
+                        self._do(interpreter, part, mail, expected)
+
+    def _do(
+        self,
+        interpreter: Interpreter,
+        instruction: Instruction,
+        mail: Mail,
+        expected: dict[tuple[int, int], list[Instruction]],
+    ) -> None:
+        kind, stage, microbatch, peer, _ = instruction
+        if kind in COMPUTE:
+            for receive in expected.pop((stage, microbatch), []):
+                interpreter.receiver(receive)(mail.collect((receive.peer, stage, microbatch)))
+            interpreter.compute(instruction)
+            if kind is Kind.I and self._stashes is not None:
+                self._stashes.put_away(self.places[interpreter.rank])
+        elif kind in SENDS:
+            assert peer is not None, f"{instruction} names no peer"
+            target = self.places[self.schedule.placement.ranks[peer]].device
+            sent = interpreter.between.sender(instruction)()
+            mail.post((stage, peer, microbatch), [_handed(each, target) for each in sent])
+        elif kind in RECEIVES:
+            # It runs beside computation: nobody waits for it but what needs it.
+            expected.setdefault((stage, microbatch), []).append(instruction)
+
+
+def _lend_ties(schedule: Schedule, split: Split, places: Sequence[Place]) -> list[dict[Tensor, Tensor]]:
+    """What each stage is lent: the weights that an earlier one owns."""
+    owned: dict[int, list[nn.Parameter]] = {}
+    for name, (owner, *others) in split.ties.items():
+        holder = split.stages[owner]
+        assert holder is not None, "all stages are in this process"
+        for stage in others:
+            owned.setdefault(stage, []).append(holder.parameters[name])
+    ranks = schedule.placement.ranks
+    return [lend(owned.get(stage, []), places[ranks[stage]].device) for stage in range(split.num_stages)]
+
+
+def _numbered(microbatch: Batch, number: int, device: torch.device) -> _Microbatch:
+    found = _Microbatch({name: moved(entry, device) for name, entry in microbatch.items()})
+    found.number = number
+    return found
+
+
+def _handed(value: Tensor, device: torch.device) -> Tensor:
+    """The same numbers outside any graph, on another device, which want a gradient if they did."""
+    return value.detach().to(device).requires_grad_(value.requires_grad)
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,0 +1,99 @@
+"""What the module returned for each microbatch, joined to what it returns for the batch; and gradients the way back.
+
+rows      a tensor with a row for each of the microbatch's: one under the other
+mean      a number, such as a loss: the mean, weighed by rows
+same      a tensor that is the same for all: the first one
+"""
+
+from collections.abc import Sequence
+from enum import Enum, auto
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from shardwise.errors import ShardwiseError
+from shardwise.states.tiers.outputs import open_dataclasses
+
+
+class _How(Enum):
+    ROWS = auto()
+    MEAN = auto()
+    SAME = auto()
+
+
+class _Leaf(NamedTuple):
+    """One tensor of the output, as it came from each microbatch."""
+
+    how: _How
+    parts: list[Tensor]
+
+
+class Joint:
+    """The outputs of all microbatches of a pass. `tensors` are the leaves that are tensors, by their number."""
+
+    def __init__(self, outputs: Sequence[Any], rows: Sequence[int]) -> None:
+        self._rows = rows
+        open_dataclasses(outputs[0])
+        flat = [pytree.tree_flatten(each) for each in outputs]
+        self._leaves, self._tree = flat[0]
+        for number, (leaves, tree) in enumerate(flat):
+            if tree != self._tree or len(leaves) != len(self._leaves):
+                raise ShardwiseError(
+                    f"the module returns {tree} for microbatch {number} and {self._tree} for microbatch 0, so they"
+                    " cannot be joined",
+                    remedy="microbatches=1",
+                )
+        self.tensors = {
+            number: self._leaf(number, [leaves[number] for leaves, _ in flat])
+            for number, each in enumerate(self._leaves)
+            if isinstance(each, Tensor)
+        }
+
+    @property
+    def differentiable(self) -> list[int]:
+        """The leaves that gradients may come to."""
+        return [number for number, leaf in self.tensors.items() if any(each.requires_grad for each in leaf.parts)]
+
+    def joined(self, number: int, device: torch.device) -> Tensor:
+        """One leaf of the output, for the batch, outside of any graph."""
+        how, parts = self.tensors[number]
+        values = [each.detach() for each in parts]
+        if how is _How.ROWS:
+            return torch.cat(values).to(device)
+        if how is _How.MEAN:
+            weighed = [value * (rows / sum(self._rows)) for value, rows in zip(values, self._rows, strict=True)]
+            return torch.stack(weighed).sum().to(device)
+        return values[0].to(device, copy=True)
+
+    def filled(self, tensors: dict[int, Tensor]) -> Any:
+        """The output, with these tensors for its leaves."""
+        leaves = [tensors.get(number, each) for number, each in enumerate(self._leaves)]
+        return pytree.tree_unflatten(leaves, self._tree)
+
+    def starts(self, number: int, gradient: Tensor) -> list[tuple[Tensor, Tensor] | None]:
+        """For each microbatch, its part of a leaf and the gradient that arrived there."""
+        how, parts = self.tensors[number]
+        gradient = gradient.to(parts[0].device)
+        if how is _How.ROWS:
+            gradients = list(torch.split(gradient, list(self._rows)))
+        elif how is _How.MEAN:
+            gradients = [gradient * (rows / sum(self._rows)) for rows in self._rows]
+        else:
+            gradients = [gradient, *(torch.zeros_like(gradient) for _ in parts[1:])]
+        pairs = zip(parts, gradients, strict=True)
+        return [(part, each.contiguous()) if part.requires_grad else None for part, each in pairs]
+
+    def _leaf(self, number: int, parts: list[Tensor]) -> _Leaf:
+        if all(each.dim() and len(each) == rows for each, rows in zip(parts, self._rows, strict=True)):
+            return _Leaf(_How.ROWS, parts)
+        if all(not each.dim() and each.is_floating_point() for each in parts):
+            return _Leaf(_How.MEAN, parts)
+        if all(torch.equal(each, parts[0]) for each in parts[1:]):
+            return _Leaf(_How.SAME, parts)
+        raise ShardwiseError(
+            f"the module returns a tensor of shape {tuple(parts[0].shape)} (number {number + 1} of its output) that has"
+            f" no row for each of the {self._rows[0]} of a microbatch and is not the same for all: it cannot be joined",
+            remedy="return it with the batch as its first dim, or microbatches=1",
+        )

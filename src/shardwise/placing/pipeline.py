@@ -1,0 +1,168 @@
+"""Microbatches over places: a module in stages, and each call of it one passage, with the user's loss in the middle.
+
+To autograd a passage is two nodes. One gives the outputs, and takes their gradients; the other runs the backwards:
+
+    the user's loss <- outputs <- (one number on the CPU) <- backwards
+
+Autograd runs a node in a thread that belongs to the device of what flows there. Backwards wait for all places, so they
+must not hold up the thread of a GPU that a place needs: what flows there is a number on the CPU, and the thread is the
+caller's own.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from shardwise.errors import ShardwiseError
+from shardwise.execution.pipeline import complete, forward_only
+from shardwise.placing.activation_offload import Stashes
+from shardwise.placing.batch_rows import cut_rows, home_of, inputs_with_gradient, rows_of
+from shardwise.placing.microbatch_pass import Passage
+from shardwise.placing.outputs import Joint
+from shardwise.placing.places import Place
+from shardwise.placing.rng_state import Chances
+from shardwise.schedule.schedule import Schedule
+from shardwise.stages.stage import Batch, Split
+
+
+class Pipeline:
+    """A module in stages over places. `make_schedule` gives the schedule for a number of microbatches."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        split: Split,
+        places: Sequence[Place],
+        *,
+        num_microbatches: int,
+        make_schedule: Callable[[int], Schedule],
+        stashes: Stashes | None = None,
+    ) -> None:
+        self.split, self.places, self._stashes = split, places, stashes
+        self._module, self._make, self._most = module, make_schedule, num_microbatches
+        self._num_host = sum(place.device.type == "cpu" for place in places)
+        self._schedules: dict[int, tuple[Schedule, Schedule]] = {}
+        #: Whether stages draw random numbers, by the modes that their modules are in.
+        self._draws: dict[tuple[Any, ...], bool] = {}
+
+    def run(self, batch: Batch) -> Any:
+        """What the module returns for a batch; its backward goes through the places too."""
+        given = inputs_with_gradient(batch) if torch.is_grad_enabled() else []
+        trained = any(each.requires_grad for each in self._module.parameters())
+        trains = torch.is_grad_enabled() and (trained or bool(given))
+        microbatches = _cut(batch, min(self._most, rows_of(batch)), given if trains else [])
+        schedule, forwards = self._schedule(len(microbatches))
+        flight = _Flight(microbatches, {name: batch[name] for name in given if trains}, home_of(batch))
+        modes = self._modes()
+        chances = Chances(trains=trains) if self._draws.get(modes, True) else None
+        flight.passage = Passage(
+            schedule if trains else forwards,
+            self.split,
+            self.places,
+            microbatches,
+            num_threads=max(1, torch.get_num_threads() // max(1, self._num_host)),
+            chances=chances,
+            stashes=self._stashes,
+        )
+        joint = flight.passage.forward()
+        if chances is not None:
+            self._draws[modes] = chances.have_drawn
+            if not chances.have_drawn:
+                chances.forget()
+        return flight.output(joint) if trains else _plain_output(joint, flight.home)
+
+    def _schedule(self, count: int) -> tuple[Schedule, Schedule]:
+        if count not in self._schedules:
+            whole = complete(self._make(count), self.split)
+            self._schedules[count] = whole, forward_only(whole)
+        return self._schedules[count]
+
+    def _modes(self) -> tuple[Any, ...]:
+        """What decides whether modules draw: training or not, and the probabilities of dropouts."""
+        return tuple((each.training, each.__dict__.get("p")) for each in self._module.modules())
+
+
+class _Flight:
+    """A passage between its forward and its backward, as autograd's two nodes see it."""
+
+    def __init__(self, microbatches: Sequence[Batch], inputs: dict[str, Tensor], home: torch.device) -> None:
+        self.microbatches, self.inputs, self.home = microbatches, inputs, home
+        self.passage: Passage | None = None
+        self.gradients: dict[int, Tensor] = {}
+
+    def output(self, joint: Joint) -> Any:
+        """The joined output, in autograd's graph."""
+        anchor = torch.zeros((), requires_grad=True)
+        trigger = _Backwards.apply(self, anchor, *self.inputs.values())  # type: ignore[no-untyped-call]
+        numbers = joint.differentiable
+        tensors = {number: joint.joined(number, self.home) for number in joint.tensors if number not in numbers}
+        if numbers:
+            found = _Outputs.apply(self, joint, numbers, trigger)  # type: ignore[no-untyped-call]
+            tensors.update(zip(numbers, found, strict=True))
+        return joint.filled(tensors)
+
+    def backward(self) -> list[Tensor]:
+        """Run the backwards, and return the gradients of the inputs that want one."""
+        if self.passage is None:
+            raise ShardwiseError(
+                "the backward of this forward has been run, and nothing was kept for a second one",
+                remedy="(first_loss + second_loss).backward(), once for each forward",
+            )
+        passage, self.passage = self.passage, None
+        gradients, self.gradients = self.gradients, {}
+        passage.backward(gradients)
+        return [self._gradient(name, each) for name, each in self.inputs.items()]
+
+    def _gradient(self, name: str, whole: Tensor) -> Tensor:
+        leaves = [each[name] for each in self.microbatches]
+        found = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+        is_cut = leaves[0].shape != whole.shape or len(leaves) == 1
+        return torch.cat(found) if is_cut else torch.stack(found).sum(0)
+
+
+class _Backwards(torch.autograd.Function):
+    """Its backward is that of all places."""
+
+    @staticmethod
+    def forward(ctx: Any, flight: _Flight, anchor: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.flight = flight
+        del inputs
+        return anchor.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, *ctx.flight.backward())
+
+
+class _Outputs(torch.autograd.Function):
+    """The outputs of all microbatches, joined."""
+
+    @staticmethod
+    def forward(ctx: Any, flight: _Flight, joint: Joint, numbers: list[int], trigger: Tensor) -> tuple[Tensor, ...]:
+        del trigger
+        ctx.flight, ctx.numbers = flight, numbers
+        ctx.set_materialize_grads(False)
+        return tuple(joint.joined(number, flight.home) for number in numbers)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        pairs = zip(ctx.numbers, gradients, strict=True)
+        ctx.flight.gradients = {number: each for number, each in pairs if each is not None}
+        return None, None, None, torch.ones(())
+
+
+def _cut(batch: Batch, count: int, wanted: Sequence[str]) -> list[Batch]:
+    """The microbatches. Of entries that want a gradient each has a leaf of its own."""
+    return [
+        {name: each.detach().requires_grad_() if name in wanted else each for name, each in microbatch.items()}
+        for microbatch in cut_rows(batch, count)
+    ]
+
+
+def _plain_output(joint: Joint, home: torch.device) -> Any:
+    return joint.filled({number: joint.joined(number, home) for number in joint.tensors})

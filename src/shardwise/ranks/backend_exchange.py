@@ -1,0 +1,115 @@
+"""Sums and gathers by the process groups' own collectives: for GPUs, where they run in streams of their own."""
+
+from collections import deque
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.ranks.collectives import Group
+from shardwise.ranks.exchange import Done, Then, Ticket, count_bytes
+
+#: Sums that may be under way before the oldest must have ended: each holds its memory until then.
+_MOST_UNDER_WAY = 2
+
+
+class BackendExchange:
+    """Collectives of the backend. Results are taken in the order in which they were asked for."""
+
+    def __init__(self) -> None:
+        self._queue: deque[_Turn] = deque()
+
+    def sum_to_shards(
+        self,
+        flat: Tensor,
+        group: Group,
+        channel: int,  # noqa: ARG002 - the backend goes by the order
+        then: Then | None = None,
+    ) -> Ticket:
+        if group.size == 1:
+            return self._behind(lambda: None, then)
+        group.traffic.note("reduce_scatter", count_bytes(flat, group))
+        own = flat.view(group.size, -1)[group.rank]
+        return self._behind(
+            _started(lambda handle: handle._reduce_scatter_base(own, flat, dist.ReduceScatterOptions()), group), then
+        )
+
+    def sum_to_all(
+        self,
+        flat: Tensor,
+        group: Group,
+        channel: int,  # noqa: ARG002 - the backend goes by the order
+        *,
+        follows: bool = False,
+    ) -> Ticket:
+        if group.size == 1:
+            return self._behind(lambda: None, None)
+        group.traffic.note("all_reduce", 2 * count_bytes(flat, group))
+        if follows:
+            self._finish(len(self._queue))
+        return self._behind(_started(lambda handle: handle.allreduce([flat]), group), None)
+
+    def gather(
+        self,
+        flat: Tensor,
+        shard: Tensor,
+        group: Group,
+        channel: int,  # noqa: ARG002 - the backend goes by the order
+        *,
+        lends: bool = False,  # noqa: ARG002 - what is sent has left when all has arrived
+    ) -> Ticket:
+        if group.size == 1:
+            if shard.data_ptr() != flat.data_ptr():
+                flat.copy_(shard)
+            return Done()
+        group.traffic.note("all_gather", count_bytes(flat, group))
+        return _Turn(_started(lambda handle: handle._allgather_base(flat, shard), group), None)
+
+    def settle(self) -> None:
+        self._finish(len(self._queue))
+
+    def close(self) -> None:
+        self._queue.clear()
+
+    def _behind(self, wait: Then, then: Then | None) -> Ticket:
+        turn = _Turn(wait, then)
+        self._queue.append(turn)
+        self._finish(len(self._queue) - _MOST_UNDER_WAY)
+        return _Until(self, turn)
+
+    def _finish(self, count: int) -> None:
+        for _ in range(count):
+            self._queue.popleft().wait()
+
+    def finish_until(self, turn: "_Turn") -> None:
+        while turn in self._queue:
+            self._queue.popleft().wait()
+
+
+def _started(start: Callable[[dist.ProcessGroup], dist.Work], group: Group) -> Then:
+    assert group.handle is not None, "one rank alone sends nothing"
+    work = start(group.handle)
+
+    def wait() -> None:
+        work.wait()
+
+    return wait
+
+
+class _Turn:
+    def __init__(self, wait: Then, then: Then | None) -> None:
+        self._wait, self._then = wait, then
+
+    def wait(self) -> None:
+        self._wait()
+        if self._then is not None:
+            self._then()
+            self._then = None
+
+
+class _Until:
+    def __init__(self, exchange: BackendExchange, turn: _Turn) -> None:
+        self._exchange, self._turn = exchange, turn
+
+    def wait(self) -> None:
+        self._exchange.finish_until(self._turn)

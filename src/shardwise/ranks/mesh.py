@@ -1,0 +1,173 @@
+"""The ranks of a plan in a grid, and every group of them that works together: named once, made once.
+
+    pp=2,dp=2,tp=2              rank = ((pp * DP + dp) * CP + cp) * TP + tp, if the plan says no other order
+
+          tp 0 1                tensor parallel ranks talk most and stand next to each other;
+    dp 0     0 1   pp 0         pipeline ranks talk least and stand furthest apart
+    dp 1     2 3
+          ------
+    dp 0     4 5   pp 1
+    dp 1     6 7
+
+Expert parallelism has no room of its own in the grid: its ranks are carved from those that hold the same dense weights
+(data and context parallel, and tensor parallel where asked), the nearest together.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.errors import ShardwiseError, unknown
+from shardwise.planner.plan import Plan
+from shardwise.ranks.collectives import Group
+from shardwise.ranks.faults import RankError
+
+#: Outermost first.
+ORDER = ("pp", "dp", "cp", "tp")
+
+#: What each group is of: the axes of the grid along which its ranks differ.
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "dp": ("dp",),
+    "pp": ("pp",),
+    "gradients": ("dp", "cp"),
+    "model": ("pp", "tp"),
+    "world": ORDER,
+}
+#: Groups for experts: the ranks that share them out, and those that hold the same ones.
+EXPERT_GROUPS = ("ep", "expert_gradients")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """A rank's place in the grid, and its groups.
+
+    `tp`, `cp`, `dp` and `pp` are the axes; `gradients` are the ranks whose gradients of dense weights are summed,
+    `model` those that together hold the model once; `ep` and `expert_gradients` are the same two for experts.
+    """
+
+    plan: Plan
+    rank: int
+    sizes: Mapping[str, int]
+    coordinates: Mapping[str, int]
+    pipelines: tuple[tuple[int, ...], ...]
+    groups: Mapping[str, Group] = field(repr=False)
+    #: The grid as torch knows it, for what stands on DTensor. None for one rank without `torch.distributed`.
+    devices: DeviceMesh | None = field(default=None, repr=False)
+
+    def group(self, name: str) -> Group:
+        """The group of this rank that has this name."""
+        if name not in self.groups:
+            raise unknown("group", name, self.groups)
+        return self.groups[name]
+
+    def ranks(self, name: str) -> tuple[int, ...]:
+        """The ranks, in the world, of this rank's group."""
+        handle = self.group(name).handle
+        return (self.rank,) if handle is None else tuple(dist.get_process_group_ranks(handle))
+
+
+def make_mesh(plan: Plan, *, experts_over_tp: bool = False) -> Mesh:
+    """Make the mesh of this process. Every rank of the world calls this, with the same plan."""
+    is_many = dist.is_available() and dist.is_initialized()
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if is_many else (0, 1)
+    if is_many:
+        agree_on(plan)
+    plan.check_world(num_ranks)
+    sizes = sizes_of(plan)
+    grid = _grid(plan, sizes)
+    parts = {name: _along(grid, axes) for name, axes in GROUPS.items()}
+    parts |= dict(zip(EXPERT_GROUPS, _expert_parts(grid, plan, experts_over_tp=experts_over_tp), strict=True))
+    groups = _make_groups(parts, rank) if is_many else {name: Group() for name in parts}
+    place = (grid == rank).nonzero()[0].tolist()
+    return Mesh(
+        plan=plan,
+        rank=rank,
+        sizes=sizes,
+        coordinates=dict(zip(ORDER, place, strict=True)),
+        pipelines=tuple(sorted(parts["pp"])),
+        groups=groups,
+        devices=_devices(grid, groups) if is_many else None,
+    )
+
+
+def sizes_of(plan: Plan) -> dict[str, int]:
+    """The sizes of the grid. Ranks that a plan has for experts hold dense weights as replicas do: they count as dp."""
+    replicas = plan.num_ranks // (plan.pp * plan.cp * plan.tp)
+    return {"pp": plan.pp, "dp": replicas, "cp": plan.cp, "tp": plan.tp}
+
+
+def _grid(plan: Plan, sizes: Mapping[str, int]) -> torch.Tensor:
+    """Which rank stands where: its dimensions are those of `ORDER`, its ranks are numbered in the plan's order."""
+    order = plan.order.split("-")
+    numbered = torch.arange(plan.num_ranks).reshape([sizes[axis] for axis in order])
+    return numbered.permute([order.index(axis) for axis in ORDER])
+
+
+def agree_on(plan: Plan) -> None:
+    """Find ranks with another plan before anything else is done: one of them says so, and all stop."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    plans = [""] * num_ranks
+    dist.all_gather_object(plans, str(plan))
+    different = next((other for other, text in enumerate(plans) if text != plans[0]), None)
+    if different is None:
+        return
+    problem = f"rank 0 has the plan {plans[0]}, but rank {different} has {plans[different]}"
+    if rank == different:
+        raise ShardwiseError(problem, remedy=f"the plan {plans[0]} on every rank")
+    raise RankError(problem, remedy=f"the plan {plans[0]} on every rank", rank=different)
+
+
+def _along(grid: torch.Tensor, axes: Sequence[str]) -> list[tuple[int, ...]]:
+    """The ranks in groups that differ along some axes only."""
+    inner = [ORDER.index(axis) for axis in axes]
+    outer = [number for number in range(grid.dim()) if number not in inner]
+    length = 1
+    for number in inner:
+        length *= grid.shape[number]
+    return [tuple(row) for row in grid.permute(*outer, *inner).reshape(-1, length).tolist()]
+
+
+def _expert_parts(
+    grid: torch.Tensor, plan: Plan, *, experts_over_tp: bool
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Ranks that share out the experts, and ranks that hold the same ones."""
+    among = ("dp", "cp", "tp") if experts_over_tp else ("dp", "cp")
+    alike = _along(grid, among)
+    if len(alike[0]) % plan.ep:
+        sizes = " x ".join(f"{axis}={grid.shape[ORDER.index(axis)]}" for axis in among)
+        raise ShardwiseError(
+            f"ep={plan.ep} does not divide the {len(alike[0])} ranks that it is carved from ({sizes})",
+            remedy=f"ep={max(size for size in range(1, plan.ep) if len(alike[0]) % size == 0)}",
+        )
+    sharing, same = [], []
+    for ranks in alike:
+        rows = torch.tensor(ranks).reshape(-1, plan.ep)
+        sharing += [tuple(row) for row in rows.tolist()]
+        same += [tuple(row) for row in rows.t().tolist()]
+    return sharing, same
+
+
+def _make_groups(parts: Mapping[str, list[tuple[int, ...]]], rank: int) -> dict[str, Group]:
+    """Make every group, in an order that all ranks share. Names for the same ranks have the same group."""
+    made: dict[tuple[tuple[int, ...], ...], Group] = {}
+    groups: dict[str, Group] = {}
+    for name, partition in parts.items():
+        key = tuple(sorted(tuple(sorted(ranks)) for ranks in partition))
+        if key not in made:
+            handles = [(ranks, dist.new_group(list(ranks))) for ranks in key]
+            made[key] = Group(next(handle for ranks, handle in handles if rank in ranks))
+        groups[name] = made[key]
+    return groups
+
+
+def _devices(grid: torch.Tensor, groups: Mapping[str, Group]) -> DeviceMesh:
+    handles = [groups[axis].handle for axis in ORDER]
+    kind = "cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu"
+    return DeviceMesh.from_group(
+        [handle for handle in handles if handle is not None], kind, mesh=grid, mesh_dim_names=ORDER
+    )

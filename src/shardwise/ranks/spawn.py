@@ -1,0 +1,222 @@
+"""Ranks as processes of this machine: started, joined in `torch.distributed`, given functions to run, and ended.
+
+    results = spawn(fn, devices=4, args=(1, 2))       one result for each rank
+
+    with Ranks(4) as ranks:                           the same ranks for many functions: torch is imported once
+        first = ranks.run(fn, 1, 2)
+        second = ranks.run(other)
+
+The first rank that fails ends them all, and its error is raised here. Nothing is left running: ranks end with an error,
+with an interrupt, and with this process, whichever way it goes.
+"""
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing import connection
+from types import TracebackType
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
+
+from shardwise import environment
+from shardwise.errors import ShardwiseError
+from shardwise.ranks.faults import LOST, RankError, encode
+from shardwise.ranks.worker import Failure, serve
+
+# What ranks need, imported once for all of them. torch's optimizers load its compiler: 2 s of a core (torch 2.13).
+_PRELOADED = ["shardwise.ranks.worker", "shardwise.engine.parallelize", "torch._dynamo"]
+# How long the other ranks have, after one has failed, to say so themselves.
+_GRACE_SECONDS = 5.0
+
+
+def spawn(
+    fn: Callable[..., Any], devices: int = 4, args: Sequence[Any] = (), timeout_seconds: float | None = None
+) -> list[Any]:
+    """Run `fn(*args)` on `devices` ranks, each a process, and return what each returned, in the order of the ranks.
+
+    In `fn`, `torch.distributed` is ready: with NCCL if there is a GPU for each rank, else with gloo on CPUs. `fn`, its
+    arguments and its results are pickled on the way.
+    """
+    with Ranks(devices) as ranks:
+        return ranks.run(fn, *args, timeout_seconds=timeout_seconds)
+
+
+class Ranks:
+    """Processes that stay up from one function to the next. After a failure the next function gets new ones."""
+
+    def __init__(self, devices: int) -> None:
+        if devices < 1:
+            raise ShardwiseError(f"{devices} devices: at least 1 rank is needed", remedy="devices=2")
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            raise ShardwiseError(
+                "a rank that is starting reads the script, and the script starts ranks again",
+                remedy='if __name__ == "__main__": before what starts them',
+            )
+        self.devices = devices
+        self._processes: list[Any] = []
+        self._calls: list[Any] = []
+        self._store: TCPStore | None = None
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, story: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def process_ids(self) -> list[int]:
+        """The processes, by rank; none before the first function and after a failure."""
+        return [process.pid for process in self._processes]
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout_seconds: float | None = None) -> list[Any]:
+        """Run `fn(*args)` on every rank and return what each returned."""
+        try:
+            call = pickle.dumps((fn, args))
+        except Exception as error:
+            raise ShardwiseError(
+                f"{getattr(fn, '__qualname__', fn)} and its arguments cannot be sent to other processes: {error}",
+                remedy="a function at the top level of a module, not a lambda or an inner function",
+            ) from None
+        try:
+            if not self._processes:
+                self._start()
+            for calls in self._calls:
+                with contextlib.suppress(OSError):  # One that is gone is noticed below, with the reason.
+                    calls.send_bytes(call)
+            return self._collect(None if timeout_seconds is None else time.monotonic() + timeout_seconds)
+        except BaseException:
+            self._kill()
+            raise
+
+    def close(self) -> None:
+        """End the ranks: gently first."""
+        for calls in self._calls:
+            calls.close()
+        deadline = time.monotonic() + _GRACE_SECONDS
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        self._kill()
+
+    def _start(self) -> None:
+        context = _context()
+        # The listening socket is bound by us: to a port that the machine picks, and only for this machine.
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+            self._store = TCPStore(
+                "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
+        atexit.register(self._kill)
+        variables = environment.all_variables()
+        for rank in range(self.devices):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=serve, args=(rank, self.devices, port, variables, theirs), name=f"shardwise-rank-{rank}"
+            )
+            self._calls.append(ours)
+            process.start()
+            self._processes.append(process)
+            theirs.close()
+
+    def _collect(self, deadline: float | None) -> list[Any]:
+        """Wait for every rank's report. After the first failure the others have a few seconds for theirs."""
+        reports: dict[int, Any] = {}
+        failures: list[Failure] = []
+        while len(reports) < self.devices:
+            waiting = [rank for rank in range(self.devices) if rank not in reports]
+            ready = connection.wait(
+                [self._calls[rank] for rank in waiting] + [self._processes[rank].sentinel for rank in waiting],
+                None if deadline is None else max(0.0, deadline - time.monotonic()),
+            )
+            if not ready and not failures:
+                raise _late(waiting, self.devices)
+            if not ready:
+                break
+            for rank in waiting:
+                if self._calls[rank] in ready or self._processes[rank].sentinel in ready:
+                    reports[rank] = self._read(rank)
+            failures = [report for report in reports.values() if isinstance(report, Failure)]
+            if failures:
+                # From one that the others call missing, no word may come; if it only raised, it comes at once.
+                missing = {failure.error.rank for failure in failures if failure.follows}
+                only_missing = missing.issuperset(set(waiting) - set(reports))
+                grace = time.monotonic() + (_GRACE_SECONDS / 5 if only_missing else _GRACE_SECONDS)
+                deadline = min(deadline or grace, grace)
+        if failures:
+            # The earliest that does not look like the consequence of another.
+            raise min(failures, key=lambda failure: (failure.follows, failure.when)).error
+        return [reports[rank][0] for rank in range(self.devices)]
+
+    def _read(self, rank: int) -> Any:
+        """A rank's report; if it ended without one, how."""
+        with contextlib.suppress(EOFError, OSError):
+            # Not simply read to its end: what a dead rank has started may hold the other end of the pipe open.
+            if self._calls[rank].poll():
+                return pickle.loads(self._calls[rank].recv_bytes())
+        self._processes[rank].join()
+        _end(self._processes[rank])
+        error = _death(rank, self._processes[rank].exitcode)
+        self._tell_the_others(error)
+        return Failure(error=error, when=time.monotonic(), follows=False)
+
+    def _tell_the_others(self, error: RankError) -> None:
+        assert self._store is not None, "ranks without a store"
+        self._store.set(LOST, encode(error))
+
+    def _kill(self) -> None:
+        """End every rank at once, and whatever it has started."""
+        for process in self._processes:
+            _end(process)
+        for process in self._processes:
+            process.join()
+            process.close()
+        for calls in self._calls:
+            calls.close()
+        self._processes, self._calls, self._store = [], [], None
+        atexit.unregister(self._kill)
+
+
+def _context() -> Any:
+    """How processes are started: on Linux from a server that has imported torch, else each anew.
+
+    Started so, 4 ranks are up 0.1 to 0.4 s after the server; one from nothing costs 2 s of a core (torch 2.13).
+    The server itself has one thread and has not touched a GPU, so it is safe to fork.
+    """
+    if sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
+
+
+def _end(process: Any) -> None:
+    """End a rank and what it has started. It becomes a group only when it begins to run, and may be gone already."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+
+
+def _death(rank: int, status: int | None) -> RankError:
+    if status is not None and status < 0:
+        name = signal.Signals(-status).name
+        remedy = "dmesg: on Linux that is what happens when memory runs out" if name == "SIGKILL" else None
+        return RankError(f"rank {rank} was killed by {name} (signal {-status})", remedy=remedy, rank=rank)
+    return RankError(f"rank {rank} exited with status {status} before it had returned", rank=rank)
+
+
+def _late(waiting: list[int], devices: int) -> RankError:
+    named = ("rank " if len(waiting) == 1 else "ranks ") + ", ".join(map(str, waiting))
+    return RankError(
+        f"{named} of {devices} had not returned when the time was up",
+        remedy="a larger timeout_seconds",
+        rank=waiting[0],
+    )

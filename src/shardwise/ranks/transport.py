@@ -1,0 +1,322 @@
+"""How values move between ranks.
+
+An interpreter knows three things: `send` never waits, `post_receive` never waits, and `receive` gives what was sent. On
+a link, from one rank to another, messages arrive in the order in which they are sent, and are posted in that order.
+
+Between processes a message is one run of bytes: its tensors, one after the other. How they lie in it is its layout. The
+sender describes the layout in a small message ahead of it, once for each signature: the shapes of the batch that a
+step begins with. While signatures repeat, nothing but the values moves.
+
+    step 1, signature A      describe, values
+    step 2, signature A                values
+    step 3, signature B      describe, values       longer sequences, say
+    step 4, signature A                values
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.errors import ShardwiseError
+from shardwise.ranks.faults import Waiter
+from shardwise.ranks.message_layout import HEADER_LENGTH, Description, Layout, decode, describe, encode
+from shardwise.ranks.outbox import Outbox, Sent, StreamOutbox, WaitingOutbox
+from shardwise.ranks.shared_memory import MOST_BYTES, Pair, Unsent, meet
+
+_PAYLOAD, _HEADER, _REST_OF_HEADER = 1, 2, 3  # Tags.
+_MOST_SIGNATURES = 256
+# What may be posted before its instruction: enough for what small messages cost, which is the same for any size, and no
+# more memory than is never missed.
+_AHEAD_BYTES = 2**20
+
+
+class Key(NamedTuple):
+    """Which value: from rank to rank, an activation (`F`) or a gradient (`B`), made by a stage, read by another."""
+
+    source: int
+    target: int
+    kind: str
+    maker: int
+    reader: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.reader}RECV_{self.kind}{self.microbatch}<{self.maker}"
+
+    @property
+    def sending(self) -> str:
+        """The instruction at the other end."""
+        return f"{self.maker}SEND_{self.kind}{self.microbatch}>{self.reader}"
+
+
+class Transport(Protocol):
+    """What an interpreter moves values with."""
+
+    def begin_step(self, signature: Hashable | None) -> None:
+        """Start a step. Every rank gives the same signature; steps of one signature have the same layouts.
+
+        Whether gradients are wanted belongs to it, and all that shapes depend on. None: layouts may be anything.
+        """
+        ...
+
+    def send(self, key: Key, tensors: list[Tensor]) -> None:
+        """Send. What was sent must not be written to before `finish`."""
+        ...
+
+    def post_receive(self, key: Key) -> None:
+        """Say that a message will be wanted, so that it can come in beside the computation."""
+        ...
+
+    def post_ahead(self, keys: Sequence[Key]) -> None:
+        """Say which messages will be wanted later, in order: some may be posted now, while there is nothing to do."""
+        ...
+
+    def receive(self, key: Key) -> list[Tensor]:
+        """Wait for a message; it is posted here if it was not. Its tensors are leaves, with or without gradient as
+        they were on the other side."""
+        ...
+
+    def finish(self) -> None:
+        """End a step: wait until all that was sent has arrived."""
+        ...
+
+
+class ProcessTransport:
+    """Ranks in processes of their own.
+
+    `groups` carry nothing else: the first what goes to a higher rank of theirs, the second what goes to a lower one
+    (`make_groups`). So a send never waits for the lock of a connection on which a large message is coming in. Between
+    ranks of one machine that compute on CPUs only large messages go there, and the others through memory that the two
+    share (`shared_memory.py`). On GPUs the groups carry headers, and the values go over `links`: one NCCL group of two
+    for each direction of each link (`make_links`), since what is under way in an NCCL group holds up what comes after
+    it.
+
+    Every rank of the groups makes one, at the same time.
+    """
+
+    def __init__(
+        self,
+        groups: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup],
+        *,
+        device: torch.device | str = "cpu",
+        links: Mapping[tuple[int, int], dist.ProcessGroup] | None = None,
+        watch: Waiter | None = None,
+        shares_memory: bool = True,
+    ) -> None:
+        self._groups: tuple[dist.ProcessGroup, ...] = groups if isinstance(groups, tuple) else (groups, groups)
+        self._watch = watch
+        # What a group sends with. A third of the time of a small message was the way there from the group.
+        self._backends = [group._get_backend(torch.device("cpu")) for group in self._groups]
+        self._device = torch.device(device)
+        self._links = links if links is not None else {}
+        #: What was sent to each rank since somebody has last cleared it: messages, and bytes.
+        self.sent: dict[int, list[int]] = {}
+        self._outbox: Outbox = WaitingOutbox(watch) if self._device.type == "cpu" else StreamOutbox()
+        self._known: OrderedDict[Hashable, dict[Key, Layout]] = OrderedDict()
+        self._layouts: dict[Key, Layout] = {}
+        # Receives that wait for their payload; and, of each source, those whose layout is not known yet, with their
+        # headers, and those that must stay behind them.
+        self._posted: dict[Key, tuple[Layout, Tensor, Any]] = {}
+        self._unknown: dict[int, deque[tuple[Key, Tensor | None, Any]]] = {}
+        # Dropped at once, work would wait for gloo's thread to let go of it: milliseconds, if that has lost its core.
+        self._last_waited: Any = None
+        if watch is not None:
+            for group in (*set(self._groups), *self._links.values()):
+                watch.guard(group)
+        # The ranks of this machine, and what is shared with each.
+        self._near: dict[int, Pair] = {}
+        if shares_memory and self._device.type == "cpu":
+            self._near = meet(self._groups[0])
+        if watch is not None:
+            for pair in self._near.values():
+                watch.guard(pair)
+
+    def begin_step(self, signature: Hashable | None) -> None:
+        if signature is None:
+            self._layouts = {}
+            return
+        self._layouts = self._known.setdefault(signature, {})
+        self._known.move_to_end(signature)
+        if len(self._known) > _MOST_SIGNATURES:  # The same one on every rank: all have seen the same signatures.
+            self._known.popitem(last=False)
+
+    def send(self, key: Key, tensors: list[Tensor]) -> None:
+        layout = self._layouts.get(key)
+        if layout is None:
+            layout = self._layouts[key] = Layout(describe(tensors))
+            self._send_header(key, layout.description)
+        message = layout.pack(tensors)
+        if message is None:
+            raise _changed(key, layout.description, describe(tensors))
+        num_bytes = layout.num_bytes
+        if num_bytes:
+            sent = self.sent.get(key.target)
+            if sent is None:
+                sent = self.sent[key.target] = [0, 0]
+            sent[0] += 1
+            sent[1] += num_bytes
+            self._send(message, key, _PAYLOAD)
+
+    def post_receive(self, key: Key) -> None:
+        if key in self._posted:
+            return
+        layout = self._layouts.get(key)
+        unknown = self._unknown.setdefault(key.source, deque())
+        if layout is None:
+            header = torch.empty(HEADER_LENGTH, dtype=torch.int64)
+            unknown.append((key, header, self._receive(header, key, _HEADER)))
+        elif unknown:
+            unknown.append((key, None, None))
+        else:
+            self._post_payload(key, layout)
+
+    def post_ahead(self, keys: Sequence[Key]) -> None:
+        if self._device.type != "cpu":  # What is under way in an NCCL group holds up what comes after it.
+            return
+        left = _AHEAD_BYTES - sum(layout.num_bytes for layout, _, _ in self._posted.values())
+        for key in keys:
+            layout = self._layouts.get(key)
+            if layout is None or layout.num_bytes > left or self._unknown.get(key.source):
+                return
+            if key not in self._posted:
+                left -= layout.num_bytes
+                self._post_payload(key, layout)
+
+    def receive(self, key: Key) -> list[Tensor]:
+        if key not in self._posted:
+            unknown = self._unknown.setdefault(key.source, deque())
+            if all(other != key for other, _, _ in unknown):
+                self.post_receive(key)
+            while key not in self._posted:
+                self._learn(unknown)
+        layout, message, work = self._posted.pop(key)
+        if work is not None:
+            self._wait_until(work, key, key.source)
+        return layout.unpack(message)
+
+    def finish(self) -> None:
+        assert not self._posted, f"posted and never received: {', '.join(map(str, self._posted))}"
+        for rank, pair in self._near.items():
+            if pair.pending:
+                self._wait_until(Unsent(pair), "the end of the step", rank)
+        self._outbox.drain()
+
+    def close(self) -> None:
+        """Let go of what is held, and of the groups. They are not destroyed."""
+        self._outbox.close()
+        for pair in self._near.values():
+            pair.close()
+        self._near = {}
+        self._last_waited, self._groups, self._backends, self._links = None, (), [], {}
+
+    def _post_payload(self, key: Key, layout: Layout) -> None:
+        message = layout.allocate(self._device)
+        self._posted[key] = (layout, message, self._receive(message, key, _PAYLOAD) if layout.num_bytes else None)
+
+    def _learn(self, unknown: deque[tuple[Key, Tensor | None, Any]]) -> None:
+        """Take in the oldest header of a link, and post the payload that it describes."""
+        key, header, work = unknown.popleft()
+        if header is not None:
+            self._wait_until(work, key, key.source)
+            missing = int(header[0]) + 1 - HEADER_LENGTH
+            if missing > 0:
+                rest = torch.empty(missing, dtype=torch.int64)
+                self._wait_until(self._receive(rest, key, _REST_OF_HEADER), key, key.source)
+                header = torch.cat([header, rest])
+            self._layouts[key] = Layout(decode(header))
+        self._post_payload(key, self._layouts[key])
+
+    def _send_header(self, key: Key, description: Description) -> None:
+        numbers = encode(description)
+        for tag, part in ((_HEADER, numbers[:HEADER_LENGTH]), (_REST_OF_HEADER, numbers[HEADER_LENGTH:])):
+            if part.numel():
+                self._send(part, key, tag)
+
+    def _send(self, tensor: Tensor, key: Key, tag: int) -> None:
+        target = key.target
+        pair = self._near.get(target)
+        try:
+            # The two ends of a message answer alike.
+            if pair is not None and tensor.nbytes <= MOST_BYTES:
+                pair.send(tensor, tag)
+            else:
+                group, peer = self._route(key, target, tag)
+                alone = tensor.detach()
+                self._outbox.put(Sent(group.send([alone], peer, tag), alone, key))
+        except RuntimeError as error:
+            if self._watch is None:
+                raise
+            self._watch.explain(error, target)
+
+    def _receive(self, tensor: Tensor, key: Key, tag: int) -> Any:
+        pair = self._near.get(key.source)
+        if pair is not None and tensor.nbytes <= MOST_BYTES:
+            return pair.want(tensor, tag)
+        group, peer = self._route(key, key.source, tag)
+        try:
+            return group.recv([tensor], peer, tag)
+        except RuntimeError as error:
+            if self._watch is None:
+                raise
+            self._watch.explain(error, key.source)
+
+    def _route(self, key: Key, peer: int, tag: int) -> tuple[Any, int]:
+        link = self._links.get((key.source, key.target)) if self._links and tag == _PAYLOAD else None
+        return (self._backends[key.source > key.target], peer) if link is None else (link, 1 - link.rank())
+
+    def _wait_until(self, work: Any, what: object, peer: int) -> None:
+        if self._watch is None:
+            work.wait()
+        else:
+            self._watch.wait(work, what, peer)
+        self._last_waited = work
+
+
+def make_groups(pipelines: Sequence[Sequence[int]]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Make the two groups of every pipeline, given the ranks of each in the world, and return those of this rank's.
+
+    Every rank of the world calls this, with the same pipelines.
+    """
+    found: list[dist.ProcessGroup] = []
+    for ranks in pipelines:
+        # Ranks of a group are in the order of the world's: so must be those of the pipeline.
+        assert list(ranks) == sorted(ranks), f"the ranks {ranks} of a pipeline are not in the order of the world"
+        pair = [dist.new_group(list(ranks), backend="gloo") for _ in range(2)]
+        if dist.get_rank() in ranks:
+            found = pair
+    up, down = found
+    return up, down
+
+
+def make_links(pairs: Iterable[tuple[int, int]], ranks: list[int]) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """Make a group for each (source, target), of ranks in a pipeline whose ranks in the world are `ranks`.
+
+    Only those whose one end is here, in an order that both ends share.
+    """
+    here = ranks.index(dist.get_rank())
+    return {
+        pair: dist.new_group([ranks[rank] for rank in pair], use_local_synchronization=True)
+        for pair in sorted(set(pairs))
+        if here in pair
+    }
+
+
+def _changed(key: Key, before: Description, now: Description) -> ShardwiseError:
+    return ShardwiseError(
+        f"{key.sending} sends {_text_of(now)}; with this signature it was {_text_of(before)}, and that is expected",
+        remedy="begin_step with all that shapes depend on in its signature, or with None if they depend on the data",
+    )
+
+
+def _text_of(description: Description) -> str:
+    return (
+        ", ".join(
+            f"{str(dtype).removeprefix('torch.')}{list(shape)}{' with gradient' if wants_gradient else ''}"
+            for dtype, shape, wants_gradient in description
+        )
+        or "nothing"
+    )

@@ -1,0 +1,126 @@
+"""What a process that `spawn` has started does: it joins the other ranks, and runs the functions that it is sent.
+
+It is a process group of its own, so that whatever it starts ends with it; and it ends when the process that started it
+does, however that ends.
+"""
+
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from multiprocessing import connection, parent_process
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from shardwise import environment
+from shardwise.errors import ShardwiseError
+from shardwise.ranks.faults import RankError, describe_failure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A rank's error, as it is told to the process that started it.
+
+    `when` is of the machine's monotonic clock. `follows` says that it looks like the consequence of another rank's.
+    """
+
+    error: RankError
+    when: float
+    follows: bool
+
+
+def serve(rank: int, num_ranks: int, port: int, variables: dict[str, str], calls: "connection.Connection") -> None:  # type: ignore[type-arg, unused-ignore]
+    """Join the ranks; then run what comes over `calls` until it is closed, or until something fails.
+
+    What goes back is one pickle for each call: a `Failure`, or the result in a tuple of one.
+    """
+    os.setpgid(0, 0)
+    threading.Thread(target=_end_with_parent, name="shardwise-parent", daemon=True).start()
+    environment.replace_all(variables)
+    report: object = None
+    try:
+        _join(rank, num_ranks, port)
+        while not isinstance(report, Failure):
+            call = calls.recv_bytes()
+            report = _run(rank, call)
+            calls.send_bytes(_pickled(rank, report))
+    except (EOFError, ConnectionError):
+        pass  # The other end was closed: there is no more to do.
+    except Exception as error:
+        calls.send_bytes(_pickled(rank, _failed(rank, error)))
+    _end_group()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        _end_group()
+
+
+def _end_group() -> None:
+    """End this process and all that it started, at once: a data loader's workers have inherited its connections, and
+    as long as one of them lives, the other ranks do not see that this one is gone."""
+    os.killpg(0, signal.SIGKILL)
+
+
+def _join(rank: int, num_ranks: int, port: int) -> None:
+    torch.set_num_threads(max(1, environment.num_cores() // num_ranks))
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    dist.init_process_group(choose_backend(rank, num_ranks), store=store, rank=rank, world_size=num_ranks)
+
+
+def choose_backend(place: int, num_places: int) -> str:
+    """How processes of one machine talk: over NCCL too if there is a GPU for each, and then this one takes its own."""
+    if dist.is_nccl_available() and torch.cuda.is_available() and num_places <= torch.cuda.device_count():
+        torch.cuda.set_device(place)
+        return "cpu:gloo,cuda:nccl"
+    return "gloo"
+
+
+def _run(rank: int, call: bytes) -> object:
+    try:
+        try:
+            fn, args = pickle.loads(call)
+        except (AttributeError, ImportError) as error:
+            raise ShardwiseError(
+                f"the function for the ranks is not found in their processes: {error}",
+                remedy="move it to a file that can be imported; an interactive session or a notebook cannot",
+            ) from None
+        return (fn(*args),)
+    except BaseException as error:
+        return _failed(rank, error)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _failed(rank: int, error: BaseException) -> Failure:
+    when, follows = time.monotonic(), isinstance(error, RankError) or _is_broken_connection(error)
+    told = error if isinstance(error, RankError) else describe_failure(rank, error)
+    return Failure(error=told, when=when, follows=follows)
+
+
+def _is_broken_connection(error: BaseException) -> bool:
+    """Whether this is what torch raises when another rank has gone away."""
+    if isinstance(error, dist.DistError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and ("gloo" in text or "nccl" in text or "pair closure" in text)
+
+
+def _pickled(rank: int, report: object) -> bytes:
+    try:
+        # Plain pickle copies tensors. torch's own way between processes shares memory that ends with this process.
+        return pickle.dumps(report)
+    except Exception as error:
+        wrong: Any = ShardwiseError(
+            f"what rank {rank} returned cannot be sent back: {error}", remedy="return plain values and tensors"
+        )
+        return pickle.dumps(_failed(rank, wrong))

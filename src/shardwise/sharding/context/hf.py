@@ -1,0 +1,134 @@
+"""Attention of Hugging Face's models, through their registry of attention functions.
+
+A model makes its masks by asking the registry, from a rule for positions: before, within a window, of one document. We
+read the rule, and hand back a token that carries it to the attention function. No mask is ever made.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import ShardwiseError
+from shardwise.sharding.context.attention_calls import Attend
+from shardwise.sharding.context.mask import Reach
+
+
+def models_in(module: nn.Module) -> list[nn.Module]:
+    """The models of Hugging Face in a module, itself perhaps, and those inside them."""
+    return [each for each in module.modules() if hasattr(type(each), "_supports_attention_backend")]
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse a model whose attention does not go through the registry, or not as a decoder's or an encoder's does."""
+    name = type(model).__name__
+    if not model._supports_attention_backend:
+        raise ShardwiseError(
+            f"{name} computes attention by itself, and not through transformers' registry of attention functions",
+            remedy="cp=1 for it",
+        )
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ShardwiseError(
+            f"{name} has an encoder and a decoder, and attention between two sequences is not cut", remedy="cp=1 for it"
+        )
+    if getattr(model, "is_gradient_checkpointing", False):
+        raise ShardwiseError(
+            f"{name} recomputes its forwards by itself, out of step with the other ranks",
+            remedy="model.gradient_checkpointing_disable(), and recompute=full in the plan",
+        )
+
+
+def counts_positions_itself(module: nn.Module) -> bool:
+    """Whether positions are made from the tokens, as RoBERTa's are: not simply counted from 0."""
+    return any(hasattr(each, "create_position_ids_from_input_ids") for each in module.modules())
+
+
+def install(module: nn.Module, name: str, attend: Attend) -> Callable[[], None]:
+    """Let all models in a module use `attend`, under a name of its own. Returns what undoes this."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(name, _function(attend))
+    AttentionMaskInterface.register(name, _mask)
+    # A layer may have a configuration of its own: tensor parallelism gives it one with fewer heads.
+    found = [getattr(each, "config", None) for each in module.modules()]
+    configs: list[Any] = list({id(each): each for each in found if hasattr(each, "_attn_implementation")}.values())
+    before = [(config, config._attn_implementation) for config in configs]
+    for config in configs:
+        config._attn_implementation = name
+
+    def undo() -> None:
+        for config, implementation in before:
+            config._attn_implementation = implementation
+
+    return undo
+
+
+def _function(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        softcap: float | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        for word in ("position_bias", "s_aux"):
+            if others.get(word) is not None:
+                raise ShardwiseError(
+                    f"{type(module).__name__} changes its logits by {word}, which cp does not do", remedy="cp=1 for it"
+                )
+        reach = getattr(attention_mask, "reach", None)
+        if attention_mask is None:
+            reach = Reach(causal=bool(getattr(module, "is_causal", True) if is_causal is None else is_causal))
+        if reach is None:
+            raise ShardwiseError(
+                f"{type(module).__name__} has a mask of its own, which is of this rank's tokens alone",
+                remedy="attention_mask as [batch, tokens], or documents, in the batch; else cp=1",
+            )
+        return attend(query, key, value, reach, scaling, softcap, dropout).transpose(1, 2).contiguous(), None
+
+    return attention
+
+
+def _mask(*, mask_function: Callable[..., Any], device: torch.device | str = "cpu", **_: Any) -> Tensor:
+    """What a model gets for a mask: nothing but a bearer of the rule."""
+    bearer = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
+    bearer.reach = _reach_of(mask_function)  # type: ignore[attr-defined]
+    return bearer
+
+
+def _reach_of(rule: Callable[..., Any]) -> Reach:
+    """Read a rule: functions of positions that all must hold, each known by its name in transformers."""
+    causal, window = False, None
+    for part in _parts(rule):
+        name = part.__qualname__.split(".")[0]
+        if name == "causal_mask_function":
+            causal = True
+        elif name == "sliding_window_overlay":
+            window = _held(part)["sliding_window"]
+        elif name == "sliding_window_bidirectional_overlay":
+            window = _held(part)["sliding_window"] + 1  # It counts the furthest key itself.
+        elif name not in ("bidirectional_mask_function", "packed_sequence_mask_function"):
+            raise ShardwiseError(
+                f"the model masks by {name}, which cp does not know; it knows causal masks, windows, padding and"
+                " documents",
+                remedy="cp=1 for it",
+            )
+    return Reach(causal=causal, window=window, documents=True, padding=True)
+
+
+def _parts(rule: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """The functions that a rule is made of. What tokens are packed with is known from the whole batch."""
+    if rule.__qualname__.startswith("and_masks."):
+        return [part for each in _held(rule)["mask_functions"] for part in _parts(each)]
+    return [rule]
+
+
+def _held(function: Callable[..., Any]) -> dict[str, Any]:
+    return dict(inspect.getclosurevars(function).nonlocals)

@@ -1,0 +1,217 @@
+"""Context parallelism of one module: its batches cut, and its attention made to see the tokens of other ranks.
+
+    context = ContextParallel(mesh.group("cp"))
+    context.attach(module)                          once, when the module has its weights and its stages
+    part = context.cut(microbatch)                  this rank's tokens
+    with context.running(part):                     around every forward, the recomputed ones too
+        output = module(**part)
+
+All else of the module runs as it is, on the tokens of this rank: it must treat each token alike, and positions must
+come from the argument that names them.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shardwise.errors import ShardwiseError, unknown
+from shardwise.ranks.collectives import Group
+from shardwise.sharding.context import hf
+from shardwise.sharding.context.all_to_all import all_to_all_attention
+from shardwise.sharding.context.attention_calls import Calls
+from shardwise.sharding.context.kernels import Block, Logits, Plain
+from shardwise.sharding.context.mask import Reach, Tokens
+from shardwise.sharding.context.ring import ring_attention
+from shardwise.sharding.context.sequence_shards import Cutting, Entry, LocalBatch, cut_sequence
+from shardwise.sharding.dropout import WeightDrop
+from shardwise.sharding.zigzag import take_pieces
+from shardwise.stages.stage import Batch
+
+FORMS = {"ring": ring_attention, "all-to-all": all_to_all_attention}
+_NUMBERS = count()
+
+
+class ContextParallel:
+    """How the ranks of a group share out the tokens of every sequence.
+
+    `form` is how attention sees those of others. `positions` is the argument in which the module takes positions, None
+    if it uses none; `entries` are dims of entries of the batch that cp does not know (see `sequence_shards.py`); `pads`
+    adds tokens to sequences that do not divide; `masks` is what masks mean that the module gives to torch's attention.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        *,
+        form: Literal["ring", "all-to-all"] = "ring",
+        positions: str | None = "position_ids",
+        entries: Mapping[str, Entry | int | None] | None = None,
+        pads: bool = True,
+        masks: Reach | None = None,
+    ) -> None:
+        if form not in FORMS:
+            raise unknown("form of context parallelism", form, FORMS)
+        self.group = group
+        #: Attentions that were answered so far. If there were none, the module's attention was not found.
+        self.num_calls = 0
+        #: Says for queries and a probability which weights are dropped.
+        self.drops: Callable[[Tensor, float], WeightDrop | None] | None = None
+        self._attention, self._masks = FORMS[form], masks
+        self._cutting = Cutting(entries=entries or {}, positions=positions, pads=pads)
+        self._name = f"shardwise-context-{next(_NUMBERS)}"
+        self._watches = True
+        self._counts_itself = False
+        self._tokens: Tokens | None = None
+        self._undo: list[Callable[[], None]] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ContextParallel":
+        return self  # A copy of one block, for its shapes alone, is no reason to copy all others that attend here.
+
+    def attach(self, module: nn.Module) -> None:
+        """Let the module's attention go through this, and learn what it takes. Refuses what would go wrong."""
+        _check_tokenwise(module)
+        models = hf.models_in(module)
+        for model in models:
+            hf.check_model(model)
+        self._learn(module)
+        if models:
+            self._undo.append(hf.install(module, self._name, self.attend))
+        own = [each for each in module.modules() if callable(each.__dict__.get("attend"))]
+        for each in own:
+            self._undo.append(partial(setattr, each, "attend", each.attend))
+            setattr(each, "attend", self._attend_by_sight)  # noqa: B010 - a method of theirs, not a submodule
+        # Models of other makers are watched call by call.
+        self._watches = not models and not own
+        self._counts_itself = hf.counts_positions_itself(module)
+
+    def detach(self) -> None:
+        """Give the module back its own attention."""
+        while self._undo:
+            self._undo.pop()()
+
+    def cut(self, batch: Batch) -> LocalBatch:
+        """This rank's part of a batch, or a microbatch, that all ranks of the group have whole."""
+        if self._counts_itself and self._cutting.positions not in batch:
+            raise ShardwiseError(
+                "the module makes positions from its tokens in a way of its own, so a part of them gets wrong ones",
+                remedy="position_ids in the batch, made from the whole sequences",
+            )
+        return cut_sequence(batch, rank=self.group.rank, num_ranks=self.group.size, cutting=self._cutting)
+
+    @contextmanager
+    def running(self, batch: Batch) -> Iterator[None]:
+        """Where the module's forward is run on a batch that was cut here."""
+        if not isinstance(batch, LocalBatch):
+            raise ShardwiseError("the batch was not cut for cp", remedy="context.cut(batch) for each microbatch")
+        before, self._tokens = self._tokens, batch.tokens
+        try:
+            if self._watches:
+                num_tokens = batch.tokens.length // self.group.size
+                with Calls(self.attend, num_tokens, self._masks):
+                    yield
+            else:
+                yield
+        finally:
+            self._tokens = before
+
+    def real_tokens(self) -> Tensor | None:
+        """Of this rank's tokens of a sequence, which are of the batch; None outside of a forward."""
+        if self._tokens is None:
+            return None
+        places = take_pieces(torch.arange(self._tokens.length), 0, self.group.rank, self.group.size)
+        return places < self._tokens.num_real
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, reach: Reach, scale: float | None, cap: float | None = None,
+        dropout: float = 0.0,
+    ) -> Tensor:  # fmt: skip
+        """Attention of this rank's queries to all keys: each [batch, heads, this rank's tokens, size of a head]."""
+        logits = Logits(scale=query.shape[-1] ** -0.5 if scale is None else scale, cap=cap)
+        self.num_calls += 1
+        if query.is_meta and self._tokens is None:
+            return _on_meta(query, key, value, logits)
+        if self._tokens is None:
+            raise ShardwiseError(
+                "attention was computed outside of a forward that cp knows of",
+                remedy="with context.running(batch); and recompute=full in the plan instead of the module's own",
+            )
+        _check_shapes(query, key, value, self._tokens.length // self.group.size)
+        if query.is_meta:
+            return _on_meta(query, key, value, logits)
+        if torch.is_autocast_enabled(query.device.type):
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        how: dict[str, Any] = {"reach": reach, "logits": logits, "drop": self._drop(query, dropout)}
+        return self._attention(query, key, value, group=self.group, tokens=self._tokens, **how)
+
+    def _drop(self, query: Tensor, dropout: float) -> WeightDrop | None:
+        """What drops weights: the same on every rank, whichever of them it has."""
+        if not dropout:
+            return None
+        drop = None if self.drops is None else self.drops(query, dropout)
+        if drop is None:
+            raise ShardwiseError(
+                f"attention drops weights with probability {dropout:g}, and which of them is for an engine to say",
+                remedy="parallelize, or attention dropout 0; dropout elsewhere is no matter",
+            )
+        return drop
+
+    def _attend_by_sight(
+        self, query: Tensor, key: Tensor, value: Tensor, sight: Any, scale: float, dropout: float = 0.0
+    ) -> Tensor:  # fmt: skip
+        """For modules whose attention is a function `attend` of theirs: causal, with the window of `sight`."""
+        reach = Reach(causal=True, window=sight.window, documents=True, padding=True)
+        return self.attend(query, key, value, reach, scale, dropout=dropout)
+
+    def _learn(self, module: nn.Module) -> None:
+        parameters = inspect.signature(module.forward).parameters
+        positions = self._cutting.positions
+        if positions is not None and positions not in parameters:
+            raise ShardwiseError(
+                f"{type(module).__name__}.forward takes no {positions}, so every rank would count positions from 0",
+                remedy="a forward with position_ids, or positions=None if the module uses none",
+            )
+        self._cutting = replace(
+            self._cutting,
+            packs=bool(hf.models_in(module)),
+            drops=frozenset({"documents"} - set(parameters)),
+        )
+
+
+def _check_tokenwise(module: nn.Module) -> None:
+    """Refuse layers that are known to mix the tokens of a sequence: each rank has a part of them."""
+    for name, each in module.named_modules():
+        mixes = isinstance(each, (_BatchNorm, nn.RNNBase)) or (isinstance(each, nn.Conv1d) and each.kernel_size != (1,))
+        if mixes:
+            raise ShardwiseError(
+                f"{name} is a {type(each).__name__}, which mixes the tokens of a sequence, and cp gives each rank a"
+                " part of them",
+                remedy="cp=1 for it",
+            )
+
+
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor, num_tokens: int) -> None:
+    for name, each in (("queries", query), ("keys", key), ("values", value)):
+        if each.dim() != 4 or each.shape[2] != num_tokens:
+            raise ShardwiseError(
+                f"attention has {name} of {list(each.shape)}, but cp needs [batch, heads, {num_tokens}, size]: those of"
+                " this rank's tokens, without a cache and without another sequence",
+                remedy="use_cache=False, or cp=1",
+            )
+    if query.shape[1] % key.shape[1] or key.shape[1] != value.shape[1]:
+        raise ShardwiseError(
+            f"{query.shape[1]} heads of queries cannot share {key.shape[1]} of keys and {value.shape[1]} of values"
+        )
+
+
+def _on_meta(query: Tensor, key: Tensor, value: Tensor, logits: Logits) -> Tensor:
+    """Without numbers nothing is sent, and the shape is right."""
+    return Plain().forward(Block(query=query, key=key, value=value, bias=None, causal=False, logits=logits))[0]

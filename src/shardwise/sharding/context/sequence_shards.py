@@ -1,0 +1,202 @@
+"""A batch cut along its sequences: this rank's pieces of every entry that has something for each token.
+
+    batch                                  rank 0 of 2 (pieces 0 and 3)
+    input_ids      a b c d e f g           a b g +                      + is a token added to make 8, which 4 divides
+    labels         b c d e f g h           b c h -                      - is -100: it is left out of the loss
+    position_ids   (none)                  0 1 6 0                      where tokens stand in the whole sequence
+
+Labels are those of the tokens that they lie beside. Where the label of a token is the token after it, the shift is made
+before the cut (`shift_labels`): afterwards that token may be on another rank.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import ShardwiseError
+from shardwise.sharding.context.mask import Tokens, number_documents, positions_in
+from shardwise.sharding.zigzag import take_pieces
+from shardwise.stages.stage import Batch
+
+#: A label that is not to be learned.
+IGNORED = -100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """Along which dim an entry's tokens are, what those that are added get, and whether that is out of the loss."""
+
+    dim: int = 1
+    fill: float = 0
+    ignores: bool = False
+
+
+#: The names that are known.
+ENTRIES: Mapping[str, Entry] = {
+    "input_ids": Entry(),
+    "inputs_embeds": Entry(),
+    "position_ids": Entry(dim=-1),
+    "attention_mask": Entry(),
+    "token_type_ids": Entry(),
+    "documents": Entry(fill=-1),
+    "labels": Entry(fill=IGNORED, ignores=True),
+    "shift_labels": Entry(fill=IGNORED, ignores=True),
+    "loss_mask": Entry(ignores=True),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cutting:
+    """How batches of a module are cut.
+
+    `entries` adds to the names that are known: the entry, its dim, or None for what every rank gets whole. `positions`
+    is the argument in which the module takes positions, None if it wants none; `packs` says that positions which begin
+    again begin another document. `drops` are entries that only attention asks for, and the module does not take.
+    """
+
+    entries: Mapping[str, Entry | int | None] = field(default_factory=dict)
+    positions: str | None = "position_ids"
+    packs: bool = False
+    pads: bool = True
+    drops: frozenset[str] = frozenset()
+
+
+class LocalBatch(dict[str, Any]):
+    """This rank's part of a batch, and what it knows of the tokens of the whole."""
+
+    def __init__(self, entries: Mapping[str, Any], tokens: Tokens) -> None:
+        super().__init__(entries)
+        self.tokens = tokens
+
+
+def shift_labels(input_ids: Tensor) -> Tensor:
+    """The label of every token: the one after it. The last has none."""
+    return torch.nn.functional.pad(input_ids[:, 1:], (0, 1), value=IGNORED)
+
+
+def cut_sequence(batch: Batch, *, rank: int, num_ranks: int, cutting: Cutting | None = None) -> LocalBatch:
+    """Return a rank's part of a batch that all ranks of the group have whole."""
+    how = cutting or Cutting()
+    entries = _entries_of(batch, how)
+    length = _length_of(batch, entries)
+    num_added = _num_added(length, num_ranks, entries, how)
+    whole = dict(batch)
+    documents = _documents(batch, how)
+    if how.positions is not None and how.positions not in batch:
+        whole[how.positions] = _positions(batch, entries, documents, length)
+        entries[how.positions] = ENTRIES["position_ids"]
+    for name, entry in entries.items():
+        whole[name] = _padded(whole[name], entry, num_added)
+    tokens = Tokens(
+        num_ranks=num_ranks,
+        length=length + num_added,
+        num_real=length,
+        documents=None if documents is None else _padded(documents, Entry(fill=length), num_added),
+        hidden=_hidden(whole.get("attention_mask")),
+    )
+    for name, entry in entries.items():
+        whole[name] = take_pieces(whole[name], entry.dim, rank, num_ranks)
+    return LocalBatch({name: each for name, each in whole.items() if name not in how.drops}, tokens)
+
+
+def _entries_of(batch: Batch, how: Cutting) -> dict[str, Entry]:
+    """The entries of a batch that have something for each token."""
+    known: dict[str, Entry | int | None] = {**ENTRIES, **how.entries}
+    found = {}
+    for name, each in batch.items():
+        entry = known.get(name)
+        if isinstance(each, Tensor) and entry is not None:
+            found[name] = Entry(dim=entry) if isinstance(entry, int) else entry
+    if not found:
+        raise ShardwiseError(
+            f"no entry of the batch is known to have something for each token; it has {', '.join(batch)}",
+            remedy='entries={"tokens": 1}, the dim of each that has',
+        )
+    length = _length_of(batch, found)
+    for name, each in batch.items():
+        if isinstance(each, Tensor) and name not in known and length in each.shape[1:]:
+            raise ShardwiseError(
+                f"{name} is {list(each.shape)}: are its {length} the {length} tokens of the sequence, which are cut?",
+                remedy=f'entries={{"{name}": {list(each.shape).index(length, 1)}}}, or None if all ranks get it whole',
+            )
+    return found
+
+
+def _length_of(batch: Batch, entries: Mapping[str, Entry]) -> int:
+    """How many tokens a sequence has, by all entries."""
+    lengths: dict[str, int] = {}
+    for name, entry in entries.items():
+        shape = batch[name].shape
+        if name == "attention_mask" and len(shape) > 2:
+            raise ShardwiseError(
+                f"attention_mask is {list(shape)}: a mask of all tokens against all is not cut",
+                remedy="attention_mask as [batch, tokens] for padding, documents as [batch, tokens] for packed ones",
+            )
+        if not -len(shape) <= entry.dim < len(shape):
+            raise ShardwiseError(
+                f"{name} is {list(shape)} and has no dim {entry.dim}, along which its tokens would be",
+                remedy=f'{name} with a value for each token, or entries={{"{name}": None}} if it has none for them',
+            )
+        lengths[name] = shape[entry.dim]
+    if len(set(lengths.values())) > 1:
+        said = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise ShardwiseError(f"entries of the batch differ in how many tokens a sequence has: {said}")
+    return next(iter(lengths.values()))
+
+
+def _num_added(length: int, num_ranks: int, entries: Mapping[str, Entry], how: Cutting) -> int:
+    """How many tokens are added so that the sequence divides."""
+    num_pieces = 2 * num_ranks
+    num_added = -length % num_pieces
+    can_ignore = any(entry.ignores for entry in entries.values())
+    if num_added and not (how.pads and can_ignore):
+        below = length + num_added - num_pieces
+        sizes = " or ".join(str(size) for size in (below, length + num_added) if size)
+        reason = "" if can_ignore else ", and the batch has no labels that would leave added tokens out of the loss"
+        raise ShardwiseError(
+            f"a sequence of {length} tokens does not divide into {num_pieces} pieces, two for each of cp={num_ranks}"
+            f" ranks{reason}",
+            remedy=f"sequences of {sizes} tokens",
+        )
+    return num_added
+
+
+def _padded(tensor: Tensor, entry: Entry, num_added: int) -> Tensor:
+    if not num_added:
+        return tensor
+    shape = list(tensor.shape)
+    shape[entry.dim] = num_added
+    return torch.cat((tensor, tensor.new_full(shape, entry.fill)), entry.dim)
+
+
+def _documents(batch: Batch, how: Cutting) -> Tensor | None:
+    """Documents of tokens, numbered in order: given, or found from positions where that is how a module packs them."""
+    if isinstance(batch.get("documents"), Tensor):
+        return number_documents(batch["documents"])
+    positions = batch.get(how.positions or "")
+    if not how.packs or batch.get("attention_mask") is not None or batch.get("use_cache"):
+        return None
+    if not isinstance(positions, Tensor) or positions.dim() != 2:
+        return None
+    starts = torch.zeros_like(positions, dtype=torch.bool)
+    starts[:, 1:] = positions.diff() != 1
+    return starts.cumsum(1) if bool(starts.any()) else None
+
+
+def _positions(batch: Batch, entries: Mapping[str, Entry], documents: Tensor | None, length: int) -> Tensor:
+    """Where every token stands in its sequence, or in its document."""
+    if documents is not None:
+        return positions_in(documents)
+    first = next(name for name, entry in entries.items() if entry.dim == 1)
+    return torch.arange(length, device=batch[first].device).repeat(batch[first].shape[0], 1)
+
+
+def _hidden(attention_mask: Tensor | None) -> Tensor | None:
+    """The keys that nobody sees, if there are any."""
+    if attention_mask is None:
+        return None
+    hidden = attention_mask == 0
+    return hidden if bool(hidden.any()) else None

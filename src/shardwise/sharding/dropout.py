@@ -1,0 +1,276 @@
+"""Dropout whose masks no plan changes: they come from the seed, the step, the layer's name and a number's place.
+
+    place in the whole batch        which rank has it
+    row                             dp, and the microbatch
+    token                           cp, and sp between layers that are cut
+    channel, head                   tp, inside of layers that are cut
+
+A number is hashed from these, so that no rank draws what others use, and a forward that is run again for its backward
+drops the same. It is for `nn.Dropout`, and for the functions that drop (`functional_dropout.py`): of those a module may
+call several, and weights of attention have a place by their head, their query and their key.
+"""
+
+import hashlib
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.ranks.collectives import longest_piece
+from shardwise.sharding.functional_dropout import Answers
+from shardwise.sharding.rng_tracker import Channels
+from shardwise.sharding.wrap_forward import surround
+from shardwise.stages.batch import length_of
+from shardwise.stages.stage import Batch
+
+# The increment and multipliers of splitmix64 (Steele et al. 2014), as signed numbers.
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+#: A mask is drawn with so many bits.
+_BITS = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where the numbers of a microbatch stand: its rows in the batch of a step, and its tokens in their sequences.
+
+    `rows` None: they are one after the other. `tokens` None: all of them, in order. `num_pieces` and `piece`: where a
+    sequence may be cut again, this rank's part.
+    """
+
+    step: int
+    first_row: int
+    num_rows: int = 1
+    rows: Tensor | None = None
+    num_tokens: int | None = None
+    tokens: Tensor | None = None
+    piece: int = 0
+    num_pieces: int = 1
+
+    def all_rows(self, device: torch.device) -> Tensor:
+        if self.rows is not None:
+            return self.rows.to(device)
+        return torch.arange(self.first_row, self.first_row + self.num_rows, device=device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WeightDrop:
+    """Drops weights of one attention. `rows` and `heads` are the places of those that are here."""
+
+    key: int
+    probability: float
+    rows: Tensor
+    heads: Tensor
+
+    def factors(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """What weights are multiplied by, [rows, heads, queries, keys], for the places of queries and of keys."""
+        drawn = _mixed(self.rows * _GOLDEN + self.key)
+        for places in (self.heads, queries, keys):
+            drawn = _mixed(drawn.unsqueeze(-1) + places * _GOLDEN)
+        return _factors(drawn, self.probability)
+
+    def of_heads(self, some: range) -> "WeightDrop":
+        """The same for a run of the heads that are here."""
+        return replace(self, heads=self.heads[some.start : some.stop])
+
+
+@dataclass(slots=True)
+class Dropouts:
+    """The dropouts of one module. `channels` says which channels this rank is at, inside of layers that are cut.
+
+    `attends`: attention that drops is computed here; else whoever computes it asks for `weight_drop`.
+    """
+
+    seed: int
+    channels: Callable[[], Channels | None] = lambda: None
+    attends: bool = True
+    _places: dict[int, Place] = field(default_factory=dict)
+    _now: Place | None = None
+    _callers: "list[_Caller]" = field(default_factory=list)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Dropouts":
+        return self  # A copy of the module, for its shapes alone, draws nothing.
+
+    def attach(self, module: nn.Module, callers: Collection[str] = ()) -> bool:
+        """Let every dropout of a module draw from here, and the modules that drop by functions; whether there is one.
+
+        `callers` are these by name: see `draws.Finding`.
+        """
+        found = {name: each for name, each in module.named_modules() if isinstance(each, nn.Dropout) and each.p > 0}
+        for name, each in found.items():
+            surround(each, partial(self._drop, name))
+        for name in callers:
+            surround(module.get_submodule(name), partial(self._answer, name))
+        return bool(found or callers)
+
+    def take(self, microbatches: Sequence[Batch], first: Place) -> None:
+        """Say where the microbatches of a step stand, which come one after the other from a first place on."""
+        self._places = {key: place for key, place in self._places.items() if place.step >= first.step - 1}
+        row = first.first_row
+        for microbatch in microbatches:
+            rows = length_of(microbatch)
+            self._places[id(microbatch)] = replace(first, first_row=row, num_rows=rows)
+            row += rows
+
+    def select(self, microbatch: Batch) -> None:
+        """A forward of a microbatch is about to be run, for the first time or again."""
+        self.stand(self._places.get(id(microbatch)))
+
+    def stand(self, place: Place | None) -> None:
+        """What is run from now on is here; None: it draws as torch does."""
+        self._now = place
+
+    def weight_drop(self, query: Tensor, probability: float) -> WeightDrop | None:
+        """What drops the weights of an attention by these queries, in the module that is running; None if unknown."""
+        return self._callers[-1].weight_drop(query, probability) if self._callers else None
+
+    def _answer(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._callers.append(_Caller(self, name))
+        try:
+            with Answers(self._callers[-1], attends=self.attends):
+                return call(*args, **kwargs)
+        finally:
+            self._callers.pop()
+
+    def _drop(self, name: str, call: Callable[..., Tensor], *args: Tensor) -> Tensor:
+        (given,) = args
+        module: nn.Dropout = call.args[0]  # type: ignore[attr-defined]
+        factors = self.factors(name, module.p, given) if module.training else None
+        return call(given) if factors is None else given * factors
+
+    def place_of(self, given: Tensor) -> Place | None:
+        """Where the rows of a tensor stand, if that is known."""
+        now = self._now
+        return None if given.is_meta or now is None or given.shape[0] % now.num_rows else now
+
+    def factors(self, name: str, probability: float, given: Tensor) -> Tensor | None:
+        """What a tensor is multiplied by; None if its place is not known."""
+        place = self.place_of(given)
+        if place is None:
+            return None
+        rows = place.all_rows(given.device)
+        inner = _inner_places(given, place, self.channels())
+        key = self.key_of(name, place)
+        drawn = _mixed(_mixed(rows * _GOLDEN + key).unsqueeze(1) + inner * _GOLDEN)
+        return _factors(drawn, probability).view(given.shape).to(given.dtype)
+
+    def key_of(self, name: str, place: Place) -> int:
+        return _key(f"{self.seed}/{place.step}/{name}")
+
+
+class _Caller:
+    """One forward of a module that drops by functions. Each of its calls has a number."""
+
+    def __init__(self, dropouts: Dropouts, name: str) -> None:
+        self._dropouts, self._name, self._count = dropouts, name, 0
+
+    def scaled(self, given: Tensor, probability: float) -> Tensor | None:
+        return self._dropouts.factors(self._next(), probability, given)
+
+    def of_weights(self, given: Tensor, probability: float) -> Callable[[Tensor, Tensor], Tensor] | None:
+        drop = self.weight_drop(given, probability)
+        return None if drop is None else drop.factors
+
+    def weight_drop(self, query: Tensor, probability: float) -> WeightDrop | None:
+        place = self._dropouts.place_of(query)
+        if place is None or query.dim() != 4 or query.shape[0] != place.num_rows:
+            return None
+        return WeightDrop(
+            key=self._dropouts.key_of(self._next(), place),
+            probability=probability,
+            rows=place.all_rows(query.device),
+            heads=_heads_of(query.shape[1], self._dropouts.channels()).to(query.device),
+        )
+
+    def _next(self) -> str:
+        self._count += 1
+        return f"{self._name}#{self._count}"
+
+
+def num_tokens_of(batch: Batch) -> int | None:
+    """How many tokens a sequence of a batch has, as far as one can see."""
+    return next((each.shape[1] for each in batch.values() if isinstance(each, Tensor) and each.dim() > 1), None)
+
+
+def _inner_places(given: Tensor, place: Place, channels: Channels | None) -> Tensor:
+    """For each number of a row, in order, its place in the row of one device."""
+    several = given.shape[0] // place.num_rows
+    wholes = [*([several] if several > 1 else []), *given.shape[1:]]
+    axes = [torch.arange(size, device=given.device) for size in wholes]
+    offset = _place_channels(axes, wholes, channels)
+    _place_tokens(axes, wholes, place)
+    found = torch.full((1,), offset, dtype=torch.int64, device=given.device)
+    for axis, whole in zip(axes, wholes, strict=True):
+        found = (found.unsqueeze(1) * whole + axis).flatten()
+    return found
+
+
+def _place_channels(axes: list[Tensor], wholes: list[int], channels: Channels | None) -> int:
+    """Inside of layers that are cut: the last dim is channels, or the first of three is heads.
+
+    Of another form it is not known which numbers these are: then ranks differ by what is returned.
+    """
+    if channels is None:
+        return 0
+    mine = torch.tensor(channels.places)
+    if axes and len(axes[-1]) == len(mine):
+        axes[-1], wholes[-1] = mine.to(axes[-1].device), channels.whole
+        return 0
+    if len(axes) == 3 and len(mine) % len(axes[0]) == 0:
+        size = len(mine) // len(axes[0])
+        axes[0], wholes[0] = _heads_of(len(axes[0]), channels).to(axes[0].device), channels.whole // size
+        return 0
+    return 1 + channels.places[0] if channels.places else 0
+
+
+def _heads_of(num_heads: int, channels: Channels | None) -> Tensor:
+    """The places of so many heads: all of them, or inside of layers that are cut those whose channels are here."""
+    if channels is None or len(channels.places) % num_heads:
+        return torch.arange(num_heads)
+    size = len(channels.places) // num_heads
+    return torch.tensor(channels.places)[::size] // size
+
+
+def _place_tokens(axes: list[Tensor], wholes: list[int], place: Place) -> None:
+    """The first dim that has as many numbers as this rank has tokens, or a piece of them, is that of tokens."""
+    if place.num_tokens is None:
+        return
+    tokens = torch.arange(place.num_tokens) if place.tokens is None else place.tokens
+    size = longest_piece(place.num_tokens, place.num_pieces)
+    piece = tokens[place.piece * size : (place.piece + 1) * size]
+    # Behind tokens come channels, and before queries and keys come heads: there may be as many of either.
+    first = 1 if len(axes) == 3 and len(axes[1]) == len(axes[2]) else 0
+    for number, axis in list(enumerate(axes))[first : max(1, len(axes) - 1)]:
+        if len(axis) not in (len(tokens), len(piece)):
+            continue
+        # Tokens come first in a row, so that how many there are changes no number's place.
+        axes[number] = (tokens if len(axis) == len(tokens) else piece).to(axis.device)
+        wholes[number] = 2**31
+        return
+
+
+def _key(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
+
+
+def _factors(drawn: Tensor, probability: float) -> Tensor:
+    """What is kept is multiplied so that the mean stays; what is dropped is 0."""
+    if probability >= 1:
+        return torch.zeros_like(drawn, dtype=torch.float32)
+    keeps: Tensor = _shifted(drawn, 64 - _BITS) >= int(probability * 2**_BITS)
+    return keeps.to(torch.float32).mul_(1 / (1 - probability))
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    """Numbers of 64 bits, each hashed to another."""
+    numbers = (numbers ^ _shifted(numbers, 30)) * _FIRST
+    numbers = (numbers ^ _shifted(numbers, 27)) * _SECOND
+    return numbers ^ _shifted(numbers, 31)
+
+
+def _shifted(numbers: Tensor, by: int) -> Tensor:
+    """To the right, with zeros coming in."""
+    shifted: Tensor = (numbers >> by) & (2 ** (64 - by) - 1)
+    return shifted

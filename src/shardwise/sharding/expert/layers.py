@@ -1,0 +1,91 @@
+"""Layers of experts in a module, known by their form.
+
+    ours          a layer with `experts` and a function `exchange` that is given rows sorted by expert
+    any other     experts with `num_experts`, whose parameters all have one entry for each, and whose forward takes
+                  tokens, the experts chosen for each and their weights: so do those of transformers since 5.0
+
+Of the second kind, what comes out must be the weighted sum of what the experts chosen make of a token.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwise.sharding.expert.dispatch import Dispatch
+from shardwise.sharding.expert.shared_expert import share_ahead
+from shardwise.sharding.wrap_forward import surround
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """Experts by their name in the module, the module that calls them, and how many there are."""
+
+    name: str
+    experts: nn.Module
+    block: nn.Module
+    num_experts: int
+    is_ours: bool
+
+
+def find_layers(module: nn.Module) -> list[Layer]:
+    """Every layer of experts, in the module's order."""
+    return [found for name, each in module.named_modules() for found in _layers_at(name, each)]
+
+
+def find_others(module: nn.Module) -> dict[str, str]:
+    """What looks like experts and is of another form, by name, with the reason."""
+    found = {}
+    for name, each in module.named_modules():
+        if name.rpartition(".")[2] == "experts":
+            if isinstance(each, nn.ModuleList):
+                found[name] = f"its {len(each)} experts are modules, not entries of parameters"
+            elif _num_experts(each) is None:
+                found[name] = "its parameters do not have one entry for each of num_experts"
+    return {name: why for name, why in found.items() if name not in {layer.name for layer in find_layers(module)}}
+
+
+def _layers_at(name: str, block: nn.Module) -> Iterator[Layer]:
+    own = getattr(block, "experts", None)
+    if isinstance(own, nn.Module) and callable(block.__dict__.get("exchange")):
+        counts = {len(each) for each in own.parameters()}
+        assert len(counts) == 1, f"the experts of {name} do not agree how many they are: {counts}"
+        path = f"{name}.experts" if name else "experts"
+        yield Layer(name=path, experts=own, block=block, num_experts=counts.pop(), is_ours=True)
+        return
+    for key, child in block.named_children():
+        count = _num_experts(child)
+        if count is not None and len(inspect.signature(child.forward).parameters) == 3:
+            path = f"{name}.{key}" if name else key
+            yield Layer(name=path, experts=child, block=block, num_experts=count, is_ours=False)
+
+
+def _num_experts(module: nn.Module) -> int | None:
+    """How many experts a module has, if all of its parameters have an entry for each."""
+    count = getattr(module, "num_experts", None)
+    lengths = {each.shape[0] if each.dim() > 1 else None for each in module.parameters()}
+    return count if isinstance(count, int) and lengths == {count} else None
+
+
+def attach(layer: Layer, dispatch: Dispatch, *, overlap: bool) -> None:
+    """Let a layer, whose experts are this rank's already, send its tokens to their experts."""
+    if layer.is_ours:
+        setattr(layer.block, "exchange", dispatch.exchange_sorted)  # noqa: B010 - a seam of theirs
+        return
+    signature = inspect.signature(layer.experts.forward)
+    ahead = share_ahead(layer.block, layer.experts, layer.num_experts) if overlap else None
+    setattr(layer.experts, "num_experts", dispatch.placement.sizes[dispatch.group.rank])  # noqa: B010
+
+    def around(call: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        tokens, chosen, weights = signature.bind(*args, **kwargs).arguments.values()
+        if tokens.is_meta:
+            return call(tokens, chosen, weights)  # As many rows stay as would arrive on average.
+        experts = call.args[0]  # type: ignore[attr-defined]
+        flat = tokens.flatten(0, -2)
+        meanwhile = (lambda: None) if ahead is None else lambda: ahead.compute(flat)
+        made, _ = dispatch.exchange_chosen(experts, call, flat, chosen, weights, meanwhile)
+        return made.view_as(tokens)
+
+    surround(layer.experts, around)

@@ -1,0 +1,113 @@
+"""Experts that move to other ranks, between steps: with their weights, gradients and optimizer state.
+
+An expert is a row of every tensor that its parameters have: what it computes and how it is trained does not depend on
+where it lies, so the loss does not notice. Tensors are written in place, since others may hold on to them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.errors import ShardwiseError, unknown
+from shardwise.ranks.collectives import Group, start_all_to_all
+from shardwise.sharding.expert.load import Load
+from shardwise.sharding.expert.placement import Placement, balanced
+from shardwise.sharding.expert.sharding import ExpertSharding
+
+
+def rebalance(
+    sharding: ExpertSharding,
+    module: nn.Module,
+    *,
+    optimizers: Sequence[Optimizer] = (),
+    also: Mapping[str, Sequence[Tensor]] | None = None,
+    gain: float = 0.05,
+) -> dict[str, int]:
+    """Place experts by the load that was measured since the last call; return how many moved in each layer.
+
+    A layer is left alone unless its most loaded rank gets more than this share less to do. All ranks call this alike.
+    """
+    device = next((each.device for each in module.parameters() if not each.is_meta), torch.device("cpu"))
+    wanted = better_placements(sharding, sharding.measured_load(device), gain)
+    moved = count_moved(sharding, wanted)
+    move(sharding, module, wanted, optimizers=optimizers, also=also)
+    return moved
+
+
+def better_placements(sharding: ExpertSharding, loads: Load, gain: float) -> dict[str, Placement]:
+    """By layer, where that is worth it: a placement for the load that was measured."""
+    wanted = {}
+    for name, dispatch in sharding.layers.items():
+        home, load = dispatch.placement, loads[name]
+        placement = balanced(home, load)
+        if placement.peak(load) < (1 - gain) * home.peak(load):
+            wanted[name] = placement
+    return wanted
+
+
+def count_moved(sharding: ExpertSharding, placements: Mapping[str, Placement]) -> dict[str, int]:
+    """How many slots of each layer would have another expert."""
+    return {
+        name: sum(one != other for one, other in zip(sharding.layers[name].placement.order, each.order, strict=True))
+        for name, each in placements.items()
+    }
+
+
+@torch.no_grad()
+def move(
+    sharding: ExpertSharding,
+    module: nn.Module,
+    placements: Mapping[str, Placement],
+    *,
+    optimizers: Sequence[Optimizer] = (),
+    also: Mapping[str, Sequence[Tensor]] | None = None,
+) -> None:
+    """Bring experts to where new placements, by layer, have them. All ranks call this alike, between steps.
+
+    State that the optimizers keep goes with them, if it has an entry for each expert; and so do the tensors that `also`
+    names for a parameter: master weights, say.
+    """
+    for layer, placement in placements.items():
+        if layer not in sharding.layers:
+            raise unknown("layer of experts", layer, sharding.layers)
+        dispatch = sharding.layers[layer]
+        if placement.sizes != dispatch.placement.sizes:
+            raise ShardwiseError(
+                f"{layer} has {dispatch.placement.sizes} experts on its ranks, and would have {placement.sizes}:"
+                " parameters cannot change their shapes",
+                remedy="a placement with as many experts on each rank",
+            )
+        for name in [name for name, owner in sharding.parameters.items() if owner == layer]:
+            parameter = module.get_parameter(name)
+            for tensor in [*_tensors_of(parameter, optimizers), *(also or {}).get(name, ())]:
+                _bring(tensor, sharding.group, dispatch.placement, placement)
+        dispatch.place(placement)
+
+
+def _tensors_of(parameter: nn.Parameter, optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:
+    """A parameter, its gradient, and what optimizers know of each of its experts."""
+    yield parameter
+    if parameter.grad is not None:
+        yield parameter.grad
+    for optimizer in optimizers:
+        for _, value in sorted(optimizer.state.get(parameter, {}).items()):
+            if isinstance(value, Tensor) and value.dim() and len(value) == len(parameter):
+                yield value
+
+
+def _bring(tensor: Tensor, group: Group, old: Placement, new: Placement) -> None:
+    """Exchange the rows of a tensor, one for each expert here. Those that stay move within it."""
+    rank = group.rank
+    leaving = [[old.ranks[rank].index(e) for e in new.ranks[other] if e in old.ranks[rank]]
+               for other in range(group.size)]  # fmt: skip
+    coming = [[new.ranks[rank].index(e) for e in new.ranks[rank] if e in old.ranks[other]]
+              for other in range(group.size)]  # fmt: skip
+    rows = tensor.index_select(0, _index(leaving, tensor))
+    arrived = start_all_to_all(rows, group, list(map(len, leaving)), list(map(len, coming))).finish()
+    tensor.index_copy_(0, _index(coming, tensor), arrived)
+
+
+def _index(slots: Sequence[Sequence[int]], like: Tensor) -> Tensor:
+    return torch.tensor([slot for some in slots for slot in some], dtype=torch.int64, device=like.device)

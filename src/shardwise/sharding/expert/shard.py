@@ -1,0 +1,103 @@
+"""A module's experts shared out over the ranks of a mesh."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from shardwise.errors import ShardwiseError, unknown
+from shardwise.ranks.mesh import Mesh
+from shardwise.sharding.expert.balance import Real, share_balance
+from shardwise.sharding.expert.capacity import share_capacity
+from shardwise.sharding.expert.dispatch import Dispatch
+from shardwise.sharding.expert.layers import Layer, attach, find_layers, find_others
+from shardwise.sharding.expert.placement import Placement
+from shardwise.sharding.expert.sharding import ExpertSharding
+from shardwise.stages.split.materialise import replace
+from shardwise.stages.split.meta import meta_twin
+
+
+def shard_experts(
+    module: nn.Module, mesh: Mesh, *, placements: Mapping[str, Placement] | None = None, overlap: bool = True,
+    real: Real = lambda: None,
+) -> ExpertSharding:  # fmt: skip
+    """Keep this rank's experts, in place, and let tokens travel to those of others. All ranks call this alike.
+
+    Call it for every module with experts that has replicas, also where ep is 1: a balancing loss is over the tokens of
+    all of them. `placements` are of layers by the names of their experts; others are placed evenly. `overlap`: rows
+    travel while the shared expert is computed. `real` says which tokens of a sequence are no padding.
+    """
+    group, replicas = mesh.group("ep"), mesh.group("gradients")
+    layers, others = find_layers(module), find_others(module)
+    _check(module, mesh, layers, others)
+    chosen = _choose(layers, placements or {}, group.size)
+    twin = meta_twin(module)
+    # Experts may be shared out over tensor parallel ranks too, which all have the same tokens.
+    over_tensor = len({rank % mesh.sizes["tp"] for rank in mesh.ranks("ep")}) > 1
+    alike = mesh.group("tp") if over_tensor else None
+    dispatches: dict[str, Dispatch] = {}
+    parameters: dict[str, str] = {}
+    for layer in layers:
+        if layer.is_ours:
+            share_balance(layer.block, replicas, real)
+            share_capacity(layer.block, mesh.group("dp"), mesh.group("cp"), real)
+        if group.size > 1:
+            dispatches[layer.name] = Dispatch(group, chosen[layer.name], alike)
+            parameters |= {f"{layer.name}.{key}": layer.name for key, _ in layer.experts.named_parameters()}
+            _keep(module, layer, chosen[layer.name].ranks[group.rank])
+            attach(layer, dispatches[layer.name], overlap=overlap)
+    return ExpertSharding(
+        group=group,
+        same=mesh.group("expert_gradients"),
+        replicas=replicas,
+        layers=dispatches,
+        parameters=parameters,
+        whole=others,
+        over_tensor=over_tensor,
+        twin=twin,
+    )
+
+
+@torch.no_grad()
+def _keep(module: nn.Module, layer: Layer, mine: tuple[int, ...]) -> None:
+    for each in list(layer.experts.parameters()):
+        replace(module, each, each.detach().index_select(0, torch.tensor(mine, device=each.device)))
+
+
+def _check(module: nn.Module, mesh: Mesh, layers: list[Layer], others: Mapping[str, str]) -> None:
+    """Refuse what cannot be shared out, before anything is changed."""
+    ep = mesh.group("ep").size
+    if ep > 1 and not layers:
+        name, why = next(iter(others.items()), ("", ""))
+        reason = f"of {name}, {why}" if name else "none were found"
+        raise ShardwiseError(
+            f"{type(module).__name__} has no experts for ep={ep} to share out: {reason}", remedy="ep=1"
+        )
+    for layer in layers:
+        if layer.num_experts < ep:
+            raise ShardwiseError(
+                f"{layer.name} has {layer.num_experts} experts, and ep={ep} ranks cannot each have one",
+                remedy=f"ep={layer.num_experts}",
+            )
+    config = getattr(module, "config", None)
+    if mesh.group("gradients").size > 1 and getattr(config, "output_router_logits", False):
+        raise ShardwiseError(
+            f"{type(module).__name__} computes its balancing loss from the tokens of one rank, and there are"
+            f" {mesh.group('gradients').size} replicas: their mean is not the loss of one device",
+            remedy="config.output_router_logits = False, or shardwise.nets with Mixture(auxiliary=...)",
+        )
+
+
+def _choose(layers: list[Layer], placements: Mapping[str, Placement], num_ranks: int) -> dict[str, Placement]:
+    """The placement of every layer: the one that is asked for, or an even one."""
+    even = {layer.name: Placement.even(layer.num_experts, num_ranks) for layer in layers}
+    for name, placement in placements.items():
+        if name not in even:
+            raise unknown("layer of experts", name, even)
+        if len(placement.order) != len(even[name].order) or len(placement.ranks) != num_ranks:
+            raise ShardwiseError(
+                f"the placement of {name} is of {len(placement.order)} experts on {len(placement.ranks)} ranks,"
+                f" but there are {len(even[name].order)} on {num_ranks}",
+                remedy=f"Placement.even({len(even[name].order)}, {num_ranks})",
+            )
+    return even | dict(placements)

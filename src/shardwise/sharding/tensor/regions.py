@@ -1,0 +1,279 @@
+"""Which layers are cut, and where: from the labels of one run to the places that each rank holds.
+
+A region begins with columns, whose outputs are shared out, and ends with rows, which read them:
+
+    columns q, k, v ── attention ── row out             its parts are heads
+    columns gate, up ── product ── row down             its parts are channels
+
+Parts go to ranks in order, as evenly as their number allows. If there are fewer parts than ranks because queries share
+a key head, the queries of one part are shared out once more, and each of its ranks has a copy of the key head.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from shardwise.errors import ShardwiseError
+from shardwise.sharding.tensor.channel_groups import Trace
+from shardwise.sharding.tensor.channel_parameters import Labels
+from shardwise.sharding.tensor.shards import Runs, runs_of
+
+#: Another run, in which only so many of the first channels of these layers have labels.
+Again = Callable[[Mapping[str, int]], Trace]
+
+
+@dataclass(kw_only=True)
+class Region:
+    """Layers that are cut together, with the places of each rank: of outputs for columns, of inputs for rows."""
+
+    columns: dict[str, tuple[Runs, ...]]
+    rows: dict[str, tuple[Runs, ...]]
+    #: Of each rank: its share of what is shared out finely (queries, channels) and of whole parts (key heads).
+    fine: tuple[tuple[int, int], ...]
+    coarse: tuple[tuple[int, int], ...]
+    #: Parameters that are used between columns and rows: each rank's gradient is a part.
+    inside: set[str] = field(default_factory=set)
+    #: Those of them that have numbers for each part: the dim along which these are, and the places of each rank.
+    cut_inside: dict[str, tuple[int, tuple[Runs, ...]]] = field(default_factory=dict)
+    #: The rank of each part, where each is on one.
+    owners: Mapping[int, int] = field(default_factory=dict)
+    draws: bool = False
+    #: Whether several ranks hold the same places of a column.
+    has_copies: bool = False
+
+
+@dataclass(kw_only=True)
+class Found:
+    """The regions of a module, its heads, and why other layers stay whole."""
+
+    regions: list[Region] = field(default_factory=list)
+    heads: list[str] = field(default_factory=list)
+    whole: dict[str, str] = field(default_factory=dict)
+
+
+class _Seen:
+    """A run, with the parts of every layer looked up once."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace, self.layers = trace, trace.layers
+        roots = trace.partition.roots
+        self.outputs = {
+            name: roots(np.arange(each.first, each.first + each.width)) for name, each in trace.layers.items()
+        }
+        self.reads = {name: roots(each.read[0]) for name, each in trace.layers.items() if each.read}
+        self.returned = [roots(labels) for labels in trace.returned]
+        self.makers = _by_part(self.outputs)
+        self.readers = _by_part(self.reads)
+
+
+def _by_part(labels: Mapping[str, Labels]) -> dict[int, list[str]]:
+    found: dict[int, list[str]] = {}
+    for name, parts in labels.items():
+        for part in np.unique(parts).tolist():
+            found.setdefault(part, []).append(name)
+    return found
+
+
+@dataclass(kw_only=True)
+class _Sketch:
+    """A region before it is spread: its parts in the order in which the first row reads them."""
+
+    columns: list[str]
+    rows: list[str]
+    parts: NDArray[np.int64]
+
+
+def find_regions(
+    trace: Trace, again: Again, num_ranks: int, *, rows: Iterable[str] | None = None, heads: Iterable[str] = ()
+) -> Found:
+    """Find what can be cut. `rows`, where given, are the only layers that may be rows; `heads` are heads anyway."""
+    seen = _Seen(trace)
+    found = Found(heads=list(dict.fromkeys([*_heads(seen), *heads])))
+    taken = {*found.heads, *_embeddings(seen, found.heads)}
+    few: list[_Sketch] = []
+    allowed = None if rows is None else set(rows)
+    for name in seen.reads:
+        sketch = None
+        if name not in taken and (allowed is None or name in allowed):
+            sketch = _sketch(seen, name, taken, found.whole)
+        if sketch is not None and len(sketch.parts) >= num_ranks:
+            found.regions.append(_spread(seen, sketch, num_ranks))
+            taken |= {*sketch.columns, *sketch.rows}
+        elif sketch is not None:
+            few.append(sketch)
+    _add_shared(seen, again, few, num_ranks, found, taken)
+    for name, layer in seen.layers.items():
+        if name not in taken and not isinstance(layer.module, nn.Embedding):
+            found.whole.setdefault(name, "no other layer reads its channels one by one")
+    for region in found.regions:
+        _note_inside(seen, region)
+    found.whole = {name: why for name, why in found.whole.items() if name not in taken}
+    return found
+
+
+def _embeddings(seen: _Seen, heads: Iterable[str]) -> list[str]:
+    """Embeddings of as many words as a head scores: they are shared out by words, and by nothing else."""
+    words = {seen.layers[name].width for name in heads if name in seen.layers}
+    embeddings = {name: each.module for name, each in seen.layers.items() if isinstance(each.module, nn.Embedding)}
+    return [name for name, each in embeddings.items() if each.num_embeddings in words]
+
+
+def _heads(seen: _Seen) -> list[str]:
+    """Layers whose outputs the module returns as they are, one number for each row of an embedding."""
+    vocabularies = {
+        each.module.weight.shape[0] for each in seen.layers.values() if isinstance(each.module, nn.Embedding)
+    }
+    return [
+        name
+        for name, layer in seen.layers.items()
+        if isinstance(layer.module, nn.Linear)
+        and layer.width in vocabularies
+        and len(np.unique(seen.outputs[name])) == layer.width
+        and any(np.array_equal(labels, seen.outputs[name]) for labels in seen.returned)
+    ]
+
+
+def _sketch(seen: _Seen, name: str, taken: set[str], whole: dict[str, str]) -> _Sketch | None:
+    """The region that ends with this row, if it is one."""
+    read = seen.reads[name]
+    if (read < 0).any():
+        return None
+    _, first = np.unique(read, return_index=True)
+    parts = read[np.sort(first)]
+    among = set(parts.tolist())
+    columns = list(dict.fromkeys(each for part in parts.tolist() for each in seen.makers.get(part, ())))
+    rows = list(dict.fromkeys(each for part in parts.tolist() for each in seen.readers.get(part, ())))
+    if set(columns) & set(rows) or taken & {*columns, *rows} or not columns:
+        return None
+    for each in rows:
+        if not set(seen.reads[each].tolist()) <= among:
+            whole.setdefault(name, f"{each} reads what it reads, and something else")
+            return None
+    for each in columns:
+        if not set(seen.outputs[each].tolist()) <= among:
+            whole.setdefault(each, f"some of its channels do not reach {name}")
+            return None
+    if any(among & set(labels.tolist()) for labels in seen.returned):
+        whole.setdefault(name, "what it reads is also returned by the module")
+        return None
+    return _Sketch(columns=columns, rows=rows, parts=parts)
+
+
+def _spread(seen: _Seen, sketch: _Sketch, num_ranks: int) -> Region:
+    """Parts to ranks, in order."""
+    shares = np.array_split(sketch.parts, num_ranks)
+    owners = {part: rank for rank, some in enumerate(shares) for part in some.tolist()}
+    held = tuple((len(some), len(sketch.parts)) for some in shares)
+    return Region(
+        columns={name: _runs(seen.outputs[name], owners, num_ranks) for name in sketch.columns},
+        rows={name: _runs(seen.reads[name], owners, num_ranks) for name in sketch.rows},
+        fine=held,
+        coarse=held,
+        owners=owners,
+    )
+
+
+def _runs(labels: Labels, owners: Mapping[int, int], num_ranks: int) -> tuple[Runs, ...]:
+    of = np.array([owners[label] for label in labels.tolist()])
+    return tuple(runs_of(np.flatnonzero(of == rank)) for rank in range(num_ranks))
+
+
+def _add_shared(seen: _Seen, again: Again, few: list[_Sketch], num_ranks: int, found: Found, taken: set[str]) -> None:
+    """Regions with fewer parts than ranks: once more with labels for queries alone."""
+    labelled: dict[str, int] = {}
+    for sketch in few:
+        width = len(seen.reads[sketch.rows[0]])
+        labelled |= {name: width for name in sketch.columns if seen.layers[name].width >= width}
+    finer = _Seen(again(labelled)) if labelled else seen
+    for sketch in few:
+        if taken & {*sketch.columns, *sketch.rows}:
+            continue
+        read = finer.reads.get(sketch.rows[0])
+        count = 0 if read is None or (read < 0).any() else len(np.unique(read))
+        region = None
+        if read is not None and count >= num_ranks and len(sketch.rows) == 1:
+            region = _spread_shared(seen, finer, sketch, num_ranks)
+        if region is not None:
+            found.regions.append(region)
+            taken |= {*sketch.columns, *sketch.rows}
+        elif max(count, len(sketch.parts)) > 1:
+            raise _too_few(sketch, max(count, len(sketch.parts)), num_ranks)
+        else:
+            for name in sketch.columns:
+                found.whole.setdefault(name, f"its channels are mixed before {sketch.rows[0]} reads them")
+
+
+def _too_few(sketch: _Sketch, most: int, num_ranks: int) -> ShardwiseError:
+    return ShardwiseError(
+        f"{', '.join(sketch.columns)} and {sketch.rows[0]} come apart into {most} pieces (heads or channels), fewer "
+        f"than tp={num_ranks}",
+        remedy=f'tp={most}, or the layer whole on every rank: tensor={{"{sketch.rows[0]}": "whole"}}',
+    )
+
+
+def _spread_shared(seen: _Seen, finer: _Seen, sketch: _Sketch, num_ranks: int) -> Region | None:
+    """Ranks to parts, and the fine pieces of each part to its ranks. Every rank has pieces of one part only."""
+    row = sketch.rows[0]
+    read, coarse = finer.reads[row], seen.reads[row]
+    owners: dict[int, int] = {}
+    part_of: list[int] = []
+    for part, ranks in zip(sketch.parts.tolist(), np.array_split(np.arange(num_ranks), len(sketch.parts)), strict=True):
+        mine = read[coarse == part]
+        _, first = np.unique(mine, return_index=True)
+        pieces = mine[np.sort(first)]
+        if len(pieces) < len(ranks):
+            return None
+        for rank, some in zip(ranks.tolist(), np.array_split(pieces, len(ranks)), strict=True):
+            owners |= dict.fromkeys(some.tolist(), rank)
+            part_of.append(part)
+    columns = {}
+    for name in sketch.columns:
+        # A channel that is no query's is wherever its part is.
+        of = np.array([owners.get(piece, -1) for piece in finer.outputs[name].tolist()])
+        columns[name] = tuple(
+            runs_of(np.flatnonzero((of == rank) | ((of < 0) & (seen.outputs[name] == part_of[rank]))))
+            for rank in range(num_ranks)
+        )
+    counts = [list(owners.values()).count(rank) for rank in range(num_ranks)]
+    return Region(
+        columns=columns,
+        rows={row: _runs(read, owners, num_ranks)},
+        fine=tuple((count, len(owners)) for count in counts),
+        coarse=((1, len(sketch.parts)),) * num_ranks,
+        has_copies=True,
+    )
+
+
+def _note_inside(seen: _Seen, region: Region) -> None:
+    """What is used, and whether random numbers are drawn, between the columns and the rows."""
+    roots = seen.trace.partition.roots
+    parts = {part for name in region.columns for part in seen.outputs[name].tolist()}
+    region.inside = {name for name, used in seen.trace.used_on.items() if parts & set(roots(used).tolist())}
+    for name in region.inside:
+        owners = _owners_of(seen, region, name)
+        if owners is not None:
+            region.cut_inside[name] = owners
+    region.inside -= region.cut_inside.keys()
+    region.draws = any(parts & set(roots(drawn).tolist()) for drawn in seen.trace.drawn_at)
+
+
+def _owners_of(seen: _Seen, region: Region, name: str) -> tuple[int, tuple[Runs, ...]] | None:
+    """The dim of a parameter along which its numbers belong to parts of one rank each, and those of every rank."""
+    shape = seen.trace.elements.shapes[name]
+    rank_of: dict[int, set[int]] = {}
+    for places, labels in seen.trace.elements.met.get(name, ()):
+        for place, part in zip(places.tolist(), seen.trace.partition.roots(labels).tolist(), strict=True):
+            rank_of.setdefault(place, set()).add(region.owners.get(part, -1))
+    if len(rank_of) != prod(shape) or any(len(ranks) > 1 or -1 in ranks for ranks in rank_of.values()):
+        return None
+    ranks = np.array([rank for place in range(prod(shape)) for rank in rank_of[place]]).reshape(shape)
+    count = len(region.fine)
+    for dim in range(len(shape)):
+        along = np.moveaxis(ranks, dim, 0).reshape(shape[dim], -1)
+        if len(np.unique(ranks)) > 1 and (along == along[:, :1]).all():
+            return dim, tuple(runs_of(np.flatnonzero(along[:, 0] == rank)) for rank in range(count))
+    return None

@@ -1,0 +1,245 @@
+"""Sequence parallelism: what lies between the regions of a block is shared out along the sequence.
+
+    block      norm ─ gather ─ columns ─ rows ─ sum and scatter ─ add ─ norm ─ gather ─ ...
+                s/n            all of s                     s/n
+
+The first block of a list takes its piece of what it is given, the last one gives back the whole, so that whatever comes
+before and after sees no difference; between two blocks only a rank's piece of the activations moves. In a block, what
+works token by token does so on its piece, and the gradients of its parameters are parts. What needs all tokens and is
+not cut (a router with its experts, an attention that was not recognised) has them gathered around it.
+
+Where the ranks do not divide the sequence, pieces at its end are shorter, or empty: nothing in a block is padding. A
+piece does not tell how long the whole is. The first block sees that and notes it (`Length`), in every forward, and in
+every stage of a pipeline: there it is given what stands in for the whole.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+
+from shardwise.errors import ShardwiseError
+from shardwise.ranks.collectives import Group
+from shardwise.sharding.rng_tracker import Streams
+from shardwise.sharding.tensor.channel_groups import Trace
+from shardwise.sharding.tensor.columns import ColumnLinear
+from shardwise.sharding.tensor.lazy_gather import Promised
+from shardwise.sharding.tensor.rows import RowLinear
+from shardwise.sharding.tensor.sequence_length import Length
+from shardwise.sharding.wrap_forward import surround
+from shardwise.stages.split.units import is_block_list
+
+
+class SequenceRegions:
+    """Shares out the blocks of one module; keeps which parameters now have parts of their gradients."""
+
+    def __init__(self, module: nn.Module, group: Group, seen: Trace, by_heads: Iterable[str]) -> None:
+        self._module, self._group, self._seen, self._by_heads = module, group, seen, set(by_heads)
+        self.partial: set[str] = set()
+
+    def share(self) -> None:
+        """Share out every list of blocks that holds cut layers."""
+        lists = list(self._outermost_lists("", self._module))
+        if not lists:
+            raise ShardwiseError(
+                f"sequence=True shares out lists of blocks, and {type(self._module).__name__} has none with cut layers",
+                remedy="sp=false, or the blocks in an nn.ModuleList",
+            )
+        for name, blocks in lists:
+            length = Length()
+            blocks[0].register_forward_hook(_noting(length), with_kwargs=True)
+            for number, block in enumerate(blocks):
+                self._share_block(length, name, f"{name}.{number}", block, is_block=True)
+                self._around_block(length, block, is_first=number == 0, is_last=number == len(blocks) - 1)
+
+    def _outermost_lists(self, name: str, module: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
+        for key, child in module.named_children():
+            path = f"{name}.{key}" if name else key
+            blocks = list(child.children()) if is_block_list(child) else []
+            if any(
+                isinstance(each, RowLinear) for block in blocks for part in block.children() for each in part.modules()
+            ):
+                yield path, blocks
+            else:
+                yield from self._outermost_lists(path, child)
+
+    def _around_block(self, length: Length, block: nn.Module, *, is_first: bool, is_last: bool) -> None:
+        group = self._group
+        draws = any(isinstance(each, _DropoutNd) and each.p > 0 for each in block.modules()) or self._seen.drawn_at
+        streams = Streams(group) if draws else None
+
+        def around(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if is_first:
+                length.note(_first(args, kwargs))
+                args, kwargs = _with_first(args, kwargs, lambda each: length.scatter(each, group))
+            device = _first(args, kwargs).device
+            if streams is not None and block.training:
+                streams.part(device)
+            returned = call(*args, **kwargs)
+            if streams is not None:
+                streams.meet(device)
+            if not is_last:
+                return returned
+            return _with_result(returned, lambda each: length.gather(each, group, used_alike=True))
+
+        surround(block, around)
+
+    def _share_block(
+        self,
+        length: Length,
+        stream: str,
+        name: str,
+        module: nn.Module,
+        *,
+        is_block: bool = False,
+        has_all: bool = False,
+    ) -> None:
+        """Gather where all tokens are needed, and note whose gradients are parts. `has_all`: they are here already."""
+        cut = [each for each in module.modules() if isinstance(each, (ColumnLinear, RowLinear))]
+        is_apart = is_block or has_all
+        if not is_apart and (_has_experts(module) or (not cut and not _is_token_wise(module))):
+            self._give_all_tokens(length, module, turned=self._has_tokens_last(stream, name))
+            return
+        if isinstance(module, RowLinear):
+            module.scatters = length
+        if not isinstance(module, ColumnLinear):
+            self.partial |= {key for key, _ in module.named_parameters(name, recurse=False)}
+        columns = {
+            f"{name}.{key}": each
+            for key, each in module.named_children()
+            if isinstance(each, ColumnLinear) and stream in self._seen.streams[f"{name}.{key}"]
+        }
+        if has_all or (not is_block and self._reads_all(name, columns)):
+            for each in columns.values():
+                each.together.reduces = False
+            if not has_all:
+                self._give_to_columns(length, name, module, columns)
+            has_all = True
+        else:
+            self._gather_for_columns(length, name, columns)
+        for key, child in module.named_children():
+            if not isinstance(child, nn.Embedding):
+                self._share_block(length, stream, f"{name}.{key}", child, has_all=has_all)
+
+    def _reads_all(self, name: str, columns: Mapping[str, ColumnLinear]) -> bool:
+        """Whether a module needs all tokens for its columns: those of heads, or that read what it is given."""
+        given = self._seen.given.get(name)
+        return any(key in self._by_heads or self._seen.layers[key].inputs[0] is given for key in columns)
+
+    def _give_to_columns(
+        self, length: Length, name: str, module: nn.Module, columns: Mapping[str, ColumnLinear]
+    ) -> None:
+        if self._only_columns_read(self._seen.given.get(name), columns.values()):
+            self._promise_all_tokens(length, module)
+        else:
+            self._give_all_tokens(length, module, gives_back=False)
+
+    def _gather_for_columns(self, length: Length, name: str, columns: Mapping[str, ColumnLinear]) -> None:
+        """Let columns that read the stream gather it themselves."""
+        for key, each in columns.items():
+            if key in self._by_heads:
+                raise ShardwiseError(
+                    f"sequence=True: {key} is a part of an attention that is written out in the block {name}, where it"
+                    " cannot be given all tokens",
+                    remedy="attention in a module of its own, or sp=false",
+                )
+            each.together.gathers = length
+
+    def _only_columns_read(self, given: Tensor | None, columns: Iterable[ColumnLinear]) -> bool:
+        """Whether nothing reads a tensor but the columns of one set."""
+        sets = {id(each.together) for each in columns}
+        readers = [name for name, layer in self._seen.layers.items() if any(each is given for each in layer.inputs)]
+        known = [self._module.get_submodule(name) for name in readers]
+        return (
+            given is not None
+            and given not in self._seen.read
+            and bool(known)
+            and all(isinstance(each, ColumnLinear) and {id(each.together)} == sets for each in known)
+        )
+
+    def _promise_all_tokens(self, length: Length, module: nn.Module) -> None:
+        """Let a module see all tokens in the first tensor that it is given, which its columns gather."""
+        group = self._group
+
+        def around(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            args, kwargs = _with_first(args, kwargs, lambda each: Promised.of(each, length, group))
+            return call(*args, **kwargs)
+
+        surround(module, around)
+
+    def _has_tokens_last(self, stream: str, name: str) -> bool:
+        """Whether a module is given (batch, channels, tokens), as convolutions are."""
+        given, tokens = self._seen.given.get(name), self._seen.given[f"{stream}.0"].shape[-2]
+        return given is not None and given.dim() > 2 and given.shape[-1] == tokens != given.shape[-2]
+
+    def _give_all_tokens(
+        self, length: Length, module: nn.Module, *, gives_back: bool = True, turned: bool = False
+    ) -> None:
+        """Gather the first tensor that a module is given. `gives_back`: it returns all tokens too, of which each rank
+        takes its piece; all ranks compute alike in between. Else each computes a part, and rows scatter. `turned`: both
+        have their tokens last."""
+        group = self._group
+
+        def turn(each: Tensor) -> Tensor:
+            return each.mT if turned else each
+
+        def around(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            args, kwargs = _with_first(
+                args, kwargs, lambda each: turn(length.gather(turn(each), group, used_alike=gives_back))
+            )
+            returned = call(*args, **kwargs)
+            if not gives_back:
+                return returned
+            return _with_result(returned, lambda each: turn(length.scatter(turn(each), group)))
+
+        surround(module, around)
+
+
+def _has_experts(module: nn.Module) -> bool:
+    is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    return not is_list and any(type(each).__name__.endswith("Experts") for each in module.modules())
+
+
+def _is_token_wise(module: nn.Module) -> bool:
+    """Whether a module that is not cut treats every token by itself: norms, linear layers, what has no parameters."""
+    if isinstance(module, (_NormBase, nn.GroupNorm)):
+        return False  # Batch norms and their like: of a channel, or some, of all tokens.
+    if isinstance(module, nn.Linear) or "norm" in type(module).__name__.lower():
+        return True
+    return not any(True for _ in module.parameters())
+
+
+def _noting(length: Length) -> Callable[..., None]:
+    """A hook of the first block. A stage that does not hold it calls no more than this."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
+        del module, returned
+        length.note(_first(args, kwargs))
+
+    return hook
+
+
+def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    return next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+
+
+def _with_first(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments with the first tensor among them changed."""
+    for number, each in enumerate(args):
+        if isinstance(each, Tensor):
+            return (*args[:number], change(each), *args[number + 1 :]), kwargs
+    for key, each in kwargs.items():
+        if isinstance(each, Tensor):
+            return args, {**kwargs, key: change(each)}
+    return args, kwargs
+
+
+def _with_result(returned: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """What a module returns with its tensor, or the first of several, changed."""
+    if isinstance(returned, Tensor):
+        return change(returned)
+    return type(returned)((change(returned[0]), *returned[1:]))

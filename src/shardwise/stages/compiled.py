@@ -1,0 +1,221 @@
+"""Compiled units, whose backward computes what is asked of it and nothing else.
+
+`torch.compile` makes one node of a unit's backward. Torch's own nodes look which of their gradients a pass of autograd
+is after; such a node does not. Under a zero-bubble schedule it would compute the weights' gradients with the input's in
+I, throw them away, and do all of it again in W. Here it looks too: the backward graph is cut in two where a pass wants
+only a part of it (`halves.py`), and what both halves need is kept at the node from one pass to the next.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch._guards import CompileContext, TracingContext, compile_context, detect_fake_mode, tracing
+from torch.autograd.graph import Node
+from torch.fx import GraphModule
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+from shardwise.errors import ShardwiseError, unknown
+from shardwise.stages.halves import halve
+from shardwise.stages.split.module_stage import ModuleStage
+from shardwise.stages.split.switch import Inner
+from shardwise.stages.stage import Split
+
+#: From Triton or C++ kernels to no compilation at all; `aot_eager` runs the same graphs as `inductor`, as they are.
+BACKENDS = ("inductor", "aot_eager", "eager")
+
+# Runs a graph on its inputs in a list, which it may empty.
+_Compiled = Callable[[list[Any]], Sequence[Any]]
+_Compile = Callable[[GraphModule, list[Any]], _Compiled]
+_KEPT = "shardwise.kept"
+
+
+def check_backend(compile: bool | str, device: torch.device) -> str | None:
+    """The backend that is asked for, None for no compilation; refused if it cannot work here."""
+    if not compile:
+        return None
+    backend = "inductor" if compile is True else compile
+    if backend not in BACKENDS:
+        raise unknown("backend to compile with", backend, BACKENDS)
+    if backend == "inductor":
+        missing = _find_missing(device)
+        if missing is not None:
+            raise ShardwiseError(
+                f"compile='inductor' needs {missing} for {device.type}, and none is found", remedy="compile='aot_eager'"
+            )
+    return backend
+
+
+def _find_missing(device: torch.device) -> str | None:
+    if device.type == "cpu":
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler:
+            return "a C++ compiler"
+    elif device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        return None if has_triton() else "Triton"
+    return None
+
+
+def compile_units(split: Split, backend: str) -> None:
+    """Compile each unit of the stages of this process, at its first call. Units of one kind share what is compiled."""
+    # Inputs of a backward that is run in two passes must not be overwritten by the first.
+    torch._functorch.config.donated_buffer = False
+    # All units are called from one line (`_calling`), and each kind, mode and shape of them counts against its limit.
+    most = 8 * sum(map(len, split.units))
+    dynamo = torch._dynamo.config
+    dynamo.recompile_limit = max(dynamo.recompile_limit, most)
+    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, most)
+    chosen: Any = {"inductor": _inductor, "aot_eager": _aot_eager, "eager": "eager"}[backend]
+    for stage in split.stages:
+        if isinstance(stage, ModuleStage):
+            stage.wrap(lambda _, call: torch.compile(_calling(call), backend=chosen))
+
+
+def _calling(call: Inner) -> Inner:
+    """The same call from a line of ours: torch looks into what is called from there, even if it is torch's own."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    return run
+
+
+def _aot_eager(graph: GraphModule, inputs: list[Any]) -> Any:
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return aot_autograd(
+        fw_compiler=boxed_nop,
+        bw_compiler=partial(_compile_backward, boxed_nop),
+        partition_fn=min_cut_rematerialization_partition,
+        keep_inference_input_mutations=True,
+    )(graph, inputs)
+
+
+def _inductor(graph: GraphModule, inputs: list[Any]) -> Any:
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def inner(part: GraphModule, given: list[Any], **options: Any) -> Any:
+        if not options.get("is_backward"):
+            return compile_fx_inner(part, given, **options)
+        # Which inputs stay where they are is known of the whole, not of its halves.
+        plain = {**options, "static_input_idxs": (), "cudagraphs": None}
+        return _compile_backward(partial(compile_fx_inner, **plain), part, given)
+
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        return compile_fx(graph, inputs, inner_compile=inner)
+
+
+class _Part(NamedTuple):
+    """A half of a backward: compiled, and which inputs of the whole it takes."""
+
+    run: _Compiled
+    inputs: tuple[int, ...]
+
+
+class _Kept(NamedTuple):
+    """What a first half has left for the second: which gradients are there already, and what the others need."""
+
+    done: frozenset[int]
+    values: tuple[Any, ...]
+
+
+def _compile_backward(compile: _Compile, graph: GraphModule, examples: list[Any]) -> _Compiled:
+    """What AOTAutograd calls to compile a backward. Halves are compiled when they are first wanted."""
+    backward = _Backward(compile, graph, examples)
+
+    def run(args: list[Any]) -> Sequence[Any]:
+        return backward.run(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+class _Backward:
+    """A compiled backward that knows what it is run for."""
+
+    def __init__(self, compile: _Compile, graph: GraphModule, examples: list[Any]) -> None:
+        self._compile, self._graph, self._examples = compile, graph, examples
+        self._contexts = TracingContext.try_get(), CompileContext.try_get()
+        *_, last = graph.graph.nodes
+        returned = last.args[0]
+        assert isinstance(returned, (list, tuple)), "a backward returns a gradient for each input"
+        self._num_gradients = len(returned)
+        self._gradients = frozenset(place for place, each in enumerate(returned) if each is not None)
+        self._edges = self._find_edges(returned)
+        self._parts: dict[frozenset[int], tuple[_Part, _Part]] = {}
+
+    def _find_edges(self, returned: Sequence[Any]) -> list[int]:
+        """For each edge that leads on from the node, the gradient that goes there.
+
+        An input that nothing depends on keeps its edge only if it is a leaf.
+        """
+        context = self._contexts[0]
+        metadata = None if context is None else context.fw_metadata
+        if metadata is None:
+            return sorted(self._gradients)
+        return [
+            place
+            for place, info in enumerate(metadata.input_info)
+            if info.requires_grad and (info.is_leaf or returned[place] is not None)
+        ]
+
+    def run(self, args: list[Any]) -> Sequence[Any]:
+        """Compute what this pass of autograd is after, and None in place of all else."""
+        node: Any = torch._C._current_autograd_node()
+        wanted = self._find_wanted(node)
+        kept: _Kept | None = node.metadata.pop(_KEPT, None)
+        if kept is not None and wanted.isdisjoint(kept.done):
+            _, second = self._get_parts(kept.done)
+            return self._spread(self._gradients - kept.done, _run(second, args, kept.values))
+        first, _ = self._get_parts(wanted)
+        made = _run(first, args)
+        if wanted != self._gradients:
+            node.metadata[_KEPT] = _Kept(wanted, tuple(made[len(wanted) :]))
+        return self._spread(wanted, made)
+
+    def _find_wanted(self, node: Node) -> frozenset[int]:
+        targets = [target for target, _ in node.next_functions if target is not None]
+        if len(targets) != len(self._edges) or not self._gradients.issubset(self._edges):
+            return self._gradients
+        asked = {place for place, target in zip(self._edges, targets, strict=True) if _is_wanted(target)}
+        return self._gradients & asked
+
+    def _spread(self, places: frozenset[int], made: Sequence[Any]) -> Sequence[Any]:
+        found = dict(zip(sorted(places), made, strict=False))
+        return [found.get(place) for place in range(self._num_gradients)]
+
+    def _get_parts(self, wanted: frozenset[int]) -> tuple[_Part, _Part]:
+        """The halves for what is wanted; if that is everything, the first is the whole and the second empty."""
+        if wanted not in self._parts:
+            first, second = halve(self._graph, wanted)
+            given, later = ([self._examples[place] for place in half.inputs] for half in (first, second))
+            made = FakeTensorProp(first.graph, detect_fake_mode(given)).propagate_dont_convert_inputs(*given)
+            examples = given, [*later, *made[len(wanted) :]]
+            with tracing(self._contexts[0]), compile_context(self._contexts[1]):
+                runs = [self._compile(half.graph, each) for half, each in zip((first, second), examples, strict=True)]
+            self._parts[wanted] = _Part(runs[0], first.inputs), _Part(runs[1], second.inputs)
+        return self._parts[wanted]
+
+
+def _run(part: _Part, args: list[Any], kept: Sequence[Any] = ()) -> Sequence[Any]:
+    given = [*(args[place] for place in part.inputs), *kept]
+    # What is in no list any more can be freed when it has been used.
+    args.clear()
+    return part.run(given)
+
+
+def _is_wanted(target: Node) -> bool:
+    """Whether this pass goes on to a node."""
+    try:
+        return torch._C._will_engine_execute_node(target)
+    except RuntimeError:  # It says so of a leaf that is what the pass is for.
+        return True

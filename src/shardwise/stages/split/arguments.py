@@ -1,0 +1,48 @@
+"""What of a batch a module's forward is given: the entries that its signature names."""
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from shardwise.errors import ShardwiseError
+from shardwise.stages.stage import Batch
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+class Signature:
+    """What a forward asks for, read once."""
+
+    def __init__(self, module: nn.Module) -> None:
+        parameters = inspect.signature(module.forward).parameters.values()
+        self._module = type(module).__name__
+        self._positional = [each for each in parameters if each.kind is inspect.Parameter.POSITIONAL_ONLY]
+        self._named = [each for each in parameters if each.kind in _NAMED]
+        #: `forward(*args, **kwargs)`, as in a module around a module: it names nothing, so it gets everything.
+        self._takes_all = not self._named and any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+
+    def arguments(self, batch: Batch) -> Arguments:
+        """The arguments of one call.
+
+        A pipeline's stages cannot fill one cache of keys and values between them, and training needs none. So a
+        forward that names `use_cache` gets False unless the batch says otherwise.
+        """
+        if self._takes_all:
+            return (), dict(batch)
+        given = {each.name: batch[each.name] for each in self._named if each.name in batch}
+        if any(each.name == "use_cache" for each in self._named):
+            given.setdefault("use_cache", False)
+        return tuple(batch[each.name] for each in self._positional if each.name in batch), given
+
+    def check(self, batch: Batch) -> None:
+        """Raise if the batch lacks what forward cannot do without."""
+        needed = [each.name for each in [*self._positional, *self._named] if each.default is inspect.Parameter.empty]
+        missing = [name for name in needed if name not in batch]
+        if missing:
+            raise ShardwiseError(
+                f"{self._module}.forward needs {', '.join(missing)}, which the batch lacks; it has {', '.join(batch)}",
+                remedy=f"name the batch's entries as forward does: {{{missing[0]!r}: ...}}",
+            )

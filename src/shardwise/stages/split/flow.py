@@ -1,0 +1,307 @@
+"""What flows where: one run of the module on the example, watched operation by operation.
+
+A module that is there is run as it is. One on the meta device is run as far as it can be: glue on the real example,
+each unit without numbers.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.errors import ShardwiseError
+from shardwise.stages.split.arguments import Signature
+from shardwise.stages.split.lines import line_of, line_of_error
+from shardwise.stages.split.meta import call_on_meta, has_meta, on_meta
+from shardwise.stages.split.outline import Outline, TensorOutline, outline_of, signature_of
+from shardwise.stages.split.sources import NOTHING, Drawn, Held, Hidden, Ledger, Made, Source, Sources, storage_of
+from shardwise.stages.split.switch import Inner, Switch
+from shardwise.stages.split.work import bytes_of, flops_of
+from shardwise.stages.stage import Batch
+
+
+@dataclass(kw_only=True)
+class Call:
+    """One call of a unit: `layers.3`, or `layers.3#1` if it is the second of that unit."""
+
+    name: str
+    unit: str
+    outline: Outline
+    signature: tuple[Any, ...]
+    #: What its arguments were computed from.
+    needs: Sources
+    flops: float
+    bytes: float
+    #: Parameters and buffers that it touched, wherever they are registered.
+    touched: frozenset[str]
+    #: Of those parameters, as far as they are here.
+    weight_bytes: float = 0.0
+    #: What a forward and its backward take, if it was timed.
+    seconds: float | None = None
+    #: Leaves of what it returns that glue writes into later.
+    overwritten: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flow:
+    """All calls of units in one run, in order, and what the module's output was computed from."""
+
+    calls: tuple[Call, ...]
+    output_needs: Sources
+    #: Parameters and buffers that glue touches.
+    in_glue: frozenset[str]
+    #: Where something from inside a call is first used outside of it, though the call did not return it.
+    leaks: Mapping[int, str]
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operation of a run, and every call of a unit."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """It is never compiled. Else torch puts a function of its compiler around every operation."""
+        return False
+
+    def __init__(self, module: nn.Module, home: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ledger = Ledger(module)
+        self.calls: list[Call] = []
+        self.in_glue: set[str] = set()
+        self.leaks: dict[int, str] = {}
+        self._times_called: dict[str, int] = {}
+        self._on_meta = has_meta(module)
+        self._home = home
+        #: What glue has looked at to decide what to do next: everything after it depends on that.
+        self._decided_by: Sources = NOTHING
+        self._inside: _Inside | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if self._inside is not None:
+            return self._inside.operation(func, args, kwargs)
+        tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        sources = self.ledger.of_all(tensors) | self._decided_by
+        self.in_glue.update(each.name for each in sources if isinstance(each, Held))
+        note_leaks(func, sources, self.leaks)
+        if self._on_meta:
+            args, kwargs = self._with_numbers(func, args, kwargs)
+        if draws(func, args, kwargs):
+            sources |= {Drawn(line_of())}
+        returned = func(*args, **kwargs)
+        if isinstance(returned, (bool, int, float, complex)):
+            self.look(sources)
+        self._settle(func, args, kwargs, returned, sources)
+        return returned
+
+    @property
+    def is_inside(self) -> bool:
+        return self._inside is not None
+
+    def look(self, sources: Sources) -> None:
+        """Glue looked at numbers, and may do one thing or another from here on: all that follows depends on them.
+
+        A number drawn to decide by (layer drop) would be another on each stage. If it changes anything, it changes
+        which units are called, and the run notices.
+        """
+        self._decided_by |= {each for each in sources if not isinstance(each, Drawn)}
+
+    def needs_of(self, leaves: list[Any]) -> Sources:
+        """What these, and the decision to come here, were computed from."""
+        return self.ledger.of_all(each for each in leaves if isinstance(each, Tensor)) | self._decided_by
+
+    def _settle(self, func: Any, args: Any, kwargs: Any, returned: Any, sources: Sources) -> None:
+        """Note what was written into, and what was made."""
+        for written in written_by(func, args, kwargs):
+            self._overwrite(written, sources)
+        for each in pytree.tree_leaves(returned):
+            if isinstance(each, Tensor):
+                self.ledger.set(each, sources)
+
+    def _overwrite(self, written: Tensor, sources: Sources) -> None:
+        made = self.ledger.write(written, sources)
+        if made is not None:
+            self.calls[made.call].overwritten.add(made.leaf)
+
+    def _with_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Zeros in place of what is on the meta device: weights that glue touches."""
+
+        def real(each: Any) -> Any:
+            if isinstance(each, Tensor) and each.is_meta:
+                writable = func._schema.is_mutable
+                return TensorOutline(tuple(each.shape), each.dtype).placeholder(self._home, writable=writable)
+            return each
+
+        return pytree.tree_map(real, (args, kwargs))
+
+    def call(self, unit: str, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A unit is called: run it, and note what it needed and what it returned."""
+        arguments, tree = pytree.tree_flatten((args, kwargs))
+        index, times = len(self.calls), self._times_called.get(unit, 0)
+        self._times_called[unit] = times + 1
+        name = f"{unit}#{times}" if times else unit
+        needs = self.needs_of(arguments)
+        given = on_meta(arguments) if self._on_meta else arguments
+        self._inside = inside = _Inside(self.ledger, index, given, self.leaks)
+        try:
+            returned = self._run_on_meta(name, inner, given, tree) if self._on_meta else inner(*args, **kwargs)
+        finally:
+            self._inside = None
+        outline = outline_of(returned, given, inside.changed)
+        if outline.strange:
+            raise ShardwiseError(
+                f"{name} returns a {outline.strange[0]}, and what is inside it cannot be followed to other stages",
+                remedy="return tensors, tuples, lists or dictionaries, "
+                f"or register {outline.strange[0]} with torch.utils._pytree",
+            )
+        for changed in inside.changed:
+            self._overwrite(arguments[changed], frozenset([Hidden(index)]))
+        if self._on_meta:
+            made = {leaf: each.placeholder(self._home, writable=True) for leaf, each in outline.tensors.items()}
+            returned = outline.filled(made, arguments)
+        leaves = pytree.tree_leaves(returned)
+        for leaf in outline.tensors:
+            self.ledger.set_made(leaves[leaf], Made(index, leaf))
+        self.calls.append(
+            Call(
+                name=name,
+                unit=unit,
+                outline=outline,
+                signature=signature_of(arguments),
+                needs=needs | {each for each in inside.sources if not isinstance(each, Held)},
+                flops=inside.flops,
+                bytes=inside.bytes,
+                touched=frozenset(each.name for each in inside.sources if isinstance(each, Held)),
+            )
+        )
+        return returned
+
+    def _run_on_meta(self, name: str, inner: Inner, given: list[Any], tree: pytree.TreeSpec) -> Any:
+        """Run a unit without numbers."""
+        try:
+            return call_on_meta(inner, given, tree)
+        except Exception as error:
+            raise ShardwiseError(
+                f"{name} does not run on the meta device, at {line_of_error(error)}: {error}",
+                remedy="build the module on the CPU instead of under torch.device('meta')",
+            ) from error
+
+
+class _Looks(TorchFunctionMode):
+    """Sees the ways to look at numbers that are no operations."""
+
+    def __init__(self, watcher: Watch) -> None:
+        super().__init__()
+        self._watcher = watcher
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__) and not self._watcher.is_inside:
+            self._watcher.look(self._watcher.ledger.of(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+class _Inside:
+    """One call of a unit, from inside: what it touches, and what it costs."""
+
+    def __init__(self, ledger: Ledger, call: int, arguments: list[Any], leaks: dict[int, str]) -> None:
+        self._ledger, self._hidden, self._leaks = ledger, frozenset([Hidden(call)]), leaks
+        self._places = {storage_of(each): at for at, each in enumerate(arguments) if isinstance(each, Tensor)}
+        #: Which of its arguments it wrote into.
+        self.changed: set[int] = set()
+        self.sources: set[Source] = set()
+        self.flops = self.bytes = 0.0
+
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        sources = self._ledger.of_all(tensors) - self._hidden
+        self.sources |= sources
+        note_leaks(func, sources, self._leaks)
+        returned = func(*args, **kwargs)
+        made = [each for each in pytree.tree_leaves(returned) if isinstance(each, Tensor)]
+        self.flops += flops_of(func, args, kwargs, returned)
+        self.bytes += bytes_of(made)
+        for each in made:
+            # What was there before keeps its sources: an operation in place returns its argument.
+            if not self._ledger.of(each):
+                self._ledger.set(each, self._hidden)
+        for written in written_by(func, args, kwargs):
+            if storage_of(written) in self._places:
+                self.changed.add(self._places[storage_of(written)])
+        return returned
+
+
+def note_leaks(func: Any, sources: Sources, leaks: dict[int, str]) -> None:
+    """Note the operation and the line that first uses something from inside a call that it did not return."""
+    for each in sources:
+        if isinstance(each, Hidden) and each.call not in leaks:
+            leaks[each.call] = f"{func.overloadpacket.__name__} at {line_of()}"
+
+
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that an operation writes into."""
+    if not func._schema.is_mutable:
+        return []
+    written: list[Tensor] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        given = args[position] if position < len(args) else kwargs.get(argument.name)
+        written += [each for each in pytree.tree_leaves(given) if isinstance(each, Tensor)]
+    return written
+
+
+def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation draws random numbers. Attention says that it does even if it drops nothing out."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
+            return bool(given)
+    return True
+
+
+def watch(
+    module: nn.Module, units: dict[str, nn.Module], example: Batch, probe: Callable[[Any], None] | None = None
+) -> Flow:
+    """Run the module once on the example and return what flowed where. The module is left as it was.
+
+    `probe` is called with the module's output; numbers in it mean nothing if the module is on the meta device.
+    """
+    signature = Signature(module)
+    signature.check(example)
+    args, kwargs = signature.arguments(example)
+    home = next((each.device for each in example.values() if isinstance(each, Tensor)), torch.device("cpu"))
+    devices = {each.device for each in module.parameters() if each.is_cuda}
+    watcher, switch = Watch(module, home), Switch(units)
+    before = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
+    try:
+        with torch.random.fork_rng(devices), torch.no_grad():
+            with watcher, _Looks(watcher), switch.visited_by(watcher):
+                output = module(*args, **kwargs)
+            if probe is not None:
+                probe(output)
+    finally:
+        switch.remove(units)
+        for buffer, value in before:
+            buffer.copy_(value)
+    sizes = {name: each.numel() * each.element_size() for name, each in module.named_parameters()}
+    for call in watcher.calls:
+        call.weight_bytes = sum(sizes.get(name, 0) for name in call.touched)
+    leaves = pytree.tree_leaves(output)
+    return Flow(
+        calls=tuple(watcher.calls),
+        output_needs=watcher.needs_of(leaves),
+        in_glue=frozenset(watcher.in_glue),
+        leaks=watcher.leaks,
+    )

@@ -1,0 +1,124 @@
+"""What a unit of another stage would return: its outline, for arguments of any shape.
+
+Sequence lengths and microbatch sizes change between steps. The outline on the example is known; for other shapes the
+unit is run without numbers, once for each. The shapes are those of the whole batch too: a rank that has a piece of a
+sequence is given pieces of one shape for sequences of two lengths, and returns one of them whole.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shardwise.errors import ShardwiseError
+from shardwise.stages.split.flow import Call
+from shardwise.stages.split.meta import call_on_meta, is_on_meta, meta_twin, on_meta
+from shardwise.stages.split.outline import Outline, TensorOutline, leaves_of, outline_of, signature_of
+from shardwise.stages.stage import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class StandIn:
+    """What a call would return: its outline, and a placeholder for each tensor that nothing is written into."""
+
+    outline: Outline
+    tensors: dict[int, Tensor]
+
+
+class Forecast:
+    """Stand-ins for calls of units, remembered by the shapes of their arguments and of the batch."""
+
+    def __init__(self, units: Mapping[str, nn.Module], example: Batch) -> None:
+        self._units, self._example = units, shapes_of(example)
+        self._twins: dict[str, nn.Module] = {}
+        self._known: dict[tuple[Any, ...], StandIn] = {}
+
+    def stand_in(
+        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, shapes: tuple[Any, ...]
+    ) -> StandIn:
+        """What the call would return for these arguments, in a batch of these shapes."""
+        arguments = leaves_of((args, kwargs))
+        signature = signature_of(arguments)
+        key = call.name, device, signature, shapes
+        known = self._known.get(key)
+        if known is None:
+            is_example = shapes == self._example and signature == call.signature
+            known = self._known[key] = self._make(call, is_example, args, kwargs, device)
+        return known
+
+    def _make(
+        self,
+        call: Call,
+        is_example: bool,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        device: torch.device,
+    ) -> StandIn:
+        if is_example:
+            outline = call.outline
+        else:
+            arguments, tree = pytree.tree_flatten((args, kwargs))
+            outline = self._find(call, arguments, tree)
+        # It is used again, so it must not become one of those tensors that are barred from graphs.
+        with torch.inference_mode(False):
+            kept = {leaf: each for leaf, each in outline.tensors.items() if leaf not in call.overwritten}
+            return StandIn(outline, {leaf: each.placeholder(device) for leaf, each in kept.items()})
+
+    def _find(self, call: Call, arguments: list[Any], tree: pytree.TreeSpec) -> Outline:
+        given = on_meta(arguments)
+        try:
+            found = outline_of(call_on_meta(self._twin(call.unit), given, tree), given)
+        except Exception as error:  # Whatever a module may raise when it has no numbers.
+            return _by_likeness(call, arguments, error)
+        assert len(found.leaves) == len(call.outline.leaves), f"{call.name} returns other things than on the example"
+        leaves = [_updated(old, new) for old, new in zip(call.outline.leaves, found.leaves, strict=True)]
+        return Outline.of(call.outline.tree, leaves)
+
+    def _twin(self, unit: str) -> nn.Module:
+        module = self._units[unit]
+        if is_on_meta(module):
+            return module
+        if unit not in self._twins:
+            self._twins[unit] = meta_twin(module)
+        return self._twins[unit]
+
+    def hooked(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> Any:
+        """What a unit's forward hooks make of what stands in for its output: they may collect it, or change it."""
+        module = self._units[unit]
+        for key, hook in module._forward_hooks.items():
+            with_kwargs = key in module._forward_hooks_with_kwargs
+            changed = hook(module, args, kwargs, returned) if with_kwargs else hook(module, args, returned)
+            returned = returned if changed is None else changed
+        return returned
+
+
+def shapes_of(batch: Batch) -> tuple[Any, ...]:
+    """What shapes depend on that are made from a batch."""
+    return signature_of(list(batch.values()))
+
+
+def _updated(old: Any, new: Any) -> Any:
+    """Only shapes change. What is passed through, and kinds under autocast, are known better from the example."""
+    if isinstance(old, TensorOutline) and isinstance(new, TensorOutline):
+        return TensorOutline(new.shape, old.dtype)
+    return old
+
+
+def _by_likeness(call: Call, arguments: list[Any], error: Exception) -> Outline:
+    """A unit that asks about numbers: what was shaped like an argument on the example is shaped like it now."""
+    leaves: list[Any] = []
+    for leaf in call.outline.leaves:
+        if isinstance(leaf, TensorOutline):
+            shapes = [each[0] if isinstance(each, tuple) else None for each in call.signature]
+            if leaf.shape not in shapes:
+                raise ShardwiseError(
+                    f"the shape of what {call.name} returns cannot be foreseen for a new shape of its arguments"
+                    f" (on the meta device it raised: {error})",
+                    remedy="keep the batch's shapes as they were in the example",
+                ) from error
+            leaf = TensorOutline(tuple(arguments[shapes.index(torch.Size(leaf.shape))].shape), leaf.dtype)
+        leaves.append(leaf)
+    return Outline.of(call.outline.tree, leaves)

@@ -1,0 +1,139 @@
+"""Weights for a module that was built on the meta device: only those asked for, and the same under every plan.
+
+A module's own initialisation is run (`reset_parameters`, or `_init_weights` of Hugging Face). Each random number is
+drawn from a generator seeded by the seed and the name of the parameter it is for, so it does not matter which other
+parameters this process has, or in which order they are made.
+"""
+
+import hashlib
+from collections.abc import Callable, Collection, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.errors import ShardwiseError
+from shardwise.stages.split.flow import written_by
+from shardwise.stages.split.sources import storage_of
+
+
+def materialise(
+    module: nn.Module, names: Collection[str], *, seed: int = 0, device: torch.device | str = "cpu"
+) -> None:
+    """Give these parameters and buffers, by name, memory on a device and initial values. Others stay as they are."""
+    wanted: dict[str, Tensor] = {}
+    for name, each in list(_tensors(module)):
+        if name in names and each.is_meta:
+            wanted[name] = torch.empty_like(each.detach(), device=device)
+            replace(module, each, wanted[name])
+    if not wanted:
+        return
+    draws = _Draws(module, wanted, seed)
+    devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.no_grad(), draws:
+        for name, part, initialise in _initialisers(module, None, ""):
+            if any(storage_of(tensor) in draws.places for tensor in [*part.parameters(), *part.buffers()]):
+                draws.current = name
+                initialise()
+    missing = [name for name in wanted if name not in draws.written] + _loose_tensors(module, draws)
+    if missing:
+        owner = module.get_submodule(missing[0].rpartition(".")[0])
+        raise ShardwiseError(
+            f"{missing[0]} has no initial value: {type(owner).__name__} sets it where it is built, and it was built on"
+            f" the meta device ({len(missing)} {'tensor is' if len(missing) == 1 else 'tensors are'} like this)",
+            remedy=f"give {type(owner).__name__} a reset_parameters() that sets it, or build the module on the CPU",
+        )
+
+
+def _loose_tensors(module: nn.Module, draws: "_Draws") -> list[str]:
+    """Tensors on the meta device that are plain attributes of modules with wanted tensors: nobody can set them."""
+    return [
+        f"{name}.{key}" if name else key
+        for name, each in module.named_modules()
+        if any(storage_of(tensor) in draws.places for tensor in chain(each.parameters(False), each.buffers(False)))
+        for key, tensor in vars(each).items()
+        if isinstance(tensor, Tensor) and tensor.is_meta
+    ]
+
+
+def free(module: nn.Module, kept: Collection[str], in_glue: Collection[str], device: torch.device | str) -> None:
+    """Give back the memory of all but these. What glue touches stays where it is, as zeros that take up no memory."""
+    for name, each in list(_tensors(module)):
+        if name in kept:
+            continue
+        if name in in_glue:
+            replace(module, each, torch.zeros((), dtype=each.dtype, device=device).expand(each.shape))
+        elif not each.is_meta:
+            replace(module, each, each.detach().to("meta"))
+
+
+def replace(module: nn.Module, old: Tensor, new: Tensor) -> None:
+    """Put a tensor in the place of another, wherever the module holds it."""
+    if isinstance(old, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=old.requires_grad)
+    for each in module.modules():
+        for held in (each._parameters, each._buffers):
+            for key, tensor in held.items():
+                if tensor is old:
+                    held[key] = new  # type: ignore[assignment]
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _initialisers(
+    module: nn.Module, rules: Callable[[nn.Module], None] | None, name: str
+) -> Iterator[tuple[str, nn.Module, Callable[[], None]]]:
+    """For each module, children first, what sets its tensors: as in its constructor, then the model's own rules."""
+    rules = getattr(module, "_init_weights", rules)
+    for child_name, child in module.named_children():
+        yield from _initialisers(child, rules, f"{name}.{child_name}" if name else child_name)
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+
+    def initialise() -> None:
+        if callable(reset) and (module._parameters or module._buffers):
+            reset()
+        if rules is not None:
+            rules(module)
+
+    yield name, module, initialise
+
+
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Seeds each drawing by what it is drawn for, and keeps initialisation off tensors that are not its business."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """It is never compiled. Else torch puts a function of its compiler around every operation."""
+        return False
+
+    def __init__(self, module: nn.Module, wanted: dict[str, Tensor], seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.places = {storage_of(each): name for name, each in wanted.items()}
+        self.written: set[str] = set()
+        self.current = ""
+        self._settled = {storage_of(each) for _, each in _tensors(module)} - set(self.places)
+        self._seed = seed
+        self._num_drawn: dict[str, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        written = written_by(func, args, kwargs or {})
+        if any(storage_of(each) in self._settled for each in written):
+            return written[0]
+        targets = [self.places[place] for each in written if (place := storage_of(each)) in self.places]
+        self.written.update(targets)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._reseed(targets[0] if targets else f"in {self.current}")
+        return func(*args, **(kwargs or {}))
+
+    def _reseed(self, name: str) -> None:
+        count = self._num_drawn[name] = self._num_drawn.get(name, -1) + 1
+        digest = hashlib.blake2b(f"{self._seed}/{name}/{count}".encode(), digest_size=8).digest()
+        torch.manual_seed(int.from_bytes(digest, "big") >> 1)

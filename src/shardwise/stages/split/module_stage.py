@@ -1,0 +1,157 @@
+"""One stage of a split module: the module's own forward, in which only the stage's units are really called."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shardwise.errors import ShardwiseError
+from shardwise.stages.split.arguments import Signature
+from shardwise.stages.split.flow import Call, Flow
+from shardwise.stages.split.forecast import Forecast, shapes_of
+from shardwise.stages.split.outline import leaves_of
+from shardwise.stages.split.parts import Part
+from shardwise.stages.split.sources import Made
+from shardwise.stages.split.switch import Inner, Switch
+from shardwise.stages.stage import Batch, Values
+
+
+class _Finished(BaseException):
+    """A stage has run its last unit: the rest of the module's forward is others' work."""
+
+
+class ModuleStage:
+    """A stage: parameters, buffers, and a way to run. `shardwise.stages.stage.Stage` says what each means."""
+
+    def __init__(self, module: nn.Module, switch: Switch, flow: Flow, part: Part, forecast: Forecast) -> None:
+        self.parameters: Mapping[str, nn.Parameter] = {
+            name: each for name, each in module.named_parameters() if name in part.holds
+        }
+        self.buffers: Mapping[str, Tensor] = {name: each for name, each in module.named_buffers() if name in part.holds}
+        self._module, self._switch, self._flow, self._part = module, switch, flow, part
+        self._signature, self._forecast = Signature(module), forecast
+        self._wrapped: dict[str, Inner] = {}
+
+    def run(self, values: Values, batch: Batch) -> tuple[Values, Any]:
+        """Compute on one microbatch: see `Stage.run`."""
+        args, kwargs = self._signature.arguments(batch)
+        home = next((each.device for each in batch.values() if isinstance(each, Tensor)), torch.device("cpu"))
+        visit = _Visit(self._flow, self._part, self._forecast, self._wrapped, values, home, shapes_of(batch))
+        output: Any = None
+        leaves = [each for each in values.values() if each.requires_grad and each.is_leaf]
+        try:
+            with self._switch.visited_by(visit):
+                output = self._module(*args, **kwargs)
+        except _Finished:
+            pass
+        except Exception:
+            # Behind its last unit a stage runs glue on placeholders, as far as the next unit: nothing there counts.
+            if not visit.is_done or self._part.is_last:
+                raise
+        visit.check_complete()
+        if not all(each.is_leaf for each in leaves):
+            # What this stage was given went through a checkpointed part that is another stage's, and became its output.
+            raise ShardwiseError(
+                "a part of the module is checkpointed with use_reentrant=True, and gradients of stages before it would"
+                " be lost",
+                remedy='gradient_checkpointing_enable({"use_reentrant": False})',
+            )
+        return visit.made, output if self._part.is_last else None
+
+    @property
+    def in_glue(self) -> frozenset[str]:
+        """The parameters, of whichever stage, that are used outside of units."""
+        return self._flow.in_glue
+
+    def wrap(self, around: Callable[[str, Inner], Inner]) -> None:
+        """Put something around the calls of this stage's units: recomputation, a compiler.
+
+        `around(unit, call)` is given each unit's name and its call, once, and returns what to call instead.
+        """
+        for unit in dict.fromkeys(self._flow.calls[call].unit for call in self._part.calls):
+            self._wrapped[unit] = around(unit, self._wrapped.get(unit, self._switch.gates[unit].inner))
+
+
+class _Visit:
+    """One run of one stage: answers for each unit that the module calls."""
+
+    def __init__(
+        self,
+        flow: Flow,
+        part: Part,
+        forecast: Forecast,
+        wrapped: Mapping[str, Inner],
+        values: Values,
+        home: torch.device,
+        shapes: tuple[Any, ...],
+    ) -> None:
+        self._flow, self._part, self._forecast, self._wrapped = flow, part, forecast, wrapped
+        self._values, self._home, self._shapes = values, home, shapes
+        self._next = 0
+        self.made: Values = {}
+
+    @property
+    def is_done(self) -> bool:
+        return self._next >= self._part.calls.stop
+
+    def call(self, unit: str, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a unit of this stage; return what others made in place of theirs."""
+        index = self._next
+        if index >= self._part.calls.stop and not self._part.is_last:
+            raise _Finished
+        if index >= len(self._flow.calls) or self._flow.calls[index].unit != unit:
+            raise self._astray(unit)
+        call = self._flow.calls[index]
+        if index not in self._part.calls:
+            self._next = index + 1
+            return self._stand_in(index, call, args, kwargs)
+        returned = self._wrapped.get(unit, inner)(*args, **kwargs)
+        self._keep(index, call, returned)
+        self._next = index + 1
+        return returned
+
+    def _keep(self, index: int, call: Call, returned: Any) -> None:
+        """Put aside what other stages read."""
+        leaves: list[Any] | None = None
+        for made, name in self._part.writes.items():
+            if made.call == index:
+                leaves = pytree.tree_leaves(returned) if leaves is None else leaves
+                value = leaves[made.leaf]
+                # Glue will write into it; others read it as it is now.
+                self.made[name] = value.clone() if made.leaf in call.overwritten else value
+
+    def _stand_in(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call of another stage returns here: what was received where it matters, else placeholders."""
+        outline, reads = call.outline, self._part.reads
+        tensors = {leaf: self._received(index, leaf, call) for leaf in outline.tensors if Made(index, leaf) in reads}
+        if len(tensors) < len(outline.tensors):
+            known = self._forecast.stand_in(call, args, kwargs, self._home, self._shapes)
+            outline, tensors = known.outline, {**known.tensors, **tensors}
+            for leaf in call.overwritten.difference(tensors):
+                tensors[leaf] = outline.tensors[leaf].placeholder(self._home, writable=True)
+        arguments = leaves_of((args, kwargs)) if outline.passes else []
+        return self._forecast.hooked(call.unit, args, kwargs, outline.filled(tensors, arguments))
+
+    def _received(self, index: int, leaf: int, call: Call) -> Tensor:
+        name = self._part.reads[Made(index, leaf)]
+        assert name in self._values, f"stage {self._part.stage} reads {name}, and was not given it"
+        # What arrives is a leaf of this stage's graph, and nothing may be written into a leaf.
+        return self._values[name].clone() if leaf in call.overwritten else self._values[name]
+
+    def check_complete(self) -> None:
+        """Raise if the module did not call all that the stage was to run."""
+        if self._next < self._part.calls.stop:
+            raise self._astray(None)
+
+    def _astray(self, unit: str | None) -> ShardwiseError:
+        calls = self._flow.calls
+        expected = calls[self._next].name if self._next < len(calls) else None
+        came = "returned" if unit is None else f"called {unit}"
+        was = "returned" if expected is None else f"called {expected}"
+        return ShardwiseError(
+            f"the module {came} where on the example it {was} (unit {self._next + 1} of {len(calls)}): which units run"
+            " depends on the data",
+            remedy="decide inside a unit what to compute, or make each alternative one unit of the same stage",
+        )

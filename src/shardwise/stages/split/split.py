@@ -1,0 +1,126 @@
+"""A module into stages.
+
+1. `units.py` finds the units: the pieces between which the module may be cut.
+2. `flow.py` runs the module once on the example, and sees which calls of units need what from which others.
+3. `cut.py` divides the calls into stages, each a run of calls. (`choose.py` goes back to 1 for finer units if need be.)
+4. `parts.py` says what each stage reads, writes and holds.
+5. `materialise.py` gives this process the weights of its stages, and frees those of others.
+6. `module_stage.py` runs a stage: the module's own forward, with the units of other stages skipped.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.stages.split.choose import Wishes, choose, costs_of
+from shardwise.stages.split.flow import Call, Flow
+from shardwise.stages.split.forecast import Forecast
+from shardwise.stages.split.materialise import free, materialise
+from shardwise.stages.split.module_stage import ModuleStage
+from shardwise.stages.split.parts import Part, make_parts
+from shardwise.stages.split.stopwatch import Stopwatch
+from shardwise.stages.split.switch import Switch
+from shardwise.stages.stage import Batch, Split
+
+
+def split(
+    module: nn.Module,
+    num_stages: int,
+    example: Batch,
+    *,
+    only: Collection[int] | None = None,
+    cut: Sequence[int] | Sequence[str] | None = None,
+    costs: Mapping[str, float] | None = None,
+    speeds: Sequence[float] | None = None,
+    limit_bytes: float | None = None,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+    probe: Callable[[Any], None] | None = None,
+    through_blocks: bool = False,
+    judge: Callable[[Sequence[float]], float] = max,
+    agree: Callable[[Sequence[Call]], None] | None = None,
+    stopwatch: Stopwatch | None = None,
+) -> Split:
+    """Split an unmodified module into stages, from one run on an example microbatch.
+
+    The cut balances time: FLOPs and bytes of each unit on the example, or what a `stopwatch` says that it takes, or
+    `costs` of units by name; `speeds` of the stages; `limit_bytes` for the parameters of one stage. Or it is the user's
+    `cut`: how many units or blocks each stage has, or the names of the stages' first units. With `through_blocks` it
+    may go through the middle of a block, so that a step takes as little time as it can: `judge` says how long, given
+    the stages' costs.
+
+    `only` are the stages of this process; the weights of others are freed. A module on the meta device is materialised
+    on `device` from `seed`, for these stages alone. `probe` is given the module's output on the example.
+    Where ranks hold different parts of the module, `agree` lets them see the same costs.
+    """
+    wishes = Wishes(
+        num_stages=num_stages,
+        cut=cut,
+        costs=costs,
+        speeds=speeds,
+        limit_bytes=limit_bytes,
+        through_blocks=through_blocks,
+        judge=judge,
+        agree=agree,
+        stopwatch=stopwatch,
+    )
+    units, flow, where = choose(module, example, wishes, probe)
+    parts = make_parts(module, units, flow, where)
+    _check_whole(flow, parts)
+    here = range(num_stages) if only is None else sorted(only)
+    home = torch.device(device) if device is not None else _home(module, example)
+    kept = set().union(*(parts[stage].holds for stage in here))
+    if only is not None:
+        free(module, kept, flow.in_glue, home)
+    materialise(module, kept, seed=seed, device=home)
+    called = {call.unit: units[call.unit] for call in flow.calls}
+    switch, forecast = Switch(called), Forecast(called, example)
+    makers = {name: part.stage for part in parts for name in part.writes.values()}
+    return Split(
+        stages=tuple(
+            ModuleStage(module, switch, flow, part, forecast) if part.stage in here else None for part in parts
+        ),
+        reads=tuple(tuple(part.reads.values()) for part in parts),
+        writes=tuple(tuple(part.writes.values()) for part in parts),
+        makers=makers,
+        ties=_ties(module, parts),
+        units=tuple(tuple(flow.calls[call].name for call in part.calls) for part in parts),
+    )
+
+
+def stage_costs(
+    module: nn.Module,
+    num_stages: int,
+    example: Batch,
+    *,
+    cut: Sequence[int] | Sequence[str] | None = None,
+    through_blocks: bool = False,
+    agree: Callable[[Sequence[Call]], None] | None = None,
+    stopwatch: Stopwatch | None = None,
+) -> list[float]:
+    """What each stage would cost, in FLOPs or their like, if the module were split so. Nothing is changed."""
+    wishes = Wishes(num_stages=num_stages, cut=cut, through_blocks=through_blocks, agree=agree, stopwatch=stopwatch)
+    _, flow, where = choose(module, example, wishes)
+    costs = costs_of(flow, wishes)
+    return [sum(costs[call] for call in calls) for calls in where]
+
+
+def _check_whole(flow: Flow, parts: Sequence[Part]) -> None:
+    """No call is lost, and none is made twice."""
+    placed = list(chain.from_iterable(part.calls for part in parts))
+    assert placed == list(range(len(flow.calls))), f"{len(flow.calls)} units were called, {len(placed)} are in stages"
+
+
+def _ties(module: nn.Module, parts: Sequence[Part]) -> dict[str, tuple[int, ...]]:
+    held = {name: tuple(part.stage for part in parts if name in part.holds) for name, _ in module.named_parameters()}
+    return {name: stages for name, stages in held.items() if len(stages) > 1}
+
+
+def _home(module: nn.Module, example: Batch) -> torch.device:
+    tensors = chain(
+        module.parameters(), module.buffers(), (each for each in example.values() if isinstance(each, Tensor))
+    )
+    return next((each.device for each in tensors if not each.is_meta), torch.device("cpu"))

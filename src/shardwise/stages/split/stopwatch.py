@@ -1,0 +1,93 @@
+"""What units take on the device at hand: each is run by itself, forward and backward, and timed.
+
+FLOPs say little of what an operation takes on a given processor: a head that makes 8,192 numbers of 512 runs at another
+rate than the layers before it. Where it matters, stages are cut by these seconds.
+"""
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shardwise.errors import ShardwiseError
+from shardwise.stages.split.arguments import Signature
+from shardwise.stages.split.flow import Call
+from shardwise.stages.split.meta import has_meta
+from shardwise.stages.split.switch import Inner, Switch
+from shardwise.stages.stage import Batch
+
+# The shortest counts: whatever else happens on a machine makes a run longer, never shorter.
+_RUNS = 3
+
+
+class Stopwatch:
+    """Times calls of units, each once: a unit is asked for again whenever others are opened."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    def time(self, module: nn.Module, units: dict[str, nn.Module], example: Batch, calls: Sequence[Call]) -> None:
+        """Give each call its seconds. The module and its gradients are left as they were."""
+        if has_meta(module):
+            raise ShardwiseError(
+                "units are to be timed, but the module is on the meta device and has no weights to run with",
+                remedy="measure=False, or a module that is built where it can run",
+            )
+        if any(call.name not in self._seconds for call in calls):
+            self._run(module, units, example, calls)
+        for call in calls:
+            call.seconds = self._seconds[call.name]
+
+    def _run(self, module: nn.Module, units: dict[str, nn.Module], example: Batch, calls: Sequence[Call]) -> None:
+        args, kwargs = Signature(module).arguments(example)
+        devices = {each.device for each in module.parameters() if each.is_cuda}
+        before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        switch, visit = Switch(units), _Timing(self._seconds, units, [call.name for call in calls])
+        try:
+            with torch.random.fork_rng(devices), torch.no_grad(), switch.visited_by(visit):
+                module(*args, **kwargs)
+        finally:
+            switch.remove(units)
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
+class _Timing:
+    """One run of the module, in which the calls that are not known yet are timed."""
+
+    def __init__(self, known: dict[str, float], units: dict[str, nn.Module], names: list[str]) -> None:
+        self._known, self._units, self._names = known, units, iter(names)
+
+    def call(self, unit: str, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = next(self._names)
+        if name not in self._known:
+            weights: list[Tensor] = [each for each in self._units[unit].parameters() if each.requires_grad]
+            self._known[name] = min(_seconds_of(inner, args, kwargs, weights) for _ in range(_RUNS))
+        return inner(*args, **kwargs)
+
+
+def _seconds_of(inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any], weights: list[Tensor]) -> float:
+    """A forward and its backward, on copies of the arguments."""
+    copied_args, copied_kwargs = pytree.tree_map_only(Tensor, _copy, (args, kwargs))
+    inputs = [each for each in pytree.tree_leaves((copied_args, copied_kwargs)) if isinstance(each, Tensor)]
+    targets = [*(each for each in inputs if each.requires_grad), *weights]
+    with torch.enable_grad():
+        start = _now(weights or inputs)
+        returned = inner(*copied_args, **copied_kwargs)
+        made = [each for each in pytree.tree_leaves(returned) if isinstance(each, Tensor) and each.requires_grad]
+        if made and targets:
+            torch.autograd.grad(made, targets, [torch.ones_like(each) for each in made], allow_unused=True)
+        return _now(weights or inputs) - start
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.is_floating_point())
+
+
+def _now(tensors: Sequence[Tensor]) -> float:
+    for device in {each.device for each in tensors if each.is_cuda}:
+        torch.cuda.synchronize(device)
+    return perf_counter()

@@ -1,0 +1,79 @@
+"""What a splitter makes and an executor runs: the stages of a module, and the values that flow between them.
+
+A value is one tensor that a stage makes and another reads, known by its name. Its maker is one stage; its readers are
+any later stages, next or not: that is all that a skip connection is.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+#: Values by name. What a stage makes are tensors; a batch may hold anything.
+Values = dict[str, torch.Tensor]
+Batch = Mapping[str, Any]
+
+#: From the module's output and the microbatch: its loss, or a sum and the number that it is summed over.
+Loss = Callable[[Any, Batch], "torch.Tensor | tuple[torch.Tensor, torch.Tensor | int | float]"]
+
+#: A call of a unit, whatever its arguments.
+Call = Callable[..., Any]
+
+
+class Stage(Protocol):
+    """One stage, as an executor sees it."""
+
+    #: Its parameters and buffers, by their names in the original module. A tied parameter is in each of its stages.
+    parameters: Mapping[str, nn.Parameter]
+    buffers: Mapping[str, torch.Tensor]
+
+    def run(self, values: Values, batch: Batch) -> tuple[Values, Any]:
+        """Compute on one microbatch: `values` are those it reads, `batch` the microbatch's entries.
+
+        Returns the values that other stages read, and the module's output if this is the last stage (else None).
+        Nothing is detached or moved: gradients flow from what is returned to `values` and to the parameters.
+        """
+        ...
+
+
+@runtime_checkable
+class Wrappable(Protocol):
+    """A stage that lets something be put around the calls of its units, and says which weights are used elsewhere."""
+
+    @property
+    def in_glue(self) -> Collection[str]: ...
+
+    def wrap(self, around: Callable[[str, Call], Call]) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """A module in stages. Stages that are not materialised in this process are None.
+
+    `reads[stage]` and `writes[stage]` are names of values, in a fixed order that all processes share. `makers` is the
+    stage that makes each. `ties` are the parameters that several stages hold: original name to stages, first to last.
+    `units` are the pieces of each stage by name, so that one can see that none is lost.
+    """
+
+    stages: tuple[Stage | None, ...]
+    reads: tuple[tuple[str, ...], ...]
+    writes: tuple[tuple[str, ...], ...]
+    makers: Mapping[str, int]
+    ties: Mapping[str, tuple[int, ...]]
+    units: tuple[tuple[str, ...], ...]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
+    @property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """Every (maker, reader), each once, in order."""
+        pairs = {(self.makers[name], reader) for reader, names in enumerate(self.reads) for name in names}
+        return tuple(sorted(pairs))
+
+    def between(self, maker: int, reader: int) -> tuple[str, ...]:
+        """The values that one stage makes and another reads."""
+        return tuple(name for name in self.reads[reader] if self.makers[name] == maker)

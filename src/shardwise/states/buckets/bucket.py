@@ -1,0 +1,154 @@
+"""A bucket: weights, gradients, and what an optimizer updates of them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.ranks.collectives import Group
+from shardwise.states.buckets.bucketing import Home
+from shardwise.states.buckets.flat_layout import Layout, Slot, Span
+from shardwise.states.buckets.gradients import ScatteredGradients, WholeGradients
+from shardwise.states.buckets.offloaded_weights import LodgedWeights
+from shardwise.states.buckets.weights import Weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Piece:
+    """What this rank updates of a parameter.
+
+    `weight` is what an optimizer is given: the parameter itself if the rank updates all of it, else the numbers of
+    `span`, flattened. It is in full precision where the parameter is not. `number` is the parameter's in its bucket.
+    """
+
+    number: int
+    span: Span
+    weight: nn.Parameter
+
+    @property
+    def name(self) -> str:
+        return self.span.slot.name
+
+
+class Bucket:
+    """The parameters of one home.
+
+    `updates_whole`: every rank updates all of them alike. `master`: the optimizer works on a copy in full precision.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        layout: Layout,
+        weights: Weights,
+        gradients: WholeGradients | ScatteredGradients | None,
+        *,
+        updates_whole: bool,
+        master: bool,
+    ) -> None:
+        self.home, self.layout, self.weights, self.gradients = home, layout, weights, gradients
+        self.updates_whole = updates_whole
+        self.sharing = Group() if updates_whole else home.replicas.shard
+        self.master = self._follower.float() if master and gradients is not None else None
+        self.pieces = [self._piece(span) for span in self.updated(self.sharing.rank)] if gradients is not None else []
+        #: What a step's gradients are multiplied with, where that is done when they are used.
+        self.factor = 1.0
+        #: Whether a step has a gradient for each piece, where gradients live on the host.
+        self.gives = [False] * len(self.pieces)
+
+    @property
+    def is_lodged(self) -> bool:
+        """Whether weights and gradients live on the host."""
+        return isinstance(self.weights, LodgedWeights)
+
+    def updated(self, rank: int) -> list[Span]:
+        """What a rank of those that share the updating updates."""
+        if self.updates_whole:
+            return [Span(slot, 0, slot.shape.numel(), slot.start) for slot in self.layout.slots]
+        return self.layout.spans(rank)
+
+    @property
+    def kept(self) -> Tensor:
+        """What this rank updates, in the optimizer's precision: the newest, where it lives."""
+        if isinstance(self.weights, LodgedWeights):
+            self.weights.settle()
+            if self.weights.master is not None:
+                return self.weights.master.home
+        return self._follower if self.master is None else self.master
+
+    @property
+    def _follower(self) -> Tensor:
+        """The same in the parameters' own precision."""
+        home = self.weights.home
+        return home if self.updates_whole or self.weights.is_sharded else self._own(home)
+
+    def _own(self, whole: Tensor) -> Tensor:
+        return whole.view(self.sharing.size, -1)[self.sharing.rank]
+
+    @property
+    def trained(self) -> WholeGradients | ScatteredGradients:
+        """The gradients, of a bucket that has some."""
+        assert self.gradients is not None, "frozen parameters have no gradient"
+        return self.gradients
+
+    @property
+    def result(self) -> Tensor:
+        """The gradients of what this rank updates."""
+        if self.updates_whole:
+            assert isinstance(self.gradients, WholeGradients), "whole updates need whole gradients"
+            return self.gradients.whole
+        return self.trained.own
+
+    def _piece(self, span: Span) -> Piece:
+        number = self.layout.slots.index(span.slot)
+        if self.updates_whole and self.master is None:
+            return Piece(number=number, span=span, weight=self.weights.parameters[number])
+        numbers = self.kept[span.at : span.at + span.length]
+        return Piece(
+            number=number,
+            span=span,
+            weight=nn.Parameter(numbers.view(span.slot.shape) if self.updates_whole else numbers),
+        )
+
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients."""
+        self.factor = factor
+        if not self.is_lodged and factor != 1.0:
+            self.result.mul_(factor)
+
+    @property
+    def given(self) -> Tensor:
+        """The gradients as an optimizer was given them, on the device."""
+        result = self.result
+        return result.to(self.home.device, copy=True).mul_(self.factor) if self.is_lodged else result
+
+    @torch.no_grad()
+    def give(self, used: list[bool]) -> None:
+        """Give each piece its gradient. One that no replica used gets none, as on one device."""
+        if self.is_lodged:
+            self.gives = [used[piece.number] for piece in self.pieces]
+            return
+        result = self.result if self.master is None else self.result.float()
+        for piece in self.pieces:
+            gradient = result[piece.span.at : piece.span.at + piece.span.length].view(piece.weight.shape)
+            piece.weight.grad = gradient if used[piece.number] else None
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """The pieces have been updated: the weights follow, on this rank and, if it has a share only, on the others."""
+        if isinstance(self.weights, LodgedWeights):
+            self.weights.is_renewed([])
+        elif self.master is not None:
+            self._follower.copy_(self.master)
+            for piece in self.pieces:
+                piece.weight.grad = None
+        if not self.updates_whole:
+            self.weights.expire()
+
+    @torch.no_grad()
+    def load(self, slot: Slot, whole: Tensor) -> None:
+        """Take a parameter's numbers from its whole; `take_back` brings them to the other ranks."""
+        flat = whole.detach().reshape(-1).to(self.kept.device)
+        for span in self.updated(self.sharing.rank):
+            if span.slot == slot:
+                self.kept[span.at : span.at + span.length] = flat[span.start : span.stop]

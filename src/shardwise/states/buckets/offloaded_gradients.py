@@ -1,0 +1,234 @@
+"""The gradients of a bucket, where they live on the host.
+
+    zero 0 and 1    in a backward       what went home before comes, is added to, and goes
+                    in the last one     it is summed over the replicas before it goes
+    zero 2 and 3    in every backward   gradients are summed to shards, which are added to what went home before
+
+On the device there is memory for one backward of a bucket. What is computed is what is computed without a host, in the
+same order: so are the sums, to the last bit. What a norm needs is computed by the device, on the way out.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.dataflow.leaving import Leaving
+from shardwise.dataflow.streams import Mark
+from shardwise.ranks.exchange import Ticket
+from shardwise.states.buckets.gradients import ScatteredGradients, WholeGradients
+from shardwise.states.tiers.copy_streams import Crossing
+
+#: Of this rank's piece of a sum, what a norm needs of it.
+Measure = Callable[[Tensor], list[Tensor]]
+
+
+class HostGradients:
+    """What has gone to the host of the gradients of one step: `numbers` is where it is, after `sent`."""
+
+    def __init__(self, length: int, like: Tensor, crossing: Crossing, leaving: Leaving) -> None:
+        self.numbers = crossing.pinned((length,), like.dtype)
+        self.sent: list[Mark] = []
+        #: What was measured of the last that went.
+        self.norms: list[Tensor] = []
+        self.measure: Measure | None = None
+        self._crossing, self._leaving = crossing, leaving
+
+    def bring(self, into: Tensor) -> Mark:
+        """Have it come."""
+        return self._crossing.inward(into, self.numbers, [*self.sent, *self._crossing.computed()])
+
+    def follow(self, mark: Mark) -> None:
+        """What is computed next is computed after a mark."""
+        self._crossing.follow(mark)
+
+    def send(self, numbers: Tensor, at: slice, own: Tensor | None = None) -> None:
+        """Have numbers go home, which nobody else needs; `own` of them are this rank's piece of a sum."""
+        if own is not None:
+            self._note_norms(own)
+        self._go(numbers, at, [])
+
+    def add(self, more: Tensor) -> None:
+        """Have numbers added, on the device and beside the computation, to all that is there."""
+        total = torch.empty_like(more)
+        arrives = self.bring(total)
+        self._go(total, slice(0, len(total)), self._crossing.beside(partial(self._add, total, more), [arrives]), more)
+
+    def is_read(self, marks: Sequence[Mark]) -> None:
+        """It was used, once these marks are reached: what goes there next comes after them."""
+        self.sent = [*self.sent, *marks]
+
+    def wait(self) -> None:
+        """Have here what was sent."""
+        for mark in self.sent:
+            mark.wait()
+
+    def _go(self, numbers: Tensor, at: slice, after: list[Mark], *also: Tensor) -> None:
+        mark = self._crossing.outward(self.numbers[at], numbers, [*self.sent, *after])
+        self.sent = [mark]
+        self._leaving.hold(mark, numbers, *also)
+        self._leaving.sweep()
+
+    @torch.no_grad()
+    def _add(self, total: Tensor, more: Tensor) -> None:
+        total.add_(more)
+        self._note_norms(total)
+
+    @torch.no_grad()
+    def _note_norms(self, own: Tensor) -> None:
+        if self.measure is not None:
+            self.norms = self.measure(own)
+
+
+class LodgedWholeGradients(WholeGradients):
+    """Those that are summed at the end of a step (zero 0 and 1)."""
+
+    host: HostGradients
+    _lent: Tensor | None = None
+    _arrives: Mark | None = None
+    _is_begun = False
+
+    @property
+    def home_length(self) -> int:
+        """How many numbers are on the host."""
+        return self.layout.length
+
+    def move_in(self, crossing: Crossing, leaving: Leaving) -> None:
+        """Take the host's memory."""
+        self.host = HostGradients(self.home_length, self.parameters[0], crossing, leaving)
+
+    def begin(self) -> None:
+        super().begin()
+        self._lent, self._arrives, self._is_begun = None, None, False
+
+    def fetch(self) -> None:
+        if self._is_begun and self._lent is None:
+            self._lent = self.parameters[0].detach().new_empty(self.layout.length)
+            self._arrives = self.host.bring(self._lent)
+
+    def flat(self, step: int) -> Tensor:  # noqa: ARG002 - there is one version of the weights
+        """This backward's, on top of what went home before it in the step."""
+        self.fetch()
+        if self._lent is None:
+            self._lent = self._make()
+        if self._arrives is not None:
+            self.host.follow(self._arrives)
+            self._arrives = None
+        return self._lent
+
+    def _take(self, number: int, parameter: nn.Parameter, step: int) -> None:
+        slot, had = self.layout.slots[number], self.used[number]
+        place = self.flat(step)[slot.start : slot.stop].view(slot.shape)
+        if parameter.grad is None:
+            if not had:
+                place.zero_()
+        elif parameter.grad.data_ptr() != place.data_ptr():
+            place.add_(parameter.grad) if had else place.copy_(parameter.grad)
+            self.used[number] = True
+        parameter.grad = place
+
+    def has_passed(self) -> None:
+        """They go home, also those that nobody was told of."""
+        told = [number for number, each in enumerate(self.parameters) if each.grad is not None]
+        for number in told:
+            self._take(number, self.parameters[number], 0)
+        if self._lent is not None:
+            lent = self._let_go()
+            self.host.send(lent, slice(0, len(lent)))
+            self._is_begun = True
+
+    def start(self, step: int = 0) -> None:
+        super().start(step)
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def settle(self) -> None:
+        """Have the sum go home, of which zero=1 leaves a rank its piece."""
+        self.wait()
+        if self._lent is not None:
+            lent, shard = self._let_go(), self.replicas.shard
+            own, length = lent.view(shard.size, -1)[shard.rank], self.layout.shard_length
+            at = slice(0, len(lent)) if self._to_all else slice(shard.rank * length, (shard.rank + 1) * length)
+            self.host.send(lent[at], at, own)
+
+    def finish(self, step: int) -> None:  # noqa: ARG002 - there is one version of the weights
+        self.settle()
+
+    @property
+    def whole(self) -> Tensor:
+        self.host.wait()
+        return self.host.numbers
+
+    @property
+    def own(self) -> Tensor:
+        return self.whole.view(self.replicas.shard.size, -1)[self.replicas.shard.rank]
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._lent is None else self._lent.nbytes
+
+    def _let_go(self) -> Tensor:
+        """Have no memory of the device any more."""
+        lent, self._lent = self.flat(0), None
+        for parameter in self.parameters:
+            parameter.grad = None
+        return lent
+
+
+class LodgedScatteredGradients(ScatteredGradients):
+    """Those that are summed to shards in every backward (zero 2 and 3)."""
+
+    host: HostGradients
+    #: Sums that have been begun, the memory that they are in, and whether they are a step's first.
+    _sums: tuple[tuple[Ticket, Tensor, bool], ...] = ()
+
+    def _make_shard(self) -> Tensor:
+        return self.parameters[0].detach().new_empty(0)
+
+    @property
+    def home_length(self) -> int:
+        """How many numbers are on the host."""
+        return self.layout.shard_length
+
+    def move_in(self, crossing: Crossing, leaving: Leaving) -> None:
+        """Take the host's memory."""
+        self.host = HostGradients(self.home_length, self._shard, crossing, leaving)
+
+    def _sum(self, lent: Tensor, *, is_first: bool) -> None:
+        ticket = self._exchange.sum_to_shards(lent, self.replicas.shard, self._channel)
+        self._sums = (*self._sums, (ticket, lent, is_first))
+
+    def settle(self) -> None:
+        """Have the sums go home that have been begun."""
+        sums, self._sums = self._sums, ()
+        for ticket, lent, is_first in sums:
+            ticket.wait()
+            own = lent.view(self.replicas.shard.size, -1)[self.replicas.shard.rank].clone()
+            self._loans.give_back(lent)
+            self.host.send(own, slice(0, len(own)), own) if is_first else self.host.add(own)
+
+    def finish(self, step: int) -> None:  # noqa: ARG002 - there is one version of the weights
+        """Let the sum of a step be the result: over the copies too, now that it is complete."""
+        self.settle()
+        copies = self.replicas.copies
+        if self._is_begun and copies.size == 1:
+            return
+        total = self._shard.new_zeros(self.layout.shard_length)
+        if self._is_begun:
+            self.host.follow(self.host.bring(total))
+        self._exchange.sum_to_all(total, copies, self._channel + 1, follows=True).wait()
+        self.host.send(total, slice(0, len(total)), total)
+
+    @property
+    def own(self) -> Tensor:
+        self.host.wait()
+        return self.host.numbers
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(lent.nbytes for _, lent, _ in self._sums)
+
+
+#: Gradients of a bucket that live on the host.
+LodgedGradients = LodgedWholeGradients | LodgedScatteredGradients

@@ -1,0 +1,134 @@
+"""When the gradients of each bucket begin to be summed.
+
+As soon as they are there: in the last backward of a step, or in every backward where gradients are scattered. But all
+replicas must sum in one order, and one of them may lack a gradient that the others have. So there is one order, made
+from the schedule alone; a bucket that is full waits for those before it, and one that is not when its stage is done is
+summed with zeros in the gaps.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from shardwise.schedule.instruction import Instruction, Kind
+from shardwise.schedule.schedule import Schedule
+from shardwise.states.buckets.bucket import Bucket
+
+_MAKES_GRADIENTS = (Kind.B, Kind.W)
+_BACKWARDS = (Kind.B, Kind.I, Kind.W)
+
+
+class Launches:
+    """Starts the sums of buckets, in a fixed order. `on_start` is told of each, and whether the stage makes no more.
+
+    `on_pass` is told when a backward has added to a bucket that is not summed yet.
+    `scatters`: each backward is summed by itself. Without `listens`, gradients are looked for when a stage is done.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        schedule: Schedule,
+        rank: int,
+        *,
+        scatters: bool,
+        listens: bool,
+        on_start: Callable[[Bucket, bool], None],
+        on_pass: Callable[[Bucket], None],
+    ) -> None:
+        self._buckets, self._scatters, self._on_start, self._on_pass = buckets, scatters, on_start, on_pass
+        order = schedule.orders[rank]
+        last: dict[tuple[int, int], Instruction] = {}
+        for instruction in order:
+            for part in instruction.parts:
+                if part.kind in _MAKES_GRADIENTS:
+                    last[part.stage, schedule.step_of(part.microbatch)] = part
+        self._last = frozenset(last.values())
+        reduces = [each.stage for each in order if each.kind is Kind.REDUCE and each.peer is None]
+        # A bucket that several stages use is complete with the last of them.
+        done = {stage: position for position, stage in enumerate(reduces)}
+        self._order = sorted(buckets, key=lambda bucket: max(done.get(stage, 0) for stage in bucket.home.stages))
+        self._left: dict[tuple[Bucket, int], set[int]] = {}
+        self._queue: deque[Bucket] = deque()
+        self._ready: set[Bucket] = set()
+        self._closing: int | None = None
+        #: Whether what is computed makes the last gradients of its stage.
+        self._is_last = False
+        self._handles: list[RemovableHandle] = []
+        if listens:
+            for bucket in buckets:
+                for number, parameter in enumerate(bucket.weights.parameters):
+                    arrived = partial(self._arrived, bucket, number)
+                    handle = parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+                    self._handles.append(handle)
+
+    def begin_step(self) -> None:
+        """Nothing has been summed yet."""
+        self._left.clear()
+        self._ready.clear()
+        self._closing = None
+        self._queue = deque() if self._scatters else deque(self._order)
+
+    def begin(self, instruction: Instruction) -> None:
+        """A computation begins: if it makes gradients, these are awaited."""
+        if instruction.kind not in _MAKES_GRADIENTS:
+            return
+        mine = [bucket for bucket in self._buckets if instruction.stage in bucket.home.stages]
+        for bucket in mine:
+            bucket.trained.expect()
+        if not (self._scatters or instruction in self._last):
+            return
+        self._closing, self._is_last = instruction.stage, instruction in self._last
+        if self._scatters:
+            self._queue = deque(mine)
+
+    def end(self, instruction: Instruction) -> None:
+        """A computation has ended: if its gradients are scattered, all are summed now."""
+        if self._scatters and instruction.kind in _MAKES_GRADIENTS:
+            self._ready.update(self._queue)
+            self._launch()
+        elif not self._scatters and instruction.kind in _BACKWARDS and instruction not in self._last:
+            for bucket in self._buckets:
+                if instruction.stage in bucket.home.stages:
+                    self._on_pass(bucket)
+        self._closing = None
+
+    def reduce(self, instruction: Instruction) -> None:
+        """A stage's gradients of a step are complete."""
+        if self._scatters:
+            return
+        stage, step = instruction.stage, instruction.microbatch
+        for bucket in self._order:
+            if stage in bucket.home.stages:
+                left = self._left.setdefault((bucket, step), set(bucket.home.stages))
+                left.discard(stage)
+                if not left and not self._handles:
+                    self._start(bucket, step)
+                elif not left:
+                    self._ready.add(bucket)
+        self._launch()
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _arrived(self, bucket: Bucket, number: int, _: Tensor) -> None:
+        is_full = bucket.trained.arrive(number)
+        if is_full and self._closing is not None and (self._scatters or len(bucket.home.stages) == 1):
+            self._ready.add(bucket)
+            self._launch()
+        elif is_full and self._closing is None and not self._scatters:
+            self._on_pass(bucket)
+
+    def _launch(self) -> None:
+        while self._queue and self._queue[0] in self._ready:
+            bucket = self._queue.popleft()
+            self._ready.discard(bucket)
+            self._start(bucket, 0)
+
+    def _start(self, bucket: Bucket, step: int) -> None:
+        bucket.trained.start(step)
+        self._on_start(bucket, self._is_last or not self._scatters)

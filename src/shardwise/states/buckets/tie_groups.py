@@ -1,0 +1,51 @@
+"""Parameters that stages on several ranks share: whose gradients are summed over those stages too.
+
+They have buckets of their own, alike on all of those ranks. So the sum over replicas comes first, where it runs beside
+the computation, and what is left to be summed over stages is a rank's own shard of it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from shardwise.ranks.collectives import Group
+from shardwise.schedule.placement import Placement
+from shardwise.stages.stage import Split
+from shardwise.states.tied_gradients import names_of_ties
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tie:
+    """The names of parameters, and the ranks of a pipeline that hold them.
+
+    `is_copy`: they are all that a stage has, which another rank has a copy of; else a few of each stage's.
+    """
+
+    names: tuple[str, ...]
+    group: Group
+    is_copy: bool = False
+
+    @property
+    def is_counted_here(self) -> bool:
+        """Whether it is this rank that counts them, where all are counted once."""
+        return self.group.rank == 0
+
+
+def make_ties(placement: Placement, split: Split, pipelines: Sequence[Sequence[int]], rank: int) -> list[Tie]:
+    """The ties of a placement, each with its group in this rank's pipeline. Every rank of the world calls this alike.
+
+    `pipelines` are the world's ranks of every pipeline, `rank` is this one's in the world. A tie within one rank, or
+    of other ranks, is a group of one: its parameters need no sum.
+    """
+    found = []
+    for tie, names in zip(placement.ties, names_of_ties(placement, split), strict=True):
+        places = sorted({placement.ranks[stage] for stage in tie})
+        group = Group()
+        for pipeline in pipelines:
+            ranks = [pipeline[place] for place in places]
+            handle = dist.new_group(ranks) if len(ranks) > 1 else None
+            if rank in ranks and handle is not None:
+                group = Group(handle)
+        found.append(Tie(names=names, group=group, is_copy=not set(names) & set(split.ties)))
+    return found

@@ -1,0 +1,123 @@
+"""The parameters of a bucket in one run of memory, and who has which part of it at which time.
+
+              whole on every rank (zero 0 to 2)          in shards (zero 3)
+    step      a rank writes its piece                    a rank writes its shard
+    gather    the other pieces come in                   memory is taken, all pieces come in
+    release   nothing                                    the memory is given back
+
+The module's parameters are the same objects all the while, and what autograd has saved of them is too: they look into
+the memory that is taken and given back. So a backward finds its weights where its forward had them, if they have been
+gathered again.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.ranks.collectives import Group
+from shardwise.ranks.exchange import Exchange, Ticket
+from shardwise.states.buckets.flat_layout import Layout
+
+
+class Weights:
+    """The parameters of one bucket, which are made to look into its memory."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        parameters: list[nn.Parameter],
+        group: Group,
+        exchange: Exchange,
+        channel: int,
+        *,
+        dtype: torch.dtype,
+        is_sharded: bool,
+    ) -> None:
+        self.layout, self.parameters, self.is_sharded = layout, parameters, is_sharded
+        self._group, self._exchange, self._channel = group, exchange, channel
+        self._flat = parameters[0].new_zeros(layout.length, dtype=dtype, requires_grad=False)
+        for slot, parameter in zip(layout.slots, parameters, strict=True):
+            place = self._flat[slot.start : slot.stop].view(slot.shape)
+            place.copy_(parameter.data)
+            # Through `data`: what is written to the bucket must not count as written to the parameter, of which
+            # autograd may have saved the old numbers, to find the same ones there later.
+            parameter.data = place
+        own = self._flat.view(group.size, -1)[group.rank]
+        #: What this rank keeps, and its optimizer writes.
+        self.shard: Tensor = own.clone() if is_sharded else own
+        self._coming: Ticket | None = None
+        self._is_here = True
+        self._holders: set[object] = set()
+        self.release()
+
+    @property
+    def num_bytes(self) -> int:
+        """What they take now."""
+        whole = self._flat.untyped_storage().nbytes()
+        return whole + self.shard.untyped_storage().nbytes() if self.is_sharded else whole
+
+    @property
+    def whole(self) -> Tensor:
+        """All of them, where they are here."""
+        return self._flat
+
+    @property
+    def home(self) -> Tensor:
+        """Where the numbers live that this rank keeps: all of them, or its shard."""
+        return self.shard if self.is_sharded else self._flat
+
+    @property
+    def whole_bytes(self) -> int:
+        return self.layout.length * self._flat.element_size()
+
+    def expire(self) -> None:
+        """The shards have been written: what was gathered is no longer true."""
+        self._holders.clear()
+        if self._coming is not None:
+            self.wait()
+        self._is_here = False
+        self.release()
+        if not self.is_sharded:
+            self.start()
+
+    def fetch(self) -> None:
+        """The shard is here."""
+
+    def start(self) -> None:
+        """Begin to gather, if it is not under way or done."""
+        if self._is_here or self._coming is not None:
+            return
+        if self.is_sharded:
+            self._flat.untyped_storage().resize_(self.whole_bytes)
+        self._coming = self._exchange.gather(self._flat, self.shard, self._group, self._channel)
+
+    def claim(self, holder: object) -> None:
+        """Begin to gather, for `holder` and until it lets go."""
+        self._holders.add(holder)
+        self.start()
+
+    def hold(self, holder: object) -> None:
+        """Have the whole here until `holder` lets go."""
+        self._holders.add(holder)
+        self.wait()
+
+    def wait(self) -> None:
+        """Have the whole here."""
+        self.start()
+        if self._coming is not None:
+            self._coming.wait()
+            self._coming, self._is_here = None, True
+
+    def let_go(self, holder: object) -> None:
+        """This holder needs it no longer."""
+        self._holders.discard(holder)
+        if not self._holders:
+            self.release()
+
+    def release(self) -> None:
+        """Give back the memory of what other ranks keep."""
+        if not self.is_sharded:
+            return
+        if self._coming is not None:
+            self.wait()
+        self._flat.untyped_storage().resize_(0)
+        self._is_here = False

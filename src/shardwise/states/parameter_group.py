@@ -1,0 +1,118 @@
+"""Which parameters go to which optimizer, and whether it can work on pieces of them.
+
+    optimizer=lambda parameters: AdamW(parameters, lr=3e-4)
+
+    optimizer=[
+        Share(make=lambda parameters: Muon(parameters, lr=0.02), takes=is_hidden_matrix),
+        Share(make=lambda parameters: AdamW(parameters, lr=3e-4)),
+    ]
+
+An optimizer that treats every number by itself (AdamW, SGD) works on any piece of a parameter. One that looks at a
+matrix as such (Muon, Adafactor) must see it whole. Of optimizers that we know, we know which; of others one has to say.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn, optim
+from torch.optim import Optimizer
+
+from shardwise.errors import ShardwiseError
+from shardwise.states.muon import Muon
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+#: Those that treat every number by itself.
+ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
+    {
+        optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam,
+        optim.RMSprop, optim.Rprop, optim.SGD,
+    }
+)  # fmt: skip
+#: Those that must see each parameter whole.
+MATRIXWISE: frozenset[type[Optimizer]] = frozenset({optim.Adafactor, optim.Muon, Muon})
+
+
+def everything(name: str, parameter: nn.Parameter) -> bool:  # noqa: ARG001 - a rule that takes all
+    """Take every parameter that is left."""
+    return True
+
+
+def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """Take matrices between hidden layers: what Muon is for. Embeddings and heads are known by their names."""
+    ends = ("embed", "wte", "wpe", "head", "position")
+    return parameter.dim() == 2 and not any(word in name for word in ends)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """An optimizer for some of the parameters: those that `takes(name, parameter)`, and that no share before takes.
+
+    `whole`: whether it must see parameters whole; None is for optimizers that we know.
+    """
+
+    make: MakeOptimizer
+    takes: Callable[[str, nn.Parameter], bool] = everything
+    whole: bool | None = None
+
+
+def shares_of(optimizer: MakeOptimizer | Sequence[Share]) -> tuple[Share, ...]:
+    """One form for both that a user may give."""
+    return (Share(make=optimizer),) if callable(optimizer) else tuple(optimizer)
+
+
+def sort_out(shares: Sequence[Share], parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
+    """The names that each share takes. Every parameter must be taken."""
+    taken: list[list[str]] = [[] for _ in shares]
+    for name, parameter in parameters.items():
+        number = next((number for number, share in enumerate(shares) if share.takes(name, parameter)), None)
+        if number is None:
+            raise ShardwiseError(
+                f"no optimizer takes {name} of shape {tuple(parameter.shape)}",
+                remedy="a last Share without takes, or parameter.requires_grad_(False)",
+            )
+        taken[number].append(name)
+    return taken
+
+
+def make_all(
+    optimizer: MakeOptimizer | Sequence[Share], parameters: Mapping[str, nn.Parameter]
+) -> dict[Optimizer, MakeOptimizer]:
+    """The optimizers of whole parameters, with what made each. A share that has none of them has no optimizer."""
+    shares = shares_of(optimizer)
+    return {
+        share.make([parameters[name] for name in names]): share.make
+        for share, names in zip(shares, sort_out(shares, parameters), strict=True)
+        if names
+    }
+
+
+def make_on_pieces(share: Share, pieces: Sequence[nn.Parameter]) -> Optimizer | None:
+    """The optimizer of pieces of parameters; None if it must see them whole."""
+    if share.whole:
+        return None
+    # A rank that has none of them must decide as the others do, so it has an optimizer of one number that nobody uses.
+    given = pieces or [nn.Parameter(torch.zeros(1))]
+    try:
+        made = share.make(given)
+    except (ValueError, ShardwiseError):
+        # torch's Muon refuses what is no matrix.
+        if share.whole is None:
+            return None
+        raise
+    if share.whole is None and type(made) in MATRIXWISE:
+        return None
+    if share.whole is None and type(made) not in ELEMENTWISE:
+        raise unfit(made)
+    return made
+
+
+def unfit(made: Optimizer) -> ShardwiseError:
+    """An optimizer of which nobody said whether it can work on pieces."""
+    kind = type(made).__name__
+    return ShardwiseError(
+        f"parameters are in pieces under this plan, and whether {kind} can update a piece by itself is not known",
+        remedy=f"optimizer=[Share(make=..., whole=True)] if {kind} looks at whole matrices, whole=False if every number"
+        " is treated by itself; or zero=0",
+    )

@@ -1,0 +1,6 @@
+"""Memory beneath the device: weights, gradients, activations and optimizer state on the host or on disk."""
+
+from shardwise.states.tiers.host_updates import HostUpdates
+from shardwise.states.tiers.streamed_weights import StreamedWeights, stream
+
+__all__ = ["HostUpdates", "StreamedWeights", "stream"]

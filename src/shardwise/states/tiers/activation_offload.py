@@ -1,0 +1,234 @@
+"""What forwards save for their backwards, a part of it on the host until it is needed.
+
+    compute   forward of 0, 1, 2, 3 | ...... | backward of 3, 2, 1, 0
+    out         a0  a1  a2  a3
+    in                                 a3  a2  a1  a0        ahead of their use, in the order that is expected
+
+Autograd is asked to hand over what it saves. Memory goes as a whole, once, whatever views of it are saved, and comes
+back with the same views: the backward sees the same numbers at the same strides. What is there anyway (weights, the
+batch, what a stage was given) stays. A forward that is ahead of its copies waits for them, or nothing would be saved.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from shardwise.cluster.local import available_bytes
+from shardwise.cost.memory import LEAVING_BYTES
+from shardwise.dataflow.leaving import Leaving
+from shardwise.dataflow.streams import Mark
+from shardwise.planner.host_room import check_host_room
+from shardwise.planner.plan import Plan
+from shardwise.stages.activation_bytes import Kept
+from shardwise.states.tiers.copy_streams import Crossing
+
+#: Less than this is not worth a copy of its own.
+LEAST_BYTES = 1024
+
+#: Memory by its address in torch, and how often it was written to when it was saved.
+_Key = tuple[int, int]
+
+
+class _Away:
+    """Memory that went to the host. There it has a room, of which it may take a part."""
+
+    def __init__(self, stash: "Stash", room: Tensor, home: Tensor, gone: Mark, frame: "_Frame") -> None:
+        self.room, self.home, self.gone, self.frame = room, home, gone, frame
+        self.number = len(frame.saved)
+        self.here: Tensor | None = None
+        self.arrives: Mark | None = None
+        #: Whether what is computed comes after its arrival.
+        self.is_followed = False
+        self._stash = stash
+
+    def __del__(self) -> None:
+        self._stash.forget(self)
+
+
+class _View(NamedTuple):
+    """A tensor that was saved: which memory it is a view of, and how it looks at it."""
+
+    away: _Away
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Frame:
+    """One forward. Half on the host is every other byte, not the first half: so copies are spread over the forward."""
+
+    def __init__(self, stays: Iterable[Tensor], kept: Kept | None) -> None:
+        self.stays = {_memory_of(each) for each in stays}
+        self.kept = kept
+        self.saved: list[weakref.ref[_Away]] = []
+        #: What was seen. While it is referred to, weakly, no other memory can have its address.
+        self.known: dict[_Key, tuple[StorageWeakRef, weakref.ref[_Away] | None]] = {}
+        self.seen_bytes = self.hosted_bytes = 0
+
+
+class Stash:
+    """The part of a rank's saved tensors that is on the host.
+
+    At most `window_bytes` are on their way out or ahead of their use. `check` is asked before more of the host's memory
+    is taken, and refuses; without one that is what the plan's sentence says.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        crossing: Crossing,
+        *,
+        window_bytes: int | None = None,
+        check: Callable[[int], None] | None = None,
+    ) -> None:
+        self._plan, self._crossing = plan, crossing
+        self._window_bytes = LEAVING_BYTES if window_bytes is None else window_bytes
+        self._leaving = Leaving(self._window_bytes)
+        self._check = check or self._check_host
+        #: Memory of the host that nobody has, by size, and when the last one to have it is gone.
+        self._spare: dict[int, list[tuple[Tensor, list[Mark]]]] = {}
+        #: What has come back and may be asked for again.
+        self._brought: weakref.WeakSet[_Away] = weakref.WeakSet()
+        #: What was taken of the host's memory; what went there, and came back, since the beginning.
+        self.num_bytes = self.sent_bytes = self.returned_bytes = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """What has come back to the device, or is on its way there, and was not put away."""
+        return sum(each.here.numel() for each in self._brought if each.here is not None)
+
+    def saving(self, stays: Iterable[Tensor], kept: Kept | None) -> AbstractContextManager[Any]:
+        """Around a forward. `stays` is there anyway; what is kept on the device is told to `kept`."""
+        frame = _Frame(stays, kept)
+        return torch.autograd.graph.saved_tensors_hooks(lambda each: self._pack(frame, each), self._unpack)
+
+    def put_away(self) -> None:
+        """A half of a backward is over: what it has brought back goes again, until the other half asks for it."""
+        for away in list(self._brought):
+            self._drop(away)
+        self._brought.clear()
+        self._leaving.sweep()
+
+    def forget(self, away: _Away) -> None:
+        """Nobody can ask for this any more: its memory on the host may be used again."""
+        marks = [away.gone] if away.arrives is None else [away.gone, away.arrives]
+        self._drop(away)
+        self._spare.setdefault(away.room.numel(), []).append((away.room, marks))
+
+    def close(self) -> None:
+        """Wait for what is under way, and let go of it."""
+        self._leaving.wait()
+        self._spare.clear()
+
+    # ---------------------------------------------------------------------------------------------------------------
+
+    def _pack(self, frame: _Frame, tensor: Tensor) -> "Tensor | _View":
+        away = self._find_away(frame, tensor)
+        if away is None:
+            if frame.kept is not None:
+                frame.kept.count(tensor)
+            # Not the tensor itself: it may know the node that saves it, and neither would ever go.
+            return tensor.detach()
+        return _View(away, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def _find_away(self, frame: _Frame, tensor: Tensor) -> _Away | None:
+        """The memory of a tensor on the host, to which it may go just now; None if it stays."""
+        key = (_memory_of(tensor), tensor._version)
+        if key[0] in frame.stays or not self._may_go(tensor):
+            return None
+        if key in frame.known:
+            _, known = frame.known[key]
+            away = None if known is None else known()
+            if known is None or away is not None:
+                return away
+        memory = tensor.untyped_storage()
+        frame.seen_bytes += memory.nbytes()
+        if frame.hosted_bytes + memory.nbytes() > self._plan.offload.activations * frame.seen_bytes:
+            frame.known[key] = StorageWeakRef(memory), None  # type: ignore[no-untyped-call]
+            return None
+        frame.hosted_bytes += memory.nbytes()
+        away = self._send(frame, tensor)
+        frame.known[key] = StorageWeakRef(memory), weakref.ref(away)  # type: ignore[no-untyped-call]
+        return away
+
+    def _may_go(self, tensor: Tensor) -> bool:
+        num_bytes = tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else 0
+        is_plain = not (tensor.is_conj() or tensor.is_neg() or num_bytes % tensor.element_size())
+        return is_plain and num_bytes >= LEAST_BYTES and tensor.device == self._crossing.device
+
+    def _send(self, frame: _Frame, tensor: Tensor) -> _Away:
+        memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        room, marks = self._room(memory.numel())
+        home = room[: memory.numel()]
+        gone = self._crossing.outward(home, memory, marks)
+        away = _Away(self, room, home, gone, frame)
+        frame.saved.append(weakref.ref(away))
+        self.sent_bytes += memory.numel()
+        self._leaving.hold(gone, memory)
+        self._leaving.sweep()
+        return away
+
+    def _drop(self, away: _Away) -> None:
+        """Give back the memory on the device, when the copy into it is over.
+
+        If it was asked for, what is computed comes after the copy, and memory is used again in that order.
+        """
+        if away.here is not None and away.arrives is not None and not away.is_followed:
+            self._leaving.hold(away.arrives, away.here)
+        away.here, away.is_followed = None, False
+
+    def _room(self, num_bytes: int) -> tuple[Tensor, list[Mark]]:
+        """Memory of the host: what is spare, up to twice as large, for lengths may change with every step."""
+        # A list of them first: some may be given back at any moment.
+        fitting = [size for size in list(self._spare) if num_bytes <= size <= 2 * num_bytes and self._spare[size]]
+        if fitting:
+            return self._spare[min(fitting)].pop()
+        self._check(num_bytes)
+        self.num_bytes += num_bytes
+        return self._crossing.pinned((num_bytes,), torch.uint8), []
+
+    def _check_host(self, num_bytes: int) -> None:
+        free = available_bytes()
+        check_host_room(self._plan, self.num_bytes + num_bytes, num_ranks=1, available=self.num_bytes + free)
+
+    def _unpack(self, saved: "Tensor | _View") -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        away, frame = saved.away, saved.away.frame
+        self._leaving.sweep()
+        self._bring(away)
+        # What was saved before it is needed after it.
+        ahead_bytes = 0
+        for each in reversed(frame.saved[: away.number]):
+            other = each()
+            if ahead_bytes >= self._window_bytes:
+                break
+            if other is not None:
+                ahead_bytes += other.home.numel()
+                self._bring(other)
+        assert away.here is not None, "it was brought"
+        assert away.arrives is not None, "it was brought"
+        self._crossing.follow(away.arrives)
+        away.is_followed = True
+        typed = away.here.view(saved.dtype)
+        return typed.as_strided(saved.size, saved.stride, saved.offset)
+
+    def _bring(self, away: _Away) -> None:
+        """Have it come back, if it is not here or on its way."""
+        if away.here is None:
+            away.here = torch.empty_like(away.home, device=self._crossing.device)
+            # The memory was somebody else's until all that is computed by now is.
+            away.arrives = self._crossing.inward(away.here, away.home, [away.gone, *self._crossing.computed()])
+            self._brought.add(away)
+            self.returned_bytes += away.home.numel()
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """The address of the memory that a tensor looks into. It stays the same where memory comes and goes (ZeRO 3)."""
+    return int(tensor.untyped_storage()._cdata)

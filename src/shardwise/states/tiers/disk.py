@@ -1,0 +1,216 @@
+"""Blocks whose weights stay in files: safetensors, read into pinned memory ahead of their use.
+
+    disk      [ 3 | 7 | 11 | ... ]        files of a checkpoint, or written here
+    pinned    [ 3 ] [ 7 ] [ 11 ]          as many buffers as blocks are on their way
+    device    [ 3 ] [ 7 ] [ 11 ]
+
+Blocks are read one after the other, each by several threads at once, straight into its buffer; a buffer is written
+again when its copy to the device is done.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from shardwise.dataflow.machine import Machine
+from shardwise.dataflow.streams import Mark, ThreadStream
+from shardwise.errors import ShardwiseError
+from shardwise.states.tiers.streamed_block import Block
+
+#: One thread asks a disk for so much at once, and so many threads ask.
+_PART_BYTES = 8 * 2**20
+_NUM_READERS = 8
+
+
+class Record(NamedTuple):
+    """Where the weights of a parameter are written: a tensor of a file, and its bytes there."""
+
+    path: Path
+    name: str
+    start: int
+    dtype: torch.dtype
+
+
+#: For each parameter of a block that is on disk.
+Records = Mapping[nn.Parameter, Record]
+
+
+class _Buffer:
+    """Pinned memory for one block, and when it was last read by a copy."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.last: Mark | None = None
+
+
+class Shelf:
+    """Reads blocks from their files, as many ahead as it has buffers."""
+
+    def __init__(self, records: Sequence[Records], num_bytes: int, num_buffers: int, machine: Machine) -> None:
+        self._records = {parameter: record for each in records for parameter, record in each.items()}
+        self._maps: dict[Path, Any] = {}
+        self._files: dict[Path, int] = {}
+        # An error in it is the machine's: what is computed after it would be rubbish.
+        self._stream = ThreadStream("weights from disk", machine.failures)
+        self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="shardwise disk")
+        self._buffers = cycle([_Buffer(machine.pinned((num_bytes,), torch.uint8)) for _ in range(num_buffers)])
+        self._current: _Buffer | None = None
+
+    def read(self, block: Block) -> tuple[Tensor, Mark]:
+        """Have a block read into memory that is the caller's until `sent`; return it, and when it has the weights."""
+        self._current = buffer = next(self._buffers)
+        memory = buffer.memory[: block.num_bytes]
+        after = [] if buffer.last is None else [buffer.last]
+        return memory, self._stream.put(partial(self._read, block, memory), after, _blame)
+
+    def sent(self, mark: Mark) -> None:
+        """What was read last has been copied to the device once a mark is reached."""
+        assert self._current is not None, "nothing was read"
+        self._current.last = mark
+
+    def weights(self, parameter: nn.Parameter) -> Tensor:
+        """The weights of a parameter, mapped into memory as they lie in their file: read when they are used."""
+        path, name, _, _ = self._records[parameter]
+        if path not in self._maps:
+            self._maps[path] = safe_open(path, "pt")
+        found: Tensor = self._maps[path].get_tensor(name)
+        return found
+
+    def close(self) -> None:
+        """End the threads. Files stay mapped as long as somebody uses weights in them."""
+        self._stream.close()
+        self._readers.shutdown()
+        self._maps.clear()
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()
+
+    def _read(self, block: Block, memory: Tensor) -> None:
+        if block.scratch is not None:
+            parts = list(_parts_of(block.scratch.file, 0, memory))
+        else:
+            views = block.views(memory)
+            parts = [part for parameter, view in views.items() for part in self._parts(parameter, view)]
+        for done in [self._readers.submit(part) for part in parts]:
+            done.result()
+
+    def _parts(self, parameter: nn.Parameter, view: Tensor) -> Iterator[Callable[[], object]]:
+        """What has to be done to read a parameter's weights, in parts that may be done at once."""
+        record = self._records[parameter]
+        if record.dtype != view.dtype:
+            yield lambda: view.copy_(self.weights(parameter))
+            return
+        yield from _parts_of(self._file(record.path), record.start, view.view(-1).view(torch.uint8))
+
+    def _file(self, path: Path) -> int:
+        if path not in self._files:
+            self._files[path] = os.open(path, os.O_RDONLY)
+        return self._files[path]
+
+
+def _parts_of(file: int, first: int, memory: Tensor) -> Iterator[Callable[[], object]]:
+    """What has to be done to read so many bytes of a file."""
+    there = memory.numpy().data
+    for start in range(0, len(there), _PART_BYTES):
+        yield partial(_fill, file, first + start, there[start : start + _PART_BYTES])
+
+
+def _fill(file: int, start: int, memory: memoryview) -> None:
+    """Read bytes of a file into memory. Python's lock is not held meanwhile."""
+    done = 0
+    while done < len(memory):
+        count = os.preadv(file, [memory[done:]], start + done)
+        if count == 0:
+            raise EOFError(f"the file ends {len(memory) - done} bytes too early")
+        done += count
+
+
+def find_records(
+    folder: Path, blocks: Sequence[Sequence[nn.Parameter]], names: Mapping[nn.Parameter, Sequence[str]]
+) -> list[Records]:
+    """Where each parameter of these blocks is on disk: in the safetensors of a folder, or in files that are written."""
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    if not files:
+        return _write(folder, blocks, names)
+    written: dict[str, Path] = {}
+    for path in files:
+        written.update(dict.fromkeys(_starts(path), path))
+    wanted = [parameter for block in blocks for parameter in block]
+    lacking = [names[each][0] for each in wanted if not any(name in written for name in names[each])]
+    if lacking:
+        raise ShardwiseError(
+            f"{folder} lacks {len(lacking)} of the {len(wanted)} tensors of the blocks that are to stay on disk,"
+            f" {lacking[0]} for one",
+            remedy="a folder that has all of them, or an empty one: then they are written into it",
+        )
+    starts = {path: _starts(path) for path in set(written.values())}
+    return [{each: _checked(each, written, starts, names[each]) for each in block} for block in blocks]
+
+
+def _starts(path: Path) -> dict[str, int]:
+    """Where each tensor of a file begins: after 8 bytes with the length of a header, and the header."""
+    try:
+        with safe_open(path, "pt"):  # Is it whole?
+            pass
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+    except (SafetensorError, OSError) as error:
+        raise ShardwiseError(f"{path} cannot be read: {error}", remedy="a whole file in its place") from error
+    return {name: 8 + length + each["data_offsets"][0] for name, each in header.items() if name != "__metadata__"}
+
+
+def _checked(
+    parameter: nn.Parameter,
+    written: Mapping[str, Path],
+    starts: Mapping[Path, Mapping[str, int]],
+    names: Sequence[str],
+) -> Record:
+    name = next(name for name in names if name in written)
+    path = written[name]
+    with safe_open(path, "pt") as file:
+        found = file.get_tensor(name)  # It is a map of the file: nothing is read.
+    if found.shape != parameter.shape:
+        raise ShardwiseError(
+            f"{name} is {list(found.shape)} in {path} and {list(parameter.shape)} in the module",
+            remedy="the checkpoint of this very model",
+        )
+    return Record(path, name, starts[path][name], found.dtype)
+
+
+def _write(
+    folder: Path, blocks: Sequence[Sequence[nn.Parameter]], names: Mapping[nn.Parameter, Sequence[str]]
+) -> list[Records]:
+    found: list[Records] = []
+    for number, block in enumerate(blocks):
+        path = folder / f"block-{number}.safetensors"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file({names[each][0]: each.detach().cpu().contiguous() for each in block}, path)
+        except (SafetensorError, OSError) as error:
+            for written in (path, *(record.path for each in found for record in each.values())):
+                with suppress(OSError):
+                    written.unlink()
+            raise ShardwiseError(
+                f"a block's weights cannot be written to {path}: {error}", remedy="another folder, with room for them"
+            ) from error
+        starts = _starts(path)
+        found.append({each: Record(path, names[each][0], starts[names[each][0]], each.dtype) for each in block})
+    return found
+
+
+def _blame(error: Exception) -> Exception:
+    return ShardwiseError(
+        f"weights could not be read from disk: {error}", remedy="the file back in its place, and the run again"
+    )

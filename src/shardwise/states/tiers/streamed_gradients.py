@@ -1,0 +1,127 @@
+"""Gradients of streamed blocks: they go to the host while the backward goes on, and are the parameters' when it ends.
+
+    compute   backward of 3 | backward of 2 | backward of 1 | backward of 0 |
+    out                       g3              g2              g1              g0 | parameter.grad
+
+A guest's gradient leaves the device as soon as autograd has it. The host waits once, at the end of `backward()`, and
+gives each parameter its own. Where a parameter has a gradient already the new one is added to it, by the host.
+"""
+
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.dataflow.leaving import Leaving
+from shardwise.dataflow.machine import Machine
+from shardwise.dataflow.streams import Mark
+from shardwise.states.tiers.disk_writer import Writer
+from shardwise.states.tiers.host_link import Link
+from shardwise.states.tiers.streamed_block import Block, Piece
+
+
+class _Run:
+    """Memory on the host for the gradients of one block. Gradients that are added up take turns with a second one."""
+
+    def __init__(self, block: Block, machine: Machine) -> None:
+        self._block, self._machine = block, machine
+        self._turns: list[dict[nn.Parameter, Tensor]] = []
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether this memory is a file's."""
+        return self._block.scratch is not None
+
+    def home(self, parameter: nn.Parameter) -> Tensor:
+        """Where a gradient may be written: not where the parameter has one."""
+        taken = None if parameter.grad is None else parameter.grad.data_ptr()
+        for views in self._turns:
+            if views[parameter].data_ptr() != taken:
+                return views[parameter]
+        if self._block.scratch is not None:
+            memory = self._block.scratch.take_memory()
+        else:
+            memory = self._machine.pinned((self._block.num_bytes,), torch.uint8)
+        self._turns.append(self._block.views(memory))
+        return self._turns[-1][parameter]
+
+
+class Homeward:
+    """The gradients of some blocks on their way to the host. At most `most_bytes` of them wait on the device."""
+
+    def __init__(self, machine: Machine, most_bytes: int, one_at_a_time: AbstractContextManager[Any]) -> None:
+        self._machine, self._one_at_a_time = machine, one_at_a_time
+        self._arriving: dict[nn.Parameter, tuple[Tensor, Mark]] = {}
+        self._leaving = Leaving(most_bytes)
+        #: For gradients of blocks on disk: it is made when the first is there, for the largest that may come.
+        self._writer: Writer | None = None
+        self._largest_bytes = 0
+
+    def watch(self, block: Block, link: Link) -> None:
+        """Take the gradients of a block's guests from now on."""
+        run = _Run(block, self._machine)
+        if block.scratch is not None:
+            self._largest_bytes = max(self._largest_bytes, *(piece.num_bytes for piece in block.pieces), 0)
+        for piece in block.pieces:
+            if not piece.guest.dtype.is_floating_point and not piece.guest.dtype.is_complex:
+                continue
+            take = partial(self._take, piece, run, link)
+            piece.guest.requires_grad_()  # What is frozen now may be trained later.
+            piece.guest.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+            piece.guest.requires_grad_(piece.parameter.requires_grad)
+
+    def settle(self) -> None:
+        """Wait for what is under way, and give each parameter its gradient."""
+        with self._one_at_a_time, torch.no_grad():
+            self._leaving.wait()
+            for parameter in list(self._arriving):
+                self._settle(parameter)
+
+    def drop(self) -> None:
+        """Forget what has come of a backward that was broken off."""
+        with self._one_at_a_time:
+            self._leaving.wait()
+            self._arriving.clear()
+
+    def close(self) -> None:
+        """Give out what has come, and end the thread that writes to disk."""
+        self.settle()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _take(self, piece: Piece, run: _Run, link: Link, guest: Tensor) -> None:
+        assert guest.grad is not None, "autograd calls when it has made one"
+        gradient, guest.grad = guest.grad.detach().contiguous(), None
+        with self._one_at_a_time, torch.no_grad():
+            if piece.parameter in self._arriving:  # Of a backward inside of this one: parts that are recomputed.
+                self._settle(piece.parameter)
+            home = run.home(piece.parameter)
+            if run.is_on_disk:
+                self._writer = self._writer or Writer(self._machine, self._largest_bytes)
+                left, arrived = self._writer.write(home.view(-1), gradient.view(-1), link)
+            else:
+                left = arrived = link.outward(home.view(-1), gradient.view(-1))
+            self._arriving[piece.parameter] = home, arrived
+            self._leaving.hold(left, gradient)
+            self._leaving.sweep()
+
+    def _settle(self, parameter: nn.Parameter) -> None:
+        gradient, mark = self._arriving.pop(parameter)
+        mark.wait()
+        give(parameter, gradient)
+
+
+def give(parameter: Tensor, gradient: Tensor) -> None:
+    """Do what autograd does when it has a parameter's gradient: call the user's hooks, and add it up."""
+    for hook in (parameter._backward_hooks or {}).values():
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad.add_(gradient)
+    for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+        hook(parameter)

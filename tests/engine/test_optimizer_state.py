@@ -1,0 +1,78 @@
+"""What optimizers remember, saved under one plan and loaded under another: training goes on as on one device."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from shardwise.ranks.spawn import Ranks
+from tests.engine import going_on
+from tests.engine.going_on import AFTER, BEFORE, Outcome
+from tests.stages.small import small_matrices
+
+CASES = [
+    ("dense", "adamw", "dp=4,zero=3", "tp=2,pp=2,microbatches=2"),
+    ("dense", "adamw", "tp=2,pp=2,sp=true,microbatches=2", "dp=2,cp=2,zero=1"),
+    ("dense", "adamw", "dp=2,cp=2,zero=2", "pp=4,microbatches=4"),
+    ("dense", "adamw", "pp=4,microbatches=4", "dp=4,zero=3,zero_group=2"),
+    ("dense", "sgd", "dp=2,tp=2", "dp=2,pp=2,microbatches=2,zero=1"),
+    ("dense", "adafactor", "dp=2,tp=2,zero=1", "dp=4"),
+    ("dense", "adamw", "dp=4,zero=2,offload.optimizer=1", "pp=4,microbatches=4,offload.optimizer=0.5"),
+    ("dense", "muon", "dp=2,tp=2,zero=2", "dp=2,pp=2,microbatches=2"),
+    ("experts", "adamw", "dp=4,ep=2,zero=1", "dp=2,tp=2,ep=2"),
+]
+
+
+@cache
+def plain(model: str, optimizer: str) -> Outcome:
+    with small_matrices():
+        return going_on.alone(model, optimizer)
+
+
+@pytest.mark.parametrize(("model", "optimizer", "first", "second"), CASES)
+def test_training_goes_on_under_another_plan(model: str, optimizer: str, first: str, second: str, four: Ranks) -> None:
+    expected = plain(model, optimizer)
+    for found in four.run(going_on.go_on, first, second, model, optimizer):
+        assert found.state["state"].keys() == expected.state.keys()
+        for name, wanted in expected.state.items():
+            assert found.state["state"][name].keys() == wanted.keys()
+            for key, each in wanted.items():
+                torch.testing.assert_close(found.state["state"][name][key], each, rtol=1e-4, atol=1e-6)
+        assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+        for name, each in expected.weights.items():
+            assert float((found.weights[name] - each).norm()) <= 2e-5 * float(each.norm()), name
+
+
+def test_one_process_goes_on_with_what_ranks_saved(four: Ranks) -> None:
+    found = four.run(going_on.go_on, "dp=2,tp=2,zero=1", "dp=2,tp=2,zero=1", "dense", "adamw")[0]
+    with small_matrices(), going_on.make_engine("pp=2,microbatches=2", "dense", "adamw") as engine:
+        going_on.train(engine, 0, BEFORE)
+        mine = engine.optimizer_state_dict()
+        engine.load_optimizer_state_dict(found.state)
+        losses = going_on.train(engine, BEFORE, AFTER)
+    assert mine["param_groups"] == found.state["param_groups"]
+    assert losses == pytest.approx(found.losses, rel=1e-5)
+
+
+def test_settings_that_were_changed_while_training_are_kept(four: Ranks) -> None:
+    for found in four.run(going_on.settings_go_on, "dp=4,zero=3", "tp=2,pp=2,microbatches=2"):
+        assert found == [0.125]
+
+
+#: What is said of each of `going_on._misfits`.
+REFUSALS = [
+    "the optimizers' state has no 'param_groups'; it has state",
+    "unknown parameter of an optimizers' state 'layers.0.mlp.upp_proj.weight'; known: ",
+    "exp_avg of layers.0.mlp.up_proj.weight has shape (3, 5) in the optimizers' state, and the parameter",
+    "the optimizers' state is not of AdamW: of ",
+    "no group of the optimizers' state has ",
+]
+
+
+@pytest.mark.parametrize("number", range(len(REFUSALS)))
+def test_a_state_that_does_not_fit_is_refused(number: int, four: Ranks) -> None:
+    start = REFUSALS[number]
+    # Engines of a mesh and of a pipeline in turn. Of a misshapen entry only those ranks speak that need it.
+    said = four.run(going_on.refusal, ("dp=2,tp=2,zero=1", "pp=4,microbatches=4")[number % 2], number)
+    assert any(text.startswith(start) for text in said), said
+    assert all(text.startswith(start) or text == "nothing" for text in said), said

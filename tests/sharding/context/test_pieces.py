@@ -1,0 +1,46 @@
+"""Which rank has which pieces, and the drawings of it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.sharding import zigzag as pieces
+from shardwise.sharding.context.mask import Reach, Sight, Tokens
+from shardwise.sharding.zigzag import join_pieces, owner_of, pieces_of, take_pieces
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def test_every_piece_has_one_owner(num_ranks: int) -> None:
+    held = [piece for rank in range(num_ranks) for piece in pieces_of(rank, num_ranks)]
+    assert sorted(held) == list(range(2 * num_ranks))
+    assert all(piece in pieces_of(owner_of(piece, num_ranks), num_ranks) for piece in held)
+
+
+@pytest.mark.parametrize(("num_ranks", "dim"), [(1, 0), (3, 1), (4, -1)])
+def test_what_is_taken_apart_is_joined_to_the_same(num_ranks: int, dim: int) -> None:
+    whole = torch.arange(24 * 24).view(24, 24)
+    parts = [take_pieces(whole, dim, rank, num_ranks) for rank in range(num_ranks)]
+    assert torch.equal(join_pieces(parts, dim), whole)
+
+
+def test_the_drawing_is_what_four_ranks_compute() -> None:
+    table = Tokens(num_ranks=4, length=64, num_real=64).table(Reach(causal=True))
+    drawing = [
+        " ".join("." if sight is Sight.NOTHING else str(owner_of(row, 4)) for sight in sights)
+        for row, sights in enumerate(table.rows)
+    ]
+    drawn = (pieces.__doc__ or "").splitlines()
+    first = next(number for number, line in enumerate(drawn) if "queries" in line)
+    column = drawn[first - 1].index("keys") + len("keys ")
+    assert [line[column : column + 15] for line in drawn[first : first + 8]] == drawing
+    assert f"rank     {' '.join(str(owner_of(piece, 4)) for piece in range(8))}" in (pieces.__doc__ or "")
+
+
+def test_the_page_has_the_same_drawing() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "context.md").read_text()
+    drawn = (pieces.__doc__ or "").splitlines()
+    first = next(number for number, line in enumerate(drawn) if "queries" in line)
+    width = drawn[first].rindex(".") + 1
+    for line in drawn[first - 1 : first + 8]:
+        assert line[4:width].rstrip() in page

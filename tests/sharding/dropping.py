@@ -1,0 +1,84 @@
+"""A small transformer that drops everywhere, trained under a plan."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout, scaled_dot_product_attention
+from torch.optim import SGD
+
+from shardwise.engine.parallelize import parallelize
+from shardwise.nets.loss import next_token_loss
+from shardwise.parity.models import batch_of
+
+WIDTH, HEADS, WORDS, LENGTH, ROWS, NUM_STEPS = 16, 4, 53, 8, 8, 2
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        # Inside of what tensor parallel ranks cut: weights by heads, and channels of heads.
+        share = 0.25 if self.training else 0.0
+        weighed = scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=share)
+        seen = self.drop(weighed.transpose(1, 2).flatten(2))
+        found: Tensor = self.o(seen)
+        return found
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention, self.drop = nn.LayerNorm(WIDTH), Attention(), nn.Dropout(0.2)
+        self.mlp_norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+        self.inside, self.after = nn.Dropout(0.4), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop(self.attention(self.norm(x)))
+        x = dropout(x, 0.1, self.training)
+        found: Tensor = x + self.after(self.down(self.inside(torch.tanh(self.up(self.mlp_norm(x))))))
+        return found
+
+
+class Net(nn.Module):
+    """Dropout behind the embedding, of attention's weights, inside and behind attention and the MLP, by a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(WORDS, WIDTH), nn.Embedding(2 * LENGTH, WIDTH)
+        self.drop = nn.Dropout(0.2)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
+        x = self.drop(self.embed(input_ids) + self.positions(position_ids))
+        for block in self.blocks:
+            x = block(x)
+        found: Tensor = self.head(x)
+        return found
+
+
+def train(plan: str, seed: int = 0, first_step: int = 0) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses of a few steps, and the weights after them."""
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+    torch.manual_seed(0)
+    net = Net()
+    engine = parallelize(
+        net,
+        plan,
+        loss=next_token_loss,
+        optimizer=lambda parameters: SGD(parameters, lr=0.1),
+        example=batch_of(ROWS, LENGTH, WORDS, 0),
+        seed=seed,
+    )
+    engine.num_steps = first_step
+    losses = [engine.train_step(batch_of(ROWS, LENGTH, WORDS, step)) for step in range(NUM_STEPS)]
+    weights: dict[str, Any] = {name: each.clone() for name, each in engine.state_dict().items()}
+    engine.close()
+    return losses, weights

@@ -1,0 +1,39 @@
+"""Models of Hugging Face, unmodified, cut over ranks: the loss and every gradient are those of the whole model."""
+
+from typing import Any
+
+import pytest
+
+from shardwise.ranks.spawn import Ranks
+from tests.crowd import Crowds
+from tests.sharding.tensor import programs
+from tests.stages.families import FAMILIES
+
+#: One of each way in which heads, keys and channels are written. All have 4 heads and most 2 key heads: on 3 ranks
+#: heads are uneven, on 4 every key head is on two ranks.
+KINDS = ["gpt2", "llama", "qwen3", "phi3", "bloom", "falcon", "mixtral", "t5"]
+
+
+@pytest.fixture(scope="module", params=[3, 4])
+def more(request: pytest.FixtureRequest, crowds: Crowds) -> Ranks:
+    return crowds.of(request.param)
+
+
+def check(ranks: Ranks, family: str) -> None:
+    # Neither 2 nor 3 nor 4 ranks divide 13 tokens, or the 17 patches of an image.
+    cases: list[Any] = [(programs.family, (family,), {}), (programs.family, (family, 13), {"sequence": True})]
+    for outcomes in ranks.run(programs.parities, cases, timeout_seconds=300):
+        for outcome in outcomes:
+            assert outcome.loss < 1e-5
+            assert outcome.worst < 1e-5, outcome.where
+            assert outcome.norm < 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_the_same_model_on_two_ranks_with_and_without_a_shared_sequence(two: Ranks, family: str) -> None:
+    check(two, family)
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_a_family_is_the_same_model_on_three_and_four_ranks(more: Ranks, family: str) -> None:
+    check(more, family)

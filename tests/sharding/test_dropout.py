@@ -1,0 +1,100 @@
+"""Dropout drops the same numbers whatever the plan: the masks of a seed are those of one device."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.ranks.spawn import Ranks
+from shardwise.sharding.dropout import Dropouts, Place
+from tests.sharding import dropping
+from tests.stages.small import small_matrices
+
+TWO = [
+    "dp=2,microbatches=2",
+    "dp=2,zero=3,recompute=full",
+    "pp=2,schedule=zb-h1,microbatches=2",
+    "tp=2",
+    "tp=2,sp=true,microbatches=2",
+    "cp=2",
+    "cp=2,context=all-to-all",
+]
+FOUR = ["dp=2,tp=2,sp=true,zero=1", "tp=2,cp=2,sp=true", "dp=2,pp=2,microbatches=2,recompute=full"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    with small_matrices():
+        yield
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[list[float], dict[str, torch.Tensor]]:
+    return dropping.train("dp=1")
+
+
+def check(ranks: Ranks, plan: str, plain: tuple[list[float], dict[str, torch.Tensor]]) -> None:
+    for losses, weights in ranks.run(dropping.train, plan):
+        assert losses == pytest.approx(plain[0], rel=1e-5)
+        for name, each in plain[1].items():
+            assert float((weights[name] - each).norm()) <= 1e-5 * float(each.norm()), name
+
+
+@pytest.mark.parametrize("plan", TWO)
+def test_two_ranks_drop_what_one_device_drops(
+    plan: str, two: Ranks, plain: tuple[list[float], dict[str, torch.Tensor]]
+) -> None:
+    check(two, plan, plain)
+
+
+@pytest.mark.parametrize("plan", FOUR)
+def test_four_ranks_drop_what_one_device_drops(
+    plan: str, four: Ranks, plain: tuple[list[float], dict[str, torch.Tensor]]
+) -> None:
+    check(four, plan, plain)
+
+
+def test_microbatches_and_recomputation_drop_the_same(plain: tuple[list[float], dict[str, torch.Tensor]]) -> None:
+    for plan in ("microbatches=4", "pp=2,schedule=zb-v,microbatches=4", "microbatches=2,recompute=full"):
+        assert dropping.train(plan)[0] == pytest.approx(plain[0], rel=1e-5)
+
+
+def test_another_seed_and_another_step_drop_others(plain: tuple[list[float], dict[str, torch.Tensor]]) -> None:
+    assert dropping.train("dp=1")[0] == plain[0]
+    assert dropping.train("dp=1", seed=1)[0] != pytest.approx(plain[0], rel=1e-3)
+    assert dropping.train("dp=1", first_step=1)[0] != pytest.approx(plain[0], rel=1e-3)
+
+
+def dropped(probability: float, *shape: int, step: int = 0, name: str = "0") -> torch.Tensor:
+    """What is left of ones."""
+    module = nn.Sequential(nn.Dropout(probability))
+    if name != "0":
+        module = nn.Sequential(nn.Identity(), nn.Dropout(probability))
+    dropouts, batch = Dropouts(seed=3), {"x": torch.ones(shape)}
+    assert dropouts.attach(module)
+    dropouts.take([batch], Place(step=step, first_row=0))
+    dropouts.select(batch)
+    found: torch.Tensor = module.train()(batch["x"])
+    return found
+
+
+def test_a_mask_keeps_the_share_that_was_asked_for_and_the_mean() -> None:
+    for probability in (0.1, 0.5, 0.9):
+        left = dropped(probability, 64, 32, 32)
+        assert float((left == 0).float().mean()) == pytest.approx(probability, abs=0.005)
+        assert float(left.mean()) == pytest.approx(1.0, rel=0.02)
+
+
+def test_rows_tokens_channels_layers_and_steps_have_masks_of_their_own() -> None:
+    left = dropped(0.5, 16, 32, 64) > 0
+    others = [left.roll(1, dim) for dim in range(3)]
+    others += [dropped(0.5, 16, 32, 64, step=1) > 0, dropped(0.5, 16, 32, 64, name="1") > 0]
+    for other in others:
+        assert float((left == other).float().mean()) == pytest.approx(0.5, abs=0.02)
+
+
+def test_a_module_that_evaluates_drops_nothing() -> None:
+    module = nn.Sequential(nn.Dropout(0.5))
+    Dropouts(seed=0).attach(module)
+    assert torch.equal(module.eval()(torch.ones(4, 4)), torch.ones(4, 4))

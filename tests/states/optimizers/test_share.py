@@ -1,0 +1,91 @@
+"""Which optimizer gets what, and which is refused."""
+
+from collections.abc import Iterable
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adafactor, AdamW, Optimizer
+
+from shardwise.errors import ShardwiseError
+from shardwise.states.muon import Muon, orthogonalise
+from shardwise.states.parameter_group import Share, is_hidden_matrix, make_on_pieces, shares_of, sort_out
+
+
+class Own(SGD):
+    """Somebody's optimizer: nobody knows what it does."""
+
+
+def pieces() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(5))]
+
+
+@pytest.mark.parametrize("make", [AdamW, partial(SGD, lr=0.1, momentum=0.9)])
+def test_an_optimizer_that_treats_every_number_by_itself_gets_pieces(make: type[Optimizer]) -> None:
+    given = pieces()
+    made = make_on_pieces(Share(make=make), given)
+    assert made is not None
+    assert made.param_groups[0]["params"] == given
+
+
+@pytest.mark.parametrize("make", [Adafactor, Muon, torch.optim.Muon])
+def test_an_optimizer_of_matrices_does_not(make: type[Optimizer]) -> None:
+    assert make_on_pieces(Share(make=make), pieces()) is None
+
+
+@pytest.mark.parametrize(("make", "is_cut"), [(AdamW, True), (Adafactor, False), (Muon, False)])
+def test_a_rank_without_a_piece_decides_as_the_others_do(make: type[Optimizer], is_cut: bool) -> None:
+    assert (make_on_pieces(Share(make=make), []) is not None) == is_cut
+
+
+def test_an_optimizer_that_nobody_knows_is_refused_until_one_says_which() -> None:
+    make = partial(Own, lr=0.1)
+    with pytest.raises(ShardwiseError, match="whether Own can update a piece by itself is not known") as error:
+        make_on_pieces(Share(make=make), pieces())
+    assert "whole=True" in str(error.value.remedy)
+    assert isinstance(make_on_pieces(Share(make=make, whole=False), pieces()), Own)
+    assert make_on_pieces(Share(make=make, whole=True), pieces()) is None
+
+
+def test_parameters_go_to_the_first_share_that_takes_them() -> None:
+    named = {
+        "embed.weight": nn.Parameter(torch.ones(4, 2)),
+        "layers.0.up.weight": nn.Parameter(torch.ones(2, 2)),
+        "layers.0.up.bias": nn.Parameter(torch.ones(2)),
+    }
+    shares = [Share(make=Muon, takes=is_hidden_matrix), Share(make=AdamW)]
+    assert sort_out(shares, named) == [["layers.0.up.weight"], ["embed.weight", "layers.0.up.bias"]]
+    with pytest.raises(ShardwiseError, match=r"no optimizer takes embed.weight of shape \(4, 2\)"):
+        sort_out(shares[:1], named)
+
+
+def test_a_plain_factory_is_a_share_of_everything() -> None:
+    def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
+        return AdamW(parameters)
+
+    assert shares_of(make) == (Share(make=make),)
+
+
+def test_muon_refuses_what_is_no_matrix() -> None:
+    with pytest.raises(ShardwiseError, match=r"Muon works on matrices, and was given a parameter of shape \(5,\)"):
+        Muon(pieces())
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (6, 20), (20, 6)])
+def test_an_orthogonalised_matrix_has_singular_values_near_one(shape: tuple[int, int]) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    values = torch.linalg.svdvals(orthogonalise(matrix))
+    assert 0.5 < float(values.min()) <= float(values.max()) < 1.3
+
+
+def test_muon_in_bf16_is_torchs() -> None:
+    gradients = torch.randn(3, 6, 10, generator=torch.Generator().manual_seed(2))
+    ours, theirs = nn.Parameter(torch.ones(6, 10)), nn.Parameter(torch.ones(6, 10))
+    mine = Muon([ours], lr=0.1, weight_decay=0.1, dtype=torch.bfloat16)
+    other = torch.optim.Muon([theirs], lr=0.1, weight_decay=0.1)
+    for gradient in gradients:
+        ours.grad, theirs.grad = gradient.clone(), gradient.clone()
+        for optimizer in (mine, other):
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs)

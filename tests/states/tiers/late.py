@@ -1,0 +1,91 @@
+"""Copies that happen as late as they may, in an order that a die chooses: what forgets to wait for one is found.
+
+Each way is a queue, as on a GPU. What computes does so at once; a copy runs when somebody waits for it or for one
+behind it, and now and then by itself.
+"""
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from shardwise.dataflow.streams import Mark
+from shardwise.states.tiers.copy_streams import Crossing
+
+
+class LateMark(Mark):
+    """Reached when its copy has run."""
+
+    def __init__(self, crossing: "LateCrossing") -> None:
+        self._crossing = crossing
+        self.is_reached = False
+
+    def wait(self) -> None:
+        self._crossing.run_until(self)
+
+    def is_done(self) -> bool:
+        self._crossing.run_some()
+        return self.is_reached
+
+
+class _Copy(NamedTuple):
+    mark: LateMark
+    after: list[LateMark]
+    target: Tensor
+    source: Tensor
+
+
+class LateCrossing(Crossing):
+    """A way to the host on which nothing is in a hurry."""
+
+    def __init__(self, seed: int) -> None:
+        self.device, self._side = torch.device("cpu"), None
+        self._die = random.Random(seed)
+        self._ways: tuple[deque[_Copy], deque[_Copy]] = (deque(), deque())
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        found = torch.empty(tuple(shape), dtype=dtype)
+        found.view(-1).view(torch.uint8).fill_(255)  # NaN: what is read too early is seen.
+        return found
+
+    def inward(self, here: Tensor, home: Tensor, after: Sequence[Mark] = ()) -> Mark:
+        return self._put(0, here, home, after)
+
+    def homeward(self, home: Tensor, here: Tensor, after: Sequence[Mark] = ()) -> Mark:
+        return self._put(1, home, here, after)
+
+    def computed(self) -> list[Mark]:
+        return []
+
+    def follow(self, mark: Mark) -> None:
+        mark.wait()
+
+    def close(self) -> None:
+        while self._run_one():
+            pass
+
+    def run_until(self, mark: LateMark) -> None:
+        while not mark.is_reached:
+            assert self._run_one(), "a copy waits for what is never copied"
+
+    def run_some(self) -> None:
+        while self._die.random() < 0.3 and self._run_one():
+            pass
+
+    def _put(self, way: int, target: Tensor, source: Tensor, after: Sequence[Mark]) -> Mark:
+        mark = LateMark(self)
+        self._ways[way].append(_Copy(mark, cast(list[LateMark], list(after)), target.view(-1), source.view(-1)))
+        self.run_some()
+        return mark
+
+    def _run_one(self) -> bool:
+        ready = [way for way in self._ways if way and all(each.is_reached for each in way[0].after)]
+        if not ready:
+            return False
+        mark, _, target, source = self._die.choice(ready).popleft()
+        target.copy_(source)
+        mark.is_reached = True
+        return True

@@ -1,0 +1,188 @@
+"""State that visits a device: whatever touches the same memory in two streams is put in an order by waits."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from shardwise.dataflow.streams import Mark
+from shardwise.states.tiers import host_states as states
+from shardwise.states.tiers.host_states import HostStates
+from shardwise.states.tiers.residency import Handed, Master
+from shardwise.states.tiers.state_prefetch import Visits
+from tests.states.tiers.races import RacyCrossing
+
+STEPS = 4
+
+
+def make_weights() -> list[nn.Parameter]:
+    chance = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=chance)) for shape in ((6, 4), (5,), (7, 3), (4, 4), (3, 2, 2))]
+
+
+def rehearse(states_of: HostStates, crossing: RacyCrossing, parameters: list[nn.Parameter], die: random.Random) -> None:
+    """Steps as an engine takes them: forwards that follow, backwards that say when a gradient is final."""
+    weights = parameters
+    for _ in range(STEPS):
+        states_of.begin()
+        for weight in weights:
+            states_of.follow([weight])
+            crossing.compute(reads=[weight])
+        order = list(reversed(weights)) if die.random() < 0.7 else die.sample(weights, len(weights))
+        late = die.random() < 0.3
+        for weight in order:
+            weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(die.randint(0, 99)))
+            crossing.compute(reads=[weight], writes=[weight.grad])
+            if not late and die.random() < 0.9:
+                states_of.ready([weight])
+        states_of.step()
+    states_of.wait()
+    crossing.compute(reads=weights)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_an_engines_updates_are_ordered(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    die = random.Random(seed)
+    monkeypatch.setattr(states, "SLOT_BYTES", die.choice([64, 200, 2**20]))
+    monkeypatch.setattr(states, "NUM_SLOTS", die.choice([1, 2, 4]))
+    crossing, weights = RacyCrossing(seed), make_weights()
+    plain = [nn.Parameter(each.detach().clone()) for each in weights]
+    optimizer, other = (AdamW(each, lr=1e-2) for each in (weights, plain))
+    host = HostStates({optimizer: 8.0}, die.choice([1.0, 1.0, 0.5]), crossing)
+    step = host.step
+
+    def both() -> None:
+        for one, another in zip(plain, weights, strict=True):
+            assert another.grad is not None
+            one.grad = another.grad.clone()
+        step()
+        other.step()
+
+    host.step = both  # type: ignore[method-assign]
+    rehearse(host, crossing, weights, die)
+    assert all(torch.equal(one, another) for one, another in zip(weights, plain, strict=True))
+    host.close()
+
+
+@pytest.mark.parametrize("paced", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_updates_of_masters_are_ordered_whoever_tells_the_device(
+    seed: int, paced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    die = random.Random(seed)
+    monkeypatch.setattr(states, "SLOT_BYTES", die.choice([64, 200, 2**20]))
+    crossing, parameters = RacyCrossing(seed), [nn.Parameter(each.detach().bfloat16()) for each in make_weights()]
+    residents: list[Handed] = [Master(nn.Parameter(each.detach().float()), each) for each in parameters[:3]]
+    residents += [Handed(each, each) for each in parameters[3:]]
+    optimizer = AdamW([each.weight for each in residents], lr=1e-2)
+    host = HostStates(
+        {optimizer: 12.0},
+        1.0,
+        crossing,
+        residents={each.weight: each for each in residents},
+        visiting_bytes=die.choice([1, 10**6]),
+        paced=paced,
+    )
+    host.begin()
+    for _ in range(STEPS):
+        for each in residents:
+            host.follow([each.weight])
+            crossing.compute(reads=[each.parameter])
+        for each in die.sample(residents, len(residents)):
+            gradient = torch.randn(each.parameter.shape).bfloat16()
+            crossing.compute(reads=[each.parameter], writes=[gradient])
+            host.settle([each.weight])
+            each.take(gradient, die.choice([None, 0.5]))
+            host.ready([each.weight])
+        host.step()
+        host.begin()
+    host.wait()
+    crossing.compute(reads=parameters)
+    assert host.error is None, host.error
+    host.close()
+
+
+class Lodged:
+    """A weight that lives on the host with its gradient, and comes for each use."""
+
+    has_gradient, scale = False, 0.5
+
+    def __init__(self, weight: nn.Parameter, crossing: RacyCrossing) -> None:
+        self._crossing = crossing
+        self.home, self.gradient = weight.detach().clone(), torch.empty_like(weight)
+        self.sent: list[Mark] = []
+        self._renewed: list[Mark] = []
+
+    def is_renewed(self, marks: Sequence[Mark]) -> None:
+        self._renewed += marks
+
+    def use(self) -> None:
+        here = torch.empty_like(self.home)
+        self._crossing.follow(self._crossing.inward(here, self.home, [*self._renewed, *self._crossing.computed()]))
+        self._crossing.compute(reads=[here])
+        self._renewed.clear()
+
+    def send(self, gradient: Tensor) -> None:
+        self._crossing.compute(writes=[gradient])
+        self.sent, self.has_gradient = [self._crossing.outward(self.gradient, gradient, self.sent)], True
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_updates_of_weights_that_live_on_the_host_are_ordered(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    die = random.Random(seed)
+    monkeypatch.setattr(states, "SLOT_BYTES", die.choice([64, 2**20]))
+    monkeypatch.setattr(states, "NUM_SLOTS", die.choice([1, 3]))
+    crossing, weights = RacyCrossing(seed), make_weights()
+    plain = [nn.Parameter(each.detach().clone()) for each in weights]
+    lodgings = {each: Lodged(each, crossing) for each in weights}
+    host, other = HostStates({AdamW(weights): 8.0}, 0.0, crossing, lodgings), AdamW(plain)
+    for _ in range(STEPS):
+        host.begin()
+        for each in weights:
+            lodgings[each].use()
+        for number in reversed(range(len(weights))):
+            gradient = torch.randn(weights[number].shape)
+            plain[number].grad = gradient * 0.5
+            lodgings[weights[number]].send(gradient)
+            if die.random() < 0.8:
+                host.ready([weights[number]])
+        host.step()
+        other.step()
+    host.wait()
+    assert all(torch.equal(lodgings[one].home, another) for one, another in zip(weights, plain, strict=True))
+    host.close()
+
+
+class Careless(Visits[Any]):
+    """Forgets to wait for what left a slot before another one comes."""
+
+    def _bring(self, one: Any) -> None:
+        self._slots._free = type(self._slots._free)((slot, []) for slot, _ in self._slots._free)
+        super()._bring(one)
+
+
+def test_a_wait_that_is_missing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(states, "SLOT_BYTES", 64)
+    monkeypatch.setattr(states, "NUM_SLOTS", 2)
+    monkeypatch.setattr(states, "Visits", Careless)
+    crossing, weights = RacyCrossing(0), make_weights()
+    host = HostStates({AdamW(weights): 8.0}, 1.0, crossing)
+    with pytest.raises(AssertionError, match="in does not wait for"):
+        rehearse(host, crossing, weights, random.Random(0))
+
+
+def test_a_weight_that_is_used_before_its_update_is_found() -> None:
+    crossing, weights = RacyCrossing(0), make_weights()
+    host = HostStates({AdamW(weights): 8.0}, 1.0, crossing)
+    for _ in range(2):  # The first one waits for memory that the optimizer takes.
+        host.follow()
+        crossing.compute(reads=weights)
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        host.step()
+    with pytest.raises(AssertionError, match="compute does not wait for side"):
+        crossing.compute(reads=weights[:1])

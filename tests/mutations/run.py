@@ -15,6 +15,7 @@ import queue
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -39,9 +40,7 @@ def main(words: Sequence[str] | None = None) -> int:
         trees = [Tree(options.tree, Path(folder) / str(number)) for number in range(options.jobs)]
         if not options.unchecked and not _pass_without(faults, trees[0], options.limit):
             return 1
-        answers = _try_all(faults, trees, options.limit)
-    if options.json:
-        _keep(answers, options.tree)
+        answers = _try_all(faults, trees, options.limit, _Kept(options.tree) if options.json else None)
     left = [name for name, answer in answers.items() if answer["outcome"] != "found"]
     print(
         f"{len(answers) - len(left)} of {len(answers)} faults were found",
@@ -93,7 +92,9 @@ def _pass_without(faults: Sequence[Fault], tree: Tree, limit: float) -> bool:
     return outcome.passed
 
 
-def _try_all(faults: Sequence[Fault], trees: Sequence[Tree], limit: float) -> dict[str, dict[str, Any]]:
+def _try_all(
+    faults: Sequence[Fault], trees: Sequence[Tree], limit: float, kept: "_Kept | None"
+) -> dict[str, dict[str, Any]]:
     free: queue.SimpleQueue[Tree] = queue.SimpleQueue()
     for tree in trees:
         free.put(tree)
@@ -106,6 +107,8 @@ def _try_all(faults: Sequence[Fault], trees: Sequence[Tree], limit: float) -> di
         finally:
             free.put(tree)
         answer = _answer(fault, outcome)
+        if kept is not None:
+            kept.add(fault.id, answer)
         by = f" by {answer['test']}" if answer["test"] else ""
         print(f"{fault.room:<10} {fault.id:<44} {answer['outcome']}{by} ({outcome.seconds:.0f} s)", flush=True)
         if answer["outcome"] == "error":
@@ -128,30 +131,37 @@ def _answer(fault: Fault, outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _keep(answers: dict[str, dict[str, Any]], tree: Path) -> None:
-    """Write the answers of this tree's commit over its last ones, beside those of other commits."""
-    kept: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))["results"] if RESULTS.exists() else {}
-    told = subprocess.run(
-        ["git", "log", "-1", "--format=%h %s"], cwd=tree, capture_output=True, text=True, check=True
-    ).stdout
-    commit, _, subject = told.strip().partition(" ")
-    before = kept.get(commit, {}).get("faults", {})
-    every = {**before, **answers}
-    kept[commit] = {
-        "subject": subject,
-        "date": datetime.now(UTC).date().isoformat(),
-        "load": [round(each, 1) for each in os.getloadavg()],
-        "found": sum(answer["outcome"] == "found" for answer in every.values()),
-        "not_found": sorted(name for name, answer in every.items() if answer["outcome"] != "found"),
-        "faults": every,
-    }
-    run = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "hardware": {"processor": environment.processor_name(), "cores": environment.num_cores()},
-        "versions": {"shardwise": __version__, **environment.versions_of(("numpy", "torch", "pytest"))},
-        "results": kept,
-    }
-    RESULTS.write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
+class _Kept:
+    """The answers of one commit, written as they come over its last ones, beside those of other commits."""
+
+    def __init__(self, tree: Path) -> None:
+        told = subprocess.run(
+            ["git", "log", "-1", "--format=%h %s"], cwd=tree, capture_output=True, text=True, check=True
+        ).stdout
+        self._commit, _, self._subject = told.strip().partition(" ")
+        self._one_at_a_time = threading.Lock()
+
+    def add(self, name: str, answer: dict[str, Any]) -> None:
+        with self._one_at_a_time:
+            kept = json.loads(RESULTS.read_text(encoding="utf-8"))["results"] if RESULTS.exists() else {}
+            every = {**kept.get(self._commit, {}).get("faults", {}), name: answer}
+            today = datetime.now(UTC).date().isoformat()
+            kept[self._commit] = {
+                "subject": self._subject,
+                "date": today,
+                "found": sum(each["outcome"] == "found" for each in every.values()),
+                "not_found": sorted(each for each in every if every[each]["outcome"] != "found"),
+                "faults": dict(sorted(every.items(), key=lambda entry: (entry[1]["room"], entry[0]))),
+            }
+            run = {
+                "date": today,
+                "hardware": {"processor": environment.processor_name(), "cores": environment.num_cores()},
+                # Whether anything else was going on: processes that wanted to run, over the last 1, 5 and 15 minutes.
+                "load": [round(each, 1) for each in os.getloadavg()],
+                "versions": {"shardwise": __version__, **environment.versions_of(("numpy", "torch", "pytest"))},
+                "results": kept,
+            }
+            RESULTS.write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -207,9 +207,9 @@ def copies() -> dict[str, object]:
             machine.copy(far[1], near[1], of=DEVICE).wait()
 
         def both() -> None:
-            marks = [machine.copy(near[0], far[0], to=DEVICE), machine.copy(far[1], near[1], of=DEVICE)]
-            for mark in marks:
-                mark.wait()
+            events = [machine.copy(near[0], far[0], to=DEVICE), machine.copy(far[1], near[1], of=DEVICE)]
+            for event in events:
+                event.wait()
 
         found = {"inward": inward, "outward": outward, "both_each": both}
         return {name: round(COPY_BYTES / seconds_of(run, 5) / 1e9, 2) for name, run in found.items()}

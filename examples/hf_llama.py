@@ -1,6 +1,6 @@
 """A Llama of Hugging Face, unmodified, in four stages under a zero-bubble schedule.
 
-Its embedding and its head are one weight, on different stages: it is trained as one.
+Its embedding and its head share one weight, on different stages: it is trained as one.
 """
 
 import torch
@@ -9,12 +9,13 @@ from torch.nn.functional import cross_entropy
 
 import shardwise as sw
 
+device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)
 config = transformers.LlamaConfig(
     vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
     num_key_value_heads=2, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
-model = transformers.LlamaForCausalLM(config)
+model = transformers.LlamaForCausalLM(config).to(device)
 
 
 def loss(output, batch):
@@ -23,7 +24,7 @@ def loss(output, batch):
     return cross_entropy(output.logits.flatten(0, 1), targets, reduction="sum"), targets.numel()
 
 
-tokens = torch.randint(0, 128, (8, 17))
+tokens = torch.randint(0, 128, (8, 17), device=device)
 batch = {"input_ids": tokens[:, :-1], "targets": tokens[:, 1:]}
 engine = sw.parallelize(
     model,

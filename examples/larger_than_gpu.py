@@ -1,7 +1,7 @@
-"""A model that has not the room, trained: what the device cannot hold lives on the host and comes in ahead of its use.
+"""Training a model that does not fit: what the device cannot hold stays in host memory and is copied in before its use.
 
 Weights, gradients and optimizer state need more than the budget allows. `sw.place` streams some of the blocks; the
-loop, the loss and the optimizer are the user's own.
+loop, the loss and the optimizer are your own.
 """
 
 import torch

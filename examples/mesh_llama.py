@@ -1,4 +1,4 @@
-"""A Llama of Hugging Face, unmodified, over eight processes: two replicas of two stages, each cut over two ranks."""
+"""A Llama of Hugging Face, unmodified, over eight ranks: data, tensor and pipeline parallel, with ZeRO-1."""
 
 import torch
 import transformers
@@ -15,15 +15,16 @@ def loss(output, batch):
 
 def train(plan):
     """What each rank does: the same as all others. Returns the losses."""
+    device = "cuda" if torch.cuda.device_count() >= 8 else "cpu"
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    tokens = torch.randint(0, 128, (8, 17))
+    tokens = torch.randint(0, 128, (8, 17)).to(device)
     batch = {"input_ids": tokens[:, :-1], "targets": tokens[:, 1:]}
     engine = sw.parallelize(
-        transformers.LlamaForCausalLM(config),
+        transformers.LlamaForCausalLM(config).to(device),
         plan,
         loss=loss,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),

@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from tests.crowd import Crowds
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--whole", action="store_true", help="run also what `make test` leaves out: every cell of the parity matrix"
+    )
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Before any test starts ranks: all of them are forked from one process that has imported what they need."""
     shares = any("crowds" in getattr(item, "fixturenames", ()) for item in session.items)

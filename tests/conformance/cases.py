@@ -89,22 +89,27 @@ def layouts_for(runner: str, schedule: str) -> list[tuple[int, int | None, int]]
 
 def cases_of(model: str, schedule: str, runner: str, *, all_layouts: bool) -> list[Case]:
     """The cases of one cell of the matrix: all layouts, or one that communicates, another for each model and runner."""
-    found = layouts_for(runner, schedule)
     if not all_layouts:
         turn = MODELS.index(model) + SCHEDULES.index(schedule) + RUNNERS.index(runner)
-        several = [layout for layout in found if layout[0] > 1]
-        found = [several[turn % len(several)]]
-    return [
-        Case(
-            model=model,
-            schedule=schedule,
-            num_ranks=num_ranks,
-            num_chunks=num_chunks,
-            num_microbatches=num_microbatches,
-            optimizer=_optimizer_of(model),
-        )
-        for num_ranks, num_chunks, num_microbatches in found
-    ]
+        return [case_of(model, schedule, turn)]
+    return [_case(model, schedule, *layout) for layout in layouts_for(runner, schedule)]
+
+
+def case_of(model: str, schedule: str, turn: int) -> Case:
+    """A case in one of the layouts that communicate: in turn each of them."""
+    several = layouts_for(PROCESSES, schedule)
+    return _case(model, schedule, *several[turn % len(several)])
+
+
+def _case(model: str, schedule: str, num_ranks: int, num_chunks: int | None, num_microbatches: int) -> Case:
+    return Case(
+        model=model,
+        schedule=schedule,
+        num_ranks=num_ranks,
+        num_chunks=num_chunks,
+        num_microbatches=num_microbatches,
+        optimizer=_optimizer_of(model),
+    )
 
 
 def _optimizer_of(model: str) -> str:

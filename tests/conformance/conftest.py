@@ -5,7 +5,8 @@ from functools import partial
 
 import pytest
 
-from tests.conformance.cases import MODELS, ONE_PROCESS, RUNNERS, SCHEDULES, cases_of
+from tests.conformance.cases import MODELS, ONE_PROCESS, PROCESSES, RUNNERS, SCHEDULES, Case, case_of, cases_of
+from tests.conformance.covering import met_on_ranks
 from tests.conformance.outcomes import Runner, in_one_process
 from tests.conformance.processes import run_on_ranks
 from tests.conformance.table import PAGE, Table
@@ -34,19 +35,35 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     One that takes a `runner` alone gets each.
     """
     if "case" in metafunc.fixturenames:
-        everything = bool(metafunc.config.getoption("--every-layout", default=False))
-        # A model at a time: what is made for one serves all of its cases.
+        config = metafunc.config
+        everything = bool(config.getoption("--every-layout", default=False))
+        whole = everything or _writes(config) or bool(config.getoption("--whole", default=False))
         rows = [
-            (case, runner, everything or runner == ONE_PROCESS or number % 5 == 0)
-            for model in MODELS
-            for number, schedule in enumerate(SCHEDULES, MODELS.index(model))
-            for runner in RUNNERS
-            for case in cases_of(model, schedule, runner, all_layouts=everything)
+            (case, runner, whole or (MODELS.index(case.model) + SCHEDULES.index(case.schedule)) % 5 == 0)
+            for case, runner in (_whole(everything) if whole else _covering())
         ]
         ids = [f"{case}-{runner.replace(' ', '-')}" for case, runner, _ in rows]
         metafunc.parametrize(("case", "runner_name", "twice"), rows, ids=ids)
     elif "runner_name" in metafunc.fixturenames:
         metafunc.parametrize("runner_name", RUNNERS)
+
+
+def _whole(all_layouts: bool) -> list[tuple[Case, str]]:
+    """Every model with every schedule. A model at a time: what is made for one serves all of its cases."""
+    return [
+        (case, runner)
+        for model in MODELS
+        for schedule in SCHEDULES
+        for runner in RUNNERS
+        for case in cases_of(model, schedule, runner, all_layouts=all_layouts)
+    ]
+
+
+def _covering() -> list[tuple[Case, str]]:
+    """The same in one process, and what is enough where ranks are processes."""
+    alone = [pair for pair in _whole(False) if pair[1] == ONE_PROCESS]
+    met = met_on_ranks().items()
+    return alone + [(case_of(model, schedule, turn), PROCESSES) for (model, schedule), turn in met]
 
 
 @pytest.fixture(scope="module", autouse=True)

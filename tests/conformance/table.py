@@ -15,15 +15,17 @@ Every model below, unmodified, is trained under every schedule, and held against
 microbatches: the losses and every gradient of the first step, and the weights after three steps of AdamW or SGD with
 momentum. PipeDream-2BW, whose gradients are one step old, is held against a plain module that steps with gradients as
 old: W(t+1) = W(t) - lr g(W(t-1)). A second run gives the same losses, gradients and weights bit for bit. The models are
-small and random, in fp32: those of `transformers` (`tests/runtime/families.py`), a ResNet-50 and a U-Net
-(`tests/runtime/nets.py`).
+small and random, in fp32: those of `transformers` (`tests/stages/families.py`), a ResNet-50 and a U-Net
+(`tests/stages/nets.py`).
 
 A number is the worst relative error of a gradient, ||ours - plain|| / ||plain||, over all tensors; in the last column
 it is that of a weight after three steps, over all schedules. 1e-5 is what we promise. 0 is the same bit for bit. Each
 cell has one of the numbers of stages that are named at the bottom, another for each model.
 
-This page is written by the tests: `pytest tests/conformance --write-docs`, for all models, or with `-k` for some. With
-`--every-layout` each cell is the worst of all its numbers of stages.
+This page is written by the tests: `pytest tests/conformance --write-docs` runs every cell, for all models, or with `-k`
+for some. With `--every-layout` each cell is the worst of all its numbers of stages. `make test` runs every cell of the
+first table; of the second it runs three schedules for each model, and at least three models for each schedule, so that
+every kind of model meets every kind of schedule (`tests/conformance/covering.py`). `pytest --whole` runs every cell.
 """
 _SECTIONS = {
     ONE_PROCESS: "One process\n\nAll ranks of the schedule in one process, one after the other.\n",

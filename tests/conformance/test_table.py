@@ -81,7 +81,7 @@ def test_every_schedule_has_2_and_4_stages_and_those_without_chunks_3() -> None:
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_a_short_run_has_each_number_of_stages_for_every_model(runner: str) -> None:
+def test_a_run_of_the_square_has_each_number_of_stages_for_every_model(runner: str) -> None:
     for model in MODELS:
         cases = [case for schedule in SCHEDULES for case in cases_of(model, schedule, runner, all_layouts=False)]
         assert len(cases) == len(SCHEDULES)

@@ -7,7 +7,7 @@ from shardwise.cluster.catalogue import get_device
 from shardwise.cost.deal import Deal
 from shardwise.cost.flight import in_flight
 from shardwise.cost.layouts import Layouts
-from shardwise.cost.memory import LEAVING_BYTES, NUM_SLOTS, SLOT_BYTES, saved, step_bytes
+from shardwise.cost.memory import DEFERRED_FREE_BYTES, NUM_SLOTS, SLOT_BYTES, saved, step_bytes
 from shardwise.cost.pipeline import SCHEDULES
 from shardwise.cost.places import Places, typical_places
 from shardwise.cost.software import Software
@@ -139,8 +139,8 @@ def test_what_is_offloaded_is_on_the_host() -> None:
 def test_what_forwards_save_leaves_by_and_by() -> None:
     here, away = ask("8xh100", dp=8), ask("8xh100", dp=8, offload_activations=1.0)
     saved = here.bytes.parts["activations"].max()
-    assert saved > LEAVING_BYTES
-    assert away.bytes.parts["activations"].max() == pytest.approx(LEAVING_BYTES)
+    assert saved > DEFERRED_FREE_BYTES
+    assert away.bytes.parts["activations"].max() == pytest.approx(DEFERRED_FREE_BYTES)
     # Of 14 bytes of a logit at the worst moment 4 are saved: the logarithm of its softmax.
     logits = here.bytes.parts["loss"].max() * 4 / 14
     assert away.bytes.host[0] == pytest.approx(saved + logits)
@@ -153,7 +153,7 @@ def test_with_weights_goes_all_that_belongs_to_them() -> None:
     # Two layers and the ends are there while they are used; and what was cast of them, until a backward has used it.
     assert 0 < away.bytes.parts["masters"].max() < here.bytes.parts["masters"].max()
     assert away.bytes.parts["weights"] == pytest.approx(here.bytes.parts["weights"])
-    assert away.bytes.parts["gradients"].max() == pytest.approx(LEAVING_BYTES)
+    assert away.bytes.parts["gradients"].max() == pytest.approx(DEFERRED_FREE_BYTES)
     half = ask("8xh100", pp=2, offload_parameters=0.5, offload_optimizer=0.2)
     assert half.bytes.host == pytest.approx(away.bytes.host / 2)
     assert half.seconds[0] > here.seconds[0]

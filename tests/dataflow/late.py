@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardwise.dataflow import assembly, buffers, choice, cuda, graphs, mover
 from shardwise.dataflow.cuda import CudaStream
-from shardwise.dataflow.streams import Mark, Run
+from shardwise.dataflow.streams import Event, Run
 
 _POOL = 4  # Torch has 32 streams, and then gives out the first again. With four that happens soon.
 
@@ -214,21 +214,21 @@ def play_late(monkeypatch: pytest.MonkeyPatch, seed: int) -> LateGpu:
     issue, launch, relaunch = CudaStream._issue, CudaStream.launch, CudaStream.relaunch
     plain = buffers.device_memory(torch.device("cpu"))
 
-    def issue_late(stream: CudaStream, mark: Mark, run: Run, after: Sequence[Mark]) -> None:
-        issue(stream, mark, partial(gpu.enqueue, run), after)
+    def issue_late(stream: CudaStream, event: Event, run: Run, after: Sequence[Event]) -> None:
+        issue(stream, event, partial(gpu.enqueue, run), after)
 
     def launch_late(
-        stream: CudaStream, run: Any, tensors: Any, options: dict[str, Any], grid: Any, after: Sequence[Mark]
-    ) -> Mark:
+        stream: CudaStream, run: Any, tensors: Any, options: dict[str, Any], grid: Any, after: Sequence[Event]
+    ) -> Event:
         def later(*args: Any, **others: Any) -> None:
             gpu.enqueue(partial(run, *args, **others))
 
         gpu.num_launched += 1
         return launch(stream, later, tensors, options, grid, after)
 
-    def relaunch_late(stream: CudaStream, replay: Run, mark: Mark) -> None:
+    def relaunch_late(stream: CudaStream, replay: Run, event: Event) -> None:
         gpu.num_relaunched += 1
-        relaunch(stream, partial(gpu.enqueue, replay), mark)
+        relaunch(stream, partial(gpu.enqueue, replay), event)
 
     def is_pinned(tensor: Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in gpu.pinned

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from shardwise.dataflow.assembly import MakeStream
-from shardwise.dataflow.streams import Blame, Failures, Mark, Run
+from shardwise.dataflow.streams import Blame, Event, Failures, Run
 
 FOUR = ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
 
@@ -13,7 +13,7 @@ FOUR = ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
 class Shuffle:
     """Streams that run only when somebody waits, and then whichever is ready is chosen by a die.
 
-    What is not ordered by a mark runs in every order in some run: a wait that is missing is found, and found again.
+    What is not ordered by an event runs in every order in some run: a wait that is missing is found, and found again.
     """
 
     def __init__(self, seed: int) -> None:
@@ -44,21 +44,21 @@ class ShuffledStream:
     def __init__(self, name: str, failures: Failures, run_until: Callable[[Callable[[], bool]], None]) -> None:
         self.name = name
         self.tail_seconds = 0.0
-        self.last: Mark | None = None
+        self.last: Event | None = None
         self._failures = failures
         self._run_until = run_until
-        self._queue: deque[tuple[Run, Sequence[Mark], Blame]] = deque()
+        self._queue: deque[tuple[Run, Sequence[Event], Blame]] = deque()
         self._num_put = self._num_done = 0
 
-    def put(self, run: Run, after: Sequence[Mark], blame: Blame) -> Mark:
+    def put(self, run: Run, after: Sequence[Event], blame: Blame) -> Event:
         self._num_put += 1
         self._queue.append((run, list(after), blame))
-        self.last = Mark(self, self._num_put)
+        self.last = Event(self, self._num_put)
         return self.last
 
     def is_ready(self) -> bool:
         """Whether its next work may run."""
-        return bool(self._queue) and all(mark.is_done() for mark in self._queue[0][1])
+        return bool(self._queue) and all(event.is_done() for event in self._queue[0][1])
 
     def run_one(self) -> None:
         """Run its next work."""
@@ -70,14 +70,14 @@ class ShuffledStream:
                 self._failures.note(blame(error))
         self._num_done += 1
 
-    def is_done(self, mark: Mark) -> bool:
-        return self._num_done >= mark.number
+    def is_done(self, event: Event) -> bool:
+        return self._num_done >= event.number
 
-    def wait(self, mark: Mark) -> None:
-        self._run_until(lambda: self.is_done(mark))
+    def wait(self, event: Event) -> None:
+        self._run_until(lambda: self.is_done(event))
 
-    def wait_issued(self, mark: Mark) -> None:
-        self.wait(mark)
+    def wait_issued(self, event: Event) -> None:
+        self.wait(event)
 
     def close(self) -> None:
         self._run_until(lambda: not self._queue)

@@ -53,15 +53,15 @@ def test_one_gpu_is_one_graph_and_a_relaunch_is_one_line(log: list[str], monkeyp
     with Machine(["cpu:0"]) as machine:
         program = Graphs(make_steps(log, told), machine.mover)
         assert program.is_one
-        marks = program.launch([])
-        assert marks[0] is marks[1]
-        event: Any = marks[0].event
+        events = program.launch([])
+        assert events[0] is events[1]
+        cuda_event: Any = events[0].cuda_event
         again = program.relaunch(machine.failures, [])
         assert again is not None
         assert again.run()
         assert log == ["graph of ab", "a", "b"] * 2
         # Whoever waits for the program now waits for its last launch.
-        assert (marks[0].number, event.name) == (2, "gpu0.2")
+        assert (events[0].number, cuda_event.name) == (2, "gpu0.2")
         machine.mover.num_changes += 1  # Somebody was here.
         assert not again.run()
 
@@ -102,13 +102,13 @@ def test_two_gpus_are_graphs_with_events_and_copies_between_them(log: list[str])
     with Machine(["cpu:0"]) as machine:
         program = Graphs(make_steps(log, told), machine.mover)
         assert not program.is_one
-        marks = program.launch([])
+        events = program.launch([])
     assert log == [
         *("graph of a", "a"),
         *("out0 waits for gpu0.1", "copy"),
         *("gpu1 waits for out0.1", "graph of bc", "b", "c"),
     ]
-    assert [mark.stream.name for mark in marks] == ["gpu0", "out0", "gpu1", "gpu1"]
+    assert [event.stream.name for event in events] == ["gpu0", "out0", "gpu1", "gpu1"]
 
 
 def test_a_launch_comes_after_what_used_the_same_buffers(log: list[str]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardwise.dataflow.links import Link
 from shardwise.dataflow.machine import Machine
-from shardwise.dataflow.streams import Mark
+from shardwise.dataflow.streams import Event
 from shardwise.errors import ShardwiseError
 from tests.dataflow.machines import Shuffle
 
@@ -232,7 +232,7 @@ def test_plain_tensors_are_streamed_through_two_buffers_that_take_turns() -> Non
             weights = [torch.full((4,), float(number)) for number in range(6)]
             buffers: list[Tensor] = [torch.zeros(4), torch.zeros(4)]
             seen: list[object] = []
-            used: list[Mark | None] = [None, None]
+            used: list[Event | None] = [None, None]
             for number, weight in enumerate(weights):
                 buffer = buffers[number % 2]
                 last = used[number % 2]

@@ -1,4 +1,4 @@
-"""Streams and marks: threads, and a GPU's streams over a GPU that is played by a list."""
+"""Streams and events: threads, and a GPU's streams over a GPU that is played by a list."""
 
 import threading
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shardwise.dataflow.cuda import CudaStream
-from shardwise.dataflow.streams import Failures, Mark, ThreadStream, latest
+from shardwise.dataflow.streams import Event, Failures, ThreadStream, latest
 from tests.dataflow.played import PlayedStream, play
 
 
@@ -91,12 +91,12 @@ def test_events_of_marks_that_nobody_holds_are_used_again_and_others_are_not(log
     compute, other = played(1, log), played(2, log)
     kept: list[Any] = []
     for number in range(30):
-        mark = compute.put(runs(log, "1 runs"), (), as_it_is)
+        event = compute.put(runs(log, "1 runs"), (), as_it_is)
         if number % 3 == 0:
-            kept.append((mark, mark.event.name))  # type: ignore[attr-defined]
-            other.put(runs(log, "2 runs"), [mark], as_it_is)
-    assert all(mark.event.name == name for mark, name in kept)
-    assert len({id(mark.event) for mark, _ in kept}) == 10
+            kept.append((event, event.cuda_event.name))  # type: ignore[attr-defined]
+            other.put(runs(log, "2 runs"), [event], as_it_is)
+    assert all(event.cuda_event.name == name for event, name in kept)
+    assert len({id(event.cuda_event) for event, _ in kept}) == 10
     assert compute.spare is not None
     assert len(compute.spare) <= 1
     for stream in (compute, other):
@@ -132,5 +132,5 @@ def test_threads_run_in_order_and_wait_for_marks() -> None:
 
 def test_only_the_last_mark_of_each_stream_counts() -> None:
     streams = [ThreadStream(name, Failures()) for name in "ab"]
-    marks = [Mark(streams[0], 1), Mark(streams[1], 5), Mark(streams[0], 3), Mark(streams[0], 2)]
-    assert sorted((mark.stream.name, mark.number) for mark in latest(marks)) == [("a", 3), ("b", 5)]
+    events = [Event(streams[0], 1), Event(streams[1], 5), Event(streams[0], 3), Event(streams[0], 2)]
+    assert sorted((event.stream.name, event.number) for event in latest(events)) == [("a", 3), ("b", 5)]

@@ -9,8 +9,9 @@ from shardwise.execution.local import TAKES_TIME, LocalExecutor
 from shardwise.execution.pipeline import complete
 from shardwise.execution.process import ProcessExecutor
 from shardwise.ranks.faults import Watch
+from shardwise.ranks.links import make_groups
 from shardwise.ranks.spawn import Ranks
-from shardwise.ranks.transport import ProcessTransport, make_groups
+from shardwise.ranks.transport import ProcessTransport
 from shardwise.schedule.catalogue import make_schedule
 from shardwise.schedule.instruction import Instruction, Kind
 from shardwise.schedule.prices import StageTimes, stage_prices

@@ -38,7 +38,7 @@ OURS: dict[str, dict[str, Any]] = {
         "mixture": replace(MOE, scores="sigmoid", correction=True, dense_layers=(0,)),
     },
 }
-#: Of `transformers`, by the names of `tests/runtime/families.py`.
+#: Of `transformers`, by the names of `tests/stages/families.py`.
 HUGGING_FACE = ("llama", "hf-gpt2", "mixtral", "qwen3-moe")
 
 

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "shardwise"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Source:
     """One file: where it is, the module it makes, and what it says."""
 
@@ -29,13 +29,23 @@ class Source:
 
 
 @cache
+def nodes_of(source: Source) -> tuple[ast.AST, ...]:
+    """All of a syntax tree. Many promises look through it, and a walk through every file takes a second."""
+    return tuple(ast.walk(source.tree))
+
+
+@cache
 def all_sources() -> tuple[Source, ...]:
     """Every file of the package."""
     return tuple(read_source(path) for path in sorted(PACKAGE.rglob("*.py")))
 
 
 def read_source(path: Path) -> Source:
+    return parse_source(path, path.read_text(encoding="utf-8"))
+
+
+def parse_source(path: Path, text: str) -> Source:
+    """The source that a path of the package would have with this text."""
     parts = ("shardwise", *path.relative_to(PACKAGE).with_suffix("").parts)
     module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-    text = path.read_text(encoding="utf-8")
     return Source(path=path, module=module, text=text, tree=ast.parse(text, filename=str(path)))

@@ -1,64 +1,73 @@
 """How the source is kept: no ambient state, nothing that has outgrown its name, no name that says nothing."""
 
-import ast
-from itertools import chain
+from collections.abc import Callable
 
 import pytest
 
-from tests.promises.sources import PACKAGE, Source, all_sources
+from tests.promises import house
+from tests.promises.sources import PACKAGE, Source, all_sources, parse_source
 
-MOST_LINES_OF_A_FILE = 450
-MOST_LINES_OF_A_FUNCTION = 70
-NAMES_THAT_SAY_NOTHING = {
-    "utils",
-    "util",
-    "helpers",
-    "helper",
-    "common",
-    "base",
-    "core",
-    "manager",
-    "wrapper",
-    "misc",
-    "v2",
-}
+Promise = Callable[[house.Sources], house.Offenders]
 
-every_source = pytest.mark.parametrize("source", all_sources(), ids=lambda source: source.name)
+#: What all of the source is held to.
+HELD: tuple[Promise, ...] = (
+    house.global_statements,
+    house.readers_of_the_environment,
+    house.long_files,
+    house.long_functions,
+    house.modules_that_do_not_say_what_they_are,
+    house.names_that_say_nothing,
+)
 
 
-@every_source
-def test_no_global_statement(source: Source) -> None:
-    assert [node.lineno for node in ast.walk(source.tree) if isinstance(node, ast.Global)] == []
+@pytest.mark.parametrize("offenders", HELD, ids=lambda each: each.__name__)
+def test_the_house_has_no(offenders: Promise) -> None:
+    found = list(offenders(all_sources()))
+    assert not found, "\n".join(["", *found])
 
 
-@every_source
-def test_the_environment_is_read_in_one_file(source: Source) -> None:
-    if source.name == "environment.py":
-        return
-    read = {"environ", "environb", "getenv", "putenv"}
-    attributes = {node.attr for node in ast.walk(source.tree) if isinstance(node, ast.Attribute)}
-    imports = {alias.name for node in ast.walk(source.tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert read.isdisjoint(attributes | imports)
+def lines(opening: str, count: int) -> str:
+    return "\n".join([opening, *["    a = 1"] * (count - 1)])
 
 
-@every_source
-def test_no_file_has_outgrown_its_name(source: Source) -> None:
-    assert len(source.text.splitlines()) <= MOST_LINES_OF_A_FILE
+#: A promise, a source that breaks it by the least there is, one that just holds it, and what is said.
+EXAMPLES: list[tuple[Promise, str, str, str]] = [
+    (house.global_statements, "def f():\n    global a\n", "def f():\n    a = 1\n", "x.py:2 has a global statement"),
+    (house.readers_of_the_environment, "import os\nos.environ['A']", "import os\nos.getcwd()", "x.py uses environ"),
+    (house.readers_of_the_environment, "from os import getenv", "from os import getcwd", "x.py uses getenv"),
+    (house.long_files, "a\n" * 451, "a\n" * 450, "x.py has 451 lines"),
+    (house.long_functions, lines("def f():", 71), lines("def f():", 70), "x.py:1 f has 71 lines"),
+    (house.long_functions, lines("async def f():", 71), lines("async def f():", 70), "x.py:1 f has 71 lines"),
+    (house.long_classes, lines("class A:", 251), lines("class A:", 250), "x.py:1 A has 251 lines"),
+    (house.modules_that_do_not_say_what_they_are, "a = 1", '"""What it is."""', "x.py has no docstring"),
+]
 
 
-@every_source
-def test_no_function_has_outgrown_its_name(source: Source) -> None:
-    functions = [node for node in ast.walk(source.tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    lengths = {function.name: (function.end_lineno or 0) - function.lineno + 1 for function in functions}
-    assert {name: length for name, length in lengths.items() if length > MOST_LINES_OF_A_FUNCTION} == {}
+@pytest.mark.parametrize(("offenders", "broken", "kept", "said"), EXAMPLES)
+def test_a_promise_that_is_broken_is_found(offenders: Promise, broken: str, kept: str, said: str) -> None:
+    (found,) = offenders([made("x.py", broken)])
+    assert found.startswith(said)
+    assert list(offenders([made("x.py", kept)])) == []
 
 
-@every_source
-def test_a_module_opens_with_what_it_is(source: Source) -> None:
-    assert source.text == "" or ast.get_docstring(source.tree)
+def test_a_name_that_says_nothing_is_found_in_any_part_of_a_path() -> None:
+    named = [made(name, "") for name in ("cost/utils.py", "core/a.py", "cost/my_helpers.py", "cost/scores.py")]
+    assert [text.split()[0] for text in house.names_that_say_nothing(named)] == [each.name for each in named[:3]]
 
 
-def test_no_module_has_a_name_that_says_nothing() -> None:
-    paths = [source.path.relative_to(PACKAGE).with_suffix("") for source in all_sources()]
-    words = set(chain.from_iterable(part.split("_") for path in paths for part in path.parts))
-    assert words.isdisjoint(NAMES_THAT_SAY_NOTHING)
+def test_a_class_name_is_of_two_only_where_both_are_public_and_in_one_room() -> None:
+    text = "class A: ...\nclass _B: ...\n"
+    (found,) = house.class_names_of_two([made(name, text) for name in ("one/a.py", "one/deep/b.py", "two/a.py")])
+    assert found == "A is the name of 2 classes: one/a.py, one/deep/b.py"
+
+
+def test_a_module_of_ours_counts_once_however_often_it_is_imported() -> None:
+    modules = [source.module for source in all_sources() if source.name.startswith("cost/")][1:17]
+    text = "".join(f"import {name}\nfrom {name} import a, b\n" for name in modules)
+    (found,) = house.files_that_know_too_many([made("x.py", text)])
+    assert found == "x.py imports 16 modules of ours, more than 15"
+    assert list(house.files_that_know_too_many([made("x.py", text.replace(modules[0], "json"))])) == []
+
+
+def made(name: str, text: str) -> Source:
+    return parse_source(PACKAGE / name, text)

@@ -1,7 +1,7 @@
 """What the other ranks say when one raises, dies or stalls. The faults are real: SIGKILL and SIGSTOP."""
 
 import pickle
-import time
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,8 @@ from tests.engine import programs
 from tests.ranks.processes import nobody_runs
 
 LIMIT_SECONDS = 2.0
+#: Longer than any of these tests waits. Ranks that had not been told would wait for so long, and say something else.
+NEVER_SECONDS = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -23,25 +25,24 @@ def ranks() -> Iterator[Ranks]:
         yield started
 
 
-def told_by(rank: int, folder: Path) -> tuple[float, str, str]:
-    """After how many seconds a rank raised, what kind of error, and its text."""
-    seconds, kind, text = (folder / f"told{rank}").read_text().split("\n", 2)
-    return float(seconds), kind, text
+def told_by(rank: int, folder: Path) -> tuple[str, str]:
+    """What kind of error a rank raised, and its text."""
+    kind, text = (folder / f"told{rank}").read_text().split("\n", 1)
+    return kind, text
 
 
 def test_a_rank_that_only_takes_longer_than_a_beat_is_no_fault(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks.run(programs.relay, "slow", LIMIT_SECONDS, tmp_path) == [None] * 3
+    assert ranks.run(programs.relay, "slow", NEVER_SECONDS, tmp_path) == [None] * 3
 
 
-def test_when_a_rank_raises_the_others_raise_its_error_within_seconds(ranks: Ranks, tmp_path: Path) -> None:
+def test_when_a_rank_raises_the_others_raise_its_error_at_once(ranks: Ranks, tmp_path: Path) -> None:
     with pytest.raises(RankError) as caught:
-        ranks.run(programs.relay, "raise", 20.0, tmp_path)
+        ranks.run(programs.relay, "raise", NEVER_SECONDS, tmp_path)
     assert caught.value.problem.startswith("rank 2 failed at 2F1 (stage 2, microbatch 1): ValueError: boom\n")
     assert "in _happen" in caught.value.problem
-    assert told_by(2, tmp_path)[1] == "ValueError"
+    assert told_by(2, tmp_path)[0] == "ValueError"
     for rank in (0, 1):
-        seconds, kind, text = told_by(rank, tmp_path)
-        assert seconds < 4
+        kind, text = told_by(rank, tmp_path)
         assert kind == "RankError"
         assert text.startswith("rank 2 failed at 2F1 (stage 2, microbatch 1): ValueError: boom\n")
         assert "in _happen" in text
@@ -50,10 +51,9 @@ def test_when_a_rank_raises_the_others_raise_its_error_within_seconds(ranks: Ran
 
 def test_when_a_rank_is_killed_the_others_say_so(ranks: Ranks, tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"rank 2 was killed by SIGKILL \(signal 9\)"):
-        ranks.run(programs.relay, "kill", 20.0, tmp_path)
+        ranks.run(programs.relay, "kill", NEVER_SECONDS, tmp_path)
     for rank in (0, 1):
-        seconds, kind, text = told_by(rank, tmp_path)
-        assert seconds < 5
+        kind, text = told_by(rank, tmp_path)
         assert kind == "RankError"
         assert text.startswith("rank 2 was killed by SIGKILL (signal 9)")
     assert nobody_runs(tmp_path)
@@ -65,26 +65,24 @@ def test_when_a_rank_is_killed_and_nobody_saw_it_the_others_say_who_is_gone_and_
     # As under another launcher: the process that started the ranks tells nobody.
     monkeypatch.setattr(ranks, "_tell_the_others", lambda error: None)  # noqa: ARG005
     with pytest.raises(RankError, match=r"rank 2 was killed by SIGKILL"):
-        ranks.run(programs.relay, "kill", 20.0, tmp_path)
+        ranks.run(programs.relay, "kill", NEVER_SECONDS, tmp_path)
     for rank in (0, 1):
-        seconds, _, text = told_by(rank, tmp_path)
-        assert seconds < 9
+        _, text = told_by(rank, tmp_path)
         assert text.startswith("rank 2 is gone: its connection to rank 1 broke at 1RECV_B1<2\n")
         assert "\n  rank 0 waits for rank 1 at 0RECV_B1<1 (" in text
     assert nobody_runs(tmp_path)
 
 
 def test_when_a_rank_stops_answering_the_others_say_who_and_where_each_stands(ranks: Ranks, tmp_path: Path) -> None:
-    start = time.monotonic()
     with pytest.raises(RankError) as caught:
         ranks.run(programs.relay, "stop", LIMIT_SECONDS, tmp_path)
     assert caught.value.rank == 2
-    assert time.monotonic() - start < LIMIT_SECONDS + 5
     for rank in (0, 1):
-        seconds, kind, text = told_by(rank, tmp_path)
-        assert LIMIT_SECONDS <= seconds < LIMIT_SECONDS + 4
+        kind, text = told_by(rank, tmp_path)
         assert kind == "RankError"
-        assert text.startswith("rank 2 has not answered for ")
+        silent = re.match(r"rank 2 has not answered for (\d+) s", text)
+        assert silent is not None, text
+        assert int(silent[1]) >= LIMIT_SECONDS
         # It had no time to say where it stood when it was stopped, only where it had been at its last beat.
         assert "; it was last at 2" in text or "; it was last at the start" in text
         assert "\n  rank 0 waits for rank 1 at 0RECV_B1<1 (" in text
@@ -94,18 +92,17 @@ def test_when_a_rank_stops_answering_the_others_say_who_and_where_each_stands(ra
 
 
 def test_when_a_rank_stays_at_an_instruction_all_of_them_say_which(ranks: Ranks, tmp_path: Path) -> None:
-    with pytest.raises(RankError, match=r"rank 2 has been at 2F1 for \d s"):
+    with pytest.raises(RankError, match=r"rank 2 has been at 2F1 for \d+ s"):
         ranks.run(programs.relay, "sleep", LIMIT_SECONDS, tmp_path)
-    assert told_by(0, tmp_path)[2] == told_by(1, tmp_path)[2]
+    assert told_by(0, tmp_path) == told_by(1, tmp_path)
     assert nobody_runs(tmp_path)
 
 
 def test_a_collective_ends_when_a_rank_does_not_come_to_it(ranks: Ranks, tmp_path: Path) -> None:
-    with pytest.raises(RankError, match=r"rank 2 has been at 2F1 for \d s"):
+    with pytest.raises(RankError, match=r"rank 2 has been at 2F1 for \d+ s"):
         ranks.run(programs.sum_without, 2, 1.0, tmp_path)
     for rank in (0, 1):
-        seconds, _, text = told_by(rank, tmp_path)
-        assert seconds < 5
+        _, text = told_by(rank, tmp_path)
         assert f"rank {rank} waits for ranks {1 - rank}, 2 at the loss (" in text
     assert nobody_runs(tmp_path)
 
@@ -117,7 +114,7 @@ def test_a_failure_that_was_caught_does_not_reach_the_next_watch(ranks: Ranks) -
 
 
 def test_ranks_that_wait_for_each_other_say_so() -> None:
-    for text in spawn(programs.wait_for_each_other, 2, (1.0,), timeout_seconds=30):
+    for text in spawn(programs.wait_for_each_other, 2, (1.0,), timeout_seconds=300):
         assert text.startswith("ranks 0, 1 have waited for each other for ")
         assert "rank 1 waits for rank 0 at 1RECV_F0<0 (" in text
 

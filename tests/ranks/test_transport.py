@@ -92,3 +92,14 @@ def test_more_than_there_is_room_for_waits_for_it(talks: list[dict[str, Any]], s
         num_left, all_arrived = talk["plenty"]
         assert (num_left > 0) == shares_memory
         assert all_arrived
+
+
+def test_values_may_go_over_a_group_for_each_direction(two: Ranks, talks: list[dict[str, Any]]) -> None:
+    for over_links, talk in zip(two.run(programs.talk_over_links, timeout_seconds=60), talks, strict=True):
+        assert over_links == {name: talk[name] for name in over_links}
+
+
+def test_every_rank_makes_the_links_of_all_pipelines_and_keeps_its_own(four: Ranks) -> None:
+    for rank, (order, ranks) in enumerate(four.run(programs.make_links_of_two_pipelines, timeout_seconds=60)):
+        assert order == [(0, 1), (1, 0)]
+        assert set(map(tuple, ranks.values())) == {(0, 2) if rank % 2 == 0 else (1, 3)}

@@ -34,8 +34,8 @@ def summed(output: Tensor, batch: Batch) -> tuple[Tensor, int]:
     return total, labels.numel()
 
 
-def traced_step(plan: str, sleeps: dict[int, float] | None = None, data_wait: float = 0.0) -> tuple[Trace, float]:
-    """A trace of one of a few steps, and how long the call took. A rank may sleep in its forwards."""
+def traced_step(plan: str, sleeps: dict[int, float] | None = None, data_wait: float = 0.0) -> Trace:
+    """A trace of one of a few steps. A rank may sleep in its forwards."""
     torch.set_num_threads(1)
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     module = Transformer(SETTINGS)
@@ -49,10 +49,8 @@ def traced_step(plan: str, sleeps: dict[int, float] | None = None, data_wait: fl
         module, plan, loss=summed, optimizer=lambda each: AdamW(each, lr=1e-3), example=a_batch(0), clip=1.0
     )
     engine.train_step(a_batch(1))
-    start = time.perf_counter()
     engine.train_step(a_batch(2), trace=True, data_wait=data_wait)
-    took = time.perf_counter() - start
     trace = engine.trace
     engine.close()
     assert trace is not None, "it was recorded"
-    return trace, took
+    return trace

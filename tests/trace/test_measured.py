@@ -28,8 +28,8 @@ FOUR = ("dp=2,pp=2,microbatches=2,zero=1", "tp=2,pp=2,microbatches=2", "pp=4,sch
 
 @pytest.fixture(scope="module")
 def traces(two: Ranks, four: Ranks) -> dict[str, Trace]:
-    found = {plan: two.run(traced_step, plan)[0][0] for plan in TWO}
-    return found | {plan: four.run(traced_step, plan)[0][0] for plan in FOUR}
+    found = {plan: two.run(traced_step, plan)[0] for plan in TWO}
+    return found | {plan: four.run(traced_step, plan)[0] for plan in FOUR}
 
 
 @pytest.mark.parametrize("plan", [*TWO, *FOUR])
@@ -111,7 +111,7 @@ def test_bytes_are_known_by_owner_and_by_link(traces: dict[str, Trace]) -> None:
 
 
 def test_a_rank_that_sleeps_is_found_and_so_is_a_slow_loader(two: Ranks) -> None:
-    trace = two.run(traced_step, "pp=2,microbatches=4", {1: 0.05}, 0.2)[0][0]
+    trace = two.run(traced_step, "pp=2,microbatches=4", {1: 0.05}, 0.2)[0]
     found = {finding.kind: finding for finding in examine(Run(name="r", trace=trace), Replay.of(trace))}
     assert found["slow stage"].ranks == (1,)
     assert found["data wait"].gain_seconds == pytest.approx(0.2)
@@ -119,7 +119,7 @@ def test_a_rank_that_sleeps_is_found_and_so_is_a_slow_loader(two: Ranks) -> None
 
 def test_alone_a_rank_has_a_step_of_its_own() -> None:
     with small_matrices():
-        trace, _ = traced_step("dp=1", data_wait=0.01)
+        trace = traced_step("dp=1", data_wait=0.01)
     (parts,) = parts_of_ranks(trace)
     assert sum(parts.values()) == pytest.approx(trace.makespan)
     assert parts[Part.DATA] == pytest.approx(0.01)

@@ -33,7 +33,7 @@ _FUSED_SCORE = 2.0
 #: Optimizer state that lives on the host is updated in so many slots of the device, each of about so many bytes; and so
 #: much of what forwards save may be on its way to the host before they wait.
 NUM_SLOTS, SLOT_BYTES = 4, 256 * 2**20
-LEAVING_BYTES = 256 * 2**20
+DEFERRED_FREE_BYTES = 256 * 2**20
 
 #: Parts that a program's own count of allocated tensors leaves out.
 NOT_ALLOCATED = ("context", "buffers", "workspace", "fragments")
@@ -134,8 +134,8 @@ def _on_host(parts: dict[str, Floats], layouts: Layouts, counts: Counts) -> dict
     for name, share, visiting in (
         ("optimizer", np.maximum(layouts.offload_optimizer, layouts.offload_parameters), NUM_SLOTS * SLOT_BYTES),
         (trained, layouts.offload_parameters, coming[:, None]),
-        ("gradients", layouts.offload_parameters, LEAVING_BYTES),
-        ("activations", layouts.offload_activations, LEAVING_BYTES),
+        ("gradients", layouts.offload_parameters, DEFERRED_FREE_BYTES),
+        ("activations", layouts.offload_activations, DEFERRED_FREE_BYTES),
     ):
         hosted[name] = at_home.get(name, parts[name]) * share[:, None]
         parts[name] = parts[name] * (1.0 - share[:, None]) + np.minimum(hosted[name], visiting)

@@ -12,13 +12,13 @@ from typing import Any, cast
 
 import torch
 
-from shardwise.dataflow.streams import Blame, Failures, Mark, Run, ThreadStream
+from shardwise.dataflow.streams import Blame, Event, Failures, Run, ThreadStream
 
 _LOOK_SECONDS = 0.05
 
 
-class CudaMark(Mark):
-    """A mark with an event. When nobody can ask for it any more, its event is used again: making one takes a while.
+class CudaEvent(Event):
+    """An event over one of CUDA's, which is used again when nobody can ask for it any more: making one takes a while.
 
     A stream that was told to wait for an event waits for what was recorded then, whatever is recorded in it later.
     """
@@ -29,8 +29,8 @@ class CudaMark(Mark):
         self._spare = stream.spare
 
     def __del__(self) -> None:
-        if self.event is not None and self._spare is not None:
-            self._spare.append(self.event)
+        if self.cuda_event is not None and self._spare is not None:
+            self._spare.append(self.cuda_event)
 
 
 class CudaStream:
@@ -39,7 +39,7 @@ class CudaStream:
     def __init__(self, name: str, stream: torch.cuda.Stream, failures: Failures, *, times: bool = False) -> None:
         self.name = name
         self.tail_seconds = 0.0
-        self.last: Mark | None = None
+        self.last: Event | None = None
         self._times = times
         # Events to be used again. Those that tell the time are not, for they are asked later; nor those of a capture.
         self.spare: list[Any] | None = None if times else []
@@ -58,113 +58,113 @@ class CudaStream:
         self.device_index: int = stream.device_index
         return before
 
-    def put(self, run: Run, after: Sequence[Mark], blame: Blame) -> Mark:
+    def put(self, run: Run, after: Sequence[Event], blame: Blame) -> Event:
         self._num_put += 1
-        mark = CudaMark(self, self._num_put)
+        event = CudaEvent(self, self._num_put)
         if self.can_issue(after):
             try:
-                self._issue(mark, run, after)
+                self._issue(event, run, after)
             except Exception as error:
                 raise blame(error) from error
         else:
             with self._issued:
                 self._num_behind += 1
-            self._behind.put(partial(self._issue_behind, mark, run, after), (), blame)
-        self.last = mark
-        return mark
+            self._behind.put(partial(self._issue_behind, event, run, after), (), blame)
+        self.last = event
+        return event
 
-    def can_issue(self, after: Sequence[Mark]) -> bool:
+    def can_issue(self, after: Sequence[Event]) -> bool:
         """Whether the caller may issue by itself: no thread has to be waited for."""
         # `_num_behind` is lowered by the issuing thread alone, after the event is recorded; seen as 0, all is issued.
         return self._num_behind == 0 and (not after or all(_can_follow(each) for each in after))
 
     def launch(
-        self, run: Any, tensors: Sequence[Any], options: dict[str, Any], grid: Any, after: Sequence[Mark]
-    ) -> Mark:
+        self, run: Any, tensors: Sequence[Any], options: dict[str, Any], grid: Any, after: Sequence[Event]
+    ) -> Event:
         """Issue a kernel that the caller may issue: as `put`, with nothing made to be run later."""
         for other in after:
-            if other.stream is not self and other.event is not None:
-                self.cuda.wait_event(cast(torch.cuda.Event, other.event))
-        event = self.spare.pop() if self.spare else new_event(times=self._times)
+            if other.stream is not self and other.cuda_event is not None:
+                self.cuda.wait_event(cast(torch.cuda.Event, other.cuda_event))
+        cuda_event = self.spare.pop() if self.spare else new_event(times=self._times)
         if torch._C._cuda_getDevice() == self.device_index and _raw_stream(self.device_index) == self._raw:
             run(*tensors, grid=grid, warmup=False, **options)
         else:
             with torch.cuda.stream(self.cuda):
                 run(*tensors, grid=grid, warmup=False, **options)
         self._num_put += 1
-        mark = self.last = CudaMark(self, self._num_put)
-        event.record(self.cuda)
-        mark.event = event
-        return mark
+        event = self.last = CudaEvent(self, self._num_put)
+        cuda_event.record(self.cuda)
+        event.cuda_event = cuda_event
+        return event
 
     def is_current(self) -> bool:
         """Whether it is the current stream of its GPU in this thread."""
         return bool(_raw_stream(self.device_index) == self._raw)
 
-    def relaunch(self, replay: Run, mark: Mark) -> None:
-        """Launch a graph, while this is the current stream, and move its last mark behind it.
+    def relaunch(self, replay: Run, event: Event) -> None:
+        """Launch a graph, while this is the current stream, and move its last event behind it.
 
-        Whoever was told to wait for the mark's event before waits for what was recorded then.
+        Whoever was told to wait for CUDA's event before waits for what was recorded then.
         """
         replay()
-        cast(Any, mark.event).record(self.cuda)
+        cast(Any, event.cuda_event).record(self.cuda)
         self._num_put += 1
-        mark.number = self._num_put
-        self.last = mark
+        event.number = self._num_put
+        self.last = event
 
-    def put_captured(self, run: Run, after: Sequence[Mark], blame: Blame) -> Mark:
+    def put_captured(self, run: Run, after: Sequence[Event], blame: Blame) -> Event:
         """Put into a capture. Whoever captures issues: what a thread issued later would be in no graph, and run."""
         self._num_put += 1
-        mark = self.last = CudaMark(self, self._num_put)
+        event = self.last = CudaEvent(self, self._num_put)
         try:
-            self._issue(mark, run, after)
+            self._issue(event, run, after)
         except Exception as error:
             raise blame(error) from error
-        return mark
+        return event
 
-    def is_done(self, mark: Mark) -> bool:
-        return mark.event is not None and bool(cast(Any, mark.event).query())
+    def is_done(self, event: Event) -> bool:
+        return event.cuda_event is not None and bool(cast(Any, event.cuda_event).query())
 
-    def wait(self, mark: Mark) -> None:
-        self.wait_issued(mark)
-        if mark.event is not None:
-            cast(Any, mark.event).synchronize()
+    def wait(self, event: Event) -> None:
+        self.wait_issued(event)
+        if event.cuda_event is not None:
+            cast(Any, event.cuda_event).synchronize()
 
-    def wait_issued(self, mark: Mark) -> None:
+    def wait_issued(self, event: Event) -> None:
         # After a failure what was put behind is never issued, and there may be nobody left to say so.
-        while mark.event is None and self._failures.first is None:
+        while event.cuda_event is None and self._failures.first is None:
             with self._issued:
-                if mark.event is None:  # Else it was said while nobody listened.
+                if event.cuda_event is None:  # Else it was said while nobody listened.
                     self._issued.wait(timeout=_LOOK_SECONDS)
 
     def close(self) -> None:
         self._behind.close()
         self.cuda.synchronize()
 
-    def _issue_behind(self, mark: Mark, run: Run, after: Sequence[Mark]) -> None:
+    def _issue_behind(self, event: Event, run: Run, after: Sequence[Event]) -> None:
         try:
             for other in after:
                 other.stream.wait_issued(other)
             if self._failures.first is None:
-                self._issue(mark, run, after)
+                self._issue(event, run, after)
         finally:
             with self._issued:
                 self._num_behind -= 1
                 self._issued.notify_all()
 
-    def _issue(self, mark: Mark, run: Run, after: Sequence[Mark]) -> None:
+    def _issue(self, event: Event, run: Run, after: Sequence[Event]) -> None:
         for other in after:
-            if other.stream is not self and other.event is not None:
-                self.cuda.wait_event(cast(torch.cuda.Event, other.event))
-        event = self.spare.pop() if self.spare else new_event(times=self._times)
+            if other.stream is not self and other.cuda_event is not None:
+                self.cuda.wait_event(cast(torch.cuda.Event, other.cuda_event))
+        cuda_event = self.spare.pop() if self.spare else new_event(times=self._times)
         # Entering a stream takes longer than asking which one is current, and mostly it is this one.
         if torch._C._cuda_getDevice() == self.device_index and _raw_stream(self.device_index) == self._raw:
             run()
         else:
             with torch.cuda.stream(self.cuda):
                 run()
-        event.record(self.cuda)
-        mark.event = event
+        cuda_event.record(self.cuda)
+        event.cuda_event = cuda_event
 
 
 def new_event(*, times: bool = False) -> torch.cuda.Event:
@@ -180,6 +180,6 @@ def new_stream(device: torch.device) -> torch.cuda.Stream:
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (lambda device: -1)  # noqa: ARG005
 
 
-def _can_follow(mark: Mark) -> bool:
-    """Whether a GPU can be told to wait for the mark, or need not."""
-    return mark.event is not None or (isinstance(mark.stream, ThreadStream) and mark.is_done())
+def _can_follow(event: Event) -> bool:
+    """Whether a GPU can be told to wait for the event, or need not."""
+    return event.cuda_event is not None or (isinstance(event.stream, ThreadStream) and event.is_done())

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shardwise.dataflow.streams import Mark
+from shardwise.dataflow.streams import Event
 from shardwise.errors import ShardwiseError, unknown
 
 
@@ -44,8 +44,8 @@ class Copy:
     __slots__ = (
         "copied",
         "held",
-        "lent",
-        "lent_version",
+        "imported",
+        "imported_version",
         "num_bytes",
         "owner",
         "place",
@@ -64,46 +64,46 @@ class Copy:
         self.num_bytes = owner.num_bytes
         self.valid = False
         self.held = 0  # By tasks that are being issued and by programs: not to be evicted.
-        self.lent: Tensor | None = None  # The user's own tensor.
-        self.lent_version = 0
-        self.writer: Mark | None = None
-        self.reader: Mark | None = None  # The last task that read it since it was written.
-        self.copied: list[Mark] = []  # Copies made of it since it was written, the last of each stream.
+        self.imported: Tensor | None = None  # The user's own tensor.
+        self.imported_version = 0
+        self.writer: Event | None = None
+        self.reader: Event | None = None  # The last task that read it since it was written.
+        self.copied: list[Event] = []  # Copies made of it since it was written, the last of each stream.
 
-    def add_copied(self, mark: Mark) -> None:
-        """Note that it is being copied from, until a mark."""
-        if mark.number >= 0:
-            self.copied = [each for each in self.copied if each.stream is not mark.stream]
+    def add_copied(self, event: Event) -> None:
+        """Note that it is being copied from, until an event."""
+        if event.number >= 0:
+            self.copied = [each for each in self.copied if each.stream is not event.stream]
         # On a tape all are kept: of two copies of one stream, one may come to be in a graph and the other not.
-        self.copied.append(mark)
+        self.copied.append(event)
 
-    def written(self, mark: Mark | None) -> None:
+    def written(self, event: Event | None) -> None:
         """Note who writes it: whoever comes next waits for that alone."""
-        self.writer, self.reader, self.valid = mark, None, True
+        self.writer, self.reader, self.valid = event, None, True
         if self.copied:
             self.copied = []
 
-    def busy_until(self) -> list[Mark]:
+    def busy_until(self) -> list[Event]:
         """What has to be over before the buffer may be written."""
-        marks = list(self.copied)
+        events = list(self.copied)
         if self.writer is not None:
-            marks.append(self.writer)
+            events.append(self.writer)
         if self.reader is not None:
-            marks.append(self.reader)
-        return marks
+            events.append(self.reader)
+        return events
 
     def check_unchanged(self, name: str) -> None:
         """Refuse a user's tensor that somebody else has changed since the machine took it."""
-        if self.lent is not None:
-            _check_unchanged(name, self.lent, self.lent_version)
+        if self.imported is not None:
+            _check_unchanged(name, self.imported, self.imported_version)
 
     def guard(self, name: str) -> "Callable[[], None] | None":
         """The same question for a thread to ask when it comes to reading the tensor, if it is a user's."""
-        return None if self.lent is None else partial(_check_unchanged, name, self.lent, self.lent_version)
+        return None if self.imported is None else partial(_check_unchanged, name, self.imported, self.imported_version)
 
 
-def _check_unchanged(name: str, lent: Tensor, version: int) -> None:
-    if lent._version != version:
+def _check_unchanged(name: str, imported: Tensor, version: int) -> None:
+    if imported._version != version:
         raise ShardwiseError(
             f"{name} was changed behind the machine's back: its tensor was written in place after it was given",
             remedy=f"{name}.set(tensor), which the machine sees",
@@ -117,7 +117,7 @@ class Data:
         "__weakref__",
         "copies",
         "dtype",
-        "is_lent",
+        "is_imported",
         "keeper",
         "name",
         "num_bytes",
@@ -137,7 +137,7 @@ class Data:
         self.dtype = like.dtype
         self.num_bytes = like.numel() * like.element_size()
         self.uses: tuple[int, ...] = ()  # Where in the running program it is used.
-        self.is_lent = False  # Whether one of its copies is a user's tensor.
+        self.is_imported = False  # Whether one of its copies is a user's tensor.
         self.unwritable: str | None = None  # Why it may not be written, if so.
         self.copies: list[Copy | None] = [None] * len(keeper.place_names)
 

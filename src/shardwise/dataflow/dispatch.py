@@ -20,19 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.dataflow.adopt import Loans, home_of
 from shardwise.dataflow.assembly import Budget, MakeStream, make_places
 from shardwise.dataflow.blame import blame_task
 from shardwise.dataflow.choice import Chooser
 from shardwise.dataflow.cuda import CudaStream
 from shardwise.dataflow.data import Copy, Data
+from shardwise.dataflow.imports import Imports, home_of
 from shardwise.dataflow.journal import Journal, Work
 from shardwise.dataflow.launch import Call, Launch, by_position, set_accesses
 from shardwise.dataflow.links import GivenLinks, Routes
 from shardwise.dataflow.mistakes import PLAIN, check_call
 from shardwise.dataflow.mover import CHUNK_BYTES, Mover
 from shardwise.dataflow.place import Place, check_names, default_names
-from shardwise.dataflow.streams import Failures, Mark, Run, ThreadStream
+from shardwise.dataflow.streams import Event, Failures, Run, ThreadStream
 from shardwise.errors import ShardwiseError, unknown
 from shardwise.trace.events import Lane
 
@@ -83,7 +83,7 @@ class Dispatcher:
             if isinstance(place.compute, CudaStream) and place.memory.budget_bytes is None and journal is None
         }
         self._launches: dict[Any, Launch] = {}
-        self.loans = Loans(self.places)
+        self.imports = Imports(self.places)
         self._chooser = Chooser(self.mover)
         self._forgotten: deque[list[Copy | None]] = deque()
         self._known: weakref.WeakSet[Data] = weakref.WeakSet()
@@ -95,11 +95,11 @@ class Dispatcher:
 
         One that is `on_disk` is a file mapped into memory, such as safetensors: a thread reads it ahead of its use.
         """
-        found = self.loans.find(tensor)
+        found = self.imports.find(tensor)
         if found is not None:
             return found
         made = self._made(tensor, name)
-        self.loans.lend(made, tensor, on_disk=on_disk)
+        self.imports.add(made, tensor, on_disk=on_disk)
         if self.first_values is not None:
             self.first_values[made] = tensor.detach().cpu().clone()
         return made
@@ -195,8 +195,8 @@ class Dispatcher:
         if copy.writer is not None:
             self._wait_for(copy.writer)
         self._raise_failure()
-        self.loans.changed.pop(data.number, None)
-        return copy.tensor.clone() if copy.lent is None else copy.lent
+        self.imports.changed.pop(data.number, None)
+        return copy.tensor.clone() if copy.imported is None else copy.imported
 
     def set(self, data: Data, tensor: Tensor) -> None:
         """Give data a new value."""
@@ -206,7 +206,7 @@ class Dispatcher:
                 f" {tensor.dtype}",
                 remedy=f"machine.data(tensor), for a value that is not like {data.name}",
             )
-        self.loans.renew(data, tensor)
+        self.imports.renew(data, tensor)
         value = tensor.detach().to("cpu", copy=True)
         self.submit(_assign, data, value, place="host", writes=[data], name=f"{data.name}.set")
 
@@ -239,7 +239,7 @@ class Dispatcher:
             return
         try:
             if self.failures.first is None:
-                for data in list(self.loans.changed.values()):
+                for data in list(self.imports.changed.values()):
                     self.get(data)
                 self.wait()
         finally:
@@ -249,7 +249,7 @@ class Dispatcher:
                 for stream in (place.compute, place.inward, place.outward):
                     stream.close()
                 place.memory.close()
-            self.loans.close()
+            self.imports.close()
 
     def _put_quickly(
         self, launch: Launch, args: tuple[Any, ...], options: dict[str, Any], grid: Any, name: str
@@ -275,11 +275,11 @@ class Dispatcher:
                     return False
                 continue
             copy = value.copies[index]
-            if copy is None or not copy.valid or copy.lent is not None or value.keeper is not self:
+            if copy is None or not copy.valid or copy.imported is not None or value.keeper is not self:
                 return False
-            mark = copy.writer
-            if mark is not None and mark.stream is not stream:
-                after.append(mark)
+            event = copy.writer
+            if event is not None and event.stream is not stream:
+                after.append(event)
             if stores[position]:
                 if value.unwritable is not None:
                     return False
@@ -296,47 +296,47 @@ class Dispatcher:
             return False
         self.mover.num_changes += 1
         try:
-            mark = stream.launch(launch.run, tensors, options, grid, after)
+            event = stream.launch(launch.run, tensors, options, grid, after)
         except Exception as error:
             frame = sys._getframe(2)
             raise blame_task(launch.kernel, launch.kernel, name, frame.f_code, frame.f_lineno, error) from error
         for copy in read:
-            copy.reader = mark
+            copy.reader = event
         for data in written:
-            self._note_written(data, index, mark)
+            self._note_written(data, index, event)
         return True
 
-    def _gather(self, call: Call, place: Place, held: list[Copy] | None = None) -> list[Mark]:
+    def _gather(self, call: Call, place: Place, held: list[Copy] | None = None) -> list[Event]:
         """Have every value that a call reads and room for every one that it writes; return what it waits for."""
         stream, index, mover = place.compute, place.index, self.mover
         # In its own stream a task is in order anyway, but a report wants to know what it depends on.
         is_noted = mover.journal is not None
-        after: list[Mark] = []
+        after: list[Event] = []
         for data in call.reads:
             copy = data.copies[index]
             if copy is None or not copy.valid:
                 copy = mover.fetch(data, place)
                 if held is not None:
                     _hold(copy, held)
-            elif copy.lent is not None:
+            elif copy.imported is not None:
                 copy.check_unchanged(data.name)
-            mark = copy.writer
-            if mark is not None and (is_noted or mark.stream is not stream):
-                after.append(mark)
+            event = copy.writer
+            if event is not None and (is_noted or event.stream is not stream):
+                after.append(event)
         for data in call.writes:
             copy = data.copies[index]
             if copy is None:
                 copy = mover.buffer(data, place)
                 if held is not None:
                     _hold(copy, held)
-            mark = copy.writer
-            if mark is not None and mark.stream is not stream:
-                after.append(mark)
+            event = copy.writer
+            if event is not None and event.stream is not stream:
+                after.append(event)
             if copy.copied:
                 after += copy.copied
         return after
 
-    def _put(self, call: Call, place: Place, after: list[Mark]) -> None:
+    def _put(self, call: Call, place: Place, after: list[Event]) -> None:
         """Put a call into its place's stream, and note what has become of the data."""
         stream, index, mover = place.compute, place.index, self.mover
         run = call.bind(index)
@@ -351,25 +351,25 @@ class Dispatcher:
         blame = partial(blame_task, call.name, call.launch.kernel, place.name, call.code, call.line)
         if mover.journal is None and mover.tape is None:
             mover.num_changes += 1
-            mark = stream.put(run, after, blame)
+            event = stream.put(run, after, blame)
         else:
             work = Work(name=call.name, lane=Lane.COMPUTE, place=index, seconds=call.seconds or 0.0)
-            mark = mover.put(stream, run, after, blame, work)
+            event = mover.put(stream, run, after, blame, work)
         for data in call.reads:
-            data.copies[index].reader = mark  # type: ignore[union-attr]
+            data.copies[index].reader = event  # type: ignore[union-attr]
         for data in call.writes:
-            self._note_written(data, index, mark)
+            self._note_written(data, index, event)
 
-    def _note_written(self, data: Data, index: int, mark: Mark) -> None:
+    def _note_written(self, data: Data, index: int, event: Event) -> None:
         """A place's copy has the value from now on, and no other has."""
         for copy in data.copies:
             if copy is not None:
                 if copy.place == index:
-                    copy.written(mark)
+                    copy.written(event)
                 else:
                     copy.valid = False
-        if data.is_lent:
-            self.loans.changed[data.number] = data
+        if data.is_imported:
+            self.imports.changed[data.number] = data
 
     def _made(self, like: Tensor, name: str | None) -> Data:
         self._num_data += 1
@@ -390,10 +390,10 @@ class Dispatcher:
                 if copy is not None:
                     self.mover.drop(copy)
 
-    def _wait_for(self, mark: Mark) -> None:
-        mark.wait()
+    def _wait_for(self, event: Event) -> None:
+        event.wait()
         if self.mover.journal is not None:
-            self.mover.journal.host_waited(mark)
+            self.mover.journal.host_waited(event)
 
     def _raise_failure(self) -> None:
         if self.failures.first is not None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from shardwise.dataflow.cuda import CudaStream, new_stream
 from shardwise.dataflow.data import Copy
 from shardwise.dataflow.mover import Mover, Step
-from shardwise.dataflow.streams import Failures, Mark, Run, Stream, latest
+from shardwise.dataflow.streams import Event, Failures, Run, Stream, latest
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,46 +70,46 @@ class Graphs:
         self._steps = steps
         self._mover = mover
         self._segments = [_captured(each, steps) for each in cut(steps)]
-        self._end: Mark | None = None  # Of the last launch.
+        self._end: Event | None = None  # Of the last launch.
 
-    def launch(self, start: Sequence[Mark]) -> list[Mark]:
-        """Launch everything behind some marks, and return the mark of each step."""
+    def launch(self, start: Sequence[Event]) -> list[Event]:
+        """Launch everything behind some events, and return the event of each step."""
         self._mover.num_changes += 1
-        ends: list[list[Mark]] = []
-        marks: dict[int, Mark] = {}
+        ends: list[list[Event]] = []
+        events: dict[int, Event] = {}
         for segment in self._segments:
-            after = latest([*start, *(mark for other in segment.after for mark in ends[other])])
+            after = latest([*start, *(event for other in segment.after for event in ends[other])])
             if segment.graph is not None:
-                mark = segment.stream.put(segment.graph.replay, after, _as_it_is)
-                marks |= dict.fromkeys(segment.steps, mark)
-                ends.append([mark])
+                event = segment.stream.put(segment.graph.replay, after, _as_it_is)
+                events |= dict.fromkeys(segment.steps, event)
+                ends.append([event])
             else:
                 for number in segment.steps:
                     step = self._steps[number]
-                    known = latest([*after, *(marks[each] for each in step.after)])
-                    marks[number] = self._mover.put(step.stream, step.run, known, step.blame, step.work)
-                ends.append(latest([marks[each] for each in segment.steps]))
+                    known = latest([*after, *(events[each] for each in step.after)])
+                    events[number] = self._mover.put(step.stream, step.run, known, step.blame, step.work)
+                ends.append(latest([events[each] for each in segment.steps]))
         self._end = ends[-1][-1]
-        return [marks[number] for number in range(len(self._steps))]
+        return [events[number] for number in range(len(self._steps))]
 
     @property
     def is_one(self) -> bool:
         """Whether the whole program is one graph."""
         return len(self._segments) == 1 and self._segments[0].graph is not None
 
-    def relaunch(self, failures: Failures, lent: Sequence[Copy]) -> "Relaunch | None":
+    def relaunch(self, failures: Failures, imported: Sequence[Copy]) -> "Relaunch | None":
         """How to launch the one graph again if nothing happens meanwhile; None if there are several, or it waits."""
         segment, end = self._segments[0], self._end
-        if not self.is_one or end is None or end.event is None or not isinstance(segment.stream, CudaStream):
+        if not self.is_one or end is None or end.cuda_event is None or not isinstance(segment.stream, CudaStream):
             return None
-        watched = [(copy.lent, copy.lent_version) for copy in lent if copy.lent is not None]
+        watched = [(copy.imported, copy.imported_version) for copy in imported if copy.imported is not None]
         return Relaunch(segment.graph.replay, segment.stream, end, self._mover, failures, watched)
 
 
 class Relaunch:
-    """The launch of a graph straight behind the last one, whose mark becomes that of this one.
+    """The launch of a graph straight behind the last one, whose event becomes that of this one.
 
-    All copies point to that mark, so nothing has to be noted for each. What stands before the launch is what a replay
+    All copies point to that event, so nothing has to be noted for each. What stands before the launch is what a replay
     costs beside its graph: four questions, none of which is asked of the GPU.
     """
 
@@ -119,7 +119,7 @@ class Relaunch:
         self,
         replay: Run,
         stream: CudaStream,
-        end: Mark,
+        end: Event,
         mover: Mover,
         failures: Failures,
         watched: Sequence[tuple[Tensor, int]],
@@ -179,12 +179,12 @@ def _captured(segment: Segment, steps: Sequence[Step]) -> Segment:
 
 
 def _put(segment: Segment, steps: Sequence[Step]) -> None:
-    marks: dict[int, Mark] = {}
+    events: dict[int, Event] = {}
     for number in segment.steps:
         step = steps[number]
-        after = [marks[each] for each in step.after if each in marks]
+        after = [events[each] for each in step.after if each in events]
         assert isinstance(step.stream, CudaStream), "only a GPU's steps are in a graph"
-        marks[number] = step.stream.put_captured(step.run, after, step.blame)
+        events[number] = step.stream.put_captured(step.run, after, step.blame)
 
 
 def _as_it_is(error: Exception) -> Exception:

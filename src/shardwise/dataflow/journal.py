@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shardwise.dataflow.cuda import new_event
-from shardwise.dataflow.streams import Mark, Run, Stream
+from shardwise.dataflow.streams import Event, Run, Stream
 from shardwise.trace.events import Lane
 
 
@@ -56,7 +56,7 @@ class Journal:
         self._zero = perf_counter()
         self._zero_events: dict[int, torch.cuda.Event] = {}
 
-    def put(self, stream: Stream, run: Run, after: Sequence[Mark], work: Work, put: Any) -> Mark:
+    def put(self, stream: Stream, run: Run, after: Sequence[Event], work: Work, put: Any) -> Event:
         """Put work into a stream by `put(run)`, and note it."""
         waits = tuple(each.note for each in after if each.note >= 0)
         before = -1 if stream.last is None else stream.last.note
@@ -64,21 +64,21 @@ class Journal:
         if self.is_reckoned:
             note.start = max(self.now_seconds, stream.tail_seconds, *(each.end_seconds for each in after), 0.0)
             note.end = note.start + work.seconds
-            mark: Mark = put(run)
-            stream.tail_seconds = mark.end_seconds = note.end
+            event: Event = put(run)
+            stream.tail_seconds = event.end_seconds = note.end
         else:
-            mark = put(self._timed(note, run, stream))
-        mark.note = len(self.notes)
+            event = put(self._timed(note, run, stream))
+        event.note = len(self.notes)
         self.notes.append(note)
-        return mark
+        return event
 
-    def host_waited(self, mark: Mark) -> None:
-        """The host has waited for a mark: nothing that it puts later starts before."""
-        self.now_seconds = max(self.now_seconds, mark.end_seconds)
+    def host_waited(self, event: Event) -> None:
+        """The host has waited for an event: nothing that it puts later starts before."""
+        self.now_seconds = max(self.now_seconds, event.end_seconds)
 
-    def is_over(self, mark: Mark) -> bool:
-        """Whether a mark is reached by the host's time, where time is reckoned."""
-        return mark.end_seconds <= self.now_seconds
+    def is_over(self, event: Event) -> bool:
+        """Whether an event is reached by the host's time, where time is reckoned."""
+        return event.end_seconds <= self.now_seconds
 
     def settle(self) -> None:
         """Read the GPUs' own times. Everything has to be over."""

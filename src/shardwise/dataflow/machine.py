@@ -25,7 +25,7 @@ from shardwise.dataflow.links import Link
 from shardwise.dataflow.place import Kind, Place
 from shardwise.dataflow.program import Program, record
 from shardwise.dataflow.report import Report, make_report
-from shardwise.dataflow.streams import Mark
+from shardwise.dataflow.streams import Event
 from shardwise.errors import ShardwiseError
 from shardwise.trace.events import Lane
 
@@ -33,8 +33,8 @@ from shardwise.trace.events import Lane
 class Machine(Dispatcher):
     """All devices of a computer, or some, with its host and its disk."""
 
-    def prefetch(self, data: Data, place: str) -> Mark | None:
-        """Bring a value to a place ahead of its use. The mark is reached when it is there."""
+    def prefetch(self, data: Data, place: str) -> Event | None:
+        """Bring a value to a place ahead of its use. The event is reached when it is there."""
         self._drop_forgotten()
         self._raise_failure()
         return self.mover.fetch(data, self.place(place)).writer
@@ -60,7 +60,7 @@ class Machine(Dispatcher):
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """A plain tensor in the host's memory, pinned where there is a GPU, outside of all budgets."""
-        return self.loans.pinned(torch.empty(tuple(shape), dtype=dtype, device="meta"))
+        return self.imports.pinned(torch.empty(tuple(shape), dtype=dtype, device="meta"))
 
     def copy(
         self,
@@ -69,9 +69,9 @@ class Machine(Dispatcher):
         *,
         to: str | None = None,
         of: str | None = None,
-        after: Sequence[Mark] = (),
-    ) -> Mark:
-        """Copy one plain tensor into another on a copy stream. Both have to stay until the mark is reached.
+        after: Sequence[Event] = (),
+    ) -> Event:
+        """Copy one plain tensor into another on a copy stream. Both have to stay until the event is reached.
 
         Where a tensor is, is seen by its device; CPU places, which have no device of their own, are said by name.
         """
@@ -83,22 +83,22 @@ class Machine(Dispatcher):
         at, by = self._place_of(target, to), self._place_of(source, of)
         return self.mover.copy(target, at, source, by, after, "tensor")
 
-    def mark(self, place: str) -> Mark:
-        """A mark behind everything that was put to compute at a place until now."""
+    def mark(self, place: str) -> Event:
+        """An event behind everything that was put to compute at a place until now."""
         return self._note(place, "mark", ())
 
-    def follow(self, place: str, mark: Mark) -> None:
-        """What is put to compute at a place from now on comes after a mark.
+    def follow(self, place: str, event: Event) -> None:
+        """What is put to compute at a place from now on comes after an event.
 
         The host does not wait, unless a GPU is to follow a thread, such as a host function: of that it knows nothing.
         """
         found = self.place(place)
         if found.kind is Kind.GPU:
             # What the user then puts on the GPU's stream by hand is behind this only if this is there already.
-            for each in (mark, found.compute.last):
+            for each in (event, found.compute.last):
                 if each is not None:
                     each.stream.wait_issued(each)
-        self._note(place, "follow", (mark,))
+        self._note(place, "follow", (event,))
 
     def __enter__(self) -> Self:
         return self
@@ -108,7 +108,7 @@ class Machine(Dispatcher):
     ) -> None:
         self.close()
 
-    def _note(self, place: str, name: str, after: Sequence[Mark]) -> Mark:
+    def _note(self, place: str, name: str, after: Sequence[Event]) -> Event:
         found = self.place(place)
         work = Work(name=name, lane=Lane.STEP, place=found.index)
         return self.mover.put(found.compute, _nothing, after, _as_it_is, work)
@@ -125,7 +125,7 @@ class Machine(Dispatcher):
 
 
 def _nothing() -> None:
-    """Only the mark counts."""
+    """Only the event counts."""
 
 
 def _as_it_is(error: Exception) -> Exception:

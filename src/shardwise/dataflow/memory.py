@@ -1,6 +1,6 @@
 """The memory of one place: no more than its budget at any time, whatever is still running.
 
-A buffer that is given back is still in use by what was put before. Whoever takes it next waits for those marks, on a
+A buffer that is given back is still in use by what was put before. Whoever takes it next waits for those events, on a
 stream and not on the host, and gets a buffer of the same size at once. A buffer of another size is another piece of
 memory: only where the budget has no room for both does the host itself wait for the old one to be free.
 """
@@ -12,16 +12,16 @@ from torch import Tensor
 
 from shardwise.dataflow.data import Copy
 from shardwise.dataflow.eviction import Policy
-from shardwise.dataflow.streams import Mark
+from shardwise.dataflow.streams import Event
 
 
 @dataclass(slots=True, eq=False)
 class _Released:
-    """A buffer that is free once its marks are reached."""
+    """A buffer that is free once its events are reached."""
 
     storage: Tensor
     num_bytes: int
-    marks: list[Mark]
+    events: list[Event]
 
 
 class Memory:
@@ -39,8 +39,8 @@ class Memory:
         self.used_bytes = 0  # Of live buffers and of those given back that are not free yet.
         self.peak_bytes = 0
         self.num_waits = 0  # How often the host had to wait for room.
-        self.is_over: Callable[[Mark], bool] = Mark.is_done
-        self.on_wait: Callable[[Mark], None] = lambda mark: None  # noqa: ARG005 - nobody need be told
+        self.is_over: Callable[[Event], bool] = Event.is_done
+        self.on_wait: Callable[[Event], None] = lambda event: None  # noqa: ARG005 - nobody need be told
         self.live_bytes = 0
         self.allocate, self.free = allocate, free
         self._released: list[_Released] = []
@@ -60,8 +60,8 @@ class Memory:
             stale = [copy for copy in candidates if not copy.valid]
             yield (stale or candidates)[0]
 
-    def take(self, num_bytes: int) -> tuple[Tensor, list[Mark]]:
-        """A buffer, and the marks to wait for before it is written. There has to be room."""
+    def take(self, num_bytes: int) -> tuple[Tensor, list[Event]]:
+        """A buffer, and the events to wait for before it is written. There has to be room."""
         alike = [each for each in self._released if each.num_bytes == num_bytes]
         fits = self.budget_bytes is None or self.used_bytes + num_bytes <= self.budget_bytes
         # Best is one that is free by now, then new memory, then one that will be free.
@@ -69,7 +69,7 @@ class Memory:
         if found is not None:
             self._released.remove(found)
             self.live_bytes += num_bytes
-            return found.storage, found.marks
+            return found.storage, found.events
         self._drop_until_it_fits(num_bytes)
         storage = self.allocate(num_bytes)
         self.used_bytes += num_bytes
@@ -77,10 +77,10 @@ class Memory:
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return storage, []
 
-    def give_back(self, storage: Tensor, num_bytes: int, marks: list[Mark]) -> None:
-        """A buffer is not needed any more once these marks are reached."""
+    def give_back(self, storage: Tensor, num_bytes: int, events: list[Event]) -> None:
+        """A buffer is not needed any more once these events are reached."""
         self.live_bytes -= num_bytes
-        self._released.append(_Released(storage, num_bytes, marks))
+        self._released.append(_Released(storage, num_bytes, events))
         if self.budget_bytes is None:
             self._drop_done()
 
@@ -95,16 +95,16 @@ class Memory:
         while self.used_bytes + num_bytes > self.budget_bytes:
             released = self._released[0]
             self.num_waits += 1
-            for mark in released.marks:
-                mark.wait()
-                self.on_wait(mark)
+            for event in released.events:
+                event.wait()
+                self.on_wait(event)
             self._drop([released])
 
     def _drop_done(self) -> None:
         self._drop([each for each in self._released if self._is_free(each)])
 
     def _is_free(self, released: _Released) -> bool:
-        return all(self.is_over(mark) for mark in released.marks)
+        return all(self.is_over(event) for event in released.events)
 
     def _drop(self, gone: list[_Released]) -> None:
         for released in gone:

@@ -25,7 +25,7 @@ from shardwise.dataflow.data import Copy, Data
 from shardwise.dataflow.journal import Journal, Work
 from shardwise.dataflow.links import Pair, Routes
 from shardwise.dataflow.place import Kind, Place
-from shardwise.dataflow.streams import Blame, Mark, Run, Stream
+from shardwise.dataflow.streams import Blame, Event, Run, Stream
 from shardwise.errors import ShardwiseError
 from shardwise.trace.events import Lane
 from shardwise.units import format_bytes
@@ -68,15 +68,15 @@ class Mover:
                 if journal.is_reckoned:
                     place.memory.is_over = journal.is_over
 
-    def put(self, stream: Stream, run: Run, after: Sequence[Mark], blame: Blame, work: Work) -> Mark:
+    def put(self, stream: Stream, run: Run, after: Sequence[Event], blame: Blame, work: Work) -> Event:
         """Put work into a stream, or on the tape while a program is being recorded."""
         if self.tape is not None:
-            mark = Mark(stream, -1)
-            mark.note = len(self.tape)
-            # Marks from before the recording are waited for once, when a replay begins.
+            event = Event(stream, -1)
+            event.note = len(self.tape)
+            # Events from before the recording are waited for once, when a replay begins.
             steps = tuple(each.note for each in after if each.number < 0)
             self.tape.append(Step(stream, run, steps, blame, work))
-            return mark
+            return event
         self.num_changes += 1
         if work.num_bytes:
             self._count(work)
@@ -118,9 +118,9 @@ class Mover:
             raise self._no_room(data, place)
         for victim in memory.victims(data.num_bytes):
             self.evict(victim)
-        storage, marks = memory.take(data.num_bytes)
+        storage, events = memory.take(data.num_bytes)
         copy = data.copies[place.index] = Copy(data, place.index, data.view(storage), storage)
-        copy.copied = marks
+        copy.copied = events
         memory.policy.add(copy)
         return copy
 
@@ -147,8 +147,8 @@ class Mover:
             memory.give_back(copy.storage, copy.num_bytes, copy.busy_until())
             copy.storage = None  # Data can die while a copy of it is being evicted: it is given back once.
 
-    def copy(self, target: Tensor, at: Place, source: Tensor, of: Place, after: Sequence[Mark], name: str) -> Mark:
-        """Copy a tensor into another after some marks. Nothing is known or noted of what is in them.
+    def copy(self, target: Tensor, at: Place, source: Tensor, of: Place, after: Sequence[Event], name: str) -> Event:
+        """Copy a tensor into another after some events. Nothing is known or noted of what is in them.
 
         Whole: chunks are for what passes through several places, and a GPU's queue has room for a thousand entries.
         """
@@ -160,9 +160,9 @@ class Mover:
         pieces = [self._chunks(copy.tensor) for copy in chain]
         # A replay asks before it begins, and a GPU's stream is told at once.
         guard = chain[0].guard(data.name) if self.tape is None else None
-        marks: list[Mark] = []
+        events: list[Event] = []
         for number in range(len(pieces[0])):
-            arrived: list[Mark] = []
+            arrived: list[Event] = []
             for hop, (source, target) in enumerate(pairwise(chain)):
                 after = [arrived[-1]] if arrived else []
                 if number == 0:
@@ -173,21 +173,21 @@ class Mover:
                 tensors = (pieces[hop][number], pieces[hop + 1][number])
                 asks = guard if hop == 0 else None
                 arrived.append(self._put_copy(data.name, ends, tensors, after, is_first=number == 0, guard=asks))
-            marks = arrived
-        for mark, (source, target) in zip(marks, pairwise(chain), strict=True):
-            target.written(mark)
-            source.add_copied(mark)
+            events = arrived
+        for event, (source, target) in zip(events, pairwise(chain), strict=True):
+            target.written(event)
+            source.add_copied(event)
 
     def _put_copy(
         self,
         name: str,
         ends: tuple[Place, Place],
         tensors: tuple[Tensor, Tensor],
-        after: Sequence[Mark],
+        after: Sequence[Event],
         *,
         is_first: bool,
         guard: Run | None = None,
-    ) -> Mark:
+    ) -> Event:
         (source, target), (by, to) = ends, tensors
         stream = _stream_for(source, target)
         num_bytes = by.numel() * by.element_size()

@@ -16,7 +16,7 @@ from shardwise.dataflow.dispatch import Dispatcher
 from shardwise.dataflow.graphs import Graphs, Relaunch
 from shardwise.dataflow.launch import Call
 from shardwise.dataflow.mover import Mover, Step, UnfixedError
-from shardwise.dataflow.streams import Mark, Stream, latest
+from shardwise.dataflow.streams import Event, Stream, latest
 from shardwise.errors import ShardwiseError
 
 
@@ -37,7 +37,7 @@ class _Fixed:
 
     steps: list[Step]
     needs: list[Copy]
-    lent: list[Copy]  # Those of them that are users' tensors.
+    imported: list[Copy]  # Those of them that are users' tensors.
     left: list[_Left]
     num_transfers: int
 
@@ -74,7 +74,7 @@ class Program:
         if self._fixed is not None:
             self._machine.mover.num_transfers += self._fixed.num_transfers
         for data in self._written_lent:
-            self._machine.loans.changed[data.number] = data
+            self._machine.imports.changed[data.number] = data
 
     def close(self) -> None:
         """Let the buffers go."""
@@ -85,7 +85,7 @@ class Program:
 
     @cached_property
     def _written_lent(self) -> list[Data]:
-        return [data for data in self._written if data.is_lent]
+        return [data for data in self._written if data.is_imported]
 
     def _capture(self, fixed: _Fixed) -> None:
         self._machine.wait()  # Nobody else may talk to the GPU meanwhile.
@@ -116,13 +116,13 @@ class Program:
         if fixed is None:
             self._dispatch()
             return
-        for copy in fixed.lent:
+        for copy in fixed.imported:
             data = copy.owner()
             assert data is not None, "a program keeps its data"
             copy.check_unchanged(data.name)
         self._put(fixed)
         if self._graphs is not None:
-            self._relaunch = self._graphs.relaunch(machine.failures, fixed.lent)
+            self._relaunch = self._graphs.relaunch(machine.failures, fixed.imported)
 
     def _put(self, fixed: _Fixed) -> None:
         """Bring what is missing, put the steps, and leave copies as the steps do."""
@@ -132,8 +132,8 @@ class Program:
             assert data is not None, "a program keeps its data"
             if not copy.valid:
                 mover.fetch(data, mover.places[copy.place])
-        start = latest([mark for left in fixed.left for mark in left.copy.busy_until()])
-        marks = _put_steps(fixed, start, mover) if self._graphs is None else self._graphs.launch(start)
+        start = latest([event for left in fixed.left for event in left.copy.busy_until()])
+        events = _put_steps(fixed, start, mover) if self._graphs is None else self._graphs.launch(start)
         for data in self._written:
             # Copies made since the recording are of values that are now gone.
             for each in data.copies:
@@ -142,11 +142,11 @@ class Program:
         for left in fixed.left:
             copy = left.copy
             if left.writer is not None:
-                copy.written(marks[left.writer])
+                copy.written(events[left.writer])
             if left.reader is not None:
-                copy.reader = marks[left.reader]
+                copy.reader = events[left.reader]
             for step in left.copied:
-                copy.add_copied(marks[step])
+                copy.add_copied(events[step])
             copy.valid = left.valid
 
 
@@ -188,7 +188,7 @@ def _fix(machine: Dispatcher, calls: list[Call], used: list[Data]) -> _Fixed | N
                 return _Fixed(
                     steps=mover.tape,
                     needs=needs,
-                    lent=[copy for copy in needs if copy.lent is not None],
+                    imported=[copy for copy in needs if copy.imported is not None],
                     left=[_left_of(copy) for copy in copies],
                     num_transfers=mover.num_transfers,
                 )
@@ -217,18 +217,18 @@ def _left_of(copy: Copy) -> _Left:
         valid=copy.valid,
         writer=None if copy.writer is None else copy.writer.note,
         reader=None if copy.reader is None else copy.reader.note,
-        copied=tuple(mark.note for mark in copy.copied),
+        copied=tuple(event.note for event in copy.copied),
     )
 
 
-def _put_steps(fixed: _Fixed, start: list[Mark], mover: Mover) -> list[Mark]:
+def _put_steps(fixed: _Fixed, start: list[Event], mover: Mover) -> list[Event]:
     """Put every step again. The first of each stream waits for what was there before."""
-    marks: list[Mark] = []
+    events: list[Event] = []
     begun: set[Stream] = set()
     for step in fixed.steps:
-        after = [marks[each] for each in step.after if marks[each].stream is not step.stream]
+        after = [events[each] for each in step.after if events[each].stream is not step.stream]
         if step.stream not in begun:
             begun.add(step.stream)
-            after += [mark for mark in start if mark.stream is not step.stream]
-        marks.append(mover.put(step.stream, step.run, after, step.blame, step.work))
-    return marks
+            after += [event for event in start if event.stream is not step.stream]
+        events.append(mover.put(step.stream, step.run, after, step.blame, step.work))
+    return events

@@ -1,9 +1,9 @@
-"""Streams: what runs first to last, and marks in them that others wait for.
+"""Streams: what runs first to last, and events in them that others wait for.
 
-A mark is a point in a stream's order. Whoever needs what came before it is put after it; nobody asks whether it has
+An event is a point in a stream's order. Whoever needs what came before it is put after it; nobody asks whether it has
 been reached unless a person wants to see a value. A CPU place's streams are threads. A GPU's are in `cuda.py`.
 
-What is put is put by one thread, and only after marks that exist. So the order of putting is an order in which
+What is put is put by one thread, and only after events that exist. So the order of putting is an order in which
 everything can run, and no two streams ever wait for each other.
 """
 
@@ -25,23 +25,23 @@ class Stream(Protocol):
     name: str
     #: When all that was put so far will be done, by the machine's clock.
     tail_seconds: float
-    #: The mark of what was put last.
-    last: "Mark | None"
+    #: The event of what was put last.
+    last: "Event | None"
 
-    def put(self, run: Run, after: Sequence["Mark"], blame: Blame) -> "Mark":
-        """Run something after everything put before it and after the given marks."""
+    def put(self, run: Run, after: Sequence["Event"], blame: Blame) -> "Event":
+        """Run something after everything put before it and after the given events."""
         ...
 
-    def is_done(self, mark: "Mark") -> bool:
-        """Whether a mark of this stream has been reached."""
+    def is_done(self, event: "Event") -> bool:
+        """Whether an event of this stream has been reached."""
         ...
 
-    def wait(self, mark: "Mark") -> None:
-        """Hold the calling thread until a mark of this stream has been reached."""
+    def wait(self, event: "Event") -> None:
+        """Hold the calling thread until an event of this stream has been reached."""
         ...
 
-    def wait_issued(self, mark: "Mark") -> None:
-        """Hold the calling thread until a GPU could be told to wait for the mark."""
+    def wait_issued(self, event: "Event") -> None:
+        """Hold the calling thread until a GPU could be told to wait for the event."""
         ...
 
     def close(self) -> None:
@@ -49,10 +49,10 @@ class Stream(Protocol):
         ...
 
 
-class Mark:
+class Event:
     """A point in a stream's order, reached when everything before it is done."""
 
-    event: object = None  # A GPU's own event, once it is recorded.
+    cuda_event: object = None  # A GPU's own event, once it is recorded.
     end_seconds = 0.0  # By the machine's clock.
     note = -1  # Which note of the machine's journal describes it.
 
@@ -69,13 +69,13 @@ class Mark:
         self.stream.wait(self)
 
 
-def latest(marks: Iterable[Mark]) -> list[Mark]:
-    """The last mark of each stream: it is reached after the others."""
-    found: dict[Stream, Mark] = {}
-    for mark in marks:
-        known = found.get(mark.stream)
-        if known is None or mark.number > known.number:
-            found[mark.stream] = mark
+def latest(events: Iterable[Event]) -> list[Event]:
+    """The last event of each stream: it is reached after the others."""
+    found: dict[Stream, Event] = {}
+    for event in events:
+        known = found.get(event.stream)
+        if known is None or event.number > known.number:
+            found[event.stream] = event
     return list(found.values())
 
 
@@ -99,33 +99,33 @@ class ThreadStream:
     def __init__(self, name: str, failures: Failures) -> None:
         self.name = name
         self.tail_seconds = 0.0
-        self.last: Mark | None = None
+        self.last: Event | None = None
         self._failures = failures
-        self._queue: SimpleQueue[tuple[Mark, Run, Sequence[Mark], Blame] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Event, Run, Sequence[Event], Blame] | None] = SimpleQueue()
         self._num_put = 0
         self._num_done = 0
         self._moved_on = threading.Condition()
         self._thread: threading.Thread | None = None
 
-    def put(self, run: Run, after: Sequence[Mark], blame: Blame) -> Mark:
+    def put(self, run: Run, after: Sequence[Event], blame: Blame) -> Event:
         self._num_put += 1
-        mark = self.last = Mark(self, self._num_put)
-        self._queue.put((mark, run, after, blame))
+        event = self.last = Event(self, self._num_put)
+        self._queue.put((event, run, after, blame))
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=f"shardwise {self.name}", daemon=True)
             self._thread.start()
-        return mark
+        return event
 
-    def is_done(self, mark: Mark) -> bool:
-        return self._num_done >= mark.number
+    def is_done(self, event: Event) -> bool:
+        return self._num_done >= event.number
 
-    def wait(self, mark: Mark) -> None:
-        if self._num_done < mark.number:
+    def wait(self, event: Event) -> None:
+        if self._num_done < event.number:
             with self._moved_on:
-                self._moved_on.wait_for(lambda: self._num_done >= mark.number)
+                self._moved_on.wait_for(lambda: self._num_done >= event.number)
 
-    def wait_issued(self, mark: Mark) -> None:
-        self.wait(mark)  # A GPU cannot wait for a thread, so what it needs of one has to be done.
+    def wait_issued(self, event: Event) -> None:
+        self.wait(event)  # A GPU cannot wait for a thread, so what it needs of one has to be done.
 
     def close(self) -> None:
         if self._thread is not None:
@@ -135,7 +135,7 @@ class ThreadStream:
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
-            mark, run, after, blame = item
+            event, run, after, blame = item
             for other in after:
                 other.wait()
             if self._failures.first is None:
@@ -146,5 +146,5 @@ class ThreadStream:
             # No name may keep what was run, and the tensors in it, while the queue is empty.
             del item, run, after, blame
             with self._moved_on:
-                self._num_done = mark.number
+                self._num_done = event.number
                 self._moved_on.notify_all()

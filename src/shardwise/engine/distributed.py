@@ -1,7 +1,7 @@
 """What engines of many processes do alike: tell each other what fails, add up, and run their rank's list."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,8 +19,9 @@ from shardwise.execution.recording import Recording
 from shardwise.execution.trace_gather import share_notes
 from shardwise.ranks.clocks import SharedClock
 from shardwise.ranks.faults import LIMIT_SECONDS, Waiter, Watch
+from shardwise.ranks.links import make_transport
 from shardwise.ranks.transport import ProcessTransport
-from shardwise.schedule.instruction import Instruction
+from shardwise.schedule.instruction import SENDS, Instruction
 from shardwise.stages.activation_bytes import KeptBytes
 from shardwise.stages.losses import by_rows
 from shardwise.stages.stage import Loss
@@ -52,6 +53,16 @@ class ConnectedTrainer(Trainer):
         self._everybody = dist.new_group(backend="gloo")
         self._watch.guard(self._everybody)
         self._clock = SharedClock(self._everybody, self._watch)
+
+    def _make_transport(
+        self, pipelines: Sequence[Sequence[int]], device: torch.device, watch: Waiter
+    ) -> ProcessTransport:
+        """Make what moves values over the links that the schedule sends over."""
+        ranks, every = self.schedule.placement.ranks, (each for order in self.schedule.orders for each in order)
+        links = {
+            (ranks[each.stage], ranks[each.peer]) for each in every if each.kind in SENDS and each.peer is not None
+        }
+        return make_transport(pipelines, links, device=device, watch=watch)
 
     def _make_executors(
         self,

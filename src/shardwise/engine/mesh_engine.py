@@ -35,7 +35,6 @@ from shardwise.ranks.collectives import Traffic as GroupTraffic
 from shardwise.ranks.faults import PipelineWatch
 from shardwise.ranks.mesh import make_mesh
 from shardwise.ranks.replicas import Replicas, make_replicas
-from shardwise.ranks.transport import ProcessTransport, make_groups
 from shardwise.schedule.instruction import Kind
 from shardwise.schedule.schedule import Schedule
 from shardwise.sharding.context.parallel import ContextParallel
@@ -124,7 +123,7 @@ class MeshEngine(ConnectedTrainer):
             **held,
         )
         watch = PipelineWatch(self._watch, self.mesh.ranks("pp"))
-        self._transport = ProcessTransport(make_groups(self.mesh.pipelines), watch=watch)
+        self._transport = self._make_transport(self.mesh.pipelines, home_of(example), watch)
         self._make_executors(loss, watch=watch, on_reduce=self.data.reduce, beside=self.data)
         if plan.dp > 1 or len(self.schedule.placement.pipes) > 1:
             self._statistics = SharedStatistics(module, self.buffers, self._from_copies)

@@ -14,7 +14,7 @@ from shardwise.engine.prepare import prepare
 from shardwise.execution.interpreter import Tally
 from shardwise.execution.local import Record
 from shardwise.planner.plan import Plan
-from shardwise.ranks.transport import ProcessTransport, make_groups
+from shardwise.stages.batch import home_of
 from shardwise.stages.stage import Batch, Loss
 from shardwise.states.batch_norm import SharedStatistics
 from shardwise.states.optimizers.state import joined_states, on_cpu
@@ -45,7 +45,7 @@ class ProcessEngine(ConnectedTrainer):
         super().__init__(module, plan, stages, schedule, optimizer=optimizer, clip=how.clip, pad=how.pad)
         self._connect(compiles=bool(how.compile))
         self._ties = TiedGradients(self.rank, self.schedule.placement, self.split, self._parameter_of, self._watch)
-        self._transport = ProcessTransport(make_groups([range(num_ranks)]), watch=self._watch)
+        self._transport = self._make_transport([range(num_ranks)], home_of(example), self._watch)
         self._make_executors(loss, watch=self._watch, on_reduce=self._ties.reduce)
         # Where the model is held twice, each copy sees a part of the microbatches.
         if len(self.schedule.placement.pipes) > 1:

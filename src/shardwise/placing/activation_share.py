@@ -10,7 +10,7 @@ stay, and so does what a stage was given by the stage before it.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.cost.memory import LEAVING_BYTES
+from shardwise.cost.memory import DEFERRED_FREE_BYTES
 from shardwise.placing.loads import Load, total_bytes
 from shardwise.placing.places import Place
 
@@ -20,7 +20,7 @@ _WINDOW = 1 / 12
 
 def window_bytes(place: Place) -> int:
     """What may be between a place and the host at once."""
-    return min(LEAVING_BYTES, int(place.room_bytes * _WINDOW))
+    return min(DEFERRED_FREE_BYTES, int(place.room_bytes * _WINDOW))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

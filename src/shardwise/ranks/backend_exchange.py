@@ -23,22 +23,19 @@ class BackendExchange:
         self,
         flat: Tensor,
         group: Group,
-        channel: int,  # noqa: ARG002 - the backend goes by the order
+        channel: int,
         then: Then | None = None,
     ) -> Ticket:
         if group.size == 1:
             return self._behind(lambda: None, then)
         group.traffic.note("reduce_scatter", count_bytes(flat, group))
-        own = flat.view(group.size, -1)[group.rank]
-        return self._behind(
-            _started(lambda handle: handle._reduce_scatter_base(own, flat, dist.ReduceScatterOptions()), group), then
-        )
+        return self._behind(self._start_shards(flat, group, channel), then)
 
     def sum_to_all(
         self,
         flat: Tensor,
         group: Group,
-        channel: int,  # noqa: ARG002 - the backend goes by the order
+        channel: int,
         *,
         follows: bool = False,
     ) -> Ticket:
@@ -47,14 +44,14 @@ class BackendExchange:
         group.traffic.note("all_reduce", 2 * count_bytes(flat, group))
         if follows:
             self._finish(len(self._queue))
-        return self._behind(_started(lambda handle: handle.allreduce([flat]), group), None)
+        return self._behind(self._start_all(flat, group, channel), None)
 
     def gather(
         self,
         flat: Tensor,
         shard: Tensor,
         group: Group,
-        channel: int,  # noqa: ARG002 - the backend goes by the order
+        channel: int,
         *,
         lends: bool = False,  # noqa: ARG002 - what is sent has left when all has arrived
     ) -> Ticket:
@@ -63,13 +60,25 @@ class BackendExchange:
                 flat.copy_(shard)
             return Done()
         group.traffic.note("all_gather", count_bytes(flat, group))
-        return _Turn(_started(lambda handle: handle._allgather_base(flat, shard), group), None)
+        return _Turn(self._start_gather(flat, shard, group, channel), None)
 
     def settle(self) -> None:
         self._finish(len(self._queue))
 
     def close(self) -> None:
         self._queue.clear()
+
+    # A backend goes by the order in which it is asked, and needs no channels.
+
+    def _start_shards(self, flat: Tensor, group: Group, channel: int) -> Then:  # noqa: ARG002
+        own = flat.view(group.size, -1)[group.rank]
+        return _started(lambda handle: handle._reduce_scatter_base(own, flat, dist.ReduceScatterOptions()), group)
+
+    def _start_all(self, flat: Tensor, group: Group, channel: int) -> Then:  # noqa: ARG002
+        return _started(lambda handle: handle.allreduce([flat]), group)
+
+    def _start_gather(self, flat: Tensor, shard: Tensor, group: Group, channel: int) -> Then:  # noqa: ARG002
+        return _started(lambda handle: handle._allgather_base(flat, shard), group)
 
     def _behind(self, wait: Then, then: Then | None) -> Ticket:
         turn = _Turn(wait, then)

@@ -68,12 +68,12 @@ class Layout:
         self._strides = [torch.empty(shape, device="meta").stride() for _, shape, _ in description]
         self.num_bytes = self._spans[-1][1] if any(sizes) else 0
 
-    def allocate(self, device: torch.device) -> Tensor:
-        """Room for a message."""
+    def allocate(self, device: torch.device, *, pinned: bool = False) -> Tensor:
+        """Room for a message. Pinned memory of the host is what a GPU copies from and to beside its computation."""
         if len(self.description) == 1:
             dtype, shape, _ = self.description[0]
-            return torch.empty(shape, dtype=dtype, device=device)
-        return torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+            return torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
+        return torch.empty(self.num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
 
     def pack(self, tensors: list[Tensor]) -> Tensor | None:
         """The message; None if these tensors are not as described.

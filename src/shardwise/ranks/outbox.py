@@ -129,8 +129,28 @@ class WaitingOutbox:
             del item
 
 
+class StreamWork:
+    """Work of NCCL, which runs on a stream of the device.
+
+    Waited for with a limit, it would hold up the host until it has ended. Without one, what is computed next waits for
+    it on the device, and the host goes on.
+    """
+
+    __slots__ = ("_work",)
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self, timeout: timedelta | None = None) -> None:  # noqa: ARG002 - an aborted group ends it
+        self._work.wait()
+
+
 class StreamOutbox:
-    """For NCCL, whose work runs on a stream and knows whether it is done."""
+    """For NCCL, whose work runs on a stream and knows whether it is done.
+
+    A tensor that is let go of once its work is done, or once the stream that computes waits for it, may be freed: its
+    memory is used again in the order of that stream.
+    """
 
     def __init__(self) -> None:
         self._sent: deque[Sent] = deque()

@@ -14,7 +14,7 @@ step begins with. While signatures repeat, nothing but the values moves.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.faults import Waiter
 from shardwise.ranks.message_layout import HEADER_LENGTH, Description, Layout, decode, describe, encode
-from shardwise.ranks.outbox import Outbox, Sent, StreamOutbox, WaitingOutbox
+from shardwise.ranks.outbox import Outbox, Sent, StreamOutbox, StreamWork, WaitingOutbox
 from shardwise.ranks.shared_memory import MOST_BYTES, Pair, Unsent, meet
 
 _PAYLOAD, _HEADER, _REST_OF_HEADER = 1, 2, 3  # Tags.
@@ -89,13 +89,17 @@ class ProcessTransport:
     """Ranks in processes of their own.
 
     `groups` carry nothing else: the first what goes to a higher rank of theirs, the second what goes to a lower one
-    (`make_groups`). So a send never waits for the lock of a connection on which a large message is coming in. Between
-    ranks of one machine that compute on CPUs only large messages go there, and the others through memory that the two
-    share (`shared_memory.py`). On GPUs the groups carry headers, and the values go over `links`: one NCCL group of two
-    for each direction of each link (`make_links`), since what is under way in an NCCL group holds up what comes after
-    it.
+    (`links.make_groups`). So a send never waits for the lock of a connection on which a large message is coming in.
+    Between ranks of one machine only large messages go there, and the others through memory that the two share
+    (`shared_memory.py`).
 
-    Every rank of the groups makes one, at the same time.
+        device   links   what a value takes
+        CPU      no      shared memory or gloo
+        GPU      yes     NCCL, from device to device; the groups carry headers
+        GPU      no      a copy to pinned memory of the host, shared memory or gloo, and a copy back
+
+    `links` has one NCCL group of two for each direction between two ranks (`links.make_links`), since what is under way
+    in an NCCL group holds up what comes after it. Every rank of the groups makes one transport, at the same time.
     """
 
     def __init__(
@@ -113,9 +117,12 @@ class ProcessTransport:
         self._backends = [group._get_backend(torch.device("cpu")) for group in self._groups]
         self._device = torch.device(device)
         self._links = links if links is not None else {}
+        # What groups and shared memory carry is in the host's memory.
+        self._is_staged = self._device.type != "cpu" and not self._links
         #: What was sent to each rank since somebody has last cleared it: messages, and bytes.
         self.sent: dict[int, list[int]] = {}
-        self._outbox: Outbox = WaitingOutbox(watch) if self._device.type == "cpu" else StreamOutbox()
+        self._outbox: Outbox = WaitingOutbox(watch)
+        self._links_outbox: Outbox = StreamOutbox()
         self._known: OrderedDict[Hashable, dict[Key, Layout]] = OrderedDict()
         self._layouts: dict[Key, Layout] = {}
         # Receives that wait for their payload; and, of each source, those whose layout is not known yet, with their
@@ -129,7 +136,7 @@ class ProcessTransport:
                 watch.guard(group)
         # The ranks of this machine, and what is shared with each.
         self._near: dict[int, Pair] = {}
-        if shares_memory and self._device.type == "cpu":
+        if shares_memory and not self._links:
             self._near = meet(self._groups[0])
         if watch is not None:
             for pair in self._near.values():
@@ -159,7 +166,7 @@ class ProcessTransport:
                 sent = self.sent[key.target] = [0, 0]
             sent[0] += 1
             sent[1] += num_bytes
-            self._send(message, key, _PAYLOAD)
+            self._send(_on_host(message) if self._is_staged else message, key, _PAYLOAD)
 
     def post_receive(self, key: Key) -> None:
         if key in self._posted:
@@ -175,7 +182,7 @@ class ProcessTransport:
             self._post_payload(key, layout)
 
     def post_ahead(self, keys: Sequence[Key]) -> None:
-        if self._device.type != "cpu":  # What is under way in an NCCL group holds up what comes after it.
+        if self._links:  # What is under way in an NCCL group holds up what comes after it.
             return
         left = _AHEAD_BYTES - sum(layout.num_bytes for layout, _, _ in self._posted.values())
         for key in keys:
@@ -195,8 +202,10 @@ class ProcessTransport:
                 self._learn(unknown)
         layout, message, work = self._posted.pop(key)
         if work is not None:
-            self._wait_until(work, key, key.source)
-        return layout.unpack(message)
+            # Over a link the device's stream waits for the value, and the host goes on.
+            self._wait_until(StreamWork(work) if self._links else work, key, key.source)
+        # The host's memory is pinned: it is not used again before this copy has ended.
+        return layout.unpack(message.to(self._device, non_blocking=True) if self._is_staged else message)
 
     def finish(self) -> None:
         assert not self._posted, f"posted and never received: {', '.join(map(str, self._posted))}"
@@ -204,17 +213,19 @@ class ProcessTransport:
             if pair.pending:
                 self._wait_until(Unsent(pair), "the end of the step", rank)
         self._outbox.drain()
+        self._links_outbox.drain()
 
     def close(self) -> None:
         """Let go of what is held, and of the groups. They are not destroyed."""
         self._outbox.close()
+        self._links_outbox.close()
         for pair in self._near.values():
             pair.close()
         self._near = {}
         self._last_waited, self._groups, self._backends, self._links = None, (), [], {}
 
     def _post_payload(self, key: Key, layout: Layout) -> None:
-        message = layout.allocate(self._device)
+        message = layout.allocate(torch.device("cpu") if self._is_staged else self._device, pinned=self._is_staged)
         self._posted[key] = (layout, message, self._receive(message, key, _PAYLOAD) if layout.num_bytes else None)
 
     def _learn(self, unknown: deque[tuple[Key, Tensor | None, Any]]) -> None:
@@ -246,7 +257,8 @@ class ProcessTransport:
             else:
                 group, peer = self._route(key, target, tag)
                 alone = tensor.detach()
-                self._outbox.put(Sent(group.send([alone], peer, tag), alone, key))
+                outbox = self._links_outbox if self._links and tag == _PAYLOAD else self._outbox
+                outbox.put(Sent(group.send([alone], peer, tag), alone, key))
         except RuntimeError as error:
             if self._watch is None:
                 raise
@@ -265,8 +277,10 @@ class ProcessTransport:
             self._watch.explain(error, key.source)
 
     def _route(self, key: Key, peer: int, tag: int) -> tuple[Any, int]:
-        link = self._links.get((key.source, key.target)) if self._links and tag == _PAYLOAD else None
-        return (self._backends[key.source > key.target], peer) if link is None else (link, 1 - link.rank())
+        if self._links and tag == _PAYLOAD:
+            link = self._links[key.source, key.target]
+            return link, 1 - link.rank()
+        return self._backends[key.source > key.target], peer
 
     def _wait_until(self, work: Any, what: object, peer: int) -> None:
         if self._watch is None:
@@ -276,33 +290,10 @@ class ProcessTransport:
         self._last_waited = work
 
 
-def make_groups(pipelines: Sequence[Sequence[int]]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Make the two groups of every pipeline, given the ranks of each in the world, and return those of this rank's.
-
-    Every rank of the world calls this, with the same pipelines.
-    """
-    found: list[dist.ProcessGroup] = []
-    for ranks in pipelines:
-        # Ranks of a group are in the order of the world's: so must be those of the pipeline.
-        assert list(ranks) == sorted(ranks), f"the ranks {ranks} of a pipeline are not in the order of the world"
-        pair = [dist.new_group(list(ranks), backend="gloo") for _ in range(2)]
-        if dist.get_rank() in ranks:
-            found = pair
-    up, down = found
-    return up, down
-
-
-def make_links(pairs: Iterable[tuple[int, int]], ranks: list[int]) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """Make a group for each (source, target), of ranks in a pipeline whose ranks in the world are `ranks`.
-
-    Only those whose one end is here, in an order that both ends share.
-    """
-    here = ranks.index(dist.get_rank())
-    return {
-        pair: dist.new_group([ranks[rank] for rank in pair], use_local_synchronization=True)
-        for pair in sorted(set(pairs))
-        if here in pair
-    }
+def _on_host(message: Tensor) -> Tensor:
+    """A copy in pinned memory, once all is computed that it is made of: gloo's threads know nothing of streams."""
+    copy = torch.empty(message.shape, dtype=message.dtype, pin_memory=True)
+    return copy.copy_(message.detach())
 
 
 def _changed(key: Key, before: Description, now: Description) -> ShardwiseError:

@@ -55,7 +55,8 @@ COLLECTIVES = frozenset({Kind.GATHER, Kind.REDUCE})
 class Instruction(NamedTuple):
     """One instruction. A named tuple and not a dataclass, because a schedule may hold millions.
 
-    `microbatch` is the microbatch; for REDUCE and STEP it is the step, for GATHER and RELEASE the how-manieth time.
+    `microbatch` is the microbatch; for REDUCE and STEP it is the step, for GATHER and RELEASE the index
+    of that gather.
     `peer` is the other stage of a SEND or RECV, and the tie of a REDUCE between stages.
     `beside` is the backward that shares the device with this forward.
     """

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.ranks.backend_exchange import BackendExchange
-from shardwise.ranks.cpu_exchange import DirectExchange
 from shardwise.ranks.exchange import Exchange, Ticket
 from shardwise.ranks.faults import Watch
+from shardwise.ranks.host_exchange import make_exchange
 from shardwise.ranks.replicas import Replicas
 from shardwise.schedule.instruction import Instruction, Kind
 from shardwise.schedule.schedule import Schedule
@@ -87,7 +86,7 @@ class DataParallel:
         users = {} if module is None else find_users(layers.values(), module)
         parameters = {number: stage.parameters for number, stage in stages.items()}
         self._parameters = {name: each for held in parameters.values() for name, each in held.items()}
-        self.exchange = exchange or _make_exchange(parameters, watch)
+        self.exchange = exchange or make_exchange(_device_of(parameters), watch)
         surroundings = Surroundings(
             replicas_of=replicas_of, ties=ties, partial=tensor.partial if tensor else frozenset(), users=users
         )
@@ -366,9 +365,10 @@ class DataParallel:
             ticket.wait()
 
 
-def _make_exchange(parameters: Mapping[int, Mapping[str, nn.Parameter]], watch: Watch | None) -> Exchange:
-    devices = {each.device.type for held in parameters.values() for each in held.values()}
-    return DirectExchange(watch) if devices <= {"cpu"} else BackendExchange()
+def _device_of(parameters: Mapping[int, Mapping[str, nn.Parameter]]) -> torch.device:
+    """Where a rank's parameters are; without any, its part in sums is of no numbers."""
+    every = (each.device for held in parameters.values() for each in held.values())
+    return next((each for each in every if each.type != "cpu"), torch.device("cpu"))
 
 
 def _make_layers(stages: Mapping[int, Stage], sharing: Sharing, module: nn.Module | None) -> dict[int, Layers]:

@@ -14,9 +14,11 @@ from shardwise.execution.pipeline import complete, forward_only, schedule_of
 from shardwise.execution.process import ProcessExecutor
 from shardwise.planner.plan import Plan
 from shardwise.ranks.backend_exchange import BackendExchange
+from shardwise.ranks.host_exchange import HostExchange
+from shardwise.ranks.links import make_groups
 from shardwise.ranks.mesh import make_mesh
 from shardwise.ranks.replicas import make_replicas
-from shardwise.ranks.transport import ProcessTransport, make_groups
+from shardwise.ranks.transport import ProcessTransport
 from shardwise.stages.batch import cut_batch
 from shardwise.stages.split import split
 from shardwise.states.buckets.make import Sharing
@@ -27,6 +29,8 @@ from shardwise.states.muon import Muon
 from shardwise.states.parameter_group import MakeOptimizer, Share, is_hidden_matrix
 
 IGNORED = -100
+#: How GPUs sum: by a backend of theirs, or over the host.
+EXCHANGES = {"backend": BackendExchange, "host": HostExchange}
 
 
 class Block(nn.Module):
@@ -118,7 +122,7 @@ class Case:
     layerwise: bool = True
     shard_size: int | None = None
     bucket_bytes: int = 1500
-    by_backend: bool = False
+    exchange: str | None = None
     rows: int = 8
 
 
@@ -161,7 +165,7 @@ def train(case: Case) -> Outcome:
         {stage: each for stage, each in held_stages.items() if each is not None}, complete_schedule, place,
         sharing=sharing, replicas_of=lambda _: replicas, optimizer=OPTIMIZERS[case.optimizer], module=module,
         ties=make_ties(complete_schedule.placement, stages, mesh.pipelines, mesh.rank),
-        exchange=BackendExchange() if case.by_backend else None,
+        exchange=None if case.exchange is None else EXCHANGES[case.exchange](),
     )  # fmt: skip
     transport = ProcessTransport(make_groups(mesh.pipelines))
     trainer, evaluator = (

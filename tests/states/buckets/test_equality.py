@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.crowd import Crowds
-from tests.states.buckets.programs import Case, Outcome, train
+from tests.states.buckets.programs import EXCHANGES, Case, Outcome, train
 
 ZEROS = (0, 1, 2, 3)
 ODD = {"tied": True, "extras": True}
@@ -44,11 +44,12 @@ def test_two_replicas_train_as_one_device(
     assert_same(crowds.of(2).run(train, case), on_one_device(case))
 
 
+@pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("zero", ZEROS)
-def test_collectives_of_the_backend_do_the_same(
-    crowds: Crowds, on_one_device: Callable[[Case], Outcome], zero: int
+def test_what_sums_on_gpus_does_the_same(
+    crowds: Crowds, on_one_device: Callable[[Case], Outcome], zero: int, exchange: str
 ) -> None:
-    case = Case(plan=f"dp=2,zero={zero},microbatches=2", net=ODD, clip=0.3, by_backend=True)
+    case = Case(plan=f"dp=2,zero={zero},microbatches=2", net=ODD, clip=0.3, exchange=exchange)
     assert_same(crowds.of(2).run(train, case), on_one_device(case))
 
 

@@ -12,11 +12,11 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from shardwise.dataflow.streams import Mark
+from shardwise.dataflow.streams import Event
 from shardwise.states.tiers.copy_streams import Crossing
 
 
-class LateMark(Mark):
+class LateMark(Event):
     """Reached when its copy has run."""
 
     def __init__(self, crossing: "LateCrossing") -> None:
@@ -51,16 +51,16 @@ class LateCrossing(Crossing):
         found.view(-1).view(torch.uint8).fill_(255)  # NaN: what is read too early is seen.
         return found
 
-    def inward(self, here: Tensor, home: Tensor, after: Sequence[Mark] = ()) -> Mark:
+    def inward(self, here: Tensor, home: Tensor, after: Sequence[Event] = ()) -> Event:
         return self._put(0, here, home, after)
 
-    def homeward(self, home: Tensor, here: Tensor, after: Sequence[Mark] = ()) -> Mark:
+    def homeward(self, home: Tensor, here: Tensor, after: Sequence[Event] = ()) -> Event:
         return self._put(1, home, here, after)
 
-    def computed(self) -> list[Mark]:
+    def computed(self) -> list[Event]:
         return []
 
-    def follow(self, mark: Mark) -> None:
+    def follow(self, mark: Event) -> None:
         mark.wait()
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class LateCrossing(Crossing):
         while self._die.random() < 0.3 and self._run_one():
             pass
 
-    def _put(self, way: int, target: Tensor, source: Tensor, after: Sequence[Mark]) -> Mark:
+    def _put(self, way: int, target: Tensor, source: Tensor, after: Sequence[Event]) -> Event:
         mark = LateMark(self)
         self._ways[way].append(_Copy(mark, cast(list[LateMark], list(after)), target.view(-1), source.view(-1)))
         self.run_some()

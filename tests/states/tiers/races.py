@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.dataflow.streams import Mark
+from shardwise.dataflow.streams import Event
 from shardwise.states.tiers.copy_streams import Crossing
 
 Clock = dict[str, int]
@@ -36,7 +36,7 @@ class _Noted(NamedTuple):
     touch: Touch
 
 
-class BookMark(Mark):
+class BookMark(Event):
     """A point in a stream. The host that has seen it reached tells the device of nothing before it any more."""
 
     def __init__(self, crossing: "RacyCrossing", clock: Clock) -> None:
@@ -66,27 +66,27 @@ class RacyCrossing(Crossing):
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype)
 
-    def inward(self, here: Tensor, home: Tensor, after: Sequence[Mark] = ()) -> Mark:
+    def inward(self, here: Tensor, home: Tensor, after: Sequence[Event] = ()) -> Event:
         with self._books, torch.no_grad():
             here.view(-1).copy_(home.view(-1))
             return self._note("in", [Touch(here, writes=True), Touch(home, writes=False)], after)
 
-    def homeward(self, home: Tensor, here: Tensor, after: Sequence[Mark] = ()) -> Mark:
+    def homeward(self, home: Tensor, here: Tensor, after: Sequence[Event] = ()) -> Event:
         with self._books, torch.no_grad():
             home.view(-1).copy_(here.view(-1))
             return self._note("out", [Touch(home, writes=True), Touch(here, writes=False)], after)
 
-    def computed(self) -> list[Mark]:
+    def computed(self) -> list[Event]:
         with self._books:
             return [BookMark(self, dict(self._streams["compute"]))]
 
-    def apart(self, run: Callable[[], object], after: Sequence[Mark]) -> list[Mark]:
+    def apart(self, run: Callable[[], object], after: Sequence[Event]) -> list[Event]:
         with self._books:
             with _Touched() as touched:
                 run()
             return [self._note("side", touched.found, after)]
 
-    def follow(self, mark: Mark) -> None:
+    def follow(self, mark: Event) -> None:
         with self._books:
             assert isinstance(mark, BookMark)
             _join(self._streams["compute"], mark.clock)
@@ -105,7 +105,7 @@ class RacyCrossing(Crossing):
     def close(self) -> None:
         """There is nothing to end."""
 
-    def _note(self, stream: str, touches: Sequence[Touch], after: Sequence[Mark]) -> Mark:
+    def _note(self, stream: str, touches: Sequence[Touch], after: Sequence[Event]) -> Event:
         clock = self._streams[stream]
         _join(clock, self._host)
         for mark in after:

@@ -53,7 +53,7 @@ def run(plan: str, model: str, optimizer: str, clip: float | None) -> tuple[Any,
     """Losses, an evaluation, norms; weights, gradients, what optimizers remember; and the bytes on the host."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(states, "SLOT_BYTES", 2048)
-        patch.setattr(lodging, "LEAVING_BYTES", 1024)
+        patch.setattr(lodging, "DEFERRED_FREE_BYTES", 1024)
         patch.setattr(lodged_owners, "EXCHANGED_BYTES", 2048)
         with make_engine(plan, model, optimizer, clip) as engine:
             losses = going_on.train(engine, 0, 1)

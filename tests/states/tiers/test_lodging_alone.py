@@ -31,7 +31,7 @@ def train(plan: str, device: str, clip: float | None) -> tuple[list[float], dict
     batches = [{"x": torch.randn(64, *rows().shape[1:], device=device)} for _ in range(3)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(states, "SLOT_BYTES", 1024)
-        patch.setattr(lodging, "LEAVING_BYTES", 1024)
+        patch.setattr(lodging, "DEFERRED_FREE_BYTES", 1024)
         engine = MeshEngine(
             module,
             Plan.parse(plan),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from shardwise.dataflow.streams import Mark
+from shardwise.dataflow.streams import Event
 from shardwise.states.tiers import host_states as states
 from shardwise.states.tiers.host_states import HostStates
 from shardwise.states.tiers.residency import Handed, Master
@@ -114,10 +114,10 @@ class Lodged:
     def __init__(self, weight: nn.Parameter, crossing: RacyCrossing) -> None:
         self._crossing = crossing
         self.home, self.gradient = weight.detach().clone(), torch.empty_like(weight)
-        self.sent: list[Mark] = []
-        self._renewed: list[Mark] = []
+        self.sent: list[Event] = []
+        self._renewed: list[Event] = []
 
-    def is_renewed(self, marks: Sequence[Mark]) -> None:
+    def is_renewed(self, marks: Sequence[Event]) -> None:
         self._renewed += marks
 
     def use(self) -> None:

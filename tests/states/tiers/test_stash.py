@@ -72,7 +72,7 @@ def run(net: nn.Module, stash: Stash | None, step: int, kept: Kept | None = None
 def test_gradients_are_those_of_tensors_that_stay(
     part: float, window: int, crossing: Crossing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stash_module, "LEAVING_BYTES", window)
+    monkeypatch.setattr(stash_module, "DEFERRED_FREE_BYTES", window)
     net = make_net()
     plain, stash = copy.deepcopy(net), make_stash(crossing, part)
     for step in range(3):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.dataflow.streams import Mark
+from shardwise.dataflow.streams import Event
 from shardwise.states.tiers.copy_streams import Crossing
 from shardwise.states.tiers.paced_prefetch import PacedVisits
 from shardwise.states.tiers.staging import Slots
@@ -32,14 +32,14 @@ class Counters:
         self.came.append(one)
         return Homes([self.homes[one]], [torch.empty(2)])
 
-    def update(self, one: int, here: list[Tensor], after: list[Mark]) -> Written:
+    def update(self, one: int, here: list[Tensor], after: list[Event]) -> Written:
         if self.fails:
             raise ValueError("no such luck")
         assert [tuple(each.shape) for each in here] == [(SIZE,), (2,)]
         self.updated.append(one)
         return Written(self._crossing.apart(lambda: here[0].add_(1), after), [(self.homes[one], here[0])])
 
-    def is_sent(self, one: int, marks: list[Mark]) -> None:
+    def is_sent(self, one: int, marks: list[Event]) -> None:
         pass
 
 
@@ -133,7 +133,7 @@ def test_of_several_that_are_ready_the_one_comes_first_that_a_forward_uses_first
     crossing.close()
 
 
-class NotYet(Mark):
+class NotYet(Event):
     """A gradient that a GPU has still to compute."""
 
     def __init__(self) -> None:

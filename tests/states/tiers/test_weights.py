@@ -49,7 +49,7 @@ def run(plan: str, optimizer: str = "adamw", clip: float | None = None) -> tuple
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(states, "SLOT_BYTES", 2048)
-        patch.setattr(weights, "LEAVING_BYTES", 1024)
+        patch.setattr(weights, "DEFERRED_FREE_BYTES", 1024)
         with make_engine(plan, optimizer, clip) as engine:
             losses = going_on.train(engine, 0, STEPS)
             now = {name: each.clone() for name, each in engine.state_dict().items()}

@@ -5,9 +5,9 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from shardwise.cost.memory import LEAVING_BYTES
-from shardwise.dataflow.leaving import Leaving
-from shardwise.dataflow.streams import Mark
+from shardwise.cost.memory import DEFERRED_FREE_BYTES
+from shardwise.dataflow.deferred_free import DeferredFree
+from shardwise.dataflow.streams import Event
 from shardwise.states.buckets.bucket import Bucket
 from shardwise.states.buckets.offloaded_gradients import HostGradients, LodgedGradients
 from shardwise.states.buckets.offloaded_weights import LodgedWeights
@@ -39,10 +39,10 @@ class LodgedPiece:
         return self._bucket.factor
 
     @property
-    def sent(self) -> list[Mark]:
+    def sent(self) -> list[Event]:
         return host_gradients(self._bucket).sent
 
-    def is_renewed(self, marks: Sequence[Mark]) -> None:
+    def is_renewed(self, marks: Sequence[Event]) -> None:
         _weights_of(self._bucket).is_renewed(marks)
         host_gradients(self._bucket).is_read(marks)
 
@@ -64,7 +64,7 @@ class HasWholes(Protocol):
     @property
     def num_bytes(self) -> int: ...
 
-    def move_in(self, crossing: Crossing, leaving: Leaving) -> None: ...
+    def move_in(self, crossing: Crossing, leaving: DeferredFree) -> None: ...
 
     def close(self) -> None: ...
 
@@ -101,7 +101,7 @@ class LodgedBuckets:
 
     def move_in(self, crossing: Crossing) -> None:
         """Take the host's memory."""
-        self._leaving = Leaving(LEAVING_BYTES)
+        self._leaving = DeferredFree(DEFERRED_FREE_BYTES)
         for bucket in self.buckets:
             _weights_of(bucket).move_in(crossing, bucket.master)
             if isinstance(bucket.gradients, LodgedGradients):

@@ -14,8 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from shardwise.dataflow.leaving import Leaving
-from shardwise.dataflow.streams import Mark
+from shardwise.dataflow.deferred_free import DeferredFree
+from shardwise.dataflow.streams import Event
 from shardwise.ranks.exchange import Ticket
 from shardwise.states.buckets.gradients import ScatteredGradients, WholeGradients
 from shardwise.states.tiers.copy_streams import Crossing
@@ -27,19 +27,19 @@ Measure = Callable[[Tensor], list[Tensor]]
 class HostGradients:
     """What has gone to the host of the gradients of one step: `numbers` is where it is, after `sent`."""
 
-    def __init__(self, length: int, like: Tensor, crossing: Crossing, leaving: Leaving) -> None:
+    def __init__(self, length: int, like: Tensor, crossing: Crossing, leaving: DeferredFree) -> None:
         self.numbers = crossing.pinned((length,), like.dtype)
-        self.sent: list[Mark] = []
+        self.sent: list[Event] = []
         #: What was measured of the last that went.
         self.norms: list[Tensor] = []
         self.measure: Measure | None = None
         self._crossing, self._leaving = crossing, leaving
 
-    def bring(self, into: Tensor) -> Mark:
+    def bring(self, into: Tensor) -> Event:
         """Have it come."""
         return self._crossing.inward(into, self.numbers, [*self.sent, *self._crossing.computed()])
 
-    def follow(self, mark: Mark) -> None:
+    def follow(self, mark: Event) -> None:
         """What is computed next is computed after a mark."""
         self._crossing.follow(mark)
 
@@ -55,7 +55,7 @@ class HostGradients:
         arrives = self.bring(total)
         self._go(total, slice(0, len(total)), self._crossing.beside(partial(self._add, total, more), [arrives]), more)
 
-    def is_read(self, marks: Sequence[Mark]) -> None:
+    def is_read(self, marks: Sequence[Event]) -> None:
         """It was used, once these marks are reached: what goes there next comes after them."""
         self.sent = [*self.sent, *marks]
 
@@ -64,7 +64,7 @@ class HostGradients:
         for mark in self.sent:
             mark.wait()
 
-    def _go(self, numbers: Tensor, at: slice, after: list[Mark], *also: Tensor) -> None:
+    def _go(self, numbers: Tensor, at: slice, after: list[Event], *also: Tensor) -> None:
         mark = self._crossing.outward(self.numbers[at], numbers, [*self.sent, *after])
         self.sent = [mark]
         self._leaving.hold(mark, numbers, *also)
@@ -86,7 +86,7 @@ class LodgedWholeGradients(WholeGradients):
 
     host: HostGradients
     _lent: Tensor | None = None
-    _arrives: Mark | None = None
+    _arrives: Event | None = None
     _is_begun = False
 
     @property
@@ -94,7 +94,7 @@ class LodgedWholeGradients(WholeGradients):
         """How many numbers are on the host."""
         return self.layout.length
 
-    def move_in(self, crossing: Crossing, leaving: Leaving) -> None:
+    def move_in(self, crossing: Crossing, leaving: DeferredFree) -> None:
         """Take the host's memory."""
         self.host = HostGradients(self.home_length, self.parameters[0], crossing, leaving)
 
@@ -191,7 +191,7 @@ class LodgedScatteredGradients(ScatteredGradients):
         """How many numbers are on the host."""
         return self.layout.shard_length
 
-    def move_in(self, crossing: Crossing, leaving: Leaving) -> None:
+    def move_in(self, crossing: Crossing, leaving: DeferredFree) -> None:
         """Take the host's memory."""
         self.host = HostGradients(self.home_length, self._shard, crossing, leaving)
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardwise.dataflow.streams import Mark
+from shardwise.dataflow.streams import Event
 from shardwise.states.buckets.weights import Weights
 from shardwise.states.tiers.copy_streams import Crossing
 from shardwise.states.tiers.swapped_storage import Guest
@@ -53,7 +53,7 @@ class LodgedWeights(Weights):
             if each is not None:
                 each.wait()
 
-    def is_renewed(self, marks: Sequence[Mark]) -> None:
+    def is_renewed(self, marks: Sequence[Event]) -> None:
         """The numbers that this rank updates are new at home once these marks are reached."""
         self.leave()
         (self.master or self.guest).is_renewed(marks)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from shardwise.dataflow.leaving import Leaving
-from shardwise.dataflow.streams import Mark
+from shardwise.dataflow.deferred_free import DeferredFree
+from shardwise.dataflow.streams import Event
 from shardwise.ranks.collectives import Group
 from shardwise.states.buckets.bucket import Bucket
 from shardwise.states.buckets.flat_layout import Span
@@ -34,7 +34,7 @@ class OwnedLodging:
     def __init__(self, weight: nn.Parameter) -> None:
         self.weight = weight
         self.has_gradient = False
-        self.sent: list[Mark] = []
+        self.sent: list[Event] = []
 
     def move_in(self, crossing: Crossing) -> None:
         """Take the host's memory, and give back the device's."""
@@ -45,7 +45,7 @@ class OwnedLodging:
     def home(self) -> Tensor:
         return self.guest.home
 
-    def is_renewed(self, marks: Sequence[Mark]) -> None:
+    def is_renewed(self, marks: Sequence[Event]) -> None:
         self.guest.is_renewed(marks)
         # What goes there next comes after it was read.
         self.sent = [*self.sent, *marks]
@@ -55,7 +55,7 @@ class LodgedOwners(Owners):
     """The parameters of some buckets that live on the host, and are shared out over one group."""
 
     _crossing: Crossing
-    _leaving: Leaving
+    _leaving: DeferredFree
 
     def __init__(self, entries: Sequence[Owned], group: Group, costs: Sequence[int], joining: Joining | None) -> None:
         super().__init__(entries, group, costs, joining)
@@ -68,7 +68,7 @@ class LodgedOwners(Owners):
         """What is on the host of the wholes, once they have moved in."""
         return sum(2 * each.nbytes for each in self.weights)
 
-    def move_in(self, crossing: Crossing, leaving: Leaving) -> None:
+    def move_in(self, crossing: Crossing, leaving: DeferredFree) -> None:
         """Take the host's memory."""
         self._crossing, self._leaving = crossing, leaving
         for each in self.lodgings.values():

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise.cluster.local import available_bytes
-from shardwise.cost.memory import LEAVING_BYTES
-from shardwise.dataflow.leaving import Leaving
-from shardwise.dataflow.streams import Mark
+from shardwise.cost.memory import DEFERRED_FREE_BYTES
+from shardwise.dataflow.deferred_free import DeferredFree
+from shardwise.dataflow.streams import Event
 from shardwise.planner.host_room import check_host_room
 from shardwise.planner.plan import Plan
 from shardwise.stages.activation_bytes import Kept
@@ -37,11 +37,11 @@ _Key = tuple[int, int]
 class _Away:
     """Memory that went to the host. There it has a room, of which it may take a part."""
 
-    def __init__(self, stash: "Stash", room: Tensor, home: Tensor, gone: Mark, frame: "_Frame") -> None:
+    def __init__(self, stash: "Stash", room: Tensor, home: Tensor, gone: Event, frame: "_Frame") -> None:
         self.room, self.home, self.gone, self.frame = room, home, gone, frame
         self.number = len(frame.saved)
         self.here: Tensor | None = None
-        self.arrives: Mark | None = None
+        self.arrives: Event | None = None
         #: Whether what is computed comes after its arrival.
         self.is_followed = False
         self._stash = stash
@@ -88,11 +88,11 @@ class Stash:
         check: Callable[[int], None] | None = None,
     ) -> None:
         self._plan, self._crossing = plan, crossing
-        self._window_bytes = LEAVING_BYTES if window_bytes is None else window_bytes
-        self._leaving = Leaving(self._window_bytes)
+        self._window_bytes = DEFERRED_FREE_BYTES if window_bytes is None else window_bytes
+        self._leaving = DeferredFree(self._window_bytes)
         self._check = check or self._check_host
         #: Memory of the host that nobody has, by size, and when the last one to have it is gone.
-        self._spare: dict[int, list[tuple[Tensor, list[Mark]]]] = {}
+        self._spare: dict[int, list[tuple[Tensor, list[Event]]]] = {}
         #: What has come back and may be asked for again.
         self._brought: weakref.WeakSet[_Away] = weakref.WeakSet()
         #: What was taken of the host's memory; what went there, and came back, since the beginning.
@@ -183,7 +183,7 @@ class Stash:
             self._leaving.hold(away.arrives, away.here)
         away.here, away.is_followed = None, False
 
-    def _room(self, num_bytes: int) -> tuple[Tensor, list[Mark]]:
+    def _room(self, num_bytes: int) -> tuple[Tensor, list[Event]]:
         """Memory of the host: what is spare, up to twice as large, for lengths may change with every step."""
         # A list of them first: some may be given back at any moment.
         fitting = [size for size in list(self._spare) if num_bytes <= size <= 2 * num_bytes and self._spare[size]]

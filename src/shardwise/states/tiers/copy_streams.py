@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardwise.dataflow.cuda import CudaStream, new_stream
 from shardwise.dataflow.machine import Machine
-from shardwise.dataflow.streams import Mark
+from shardwise.dataflow.streams import Event
 
 
 class Crossing:
@@ -35,39 +35,39 @@ class Crossing:
         """Memory of the host, pinned where there is a GPU."""
         return self._machine.pinned(shape, dtype)
 
-    def inward(self, here: Tensor, home: Tensor, after: Sequence[Mark] = ()) -> Mark:
+    def inward(self, here: Tensor, home: Tensor, after: Sequence[Event] = ()) -> Event:
         """Copy from the host, after some marks. Both tensors have to stay until the mark is reached."""
         with self._lock:
             if self._on_gpu:
                 return self._machine.copy(here.view(-1), home.view(-1), after=after)
             return self._machine.copy(here.view(-1), home.view(-1), to=self._place, of="host", after=after)
 
-    def outward(self, home: Tensor, here: Tensor, after: Sequence[Mark] = ()) -> Mark:
+    def outward(self, home: Tensor, here: Tensor, after: Sequence[Event] = ()) -> Event:
         """Copy to the host, after some marks and all that is computed by now."""
         return self.homeward(home, here, [*self.computed(), *after])
 
-    def homeward(self, home: Tensor, here: Tensor, after: Sequence[Mark] = ()) -> Mark:
+    def homeward(self, home: Tensor, here: Tensor, after: Sequence[Event] = ()) -> Event:
         """Copy to the host, after some marks and nothing else. The CPU has computed what it was told to."""
         with self._lock:
             if self._on_gpu:
                 return self._machine.copy(home.view(-1), here.view(-1), after=after)
             return self._machine.copy(home.view(-1), here.view(-1), to="host", of=self._place, after=after)
 
-    def computed(self) -> list[Mark]:
+    def computed(self) -> list[Event]:
         """Marks behind all that is computed by now; the CPU has computed what it was told to."""
         if not self._on_gpu:
             return []
         with self._lock:
             return [self._machine.mark(self._place)]
 
-    def beside(self, run: Callable[[], object], after: Sequence[Mark]) -> list[Mark]:
+    def beside(self, run: Callable[[], object], after: Sequence[Event]) -> list[Event]:
         """Compute after some marks and all that is computed by now, but beside what comes next; marks behind it.
 
         Whatever it reads has to stay until then. The CPU computes at once.
         """
         return self.apart(run, [*self.computed(), *after])
 
-    def apart(self, run: Callable[[], object], after: Sequence[Mark]) -> list[Mark]:
+    def apart(self, run: Callable[[], object], after: Sequence[Event]) -> list[Event]:
         """Compute after some marks and nothing else that is put to compute; marks behind it."""
         if self._side is not None:
             return [self._side.put(run, after, lambda error: error)]
@@ -76,7 +76,7 @@ class Crossing:
         run()
         return []
 
-    def follow(self, mark: Mark) -> None:
+    def follow(self, mark: Event) -> None:
         """What is computed from now on comes after a mark."""
         if self._on_gpu:
             with self._lock:

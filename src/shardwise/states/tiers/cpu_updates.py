@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.dataflow.streams import Mark
+from shardwise.dataflow.streams import Event
 from shardwise.states.tiers.copy_streams import Crossing
 from shardwise.states.tiers.update_bucket import Bucket, HostState, MakeOptimizer
 from shardwise.states.tiers.workers import Workers
@@ -33,7 +33,7 @@ class _Given(NamedTuple):
     scale: float | None
     rate: float | None
     #: Behind all that the device does with the old weights.
-    used: list[Mark]
+    used: list[Event]
 
 
 class _Fetched(NamedTuple):
@@ -41,7 +41,7 @@ class _Fetched(NamedTuple):
 
     given: _Given
     slot: int
-    marks: list[Mark]
+    marks: list[Event]
 
 
 class AtHost:
@@ -53,12 +53,12 @@ class AtHost:
         num_bytes = max(each.size * each.dtype.itemsize for each in buckets)
         #: Room for the gradients of a bucket, and for its new weights: of one that is updated, and of the next.
         self._staging = [[crossing.pinned((num_bytes,), torch.uint8) for _ in range(2)] for _ in range(2)]
-        self._sent: list[list[Mark]] = [[], []]
+        self._sent: list[list[Event]] = [[], []]
         self._changed = threading.Condition()
         self._ready: list[int] = []
         self._given: dict[int, _Given] = {}
         #: Buckets that are being updated, and when their new weights are on the device, once that is known.
-        self._pending: dict[int, list[Mark] | None] = {}
+        self._pending: dict[int, list[Event] | None] = {}
         self.error: BaseException | None = None
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="shardwise-updates", daemon=True)

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shardwise.dataflow.machine import Machine
-from shardwise.dataflow.streams import Mark, ThreadStream
+from shardwise.dataflow.streams import Event, ThreadStream
 from shardwise.errors import ShardwiseError
 from shardwise.states.tiers.streamed_block import Block
 
@@ -51,7 +51,7 @@ class _Buffer:
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
-        self.last: Mark | None = None
+        self.last: Event | None = None
 
 
 class Shelf:
@@ -67,14 +67,14 @@ class Shelf:
         self._buffers = cycle([_Buffer(machine.pinned((num_bytes,), torch.uint8)) for _ in range(num_buffers)])
         self._current: _Buffer | None = None
 
-    def read(self, block: Block) -> tuple[Tensor, Mark]:
+    def read(self, block: Block) -> tuple[Tensor, Event]:
         """Have a block read into memory that is the caller's until `sent`; return it, and when it has the weights."""
         self._current = buffer = next(self._buffers)
         memory = buffer.memory[: block.num_bytes]
         after = [] if buffer.last is None else [buffer.last]
         return memory, self._stream.put(partial(self._read, block, memory), after, _blame)
 
-    def sent(self, mark: Mark) -> None:
+    def sent(self, mark: Event) -> None:
         """What was read last has been copied to the device once a mark is reached."""
         assert self._current is not None, "nothing was read"
         self._current.last = mark

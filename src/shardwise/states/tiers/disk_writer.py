@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.dataflow.machine import Machine
-from shardwise.dataflow.streams import Mark, ThreadStream
+from shardwise.dataflow.streams import Event, ThreadStream
 from shardwise.errors import ShardwiseError
 from shardwise.states.tiers.host_link import Link
 
@@ -26,7 +26,7 @@ class _Buffer:
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
-        self.last: Mark | None = None
+        self.last: Event | None = None
 
 
 class Writer:
@@ -37,7 +37,7 @@ class Writer:
         self._stream = ThreadStream("gradients to disk", machine.failures)
         self._buffers = cycle([_Buffer(machine.pinned((most_bytes,), torch.uint8)) for _ in range(_NUM_BUFFERS)])
 
-    def write(self, target: Tensor, gradient: Tensor, link: Link) -> tuple[Mark, Mark]:
+    def write(self, target: Tensor, gradient: Tensor, link: Link) -> tuple[Event, Event]:
         """Have what is computed by now written; return when it has left the device, and when it has arrived."""
         buffer = next(self._buffers)
         staged = buffer.memory[: gradient.nbytes].view(gradient.dtype)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.dataflow.machine import Machine
-from shardwise.dataflow.streams import Mark
+from shardwise.dataflow.streams import Event
 
 
 class Link:
@@ -21,17 +21,17 @@ class Link:
         self.device = device_of(place)
         self._on_cpu = self.device.type == "cpu"
 
-    def inward(self, target: Tensor, source: Tensor, after: Sequence[Mark] = ()) -> Mark:
+    def inward(self, target: Tensor, source: Tensor, after: Sequence[Event] = ()) -> Event:
         """Copy from the host after some marks, and after all that is computed by now: it may still use the memory."""
         after = [self._machine.mark(self._place), *after]
         return self._machine.copy(target, source, to=self._place, of="host", after=after)
 
-    def outward(self, target: Tensor, source: Tensor, after: Sequence[Mark] = ()) -> Mark:
+    def outward(self, target: Tensor, source: Tensor, after: Sequence[Event] = ()) -> Event:
         """Copy to the host what is computed by now, after some marks. Both tensors have to stay until the mark."""
         after = [self._machine.mark(self._place), *after]
         return self._machine.copy(target, source, to="host", of=self._place, after=after)
 
-    def follow(self, mark: Mark) -> None:
+    def follow(self, mark: Event) -> None:
         """What is computed from now on comes after a mark."""
         if self._on_cpu:
             mark.wait()

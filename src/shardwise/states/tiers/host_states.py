@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.cost.memory import NUM_SLOTS, SLOT_BYTES
-from shardwise.dataflow.streams import Mark
+from shardwise.dataflow.streams import Event
 from shardwise.states.tiers.chunks import Round, choose, plan_rounds
 from shardwise.states.tiers.copy_streams import Crossing
 from shardwise.states.tiers.paced_prefetch import PacedVisits
@@ -95,7 +95,7 @@ class HostStates:
         self._left: dict[nn.Parameter, int] = {}
         self._told: dict[nn.Parameter, dict[str, Any]] = {}
         #: When weights that were updated are new.
-        self._renewed: dict[nn.Parameter, list[Mark]] = {}
+        self._renewed: dict[nn.Parameter, list[Event]] = {}
         self._visits: Visits[Round] = (PacedVisits if paced else Visits)(self, self._rounds, self._slots, crossing)
 
     @property
@@ -206,7 +206,7 @@ class HostStates:
         one.lies = [*coming, *room]
         return Homes(list(coming.values()), list(room.values()))
 
-    def update(self, one: Round, here: list[Tensor], after: list[Mark]) -> Written:
+    def update(self, one: Round, here: list[Tensor], after: list[Event]) -> Written:
         """Have a round's weights stepped on, as far as they have gradients."""
         places: list[dict[str, Tensor]] = [{} for _ in one.visits]
         for (number, key), place in zip(one.lies, here, strict=True):
@@ -226,7 +226,7 @@ class HostStates:
                 self._renewed.setdefault(weight, []).extend(marks)
         return Written(marks, leaving)
 
-    def is_sent(self, one: Round, marks: list[Mark]) -> None:
+    def is_sent(self, one: Round, marks: list[Event]) -> None:
         """Tell those that live on the host."""
         for weight in one.weights:
             if self._residents[weight].has_gradient:

@@ -20,9 +20,9 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shardwise.cost.memory import LEAVING_BYTES
-from shardwise.dataflow.leaving import Leaving
-from shardwise.dataflow.streams import Mark
+from shardwise.cost.memory import DEFERRED_FREE_BYTES
+from shardwise.dataflow.deferred_free import DeferredFree
+from shardwise.dataflow.streams import Event
 from shardwise.schedule.instruction import Instruction, Kind
 from shardwise.stages.stage import Stage, Wrappable
 from shardwise.states.tiers.copy_streams import Crossing
@@ -46,7 +46,7 @@ class HostWeight:
         self.has_gradient = False
         #: That of the whole gradient, as the device computes it, if it was asked for.
         self.norm: Tensor | None = None
-        self.sent: list[Mark] = []
+        self.sent: list[Event] = []
         self._holders: set[object] = set()
 
     def move_in(self, crossing: Crossing) -> None:
@@ -92,7 +92,7 @@ class HostWeight:
         self._holders.clear()
         self._guest.leave()
 
-    def is_renewed(self, marks: Sequence[Mark]) -> None:
+    def is_renewed(self, marks: Sequence[Event]) -> None:
         """The numbers at home are new once these marks are reached; what is here is old."""
         self._holders.clear()
         self._guest.is_renewed(marks)
@@ -131,7 +131,7 @@ class HostWeights:
             own = {unit: [self.weights[each] for each in units[unit] if each in self.weights] for unit in layers.units}
             layers.attach(own)
         self._stage: int | None = None
-        self._leaving = Leaving(LEAVING_BYTES)
+        self._leaving = DeferredFree(DEFERRED_FREE_BYTES)
 
     @property
     def num_bytes(self) -> int:
@@ -207,7 +207,7 @@ class HostWeights:
         assert parameter.grad is not None, "it has arrived"
         gradient = parameter.grad.contiguous()
         memory: tuple[Tensor, ...] = (gradient,)
-        marks: list[Mark] = []
+        marks: list[Event] = []
         parameter.grad = None
         weight.leave()
         if weight.has_gradient:

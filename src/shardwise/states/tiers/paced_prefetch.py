@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 
-from shardwise.dataflow.streams import Mark
+from shardwise.dataflow.streams import Event
 from shardwise.states.tiers.copy_streams import Crossing
 from shardwise.states.tiers.staging import Slots, in_runs
 from shardwise.states.tiers.state_prefetch import Owner, R, Visits, Written
@@ -145,7 +145,7 @@ class PacedVisits(Visits[R]):
             self._owner.is_sent(one, back)
             self.lock.notify_all()
 
-    def _reach(self, marks: Iterable[Mark]) -> None:
+    def _reach(self, marks: Iterable[Event]) -> None:
         """Wait for marks, but not for one that an error keeps from being reached."""
         while not all(mark.is_done() for mark in marks) and self.error is None:
             time.sleep(_LOOK_SECONDS)

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from shardwise.dataflow.streams import Mark
+from shardwise.dataflow.streams import Event
 from shardwise.states.tiers.copy_streams import Crossing
 
 #: What comes beside an optimizer's own entries. No optimizer calls an entry so.
@@ -45,11 +45,11 @@ class Lodging(Protocol):
     @property
     def has_gradient(self) -> bool: ...
     @property
-    def sent(self) -> Sequence[Mark]: ...
+    def sent(self) -> Sequence[Event]: ...
     @property
     def scale(self) -> float: ...
 
-    def is_renewed(self, marks: Sequence[Mark]) -> None:
+    def is_renewed(self, marks: Sequence[Event]) -> None:
         """The numbers at home are new once these marks are reached."""
         ...
 
@@ -81,7 +81,7 @@ class Resident:
         """What comes later."""
         return {}
 
-    def bring(self, visit: Visit, places: Places) -> list[Mark]:  # noqa: ARG002 - it is here
+    def bring(self, visit: Visit, places: Places) -> list[Event]:  # noqa: ARG002 - it is here
         """Have come what was not there before; marks after which it is here."""
         return []
 
@@ -104,7 +104,7 @@ class Resident:
         """What goes home beside the state: where it lives, and where it is."""
         return []
 
-    def is_sent(self, marks: Sequence[Mark]) -> None:
+    def is_sent(self, marks: Sequence[Event]) -> None:
         """What goes home is there once these marks are reached."""
 
 
@@ -127,7 +127,7 @@ class Lodger(Resident):
     def room(self, visit: Visit) -> dict[str, Tensor]:
         return {GRADIENT: visit.of(self._lodging.gradient)}
 
-    def bring(self, visit: Visit, places: Places) -> list[Mark]:
+    def bring(self, visit: Visit, places: Places) -> list[Event]:
         return [self._crossing.inward(places[GRADIENT], visit.of(self._lodging.gradient), self._lodging.sent)]
 
     def visitor(self, visit: Visit, places: Places) -> nn.Parameter:  # noqa: ARG002 - all of it is in the slot
@@ -140,7 +140,7 @@ class Lodger(Resident):
     def leaving(self, visit: Visit, places: Places) -> list[tuple[Tensor, Tensor]]:
         return [(visit.of(self._lodging.home), places[WEIGHT])]
 
-    def is_sent(self, marks: Sequence[Mark]) -> None:
+    def is_sent(self, marks: Sequence[Event]) -> None:
         self._lodging.is_renewed(marks)
 
 

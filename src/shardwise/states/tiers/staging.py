@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shardwise.dataflow.streams import Mark
+from shardwise.dataflow.streams import Event
 from shardwise.states.tiers.copy_streams import Crossing
 
 #: Where a tensor may begin in a slot.
@@ -28,7 +28,7 @@ class Slots:
         self._crossing = crossing
         self._memory: list[Tensor | None] = []
         #: Those that nobody has, and when the last one to have it is gone.
-        self._free: deque[tuple[int, list[Mark]]] = deque()
+        self._free: deque[tuple[int, list[Event]]] = deque()
         self.grow(count)
 
     @property
@@ -48,7 +48,7 @@ class Slots:
         computed = self._crossing.computed()
         self._free = deque((slot, [*gone, *computed]) for slot, gone in self._free)
 
-    def take(self, visitors: Sequence[Tensor]) -> tuple[int, list[Tensor], list[Mark]]:
+    def take(self, visitors: Sequence[Tensor]) -> tuple[int, list[Tensor], list[Event]]:
         """A slot with places for tensors like these, and marks after which they may be written."""
         slot, gone = self._free.popleft()
         size, memory = size_of(visitors), self._memory[slot]
@@ -64,7 +64,7 @@ class Slots:
         memory = self._memory[slot]
         return memory is not None and _storage(memory) == _storage(tensor)
 
-    def give_back(self, slot: int, gone: Sequence[Mark]) -> None:
+    def give_back(self, slot: int, gone: Sequence[Event]) -> None:
         """Nobody has a slot any more once some marks are reached."""
         self._free.append((slot, list(gone)))
 

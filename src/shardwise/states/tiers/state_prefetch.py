@@ -19,9 +19,9 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from shardwise.cost.memory import LEAVING_BYTES
-from shardwise.dataflow.leaving import Leaving
-from shardwise.dataflow.streams import Mark
+from shardwise.cost.memory import DEFERRED_FREE_BYTES
+from shardwise.dataflow.deferred_free import DeferredFree
+from shardwise.dataflow.streams import Event
 from shardwise.states.tiers.copy_streams import Crossing
 from shardwise.states.tiers.staging import Slots, in_runs
 
@@ -39,7 +39,7 @@ class Homes(NamedTuple):
 class Written(NamedTuple):
     """Marks behind an update, and what it has written: where it lives, and where it is."""
 
-    marks: list[Mark]
+    marks: list[Event]
     leaving: list[tuple[Tensor, Tensor]]
 
 
@@ -50,11 +50,11 @@ class Owner(Protocol[_OfOwner]):
         """What comes with a round now."""
         ...
 
-    def update(self, one: _OfOwner, here: list[Tensor], after: list[Mark]) -> Written:
+    def update(self, one: _OfOwner, here: list[Tensor], after: list[Event]) -> Written:
         """Put the update of a round, which is here once some marks are reached."""
         ...
 
-    def is_sent(self, one: _OfOwner, marks: list[Mark]) -> None:
+    def is_sent(self, one: _OfOwner, marks: list[Event]) -> None:
         """What was updated of a round is at home once these marks are reached."""
         ...
 
@@ -64,7 +64,7 @@ class Here(NamedTuple):
 
     slot: int
     places: list[Tensor]
-    arrives: list[Mark]
+    arrives: list[Event]
 
 
 class Visits(Generic[R]):
@@ -84,11 +84,11 @@ class Visits(Generic[R]):
         self._coming: dict[R, None] = {}
         self.given: dict[R, None] = {}
         #: Those that were asked for and are not updated, and marks behind all that came before; those that are here.
-        self._asked: dict[R, list[Mark]] = {}
+        self._asked: dict[R, list[Event]] = {}
         self._here: dict[R, Here] = {}
         #: When those that were updated are at home.
-        self._back: dict[R, list[Mark]] = {}
-        self._apart = Leaving(LEAVING_BYTES)
+        self._back: dict[R, list[Event]] = {}
+        self._apart = DeferredFree(DEFERRED_FREE_BYTES)
 
     def begin(self) -> None:
         """A step begins: the first rounds come."""

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.dataflow.leaving import Leaving
+from shardwise.dataflow.deferred_free import DeferredFree
 from shardwise.dataflow.machine import Machine
-from shardwise.dataflow.streams import Mark
+from shardwise.dataflow.streams import Event
 from shardwise.states.tiers.disk_writer import Writer
 from shardwise.states.tiers.host_link import Link
 from shardwise.states.tiers.streamed_block import Block, Piece
@@ -53,8 +53,8 @@ class Homeward:
 
     def __init__(self, machine: Machine, most_bytes: int, one_at_a_time: AbstractContextManager[Any]) -> None:
         self._machine, self._one_at_a_time = machine, one_at_a_time
-        self._arriving: dict[nn.Parameter, tuple[Tensor, Mark]] = {}
-        self._leaving = Leaving(most_bytes)
+        self._arriving: dict[nn.Parameter, tuple[Tensor, Event]] = {}
+        self._leaving = DeferredFree(most_bytes)
         #: For gradients of blocks on disk: it is made when the first is there, for the largest that may come.
         self._writer: Writer | None = None
         self._largest_bytes = 0

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.dataflow.machine import Machine
-from shardwise.dataflow.streams import Mark
+from shardwise.dataflow.streams import Event
 from shardwise.errors import ShardwiseError
 from shardwise.states.tiers.disk import Records, Shelf, find_records
 from shardwise.states.tiers.disk_scratch import Scratch
@@ -40,7 +40,7 @@ NUM_AHEAD = 3
 class _Arrival:
     """A block that is on the device or on its way there."""
 
-    mark: Mark
+    mark: Event
     version: int
     is_followed: bool = False
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from shardwise.dataflow.streams import Mark
+from shardwise.dataflow.streams import Event
 from shardwise.states.tiers.copy_streams import Crossing
 
 
@@ -19,11 +19,11 @@ class Guest:
         self.here, self._crossing = here, crossing
         self.home = crossing.pinned(here.shape, here.dtype)
         self.home.copy_(here)
-        self._renewed: list[Mark] = []
+        self._renewed: list[Event] = []
         self._is_here = False
-        self._arrives: Mark | None = None
+        self._arrives: Event | None = None
         #: When what was written on the device is at home too.
-        self._written: list[Mark] = []
+        self._written: list[Event] = []
         here.untyped_storage().resize_(0)
 
     @property
@@ -67,7 +67,7 @@ class Guest:
             self.here.untyped_storage().resize_(0)
             self._is_here, self._arrives, self._written = False, None, []
 
-    def is_renewed(self, marks: Sequence[Mark]) -> None:
+    def is_renewed(self, marks: Sequence[Event]) -> None:
         """The numbers at home are new once these marks are reached; what is here is old."""
         self.leave()
         self._renewed += marks

@@ -6,11 +6,11 @@ from functools import partial
 import pytest
 import torch
 
-from shardwise.dataflow.leaving import Leaving
-from shardwise.dataflow.streams import Failures, Mark, ThreadStream
+from shardwise.dataflow.deferred_free import DeferredFree
+from shardwise.dataflow.streams import Event, Failures, ThreadStream
 
 
-class PlayedMark(Mark):
+class PlayedEvent(Event):
     """Reached when a test says so, or when it is waited for."""
 
     def __init__(self, log: list[str], name: str) -> None:
@@ -36,13 +36,13 @@ def four_bytes() -> torch.Tensor:
 
 
 def test_memory_is_held_until_its_copy_is_over_and_nobody_waits_for_that(log: list[str]) -> None:
-    leaving, mark, memory = Leaving(8), PlayedMark(log, "copy"), four_bytes()
+    leaving, event, memory = DeferredFree(8), PlayedEvent(log, "copy"), four_bytes()
     held = weakref.ref(memory)
-    leaving.hold(mark, memory)
+    leaving.hold(event, memory)
     del memory
     leaving.sweep()
     assert held() is not None
-    mark.is_reached = True
+    event.is_reached = True
     leaving.sweep()
     assert held() is None
     assert leaving.num_bytes == 0
@@ -50,9 +50,9 @@ def test_memory_is_held_until_its_copy_is_over_and_nobody_waits_for_that(log: li
 
 
 def test_where_more_is_held_than_may_be_the_oldest_are_waited_for(log: list[str]) -> None:
-    leaving = Leaving(8)
+    leaving = DeferredFree(8)
     for name in "abc":
-        leaving.hold(PlayedMark(log, name), four_bytes(), four_bytes())
+        leaving.hold(PlayedEvent(log, name), four_bytes(), four_bytes())
     assert leaving.num_bytes == 24
     assert not log, "holding waits for nothing"
     leaving.sweep()
@@ -63,7 +63,7 @@ def test_where_more_is_held_than_may_be_the_oldest_are_waited_for(log: list[str]
 
 
 def test_what_is_over_behind_something_that_is_not_stays(log: list[str]) -> None:
-    leaving, slow, quick = Leaving(8), PlayedMark(log, "slow"), PlayedMark(log, "quick")
+    leaving, slow, quick = DeferredFree(8), PlayedEvent(log, "slow"), PlayedEvent(log, "quick")
     leaving.hold(slow, four_bytes())
     leaving.hold(quick, four_bytes())
     quick.is_reached = True
@@ -75,7 +75,7 @@ def test_what_is_over_behind_something_that_is_not_stays(log: list[str]) -> None
 
 
 def test_one_of_no_room_waits_for_each_copy_of_a_real_stream() -> None:
-    stream, leaving = ThreadStream("out", Failures()), Leaving(0)
+    stream, leaving = ThreadStream("out", Failures()), DeferredFree(0)
     done: list[int] = []
     for number in range(20):
         leaving.hold(stream.put(partial(done.append, number), (), lambda error: error), four_bytes())

@@ -1,6 +1,6 @@
 """Memory that a copy still reads or writes: nobody else may have it until the copy is over.
 
-Whoever starts a copy and needs the tensor no longer hands it over with the copy's mark. It is let go in the order in
+Whoever starts a copy and needs the tensor no longer hands it over with the copy's event. It is let go in the order in
 which it came, when somebody looks. Where copies fall behind, only so many bytes are held: then the host waits.
 """
 
@@ -8,20 +8,20 @@ from collections import deque
 
 from torch import Tensor
 
-from shardwise.dataflow.streams import Mark
+from shardwise.dataflow.streams import Event
 
 
-class Leaving:
+class DeferredFree:
     """Tensors that nobody needs but copies. At most `most_bytes` of them stay after a sweep."""
 
     def __init__(self, most_bytes: int) -> None:
         self.num_bytes = 0
         self._most_bytes = most_bytes
-        self._held: deque[tuple[Mark, tuple[Tensor, ...]]] = deque()
+        self._held: deque[tuple[Event, tuple[Tensor, ...]]] = deque()
 
-    def hold(self, mark: Mark, *memory: Tensor) -> None:
-        """Keep tensors until a mark is reached. This waits for nothing, so it may be done anywhere."""
-        self._held.append((mark, memory))
+    def hold(self, event: Event, *memory: Tensor) -> None:
+        """Keep tensors until an event is reached. This waits for nothing, so it may be done anywhere."""
+        self._held.append((event, memory))
         self.num_bytes += sum(each.nbytes for each in memory)
 
     def sweep(self) -> None:
@@ -34,6 +34,6 @@ class Leaving:
 
     def _sweep(self, most_bytes: int) -> None:
         while self._held and (self.num_bytes > most_bytes or self._held[0][0].is_done()):
-            mark, memory = self._held.popleft()
-            mark.wait()
+            event, memory = self._held.popleft()
+            event.wait()
             self.num_bytes -= sum(each.nbytes for each in memory)

@@ -1,4 +1,4 @@
-"""Tensors that a user gives: their memory is used as it is, and it is the user's again when the machine is closed."""
+"""Imported tensors: a user's memory is used as it is, and it is the user's again when the machine is closed."""
 
 import weakref
 from collections.abc import Sequence
@@ -12,26 +12,26 @@ from shardwise.dataflow.place import Kind, Place
 from shardwise.errors import ShardwiseError
 
 
-class Loans:
-    """Which data lie in whose tensors."""
+class Imports:
+    """Which data lie in which of the user's tensors."""
 
     def __init__(self, places: Sequence[Place]) -> None:
         self._places = {place.device: place for place in places if place.kind is Kind.GPU}
         self._host, self._disk = places[-2], places[-1]
         #: Data in users' tensors that tasks have written, by number: their tensors are behind.
         self.changed: dict[int, Data] = {}
-        self._lent: dict[int, list[weakref.ref[Data]]] = {}  # By the storage that they lie in.
+        self._by_storage: dict[int, list[weakref.ref[Data]]] = {}  # By the storage that they lie in.
         self._pinned: list[Tensor] = []
 
     def find(self, tensor: Tensor) -> Data | None:
         """The data that lie in this very tensor, if it was given before."""
         for data in self._in_storage(tensor):
             home = home_of(data)
-            if home is not None and home.lent is tensor:
+            if home is not None and home.imported is tensor:
                 return data
         return None
 
-    def lend(self, data: Data, tensor: Tensor, *, on_disk: bool) -> None:
+    def add(self, data: Data, tensor: Tensor, *, on_disk: bool) -> None:
         """Make a user's tensor the first copy of new data."""
         if not _is_dense(tensor):
             raise ShardwiseError(
@@ -46,16 +46,16 @@ class Loans:
         if place is self._disk:
             data.unwritable = "is a file that is only read"
         copy = data.copies[place.index] = Copy(data, place.index, tensor.data, None)
-        copy.valid, copy.lent, copy.lent_version = True, tensor, tensor._version
-        data.is_lent = True
-        self._lent.setdefault(tensor.untyped_storage().data_ptr(), []).append(weakref.ref(data))
+        copy.valid, copy.imported, copy.imported_version = True, tensor, tensor._version
+        data.is_imported = True
+        self._by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(weakref.ref(data))
 
     def renew(self, data: Data, tensor: Tensor) -> None:
         """The user gives a new value: changes made to the tensor by hand until now are known of."""
         home = home_of(data)
-        if home is not None and home.lent is not None:
-            home.lent_version = home.lent._version
-            if tensor is home.lent:
+        if home is not None and home.imported is not None:
+            home.imported_version = home.imported._version
+            if tensor is home.imported:
                 self.changed.pop(data.number, None)
 
     def pinned(self, like: Tensor) -> Tensor:
@@ -93,13 +93,13 @@ class Loans:
         return self._host
 
     def _in_storage(self, tensor: Tensor) -> list[Data]:
-        alive = [each for each in self._lent.get(tensor.untyped_storage().data_ptr(), []) if each() is not None]
+        alive = [each for each in self._by_storage.get(tensor.untyped_storage().data_ptr(), []) if each() is not None]
         return [data for each in alive if (data := each()) is not None]
 
 
 def home_of(data: Data) -> Copy | None:
     """The copy that is a user's tensor, if there is one."""
-    return next((copy for copy in data.copies if copy is not None and copy.lent is not None), None)
+    return next((copy for copy in data.copies if copy is not None and copy.imported is not None), None)
 
 
 def _is_dense(tensor: Tensor) -> bool:

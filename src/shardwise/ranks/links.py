@@ -1,0 +1,89 @@
+"""The connections of a pipeline, made once for all of its messages.
+
+Two groups over gloo for each pipeline, one for each direction. Where ranks compute on GPUs that NCCL connects, one NCCL
+group of two besides for each direction between two ranks that talk:
+
+    pp=3        ranks 0 -> 1     ranks 1 -> 2     ranks 1 -> 0     ranks 2 -> 1
+
+Every rank of the world makes every group, those of other pipelines too, in one order: `torch.distributed` names groups
+by their number, and NCCL splits them off from a larger one together.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from shardwise.ranks.faults import Waiter
+from shardwise.ranks.transport import ProcessTransport
+
+#: From a rank of a pipeline to another.
+Link = tuple[int, int]
+
+
+def make_transport(
+    pipelines: Sequence[Sequence[int]],
+    links: Iterable[Link],
+    *,
+    device: torch.device,
+    watch: Waiter | None = None,
+) -> ProcessTransport:
+    """Make what moves values between the ranks of this rank's pipeline. Every rank of the world calls this alike.
+
+    `pipelines` has the ranks, in the world, of each; `links` are those that a schedule sends over, the same in each.
+    """
+    groups = make_groups(pipelines)
+    made = make_links(links, pipelines, device=device) if is_on_nccl(device) else None
+    return ProcessTransport(groups, device=device, links=made, watch=watch)
+
+
+def is_on_nccl(device: torch.device) -> bool:
+    """Whether the default group moves this device's tensors over NCCL."""
+    if device.type != "cuda":
+        return False
+    try:
+        return bool(dist.distributed_c10d._get_default_group()._get_backend(device).name() == "nccl")
+    except RuntimeError:  # It has no backend for the device.
+        return False
+
+
+def make_groups(pipelines: Sequence[Sequence[int]]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Make the two groups of every pipeline, given the ranks of each in the world, and return those of this rank's.
+
+    Every rank of the world calls this, with the same pipelines.
+    """
+    found: list[dist.ProcessGroup] = []
+    for ranks in pipelines:
+        # Ranks of a group are in the order of the world's: so must be those of the pipeline.
+        assert list(ranks) == sorted(ranks), f"the ranks {ranks} of a pipeline are not in the order of the world"
+        pair = [dist.new_group(list(ranks), backend="gloo") for _ in range(2)]
+        if dist.get_rank() in ranks:
+            found = pair
+    up, down = found
+    return up, down
+
+
+def make_links(
+    links: Iterable[Link], pipelines: Sequence[Sequence[int]], *, device: torch.device, backend: str = "nccl"
+) -> dict[Link, dist.ProcessGroup]:
+    """Make a group of two for each link in every pipeline, and return those of which this rank is an end.
+
+    Every rank of the world calls this, with the same links and pipelines.
+    """
+    me, found = dist.get_rank(), dict[Link, dist.ProcessGroup]()
+    for link in sorted(set(links)):
+        for ranks in pipelines:
+            ends = [ranks[rank] for rank in link]
+            group = dist.new_group(ends, backend=backend)
+            if me in ends:
+                found[link] = group
+    (mine,) = [ranks for ranks in pipelines if me in ranks]
+    # NCCL connects two ranks when they first talk, and both wait for that. In a step, two that first send to each other
+    # would wait for good. Here all go through their links in one order, so the first that is left can always be made.
+    for (source, _), group in found.items():
+        number, peer = torch.zeros(1, device=device), 1 - group.rank()
+        work = group.send([number], peer, 0) if me == mine[source] else group.recv([number], peer, 0)
+        work.wait()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return found

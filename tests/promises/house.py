@@ -1,0 +1,107 @@
+"""What is held of the source, each as a function from all sources to the sentences about those that break it.
+
+A promise is one test over all files: its failure lists every offender, and not the first.
+"""
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import chain
+
+from tests.promises.imports import known_modules
+from tests.promises.sources import Source, nodes_of
+
+MOST_LINES_OF_A_FILE = 450
+MOST_LINES_OF_A_FUNCTION = 70
+MOST_LINES_OF_A_CLASS = 250
+MOST_MODULES_IMPORTED = 15
+NAMES_THAT_SAY_NOTHING = {
+    "utils",
+    "util",
+    "helpers",
+    "helper",
+    "common",
+    "base",
+    "core",
+    "manager",
+    "wrapper",
+    "misc",
+    "v2",
+}
+READS_THE_ENVIRONMENT = {"environ", "environb", "getenv", "putenv"}
+
+Sources = Iterable[Source]
+Offenders = Iterator[str]
+
+
+def global_statements(sources: Sources) -> Offenders:
+    for source in sources:
+        for node in nodes_of(source):
+            if isinstance(node, ast.Global):
+                yield f"{source.name}:{node.lineno} has a global statement"
+
+
+def readers_of_the_environment(sources: Sources) -> Offenders:
+    for source in sources:
+        if source.name == "environment.py":
+            continue
+        attributes = {node.attr for node in nodes_of(source) if isinstance(node, ast.Attribute)}
+        imports = (node.names for node in nodes_of(source) if isinstance(node, ast.ImportFrom))
+        names = attributes | {alias.name for alias in chain.from_iterable(imports)}
+        for name in sorted(names & READS_THE_ENVIRONMENT):
+            yield f"{source.name} uses {name}; environment.py alone reads the environment"
+
+
+def long_files(sources: Sources) -> Offenders:
+    for source in sources:
+        if (length := len(source.text.splitlines())) > MOST_LINES_OF_A_FILE:
+            yield f"{source.name} has {length} lines, more than {MOST_LINES_OF_A_FILE}"
+
+
+def long_functions(sources: Sources) -> Offenders:
+    yield from _too_long(sources, (ast.FunctionDef, ast.AsyncFunctionDef), MOST_LINES_OF_A_FUNCTION)
+
+
+def long_classes(sources: Sources) -> Offenders:
+    yield from _too_long(sources, (ast.ClassDef,), MOST_LINES_OF_A_CLASS)
+
+
+def _too_long(sources: Sources, kinds: tuple[type[ast.AST], ...], most: int) -> Offenders:
+    for source in sources:
+        for node in nodes_of(source):
+            if isinstance(node, kinds) and isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                if length > most:
+                    yield f"{source.name}:{node.lineno} {node.name} has {length} lines, more than {most}"
+
+
+def modules_that_do_not_say_what_they_are(sources: Sources) -> Offenders:
+    for source in sources:
+        if source.text and not ast.get_docstring(source.tree):
+            yield f"{source.name} has no docstring"
+
+
+def names_that_say_nothing(sources: Sources) -> Offenders:
+    for source in sources:
+        words = chain.from_iterable(part.split("_") for part in source.name.removesuffix(".py").split("/"))
+        for word in sorted(NAMES_THAT_SAY_NOTHING.intersection(words)):
+            yield f"{source.name} is called {word}, which says nothing"
+
+
+def class_names_of_two(sources: Sources) -> Offenders:
+    """Public classes of one room with one name: who reads it has to ask which."""
+    homes = defaultdict[tuple[str, str], list[str]](list)
+    for source in sources:
+        room = source.name.split("/")[0]
+        for node in source.tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes[room, node.name].append(source.name)
+    for (_, name), files in homes.items():
+        if len(files) > 1:
+            yield f"{name} is the name of {len(files)} classes: {', '.join(files)}"
+
+
+def files_that_know_too_many(sources: Sources) -> Offenders:
+    for source in sources:
+        if (count := len(known_modules(source) - {source.module})) > MOST_MODULES_IMPORTED:
+            yield f"{source.name} imports {count} modules of ours, more than {MOST_MODULES_IMPORTED}"

@@ -118,7 +118,10 @@ def test_a_script_that_starts_ranks_when_it_is_read_is_told_of_the_guard(tmp_pat
     script = tmp_path / "script.py"
     script.write_text("from shardwise.ranks.spawn import spawn\nspawn(print, 1)\n")
     finished = subprocess.run(
-        [sys.executable, script], env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)}, capture_output=True, timeout=300
+        [sys.executable, script],
+        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
+        capture_output=True,
+        timeout=300,
     )
     assert finished.returncode == 1
     assert 'try: if __name__ == "__main__":' in finished.stderr.decode()

@@ -1,6 +1,7 @@
 """The processes of this computer as a cluster: what `train --plan auto` plans for where there is no GPU."""
 
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +28,14 @@ def local_cluster(num_processes: int) -> Cluster:
 def memory_bytes() -> int:
     """This computer's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def peak_memory_bytes() -> int:
+    """The most memory that this process has held so far."""
+    import resource  # Not on every system: Windows has none.
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux kibibytes.
 
 
 def available_bytes(root: Path = Path("/")) -> int:

@@ -78,6 +78,22 @@ def unpin(tensor: Tensor) -> None:
     torch.cuda.cudart().cudaHostUnregister(tensor.untyped_storage().data_ptr())  # type: ignore[no-untyped-call]
 
 
+#: Zeros that are written at a time, where a file cannot be reserved by a word.
+_ZERO_BYTES = 2**20
+
+
+def reserve_file(descriptor: int, num_bytes: int) -> None:
+    """Take a file's bytes from the disk now. Mapped memory that has none when it is written ends the process."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, num_bytes)
+        return
+    # macOS has no such call, and a file that is only made longer has holes: zeros are written.
+    zeros = bytes(min(num_bytes, _ZERO_BYTES))
+    left = num_bytes
+    while left > 0:
+        left -= os.write(descriptor, zeros[:left])
+
+
 def disk_memory(folder: Path | None) -> tuple[Allocate, Free]:
     """Files, mapped into memory. Each is reserved whole before it is used: a disk that fills says so in time."""
 
@@ -86,7 +102,7 @@ def disk_memory(folder: Path | None) -> tuple[Allocate, Free]:
             return torch.empty(0, dtype=torch.uint8)
         descriptor, name = tempfile.mkstemp(prefix="shardwise-", suffix=".spill", dir=folder)
         try:
-            os.posix_fallocate(descriptor, 0, num_bytes)
+            reserve_file(descriptor, num_bytes)
             return torch.from_file(name, shared=True, size=num_bytes, dtype=torch.uint8)
         except OSError as error:
             raise ShardwiseError(

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 
 from shardwise.dataflow.streams import Blame, Event, Failures, Run, ThreadStream
+from shardwise.torch_private import current_gpu, raw_stream
 
 _LOOK_SECONDS = 0.05
 
@@ -86,7 +87,7 @@ class CudaStream:
             if other.stream is not self and other.cuda_event is not None:
                 self.cuda.wait_event(cast(torch.cuda.Event, other.cuda_event))
         cuda_event = self.spare.pop() if self.spare else new_event(times=self._times)
-        if torch._C._cuda_getDevice() == self.device_index and _raw_stream(self.device_index) == self._raw:
+        if current_gpu() == self.device_index and raw_stream(self.device_index) == self._raw:
             run(*tensors, grid=grid, warmup=False, **options)
         else:
             with torch.cuda.stream(self.cuda):
@@ -99,7 +100,7 @@ class CudaStream:
 
     def is_current(self) -> bool:
         """Whether it is the current stream of its GPU in this thread."""
-        return bool(_raw_stream(self.device_index) == self._raw)
+        return bool(raw_stream(self.device_index) == self._raw)
 
     def relaunch(self, replay: Run, event: Event) -> None:
         """Launch a graph, while this is the current stream, and move its last event behind it.
@@ -158,7 +159,7 @@ class CudaStream:
                 self.cuda.wait_event(cast(torch.cuda.Event, other.cuda_event))
         cuda_event = self.spare.pop() if self.spare else new_event(times=self._times)
         # Entering a stream takes longer than asking which one is current, and mostly it is this one.
-        if torch._C._cuda_getDevice() == self.device_index and _raw_stream(self.device_index) == self._raw:
+        if current_gpu() == self.device_index and raw_stream(self.device_index) == self._raw:
             run()
         else:
             with torch.cuda.stream(self.cuda):
@@ -175,9 +176,6 @@ def new_event(*, times: bool = False) -> torch.cuda.Event:
 def new_stream(device: torch.device) -> torch.cuda.Stream:
     """A stream of a GPU that nobody else uses."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (lambda device: -1)  # noqa: ARG005
 
 
 def _can_follow(event: Event) -> bool:

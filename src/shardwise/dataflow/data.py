@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shardwise.dataflow.streams import Event
 from shardwise.errors import ShardwiseError, unknown
+from shardwise.torch_private import version_of
 
 
 class Keeper(Protocol):
@@ -103,7 +104,7 @@ class Copy:
 
 
 def _check_unchanged(name: str, imported: Tensor, version: int) -> None:
-    if imported._version != version:
+    if version_of(imported) != version:
         raise ShardwiseError(
             f"{name} was changed behind the machine's back: its tensor was written in place after it was given",
             remedy=f"{name}.set(tensor), which the machine sees",

@@ -21,6 +21,7 @@ from shardwise.dataflow.cuda import CudaStream, new_stream
 from shardwise.dataflow.data import Copy
 from shardwise.dataflow.mover import Mover, Step
 from shardwise.dataflow.streams import Event, Failures, Run, Stream, latest
+from shardwise.torch_private import version_of
 
 
 @dataclass(slots=True, kw_only=True)
@@ -134,7 +135,7 @@ class Relaunch:
         if mover.num_changes != self._num_changes or self._failures.first is not None or not self._stream.is_current():
             return False
         for tensor, version in self._watched:
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 return False
         self._stream.relaunch(self._replay, self._end)
         mover.num_changes += 1

@@ -10,6 +10,7 @@ from shardwise.dataflow.buffers import LEAST_PINNED_BYTES, host_memory, pin, unp
 from shardwise.dataflow.data import Copy, Data
 from shardwise.dataflow.place import Kind, Place
 from shardwise.errors import ShardwiseError
+from shardwise.torch_private import version_of
 
 
 class Imports:
@@ -46,7 +47,7 @@ class Imports:
         if place is self._disk:
             data.unwritable = "is a file that is only read"
         copy = data.copies[place.index] = Copy(data, place.index, tensor.data, None)
-        copy.valid, copy.imported, copy.imported_version = True, tensor, tensor._version
+        copy.valid, copy.imported, copy.imported_version = True, tensor, version_of(tensor)
         data.is_imported = True
         self._by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(weakref.ref(data))
 
@@ -54,7 +55,7 @@ class Imports:
         """The user gives a new value: changes made to the tensor by hand until now are known of."""
         home = home_of(data)
         if home is not None and home.imported is not None:
-            home.imported_version = home.imported._version
+            home.imported_version = version_of(home.imported)
             if tensor is home.imported:
                 self.changed.pop(data.number, None)
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.errors import ShardwiseError
+from shardwise.torch_private import buffer_slots, parameter_slots
 from shardwise.units import counted
 
 _OURS = (Path(__file__).parents[1], Path(torch.__file__).parent)
@@ -113,8 +114,8 @@ def _home_of(module: nn.Module) -> torch.device | None:
 def _of_module(module: nn.Module, home: torch.device) -> Iterator[Misplaced]:
     for owner_name, owner in module.named_modules():
         kinds: list[tuple[str, Mapping[str, Any]]] = [
-            ("parameter", owner._parameters),
-            ("buffer", owner._buffers),
+            ("parameter", parameter_slots(owner)),
+            ("buffer", buffer_slots(owner)),
             (ATTRIBUTE, {key: each for key, each in vars(owner).items() if isinstance(each, Tensor)}),
         ]
         for what, tensors in kinds:

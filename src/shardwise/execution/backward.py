@@ -22,19 +22,14 @@ second: in a fixed order of instructions, time that moves from an I to its W can
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import graph as autograd_graph
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-# Private, and the same from torch 2.11 to 2.13. Where it is missing, what is public does the same more slowly.
-_engine_run_backward = getattr(autograd_graph, "_engine_run_backward", None)
-_run_in_thread = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward", None)
+from shardwise.torch_private import PythonNode, engine_run_backward, num_outputs, run_in_thread
 
 Gradients = Sequence[Tensor | None]
-_WrittenInPython: Any = torch._C._FunctionBase
 
 
 @dataclass(slots=True, eq=False)
@@ -100,9 +95,9 @@ def find_halves(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Halves:
             cut.ways = [roots[number] for number in apart]
         else:
             # One for each output that the forward had.
-            cut.ways = [GradientEdge(node, number) for number in range(len(node._input_metadata))]
+            cut.ways = [GradientEdge(node, number) for number in range(num_outputs(node))]
             targets += cut.ways
-    if any(isinstance(cut.node, _WrittenInPython) for cut in cuts):
+    if any(isinstance(cut.node, PythonNode) for cut in cuts):
         _keep_alive(cuts, roots)
     return Halves(cuts, at_once, tuple(targets), apart, bool(spine))
 
@@ -169,11 +164,11 @@ def _keep_alive(cuts: list[_Cut], roots: list[GradientEdge]) -> None:
     """Hold on to what owns the nodes of custom functions and compiled units: a reference to such a node does not."""
     owners: dict[Node, Node] = {}
     for node, children in _children_first([root.node for root in roots]):
-        owners.update((child, node) for child in children if isinstance(child, _WrittenInPython))
+        owners.update((child, node) for child in children if isinstance(child, PythonNode))
     tokens = {root.node: root for root in roots}
     for cut in cuts:
         owner = cut.node
-        while isinstance(owner, _WrittenInPython) and owner in owners:
+        while isinstance(owner, PythonNode) and owner in owners:
             owner = owners[owner]
         if owner is not None:
             cut.owner = tokens.get(owner, owner)
@@ -191,10 +186,10 @@ def _run_engine(
     Gradients are there and have their tensors' shapes: they were made for them. To check that again takes a good part
     of the 130 microseconds of a W on a stage that computes nothing (torch 2.13).
     """
-    if _engine_run_backward is None:
+    if engine_run_backward is None:
         return _run_publicly(starts, gradients, targets, accumulates=accumulates)
     # What lies around the engine hands the context of this thread to those of devices: a CPU has none of its own.
-    run = _run_in_thread if _run_in_thread is not None and gradients[0].device.type == "cpu" else _engine_run_backward
+    run = run_in_thread if run_in_thread is not None and gradients[0].device.type == "cpu" else engine_run_backward
     found: tuple[Tensor | None, ...] = run(
         tuple(starts),
         tuple(gradients),

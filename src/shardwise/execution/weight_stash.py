@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from shardwise.torch_private import parameter_slots
+
 
 class _Spot(NamedTuple):
     """Where a module keeps a parameter."""
@@ -41,7 +43,7 @@ class WeightVersions:
         self._spots = [
             _Spot(owner, attribute, names[id(each)])
             for owner in module.modules()
-            for attribute, each in owner._parameters.items()
+            for attribute, each in parameter_slots(owner).items()
             if each is not None and id(each) in names
         ]
 
@@ -53,12 +55,12 @@ class WeightVersions:
         """Let the module compute with the weights of a batch."""
         chosen = self._sets[batch % 2]
         for owner, attribute, name in self._spots:
-            owner._parameters[attribute] = chosen[name]
+            parameter_slots(owner)[attribute] = chosen[name]
 
     def rest(self) -> None:
         """Let the module have its own parameters again, the newest."""
         for owner, attribute, name in self._spots:
-            owner._parameters[attribute] = self._parameters[name]
+            parameter_slots(owner)[attribute] = self._parameters[name]
 
     @torch.no_grad()
     def prepare(self, batch: int) -> None:

@@ -40,7 +40,7 @@ def grouped_matmul(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         dtype = torch.get_autocast_dtype(rows.device.type)
         rows, weights = rows.to(dtype), weights.to(dtype)
     if _has_kernel(rows, weights):
-        return torch._grouped_mm(rows, weights, offs=counts.cumsum(0).to(torch.int32))
+        return nn.functional.grouped_mm(rows, weights, offs=counts.cumsum(0).to(torch.int32))
     parts = torch.split(rows, counts.tolist())
     return torch.cat([part @ weight for part, weight in zip(parts, weights.unbind(), strict=True)])
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from shardwise.nets.settings import Settings
 from shardwise.nets.transformer import Transformer
+from shardwise.torch_private import buffer_slots, parameter_slots
 
 #: From a weight's name and its whole shape: the part of it that a rank holds, one slice a dim.
 Slices = Callable[[str, tuple[int, ...]], tuple[slice, ...]]
@@ -48,7 +49,7 @@ def place(module: nn.Module, name: str, *, device: torch.device | str | None = N
 
 def _replace(module: nn.Module, old: Tensor, new: Tensor) -> None:
     for each in module.modules():
-        for held in (each._parameters, each._buffers):
+        for held in (parameter_slots(each), buffer_slots(each)):
             for key, tensor in held.items():
                 if tensor is old:
-                    held[key] = new  # type: ignore[assignment]
+                    held[key] = new

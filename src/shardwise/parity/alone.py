@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.parity.course import Course, Looks, Step, are_looked_at
 from shardwise.parity.problem import Problem, clip_factor, make_optimizer, microbatches_of
@@ -18,6 +17,7 @@ from shardwise.stages.batch import length_of
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.materialise import materialise
 from shardwise.stages.stage import Batch
+from shardwise.torch_private import BatchNormModule
 
 
 def train_alone(problem: Problem, plan: Plan, looks: Looks = "every step") -> Course:
@@ -39,7 +39,7 @@ def train_alone(problem: Problem, plan: Plan, looks: Looks = "every step") -> Co
         is_sum = isinstance(_loss(problem, signature, first), tuple)
     _put(module, before)  # Buffers are as they were.
     # What is normalised over a microbatch is so on each replica; a mean of the loss is that of each replica too.
-    apart = not is_sum or any(isinstance(each, _BatchNorm) for each in module.modules())
+    apart = not is_sum or any(isinstance(each, BatchNormModule) for each in module.modules())
     # Masks are drawn as engines draw them; by which rule is for the tests of dropout to say.
     dropouts = Dropouts(seed=0)
     dropouts.attach(module, finding.names(module))

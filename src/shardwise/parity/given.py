@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from shardwise.errors import ShardwiseError, unknown
 from shardwise.parity.problem import OPTIONS, MakeProblem, Problem
 from shardwise.stages.split.lines import line_of_error
+from shardwise.torch_private import DropoutModule
 
 _HALVES = (torch.bfloat16, torch.float16)
 _EXAMPLE = "--module my_package.my_module:factory"
@@ -74,7 +74,7 @@ def _checked(made: Any, where: str, num_steps: int) -> Problem:
     if not batches or not all(isinstance(each, Mapping) for each in batches):
         raise ShardwiseError(f"the batch of {where} is no dictionary", remedy='{"input_ids": ids, "labels": labels}')
     for each in module.modules():
-        if isinstance(each, _DropoutNd) and not isinstance(each, nn.Dropout):
+        if isinstance(each, DropoutModule) and not isinstance(each, nn.Dropout):
             each.p = 0.0  # One device and many ranks draw other masks, and other masks are no mistake.
     # All is computed in fp32 at least: rounding would hide what is sought.
     wide = [{name: _wide(entry) for name, entry in each.items()} for each in batches]

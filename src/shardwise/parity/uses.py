@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwise.torch_private import parameter_slots
+
 
 class Uses:
     """Looks at a module's parameters whenever one of its modules that has some is called.
@@ -27,7 +29,7 @@ class Uses:
         names = {id(each): name for name, each in module.named_parameters()}
         handles = []
         for owner in module.modules():
-            own = {key: names[id(each)] for key, each in owner._parameters.items() if each is not None}
+            own = {key: names[id(each)] for key, each in parameter_slots(owner).items() if each is not None}
             if own:
                 handles.append(owner.register_forward_pre_hook(partial(self._note, own)))
         try:
@@ -39,7 +41,7 @@ class Uses:
     def _note(self, own: dict[str, str], owner: nn.Module, args: Any) -> None:
         del args
         for key, name in own.items():
-            parameter = owner._parameters[key]
+            parameter = parameter_slots(owner)[key]
             is_here = parameter is not None and not parameter.is_meta and parameter.untyped_storage().size()
             if parameter is not None and is_here and name not in self.found:
                 self.found[name] = parameter.detach().clone()

@@ -23,6 +23,7 @@ from shardwise.placing.places import Place
 from shardwise.planner.plan import Offload, Plan
 from shardwise.states.tiers.activation_offload import Stash
 from shardwise.states.tiers.copy_streams import Crossing
+from shardwise.torch_private import version_of, without_torch_function
 from shardwise.units import counted, format_bytes
 
 
@@ -82,17 +83,17 @@ class _Site:
 
     def pack(self, hooks: Any, tensor: Tensor) -> _Saved:
         # Not as torch functions: where a placed module's tensors meet, a copy between devices would be one on a device.
-        with self._one_at_a_time, torch._C.DisableTorchFunction():
+        with self._one_at_a_time, without_torch_function():
             packed = hooks.pack_hook(tensor)
             if isinstance(packed, Tensor):
                 return _as_it_is(packed)
             # It has nothing of the tensor but its version, which all views of one memory have in common.
             witness = tensor.detach()
             witness.data = self._nothing
-            return _Saved(packed, partial(self._unpack, hooks), witness, tensor._version)
+            return _Saved(packed, partial(self._unpack, hooks), witness, version_of(tensor))
 
     def _unpack(self, hooks: Any, packed: Any) -> Tensor:
-        with self._one_at_a_time, torch._C.DisableTorchFunction():
+        with self._one_at_a_time, without_torch_function():
             found: Tensor = hooks.unpack_hook(packed)
             return found
 
@@ -151,15 +152,15 @@ def _saving(sites: Iterable[_Site], stays: list[Tensor]) -> AbstractContextManag
 
 
 def _as_it_is(tensor: Tensor) -> _Saved:
-    return _Saved(tensor, None, tensor, tensor._version)
+    return _Saved(tensor, None, tensor, version_of(tensor))
 
 
 def _unpack(saved: _Saved) -> Tensor:
     packed, unpack, witness, version = saved
-    if witness._version != version:
+    if version_of(witness) != version:
         raise ShardwiseError(
             "a tensor that a backward needs was changed in place after it was saved, by"
-            f" {counted(witness._version - version, 'operation')}",
+            f" {counted(version_of(witness) - version, 'operation')}",
             remedy="x = x + y instead of x += y where operations before have kept x",
         )
     if unpack is not None:

@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from shardwise.errors import ShardwiseError
 from shardwise.stages import batch as plain
 from shardwise.stages.batch import Padding
 from shardwise.stages.stage import Batch
+from shardwise.torch_private import pytree
 
 
 def rows_of(batch: Batch) -> int:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from shardwise.stages.split.outline import leaves_of
 from shardwise.states.tiers.streamed_gradients import give
+from shardwise.torch_private import pytree
 
 
 def moved(given: Any, device: torch.device) -> Any:

@@ -16,6 +16,7 @@ from shardwise.stages.split.parts import inseparable_calls
 from shardwise.stages.split.units import find_units
 from shardwise.stages.stage import Batch
 from shardwise.states.tiers.activation_offload import LEAST_BYTES
+from shardwise.torch_private import storage_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +164,7 @@ def _kept_bytes(module: nn.Module, units: Mapping[str, nn.Module], example: Batc
     """
     # While memory is referred to, weakly, no other can have its address.
     seen: dict[int, StorageWeakRef] = {}
-    there = {each.untyped_storage()._cdata for each in [*module.parameters(), *module.buffers()]}
+    there = {storage_id(each.untyped_storage()) for each in [*module.parameters(), *module.buffers()]}
     kept: list[_Kept] = []
     args, kwargs = Signature(module).arguments(example)
 
@@ -172,8 +173,8 @@ def _kept_bytes(module: nn.Module, units: Mapping[str, nn.Module], example: Batc
 
     def count(tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        if kept and storage._cdata not in seen and storage._cdata not in there:
-            seen[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        if kept and storage_id(storage) not in seen and storage_id(storage) not in there:
+            seen[storage_id(storage)] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             kept[-1].num_bytes += storage.nbytes()
             kept[-1].small_bytes += storage.nbytes() if storage.nbytes() < LEAST_BYTES else 0
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shardwise.placing.device_moves import Meeting, moved
 from shardwise.stages.split.outline import leaves_of
 from shardwise.states.tiers.outputs import open_dataclasses
+from shardwise.torch_private import buffer_slots
 
 
 def settle(module: nn.Module, where: Mapping[str, torch.device]) -> None:
@@ -27,7 +28,7 @@ def settle(module: nn.Module, where: Mapping[str, torch.device]) -> None:
         first_names = {id(buffer): name for name, buffer in module.named_buffers()}
         for each in module.modules():
             for key, buffer in each.named_buffers(recurse=False):
-                each._buffers[key] = buffer.to(where[first_names[id(buffer)]])
+                buffer_slots(each)[key] = buffer.to(where[first_names[id(buffer)]])
 
 
 class Mover:

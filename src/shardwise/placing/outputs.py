@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from shardwise.errors import ShardwiseError
 from shardwise.states.tiers.outputs import open_dataclasses
+from shardwise.torch_private import pytree
 
 
 class _How(Enum):

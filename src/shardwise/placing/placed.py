@@ -30,6 +30,7 @@ from shardwise.stages.split.choose import Chosen, Wishes, choose
 from shardwise.stages.split.outline import leaves_of
 from shardwise.stages.split.parts import inseparable_calls
 from shardwise.stages.stage import Batch, Split
+from shardwise.torch_private import share_slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,7 @@ class Placed(nn.Module):
         super().__init__()
         # Not a child: names of parameters stay as they are.
         self.__dict__["_placed"] = module
-        self._modules, self._parameters, self._buffers = module._modules, module._parameters, module._buffers
+        share_slots(self, module)
         self.training = module.training
         self.places, self._wish = tuple(places), wish
         self._signature = inspect.signature(module.forward)

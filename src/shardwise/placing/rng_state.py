@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import ShardwiseError
 from shardwise.stages.split.flow import draws
+from shardwise.torch_private import TorchDispatchMode, saved_tensor_hooks
 
 _ONE_AT_A_TIME = threading.Lock()
 
@@ -53,7 +53,7 @@ class Chances:
         There somebody else than `around` the stage takes what autograd saves.
         """
         self.have_drawn = True
-        is_recomputed = _savers() != around
+        is_recomputed = saved_tensor_hooks() != around
         if self._trains and (is_recomputed or not torch.is_grad_enabled()):
             raise ShardwiseError(
                 "a part that is recomputed in the backward (checkpointed) draws random numbers, and with several"
@@ -62,17 +62,12 @@ class Chances:
             )
 
 
-def _savers() -> object:
-    """Who takes what autograd saves in this thread."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
-
-
 class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation of a stage, and lets those that draw do so from the stage's own state."""
 
     def __init__(self, chances: Chances, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._chances, self._around = chances, _savers()
+        self._chances, self._around = chances, saved_tensor_hooks()
         self._state = torch.Generator().manual_seed(seed).get_state()
 
     def __torch_dispatch__(

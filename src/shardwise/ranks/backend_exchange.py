@@ -72,13 +72,13 @@ class BackendExchange:
 
     def _start_shards(self, flat: Tensor, group: Group, channel: int) -> Then:  # noqa: ARG002
         own = flat.view(group.size, -1)[group.rank]
-        return _started(lambda handle: handle._reduce_scatter_base(own, flat, dist.ReduceScatterOptions()), group)
+        return _started(lambda handle: dist.reduce_scatter_tensor(own, flat, group=handle, async_op=True), group)
 
     def _start_all(self, flat: Tensor, group: Group, channel: int) -> Then:  # noqa: ARG002
         return _started(lambda handle: handle.allreduce([flat]), group)
 
     def _start_gather(self, flat: Tensor, shard: Tensor, group: Group, channel: int) -> Then:  # noqa: ARG002
-        return _started(lambda handle: handle._allgather_base(flat, shard), group)
+        return _started(lambda handle: dist.all_gather_into_tensor(flat, shard, group=handle, async_op=True), group)
 
     def _behind(self, wait: Then, then: Then | None) -> Ticket:
         turn = _Turn(wait, then)
@@ -95,9 +95,10 @@ class BackendExchange:
             self._queue.popleft().wait()
 
 
-def _started(start: Callable[[dist.ProcessGroup], dist.Work], group: Group) -> Then:
+def _started(start: Callable[[dist.ProcessGroup], dist.Work | None], group: Group) -> Then:
     assert group.handle is not None, "one rank alone sends nothing"
     work = start(group.handle)
+    assert work is not None, "a rank that is not of the group has no work there"
 
     def wait() -> None:
         work.wait()

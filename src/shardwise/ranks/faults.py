@@ -24,10 +24,10 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
 
-from shardwise import environment
+from shardwise import environment, torch_private
 from shardwise.errors import ShardwiseError
+from shardwise.torch_private import PrefixStore, Store
 
 #: Where the process that started the ranks writes that one of them died.
 LOST = "shardwise/lost"
@@ -422,7 +422,7 @@ def default_store() -> Store:
 
     Each attempt at a run has names of its own there: what failed in the last is no news in this.
     """
-    store: Store = dist.distributed_c10d._get_default_store()
+    store = torch_private.default_store()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     attempt = environment.num_restarts()

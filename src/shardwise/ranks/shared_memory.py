@@ -43,7 +43,11 @@ _HALF_BYTES = 2 * MOST_BYTES + 4 * _TELL_AFTER_BYTES
 _ALIGNMENT = 64
 # What is told on the socket: a tag, and of a message where it lies and its bytes.
 _TOLD = struct.Struct("<QQQ")
-_AT_ONCE, _WHOLE = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL), int(socket.MSG_WAITALL)
+# Python ignores the signal of a closed socket anyway; not every system can be asked for none.
+_AT_ONCE = int(getattr(socket, "MSG_DONTWAIT", 0)) | int(getattr(socket, "MSG_NOSIGNAL", 0))
+_WHOLE = int(getattr(socket, "MSG_WAITALL", 0))
+#: Memory without a name, given to another process over a socket: Linux has it. Elsewhere messages go through the group.
+_NEEDED = ((os, "memfd_create"), (socket, "send_fds"), (socket, "AF_UNIX"))
 _READ = 0  # The tag that tells how many messages were read.
 
 _T = TypeVar("_T")
@@ -269,7 +273,7 @@ def _tell_all(group: dist.ProcessGroup, told: _T) -> list[_T]:
 def _listen(stack: contextlib.ExitStack, num_ranks: int) -> tuple[socket.socket | None, tuple[str, str] | None]:
     """A socket that others of this machine can call, and its address; neither where that is not to be had."""
     machine = Path("/proc/sys/kernel/random/boot_id")
-    if not hasattr(os, "memfd_create") or not machine.exists():
+    if not all(hasattr(*each) for each in _NEEDED) or not machine.exists():
         return None, None
     try:
         folder = tempfile.mkdtemp(prefix="shardwise-")

@@ -24,12 +24,11 @@ from multiprocessing import connection
 from types import TracebackType
 from typing import Any
 
-from torch._C._distributed_c10d import TCPStore
-
 from shardwise import environment
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.faults import LOST, RankError, encode
 from shardwise.ranks.worker import Failure, serve
+from shardwise.torch_private import TCPStore
 
 # What ranks need, imported once for all of them. torch's optimizers load its compiler: 2 s of a core (torch 2.13).
 _PRELOADED = ["shardwise.ranks.worker", "shardwise.engine.parallelize", "torch._dynamo"]

@@ -5,11 +5,11 @@ a failure could read where another one was before; so every attempt has names of
 """
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from shardwise import environment
 from shardwise.ranks.worker import choose_backend
+from shardwise.torch_private import PrefixStore
 
 
 def join_if_launched() -> None:

@@ -26,6 +26,7 @@ from shardwise.ranks.faults import Waiter
 from shardwise.ranks.message_layout import HEADER_LENGTH, Description, Layout, decode, describe, encode
 from shardwise.ranks.outbox import Outbox, Sent, StreamOutbox, StreamWork, WaitingOutbox
 from shardwise.ranks.shared_memory import MOST_BYTES, Pair, Unsent, meet
+from shardwise.torch_private import cpu_backend
 
 _PAYLOAD, _HEADER, _REST_OF_HEADER = 1, 2, 3  # Tags.
 _MOST_SIGNATURES = 256
@@ -114,7 +115,7 @@ class ProcessTransport:
         self._groups: tuple[dist.ProcessGroup, ...] = groups if isinstance(groups, tuple) else (groups, groups)
         self._watch = watch
         # What a group sends with. A third of the time of a small message was the way there from the group.
-        self._backends = [group._get_backend(torch.device("cpu")) for group in self._groups]
+        self._backends = [cpu_backend(group) for group in self._groups]
         self._device = torch.device(device)
         self._links = links if links is not None else {}
         # What groups and shared memory carry is in the host's memory.

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
 from shardwise import environment
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.faults import RankError, describe_failure
+from shardwise.torch_private import TCPStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

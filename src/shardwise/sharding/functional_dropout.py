@@ -15,9 +15,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
+
+from shardwise.torch_private import SAFE_SOFTMAX, DropoutModule
 
 _DROPOUT = (functional.dropout, torch.dropout)
 
@@ -57,7 +58,7 @@ class Finding(TorchFunctionMode):
     ) -> Any:
         del types
         kwargs = kwargs or {}
-        if self._inside and _drops(func, args, kwargs) and not isinstance(self._inside[-1], _DropoutNd):
+        if self._inside and _drops(func, args, kwargs) and not isinstance(self._inside[-1], DropoutModule):
             self.found.append(self._inside[-1])
         return func(*args, **kwargs)
 
@@ -142,6 +143,6 @@ class Answers(TorchFunctionMode):
         elif attn_mask is not None:
             scores = scores + attn_mask
         # A query that sees nothing has weights of 0, as in torch's own.
-        weights = torch.ops.aten._safe_softmax(scores.float() if scores.dtype.itemsize < 4 else scores, -1)
+        weights = SAFE_SOFTMAX(scores.float() if scores.dtype.itemsize < 4 else scores, -1)
         made: Tensor = (weights * factors(queries, keys)).to(value.dtype) @ value
         return made

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch._guards import CompileContext, TracingContext, compile_context, detect_fake_mode, tracing
 from torch.autograd.graph import Node
 from torch.fx import GraphModule
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
@@ -21,6 +20,21 @@ from shardwise.stages.halves import halve
 from shardwise.stages.split.module_stage import ModuleStage
 from shardwise.stages.split.switch import Inner
 from shardwise.stages.stage import Split
+from shardwise.torch_private import (
+    RECOMPILE_LIMITS,
+    CompileContext,
+    TracingContext,
+    aot_eager,
+    compile_context,
+    current_node,
+    detect_fake_mode,
+    has_cpp_compiler,
+    has_triton,
+    inductor,
+    is_wanted,
+    takes_a_list,
+    tracing,
+)
 
 #: From Triton or C++ kernels to no compilation at all; `aot_eager` runs the same graphs as `inductor`, as they are.
 BACKENDS = ("inductor", "aot_eager", "eager")
@@ -49,32 +63,20 @@ def check_backend(compile: bool | str, device: torch.device) -> str | None:
 
 def _find_missing(device: torch.device) -> str | None:
     if device.type == "cpu":
-        from torch._inductor.cpp_builder import get_cpp_compiler
-        from torch._inductor.exc import InvalidCxxCompiler
-
-        try:
-            get_cpp_compiler()
-        except InvalidCxxCompiler:
-            return "a C++ compiler"
-    elif device.type == "cuda":
-        from torch.utils._triton import has_triton
-
+        return None if has_cpp_compiler() else "a C++ compiler"
+    if device.type == "cuda":
         return None if has_triton() else "Triton"
     return None
 
 
 def compile_units(split: Split, backend: str) -> None:
     """Compile each unit of the stages of this process, at its first call. Units of one kind share what is compiled."""
-    # Inputs of a backward that is run in two passes must not be overwritten by the first.
-    torch._functorch.config.donated_buffer = False
     # All units are called from one line (`_calling`), and each kind, mode and shape of them counts against its limit.
     most = 8 * sum(map(len, split.units))
-    dynamo = torch._dynamo.config
-    dynamo.recompile_limit = max(dynamo.recompile_limit, most)
-    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, most)
     chosen: Any = {"inductor": _inductor, "aot_eager": _aot_eager, "eager": "eager"}[backend]
     for stage in split.stages:
         if isinstance(stage, ModuleStage):
+            RECOMPILE_LIMITS.raise_for(stage, most)
             stage.wrap(lambda _, call: torch.compile(_calling(call), backend=chosen))
 
 
@@ -88,30 +90,18 @@ def _calling(call: Inner) -> Inner:
 
 
 def _aot_eager(graph: GraphModule, inputs: list[Any]) -> Any:
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._dynamo.backends.debugging import boxed_nop
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-
-    return aot_autograd(
-        fw_compiler=boxed_nop,
-        bw_compiler=partial(_compile_backward, boxed_nop),
-        partition_fn=min_cut_rematerialization_partition,
-        keep_inference_input_mutations=True,
-    )(graph, inputs)
+    return aot_eager(graph, inputs, _compile_backward)
 
 
 def _inductor(graph: GraphModule, inputs: list[Any]) -> Any:
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-
-    def inner(part: GraphModule, given: list[Any], **options: Any) -> Any:
+    def part_of(compile: Callable[..., Any], part: GraphModule, given: list[Any], **options: Any) -> Any:
         if not options.get("is_backward"):
-            return compile_fx_inner(part, given, **options)
+            return compile(part, given, **options)
         # Which inputs stay where they are is known of the whole, not of its halves.
         plain = {**options, "static_input_idxs": (), "cudagraphs": None}
-        return _compile_backward(partial(compile_fx_inner, **plain), part, given)
+        return _compile_backward(partial(compile, **plain), part, given)
 
-    with torch._functorch.config.patch(enable_autograd_cache=False):
-        return compile_fx(graph, inputs, inner_compile=inner)
+    return inductor(graph, inputs, part_of)
 
 
 class _Part(NamedTuple):
@@ -135,8 +125,7 @@ def _compile_backward(compile: _Compile, graph: GraphModule, examples: list[Any]
     def run(args: list[Any]) -> Sequence[Any]:
         return backward.run(args)
 
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    return takes_a_list(run)
 
 
 class _Backward:
@@ -170,7 +159,7 @@ class _Backward:
 
     def run(self, args: list[Any]) -> Sequence[Any]:
         """Compute what this pass of autograd is after, and None in place of all else."""
-        node: Any = torch._C._current_autograd_node()
+        node: Any = current_node()
         wanted = self._find_wanted(node)
         kept: _Kept | None = node.metadata.pop(_KEPT, None)
         if kept is not None and wanted.isdisjoint(kept.done):
@@ -186,7 +175,7 @@ class _Backward:
         targets = [target for target, _ in node.next_functions if target is not None]
         if len(targets) != len(self._edges) or not self._gradients.issubset(self._edges):
             return self._gradients
-        asked = {place for place, target in zip(self._edges, targets, strict=True) if _is_wanted(target)}
+        asked = {place for place, target in zip(self._edges, targets, strict=True) if is_wanted(target)}
         return self._gradients & asked
 
     def _spread(self, places: frozenset[int], made: Sequence[Any]) -> Sequence[Any]:
@@ -211,11 +200,3 @@ def _run(part: _Part, args: list[Any], kept: Sequence[Any] = ()) -> Sequence[Any
     # What is in no list any more can be freed when it has been used.
     args.clear()
     return part.run(given)
-
-
-def _is_wanted(target: Node) -> bool:
-    """Whether this pass goes on to a node."""
-    try:
-        return torch._C._will_engine_execute_node(target)
-    except RuntimeError:  # It says so of a leaf that is what the pass is for.
-        return True

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from shardwise.torch_private import OpOverload, schema_of
+
 
 class Half(NamedTuple):
     """A part of a graph, to be compiled, and the inputs of the whole that it takes, by position.
@@ -121,12 +123,12 @@ def _costs_nothing(node: Node) -> bool:
     """Inputs are there for both halves, and a shape or a view of something is made again at no cost."""
     if node.op in ("placeholder", "get_attr") or isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat)):
         return True
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+    return isinstance(node.target, OpOverload) and node.target.is_view
 
 
 def _mask_place(node: Any) -> int | None:
     """Where an operation is told which of its outputs to make; None if it cannot be told."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return None
-    names = [argument.name for argument in node.target._schema.arguments]
+    names = [argument.name for argument in schema_of(node.target).arguments]
     return names.index("output_mask") if "output_mask" in names and len(node.args) == len(names) else None

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+
+from shardwise.torch_private import RunningNormModule
 
 #: Gives what each rank gave, in their order.
 Gather = Callable[[Any], list[Any]]
@@ -35,7 +36,7 @@ class SharedStatistics:
         self._norms = {
             name: each
             for name, each in module.named_modules()
-            if isinstance(each, _NormBase) and each.track_running_stats and f"{name}.running_mean" in buffers
+            if isinstance(each, RunningNormModule) and each.track_running_stats and f"{name}.running_mean" in buffers
         }
         #: Whether any rank has some: then all gather.
         self.are_there = any(gather(bool(self._norms)))
@@ -52,7 +53,7 @@ class SharedStatistics:
                 _set(norm, _joined(norm.momentum, before[name], copies))
 
 
-def _seen(norm: _NormBase) -> _Seen:
+def _seen(norm: RunningNormModule) -> _Seen:
     assert norm.running_mean is not None, "it tracks its statistics"
     assert norm.running_var is not None, "it tracks its statistics"
     assert norm.num_batches_tracked is not None, "it tracks its statistics"
@@ -82,7 +83,7 @@ def _joined(momentum: float | None, before: _Seen, copies: list[_Seen]) -> _Seen
 
 
 @torch.no_grad()
-def _set(norm: _NormBase, seen: _Seen) -> None:
+def _set(norm: RunningNormModule, seen: _Seen) -> None:
     for buffer, value in zip((norm.running_mean, norm.running_var), seen.values, strict=True):
         assert buffer is not None, "it tracks its statistics"
         buffer.copy_(value)

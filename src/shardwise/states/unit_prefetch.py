@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from shardwise.stages.stage import Call, Wrappable
+from shardwise.torch_private import pytree
 
 
 class Comes(Protocol):

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from shardwise.schedule.instruction import Instruction, Kind
 from shardwise.schedule.prices import Prices
 from shardwise.stages.stage import Batch, Split, Stage, Values
+from shardwise.torch_private import gradient_hooks
 
 _SET_TIMER_SLACK = 29  # Of prctl(2).
 
@@ -96,7 +97,7 @@ class TimedModule(nn.Module):
         if self.begin is not None:
             value = value + self.begin
         # A buffer that others receive into again and again has its hook from the first time.
-        if value.requires_grad and not value._backward_hooks:
+        if value.requires_grad and not gradient_hooks(value):
             value.register_hook(self._wait_for_inputs)  # type: ignore[no-untyped-call]
         output: Tensor = value + self.weight
         if output.requires_grad:

@@ -4,7 +4,6 @@ Of a GPU that the catalogue knows, everything stays as it is there but what was 
 here: its matmuls and copies are timed.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from shardwise.cluster.catalogue import DEVICES, NODES
 from shardwise.cluster.cluster import Cluster, Pool
 from shardwise.cluster.device import Device
 from shardwise.cluster.file import to_toml
+from shardwise.cluster.local import memory_bytes
 from shardwise.cluster.topology import Fabric, Host, Link, NodeKind
 from shardwise.errors import ShardwiseError
 from shardwise.training.profile import Measured
@@ -67,7 +67,7 @@ def _processor() -> Device:
     rate = _matmul_rate(torch.device("cpu"), torch.float32, size=_MATMUL)
     return Device(
         name="processor",
-        memory_bytes=_memory_bytes() // environment.num_cores(),
+        memory_bytes=memory_bytes() // environment.num_cores(),
         flops_per_second={"fp32": rate},
         memory_bytes_per_second=_copy_rate(),
         num_units=1,
@@ -111,13 +111,9 @@ def _fabric(link: Link) -> Fabric:
     return Fabric(name="none", bytes_per_second=link.bytes_per_second, latency_seconds=link.latency_seconds)
 
 
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def _host(device: Device) -> Host:
     return Host(
-        memory_bytes=_memory_bytes(),
+        memory_bytes=memory_bytes(),
         device_bytes_per_second=device.memory_bytes_per_second,
         num_cores=environment.num_cores(),
     )

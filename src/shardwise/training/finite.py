@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from shardwise.engine.trainer import Trainer
+from shardwise.torch_private import pytree
 from shardwise.training.data.rows import Batch
 from shardwise.training.world import World
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.cluster.local import peak_memory_bytes
 from shardwise.ranks.torchrun import join_if_launched
 
 
@@ -54,9 +55,7 @@ class World:
         """What this rank has held at most so far: of its GPU's memory, or of the machine's."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        import resource  # Not on every system.
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return peak_memory_bytes()
 
     def close(self) -> None:
         if self._group is not None:

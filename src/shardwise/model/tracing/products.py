@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.model.operations import Attention, Convolution, Embedding, Matmul, Operation, Product, Width
+from shardwise.torch_private import CUDNN_ATTENTION, EFFICIENT_ATTENTION, FLASH, FLASH_ON_CPU, GROUPED_MM
 
 aten = torch.ops.aten
 
@@ -39,7 +40,7 @@ def find_operation(
 
 def expert_weights(function: Any, args: tuple[Any, ...]) -> Tensor | None:
     """The tensor with the weights of all experts that a grouped product uses."""
-    return args[1] if function is aten._grouped_mm.default and args[1].dim() == 3 else None
+    return args[1] if function is GROUPED_MM.default and args[1].dim() == 3 else None
 
 
 def _mm(args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting) -> Operation:
@@ -193,11 +194,11 @@ _MAKERS: dict[Any, Callable[[tuple[Any, ...], dict[str, Any], Setting], Operatio
     aten.addmm.default: _addmm,
     aten.bmm.default: _bmm,
     aten.baddbmm.default: _baddbmm,
-    aten._grouped_mm.default: _grouped_mm,
+    GROUPED_MM.default: _grouped_mm,
     aten.convolution.default: _convolution,
     aten.embedding.default: _embedding,
-    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention(4),
-    aten._scaled_dot_product_flash_attention.default: _attention(4),
-    aten._scaled_dot_product_efficient_attention.default: _attention(6),
-    aten._scaled_dot_product_cudnn_attention.default: _attention(6),
+    FLASH_ON_CPU.default: _attention(4),
+    FLASH.default: _attention(4),
+    EFFICIENT_ATTENTION.default: _attention(6),
+    CUDNN_ATTENTION.default: _attention(6),
 }

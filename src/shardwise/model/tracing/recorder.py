@@ -5,21 +5,31 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.model.tracing.products import Setting, expert_weights, find_operation
 from shardwise.model.tracing.segment import Moved, Segment, bytes_of, key_of, tensors_in
+from shardwise.torch_private import (
+    CUDNN_ATTENTION_BACKWARD,
+    EFFICIENT_ATTENTION_BACKWARD,
+    FLASH_BACKWARD,
+    FLASH_ON_CPU_BACKWARD,
+    GROUPED_MM,
+    LOCAL_SCALAR,
+    TO_COPY,
+    FakeTensor,
+    TorchDispatchMode,
+    is_mutable,
+)
 
 aten = torch.ops.aten
 
 # Backward kernels that multiply matrices: their arithmetic follows from the forward, and they stream through no memory.
 _BACKWARD_PRODUCTS = {
     aten.convolution_backward.default,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-    aten._scaled_dot_product_flash_attention_backward.default,
-    aten._scaled_dot_product_efficient_attention_backward.default,
-    aten._scaled_dot_product_cudnn_attention_backward.default,
+    FLASH_ON_CPU_BACKWARD.default,
+    FLASH_BACKWARD.default,
+    EFFICIENT_ATTENTION_BACKWARD.default,
+    CUDNN_ATTENTION_BACKWARD.default,
     aten.embedding_dense_backward.default,
 }
 
@@ -125,7 +135,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         experts = expert_weights(func, args)
         if experts is not None and (source := self._parameter(experts)) is not None:
             segment.experts.add(source)
-        if func is aten._to_copy.default and (source := self._parameter(inputs[0])) is not None:
+        if func is TO_COPY.default and (source := self._parameter(inputs[0])) is not None:
             self._sources[key_of(outputs[0])] = source
 
 
@@ -135,7 +145,7 @@ def _note_moves(func: Any, inputs: list[Tensor], outputs: list[Tensor], moved: M
         return
     read = {key_of(tensor): bytes_of(tensor) for tensor in inputs}
     written = {key_of(tensor): bytes_of(tensor) for tensor in outputs}
-    mutates = bool(getattr(getattr(func, "_schema", None), "is_mutable", False))
+    mutates = is_mutable(func)
     if not mutates:
         written = {key: size for key, size in written.items() if key not in read}
     if not written:
@@ -148,7 +158,7 @@ def _note_moves(func: Any, inputs: list[Tensor], outputs: list[Tensor], moved: M
 
 
 def _is_product(func: Any) -> bool:
-    return func in {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._grouped_mm.default}
+    return func in {aten.mm.default, aten.addmm.default, aten.bmm.default, GROUPED_MM.default}
 
 
 def _find_answer(func: Any, args: tuple[Any, ...]) -> Callable[[tuple[Any, ...], dict[str, Any]], Any] | None:
@@ -159,9 +169,9 @@ def _find_answer(func: Any, args: tuple[Any, ...]) -> Callable[[tuple[Any, ...],
     first = args[0] if args else None
     if not isinstance(first, FakeTensor):
         return None
-    if func is aten._grouped_mm.default:  # Without numbers torch does bfloat16 only, though its kernels do all types.
+    if func is GROUPED_MM.default:  # Without numbers torch does bfloat16 only, though its kernels do all types.
         return _grouped
-    if func is aten._local_scalar_dense.default and first.dtype is torch.bool:
+    if func is LOCAL_SCALAR.default and first.dtype is torch.bool:
         return _no
     return None
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.errors import ShardwiseError
 from shardwise.model.tracing.recorder import Recorder
 from shardwise.model.tracing.segment import Segment, key_of, tensors_in
+from shardwise.torch_private import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode, pytree
 
 
 def record(
@@ -25,7 +25,7 @@ def record(
     with mode, torch.enable_grad():
         state = _twins(module, fake=fake)
         parameters = {name: state[name] for name, _ in module.named_parameters(remove_duplicate=False)}
-        given = torch.utils._pytree.tree_map_only(Tensor, partial(_twin, fake=fake), (args, dict(kwargs)))
+        given = pytree.tree_map_only(Tensor, partial(_twin, fake=fake), (args, dict(kwargs)))
         first = _first(tensors_in(given))
         positions = first.numel() if not first.is_floating_point() else first.shape[0]
         recorder = Recorder(parameters, num_samples=first.shape[0], num_positions=positions)
@@ -65,9 +65,9 @@ def _first(tensors: list[Tensor]) -> Tensor:
 def _called(module: nn.Module, state: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         return torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
-    except torch._subclasses.fake_tensor.DynamicOutputShapeException as error:
+    except DynamicOutputShapeException as error:
         raise _depends_on_data(module, str(error.func)) from None
-    except torch._subclasses.fake_tensor.DataDependentOutputException as error:
+    except DataDependentOutputException as error:
         raise _depends_on_data(module, str(error.func)) from None
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from shardwise.model.operations import Operation
+from shardwise.torch_private import pytree, storage_id
 
 
 @dataclass(slots=True)
@@ -54,7 +55,7 @@ class Segment:
 
 def key_of(tensor: Tensor) -> int:
     """What tells the memory of two tensors apart, for as long as both are kept."""
-    return int(tensor.untyped_storage()._cdata)
+    return storage_id(tensor.untyped_storage())
 
 
 def bytes_of(tensor: Tensor) -> int:
@@ -63,5 +64,5 @@ def bytes_of(tensor: Tensor) -> int:
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """The tensors of nested lists, tuples and mappings."""
-    leaves = torch.utils._pytree.tree_leaves(tree)
+    leaves = pytree.tree_leaves(tree)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

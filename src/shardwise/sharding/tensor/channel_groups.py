@@ -26,13 +26,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.sharding.tensor.channel_labels import MOVES, distinct, is_expanded, moved
-from shardwise.sharding.tensor.channel_parameters import Elements, Labels
+from shardwise.sharding.tensor.channel_parameters import Labels, ParameterChannels
 from shardwise.stages.split.meta import Guesses
+from shardwise.torch_private import EagerDispatchMode, pytree, schema_of
 
 aten = torch.ops.aten
 
@@ -49,7 +48,7 @@ _CASTS = {"_to_copy", "to", "type_as", "contiguous", "native_dropout", "bernoull
 
 
 @dataclass(kw_only=True)
-class Layer:
+class TracedLayer:
     """A layer with output channels, as it was seen in the run."""
 
     name: str
@@ -62,7 +61,7 @@ class Layer:
     read: list[Labels] = field(default_factory=list)
 
 
-class Partition:
+class UnionFind:
     """Labels, joined into parts."""
 
     def __init__(self) -> None:
@@ -98,11 +97,11 @@ class Partition:
 
 
 @dataclass(kw_only=True)
-class Trace:
+class ChannelTrace:
     """What came of a run."""
 
-    partition: Partition
-    layers: dict[str, Layer]
+    partition: UnionFind
+    layers: dict[str, TracedLayer]
     #: Parameters, outside of layers, that were used on labelled values: their names, and some of the labels.
     used_on: dict[str, Labels]
     #: Labels of the last dim of each tensor that the module returned, where it has any.
@@ -116,13 +115,13 @@ class Trace:
     #: Tensors of which something else than layers read the numbers.
     read: WeakTensorKeyDictionary
     #: Which numbers of parameters met which labels.
-    elements: Elements
+    elements: ParameterChannels
 
 
 def trace(
     twin: nn.Module, layers: Mapping[str, nn.Module], arguments: tuple[Any, ...], keywords: Mapping[str, Any],
     *, labelled: Mapping[str, int] | None = None,
-) -> Trace:  # fmt: skip
+) -> ChannelTrace:  # fmt: skip
     """Run a module on the meta device and follow the channels of some of its layers.
 
     `labelled`, where given, says how many of the first channels of which layers get labels; others get none.
@@ -132,7 +131,7 @@ def trace(
         returned = twin(*arguments, **keywords)
     tensors = [each for each in pytree.tree_leaves(_plain(returned)) if isinstance(each, Tensor)]
     found = [run.along_last(each) for each in tensors]
-    return Trace(
+    return ChannelTrace(
         partition=run.partition,
         layers=run.layers,
         used_on={name: np.unique(np.concatenate(labels)) for name, labels in run.used_on.items()},
@@ -168,24 +167,19 @@ def _as_slice(index: Any) -> Any:
     return index
 
 
-class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Run(EagerDispatchMode):  # type: ignore[no-untyped-call]
     """Follows labels through every operation."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """It is never compiled. Else torch puts a function of its compiler around every operation."""
-        return False
 
     def __init__(self, module: nn.Module, layers: Mapping[str, nn.Module], labelled: Mapping[str, int] | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.partition = Partition()
-        self.layers: dict[str, Layer] = {}
+        self.partition = UnionFind()
+        self.layers: dict[str, TracedLayer] = {}
         self.used_on: dict[str, list[Labels]] = {}
         self.drawn_at: list[Labels] = []
         self.given: dict[str, Tensor] = {}
         self.streams: dict[str, frozenset[str]] = {}
         self.read = WeakTensorKeyDictionary()
-        self.elements = Elements(module)
+        self.elements = ParameterChannels(module)
         self._reached_by = WeakTensorKeyDictionary()
         self._root, self._modules, self._labelled = module, layers, labelled
         self._labels = WeakTensorKeyDictionary()
@@ -229,7 +223,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if name not in self.layers:
                 width = width_of(module)
                 first = self.partition.new(width)
-                self.layers[name] = Layer(name=name, module=module, first=first, width=width)
+                self.layers[name] = TracedLayer(name=name, module=module, first=first, width=width)
             layer = self.layers[name]
             labels = self.along_last(args[0]) if args[0].is_floating_point() else None
             layer.inputs.append(args[0])
@@ -310,8 +304,8 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _propagate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> list[Tensor]:
         """The labels of what an operation returns."""
-        name = func._schema.name.removeprefix("aten::")
-        base = name.rstrip("_") if func._schema.is_mutable else name
+        name = schema_of(func).name.removeprefix("aten::")
+        base = name.rstrip("_") if schema_of(func).is_mutable else name
         if name == "cat":
             self._meet_beside(args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0))
         if name in MOVES:
@@ -333,7 +327,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.pointwise in func.tags or base in ("copy", "masked_fill", "where"):
             shadow = self._together([self._shadow(each) for each in args if isinstance(each, Tensor)], returned)
             self.elements.meet(args, shadow)
-            if func._schema.is_mutable:
+            if schema_of(func).is_mutable:
                 first.copy_(shadow) if not is_expanded(first) else self._labels.__setitem__(args[0], shadow)
             return [shadow]
         return self._not_understood(args, kwargs, returned)
@@ -400,7 +394,7 @@ def _dims(given: Any, count: int) -> list[int]:
 
 def _makes_anew(func: Any) -> bool:
     """Whether an operation takes only the shape of what it is given: zeros_like, new_empty."""
-    name: str = func._schema.name.removeprefix("aten::")
+    name: str = schema_of(func).name.removeprefix("aten::")
     return name.endswith("_like") or name.startswith("new_")
 
 

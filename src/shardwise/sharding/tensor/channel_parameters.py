@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.sharding.tensor.channel_labels import MOVES, distinct, moved
+from shardwise.torch_private import pytree, schema_of
 
 Labels = NDArray[np.int64]
 
@@ -24,7 +24,7 @@ Labels = NDArray[np.int64]
 _MOST_NUMBERS = 2**18
 
 
-class Elements:
+class ParameterChannels:
     """Follows the numbers of parameters through a run, up to where they meet labelled values."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -43,7 +43,7 @@ class Elements:
         if known is None:
             return
         name, places = known
-        operation = func._schema.name.removeprefix("aten::")
+        operation = schema_of(func).name.removeprefix("aten::")
         others = [each for each in pytree.tree_leaves((args[1:], kwargs)) if isinstance(each, Tensor)]
         if operation in MOVES and not others:
             made = moved(func, operation, (places, *args[1:]), kwargs, returned)

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.torch_private import is_wanted
+
 
 def multiply(rows: Tensor, matrix: Tensor, bias: Tensor | None, into: Tensor) -> None:
     """Write rows @ matrix + bias into a tensor of as many numbers, in one piece or not."""
@@ -35,10 +37,7 @@ def wants(ctx: Any, number: int) -> bool:
         return False
     # The engine knows inputs that are tensors, and no others.
     node = ctx.next_functions[sum(ctx.are_tensors[:number])][0]
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:
-        return True  # A leaf whose gradient is asked for by name.
+    return is_wanted(node)
 
 
 def computing_type(tensor: Tensor) -> torch.dtype:

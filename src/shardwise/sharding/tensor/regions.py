@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from torch import nn
 
 from shardwise.errors import ShardwiseError
-from shardwise.sharding.tensor.channel_groups import Trace
+from shardwise.sharding.tensor.channel_groups import ChannelTrace
 from shardwise.sharding.tensor.channel_parameters import Labels
 from shardwise.sharding.tensor.shards import Runs, runs_of
 
 #: Another run, in which only so many of the first channels of these layers have labels.
-Again = Callable[[Mapping[str, int]], Trace]
+Again = Callable[[Mapping[str, int]], ChannelTrace]
 
 
 @dataclass(kw_only=True)
@@ -58,7 +58,7 @@ class Found:
 class _Seen:
     """A run, with the parts of every layer looked up once."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: ChannelTrace) -> None:
         self.trace, self.layers = trace, trace.layers
         roots = trace.partition.roots
         self.outputs = {
@@ -88,7 +88,7 @@ class _Sketch:
 
 
 def find_regions(
-    trace: Trace, again: Again, num_ranks: int, *, rows: Iterable[str] | None = None, heads: Iterable[str] = ()
+    trace: ChannelTrace, again: Again, num_ranks: int, *, rows: Iterable[str] | None = None, heads: Iterable[str] = ()
 ) -> Found:
     """Find what can be cut. `rows`, where given, are the only layers that may be rows; `heads` are heads anyway."""
     seen = _Seen(trace)

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import ShardwiseError
 from shardwise.stages.split.arguments import Signature
@@ -23,6 +21,7 @@ from shardwise.stages.split.sources import NOTHING, Drawn, Held, Hidden, Ledger,
 from shardwise.stages.split.switch import Inner, Switch
 from shardwise.stages.split.work import bytes_of, flops_of
 from shardwise.stages.stage import Batch
+from shardwise.torch_private import EagerDispatchMode, pytree, schema_of
 
 
 @dataclass(kw_only=True)
@@ -59,13 +58,8 @@ class Flow:
     leaks: Mapping[int, str]
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Watch(EagerDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation of a run, and every call of a unit."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """It is never compiled. Else torch puts a function of its compiler around every operation."""
-        return False
 
     def __init__(self, module: nn.Module, home: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -135,7 +129,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def real(each: Any) -> Any:
             if isinstance(each, Tensor) and each.is_meta:
-                writable = func._schema.is_mutable
+                writable = schema_of(func).is_mutable
                 return TensorOutline(tuple(each.shape), each.dtype).placeholder(self._home, writable=writable)
             return each
 
@@ -249,10 +243,10 @@ def note_leaks(func: Any, sources: Sources, leaks: dict[int, str]) -> None:
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that an operation writes into."""
-    if not func._schema.is_mutable:
+    if not schema_of(func).is_mutable:
         return []
     written: list[Tensor] = []
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         given = args[position] if position < len(args) else kwargs.get(argument.name)
@@ -264,7 +258,7 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operation draws random numbers. Attention says that it does even if it drops nothing out."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema_of(func).arguments):
         if argument.name == "dropout_p":
             given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
             return bool(given)

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from shardwise.errors import ShardwiseError
 from shardwise.stages.split.flow import Call
 from shardwise.stages.split.meta import call_on_meta, is_on_meta, meta_twin, on_meta
 from shardwise.stages.split.outline import Outline, TensorOutline, leaves_of, outline_of, signature_of
 from shardwise.stages.stage import Batch
+from shardwise.torch_private import forward_hooks, pytree
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,7 @@ class Forecast:
     def hooked(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> Any:
         """What a unit's forward hooks make of what stands in for its output: they may collect it, or change it."""
         module = self._units[unit]
-        for key, hook in module._forward_hooks.items():
-            with_kwargs = key in module._forward_hooks_with_kwargs
+        for hook, with_kwargs in forward_hooks(module):
             changed = hook(module, args, kwargs, returned) if with_kwargs else hook(module, args, returned)
             returned = returned if changed is None else changed
         return returned

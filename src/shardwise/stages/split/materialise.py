@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import ShardwiseError
 from shardwise.stages.split.flow import written_by
 from shardwise.stages.split.sources import storage_of
+from shardwise.torch_private import EagerDispatchMode, buffer_slots, parameter_slots
 
 
 def materialise(
@@ -74,10 +74,10 @@ def replace(module: nn.Module, old: Tensor, new: Tensor) -> None:
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(new, requires_grad=old.requires_grad)
     for each in module.modules():
-        for held in (each._parameters, each._buffers):
+        for held in (parameter_slots(each), buffer_slots(each)):
             for key, tensor in held.items():
                 if tensor is old:
-                    held[key] = new  # type: ignore[assignment]
+                    held[key] = new
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -95,7 +95,7 @@ def _initialisers(
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
     def initialise() -> None:
-        if callable(reset) and (module._parameters or module._buffers):
+        if callable(reset) and (parameter_slots(module) or buffer_slots(module)):
             reset()
         if rules is not None:
             rules(module)
@@ -103,13 +103,8 @@ def _initialisers(
     yield name, module, initialise
 
 
-class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Draws(EagerDispatchMode):  # type: ignore[no-untyped-call]
     """Seeds each drawing by what it is drawn for, and keeps initialisation off tensors that are not its business."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """It is never compiled. Else torch puts a function of its compiler around every operation."""
-        return False
 
     def __init__(self, module: nn.Module, wanted: dict[str, Tensor], seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -6,23 +6,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.torch_private import GROUPED_MM, LOCAL_SCALAR, EagerDispatchMode, pytree
 
 aten = torch.ops.aten
 
 
-class Guesses(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Guesses(EagerDispatchMode):  # type: ignore[no-untyped-call]
     """Answers questions about numbers where there are none, so that units which ask them get through.
 
     The answers are such that sizes are upper bounds: every element is counted as nonzero. That is how far experts of a
     mixture get without data.
     """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """It is never compiled. Else torch puts a function of its compiler around every operation."""
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -30,13 +25,13 @@ class Guesses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         del types
         first = args[0] if args else None
         if isinstance(first, Tensor) and first.is_meta:
-            if func is aten._local_scalar_dense.default:
+            if func is LOCAL_SCALAR.default:
                 return False if first.dtype is torch.bool else 0.0 if first.dtype.is_floating_point else 0
             if func is aten.nonzero.default:
                 return first.new_empty((first.numel(), first.dim()), dtype=torch.long)
             if func is aten.equal.default:
                 return False
-            if func is aten._grouped_mm.default and first.dim() == 2 and args[1].dim() == 3:
+            if func is GROUPED_MM.default and first.dim() == 2 and args[1].dim() == 3:
                 # Its meta kernel takes bf16 alone, though the real ones do not.
                 return first.new_empty((first.shape[0], args[1].shape[-1]))
         return func(*args, **(kwargs or {}))

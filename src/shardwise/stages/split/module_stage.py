@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from shardwise.errors import ShardwiseError
 from shardwise.stages.split.arguments import Signature
@@ -16,6 +15,7 @@ from shardwise.stages.split.parts import Part
 from shardwise.stages.split.sources import Made
 from shardwise.stages.split.switch import Inner, Switch
 from shardwise.stages.stage import Batch, Values
+from shardwise.torch_private import pytree
 
 
 class _Finished(BaseException):

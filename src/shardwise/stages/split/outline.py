@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from shardwise.torch_private import pytree
 
 #: Values that a call may return beside tensors and that another stage may return in its place.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)

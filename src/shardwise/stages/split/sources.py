@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from shardwise.torch_private import storage_id
+
 
 class Made(NamedTuple):
     """What a call of a unit returned: the how-manieth call of the run, and the how-manieth leaf."""
@@ -86,4 +88,4 @@ class Ledger:
 
 def storage_of(tensor: Tensor) -> int:
     """What identifies the memory that a tensor lies in."""
-    return -1 if tensor.layout is not torch.strided else int(tensor.untyped_storage()._cdata)
+    return -1 if tensor.layout is not torch.strided else storage_id(tensor.untyped_storage())

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from shardwise.errors import ShardwiseError
 from shardwise.stages.split.arguments import Signature
@@ -18,6 +17,7 @@ from shardwise.stages.split.flow import Call
 from shardwise.stages.split.meta import has_meta
 from shardwise.stages.split.switch import Inner, Switch
 from shardwise.stages.stage import Batch
+from shardwise.torch_private import pytree
 
 # The shortest counts: whatever else happens on a machine makes a run longer, never shorter.
 _RUNS = 3

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from shardwise.torch_private import get_compiled_call, plain_call, set_compiled_call
+
 Inner = Callable[..., Any]
 
 
@@ -57,16 +59,16 @@ class Switch:
     def __init__(self, units: Mapping[str, nn.Module]) -> None:
         self.local = threading.local()
         self.gates: dict[str, Gate] = {}
-        self._before = {name: unit._compiled_call_impl for name, unit in units.items()}
+        self._before = {name: get_compiled_call(unit) for name, unit in units.items()}
         for name, unit in units.items():
-            self.gates[name] = Gate(name, self._before[name] or unit._call_impl, self)
-            unit._compiled_call_impl = self.gates[name]
+            self.gates[name] = Gate(name, self._before[name] or plain_call(unit), self)
+            set_compiled_call(unit, self.gates[name])
 
     def remove(self, units: Mapping[str, nn.Module]) -> None:
         """Take the gates away again. Only for one that was the last to be set up."""
         for name, unit in units.items():
-            assert unit._compiled_call_impl is self.gates[name], f"another gate stands in front of that of {name}"
-            unit._compiled_call_impl = self._before[name]
+            assert get_compiled_call(unit) is self.gates[name], f"another gate stands in front of that of {name}"
+            set_compiled_call(unit, self._before[name])
 
     @contextmanager
     def visited_by(self, visitor: Visitor) -> Iterator[None]:

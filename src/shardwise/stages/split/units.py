@@ -16,7 +16,8 @@ glue. It holds nothing of weight, and every stage runs it.
 from collections.abc import Collection, Iterator
 
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
+
+from shardwise.torch_private import DropoutModule, buffer_slots, is_persistent
 
 #: These are never called themselves.
 SHELVES = (nn.ModuleList, nn.ModuleDict)
@@ -47,7 +48,7 @@ def holds_state(module: nn.Module) -> bool:
     """Whether a module must run in one place only: it has weights, remembers something, or draws at random."""
     return (
         next(module.parameters(), None) is not None
-        or any(isinstance(each, _DropoutNd) for each in module.modules())
+        or any(isinstance(each, DropoutModule) for each in module.modules())
         or any(True for _ in persistent_buffers(module))
     )
 
@@ -55,8 +56,8 @@ def holds_state(module: nn.Module) -> bool:
 def persistent_buffers(module: nn.Module) -> Iterator[str]:
     """Buffers that are saved with the module. The others can be computed anew, so any stage may have its own."""
     for name, each in module.named_modules():
-        for key, buffer in each._buffers.items():
-            if buffer is not None and key not in each._non_persistent_buffers_set:
+        for key, buffer in buffer_slots(each).items():
+            if buffer is not None and is_persistent(each, key):
                 yield f"{name}.{key}" if name else key
 
 

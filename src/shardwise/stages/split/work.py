@@ -15,7 +15,7 @@ FLOPS_OF_A_BYTE = 20.0
 
 def flops_of(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> float:
     """The FLOPs of an operation that has been run, 0 for those that only move bytes."""
-    packet = getattr(operation, "_overloadpacket", None)
+    packet = getattr(operation, "overloadpacket", None)
     name = getattr(packet, "__name__", "")
     if name.startswith("_scaled_dot_product") and not name.endswith("backward"):
         # Heads that share keys and values cost as if each had its own; not every torch counts them by itself.

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from shardwise.states.buckets.bucket import Bucket
 from shardwise.states.buckets.offloaded_buckets import host_gradients
+from shardwise.torch_private import foreach_norm
 
 #: Of a parameter on this rank, by name and shape: the places in it, flattened, that this rank counts; None for all.
 Counted = Callable[[str, torch.Size], Tensor | None]
@@ -59,4 +60,4 @@ class Norm:
     def _norms(self, parts: Sequence[Part], own: Tensor) -> list[Tensor]:
         """The norm of each part of this rank's piece of a bucket."""
         chosen = [own[start:stop] if kept is None else own[start:stop][kept] for start, stop, kept in parts]
-        return list(torch._foreach_norm(chosen, 2, dtype=self._wide)) if chosen else []  # type: ignore[call-arg, unused-ignore]
+        return foreach_norm(chosen, self._wide) if chosen else []

@@ -4,13 +4,17 @@
     out         a0  a1  a2  a3
     in                                 a3  a2  a1  a0        ahead of their use, in the order that is expected
 
+A schedule says when: what a forward saves leaves while it is computed, and OFFLOAD is where its memory on the device is
+given up; RELOAD, some computations before the backward, is where the first of it begins to come back. What the backward
+asks for brings what it will need next.
+
 Autograd is asked to hand over what it saves. Memory goes as a whole, once, whatever views of it are saved, and comes
 back with the same views: the backward sees the same numbers at the same strides. What is there anyway (weights, the
 batch, what a stage was given) stays. A forward that is ahead of its copies waits for them, or nothing would be saved.
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -26,6 +30,7 @@ from shardwise.planner.host_room import check_host_room
 from shardwise.planner.plan import Plan
 from shardwise.stages.activation_bytes import Kept
 from shardwise.states.tiers.copy_streams import Crossing
+from shardwise.torch_private import storage_id, version_of
 
 #: Less than this is not worth a copy of its own.
 LEAST_BYTES = 1024
@@ -93,6 +98,8 @@ class Stash:
         self._check = check or self._check_host
         #: Memory of the host that nobody has, by size, and when the last one to have it is gone.
         self._spare: dict[int, list[tuple[Tensor, list[Event]]]] = {}
+        #: Forwards that have a name, as long as something that they saved is needed.
+        self._frames: weakref.WeakValueDictionary[Hashable, _Frame] = weakref.WeakValueDictionary()
         #: What has come back and may be asked for again.
         self._brought: weakref.WeakSet[_Away] = weakref.WeakSet()
         #: What was taken of the host's memory; what went there, and came back, since the beginning.
@@ -103,16 +110,35 @@ class Stash:
         """What has come back to the device, or is on its way there, and was not put away."""
         return sum(each.here.numel() for each in self._brought if each.here is not None)
 
-    def saving(self, stays: Iterable[Tensor], kept: Kept | None) -> AbstractContextManager[Any]:
+    def saving(
+        self, stays: Iterable[Tensor], kept: Kept | None, name: Hashable | None = None
+    ) -> AbstractContextManager[Any]:
         """Around a forward. `stays` is there anyway; what is kept on the device is told to `kept`."""
         frame = _Frame(stays, kept)
+        if name is not None:
+            self._frames[name] = frame
         return torch.autograd.graph.saved_tensors_hooks(lambda each: self._pack(frame, each), self._unpack)
 
-    def put_away(self) -> None:
-        """A half of a backward is over: what it has brought back goes again, until the other half asks for it."""
-        for away in list(self._brought):
+    def offload(self, name: Hashable) -> None:  # noqa: ARG002 - what was saved is on its way since it was
+        """OFFLOAD: give up the memory of what has left."""
+        self._leaving.sweep()
+
+    def reload(self, name: Hashable) -> None:
+        """RELOAD: what the backward of a forward asks for first begins to come back."""
+        frame = self._frames.get(name)
+        if frame is not None:
+            self._leaving.sweep()
+            self._bring_before(frame, len(frame.saved))
+
+    def put_away(self, name: Hashable | None = None) -> None:
+        """A half of a backward is over: what it has brought back goes again, until the other half asks for it.
+
+        With a name, that of one forward; what has come for another's backward stays.
+        """
+        frame = None if name is None else self._frames.get(name)
+        for away in [each for each in self._brought if name is None or each.frame is frame]:
             self._drop(away)
-        self._brought.clear()
+            self._brought.discard(away)
         self._leaving.sweep()
 
     def forget(self, away: _Away) -> None:
@@ -139,7 +165,7 @@ class Stash:
 
     def _find_away(self, frame: _Frame, tensor: Tensor) -> _Away | None:
         """The memory of a tensor on the host, to which it may go just now; None if it stays."""
-        key = (_memory_of(tensor), tensor._version)
+        key = (_memory_of(tensor), version_of(tensor))
         if key[0] in frame.stays or not self._may_go(tensor):
             return None
         if key in frame.known:
@@ -203,21 +229,27 @@ class Stash:
         away, frame = saved.away, saved.away.frame
         self._leaving.sweep()
         self._bring(away)
-        # What was saved before it is needed after it.
-        ahead_bytes = 0
-        for each in reversed(frame.saved[: away.number]):
-            other = each()
-            if ahead_bytes >= self._window_bytes:
-                break
-            if other is not None:
-                ahead_bytes += other.home.numel()
-                self._bring(other)
+        self._bring_before(frame, away.number)
         assert away.here is not None, "it was brought"
         assert away.arrives is not None, "it was brought"
         self._crossing.follow(away.arrives)
         away.is_followed = True
         typed = away.here.view(saved.dtype)
         return typed.as_strided(saved.size, saved.stride, saved.offset)
+
+    def _bring_before(self, frame: _Frame, number: int) -> None:
+        """Have come what a forward saved before the memory of this number, as far as the window goes.
+
+        What was saved before it is needed after it.
+        """
+        ahead_bytes = 0
+        for each in reversed(frame.saved[:number]):
+            other = each()
+            if ahead_bytes >= self._window_bytes:
+                break
+            if other is not None:
+                ahead_bytes += other.home.numel()
+                self._bring(other)
 
     def _bring(self, away: _Away) -> None:
         """Have it come back, if it is not here or on its way."""
@@ -231,4 +263,4 @@ class Stash:
 
 def _memory_of(tensor: Tensor) -> int:
     """The address of the memory that a tensor looks into. It stays the same where memory comes and goes (ZeRO 3)."""
-    return int(tensor.untyped_storage()._cdata)
+    return int(storage_id(tensor.untyped_storage()))

@@ -130,10 +130,19 @@ def _fill(file: int, start: int, memory: memoryview) -> None:
     """Read bytes of a file into memory. Python's lock is not held meanwhile."""
     done = 0
     while done < len(memory):
-        count = os.preadv(file, [memory[done:]], start + done)
+        count = _read_at(file, start + done, memory[done:])
         if count == 0:
             raise EOFError(f"the file ends {len(memory) - done} bytes too early")
         done += count
+
+
+def _read_at(file: int, start: int, memory: memoryview) -> int:
+    """Read from a place in a file into memory, and say how much: less than asked for, if the system likes it so."""
+    if hasattr(os, "preadv"):
+        return os.preadv(file, [memory], start)
+    found = os.pread(file, len(memory), start)  # Where there is no reading into memory that is there: one copy more.
+    memory[: len(found)] = found
+    return len(found)
 
 
 def find_records(

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from shardwise.dataflow.buffers import reserve_file
 from shardwise.errors import ShardwiseError
 from shardwise.units import format_bytes
 
@@ -51,7 +52,7 @@ def _make(folder: Path, num_bytes: int) -> tuple[Tensor, int]:
     except OSError as error:
         raise _refused(folder, num_bytes, error) from error
     try:
-        os.posix_fallocate(file, 0, max(num_bytes, 1))
+        reserve_file(file, max(num_bytes, 1))
         return torch.from_file(name, shared=True, size=num_bytes, dtype=torch.uint8), file
     except (OSError, RuntimeError) as error:
         os.close(file)

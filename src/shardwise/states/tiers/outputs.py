@@ -4,9 +4,9 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from shardwise.stages.split.outline import leaves_of
+from shardwise.torch_private import pytree
 
 
 def open_dataclasses(given: Any) -> None:

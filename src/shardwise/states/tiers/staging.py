@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardwise.dataflow.streams import Event
 from shardwise.states.tiers.copy_streams import Crossing
+from shardwise.torch_private import storage_id
 
 #: Where a tensor may begin in a slot.
 ALIGNMENT = 256
@@ -135,7 +136,7 @@ def spare_bytes(device: torch.device) -> int:
 
 
 def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return int(storage_id(tensor.untyped_storage()))
 
 
 def _start(tensor: Tensor) -> int:

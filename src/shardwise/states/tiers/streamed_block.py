@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
 from shardwise.states.tiers.disk_scratch import Scratch
+from shardwise.torch_private import parameter_slots, version_of
 
 _ALIGNMENT = 256
 
@@ -61,7 +62,7 @@ class Block:
         self._seats = [
             _Seat(each, name, by_parameter[parameter])
             for each in module.modules()
-            for name, parameter in each._parameters.items()
+            for name, parameter in parameter_slots(each).items()
             if parameter is not None and parameter in by_parameter
         ]
         self.gather()
@@ -85,7 +86,7 @@ class Block:
     @property
     def version(self) -> int:
         """Grows whenever a parameter is written to."""
-        return sum(piece.parameter._version for piece in self.pieces)
+        return sum(version_of(piece.parameter) for piece in self.pieces)
 
     @property
     def is_gathered(self) -> bool:
@@ -167,6 +168,6 @@ def _lay_out(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
 
 def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     if type(module).__setattr__ is nn.Module.__setattr__:
-        module._parameters[name] = parameter
+        parameter_slots(module)[name] = parameter
     else:
         setattr(module, name, parameter)  # It keeps lists of its weights, as recurrent layers do.

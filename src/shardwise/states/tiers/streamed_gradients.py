@@ -20,6 +20,7 @@ from shardwise.dataflow.streams import Event
 from shardwise.states.tiers.disk_writer import Writer
 from shardwise.states.tiers.host_link import Link
 from shardwise.states.tiers.streamed_block import Block, Piece
+from shardwise.torch_private import accumulated_hooks, gradient_hooks
 
 
 class _Run:
@@ -116,12 +117,12 @@ class Homeward:
 
 def give(parameter: Tensor, gradient: Tensor) -> None:
     """Do what autograd does when it has a parameter's gradient: call the user's hooks, and add it up."""
-    for hook in (parameter._backward_hooks or {}).values():
+    for hook in gradient_hooks(parameter).values():
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
     if parameter.grad is None:
         parameter.grad = gradient
     else:
         parameter.grad.add_(gradient)
-    for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+    for hook in accumulated_hooks(parameter).values():
         hook(parameter)

@@ -30,6 +30,7 @@ from shardwise.states.tiers.host_link import Link, device_of
 from shardwise.states.tiers.outputs import tensors_in
 from shardwise.states.tiers.streamed_block import Block, num_bytes_of
 from shardwise.states.tiers.streamed_gradients import Homeward
+from shardwise.torch_private import backward_id, buffer_slots, call_after_backward, without_torch_function
 from shardwise.units import format_bytes
 
 #: Blocks on the device at once: one is computed, the others are on their way. More take room and bring nothing.
@@ -164,7 +165,7 @@ class StreamedWeights:
 
     def _before_forward(self, number: int, *_: object) -> None:
         # Not as torch functions: where a placed module's tensors meet, a copy between devices would be one on a device.
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             if is_in_backward():  # It is computed once more, for what it has not kept.
                 self._note_backward()
                 self._want(number, self._downward(number))
@@ -194,11 +195,10 @@ class StreamedWeights:
 
     def _note_backward(self) -> None:
         """Have autograd say when the pass is over that it is at."""
-        here = torch._C._current_graph_task_id()
+        here = backward_id()
         if here not in self._backwards:
             self._backwards.add(here)
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(partial(self._after_backward, here))
+            call_after_backward(partial(self._after_backward, here))
 
     def _after_backward(self, here: int) -> None:
         """Gradients are given out; and weights that are about to be updated need not be here."""
@@ -272,7 +272,7 @@ def _shelve(block: Block, shelf: Shelf) -> None:
 
 def is_in_backward() -> bool:
     """Whether autograd is at work in this thread."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return backward_id() != -1
 
 
 def stream(
@@ -318,7 +318,7 @@ def stream(
                 parameter.data = parameter.data.to(device)
         for each in module.modules():
             for name, buffer in each.named_buffers(recurse=False):
-                each._buffers[name] = buffer.to(device)
+                buffer_slots(each)[name] = buffer.to(device)
     return weights
 
 

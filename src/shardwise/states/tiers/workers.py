@@ -6,12 +6,13 @@ cores, 91 GB/s of memory, torch 2.11). A trial of the bare operations, with a th
 numbers, took 0.35 s; what this code takes has not been measured.
 """
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+
+from shardwise import environment
 
 #: Cores that are left to those who feed the device.
 _LEFT = 2
@@ -21,7 +22,7 @@ class Workers:
     """A thread for each core but two, in which operations of torch use no other."""
 
     def __init__(self, count: int | None = None) -> None:
-        self.count = count or max(1, len(os.sched_getaffinity(0)) - _LEFT)
+        self.count = count or max(1, environment.num_cores() - _LEFT)
         before = torch.get_num_threads()
         ready = threading.Barrier(self.count + 1)
 

@@ -1,0 +1,379 @@
+"""Every private name of torch that Shardwise stands on, and nothing else.
+
+Private names may go with any release. Here each has a line that says what it is for and what the public way would be;
+`tests/promises/test_torch_private.py` finds those that are used elsewhere. All of them were tried on torch 2.11 (on a
+GPU machine) and on torch 2.13 (on the CPU): `docs/hooks.md` says which rooms reach into a user's module with them.
+
+Not here, because they cannot be: methods of torch that our classes override (`nn.Module._apply` in `nets/rotary.py`,
+`nets/router.py` and `placing/placed.py`), and names of operators in tables of strings (`"_softmax"`), which are data.
+
+torch is imported when this is: rooms without torch must not import it.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._guards import CompileContext, TracingContext, compile_context, detect_fake_mode, tracing
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.autograd import graph as autograd_graph
+from torch.autograd.graph import Node
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNormModule
+from torch.nn.modules.batchnorm import _NormBase as RunningNormModule
+from torch.nn.modules.dropout import _DropoutNd as DropoutModule
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "BatchNormModule",
+    "CompileContext",
+    "DataDependentOutputException",
+    "DropoutModule",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "OpOverload",
+    "PrefixStore",
+    "RunningNormModule",
+    "Store",
+    "TCPStore",
+    "TorchDispatchMode",
+    "TracingContext",
+    "compile_context",
+    "detect_fake_mode",
+    "pytree",
+    "tracing",
+]
+
+# The imports above, one by one:
+#
+# pytree                     Arguments and results of modules as flat lists of leaves. A public `torch.utils.pytree` is
+#                            announced; neither 2.11 nor 2.13 has it.
+# TorchDispatchMode          To see every operator that runs. Documented ("Extending PyTorch"), yet in a private module.
+# FakeTensor, FakeTensorMode Tensors with shapes and no memory, and what they raise when asked for numbers. The meta
+#                            device is public, and does not say where a tensor would be.
+# PrefixStore, Store,        What ranks tell each other by keys. At run time `torch.distributed` has them publicly; its
+# TCPStore                   types do not say so.
+# OpOverload                 The type of an operator in a graph. No public name.
+# CompileContext ... tracing What the compiler knows while it compiles a unit, to compile halves of it later.
+# BatchNormModule,           What all batch norms, all norms with running statistics and all dropouts have in common.
+# RunningNormModule,         The public way is a list of classes, and misses those of a user.
+# DropoutModule
+
+aten = torch.ops.aten
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Operators. ATen's names with an underscore are what torch's public functions end in; a dispatch mode sees only these.
+
+#: `torch.nn.functional.scaled_dot_product_attention` ends in one of these. They are called where the log-sum-exp of the
+#: scores is wanted too, to put parts of a sequence together; the public function returns none.
+FLASH_ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu
+FLASH_ON_CPU_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
+FLASH = aten._scaled_dot_product_flash_attention
+FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward
+EFFICIENT_ATTENTION = aten._scaled_dot_product_efficient_attention
+EFFICIENT_ATTENTION_BACKWARD = aten._scaled_dot_product_efficient_attention_backward
+CUDNN_ATTENTION = aten._scaled_dot_product_cudnn_attention
+CUDNN_ATTENTION_BACKWARD = aten._scaled_dot_product_cudnn_attention_backward
+#: `torch.nn.functional.grouped_mm`.
+GROUPED_MM = aten._grouped_mm
+#: `Tensor.to` of another type or device.
+TO_COPY = aten._to_copy
+#: `Tensor.item`.
+LOCAL_SCALAR = aten._local_scalar_dense
+#: A softmax that gives zeros, not NaN, for a row in which everything is masked. No public way.
+SAFE_SOFTMAX = aten._safe_softmax
+
+#: Whole attention layers in one call, which `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` take outside of
+#: training. A function mode is given these objects.
+FUSED_ATTENTION_CALLS = (torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd)
+
+
+def schema_of(operator: Any) -> Any:
+    """The names, defaults and mutations of an operator's arguments. No public way."""
+    return operator._schema
+
+
+def is_mutable(operator: Any) -> bool:
+    """Whether an operator writes into one of its arguments; no for what has no schema. No public way."""
+    return bool(getattr(getattr(operator, "_schema", None), "is_mutable", False))
+
+
+def foreach_norm(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The 2-norm of each tensor, in one kernel. `torch.linalg.vector_norm` is public, and one kernel for each."""
+    return list(torch._foreach_norm(tensors, 2, dtype=dtype))  # type: ignore[call-arg, unused-ignore]
+
+
+class EagerDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode that no compiled code runs under. Else torch puts a call of its compiler around operators."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def without_torch_function() -> AbstractContextManager[None]:
+    """No function mode and no subclass of tensors sees what is called inside. Documented, without a public name."""
+    return torch._C.DisableTorchFunction()
+
+
+def without_subclasses() -> AbstractContextManager[None]:
+    """Subclasses of tensors are plain tensors inside. Documented, without a public name."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Modules.
+
+
+def parameter_slots(module: nn.Module) -> dict[str, Any]:
+    """The dictionary in which a module holds its own parameters. `named_parameters` is public and cannot be written."""
+    return cast(dict[str, Any], module._parameters)
+
+
+def buffer_slots(module: nn.Module) -> dict[str, Any]:
+    """The dictionary in which a module holds its own buffers. `named_buffers` is public and cannot be written."""
+    return cast(dict[str, Any], module._buffers)
+
+
+def child_slots(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The dictionary in which a module holds its children. `named_children` is public and cannot be written."""
+    return module._modules
+
+
+def share_slots(module: nn.Module, other: nn.Module) -> None:
+    """Let a module hold what another holds, under the same names, with nothing between them. No public way."""
+    module._parameters, module._buffers, module._modules = other._parameters, other._buffers, other._modules
+
+
+def is_persistent(module: nn.Module, buffer: str) -> bool:
+    """Whether a buffer is saved in `state_dict`, which is the public way and copies."""
+    return buffer not in module._non_persistent_buffers_set
+
+
+def forward_hooks(module: nn.Module) -> Iterator[tuple[Callable[..., Any], bool]]:
+    """A module's forward hooks, and whether each takes keyword arguments. Public is only to call the module."""
+    for key, hook in module._forward_hooks.items():
+        yield hook, key in module._forward_hooks_with_kwargs
+
+
+def get_compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """What a module runs in place of its plain call, hooks and all. `Module.compile` is the public way to set it."""
+    return module._compiled_call_impl
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Set what a module runs in place of its plain call. Copies and pickles leave it out, mostly."""
+    module._compiled_call_impl = call
+
+
+def plain_call(module: nn.Module) -> Callable[..., Any]:
+    """A module's call with its hooks, whatever stands in its place. `Module.__call__` is public and goes there too."""
+    return module._call_impl
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tensors.
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """What tells two storages apart while both live. `data_ptr` is public, and 0 for all on the meta device."""
+    return int(storage._cdata)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written in place: what autograd checks saved tensors by. No public way."""
+    return tensor._version
+
+
+def gradient_hooks(tensor: Tensor) -> Mapping[Any, Callable[[Tensor], Tensor | None]]:
+    """Hooks of `register_hook`, to call where a gradient does not come from autograd. No public way."""
+    return tensor._backward_hooks or {}
+
+
+def accumulated_hooks(tensor: Tensor) -> Mapping[Any, Callable[[Tensor], None]]:
+    """Hooks of `register_post_accumulate_grad_hook`, to call where a gradient does not come from autograd."""
+    return getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Autograd.
+
+#: The engine without what `torch.autograd.backward` and `grad` check first; None where it is missing: then these do
+#: the same more slowly.
+engine_run_backward: Callable[..., Any] | None = getattr(autograd_graph, "_engine_run_backward", None)
+#: The same without handing this thread's context to those of devices, which a CPU has none of.
+run_in_thread: Callable[..., Any] | None = getattr(
+    getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward", None
+)
+#: The type of nodes written in Python. `torch.autograd.function.BackwardCFunction` leaves out compiled ones.
+PythonNode: Any = torch._C._FunctionBase
+
+
+def num_outputs(node: Node) -> int:
+    """How many outputs the forward of a node had, which is how many gradients arrive there. No public way."""
+    return len(node._input_metadata)
+
+
+def current_node() -> Any:
+    """The node whose backward this thread is in. No public way: only nodes of one's own are given to one."""
+    return torch._C._current_autograd_node()
+
+
+def is_wanted(node: Node) -> bool:
+    """Whether the pass of autograd that this thread is in goes on to a node. No public way."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # It says so of a leaf whose gradient was asked for by name.
+        return True
+
+
+def backward_id() -> int:
+    """The number of the backward that this thread is in, -1 in none. No public way."""
+    return int(torch._C._current_graph_task_id())
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Have a function called when the backward is over that this thread is in. Torch's own FSDP does it so."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
+
+
+def saved_tensor_hooks() -> object:
+    """The innermost `saved_tensors_hooks` of this thread, to see whether it is still the same. No public way to ask."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# CUDA and process groups.
+
+#: The current stream of a GPU as a number; -1 without CUDA. `torch.cuda.current_stream` is public and makes an object,
+#: which for each launch of a kernel is too slow.
+raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (lambda _: -1)
+#: The current GPU. `torch.cuda.current_device` is public, and asks first whether CUDA was begun.
+current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", None) or (lambda: -1)
+
+
+def cpu_backend(group: torch.distributed.ProcessGroup) -> Any:
+    """What a group sends tensors of the CPU with. Through the public group a small message takes half as long again."""
+    return group._get_backend(torch.device("cpu"))
+
+
+def default_store() -> Store:
+    """The store that the default group was made with. Public only for whoever made it."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The compiler. It takes seconds to import, so this happens inside.
+
+
+def has_cpp_compiler() -> bool:
+    """Whether inductor finds a C++ compiler. The public way is to compile something and see."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return False
+    return True
+
+
+def has_triton() -> bool:
+    """Whether inductor finds a Triton that serves this GPU. The public way is to compile something and see."""
+    from torch.utils._triton import has_triton
+
+    return bool(has_triton())
+
+
+def aot_eager(graph: Any, inputs: list[Any], compile_backward: Callable[..., Any]) -> Any:
+    """A backend of `torch.compile` that runs graphs as they are, with a compiler of ours for the backward.
+
+    Public are backends by name, and they compile both. `compile_backward` is called with what compiles a graph.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    # Inputs of a backward that is run in two passes must not be overwritten by the first: no buffer is donated.
+    with functorch_settings(donated_buffer=False):
+        return aot_autograd(
+            fw_compiler=boxed_nop,
+            bw_compiler=lambda part, given: compile_backward(boxed_nop, part, given),
+            partition_fn=min_cut_rematerialization_partition,
+            keep_inference_input_mutations=True,
+        )(graph, inputs)
+
+
+def inductor(graph: Any, inputs: list[Any], compile_part: Callable[..., Any]) -> Any:
+    """Inductor as a backend of `torch.compile`, with a function of ours between it and each graph.
+
+    Public are backends by name. `compile_part` is called with what compiles a graph, the graph, inputs and options.
+    """
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def inner(part: Any, given: list[Any], **options: Any) -> Any:
+        return compile_part(compile_fx_inner, part, given, **options)
+
+    with functorch_settings(donated_buffer=False, enable_autograd_cache=False):
+        return compile_fx(graph, inputs, inner_compile=inner)
+
+
+def takes_a_list(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Tell AOTAutograd that a compiled graph takes its inputs in one list, which it may empty. No public way."""
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def functorch_settings(**settings: bool) -> AbstractContextManager[None]:
+    """Settings of AOTAutograd inside a block, and as they were after it. No public way to these."""
+    import torch._functorch.config
+
+    return cast(AbstractContextManager[None], torch._functorch.config.patch(dict[str, Any](settings)))
+
+
+class RecompileLimits:
+    """How often torch may compile one function anew: as often as any living owner needs, and as it was when none lives.
+
+    The public way is `torch.compile(recompile_limit=...)`, which 2.13 has and 2.11 has not.
+    """
+
+    def __init__(self) -> None:
+        self._needed: list[int] = []
+        self._before = 0, 0
+
+    def raise_for(self, owner: object, needed: int) -> None:
+        """Raise the limits for as long as an object lives."""
+        import torch._dynamo
+
+        config = torch._dynamo.config
+        if not self._needed:
+            self._before = config.recompile_limit, config.accumulated_recompile_limit
+        self._needed.append(needed)
+        self._set()
+        weakref.finalize(owner, self._drop, needed).atexit = False
+
+    def _drop(self, needed: int) -> None:
+        self._needed.remove(needed)
+        self._set()
+
+    def _set(self) -> None:
+        config = torch._dynamo.config
+        needed = max(self._needed, default=0)
+        config.recompile_limit = max(self._before[0], needed)
+        config.accumulated_recompile_limit = max(self._before[1], needed)
+
+
+#: A setting of the whole process, so there is one of it.
+RECOMPILE_LIMITS = RecompileLimits()

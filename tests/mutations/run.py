@@ -40,7 +40,7 @@ def main(words: Sequence[str] | None = None) -> int:
         trees = [Tree(options.tree, Path(folder) / str(number)) for number in range(options.jobs)]
         if not options.unchecked and not _pass_without(faults, trees[0], options.limit):
             return 1
-        answers = _try_all(faults, trees, options.limit, _Kept(options.tree) if options.json else None)
+        answers = _try_all(faults, trees, options.limit, _Kept(options.suite, options.tree) if options.json else None)
     left = [name for name, answer in answers.items() if answer["outcome"] != "found"]
     print(
         f"{len(answers) - len(left)} of {len(answers)} faults were found",
@@ -54,6 +54,7 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.mutations.run", description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="faults whose id or room contains a word")
     parser.add_argument("--tree", type=Path, default=ROOT, help="the library and tests to copy, if not this one")
+    parser.add_argument("--suite", default="now", metavar="NAME", help="what the kept answers are called")
     parser.add_argument("--jobs", type=int, default=1, help="faults that are tried at the same time")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for the tests of one fault")
     parser.add_argument("--check", action="store_true", help="run nothing: look whether every fault can be made")
@@ -138,23 +139,21 @@ def _answer(fault: Fault, outcome: Outcome) -> dict[str, Any]:
 
 
 class _Kept:
-    """The answers of one commit, written as they come over its last ones, beside those of other commits."""
+    """The answers of one suite, written as they come over its last ones, beside those of others."""
 
-    def __init__(self, tree: Path) -> None:
-        told = subprocess.run(
-            ["git", "log", "-1", "--format=%h %s"], cwd=tree, capture_output=True, text=True, check=True
-        ).stdout
-        self._commit, _, self._subject = told.strip().partition(" ")
-        self._one_at_a_time = threading.Lock()
+    def __init__(self, suite: str, tree: Path) -> None:
+        self._suite, self._one_at_a_time = suite, threading.Lock()
+        self._commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=tree, capture_output=True, text=True, check=True
+        ).stdout.strip()
 
     def add(self, name: str, answer: dict[str, Any]) -> None:
         with self._one_at_a_time:
             kept = json.loads(RESULTS.read_text(encoding="utf-8"))["results"] if RESULTS.exists() else {}
-            every = {**kept.get(self._commit, {}).get("faults", {}), name: answer}
             today = datetime.now(UTC).date().isoformat()
-            kept[self._commit] = {
-                "subject": self._subject,
-                "date": today,
+            every = kept.get(self._suite, {}).get("faults", {})
+            every = {**every, name: {**answer, "commit": self._commit, "date": today}}
+            kept[self._suite] = {
                 "found": sum(each["outcome"] == "found" for each in every.values()),
                 "not_found": sorted(each for each in every if every[each]["outcome"] != "found"),
                 "faults": dict(sorted(every.items(), key=lambda entry: (entry[1]["room"], entry[0]))),

@@ -98,7 +98,7 @@ class _Site:
             return found
 
 
-class Stashes:
+class ActivationOffload:
     """Parts of what forwards save at places, by place. `limit_bytes` of the host are for all of them together."""
 
     def __init__(self, parts: Mapping[Place, float], limit_bytes: int | None) -> None:

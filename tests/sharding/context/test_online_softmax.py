@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardwise.sharding.context.online_softmax import Joined
+from shardwise.sharding.context.online_softmax import OnlineSoftmax
 
 
 @pytest.mark.parametrize("largest", [1.0, 300.0, -300.0])
@@ -13,7 +13,7 @@ def test_parts_of_any_size_are_merged_to_what_all_keys_give_at_once(largest: flo
     query = torch.zeros(2, 3, 5, 4)
     scores = largest + 3 * torch.randn(2, 3, 5, 12, generator=chance)
     values = torch.randn(2, 3, 12, 4, generator=chance)
-    joined = Joined(query, 4)
+    joined = OnlineSoftmax(query, 4)
     for keys in (slice(0, 5), slice(5, 6), slice(6, 12)):
         part = scores[..., keys]
         joined.add(slice(None), part.softmax(-1) @ values[:, :, keys], part.logsumexp(-1))

@@ -130,7 +130,7 @@ def freed() -> None:
 def row(case: Case, plain: dict[str, Any], rates: tuple[float, float], **wishes: Any) -> dict[str, Any]:
     """One placement, measured."""
     placed = sw.place(case.model(), case.devices, host=case.host, **wishes)
-    ours, stashes = trained(case, placed), placed.stashes
+    ours, stashes = trained(case, placed), placed.activations
     out, back, held = 0.0, 0.0, 0
     if stashes is not None:  # Else another way was faster: the reason says which.
         out, back = stashes.sent_bytes / (case.steps + 1), stashes.returned_bytes / (case.steps + 1)

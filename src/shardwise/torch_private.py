@@ -269,6 +269,11 @@ def cpu_backend(group: torch.distributed.ProcessGroup) -> Any:
     return group._get_backend(torch.device("cpu"))
 
 
+def default_backend(device: torch.device) -> Any:
+    """What the default group sends a device's tensors with. `get_backend_config` is public, and gives text."""
+    return torch.distributed.distributed_c10d._get_default_group()._get_backend(device)
+
+
 def default_store() -> Store:
     """The store that the default group was made with. Public only for whoever made it."""
     return torch.distributed.distributed_c10d._get_default_store()
@@ -306,14 +311,12 @@ def aot_eager(graph: Any, inputs: list[Any], compile_backward: Callable[..., Any
     from torch._dynamo.backends.debugging import boxed_nop
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    # Inputs of a backward that is run in two passes must not be overwritten by the first: no buffer is donated.
-    with functorch_settings(donated_buffer=False):
-        return aot_autograd(
-            fw_compiler=boxed_nop,
-            bw_compiler=lambda part, given: compile_backward(boxed_nop, part, given),
-            partition_fn=min_cut_rematerialization_partition,
-            keep_inference_input_mutations=True,
-        )(graph, inputs)
+    return aot_autograd(
+        fw_compiler=boxed_nop,
+        bw_compiler=lambda part, given: compile_backward(boxed_nop, part, given),
+        partition_fn=min_cut_rematerialization_partition,
+        keep_inference_input_mutations=True,
+    )(graph, inputs)
 
 
 def inductor(graph: Any, inputs: list[Any], compile_part: Callable[..., Any]) -> Any:
@@ -326,8 +329,17 @@ def inductor(graph: Any, inputs: list[Any], compile_part: Callable[..., Any]) ->
     def inner(part: Any, given: list[Any], **options: Any) -> Any:
         return compile_part(compile_fx_inner, part, given, **options)
 
-    with functorch_settings(donated_buffer=False, enable_autograd_cache=False):
+    with functorch_settings(enable_autograd_cache=False):
         return compile_fx(graph, inputs, inner_compile=inner)
+
+
+def donate_nothing(context: TracingContext | None) -> None:
+    """Let no input of a backward that is being compiled be overwritten by it: it is run in two passes.
+
+    The setting `donated_buffer` does it for the whole process, and would have to stay: it is read at every backward.
+    """
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
 
 
 def takes_a_list(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

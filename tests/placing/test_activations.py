@@ -18,10 +18,10 @@ import shardwise as sw
 from shardwise.errors import ShardwiseError
 from shardwise.placing import Placed
 from shardwise.placing import activation_offload as placed_offload
-from shardwise.placing.activation_share import Hosting, bytes_with, hosted_bytes, window_bytes
+from shardwise.placing.activation_share import ActivationShare, bytes_with, hosted_bytes, window_bytes
 from shardwise.placing.layout import lay_out
 from shardwise.placing.loads import Load, find_loads, total_bytes
-from shardwise.placing.offload_planner import Question, decide
+from shardwise.placing.offload_planner import OffloadQuestion, decide
 from shardwise.placing.places import Place
 from shardwise.states.tiers import activation_offload
 from tests.engine.same import assert_same
@@ -46,8 +46,8 @@ def ids(seed: int = 0, rows: int = ROWS) -> Tensor:
 
 
 def sent(placed: Placed) -> int:
-    assert placed.stashes is not None
-    return placed.stashes.sent_bytes
+    assert placed.activations is not None
+    return placed.activations.sent_bytes
 
 
 class Block(nn.Module):
@@ -100,7 +100,7 @@ def test_a_placement_trains_as_it_does_without_a_host(wishes: dict[str, Any], pa
             optimizer.step()
     assert_same(*nets)
     assert sent(nets[1]) > 0
-    stashed = nets[1].stashes
+    stashed = nets[1].activations
     assert stashed is not None
     assert stashed.sent_bytes <= stashed.returned_bytes
     assert set(stashed.parts.values()) == {part}
@@ -150,7 +150,7 @@ def test_a_model_of_hugging_face_trains_and_generates(microbatches: int) -> None
     with torch.no_grad():
         nets[1](**batch)
     assert sent(nets[1]) == before > 0
-    assert nets[0].stashes is None
+    assert nets[0].activations is None
 
 
 def test_skips_and_batch_norm() -> None:
@@ -229,10 +229,10 @@ def test_no_more_is_brought_back_than_the_window_holds(monkeypatch: pytest.Monke
     size = 64 * 32 * 4
     module = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(20)))
     net = sw.place(module, HERE, activations_on_host=1, budget={"cpu:0": 12 * 3 * size}, moments=0)
-    assert net.stashes is not None
+    assert net.activations is not None
     loss = net(torch.randn(64, 32)).sum()
     assert (
-        net.stashes.host_bytes == 20 * size
+        net.activations.host_bytes == 20 * size
     )  # Of each layer what the next one is given: the first is given the batch.
     held: list[int] = []
     unpack = activation_offload.ActivationOffload._bring
@@ -274,13 +274,13 @@ def test_the_least_part_that_makes_room_is_sent() -> None:
     loads = [a_load(number) for number in range(10)]
     for room in (500, 700, 900, 1099, 1100):
         place = a_place("cpu:0", room)
-        part = Hosting().find_part(loads, 1, place)
+        part = ActivationShare().find_part(loads, 1, place)
         assert part is not None
         window = window_bytes(place)
         assert bytes_with(part, loads, 1, window) <= room
         assert part == 0 or bytes_with(part - 0.01, loads, 1, window) > room
-    assert Hosting().find_part(loads, 1, a_place("cpu:0", 200)) is None
-    assert Hosting(part=0.5).find_part(loads, 1, a_place("cpu:0", 2000)) == 0.5
+    assert ActivationShare().find_part(loads, 1, a_place("cpu:0", 200)) is None
+    assert ActivationShare(part=0.5).find_part(loads, 1, a_place("cpu:0", 2000)) == 0.5
 
 
 def test_units_are_laid_out_by_what_stays_of_them() -> None:
@@ -288,11 +288,11 @@ def test_units_are_laid_out_by_what_stays_of_them() -> None:
     places = [a_place("a", 500, speed=3.0), a_place("b", 500)]
     with pytest.raises(ShardwiseError, match=r"no room: the module needs 880 B \(800 B of it activations of 1 microb"):
         lay_out(loads, [replace(each, room_bytes=400) for each in places], [0, 1], num_in_flight=1)
-    stages = lay_out(loads, places, [0, 1], num_in_flight=1, hosting=Hosting())
+    stages = lay_out(loads, places, [0, 1], num_in_flight=1, share=ActivationShare())
     assert [len(stage) for stage in stages] == [6, 2]  # As fast as they are: with all activations there, [4, 4].
     tight = [replace(each, room_bytes=150) for each in places]
     with pytest.raises(ShardwiseError, match=r"of 1 microbatches, of which 800 B may be on the host; the largest"):
-        lay_out(loads, tight, [0, 1], num_in_flight=1, hosting=Hosting())
+        lay_out(loads, tight, [0, 1], num_in_flight=1, share=ActivationShare())
 
 
 def needs(net: nn.Module, example: dict[str, Tensor]) -> int:
@@ -306,14 +306,14 @@ def test_what_has_no_room_is_found_out(room: float, streams: bool) -> None:
     plain = copy.deepcopy(net)
     budget = {"cpu:0": int(room * needs(net, example))}
     placed = sw.place(net, BESIDE, example=example, budget=budget, host="stream")
-    assert placed.stashes is not None
+    assert placed.activations is not None
     assert (placed._host is not None) == streams
-    assert f"{100 * placed.stashes.parts['cpu:0']:.0f} % of the activations on the host" in placed.reason
+    assert f"{100 * placed.activations.parts['cpu:0']:.0f} % of the activations on the host" in placed.reason
     for each in (plain, placed):
         each(ids()).square().mean().backward()
     assert_same(plain, placed)
     kept = sum(load.kept_bytes for load in find_loads(net, example, moments=2).calls)
-    assert sent(placed) == pytest.approx(placed.stashes.parts["cpu:0"] * kept, rel=0.15)
+    assert sent(placed) == pytest.approx(placed.activations.parts["cpu:0"] * kept, rel=0.15)
 
 
 def test_a_pipeline_sends_what_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,8 +328,8 @@ def test_a_pipeline_sends_what_has_no_room(monkeypatch: pytest.MonkeyPatch) -> N
     wishes: dict[str, Any] = {"microbatches": 4, "example": example, "budget": budget, "speeds": speeds}
     placed = sw.place(Net(num_blocks=12, width=24), [*TWO, "cpu"], **wishes)
     assert placed._pipeline is not None
-    assert placed.stashes is not None
-    assert set(placed.stashes.parts) == set(TWO)
+    assert placed.activations is not None
+    assert set(placed.activations.parts) == set(TWO)
     for net in (plain, placed):
         net(ids()).square().mean().backward()
     assert_same(plain, placed)
@@ -346,7 +346,7 @@ def test_the_cheaper_of_weights_and_activations_leaves(
     loads = find_loads(net, example, moments=2)
     monkeypatch.setattr(deciding, "matmul_flops", lambda *_: device)
     monkeypatch.setattr(deciding, "copied_bytes_per_second", lambda: 1e9 if expected else 1e30)
-    question = Question(
+    question = OffloadQuestion(
         module=net,
         loads=loads,
         devices=[a_place("cpu:0", int(0.95 * total_bytes(loads.calls, 1)))],

@@ -119,7 +119,7 @@ def test_activations_on_the_host_change_nothing_but_the_peak(recomputes: bool) -
         peaks.append(torch.cuda.max_memory_allocated() - before)
         nets.append(net)
     assert all(torch.equal(one, other) for one, other in zip(*(each.parameters() for each in nets), strict=True))
-    sent = nets[1].stashes
+    sent = nets[1].activations
     assert sent is not None
     assert sent.sent_bytes == 4 * sent.host_bytes
     # What came and went need not have been there at once.
@@ -132,9 +132,9 @@ def test_a_pipeline_of_a_gpu_and_the_cpu_sends_what_the_gpu_saves() -> None:
     nets = [sw.place(Net(num_blocks=4), ["cuda:0", "cpu"], activations_on_host=part, **wishes) for part in (0, 1)]
     for net in nets:
         net(ids).square().mean().backward()
-    assert nets[1].stashes is not None
-    assert set(nets[1].stashes.parts) == {"cuda:0"}
-    assert nets[1].stashes.sent_bytes > 0
+    assert nets[1].activations is not None
+    assert set(nets[1].activations.parts) == {"cuda:0"}
+    assert nets[1].activations.sent_bytes > 0
     for one, other in zip(*(each.parameters() for each in nets), strict=True):
         assert one.grad is not None
         assert other.grad is not None

@@ -19,7 +19,7 @@ from shardwise.placing import Placed
 from shardwise.placing import placed as placed_module
 from shardwise.placing.host import divide, lay_out_streams
 from shardwise.placing.loads import find_loads
-from shardwise.placing.offload_planner import Question, decide
+from shardwise.placing.offload_planner import OffloadQuestion, decide
 from shardwise.placing.places import Place
 from tests.stages.families import make_batch, make_family
 from tests.stages.nets import UNet
@@ -260,7 +260,7 @@ def test_the_host_computes_what_has_no_room_only_where_that_is_faster(speed: flo
     room = sum(load.kept_bytes for load in loads.calls) + 4 * weight_bytes(module)
     device = replace(place_of("cpu:0", "cpu"), room_bytes=int(0.9 * room))
     host = replace(place_of("cpu", "cpu", speed), room_bytes=2**30)
-    question = Question(
+    question = OffloadQuestion(
         module=module,
         loads=loads,
         devices=[device],

@@ -11,7 +11,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.placing.layout import lay_out
 from shardwise.placing.loads import Load, loads_of, loads_without_example, total_bytes
 from shardwise.placing.places import Place, find_places
-from shardwise.stages.split.choose import Wishes, choose
+from shardwise.stages.split.choose import SplitOptions, choose
 from tests.stages.families import make_family
 from tests.stages.pieces import Net
 from tests.stages.small import small_matrices
@@ -87,7 +87,7 @@ def test_training_counts_gradients_and_what_the_optimizer_keeps() -> None:
 def test_activations_are_those_that_autograd_keeps() -> None:
     module = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Tanh(), nn.Linear(8, 2, bias=False))
     example = {"input": torch.randn(3, 4)}
-    wishes = Wishes(num_stages=1, cut=None, costs=None, speeds=None, limit_bytes=None)
+    wishes = SplitOptions(num_stages=1, cut=None, costs=None, speeds=None, limit_bytes=None)
     found, flow, _ = choose(module, example, wishes)
     loads = loads_of(module, found, flow, example, moments=2)
     # The first keeps its input, and its tanh (glue behind it) what it returned; that is the input of the second.

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.placing.device_moves import Meeting, give_back, lend, moved
-from shardwise.placing.moving import Mover
+from shardwise.placing.device_moves import CrossDeviceMode, add_gradients, copies_for, moved
+from shardwise.placing.moving import InputMover
 from tests.stages.nets import UNet
 from tests.stages.small import small_matrices
 
@@ -33,7 +33,7 @@ class Two(nn.Module):
 
 def test_arguments_go_where_they_are_needed_and_the_output_where_the_inputs_were() -> None:
     module = Two().to("meta")
-    mover = Mover(module, {"first": META, "second": META})
+    mover = InputMover(module, {"first": META, "second": META})
     seen: list[torch.device] = []
     module.first.register_forward_hook(lambda _, args, __: seen.append(args[0].device))
     module.second.register_forward_hook(lambda _, __, output: seen.append(output.device))
@@ -53,7 +53,7 @@ def test_a_skip_meets_what_was_computed_elsewhere() -> None:
     for name in late:
         module.get_submodule(name).to("meta")
     names = [name for name, each in module.named_modules() if next(each.parameters(recurse=False), None) is not None]
-    Mover(module, {name: META if name.startswith(late) else CPU for name in names})
+    InputMover(module, {name: META if name.startswith(late) else CPU for name in names})
     seen: list[torch.device] = []
     module.out.register_forward_hook(lambda _, __, output: seen.append(output.device))
     with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
@@ -68,21 +68,21 @@ def test_hooks_of_the_simple_case_keep_out_of_the_threads_of_a_pipeline() -> Non
     # Stages but the last leave the module's forward early, past the hook that would end what was begun.
     placed = sw.place(module, ["cpu:0", "cpu:1"], microbatches=2)
     placed(image, moment)
-    Mover(module, dict.fromkeys(["out", "middle", "time"], CPU))
+    InputMover(module, dict.fromkeys(["out", "middle", "time"], CPU))
     expected = plain(image, moment)["noise"]
     for call in (placed, module):
         assert torch.allclose(call(image, moment)["noise"], expected, atol=1e-6)
-    assert not Meeting.is_open()
+    assert not CrossDeviceMode.is_open()
 
 
 def test_a_meeting_ends_with_the_call_that_opened_it() -> None:
     module = Two()
-    Mover(module, {"first": CPU, "second": CPU})
+    InputMover(module, {"first": CPU, "second": CPU})
     module(torch.ones(4, 2), scale={"by": torch.ones(4, 3)})
-    assert not Meeting.is_open()
+    assert not CrossDeviceMode.is_open()
     with pytest.raises(KeyError):
         module(torch.ones(4, 2), scale={})
-    assert not Meeting.is_open()
+    assert not CrossDeviceMode.is_open()
 
 
 def test_nested_arguments_are_moved_and_those_that_are_there_are_left() -> None:
@@ -95,11 +95,11 @@ def test_nested_arguments_are_moved_and_those_that_are_there_are_left() -> None:
 
 def test_a_lent_weight_stands_for_its_owner_and_its_gradient_comes_back() -> None:
     weight, x = nn.Parameter(torch.randn(3, 2)), torch.randn(4, 2)
-    lent = lend([weight], CPU)
-    with Meeting(CPU, lent):
+    copies = copies_for([weight], CPU)
+    with CrossDeviceMode(CPU, copies):
         nn.functional.linear(x, weight).sum().backward()  # type: ignore[no-untyped-call]
     assert weight.grad is None
-    give_back(lent)
-    give_back(lent)
+    add_gradients(copies)
+    add_gradients(copies)
     expected = torch.autograd.grad(nn.functional.linear(x, weight).sum(), weight)[0]
     assert torch.equal(weight.grad, expected)  # type: ignore[arg-type]

@@ -123,7 +123,7 @@ def test_limits_of_compilation_are_raised_while_somebody_needs_them_and_set_back
 def test_settings_of_the_compiler_hold_inside_a_block_only() -> None:
     import torch._functorch.config as config
 
-    before = config.donated_buffer
-    with torch_private.functorch_settings(donated_buffer=not before):
-        assert config.donated_buffer is not before
-    assert config.donated_buffer is before
+    before = config.enable_autograd_cache
+    with torch_private.functorch_settings(enable_autograd_cache=not before):
+        assert config.enable_autograd_cache is not before
+    assert config.enable_autograd_cache is before

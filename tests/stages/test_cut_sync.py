@@ -9,7 +9,7 @@ from shardwise.engine.parallelize import parallelize
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.spawn import Ranks
 from shardwise.stages.cut_sync import agree_on_costs
-from shardwise.stages.split.flow import Call
+from shardwise.stages.split.flow import UnitCall
 from shardwise.stages.split.outline import outline_of
 from tests.ranks import telling
 
@@ -17,7 +17,7 @@ from tests.ranks import telling
 def costs_of_a_rank(names: list[list[str]]) -> list[tuple[float, float, float]]:
     rank = dist.get_rank()
     calls = [
-        Call(
+        UnitCall(
             name=name, unit=name, outline=outline_of(None, [], set()), signature=(), needs=frozenset(),
             flops=100.0 * rank, bytes=10.0 * number, touched=frozenset(), weight_bytes=2.0 * rank,
         )

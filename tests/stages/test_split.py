@@ -16,7 +16,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.execution.pipeline import step_seconds
 from shardwise.schedule.catalogue import make_schedule
 from shardwise.stages.split import split, stage_costs
-from shardwise.stages.split.choose import Wishes, choose, costs_of
+from shardwise.stages.split.choose import SplitOptions, choose, costs_of
 from shardwise.stages.split.stopwatch import Stopwatch
 from tests.engine.by_hand import assert_same, assert_split_is_the_module, gradients_of, run_stages, stages_of, weigh
 from tests.stages import odd_nets
@@ -288,7 +288,7 @@ def test_a_judge_who_knows_the_schedule_moves_the_cut_where_a_step_is_shorter() 
     judge = partial(step_seconds, make_schedule("zb-h2", 2, 4))
 
     def seconds_of(chosen: Callable[[Sequence[float]], float]) -> tuple[float, list[float]]:
-        wishes = Wishes(num_stages=2, through_blocks=True, judge=chosen)
+        wishes = SplitOptions(num_stages=2, through_blocks=True, judge=chosen)
         _, flow, where = choose(module, batch, wishes)
         costs = costs_of(flow, wishes)
         stages = [sum(costs[call] for call in calls) for calls in where]

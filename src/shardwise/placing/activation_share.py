@@ -24,7 +24,7 @@ def window_bytes(place: Place) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hosting:
+class ActivationShare:
     """Activations may go to the host: this part of them, or, without one, what there is no room for."""
 
     part: float | None = None

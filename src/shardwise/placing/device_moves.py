@@ -1,6 +1,6 @@
-"""Where tensors of several devices meet: values are brought to one of them, and a lent weight stands for its owner's.
+"""Operations on tensors of several devices: values are brought to one, and a copy of a shared weight stands for it.
 
-A weight that several stages use is one parameter, of the first of them. The others are lent a copy of it for one pass,
+A weight that several stages use is one parameter, of the first of them. The others have a copy of it for one pass,
 or the same memory if they are on the same device, each with a gradient of its own. When all have finished, these are
 added to the owner's, in the order of the stages, so that the sum never depends on who was first.
 """
@@ -26,22 +26,22 @@ def moved(given: Any, device: torch.device) -> Any:
     return pytree.tree_map(lambda each: each.to(device) if isinstance(each, Tensor) else each, given)
 
 
-class Meeting(TorchFunctionMode):
-    """Operations on tensors of several devices happen on `device`, and with lent weights in place of their owners'."""
+class CrossDeviceMode(TorchFunctionMode):
+    """Operations on tensors of several devices happen on `device`, and with copies in place of shared weights."""
 
     _opened = threading.local()
 
-    def __init__(self, device: torch.device, lent: Mapping[Tensor, Tensor] | None = None) -> None:
+    def __init__(self, device: torch.device, copies: Mapping[Tensor, Tensor] | None = None) -> None:
         super().__init__()
         self.device = device
-        self._lent = {id(owner): each for owner, each in (lent or {}).items()}
+        self._copies = {id(owner): each for owner, each in (copies or {}).items()}
 
     @classmethod
     def is_open(cls) -> bool:
         """Whether this thread is inside of one."""
         return getattr(cls._opened, "count", 0) > 0
 
-    def __enter__(self) -> "Meeting":
+    def __enter__(self) -> "CrossDeviceMode":
         self._opened.count = getattr(self._opened, "count", 0) + 1
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -56,24 +56,24 @@ class Meeting(TorchFunctionMode):
         del types
         kwargs = kwargs or {}
         tensors = [each for each in leaves_of((args, kwargs)) if isinstance(each, Tensor)]
-        if self._lent and any(id(each) in self._lent for each in tensors):
-            args, kwargs = pytree.tree_map(lambda each: self._lent.get(id(each), each), (args, kwargs))
+        if self._copies and any(id(each) in self._copies for each in tensors):
+            args, kwargs = pytree.tree_map(lambda each: self._copies.get(id(each), each), (args, kwargs))
         # Numbers without dims may be on the CPU everywhere.
         if len({each.device for each in tensors if each.dim()}) > 1:
             args, kwargs = moved((args, kwargs), self.device)
         return func(*args, **kwargs)
 
 
-def lend(parameters: Sequence[nn.Parameter], device: torch.device) -> dict[Tensor, Tensor]:
+def copies_for(parameters: Sequence[nn.Parameter], device: torch.device) -> dict[Tensor, Tensor]:
     """For each parameter what stands for it on a device during one pass."""
     wants = torch.is_grad_enabled()
     return {each: each.detach().to(device).requires_grad_(wants and each.requires_grad) for each in parameters}
 
 
-def give_back(lent: Mapping[Tensor, Tensor]) -> None:
-    """Add the gradients of what was lent to their owners'."""
+def add_gradients(copies: Mapping[Tensor, Tensor]) -> None:
+    """Add the gradients of copies to their owners'."""
     with torch.no_grad():
-        for owner, each in lent.items():
+        for owner, each in copies.items():
             if each.grad is not None:
                 give(owner, each.grad.to(owner.device))
                 each.grad = None

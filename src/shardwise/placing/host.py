@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from shardwise.dataflow.machine import Machine
 from shardwise.errors import ShardwiseError
-from shardwise.placing.activation_share import Hosting, window_bytes
+from shardwise.placing.activation_share import ActivationShare, window_bytes
 from shardwise.placing.layout import NoRoomError, lay_out, no_room
-from shardwise.placing.loads import Load, Loads, total_bytes, trains
+from shardwise.placing.loads import Load, ModuleLoads, total_bytes, trains
 from shardwise.placing.moving import settle
 from shardwise.placing.places import Place
 from shardwise.states.tiers.choose_offloaded import choose_for_room, choose_offloaded
@@ -80,16 +80,16 @@ def divide(places: Sequence[Place], host: str) -> tuple[tuple[Place, ...], tuple
 
 def lay_out_streams(
     module: nn.Module,
-    found: Loads,
+    found: ModuleLoads,
     devices: Sequence[Place],
     memory: Sequence[Place],
     *,
     moments: int,
-    hosting: Hosting | None = None,
+    share: ActivationShare | None = None,
 ) -> list[Unit]:
     """Where each unit is computed, and which of them are streamed: the fewest that leave room for the others."""
     blocks, loads = found.units, found.by_unit(module, moments=moments)
-    places = _computing_places(loads, devices, memory, hosting)
+    places = _computing_places(loads, devices, memory, share)
     stays = shared_parameters(module, list(blocks.values()))
     first_names = {parameter: name for name, parameter in module.named_parameters()}
     homes: dict[str, Place] = {}  # Of what several units have: it counts once, and they go where it is.
@@ -116,7 +116,7 @@ def lay_out_streams(
     by_name = {}
     for place in devices:
         here = [unit for unit in units if unit.place is place]
-        by_name.update({unit.name: unit for unit in _with_streams(place, here, hosting, trains=trains(module))})
+        by_name.update({unit.name: unit for unit in _with_streams(place, here, share, trains=trains(module))})
     return [by_name[unit.name] for unit in units]
 
 
@@ -193,20 +193,20 @@ class HostWeights:
 
 
 def _computing_places(
-    loads: Sequence[Load], devices: Sequence[Place], memory: Sequence[Place], hosting: Hosting | None
+    loads: Sequence[Load], devices: Sequence[Place], memory: Sequence[Place], share: ActivationShare | None
 ) -> list[Place]:
     """The device of each unit: runs of them, as even as speeds are. Weights may come and go, activations stay, unless
-    there is `hosting`."""
+    there is `share`."""
     resting = [replace(load, states={}) for load in loads]
     try:
-        runs = lay_out(resting, devices, range(min(len(devices), len(loads))), num_in_flight=1, hosting=hosting)
+        runs = lay_out(resting, devices, range(min(len(devices), len(loads))), num_in_flight=1, share=share)
     except NoRoomError as error:
         places = [*devices, *memory]
-        raise no_room(loads, places, range(len(places)), num_in_flight=1, hosting=hosting) from error
+        raise no_room(loads, places, range(len(places)), num_in_flight=1, share=share) from error
     return [place for place, run in zip(devices, runs, strict=False) for _ in run]
 
 
-def _with_streams(place: Place, units: Sequence[Unit], hosting: Hosting | None, *, trains: bool) -> list[Unit]:
+def _with_streams(place: Place, units: Sequence[Unit], share: ActivationShare | None, *, trains: bool) -> list[Unit]:
     """The units of one device, the fewest of them on the host, and as evenly among the others as they go."""
     window = window_bytes(place)
 
@@ -215,7 +215,7 @@ def _with_streams(place: Place, units: Sequence[Unit], hosting: Hosting | None, 
 
     def needed(some: Sequence[Unit]) -> float:
         loads = held_loads(some, trains=trains)
-        return total_bytes(loads, 1) if hosting is None else hosting.least_bytes(loads, 1, window)
+        return total_bytes(loads, 1) if share is None else share.least_bytes(loads, 1, window)
 
     found = choose_offloaded(len(units), lambda chosen: needed(streaming(chosen)) <= place.room_bytes)
     if found is not None:

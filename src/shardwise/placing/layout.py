@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from shardwise.errors import ShardwiseError
-from shardwise.placing.activation_share import Hosting, hosted_bytes, window_bytes
+from shardwise.placing.activation_share import ActivationShare, hosted_bytes, window_bytes
 from shardwise.placing.loads import Load, total_bytes
 from shardwise.placing.places import Place
 from shardwise.units import format_bytes
@@ -22,34 +22,37 @@ def lay_out(
     *,
     num_in_flight: int,
     inseparable: Sequence[tuple[int, int]] = (),
-    hosting: Hosting | None = None,
+    share: ActivationShare | None = None,
 ) -> list[range]:
     """The units of each stage, one run after the other. Stage i is on place `ranks[i]`.
 
-    A place with several stages gives each of them an equal part of its room and of its time. With `hosting` activations
+    A place with several stages gives each of them an equal part of its room and of its time. With `share` activations
     may be on the host.
     """
-    shares = [ranks.count(rank) for rank in ranks]
+    sharing = [ranks.count(rank) for rank in ranks]
     count, num_stages = len(loads), len(ranks)
     may_cut = [not any(first < at <= last for first, last in inseparable) for at in range(count + 1)]
     best: list[float] = [0.0] + [_NEVER] * count
     back: list[list[int]] = []
     for stage, rank in enumerate(ranks):
-        place, share = places[rank], shares[stage]
+        place, num_sharing = places[rank], sharing[stage]
         after, choice = [_NEVER] * (count + 1), [0] * (count + 1)
         for first in range(stage, count):
             if best[first] == _NEVER or not may_cut[first]:
                 continue
             for end in range(first + 1, count - (num_stages - stage - 1) + 1):
-                if _least_bytes(loads[first:end], num_in_flight, place, share, hosting) > place.room_bytes / share:
+                if (
+                    _least_bytes(loads[first:end], num_in_flight, place, num_sharing, share)
+                    > place.room_bytes / num_sharing
+                ):
                     break
-                seconds = max(best[first], sum(load.cost for load in loads[first:end]) * share / place.speed)
+                seconds = max(best[first], sum(load.cost for load in loads[first:end]) * num_sharing / place.speed)
                 if may_cut[end] and seconds < after[end]:
                     after[end], choice[end] = seconds, first
         best = after
         back.append(choice)
     if best[count] == _NEVER:
-        raise no_room(loads, places, ranks, num_in_flight=num_in_flight, hosting=hosting)
+        raise no_room(loads, places, ranks, num_in_flight=num_in_flight, share=share)
     stages: list[range] = []
     end = count
     for choice in reversed(back):
@@ -64,11 +67,11 @@ def fits(
     ranks: Sequence[int],
     *,
     num_in_flight: int,
-    hosting: Hosting | None = None,
+    share: ActivationShare | None = None,
 ) -> bool:
     """Whether the units of every stage have room where they are."""
     return all(
-        _least_bytes(each, num_in_flight, place, 1, hosting) <= place.room_bytes
+        _least_bytes(each, num_in_flight, place, 1, share) <= place.room_bytes
         for place, each in zip(places, by_rank(stages, ranks, len(places)), strict=True)
     )
 
@@ -81,10 +84,12 @@ def by_rank(stages: Sequence[Sequence[Load]], ranks: Sequence[int], num_places: 
     ]
 
 
-def _least_bytes(loads: Sequence[Load], num_in_flight: int, place: Place, share: int, hosting: Hosting | None) -> float:
-    if hosting is None:
+def _least_bytes(
+    loads: Sequence[Load], num_in_flight: int, place: Place, num_sharing: int, share: ActivationShare | None
+) -> float:
+    if share is None:
         return total_bytes(loads, num_in_flight)
-    return hosting.least_bytes(loads, num_in_flight, window_bytes(place) / share)
+    return share.least_bytes(loads, num_in_flight, window_bytes(place) / num_sharing)
 
 
 def no_room(
@@ -93,7 +98,7 @@ def no_room(
     ranks: Sequence[int],
     *,
     num_in_flight: int,
-    hosting: Hosting | None = None,
+    share: ActivationShare | None = None,
 ) -> NoRoomError:
     """What is needed, and what there is, place by place."""
     needed = total_bytes(loads, num_in_flight)
@@ -102,8 +107,8 @@ def no_room(
     there = ", ".join(f"{place.name} has room for {format_bytes(place.room_bytes)}" for place in places)
     with_chunks = len(ranks) > len(places)
     on_host = ""
-    if hosting is not None:
-        part = 1.0 if hosting.part is None else hosting.part
+    if share is not None:
+        part = 1.0 if share.part is None else share.part
         on_host = f", of which {format_bytes(hosted_bytes(part, loads, num_in_flight))} may be on the host"
     return NoRoomError(
         f"no room: the module needs {format_bytes(needed)} ({format_bytes(activations)} of it activations of"

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise.stages.split.arguments import Signature
-from shardwise.stages.split.choose import Wishes, choose, costs_of
-from shardwise.stages.split.flow import Flow
+from shardwise.stages.split.choose import SplitOptions, choose, costs_of
+from shardwise.stages.split.flow import UnitFlow
 from shardwise.stages.split.parts import inseparable_calls
 from shardwise.stages.split.units import find_units
 from shardwise.stages.stage import Batch
@@ -50,7 +50,7 @@ def trains(module: nn.Module) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loads:
+class ModuleLoads:
     """Everything that a module asks of its places: units, their calls in order, and calls between which is no cut."""
 
     units: Mapping[str, nn.Module]
@@ -72,13 +72,13 @@ class Loads:
         return list(found.values())
 
 
-def find_loads(module: nn.Module, example: Batch | None, *, moments: int) -> Loads:
+def find_loads(module: nn.Module, example: Batch | None, *, moments: int) -> ModuleLoads:
     """What the module asks for, measured on an example if there is one."""
     if example is None:
         calls = loads_without_example(module, moments=moments)
-        return Loads(units=find_units(module), calls=calls, inseparable=[], are_measured=False)
-    units, flow, _ = choose(module, example, Wishes(num_stages=1))
-    return Loads(
+        return ModuleLoads(units=find_units(module), calls=calls, inseparable=[], are_measured=False)
+    units, flow, _ = choose(module, example, SplitOptions(num_stages=1))
+    return ModuleLoads(
         units=units,
         calls=loads_of(module, units, flow, example, moments=moments),
         inseparable=inseparable_calls(flow),
@@ -101,11 +101,11 @@ def loads_without_example(module: nn.Module, *, moments: int) -> list[Load]:
 
 
 def loads_of(
-    module: nn.Module, units: Mapping[str, nn.Module], flow: Flow, example: Batch, *, moments: int
+    module: nn.Module, units: Mapping[str, nn.Module], flow: UnitFlow, example: Batch, *, moments: int
 ) -> list[Load]:
     """The calls of units on the example, with what was measured there."""
     sizes, first_names = state_bytes(module, moments=moments), _first_names(module)
-    nothing = Wishes(num_stages=1)
+    nothing = SplitOptions(num_stages=1)
     returned = _returned_bytes(flow)
     kept = _kept_bytes(module, units, example) if trains(module) else [_Kept(each) for each in returned]
     return [
@@ -143,7 +143,7 @@ def _names_in(unit: nn.Module, first_names: Mapping[int, str]) -> list[str]:
     return [first_names[id(each)] for each in [*unit.parameters(), *unit.buffers()]]
 
 
-def _returned_bytes(flow: Flow) -> list[int]:
+def _returned_bytes(flow: UnitFlow) -> list[int]:
     return [
         sum(prod(each.shape) * each.dtype.itemsize for each in call.outline.tensors.values()) for call in flow.calls
     ]

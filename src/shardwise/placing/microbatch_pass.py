@@ -19,10 +19,10 @@ from shardwise.execution.interpreter import Interpreter
 from shardwise.execution.threads import Mail, Surroundings, run_together
 from shardwise.placing.activation_offload import PlacedActivationOffload
 from shardwise.placing.batch_rows import rows_of
-from shardwise.placing.device_moves import Meeting, give_back, lend, moved
+from shardwise.placing.device_moves import CrossDeviceMode, add_gradients, copies_for, moved
 from shardwise.placing.outputs import Joint
 from shardwise.placing.places import Place
-from shardwise.placing.rng_state import Chances
+from shardwise.placing.rng_state import RngState
 from shardwise.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind
 from shardwise.schedule.schedule import Schedule
 from shardwise.stages.split.outline import leaves_of
@@ -40,15 +40,15 @@ class _Microbatch(dict[str, Any]):
 
 @dataclass(kw_only=True)
 class _PlacedStage:
-    """A stage in one pass: with its own random numbers, and with what it was lent."""
+    """A stage in one pass: with its own random numbers, and with copies of weights that others own."""
 
     inner: Stage
     stage: int
     place: Place
-    lent: dict[Tensor, Tensor]
-    chances: Chances | None
+    copies: dict[Tensor, Tensor]
+    rng: RngState | None
     meets: bool
-    stashes: PlacedActivationOffload | None
+    activations: PlacedActivationOffload | None
 
     def __post_init__(self) -> None:
         self.parameters, self.buffers = self.inner.parameters, self.inner.buffers
@@ -57,22 +57,22 @@ class _PlacedStage:
         """Compute on one microbatch: see `Stage.run`."""
         assert isinstance(batch, _Microbatch), "places are given numbered microbatches"
         with ExitStack() as stack:
-            if self.stashes is not None and torch.is_grad_enabled():
-                stack.enter_context(self.stashes.saving_at(self.place, self._there_anyway(values, batch)))
+            if self.activations is not None and torch.is_grad_enabled():
+                stack.enter_context(self.activations.saving_at(self.place, self._there_anyway(values, batch)))
             if self.meets:
-                stack.enter_context(Meeting(self.place.device, self.lent))
-            if self.chances is not None:
-                stack.enter_context(self.chances.of(self.stage, batch.number, self.place.device))
+                stack.enter_context(CrossDeviceMode(self.place.device, self.copies))
+            if self.rng is not None:
+                stack.enter_context(self.rng.of(self.stage, batch.number, self.place.device))
             return self.inner.run(values, batch)
 
     def _there_anyway(self, values: Values, batch: Batch) -> list[Tensor]:
         """What is on the device whether this forward saves it or not."""
         given = [each for each in leaves_of(dict(batch)) if isinstance(each, Tensor)]
-        weights = [*self.parameters.values(), *self.buffers.values(), *self.lent.values()]
+        weights = [*self.parameters.values(), *self.buffers.values(), *self.copies.values()]
         return [*weights, *values.values(), *given]
 
 
-class Passage:
+class MicrobatchPass:
     """One batch. After `forward` there is `joint`; `backward` is run at most once."""
 
     def __init__(
@@ -83,13 +83,13 @@ class Passage:
         microbatches: Sequence[Batch],
         *,
         num_threads: int,
-        chances: Chances | None,
-        stashes: PlacedActivationOffload | None = None,
+        rng: RngState | None,
+        activations: PlacedActivationOffload | None = None,
     ) -> None:
-        self.schedule, self.places, self._stashes = schedule, places, stashes
+        self.schedule, self.places, self._activations = schedule, places, activations
         self._rows = [rows_of(each) for each in microbatches]
         self._num_threads = num_threads
-        self._lent = _lend_ties(schedule, split, places)
+        self._copies = _copy_ties(schedule, split, places)
         several = len({place.device for place in places}) > 1
         ranks = schedule.placement.ranks
         stages = [
@@ -97,10 +97,10 @@ class Passage:
                 inner=stage,
                 stage=number,
                 place=places[ranks[number]],
-                lent=self._lent[number],
-                chances=chances,
-                meets=several or bool(self._lent[number]),
-                stashes=stashes,
+                copies=self._copies[number],
+                rng=rng,
+                meets=several or bool(self._copies[number]),
+                activations=activations,
             )
             for number, stage in enumerate(split.stages)
             if stage is not None
@@ -133,8 +133,8 @@ class Passage:
         for number, each in enumerate(starts):
             interpreter.start_backward(last, number, each)
         self._run(_BACKWARD)
-        for lent in self._lent:
-            give_back(lent)
+        for copies in self._copies:
+            add_gradients(copies)
         for interpreter in self._interpreters:
             interpreter.finish()
 
@@ -167,8 +167,8 @@ class Passage:
             for receive in expected.pop((stage, microbatch), []):
                 interpreter.receiver(receive)(mail.collect((receive.peer, stage, microbatch)))
             interpreter.compute(instruction)
-            if kind is Kind.I and self._stashes is not None:
-                self._stashes.put_away(self.places[interpreter.rank])
+            if kind is Kind.I and self._activations is not None:
+                self._activations.put_away(self.places[interpreter.rank])
         elif kind in SENDS:
             assert peer is not None, f"{instruction} names no peer"
             target = self.places[self.schedule.placement.ranks[peer]].device
@@ -179,8 +179,8 @@ class Passage:
             expected.setdefault((stage, microbatch), []).append(instruction)
 
 
-def _lend_ties(schedule: Schedule, split: Split, places: Sequence[Place]) -> list[dict[Tensor, Tensor]]:
-    """What each stage is lent: the weights that an earlier one owns."""
+def _copy_ties(schedule: Schedule, split: Split, places: Sequence[Place]) -> list[dict[Tensor, Tensor]]:
+    """For each stage copies of the weights that an earlier one owns."""
     owned: dict[int, list[nn.Parameter]] = {}
     for name, (owner, *others) in split.ties.items():
         holder = split.stages[owner]
@@ -188,7 +188,7 @@ def _lend_ties(schedule: Schedule, split: Split, places: Sequence[Place]) -> lis
         for stage in others:
             owned.setdefault(stage, []).append(holder.parameters[name])
     ranks = schedule.placement.ranks
-    return [lend(owned.get(stage, []), places[ranks[stage]].device) for stage in range(split.num_stages)]
+    return [copies_for(owned.get(stage, []), places[ranks[stage]].device) for stage in range(split.num_stages)]
 
 
 def _numbered(microbatch: Batch, number: int, device: torch.device) -> _Microbatch:

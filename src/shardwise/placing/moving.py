@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.placing.device_moves import Meeting, moved
+from shardwise.placing.device_moves import CrossDeviceMode, moved
 from shardwise.stages.split.outline import leaves_of
 from shardwise.states.tiers.outputs import open_dataclasses
 from shardwise.torch_private import buffer_slots
@@ -31,7 +31,7 @@ def settle(module: nn.Module, where: Mapping[str, torch.device]) -> None:
                 buffer_slots(each)[key] = buffer.to(where[first_names[id(buffer)]])
 
 
-class Mover:
+class InputMover:
     """Hooks on a module and its units, where there is more than one device. `remove` takes them away.
 
     In the threads of a pipeline all is where it is needed, and nothing is done here.
@@ -51,19 +51,19 @@ class Mover:
 
     def come_to(self, device: torch.device) -> None:
         """A unit is about to be run on a device: what meets after it, outside of units, meets there."""
-        meeting: Meeting | None = getattr(self._now, "meeting", None)
+        meeting: CrossDeviceMode | None = getattr(self._now, "meeting", None)
         if meeting is not None:
             meeting.device = device
 
     def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if Meeting.is_open():
+        if CrossDeviceMode.is_open():
             return
         tensors = [each for each in leaves_of((args, kwargs)) if isinstance(each, Tensor)]
         self._now.home = tensors[0].device if tensors else None
-        self._now.meeting = Meeting(self._now.home or torch.device("cpu")).__enter__()
+        self._now.meeting = CrossDeviceMode(self._now.home or torch.device("cpu")).__enter__()
 
     def _end(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
-        meeting: Meeting | None = getattr(self._now, "meeting", None)
+        meeting: CrossDeviceMode | None = getattr(self._now, "meeting", None)
         if meeting is None:
             return output
         self._now.meeting = None
@@ -75,7 +75,7 @@ class Mover:
 class _Move:
     """In front of one unit: its arguments go where it is."""
 
-    def __init__(self, mover: Mover, device: torch.device) -> None:
+    def __init__(self, mover: InputMover, device: torch.device) -> None:
         self._mover, self._device = mover, device
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

@@ -9,18 +9,19 @@
 Links work beside the computation, both directions at once: a pass takes as long as the longest of them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
 
 from shardwise.dataflow.links import Link
 from shardwise.dataflow.machine import Machine
-from shardwise.placing.activation_share import Hosting, hosted_bytes
+from shardwise.placing.activation_share import ActivationShare, hosted_bytes
 from shardwise.placing.host import Unit, held_loads, lay_out_streams
 from shardwise.placing.layout import NoRoomError, lay_out
-from shardwise.placing.loads import Load, Loads, total_bytes, trains
+from shardwise.placing.loads import Load, ModuleLoads, total_bytes, trains
 from shardwise.placing.places import Place, copied_bytes_per_second, matmul_flops, multiplied
 from shardwise.units import format_bytes, format_seconds
 
@@ -35,7 +36,7 @@ class Way:
     words: str
     seconds: float
     units: Sequence[Unit] = ()
-    hosting: Hosting | None = None
+    share: ActivationShare | None = None
     #: What part of its activations each place sends, and what that is on the host.
     parts: Mapping[Place, float] = field(default_factory=dict)
     hosted_bytes: int = 0
@@ -45,7 +46,7 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class OffloadChoice:
     """The ways that there is room for, the best first, and what each would take."""
 
     ways: Sequence[Way]
@@ -62,7 +63,7 @@ class _Work:
     activation_bytes: float = 0.0
 
 
-class Prices:
+class OffloadPrices:
     """What computation and links take, measured when somebody asks for the first time."""
 
     def __init__(self, places: Sequence[Place], dtype: torch.dtype, *, trains: bool, moments: int) -> None:
@@ -112,11 +113,11 @@ class Prices:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class OffloadQuestion:
     """What is to be placed: devices that compute, and the host beside them."""
 
     module: nn.Module
-    loads: Loads
+    loads: ModuleLoads
     devices: Sequence[Place]
     memory: Sequence[Place]
     moments: int
@@ -129,44 +130,53 @@ class Question:
     has_folder: bool = False
 
 
-def decide(question: Question) -> Choice:
+def decide(question: OffloadQuestion) -> OffloadChoice:
     """The ways that there is room for, the fastest first, those that read a disk last."""
     trained = trains(question.module)
     places, dtype = [*question.devices, *question.memory], multiplied(question.module)
-    prices = Prices(places, dtype, trains=trained, moments=question.moments)
-    ways: list[Way] = []
-    refusals: list[NoRoomError] = []
-    may_host = trained and question.part != 0.0 and (question.loads.are_measured or question.part is not None)
-    hostings: list[Hosting | None] = [Hosting(part=question.part)] if may_host else []
-    if question.part is None or not hostings:
-        hostings = [None, *hostings]
-    for hosting in hostings:
-        for find in (_with_activations_away, _with_streams):
-            try:
-                found = find(question, prices, hosting)
-                ways += [found] if found is not None else []
-            except NoRoomError as error:
-                refusals.append(error)
+    prices = OffloadPrices(places, dtype, trains=trained, moments=question.moments)
+    candidates: list[Callable[[], Way | None]] = [
+        partial(find, question, prices, share)
+        for share in _shares(question)
+        for find in (_with_activations_away, _with_streams)
+    ]
     if question.host == "auto":
-        try:
-            ways.append(_with_host_computing(question, prices))
-        except NoRoomError as error:
-            refusals.append(error)
+        candidates.append(partial(_with_host_computing, question, prices))
+    found = [_way_or_refusal(find) for find in candidates]
+    ways = [each for each in found if isinstance(each, Way)]
+    refusals = [each for each in found if isinstance(each, NoRoomError)]
     if not ways:
         raise refusals[-1]
     ways.sort(key=lambda way: (way.reads_disk, way.seconds))
-    return Choice(ways=ways, reason=_reason(question, ways, refusals, prices))
+    return OffloadChoice(ways=ways, reason=_reason(question, ways, refusals, prices))
 
 
-def parts_of(loads: Mapping[Place, Sequence[Load]], hosting: Hosting, num_in_flight: int) -> dict[Place, float]:
+def _shares(question: OffloadQuestion) -> list[ActivationShare | None]:
+    """What may be done with activations: leave them where they are (None), or send the part that was asked for."""
+    if not trains(question.module) or question.part == 0.0:
+        return [None]
+    if question.part is None:  # Without an example nobody knows how large they are.
+        return [None, ActivationShare()] if question.loads.are_measured else [None]
+    return [ActivationShare(part=question.part)]
+
+
+def _way_or_refusal(find: Callable[[], Way | None]) -> Way | NoRoomError | None:
+    """A way, or why there is no room for it; None if it is no other than one of the others."""
+    try:
+        return find()
+    except NoRoomError as error:
+        return error
+
+
+def parts_of(loads: Mapping[Place, Sequence[Load]], share: ActivationShare, num_in_flight: int) -> dict[Place, float]:
     """What part of its activations each place sends."""
     found = {}
     for place, some in loads.items():
-        part = hosting.find_part(some, num_in_flight, place)
+        part = share.find_part(some, num_in_flight, place)
         if part is None:
             raise NoRoomError(
                 f"no room at {place.name}: {format_bytes(total_bytes(some, num_in_flight))} are needed there,"
-                f" {format_bytes(hosted_bytes(hosting.part or 1.0, some, num_in_flight))} of them activations that may"
+                f" {format_bytes(hosted_bytes(share.part or 1.0, some, num_in_flight))} of them activations that may"
                 f" be on the host, and there are {format_bytes(place.room_bytes)}",
                 remedy="a larger budget, or a smaller batch",
             )
@@ -174,15 +184,17 @@ def parts_of(loads: Mapping[Place, Sequence[Load]], hosting: Hosting, num_in_fli
     return found
 
 
-def _with_activations_away(question: Question, prices: Prices, hosting: Hosting | None) -> Way | None:
+def _with_activations_away(
+    question: OffloadQuestion, prices: OffloadPrices, share: ActivationShare | None
+) -> Way | None:
     """All weights on the devices."""
-    if hosting is None:
+    if share is None:
         return None
     calls, devices = question.loads.calls, question.devices
     ranks = range(min(len(devices), len(calls)))
-    runs = lay_out(calls, devices, ranks, num_in_flight=1, inseparable=question.loads.inseparable, hosting=hosting)
+    runs = lay_out(calls, devices, ranks, num_in_flight=1, inseparable=question.loads.inseparable, share=share)
     mine = {place: [calls[call] for call in run] for place, run in zip(devices, runs, strict=False)}
-    parts = parts_of(mine, hosting, 1)
+    parts = parts_of(mine, share, 1)
     away = {place: hosted_bytes(parts[place], mine[place], 1) for place in mine}
     check_host(away, 0, _host_room(question))
     works = [
@@ -192,24 +204,24 @@ def _with_activations_away(question: Question, prices: Prices, hosting: Hosting 
     return Way(
         words=f"with {_percent(parts)} of the activations on the host",
         seconds=prices.seconds(works, is_pipelined=question.is_pipelined) if question.loads.are_measured else 0.0,
-        hosting=hosting,
+        share=share,
         parts=parts,
         hosted_bytes=int(sum(away.values())),
     )
 
 
-def _with_streams(question: Question, prices: Prices, hosting: Hosting | None) -> Way | None:
-    """Weights that have no room on the devices come to them; with `hosting` activations leave, too."""
+def _with_streams(question: OffloadQuestion, prices: OffloadPrices, share: ActivationShare | None) -> Way | None:
+    """Weights that have no room on the devices come to them; with `share` activations leave, too."""
     loads, trained = question.loads, trains(question.module)
     units = lay_out_streams(
-        question.module, loads, question.devices, question.memory, moments=question.moments, hosting=hosting
+        question.module, loads, question.devices, question.memory, moments=question.moments, share=share
     )
     streamed = [unit for unit in units if unit.is_streamed]
     if not streamed:
         return None
     mine = {place: [unit for unit in units if unit.place is place] for place in question.devices}
     held = {place: held_loads(some, trains=trained) for place, some in mine.items()}
-    parts = {} if hosting is None else parts_of(held, hosting, 1)
+    parts = {} if share is None else parts_of(held, share, 1)
     away = {place: hosted_bytes(part, held[place], 1) for place, part in parts.items()}
     if trained:
         shelved = sum(unit.disk_bytes for unit in streamed) if question.has_folder else 0
@@ -232,14 +244,14 @@ def _with_streams(question: Question, prices: Prices, hosting: Hosting | None) -
         words=f"{words} with {_percent(parts)} of the activations on the host" if parts else words.rstrip(","),
         seconds=prices.seconds(works, is_pipelined=False, on_host_bytes=updated) if measured else 0.0,
         units=units,
-        hosting=hosting,
+        share=share,
         parts=parts,
         hosted_bytes=int(sum(away.values())),
         reads_disk=reads_disk,
     )
 
 
-def _with_host_computing(question: Question, prices: Prices) -> Way:
+def _with_host_computing(question: OffloadQuestion, prices: OffloadPrices) -> Way:
     """The host is a place like the others."""
     places = [*question.devices, *question.memory]
     loads = question.loads
@@ -265,11 +277,13 @@ def check_host(away: Mapping[Place, float], state_bytes: int, room_bytes: int) -
     )
 
 
-def _host_room(question: Question) -> int:
+def _host_room(question: OffloadQuestion) -> int:
     return sum(place.room_bytes for place in question.memory)
 
 
-def _reason(question: Question, ways: Sequence[Way], refusals: Sequence[NoRoomError], prices: Prices) -> str:
+def _reason(
+    question: OffloadQuestion, ways: Sequence[Way], refusals: Sequence[NoRoomError], prices: OffloadPrices
+) -> str:
     if not question.loads.are_measured:
         return f"{ways[0].words}: no example= says how long the host would compute"
     unit = "step" if trains(question.module) else "pass"
@@ -282,7 +296,7 @@ def _reason(question: Question, ways: Sequence[Way], refusals: Sequence[NoRoomEr
     return found
 
 
-def _checkpointed(question: Question, prices: Prices) -> float | None:
+def _checkpointed(question: OffloadQuestion, prices: OffloadPrices) -> float | None:
     """What a step would take if every unit were computed again in the backward, and kept nothing but what it is given.
 
     None if that has no room, or would keep about as much.

@@ -20,10 +20,10 @@ from shardwise.errors import ShardwiseError
 from shardwise.execution.pipeline import complete, forward_only
 from shardwise.placing.activation_offload import PlacedActivationOffload
 from shardwise.placing.batch_rows import cut_rows, home_of, inputs_with_gradient, rows_of
-from shardwise.placing.microbatch_pass import Passage
+from shardwise.placing.microbatch_pass import MicrobatchPass
 from shardwise.placing.outputs import Joint
 from shardwise.placing.places import Place
-from shardwise.placing.rng_state import Chances
+from shardwise.placing.rng_state import RngState
 from shardwise.schedule.schedule import Schedule
 from shardwise.stages.stage import Batch, Split
 
@@ -39,9 +39,9 @@ class Pipeline:
         *,
         num_microbatches: int,
         make_schedule: Callable[[int], Schedule],
-        stashes: PlacedActivationOffload | None = None,
+        activations: PlacedActivationOffload | None = None,
     ) -> None:
-        self.split, self.places, self._stashes = split, places, stashes
+        self.split, self.places, self._activations = split, places, activations
         self._module, self._make, self._most = module, make_schedule, num_microbatches
         self._num_host = sum(place.device.type == "cpu" for place in places)
         self._schedules: dict[int, tuple[Schedule, Schedule]] = {}
@@ -57,21 +57,21 @@ class Pipeline:
         schedule, forwards = self._schedule(len(microbatches))
         flight = _Flight(microbatches, {name: batch[name] for name in given if trains}, home_of(batch))
         modes = self._modes()
-        chances = Chances(trains=trains) if self._draws.get(modes, True) else None
-        flight.passage = Passage(
+        rng = RngState(trains=trains) if self._draws.get(modes, True) else None
+        flight.passage = MicrobatchPass(
             schedule if trains else forwards,
             self.split,
             self.places,
             microbatches,
             num_threads=max(1, torch.get_num_threads() // max(1, self._num_host)),
-            chances=chances,
-            stashes=self._stashes,
+            rng=rng,
+            activations=self._activations,
         )
         joint = flight.passage.forward()
-        if chances is not None:
-            self._draws[modes] = chances.have_drawn
-            if not chances.have_drawn:
-                chances.forget()
+        if rng is not None:
+            self._draws[modes] = rng.have_drawn
+            if not rng.have_drawn:
+                rng.forget()
         return flight.output(joint) if trains else _plain_output(joint, flight.home)
 
     def _schedule(self, count: int) -> tuple[Schedule, Schedule]:
@@ -90,7 +90,7 @@ class _Flight:
 
     def __init__(self, microbatches: Sequence[Batch], inputs: dict[str, Tensor], home: torch.device) -> None:
         self.microbatches, self.inputs, self.home = microbatches, inputs, home
-        self.passage: Passage | None = None
+        self.passage: MicrobatchPass | None = None
         self.gradients: dict[int, Tensor] = {}
 
     def output(self, joint: Joint) -> Any:

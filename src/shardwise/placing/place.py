@@ -7,10 +7,11 @@ from typing import Literal
 from torch import nn
 
 from shardwise.errors import ShardwiseError, unknown
+from shardwise.placing.arrange import PlaceOptions
 from shardwise.placing.host import divide
 from shardwise.placing.layout import no_room
 from shardwise.placing.loads import loads_without_example, state_bytes, trains
-from shardwise.placing.placed import Placed, Wish
+from shardwise.placing.placed import Placed
 from shardwise.placing.places import find_places, multiplied
 from shardwise.stages.stage import Batch
 
@@ -74,7 +75,7 @@ def place(
     if sum(sizes.values()) > sum(each.room_bytes for each in places) and not may_stay_on_disk:
         loads = loads_without_example(module, moments=moments)
         raise no_room(loads, places, range(len(places)), num_in_flight=1)
-    wish = Wish(
+    options = PlaceOptions(
         microbatches=microbatches,
         schedule=schedule,
         chunks=chunks,
@@ -84,7 +85,7 @@ def place(
         folder=folder,
         activations_on_host=activations_on_host,
     )
-    placed = Placed(module, places, wish)
+    placed = Placed(module, places, options)
     if example is not None or microbatches == 1 or (memory and len(computing) == 1):
         placed.lay_out(example)
     return placed

@@ -20,7 +20,7 @@ from shardwise.torch_private import TorchDispatchMode, saved_tensor_hooks
 _ONE_AT_A_TIME = threading.Lock()
 
 
-class Chances:
+class RngState:
     """The random numbers of one pass. `have_drawn` says afterwards whether there were any."""
 
     def __init__(self, *, trains: bool) -> None:
@@ -65,9 +65,9 @@ class Chances:
 class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation of a stage, and lets those that draw do so from the stage's own state."""
 
-    def __init__(self, chances: Chances, seed: int) -> None:
+    def __init__(self, rng: RngState, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._chances, self._around = chances, saved_tensor_hooks()
+        self._rng, self._around = rng, saved_tensor_hooks()
         self._state = torch.Generator().manual_seed(seed).get_state()
 
     def __torch_dispatch__(
@@ -76,7 +76,7 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         del types
         if not draws(func, args, kwargs or {}):
             return func(*args, **(kwargs or {}))
-        self._chances.check_draw(self._around)
+        self._rng.check_draw(self._around)
         with _ONE_AT_A_TIME:
             before = torch.get_rng_state()
             torch.set_rng_state(self._state)

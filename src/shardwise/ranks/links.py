@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from shardwise.ranks.faults import Waiter
 from shardwise.ranks.transport import ProcessTransport
+from shardwise.torch_private import default_backend
 
 #: From a rank of a pipeline to another.
 Link = tuple[int, int]
@@ -42,7 +43,7 @@ def is_on_nccl(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     try:
-        return bool(dist.distributed_c10d._get_default_group()._get_backend(device).name() == "nccl")
+        return bool(default_backend(device).name() == "nccl")
     except RuntimeError:  # It has no backend for the device.
         return False
 

@@ -28,6 +28,7 @@ from shardwise.torch_private import (
     compile_context,
     current_node,
     detect_fake_mode,
+    donate_nothing,
     has_cpp_compiler,
     has_triton,
     inductor,
@@ -134,6 +135,7 @@ class _Backward:
     def __init__(self, compile: _Compile, graph: GraphModule, examples: list[Any]) -> None:
         self._compile, self._graph, self._examples = compile, graph, examples
         self._contexts = TracingContext.try_get(), CompileContext.try_get()
+        donate_nothing(self._contexts[0])
         *_, last = graph.graph.nodes
         returned = last.args[0]
         assert isinstance(returned, (list, tuple)), "a backward returns a gradient for each input"

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import ShardwiseError
-from shardwise.stages.split.flow import Call
+from shardwise.stages.split.flow import UnitCall
 
 
-def agree_on_costs(calls: Sequence[Call]) -> None:
+def agree_on_costs(calls: Sequence[UnitCall]) -> None:
     """Let all ranks have the same costs of the units that they have seen called. All call this alike."""
     told: list[tuple[list[str], list[list[float]]]] = [([], []) for _ in range(dist.get_world_size())]
     mine = [each.name for each in calls], [_costs_of(each) for each in calls]
@@ -33,5 +33,5 @@ def agree_on_costs(calls: Sequence[Call]) -> None:
         call.seconds = None if call.seconds is None else seconds
 
 
-def _costs_of(call: Call) -> list[float]:
+def _costs_of(call: UnitCall) -> list[float]:
     return [call.flops, call.bytes, call.weight_bytes, call.seconds or 0.0]

@@ -1,7 +1,7 @@
 """A module cut for tensor parallelism, in place: each rank keeps its piece of every layer that comes apart.
 
 1. `tensor_plan.py`: what the user, or the model's own plan, asks for.
-2. `channel_groups.py`: one run without numbers shows which channels stay apart.
+2. `channel_groups.py` (over `channel_rules.py`): one run without numbers shows which channels stay apart.
 3. `regions.py`: from that, which layers are cut, and which places each rank gets.
 4. Here: layers become `ColumnParallelLinear` (`columns.py`), `RowParallelLinear` (`rows.py`) and parts of a vocabulary
    (`vocabulary.py`); modules that count their heads are corrected (`head_attributes.py`). `communication.py` is what

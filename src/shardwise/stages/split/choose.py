@@ -1,5 +1,13 @@
 """Which units, and where to cut between them.
 
+    find_units ──> watch ──> cut ──> does a unit hold up all the others, or are there too few?
+         ^      one run of the        │ yes: open it              │ no
+         │      module                │                           v
+         └────────────────────────────┘                   `_refine`, if `through_blocks`: open the blocks at the cuts,
+                                                           watch and cut once more, and keep that if it is faster
+
+Every turn runs the module once more on the example. It leaves no trace: buffers and random numbers are as before.
+
 Units are coarse at first. They are opened, the costliest first, until there are as many calls as stages, and until no
 unit that could be opened holds up all the others. Whole blocks seldom divide evenly: 8 blocks and a head that costs as
 much as 1.3 of them make stages of 5 and 4.3. If asked, the blocks at both sides of a cut are opened too, and the cut
@@ -18,7 +26,7 @@ from torch import nn
 
 from shardwise.errors import ShardwiseError
 from shardwise.stages.split.cut import Cut, best_cut, given_cut
-from shardwise.stages.split.flow import Call, Flow, watch
+from shardwise.stages.split.flow import UnitCall, UnitFlow, watch
 from shardwise.stages.split.parts import describe_pairs, inseparable_calls, make_parts, received_bytes
 from shardwise.stages.split.stopwatch import Stopwatch
 from shardwise.stages.split.units import can_open, find_units, holds_blocks
@@ -34,7 +42,7 @@ _WORTH_OPENING = 0.98
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wishes:
+class SplitOptions:
     """What the user asks of a cut."""
 
     num_stages: int
@@ -44,7 +52,7 @@ class Wishes:
     limit_bytes: float | None = None
     through_blocks: bool = False
     #: Lets all ranks see the same costs, where they hold parts of different sizes: the cut must be one.
-    agree: Callable[[Sequence[Call]], None] | None = None
+    agree: Callable[[Sequence[UnitCall]], None] | None = None
     #: Times units, which are else judged by their FLOPs and bytes.
     stopwatch: Stopwatch | None = None
     #: How long a step takes with stages of these costs; without one, as long as the slowest.
@@ -60,24 +68,28 @@ class TooFewUnitsError(ShardwiseError):
 
 
 #: Units by name, what flows between them, and the cut.
-Chosen = tuple[dict[str, nn.Module], Flow, Cut]
+Chosen = tuple[dict[str, nn.Module], UnitFlow, Cut]
 
 
-def choose(module: nn.Module, example: Batch, wishes: Wishes, probe: Callable[[Any], None] | None = None) -> Chosen:
+def choose(
+    module: nn.Module, example: Batch, options: SplitOptions, probe: Callable[[Any], None] | None = None
+) -> Chosen:
     """The units, what flows between them on the example, and the cut. `probe` is given the module's output, once."""
-    if wishes.num_stages < 1:
-        raise ShardwiseError(f"a module cannot be split into {wishes.num_stages} stages", remedy="num_stages=1 or more")
+    if options.num_stages < 1:
+        raise ShardwiseError(
+            f"a module cannot be split into {options.num_stages} stages", remedy="num_stages=1 or more"
+        )
     opened: set[str] = set()
     closed: set[str] = set()
     units = find_units(module)
-    flow = _watch(module, units, example, wishes, probe)
+    flow = _watch(module, units, example, options, probe)
     while True:
-        where = None if len(flow.calls) < wishes.num_stages else _cut(module, units, flow, wishes)
-        more = [name for name in _to_open(module, units, flow, where, wishes) if name not in closed]
+        where = None if len(flow.calls) < options.num_stages else _cut(module, units, flow, options)
+        more = [name for name in _to_open(module, units, flow, where, options) if name not in closed]
         if not more:
             break
         finer_units = find_units(module, opened | set(more))
-        finer = _watch(module, finer_units, example, wishes)
+        finer = _watch(module, finer_units, example, options)
         if len(finer.calls) <= len(flow.calls):
             closed |= set(more)  # Its pieces are not called one by one, as in nn.MultiheadAttention.
             continue
@@ -91,59 +103,59 @@ def choose(module: nn.Module, example: Batch, wishes: Wishes, probe: Callable[[A
     if where is None:
         names = ", ".join(call.name for call in flow.calls)
         raise TooFewUnitsError(
-            f"{wishes.num_stages} stages are asked for, but {type(module).__name__} has only {len(flow.calls)} units"
+            f"{options.num_stages} stages are asked for, but {type(module).__name__} has only {len(flow.calls)} units"
             f" to divide: {names}",
             remedy=f"at most {len(flow.calls)} stages",
             num_units=len(flow.calls),
         )
-    return _refine(module, example, wishes, opened, (units, flow, where))
+    return _refine(module, example, options, opened, (units, flow, where))
 
 
 def _watch(
     module: nn.Module,
     units: dict[str, nn.Module],
     example: Batch,
-    wishes: Wishes,
+    options: SplitOptions,
     probe: Callable[[Any], None] | None = None,
-) -> Flow:
+) -> UnitFlow:
     flow = watch(module, units, example, probe)
-    if wishes.stopwatch is not None:
+    if options.stopwatch is not None:
         called = {call.unit: units[call.unit] for call in flow.calls}
-        wishes.stopwatch.time(module, called, example, flow.calls)
-    if wishes.agree is not None:
-        wishes.agree(flow.calls)
+        options.stopwatch.time(module, called, example, flow.calls)
+    if options.agree is not None:
+        options.agree(flow.calls)
     return flow
 
 
-def _refine(module: nn.Module, example: Batch, wishes: Wishes, opened: set[str], coarse: Chosen) -> Chosen:
+def _refine(module: nn.Module, example: Batch, options: SplitOptions, opened: set[str], coarse: Chosen) -> Chosen:
     """The same with the cut through blocks, if that is worth it."""
     _, flow, where = coarse
-    if not wishes.through_blocks or wishes.cut is not None or wishes.costs is not None or wishes.num_stages < 2:
+    if not options.through_blocks or options.cut is not None or options.costs is not None or options.num_stages < 2:
         return coarse
-    seconds = _stage_seconds(flow, where, wishes)
-    ideal = sum(costs_of(flow, wishes)) / sum(wishes.speeds or [1.0] * len(where))
-    if wishes.judge is max and max(seconds) <= _EVEN_ENOUGH * ideal:
+    seconds = _stage_seconds(flow, where, options)
+    ideal = sum(costs_of(flow, options)) / sum(options.speeds or [1.0] * len(where))
+    if options.judge is max and max(seconds) <= _EVEN_ENOUGH * ideal:
         return coarse
     at_cuts = [flow.calls[at].unit for calls in where[1:] for at in (calls.start - 1, calls.start)]
     finer_units = find_units(module, opened | {name for name in at_cuts if can_open(module, name)})
-    finer = _watch(module, finer_units, example, wishes)
+    finer = _watch(module, finer_units, example, options)
     if len(finer.calls) <= len(flow.calls):
         return coarse
     try:
-        finer_where = _moved(finer, _cut(module, finer_units, finer, wishes), wishes)
+        finer_where = _moved(finer, _cut(module, finer_units, finer, options), options)
         make_parts(module, finer_units, finer, finer_where)
     except ShardwiseError:  # Blocks share something inside that cannot be sent, or draw at random outside of modules.
         return coarse
-    gains = wishes.judge(_stage_seconds(finer, finer_where, wishes)) <= _WORTH_OPENING * wishes.judge(seconds)
+    gains = options.judge(_stage_seconds(finer, finer_where, options)) <= _WORTH_OPENING * options.judge(seconds)
     return (finer_units, finer, finer_where) if gains else coarse
 
 
-def _moved(flow: Flow, where: Cut, wishes: Wishes) -> Cut:
+def _moved(flow: UnitFlow, where: Cut, options: SplitOptions) -> Cut:
     """The cut with each boundary moved, one call at a time, as long as the judge likes that better."""
-    if wishes.judge is max or wishes.limit_bytes is not None:
+    if options.judge is max or options.limit_bytes is not None:
         return where  # It is the best already; and with a bound on bytes only that search knows what may be.
     pairs = inseparable_calls(flow)
-    best, shortest = where, wishes.judge(_stage_seconds(flow, where, wishes))
+    best, shortest = where, options.judge(_stage_seconds(flow, where, options))
     moves = [(boundary, by) for boundary in range(1, len(where)) for by in (-1, 1)]
     while moves:
         boundary, by = moves.pop(0)
@@ -155,16 +167,16 @@ def _moved(flow: Flow, where: Cut, wishes: Wishes) -> Cut:
         if any(first < at <= last for first, last in pairs):
             continue
         moved = tuple(range(first, end) for first, end in zip(starts, ends, strict=True))
-        taken = wishes.judge(_stage_seconds(flow, moved, wishes))
+        taken = options.judge(_stage_seconds(flow, moved, options))
         if taken < shortest:
             best, shortest = moved, taken
             moves.append((boundary, by))
     return best
 
 
-def _stage_seconds(flow: Flow, where: Cut, wishes: Wishes) -> list[float]:
+def _stage_seconds(flow: UnitFlow, where: Cut, options: SplitOptions) -> list[float]:
     """How long each stage takes, with what it receives, in the unit of `costs_of`."""
-    costs, speeds = costs_of(flow, wishes), wishes.speeds or [1.0] * len(where)
+    costs, speeds = costs_of(flow, options), options.speeds or [1.0] * len(where)
     return [
         (sum(costs[call] for call in calls) + FLOPS_OF_A_BYTE * received_bytes(flow, calls.start, calls.stop)) / speed
         for calls, speed in zip(where, speeds, strict=True)
@@ -172,7 +184,7 @@ def _stage_seconds(flow: Flow, where: Cut, wishes: Wishes) -> list[float]:
 
 
 def _to_open(
-    module: nn.Module, units: Mapping[str, nn.Module], flow: Flow, where: Cut | None, wishes: Wishes
+    module: nn.Module, units: Mapping[str, nn.Module], flow: UnitFlow, where: Cut | None, options: SplitOptions
 ) -> list[str]:
     """Units to look into: those that are never called though glue uses what they hold, and those that are too large."""
     called = {call.unit for call in flow.calls}
@@ -184,12 +196,12 @@ def _to_open(
     if bypassed:
         return bypassed
     if where is None:
-        by_cost = sorted(zip(costs_of(flow, wishes), flow.calls, strict=True), key=lambda pair: -pair[0])
+        by_cost = sorted(zip(costs_of(flow, options), flow.calls, strict=True), key=lambda pair: -pair[0])
         can = dict.fromkeys(call.unit for _, call in by_cost if can_open(module, call.unit))
-        return list(can)[: wishes.num_stages - len(flow.calls)]
-    if wishes.cut is not None:
+        return list(can)[: options.num_stages - len(flow.calls)]
+    if options.cut is not None:
         return []
-    costs = costs_of(flow, wishes)
+    costs = costs_of(flow, options)
     stage_costs = [sum(costs[call] for call in calls) for calls in where]
     slowest = where[stage_costs.index(max(stage_costs))]
     unit = flow.calls[slowest.start].unit
@@ -197,10 +209,10 @@ def _to_open(
     return [unit] if is_uneven and holds_blocks(units[unit]) else []
 
 
-def _cut(module: nn.Module, units: Mapping[str, nn.Module], flow: Flow, wishes: Wishes) -> Cut:
+def _cut(module: nn.Module, units: Mapping[str, nn.Module], flow: UnitFlow, options: SplitOptions) -> Cut:
     names = [call.name for call in flow.calls]
-    if wishes.cut is not None:
-        return given_cut(wishes.cut, names, _blocks(units, flow), wishes.num_stages)
+    if options.cut is not None:
+        return given_cut(options.cut, names, _blocks(units, flow), options.num_stages)
     sizes = {name: each.numel() * each.element_size() for name, each in module.named_parameters()}
 
     def stage_bytes(first: int, end: int) -> float:
@@ -208,24 +220,24 @@ def _cut(module: nn.Module, units: Mapping[str, nn.Module], flow: Flow, wishes: 
         return sum(sizes.get(name, 0) for name in held)
 
     def received(first: int, end: int) -> float:
-        if wishes.costs is not None:
+        if options.costs is not None:
             return 0.0  # Those are seconds.
         return FLOPS_OF_A_BYTE * received_bytes(flow, first, end)
 
     pairs = inseparable_calls(flow)
     return best_cut(
-        costs_of(flow, wishes),
-        wishes.num_stages,
+        costs_of(flow, options),
+        options.num_stages,
         received=received,
-        speeds=wishes.speeds,
+        speeds=options.speeds,
         stage_bytes=stage_bytes,
-        limit_bytes=wishes.limit_bytes,
+        limit_bytes=options.limit_bytes,
         inseparable=pairs,
         reason=describe_pairs(flow, pairs),
     )
 
 
-def costs_of(flow: Flow, wishes: Wishes) -> list[float]:
+def costs_of(flow: UnitFlow, options: SplitOptions) -> list[float]:
     """What each call costs. Its weights count as bytes once: a step reads and writes them whatever the batch.
 
     Calls that were timed cost what they took, in the FLOPs that pass meanwhile in this module.
@@ -235,11 +247,11 @@ def costs_of(flow: Flow, wishes: Wishes) -> list[float]:
     if seconds and len(seconds) == len(costs):
         rate = sum(costs) / sum(seconds)
         costs = [rate * each for each in seconds]
-    given = wishes.costs or {}
+    given = options.costs or {}
     return [given.get(call.unit, cost) for call, cost in zip(flow.calls, costs, strict=True)]
 
 
-def _blocks(units: Mapping[str, nn.Module], flow: Flow) -> list[int]:
+def _blocks(units: Mapping[str, nn.Module], flow: UnitFlow) -> list[int]:
     """The calls of blocks: of the kind of unit that does most of the work."""
     # By name: what was put around a module has made it one of a class of its own.
     kinds = {name: (type(each).__module__, type(each).__name__) for name, each in units.items()}

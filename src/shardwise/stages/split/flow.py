@@ -17,7 +17,7 @@ from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.lines import line_of, line_of_error
 from shardwise.stages.split.meta import call_on_meta, has_meta, on_meta
 from shardwise.stages.split.outline import Outline, TensorOutline, outline_of, signature_of
-from shardwise.stages.split.sources import NOTHING, Drawn, Held, Hidden, Ledger, Made, Source, Sources, storage_of
+from shardwise.stages.split.sources import NOTHING, Drawn, HeldTensor, Hidden, Ledger, Made, Source, Sources, storage_of
 from shardwise.stages.split.switch import Inner, Switch
 from shardwise.stages.split.work import bytes_of, flops_of
 from shardwise.stages.stage import Batch
@@ -25,7 +25,7 @@ from shardwise.torch_private import EagerDispatchMode, pytree, schema_of
 
 
 @dataclass(kw_only=True)
-class Call:
+class UnitCall:
     """One call of a unit: `layers.3`, or `layers.3#1` if it is the second of that unit."""
 
     name: str
@@ -47,10 +47,10 @@ class Call:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flow:
+class UnitFlow:
     """All calls of units in one run, in order, and what the module's output was computed from."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[UnitCall, ...]
     output_needs: Sources
     #: Parameters and buffers that glue touches.
     in_glue: frozenset[str]
@@ -58,13 +58,13 @@ class Flow:
     leaks: Mapping[int, str]
 
 
-class Watch(EagerDispatchMode):  # type: ignore[no-untyped-call]
+class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation of a run, and every call of a unit."""
 
     def __init__(self, module: nn.Module, home: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger(module)
-        self.calls: list[Call] = []
+        self.calls: list[UnitCall] = []
         self.in_glue: set[str] = set()
         self.leaks: dict[int, str] = {}
         self._times_called: dict[str, int] = {}
@@ -83,7 +83,7 @@ class Watch(EagerDispatchMode):  # type: ignore[no-untyped-call]
             return self._inside.operation(func, args, kwargs)
         tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         sources = self.ledger.of_all(tensors) | self._decided_by
-        self.in_glue.update(each.name for each in sources if isinstance(each, Held))
+        self.in_glue.update(each.name for each in sources if isinstance(each, HeldTensor))
         note_leaks(func, sources, self.leaks)
         if self._on_meta:
             args, kwargs = self._with_numbers(func, args, kwargs)
@@ -164,15 +164,15 @@ class Watch(EagerDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in outline.tensors:
             self.ledger.set_made(leaves[leaf], Made(index, leaf))
         self.calls.append(
-            Call(
+            UnitCall(
                 name=name,
                 unit=unit,
                 outline=outline,
                 signature=signature_of(arguments),
-                needs=needs | {each for each in inside.sources if not isinstance(each, Held)},
+                needs=needs | {each for each in inside.sources if not isinstance(each, HeldTensor)},
                 flops=inside.flops,
                 bytes=inside.bytes,
-                touched=frozenset(each.name for each in inside.sources if isinstance(each, Held)),
+                touched=frozenset(each.name for each in inside.sources if isinstance(each, HeldTensor)),
             )
         )
         return returned
@@ -191,7 +191,7 @@ class Watch(EagerDispatchMode):  # type: ignore[no-untyped-call]
 class _Looks(TorchFunctionMode):
     """Sees the ways to look at numbers that are no operations."""
 
-    def __init__(self, watcher: Watch) -> None:
+    def __init__(self, watcher: FlowWatch) -> None:
         super().__init__()
         self._watcher = watcher
 
@@ -267,7 +267,7 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def watch(
     module: nn.Module, units: dict[str, nn.Module], example: Batch, probe: Callable[[Any], None] | None = None
-) -> Flow:
+) -> UnitFlow:
     """Run the module once on the example and return what flowed where. The module is left as it was.
 
     `probe` is called with the module's output; numbers in it mean nothing if the module is on the meta device.
@@ -277,7 +277,7 @@ def watch(
     args, kwargs = signature.arguments(example)
     home = next((each.device for each in example.values() if isinstance(each, Tensor)), torch.device("cpu"))
     devices = {each.device for each in module.parameters() if each.is_cuda}
-    watcher, switch = Watch(module, home), Switch(units)
+    watcher, switch = FlowWatch(module, home), Switch(units)
     before = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
     try:
         with torch.random.fork_rng(devices), torch.no_grad():
@@ -293,7 +293,7 @@ def watch(
     for call in watcher.calls:
         call.weight_bytes = sum(sizes.get(name, 0) for name in call.touched)
     leaves = pytree.tree_leaves(output)
-    return Flow(
+    return UnitFlow(
         calls=tuple(watcher.calls),
         output_needs=watcher.needs_of(leaves),
         in_glue=frozenset(watcher.in_glue),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
-from shardwise.stages.split.flow import Call
+from shardwise.stages.split.flow import UnitCall
 from shardwise.stages.split.meta import call_on_meta, is_on_meta, meta_twin, on_meta
 from shardwise.stages.split.outline import Outline, TensorOutline, leaves_of, outline_of, signature_of
 from shardwise.stages.stage import Batch
@@ -37,7 +37,12 @@ class Forecast:
         self._known: dict[tuple[Any, ...], StandIn] = {}
 
     def stand_in(
-        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, shapes: tuple[Any, ...]
+        self,
+        call: UnitCall,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        device: torch.device,
+        shapes: tuple[Any, ...],
     ) -> StandIn:
         """What the call would return for these arguments, in a batch of these shapes."""
         arguments = leaves_of((args, kwargs))
@@ -51,7 +56,7 @@ class Forecast:
 
     def _make(
         self,
-        call: Call,
+        call: UnitCall,
         is_example: bool,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -67,7 +72,7 @@ class Forecast:
             kept = {leaf: each for leaf, each in outline.tensors.items() if leaf not in call.overwritten}
             return StandIn(outline, {leaf: each.placeholder(device) for leaf, each in kept.items()})
 
-    def _find(self, call: Call, arguments: list[Any], tree: pytree.TreeSpec) -> Outline:
+    def _find(self, call: UnitCall, arguments: list[Any], tree: pytree.TreeSpec) -> Outline:
         given = on_meta(arguments)
         try:
             found = outline_of(call_on_meta(self._twin(call.unit), given, tree), given)
@@ -106,7 +111,7 @@ def _updated(old: Any, new: Any) -> Any:
     return old
 
 
-def _by_likeness(call: Call, arguments: list[Any], error: Exception) -> Outline:
+def _by_likeness(call: UnitCall, arguments: list[Any], error: Exception) -> Outline:
     """A unit that asks about numbers: what was shaped like an argument on the example is shaped like it now."""
     leaves: list[Any] = []
     for leaf in call.outline.leaves:

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
 from shardwise.stages.split.arguments import Signature
-from shardwise.stages.split.flow import Call, Flow
+from shardwise.stages.split.flow import UnitCall, UnitFlow
 from shardwise.stages.split.forecast import Forecast, shapes_of
 from shardwise.stages.split.outline import leaves_of
-from shardwise.stages.split.parts import Part
+from shardwise.stages.split.parts import StagePart
 from shardwise.stages.split.sources import Made
 from shardwise.stages.split.switch import Inner, Switch
 from shardwise.stages.stage import Batch, Values
@@ -25,7 +25,7 @@ class _Finished(BaseException):
 class ModuleStage:
     """A stage: parameters, buffers, and a way to run. `shardwise.stages.stage.Stage` says what each means."""
 
-    def __init__(self, module: nn.Module, switch: Switch, flow: Flow, part: Part, forecast: Forecast) -> None:
+    def __init__(self, module: nn.Module, switch: Switch, flow: UnitFlow, part: StagePart, forecast: Forecast) -> None:
         self.parameters: Mapping[str, nn.Parameter] = {
             name: each for name, each in module.named_parameters() if name in part.holds
         }
@@ -79,8 +79,8 @@ class _Visit:
 
     def __init__(
         self,
-        flow: Flow,
-        part: Part,
+        flow: UnitFlow,
+        part: StagePart,
         forecast: Forecast,
         wrapped: Mapping[str, Inner],
         values: Values,
@@ -112,7 +112,7 @@ class _Visit:
         self._next = index + 1
         return returned
 
-    def _keep(self, index: int, call: Call, returned: Any) -> None:
+    def _keep(self, index: int, call: UnitCall, returned: Any) -> None:
         """Put aside what other stages read."""
         leaves: list[Any] | None = None
         for made, name in self._part.writes.items():
@@ -122,7 +122,7 @@ class _Visit:
                 # Glue will write into it; others read it as it is now.
                 self.made[name] = value.clone() if made.leaf in call.overwritten else value
 
-    def _stand_in(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _stand_in(self, index: int, call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call of another stage returns here: what was received where it matters, else placeholders."""
         outline, reads = call.outline, self._part.reads
         tensors = {leaf: self._received(index, leaf, call) for leaf in outline.tensors if Made(index, leaf) in reads}
@@ -134,7 +134,7 @@ class _Visit:
         arguments = leaves_of((args, kwargs)) if outline.passes else []
         return self._forecast.hooked(call.unit, args, kwargs, outline.filled(tensors, arguments))
 
-    def _received(self, index: int, leaf: int, call: Call) -> Tensor:
+    def _received(self, index: int, leaf: int, call: UnitCall) -> Tensor:
         name = self._part.reads[Made(index, leaf)]
         assert name in self._values, f"stage {self._part.stage} reads {name}, and was not given it"
         # What arrives is a leaf of this stage's graph, and nothing may be written into a leaf.

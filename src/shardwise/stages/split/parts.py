@@ -8,12 +8,12 @@ from torch import nn
 
 from shardwise.errors import ShardwiseError
 from shardwise.stages.split.cut import Cut
-from shardwise.stages.split.flow import Flow
-from shardwise.stages.split.sources import Drawn, Held, Hidden, Made, Source
+from shardwise.stages.split.flow import UnitFlow
+from shardwise.stages.split.sources import Drawn, HeldTensor, Hidden, Made, Source
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class StagePart:
     """One stage's part of a run."""
 
     stage: int
@@ -26,7 +26,7 @@ class Part:
     holds: frozenset[str]
 
 
-def make_parts(module: nn.Module, units: Mapping[str, nn.Module], flow: Flow, cut: Cut) -> tuple[Part, ...]:
+def make_parts(module: nn.Module, units: Mapping[str, nn.Module], flow: UnitFlow, cut: Cut) -> tuple[StagePart, ...]:
     """What each stage of a cut does."""
     stage_of = {call: stage for stage, calls in enumerate(cut) for call in calls}
     needs: list[set[Source]] = [set().union(*(flow.calls[call].needs for call in calls)) for calls in cut]
@@ -40,7 +40,7 @@ def make_parts(module: nn.Module, units: Mapping[str, nn.Module], flow: Flow, cu
     names = {made: f"{flow.calls[made.call].name}:{made.leaf}" for stage in reads for made in stage}
     holds = _holdings(module, units, flow, cut, needs)
     return tuple(
-        Part(
+        StagePart(
             stage=stage,
             calls=calls,
             is_last=stage == len(cut) - 1,
@@ -52,7 +52,7 @@ def make_parts(module: nn.Module, units: Mapping[str, nn.Module], flow: Flow, cu
     )
 
 
-def inseparable_calls(flow: Flow) -> list[tuple[int, int]]:
+def inseparable_calls(flow: UnitFlow) -> list[tuple[int, int]]:
     """Pairs of calls that must be on one stage: the later uses what the earlier one did not return."""
     last = len(flow.calls) - 1
     users = [*((index, call.needs) for index, call in enumerate(flow.calls)), (last, flow.output_needs)]
@@ -61,7 +61,7 @@ def inseparable_calls(flow: Flow) -> list[tuple[int, int]]:
     ]
 
 
-def describe_pairs(flow: Flow, pairs: Sequence[tuple[int, int]]) -> str:
+def describe_pairs(flow: UnitFlow, pairs: Sequence[tuple[int, int]]) -> str:
     """Why calls cannot be separated, by the example of the first pair."""
     if not pairs:
         return ""
@@ -70,7 +70,7 @@ def describe_pairs(flow: Flow, pairs: Sequence[tuple[int, int]]) -> str:
     return f"that share what they do not return: {names}{describe_leak(flow, maker)}"
 
 
-def received_bytes(flow: Flow, first: int, end: int) -> int:
+def received_bytes(flow: UnitFlow, first: int, end: int) -> int:
     """The bytes that a stage of calls `first` to `end - 1` would read from others."""
     needs: set[Source] = set().union(*(call.needs for call in flow.calls[first:end]))
     if end == len(flow.calls):
@@ -83,7 +83,7 @@ def received_bytes(flow: Flow, first: int, end: int) -> int:
     return sum(math.prod(each.shape) * each.dtype.itemsize for each in made)
 
 
-def _check_hidden(flow: Flow, needs: Sequence[set[Source]], stage_of: Mapping[int, int]) -> None:
+def _check_hidden(flow: UnitFlow, needs: Sequence[set[Source]], stage_of: Mapping[int, int]) -> None:
     for stage, needed in enumerate(needs):
         for each in needed:
             if isinstance(each, Hidden) and stage_of[each.call] != stage:
@@ -94,7 +94,7 @@ def _check_hidden(flow: Flow, needs: Sequence[set[Source]], stage_of: Mapping[in
                 )
 
 
-def describe_leak(flow: Flow, call: int) -> str:
+def describe_leak(flow: UnitFlow, call: int) -> str:
     """How something got out of a call without being returned, and where it is used."""
     used = flow.leaks.get(call, "what the module returns")
     return f" (a hook or an attribute carries it, or it is written in place; used by {used})"
@@ -113,7 +113,7 @@ def _check_drawn(needs: Sequence[set[Source]]) -> None:
 
 
 def _holdings(
-    module: nn.Module, units: Mapping[str, nn.Module], flow: Flow, cut: Cut, needs: Sequence[set[Source]]
+    module: nn.Module, units: Mapping[str, nn.Module], flow: UnitFlow, cut: Cut, needs: Sequence[set[Source]]
 ) -> list[frozenset[str]]:
     """Which parameters and buffers each stage holds. One that no stage uses goes with the one before it."""
     first_names = {id(each): name for name, each in [*module.named_parameters(), *module.named_buffers()]}
@@ -122,7 +122,7 @@ def _holdings(
     }
     holds: list[set[str]] = []
     for stage, calls in enumerate(cut):
-        held = {each.name for each in needs[stage] if isinstance(each, Held)}
+        held = {each.name for each in needs[stage] if isinstance(each, HeldTensor)}
         for call in calls:
             held |= owned[flow.calls[call].unit] | flow.calls[call].touched
         holds.append(held)

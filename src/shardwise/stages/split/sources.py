@@ -16,13 +16,13 @@ from shardwise.torch_private import storage_id
 
 
 class Made(NamedTuple):
-    """What a call of a unit returned: the how-manieth call of the run, and the how-manieth leaf."""
+    """What a call of a unit returned: the index of the call in the run, and the index of the leaf."""
 
     call: int
     leaf: int
 
 
-class Held(NamedTuple):
+class HeldTensor(NamedTuple):
     """A parameter or a buffer, by its name."""
 
     name: str
@@ -40,7 +40,7 @@ class Drawn(NamedTuple):
     where: str
 
 
-Source = Made | Held | Hidden | Drawn
+Source = Made | HeldTensor | Hidden | Drawn
 Sources = frozenset[Source]
 NOTHING: Sources = frozenset()
 
@@ -53,9 +53,9 @@ class Ledger:
         #: The memory of what units returned. A weak reference keeps its number from being given to another.
         self._homes: dict[int, tuple[StorageWeakRef, Made]] = {}
         for name, buffer in module.named_buffers():
-            self._sources[buffer] = frozenset([Held(name)])
+            self._sources[buffer] = frozenset([HeldTensor(name)])
         for name, parameter in module.named_parameters():
-            self._sources[parameter] = frozenset([Held(name)])
+            self._sources[parameter] = frozenset([HeldTensor(name)])
 
     def of(self, tensor: Tensor) -> Sources:
         found: Sources = self._sources.get(tensor, NOTHING)  # type: ignore[no-untyped-call]

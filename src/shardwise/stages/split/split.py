@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.stages.split.choose import Wishes, choose, costs_of
-from shardwise.stages.split.flow import Call, Flow
+from shardwise.stages.split.choose import SplitOptions, choose, costs_of
+from shardwise.stages.split.flow import UnitCall, UnitFlow
 from shardwise.stages.split.forecast import Forecast
 from shardwise.stages.split.materialise import free, materialise
 from shardwise.stages.split.module_stage import ModuleStage
-from shardwise.stages.split.parts import Part, make_parts
+from shardwise.stages.split.parts import StagePart, make_parts
 from shardwise.stages.split.stopwatch import Stopwatch
 from shardwise.stages.split.switch import Switch
 from shardwise.stages.stage import Batch, Split
@@ -41,7 +41,7 @@ def split(
     probe: Callable[[Any], None] | None = None,
     through_blocks: bool = False,
     judge: Callable[[Sequence[float]], float] = max,
-    agree: Callable[[Sequence[Call]], None] | None = None,
+    agree: Callable[[Sequence[UnitCall]], None] | None = None,
     stopwatch: Stopwatch | None = None,
 ) -> Split:
     """Split an unmodified module into stages, from one run on an example microbatch.
@@ -56,7 +56,7 @@ def split(
     on `device` from `seed`, for these stages alone. `probe` is given the module's output on the example.
     Where ranks hold different parts of the module, `agree` lets them see the same costs.
     """
-    wishes = Wishes(
+    options = SplitOptions(
         num_stages=num_stages,
         cut=cut,
         costs=costs,
@@ -67,7 +67,7 @@ def split(
         agree=agree,
         stopwatch=stopwatch,
     )
-    units, flow, where = choose(module, example, wishes, probe)
+    units, flow, where = choose(module, example, options, probe)
     parts = make_parts(module, units, flow, where)
     _check_whole(flow, parts)
     here = range(num_stages) if only is None else sorted(only)
@@ -98,23 +98,25 @@ def stage_costs(
     *,
     cut: Sequence[int] | Sequence[str] | None = None,
     through_blocks: bool = False,
-    agree: Callable[[Sequence[Call]], None] | None = None,
+    agree: Callable[[Sequence[UnitCall]], None] | None = None,
     stopwatch: Stopwatch | None = None,
 ) -> list[float]:
     """What each stage would cost, in FLOPs or their like, if the module were split so. Nothing is changed."""
-    wishes = Wishes(num_stages=num_stages, cut=cut, through_blocks=through_blocks, agree=agree, stopwatch=stopwatch)
-    _, flow, where = choose(module, example, wishes)
-    costs = costs_of(flow, wishes)
+    options = SplitOptions(
+        num_stages=num_stages, cut=cut, through_blocks=through_blocks, agree=agree, stopwatch=stopwatch
+    )
+    _, flow, where = choose(module, example, options)
+    costs = costs_of(flow, options)
     return [sum(costs[call] for call in calls) for calls in where]
 
 
-def _check_whole(flow: Flow, parts: Sequence[Part]) -> None:
+def _check_whole(flow: UnitFlow, parts: Sequence[StagePart]) -> None:
     """No call is lost, and none is made twice."""
     placed = list(chain.from_iterable(part.calls for part in parts))
     assert placed == list(range(len(flow.calls))), f"{len(flow.calls)} units were called, {len(placed)} are in stages"
 
 
-def _ties(module: nn.Module, parts: Sequence[Part]) -> dict[str, tuple[int, ...]]:
+def _ties(module: nn.Module, parts: Sequence[StagePart]) -> dict[str, tuple[int, ...]]:
     held = {name: tuple(part.stage for part in parts if name in part.holds) for name, _ in module.named_parameters()}
     return {name: stages for name, stages in held.items() if len(stages) > 1}
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
 from shardwise.stages.split.arguments import Signature
-from shardwise.stages.split.flow import Call
+from shardwise.stages.split.flow import UnitCall
 from shardwise.stages.split.meta import has_meta
 from shardwise.stages.split.switch import Inner, Switch
 from shardwise.stages.stage import Batch
@@ -29,7 +29,7 @@ class Stopwatch:
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
 
-    def time(self, module: nn.Module, units: dict[str, nn.Module], example: Batch, calls: Sequence[Call]) -> None:
+    def time(self, module: nn.Module, units: dict[str, nn.Module], example: Batch, calls: Sequence[UnitCall]) -> None:
         """Give each call its seconds. The module and its gradients are left as they were."""
         if has_meta(module):
             raise ShardwiseError(
@@ -41,7 +41,7 @@ class Stopwatch:
         for call in calls:
             call.seconds = self._seconds[call.name]
 
-    def _run(self, module: nn.Module, units: dict[str, nn.Module], example: Batch, calls: Sequence[Call]) -> None:
+    def _run(self, module: nn.Module, units: dict[str, nn.Module], example: Batch, calls: Sequence[UnitCall]) -> None:
         args, kwargs = Signature(module).arguments(example)
         devices = {each.device for each in module.parameters() if each.is_cuda}
         before = [(buffer, buffer.clone()) for buffer in module.buffers()]

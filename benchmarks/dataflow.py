@@ -29,7 +29,7 @@ from record import record
 from shardwise.dataflow.flows import FLOWS, SIZE
 from shardwise.dataflow.links import Link
 from shardwise.dataflow.machine import Machine
-from shardwise.dataflow.rehearsal import Rehearsal
+from shardwise.testing.rehearsal import Rehearsal
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:

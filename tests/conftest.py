@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from shardwise.ranks.spawn import Ranks
     from tests.crowd import Crowds
 
+#: The worker that has the ranks, by the name of its group of tests.
+RANKS = "ranks"
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -19,10 +22,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Before any test starts ranks: all of them are forked from one process that has imported what they need."""
-    shares = any("crowds" in getattr(item, "fixturenames", ()) for item in session.items)
-    if shares and not session.config.option.collectonly:
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Say what runs in one worker (`--dist loadgroup`): all tests that share ranks, and else the tests of a file.
+
+    Ranks are processes: two workers would have twice as many as there are, on the same cores.
+    """
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            shares = "crowds" in getattr(item, "fixturenames", ())
+            where = f"{item.path.parent.name}-{item.path.stem}"
+            item.add_marker(pytest.mark.xdist_group(RANKS if shares else where))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before a worker's first ranks: all of them are forked from one process that has imported what they need."""
+    group = item.get_closest_marker("xdist_group")
+    if group is not None and group.args == (RANKS,):
         from tests.crowd import import_once
 
         import_once()

@@ -26,7 +26,7 @@ def test_an_example_is_short_runs_and_its_loss_falls(path: Path) -> None:
         [sys.executable, str(path)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )

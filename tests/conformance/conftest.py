@@ -7,11 +7,13 @@ import pytest
 
 from tests.conformance.cases import MODELS, ONE_PROCESS, PROCESSES, RUNNERS, SCHEDULES, Case, case_of, cases_of
 from tests.conformance.covering import met_on_ranks
-from tests.conformance.outcomes import Runner, in_one_process
+from tests.conformance.outcomes import Outcome, Runner, in_one_process
 from tests.conformance.processes import run_on_ranks
 from tests.conformance.table import PAGE, Table
-from tests.crowd import Crowds
 from tests.stages.small import small_matrices
+
+#: In which worker of xdist a case runs: all that have ranks in the same.
+_MARKS = {ONE_PROCESS: (), PROCESSES: (pytest.mark.xdist_group("ranks"),)}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,14 +40,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         config = metafunc.config
         everything = bool(config.getoption("--every-layout", default=False))
         whole = everything or _writes(config) or bool(config.getoption("--whole", default=False))
-        rows = [
-            (case, runner, whole or (MODELS.index(case.model) + SCHEDULES.index(case.schedule)) % 5 == 0)
-            for case, runner in (_whole(everything) if whole else _covering())
-        ]
-        ids = [f"{case}-{runner.replace(' ', '-')}" for case, runner, _ in rows]
-        metafunc.parametrize(("case", "runner_name", "twice"), rows, ids=ids)
+        metafunc.parametrize(
+            ("case", "runner_name", "twice"),
+            [
+                pytest.param(
+                    case,
+                    runner,
+                    whole or (MODELS.index(case.model) + SCHEDULES.index(case.schedule)) % 5 == 0,
+                    id=f"{case}-{runner.replace(' ', '-')}",
+                    marks=_MARKS[runner],
+                )
+                for case, runner in (_whole(everything) if whole else _covering())
+            ],
+        )
     elif "runner_name" in metafunc.fixturenames:
-        metafunc.parametrize("runner_name", RUNNERS)
+        metafunc.parametrize("runner_name", [pytest.param(each, marks=_MARKS[each]) for each in RUNNERS])
 
 
 def _whole(all_layouts: bool) -> list[tuple[Case, str]]:
@@ -73,8 +82,29 @@ def quick() -> Iterator[None]:
 
 
 @pytest.fixture
-def runner(runner_name: str, crowds: Crowds) -> Runner:
-    return in_one_process if runner_name == ONE_PROCESS else partial(run_on_ranks, crowds=crowds)
+def runner(runner_name: str, request: pytest.FixtureRequest) -> Runner:
+    """What runs a case. There are ranks only where it is asked for: most cases do without."""
+    if runner_name == ONE_PROCESS:
+        return in_one_process
+    return partial(run_on_ranks, crowds=request.getfixturevalue("crowds"))
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[tuple[str, Case], Outcome]:
+    """What cases came to, for tests that look at one case from several sides."""
+    return {}
+
+
+@pytest.fixture
+def outcome_of(runner: Runner, runner_name: str, seen: dict[tuple[str, Case], Outcome]) -> Runner:
+    """A runner that runs each case once."""
+
+    def once(case: Case) -> Outcome:
+        if (runner_name, case) not in seen:
+            seen[runner_name, case] = runner(case)
+        return seen[runner_name, case]
+
+    return once
 
 
 @pytest.fixture(scope="session")

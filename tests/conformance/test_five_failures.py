@@ -36,10 +36,10 @@ every_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
 
 
 @every_schedule
-def test_a_tied_weight_gets_the_sum_of_what_its_stages_give_it(schedule: str, runner: Runner) -> None:
+def test_a_tied_weight_gets_the_sum_of_what_its_stages_give_it(schedule: str, outcome_of: Runner) -> None:
     case = deepest(schedule)
     wanted = plain(case).gradients[TIED]
-    error, _ = worst({TIED: runner(case).gradients[TIED]}, {TIED: wanted})
+    error, _ = worst({TIED: outcome_of(case).gradients[TIED]}, {TIED: wanted})
     assert error <= 1e-6
     # Either stage's part alone would be far off: this test can fail.
     head_alone = _gradient_without_the_embedding(case)
@@ -59,9 +59,9 @@ def _gradient_without_the_embedding(case: Case) -> torch.Tensor:
 
 
 @every_schedule
-def test_a_skip_goes_from_its_maker_to_its_reader_over_the_stages_between(schedule: str, runner: Runner) -> None:
+def test_a_skip_goes_from_its_maker_to_its_reader_over_the_stages_between(schedule: str, outcome_of: Runner) -> None:
     case = deepest(schedule)
-    expected, found = plain(case), runner(case)
+    expected, found = plain(case), outcome_of(case)
     # The blocks on both sides of the skip, and those that it jumps over.
     assert worst(found.gradients, expected.gradients)[0] <= 1e-6
     assert found.losses == pytest.approx(expected.losses, rel=1e-6)
@@ -85,11 +85,9 @@ def test_a_weight_in_two_groups_of_stages_stays_one_weight(schedule: str, runner
 
 
 @every_schedule
-def test_a_second_run_ends_with_the_same_weights_bit_for_bit(schedule: str, runner: Runner) -> None:
+def test_a_second_run_is_the_same_bit_for_bit(schedule: str, runner: Runner, outcome_of: Runner) -> None:
     case = deepest(schedule)
-    found, again = runner(case), runner(case)
-    assert found.losses == again.losses
-    assert worst(found.weights, again.weights)[0] == 0
+    assert runner(case).is_same(outcome_of(case))
 
 
 @every_schedule

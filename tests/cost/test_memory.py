@@ -5,7 +5,7 @@ import pytest
 
 from shardwise.cluster.catalogue import get_device
 from shardwise.cost.deal import Deal
-from shardwise.cost.flight import in_flight
+from shardwise.cost.in_flight import in_flight
 from shardwise.cost.layouts import Layouts
 from shardwise.cost.memory import DEFERRED_FREE_BYTES, NUM_SLOTS, SLOT_BYTES, saved, step_bytes
 from shardwise.cost.pipeline import SCHEDULES

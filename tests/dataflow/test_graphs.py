@@ -15,8 +15,8 @@ from shardwise.dataflow.graphs import Graphs
 from shardwise.dataflow.journal import Work
 from shardwise.dataflow.machine import Machine
 from shardwise.dataflow.mover import Step
-from shardwise.dataflow.rehearsal import Rehearsal
 from shardwise.dataflow.streams import Failures
+from shardwise.testing.rehearsal import Rehearsal
 from shardwise.trace.events import Lane
 from tests.dataflow.played import PlayedStream, play
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from shardwise.dataflow.cuda import CudaStream
 from shardwise.dataflow.machine import Machine
-from shardwise.dataflow.rehearsal import Rehearsal
 from shardwise.errors import ShardwiseError
+from shardwise.testing.rehearsal import Rehearsal
 from tests.dataflow import kernels
 from tests.dataflow.late import play_late
 

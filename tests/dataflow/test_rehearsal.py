@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.dataflow.rehearsal import Rehearsal
+from shardwise.testing.rehearsal import Rehearsal
 from tests.dataflow.machines import Shuffle
 
 

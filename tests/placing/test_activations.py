@@ -17,19 +17,19 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.errors import ShardwiseError
 from shardwise.placing import Placed
-from shardwise.placing import activation_offload as stashes
+from shardwise.placing import activation_offload as placed_offload
 from shardwise.placing.activation_share import ActivationShare, bytes_with, hosted_bytes, window_bytes
 from shardwise.placing.layout import lay_out
 from shardwise.placing.loads import Load, find_loads, total_bytes
 from shardwise.placing.offload_planner import OffloadQuestion, decide
 from shardwise.placing.places import Place
-from shardwise.states.tiers import activation_offload as stash_module
+from shardwise.states.tiers import activation_offload
 from tests.engine.same import assert_same
 from tests.stages.families import make_batch, make_family
 from tests.stages.nets import UNet
 from tests.stages.pieces import Net
 from tests.stages.small import small_matrices
-from tests.states.tiers.late import LateCrossing
+from tests.states.tiers.late import LateCopyStreams
 
 HERE, TWO, BESIDE = ["cpu:0"], ["cpu:0", "cpu:1"], ["cpu:0", "cpu"]
 ROWS = 64
@@ -115,7 +115,7 @@ def test_copies_that_come_as_late_as_they_may_are_waited_for(
 ) -> None:
     """As on a GPU: what is not told to wait for a copy reads or overwrites rubbish."""
     plain = sw.place(Knotty(), TWO, **wishes)
-    monkeypatch.setattr(stashes, "Crossing", lambda _: LateCrossing(seed))
+    monkeypatch.setattr(placed_offload, "CopyStreams", lambda _: LateCopyStreams(seed))
     late = sw.place(Knotty(), TWO, activations_on_host=0.7, **wishes)
     for net in (plain, late):
         for step in range(2):
@@ -235,13 +235,13 @@ def test_no_more_is_brought_back_than_the_window_holds(monkeypatch: pytest.Monke
         net.activations.host_bytes == 20 * size
     )  # Of each layer what the next one is given: the first is given the batch.
     held: list[int] = []
-    unpack = stash_module.Stash._bring
+    unpack = activation_offload.ActivationOffload._bring
 
     def bring(self: Any, away: Any) -> None:
         unpack(self, away)
         held.append(self.held_bytes + self._leaving.num_bytes)
 
-    monkeypatch.setattr(stash_module.Stash, "_bring", bring)
+    monkeypatch.setattr(activation_offload.ActivationOffload, "_bring", bring)
     loss.backward()
     assert 3 * size < max(held) <= (3 + 2) * size
 
@@ -385,7 +385,7 @@ def test_a_host_that_is_full_is_said_in_time(monkeypatch: pytest.MonkeyPatch) ->
         placed(ids(rows=4 * ROWS))
     placed(ids()).sum().backward()  # And it can be used again.
     free = sw.place(net, HERE, activations_on_host=1)
-    monkeypatch.setattr(stashes, "available_bytes", lambda: 20_000)
+    monkeypatch.setattr(placed_offload, "available_bytes", lambda: 20_000)
     with pytest.raises(ShardwiseError, match=r"there is room for 19.5 KiB"):
         free(ids())
     with pytest.raises(ShardwiseError, match=r"activations_on_host=1.5: it is a part of them, from 0 to 1"):

@@ -10,7 +10,7 @@ def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProce
     """A fresh interpreter, its output piped. What is named is all that is in its environment, beside where we are."""
     environment["PYTHONPATH"] = str(PACKAGE.parent)
     command = [sys.executable, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
 
 
 def run_shardwise(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -10,7 +10,7 @@ from torch.optim import SGD, AdamW
 
 from shardwise.engine.mesh_engine import MeshEngine
 from shardwise.engine.parallelize import parallelize
-from shardwise.sharding.context.mask import Reach
+from shardwise.sharding.context.mask import Mask
 from shardwise.states.muon import Muon
 from shardwise.states.parameter_group import Share, is_hidden_matrix
 from tests.stages.small import small_matrices
@@ -84,7 +84,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "two": muon_and_adamw,
 }
 #: What is said of the module to a plan with cp.
-OF_CONTEXT: dict[str, Any] = {"positions": None, "entries": {"who": 1}, "masks": Reach(causal=True)}
+OF_CONTEXT: dict[str, Any] = {"positions": None, "entries": {"who": 1}, "masks": Mask(causal=True)}
 
 
 def train(plan: str, optimizer: str = "sgd", **told: Any) -> tuple[list[float], dict[str, Tensor], dict[str, str]]:

@@ -537,6 +537,13 @@ def test_what_would_come_back_before_anything_else_is_computed_stays_on_the_devi
     assert texts(insert_offloads(schedule, which=lambda _: True, lead=5)) == texts(schedule)
 
 
+def test_what_leaves_in_its_forward_already_is_reloaded_directly_before_its_backward_at_the_latest() -> None:
+    schedule = written(loop(1), "0F0 0F1 0B1 0B0", num_microbatches=2)
+    assert texts(insert_offloads(schedule, which=lambda _: True, lead=2, only_apart=False)) == [
+        "0F0 0OFFLOAD0 0RELOAD0 0F1 0OFFLOAD1 0RELOAD1 0B1 0B0"
+    ]
+
+
 def test_a_slow_link_is_seen_less_the_sooner_the_reload_is_issued() -> None:
     schedule = make_schedule("gpipe", 1, 8)
 

@@ -192,7 +192,7 @@ def _activations(
     if software.interpreted_pipe:
         # What a stage sends is kept beside what it received until its gradient is back.
         sent = zero + layers[0][0].output_bytes(share)
-        activations = activations + places.flight * sent[kinds, None] * (layouts.pp > 1)[:, None]
+        activations = activations + places.in_flight * sent[kinds, None] * (layouts.pp > 1)[:, None]
     scores = zero + sum((_score_bytes(block, share, software) for block, _ in layers[:1]), zero)
     return {
         "scores": scores[kinds, None] * every,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwise.cost.deal import Deal, are_dealt_whole
-from shardwise.cost.flight import in_flight
+from shardwise.cost.in_flight import in_flight
 from shardwise.cost.layouts import Layouts
 from shardwise.cost.numbers import Floats
 from shardwise.cost.pipeline import SCHEDULES
@@ -27,7 +27,7 @@ class Places(NamedTuple):
 
     `layers` of each kind that a rank holds; `begins` and `ends`: whether it has what stands before and after them. The
     `kept_*` are the same at the moment when most is kept for backwards, once for each microbatch that is under way.
-    `flight` is the microbatches of a whole stage then.
+    `in_flight` is the microbatches of a whole stage then.
     """
 
     layers: Floats
@@ -36,7 +36,7 @@ class Places(NamedTuple):
     kept_layers: Floats
     kept_begins: Floats
     kept_ends: Floats
-    flight: Floats
+    in_flight: Floats
 
 
 def layer_kinds(model: Model) -> list[tuple[Block, int]]:
@@ -57,7 +57,7 @@ def typical_places(model: Model, layouts: Layouts, dealt: Deal) -> Places:
     alone, copies = layouts.pp == 1, _COPIES[layouts.schedule]
     last = layouts.pp.astype(np.float64) - 1.0
     ranks = (np.zeros(len(layouts)), np.minimum(1.0, last), last)
-    flight = np.stack([in_flight(layouts, rank) for rank in ranks], axis=1)
+    num_held = np.stack([in_flight(layouts, rank) for rank in ranks], axis=1)
     first = dealt.first + np.where(are_dealt_whole(layouts), 0.0, dealt.extra)
     held = np.stack([first, dealt.middle + dealt.extra, dealt.last], axis=1)
     held = np.where(alone[:, None], counts.sum(), held)
@@ -66,15 +66,15 @@ def typical_places(model: Model, layouts: Layouts, dealt: Deal) -> Places:
     ends = np.stack([np.maximum(lone, twice), lone, one], axis=1)
     layers = held[:, :, None] * shares
     # Where the model is held twice, half of the microbatches go through each copy.
-    through = flight / copies[:, None]
+    through = num_held / copies[:, None]
     return Places(
         layers=layers * copies[:, None, None],
         begins=begins,
         ends=ends,
-        kept_layers=layers * flight[:, :, None],
+        kept_layers=layers * num_held[:, :, None],
         kept_begins=begins * through,
         kept_ends=ends * through,
-        flight=flight,
+        in_flight=num_held,
     )
 
 

@@ -44,10 +44,10 @@ from shardwise.sharding.dropout import Place
 from shardwise.sharding.expert.move import better_placements, count_moved
 from shardwise.sharding.expert.shard import shard_experts
 from shardwise.sharding.rng_tracker import Channels
-from shardwise.sharding.tensor.columns import ColumnLinear
+from shardwise.sharding.tensor.columns import ColumnParallelLinear
 from shardwise.sharding.tensor.shard import shard
 from shardwise.sharding.tensor.sharding import Sharding
-from shardwise.sharding.zigzag import take_pieces
+from shardwise.sharding.zigzag import zigzag_shard
 from shardwise.stages.activation_bytes import KeptBytes
 from shardwise.stages.batch import cut_batch, home_of, length_of
 from shardwise.stages.losses import summed_only
@@ -254,7 +254,13 @@ class MeshEngine(ConnectedTrainer):
 
     def _complete(self, schedule: Schedule, stages: Split) -> Schedule:
         gathers = self.plan.zero == 3 and not self._sharing.layerwise
-        return complete(schedule, stages, reduce_gradients=True, max_gathered=_MAX_GATHERED if gathers else None)
+        return complete(
+            schedule,
+            stages,
+            reduce_gradients=True,
+            max_gathered=_MAX_GATHERED if gathers else None,
+            offloads_activations=self.plan.offload.activations > 0,
+        )
 
     def _forget_gradients(self) -> None:
         self.data.begin_step()
@@ -274,7 +280,7 @@ class MeshEngine(ConnectedTrainer):
         place, axes = super()._place(batch, microbatch), self.mesh.coordinates
         tokens: Tensor | None = None
         if isinstance(microbatch, LocalBatch):
-            tokens = take_pieces(torch.arange(microbatch.tokens.length), 0, axes["cp"], self.plan.cp)
+            tokens = zigzag_shard(torch.arange(microbatch.tokens.length), 0, axes["cp"], self.plan.cp)
         first_row = axes["dp"] * (length_of(batch) // self.plan.dp)
         num_pieces = self.plan.tp if self.plan.sp else 1
         return replace(place, first_row=first_row, tokens=tokens, piece=axes["tp"] % num_pieces, num_pieces=num_pieces)
@@ -375,8 +381,10 @@ class MeshEngine(ConnectedTrainer):
 
 def _channels_of(module: nn.Module) -> Callable[[], Channels | None]:
     """What says which channels this rank is at, inside of layers that are cut."""
-    streams = [each.streams for each in module.modules() if isinstance(each, ColumnLinear) and each.streams is not None]
-    return lambda: next((each.channels for each in streams if each.is_apart), None)
+    trackers = [
+        each.rng for each in module.modules() if isinstance(each, ColumnParallelLinear) and each.rng is not None
+    ]
+    return lambda: next((each.channels for each in trackers if each.is_inside), None)
 
 
 def _splits_backward(schedule: Schedule) -> bool:

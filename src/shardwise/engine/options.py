@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardwise.sharding.context.mask import Reach
+from shardwise.sharding.context.mask import Mask
 from shardwise.sharding.context.sequence_shards import Entry
 
 
@@ -21,5 +21,5 @@ class Options:
     tensor_chunks: int | None = None
     positions: str | None = "position_ids"
     entries: Mapping[str, Entry | int | None] | None = None
-    masks: Reach | None = None
+    masks: Mask | None = None
     bucket_bytes: int | None = None

@@ -27,7 +27,7 @@ from shardwise.planner.composition import check_composition
 from shardwise.planner.plan import Plan
 from shardwise.ranks.mesh import agree_on
 from shardwise.ranks.torchrun import join_if_launched
-from shardwise.sharding.context.mask import Reach
+from shardwise.sharding.context.mask import Mask
 from shardwise.sharding.context.sequence_shards import Entry
 from shardwise.stages.stage import Batch, Loss
 from shardwise.states.parameter_group import MakeOptimizer, Share
@@ -50,7 +50,7 @@ def parallelize(
     tensor_chunks: int | None = None,
     positions: str | None = "position_ids",
     entries: Mapping[str, Entry | int | None] | None = None,
-    masks: Reach | None = None,
+    masks: Mask | None = None,
     bucket_bytes: int | None = None,
 ) -> Engine | ProcessEngine | MeshEngine:
     """Return an engine that trains `module` under `plan`.

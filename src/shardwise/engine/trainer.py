@@ -283,7 +283,7 @@ class Trainer(NamedState):
 
     def _complete(self, schedule: Schedule, stages: Split) -> Schedule:
         """The schedule with all that the engine runs."""
-        return complete(schedule, stages)
+        return complete(schedule, stages, offloads_activations=self.plan.offload.activations > 0)
 
     def _forget_gradients(self) -> None:
         """Begin a step without the gradients of the last."""

@@ -4,7 +4,7 @@ An executor decides when an instruction may run; this decides what running it me
 instruction means the same in one process and in many.
 """
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
@@ -29,11 +29,21 @@ from shardwise.stages.stage import Batch, Loss, Split, Values
 class ActivationOffload(Protocol):
     """Where forwards put what they save, if not all of it stays on the device."""
 
-    def saving(self, stays: Iterable[Tensor], kept: Kept | None) -> AbstractContextManager[Any]:
+    def saving(
+        self, stays: Iterable[Tensor], kept: Kept | None, name: Hashable | None = None
+    ) -> AbstractContextManager[Any]:
         """Around a forward. `stays` is on the device anyway; what is kept there is told to `kept`."""
         ...
 
-    def put_away(self) -> None:
+    def offload(self, name: Hashable) -> None:
+        """OFFLOAD: what a forward has saved is to leave the device."""
+        ...
+
+    def reload(self, name: Hashable) -> None:
+        """RELOAD: its backward is near."""
+        ...
+
+    def put_away(self, name: Hashable | None = None) -> None:
         """A half of a backward is over: what it has brought back may leave again."""
         ...
 
@@ -183,6 +193,16 @@ class Interpreter:
                 error.add_note(f"in {part}: stage {part.stage}, microbatch {part.microbatch}, rank {self.rank}")
                 raise
 
+    def move(self, instruction: Instruction) -> None:
+        """Run an OFFLOAD or a RELOAD."""
+        if self.stash is None:
+            raise ShardwiseError(
+                f"{instruction} moves activations, and nothing is there that takes them to the host",
+                remedy="offload.activations in the plan, or a schedule without it",
+            )
+        name = (instruction.stage, instruction.microbatch)
+        (self.stash.offload if instruction.kind is Kind.OFFLOAD else self.stash.reload)(name)
+
     def prepare(self, instruction: Instruction) -> None:
         """Do what can be done of a computation before what it waits for is there."""
         for part in instruction.parts:
@@ -246,7 +266,8 @@ class Interpreter:
     def _saving(self, stage: int, microbatch: int, inputs: Values, kept: Kept | None) -> AbstractContextManager[Any]:
         """Around a forward whose backward is to come: where what it saves goes, and who counts it."""
         if self.stash is not None and self._trains:
-            return self.stash.saving([*self._there_anyway(stage, microbatch), *inputs.values()], kept)
+            stays = [*self._there_anyway(stage, microbatch), *inputs.values()]
+            return self.stash.saving(stays, kept, (stage, microbatch))
         return nullcontext() if kept is None else kept.counting()
 
     def _run(self, stage: int, microbatch: int, inputs: Values) -> "tuple[Values, _Measured | None]":
@@ -332,7 +353,7 @@ class Interpreter:
             saved.halves = input_gradients(outputs, gradients, leaves, halves)
         self.between.pass_back(instruction.stage, instruction.microbatch, saved.inputs)
         if self.stash is not None:
-            self.stash.put_away()
+            self.stash.put_away((instruction.stage, instruction.microbatch))
         # The graph lives on in what W still needs of it, and nowhere else.
         saved.inputs, saved.outputs, saved.loss, saved.foreseen, saved.starts = {}, {}, None, None, []
 
@@ -340,6 +361,17 @@ class Interpreter:
         saved = self._saved.pop((instruction.stage, instruction.microbatch))
         if saved.halves is not None:
             saved.halves.run()
+
+
+def check_kinds(schedule: Schedule, known: Container[Kind], executor: str) -> None:
+    """Refuse a schedule with an instruction that an executor does not run: left out, its results would be missed."""
+    for order in schedule.orders:
+        for instruction in order:
+            if instruction.kind not in known:
+                raise ShardwiseError(
+                    f"{instruction} is an instruction that {executor} does not run",
+                    remedy=f"the schedule {schedule.name} without {instruction.kind}",
+                )
 
 
 def _leaves(saved: _Saved) -> list[Tensor]:

@@ -9,9 +9,9 @@ from time import perf_counter
 
 from shardwise.execution.compute_policy import Manner
 from shardwise.execution.continuous_calls import calls_of
-from shardwise.execution.interpreter import Interpreter, Tally
+from shardwise.execution.interpreter import Interpreter, Tally, check_kinds
 from shardwise.execution.stage_io import cut_off
-from shardwise.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind
+from shardwise.schedule.instruction import COMPUTE, OFFLOADS, RECEIVES, SENDS, Instruction, Kind
 from shardwise.schedule.needs import Needs
 from shardwise.schedule.schedule import Schedule
 from shardwise.stages.stage import Batch, Loss, Split
@@ -23,10 +23,23 @@ Record = Callable[[int, Instruction, float, float], None]
 TAKES_TIME = (COMPUTE | SENDS) - {Kind.STEP}
 
 
+#: What it runs; and what there is nothing to do for, and why.
+RUN = (COMPUTE - {Kind.STEP}) | SENDS | OFFLOADS
+LEFT = {
+    Kind.RECV_F: "it is delivered with its send",
+    Kind.RECV_B: "it is delivered with its send",
+    Kind.STEP: "the engine steps for all stages at once",
+    Kind.GATHER: "in one process parameters are whole",
+    Kind.RELEASE: "in one process parameters are whole",
+    Kind.REDUCE: "in one process there is one replica, and tied parameters are one tensor",
+}
+
+
 class LocalExecutor:
     """Interprets a complete schedule (`schedule.passes.lower`) over the stages of a split module."""
 
     def __init__(self, schedule: Schedule, split: Split, loss: Loss, manner: Manner | None = None) -> None:
+        check_kinds(schedule, RUN | LEFT.keys(), "the executor of one process")
         self.schedule = schedule
         self.ranks = [Interpreter(rank, schedule, split, loss, manner) for rank in range(schedule.num_ranks)]
         self._needs = Needs(schedule)
@@ -126,5 +139,7 @@ class LocalExecutor:
             receiver = self.ranks[self.schedule.placement.ranks[instruction.peer]]
             sent = interpreter.between.sender(instruction)()
             receiver.receiver(self._receive_of[node])([cut_off(each) for each in sent])
-        # Receives were delivered with their sends. In one process parameters are whole and tied ones are one tensor:
-        # nothing is gathered, released or reduced. The engine steps for all stages at once.
+        elif kind in OFFLOADS:
+            interpreter.move(instruction)
+        else:
+            assert kind in LEFT, f"{instruction} is not run"

@@ -10,6 +10,7 @@ from shardwise.schedule.catalogue import make_schedule
 from shardwise.schedule.generators.pipedream_2bw import pipedream_2bw
 from shardwise.schedule.instruction import Kind
 from shardwise.schedule.passes.lower import lower
+from shardwise.schedule.passes.offload import insert_offloads
 from shardwise.schedule.placement import Placement
 from shardwise.schedule.prices import StageTimes, stage_prices
 from shardwise.schedule.question import Question
@@ -74,11 +75,17 @@ def step_seconds(schedule: Schedule, costs: Sequence[float]) -> float:
 
 
 def complete(
-    schedule: Schedule, split: Split, *, reduce_gradients: bool = False, max_gathered: int | None = None
+    schedule: Schedule,
+    split: Split,
+    *,
+    reduce_gradients: bool = False,
+    max_gathered: int | None = None,
+    offloads_activations: bool = False,
 ) -> Schedule:
     """Return the schedule with what the module needs: its skips and ties, transfers and steps; proven.
 
-    With `reduce_gradients`, and with `max_gathered` stages at a time, it has what replicas need too.
+    With `reduce_gradients`, and with `max_gathered` stages at a time, it has what replicas need too. With
+    `offloads_activations`, what every forward saves leaves the device and comes back for its backward.
     """
     placement = _with_flow(schedule.placement, split)
     connected = Schedule.of(
@@ -89,6 +96,8 @@ def complete(
         num_steps=schedule.num_steps,
         staleness=schedule.staleness,
     )
+    if offloads_activations:
+        connected = insert_offloads(connected, which=lambda _: True, only_apart=False)
     finished = lower(connected, reduce_gradients=reduce_gradients, max_gathered=max_gathered)
     verify(finished)
     return finished

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from shardwise.execution.compute_policy import Manner
 from shardwise.execution.continuous_calls import calls_of
-from shardwise.execution.interpreter import Interpreter, Tally
+from shardwise.execution.interpreter import Interpreter, Tally, check_kinds
 from shardwise.execution.local import TAKES_TIME, Record
 from shardwise.ranks.faults import Waiter
 from shardwise.ranks.transport import Key, Transport
 from shardwise.schedule.garbage import collection_paused
-from shardwise.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind
+from shardwise.schedule.instruction import COMPUTE, OFFLOADS, RECEIVES, SENDS, Instruction, Kind
 from shardwise.schedule.needs import Needs
 from shardwise.schedule.schedule import Schedule
 from shardwise.stages.stage import Batch, Loss, Split
@@ -57,6 +57,12 @@ class Beside(Protocol):
     def end(self, instruction: Instruction) -> None: ...
 
 
+#: What it runs; what it runs where there are replicas; and what there is nothing to do for, and why.
+RUN = (COMPUTE - {Kind.STEP}) | SENDS | RECEIVES | OFFLOADS | {Kind.REDUCE}
+RUN_BESIDE = frozenset({Kind.GATHER, Kind.RELEASE})
+LEFT = {Kind.STEP: "the engine steps for all stages of the rank at once"}
+
+
 class ProcessExecutor:
     """Interprets this rank's part of a complete schedule."""
 
@@ -73,6 +79,8 @@ class ProcessExecutor:
         watch: Waiter | None = None,
         beside: Beside | None = None,
     ) -> None:
+        known = RUN | LEFT.keys() if beside is None else RUN | LEFT.keys() | RUN_BESIDE
+        check_kinds(schedule, known, "the executor of one rank" + ("" if beside else " without replicas"))
         self._beside = beside
         self.schedule, self.interpreter = schedule, Interpreter(rank, schedule, split, loss, manner)
         self._transport, self._watch, self._on_reduce = transport, watch, on_reduce
@@ -171,7 +179,10 @@ class ProcessExecutor:
             return partial(getattr(self._beside, kind.lower()), instruction)
         if kind is Kind.REDUCE:
             return partial(self._on_reduce, instruction)
-        if key is None:  # Also a STEP: the engine steps for all stages of the rank at once.
+        if kind in OFFLOADS:
+            return partial(self.interpreter.move, instruction)
+        if key is None:
+            assert kind in SENDS or kind in RECEIVES or kind in LEFT, f"{instruction} is not run"
             return _nothing
         if kind in SENDS:
             send, outgoing = self._transport.send, self.interpreter.between.sender(instruction)

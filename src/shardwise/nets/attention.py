@@ -6,30 +6,32 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from shardwise.nets.cache import Cache
+from shardwise.nets.mask import AttentionMask
 from shardwise.nets.rotary import Rotation, rotate
 from shardwise.nets.settings import Heads, Settings
-from shardwise.nets.sight import Sight
 
 #: From queries, keys, values (each [batch, heads, tokens, dim]), what is seen, the scale of the logits, and how many
 #: weights are dropped. This is the seam for context parallelism: put another on `attend` of each attention.
-Attend = Callable[[Tensor, Tensor, Tensor, Sight, float, float], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, AttentionMask, float, float], Tensor]
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, sight: Sight, scale: float, dropout: float = 0.0) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, scale: float, dropout: float = 0.0
+) -> Tensor:
     """Attention on one device, by torch's best kernel for it."""
     num_sharing = query.shape[1] // key.shape[1]
-    if sight.mask is not None and num_sharing > 1:
+    if mask.dense is not None and num_sharing > 1:
         # Kernels that take a mask want as many heads of keys as of queries.
         key, value = key.repeat_interleave(num_sharing, 1), value.repeat_interleave(num_sharing, 1)
     return scaled_dot_product_attention(
         query,
         key,
         value,
-        attn_mask=sight.mask,
+        attn_mask=mask.dense,
         dropout_p=dropout,
-        is_causal=sight.mask is None and query.shape[2] > 1,
+        is_causal=mask.dense is None and query.shape[2] > 1,
         scale=scale,
-        enable_gqa=sight.mask is None and num_sharing > 1,
+        enable_gqa=mask.dense is None and num_sharing > 1,
     )
 
 
@@ -51,7 +53,9 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(heads.head_dim, settings.norm_epsilon) if heads.qk_norm else None
         self.attend: Attend = attend
 
-    def forward(self, hidden: Tensor, rotation: Rotation | None, sight: Sight, cache: Cache | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, rotation: Rotation | None, mask: AttentionMask, cache: Cache | None = None
+    ) -> Tensor:
         query = self._heads(self.q_proj(hidden), self.q_norm)
         key = self._heads(self.k_proj(hidden), self.k_norm)
         value = self._heads(self.v_proj(hidden), None)
@@ -61,7 +65,7 @@ class Attention(nn.Module):
         if cache is not None:
             key, value = cache.extend(self.layer, key, value)
         dropout = self.dropout if self.training else 0.0
-        seen = self.attend(query, key, value, sight, self.head_dim**-0.5, dropout)
+        seen = self.attend(query, key, value, mask, self.head_dim**-0.5, dropout)
         projected: Tensor = self.o_proj(seen.transpose(1, 2).flatten(2))
         return projected
 

@@ -6,10 +6,10 @@ from shardwise.nets.attention import Attention
 from shardwise.nets.cache import Cache
 from shardwise.nets.feedforward import FeedForward
 from shardwise.nets.latent import LatentAttention
+from shardwise.nets.mask import AttentionMask
 from shardwise.nets.moe import MoE
 from shardwise.nets.rotary import Rotation
 from shardwise.nets.settings import Latent, Settings
-from shardwise.nets.sight import Sight
 
 
 def make_norm(settings: Settings) -> nn.Module:
@@ -41,10 +41,10 @@ class Block(nn.Module):
         hidden: Tensor,
         balance: Tensor | None,
         rotation: Rotation | None,
-        sight: Sight,
+        mask: AttentionMask,
         cache: Cache | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        attended = self.attention(self.attention_norm(hidden), rotation, sight, cache)
+        attended = self.attention(self.attention_norm(hidden), rotation, mask, cache)
         hidden = hidden + self.attention_dropout(attended)
         if not isinstance(self.mlp, MoE):
             return hidden + self.mlp_dropout(self.mlp(self.mlp_norm(hidden))), balance

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from shardwise.nets.attention import Attend, attend
 from shardwise.nets.cache import Cache
+from shardwise.nets.mask import AttentionMask
 from shardwise.nets.rotary import Rotation, latent_magnitude_of, rotate
 from shardwise.nets.settings import Latent, Settings
-from shardwise.nets.sight import Sight
 
 #: The norms of the short vectors have this epsilon whatever the others have, as in DeepSeek's own code.
 _EPSILON = 1e-6
@@ -44,7 +44,9 @@ class LatentAttention(nn.Module):
         self.o_proj = nn.Linear(sizes.num_heads * sizes.value_dim, width, bias=sizes.bias)
         self.attend: Attend = attend
 
-    def forward(self, hidden: Tensor, rotation: Rotation | None, sight: Sight, cache: Cache | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, rotation: Rotation | None, mask: AttentionMask, cache: Cache | None = None
+    ) -> Tensor:
         assert rotation is not None, "latent attention rotates a part of each head"
         sizes = self.sizes
         query_plain, query_turned = _heads(self._query(hidden), sizes.nope_dim, sizes.rope_dim)
@@ -57,7 +59,7 @@ class LatentAttention(nn.Module):
         key_plain, value = _heads(self.kv_b_proj(short), sizes.nope_dim, sizes.value_dim)
         query = torch.cat((query_plain, query_turned), dim=-1)
         key = torch.cat((key_plain, key_turned.expand(-1, key_plain.shape[1], -1, -1)), dim=-1)
-        seen = self.attend(query, key, value, sight, self.scale, self.dropout if self.training else 0.0)
+        seen = self.attend(query, key, value, mask, self.scale, self.dropout if self.training else 0.0)
         projected: Tensor = self.o_proj(seen.transpose(1, 2).flatten(2))
         return projected
 

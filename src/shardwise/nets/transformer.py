@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from shardwise.errors import ShardwiseError
 from shardwise.nets.block import Block, make_dropout, make_norm
 from shardwise.nets.cache import Cache
+from shardwise.nets.mask import AttentionMask, causal_mask, number_documents, positions_in
 from shardwise.nets.rotary import Rotary
 from shardwise.nets.settings import Settings
-from shardwise.nets.sight import Sight, causal_mask, number_documents, positions_in
 
 
 class Output(NamedTuple):
@@ -56,7 +56,7 @@ class Transformer(nn.Module):
             documents = number_documents(documents)
         if position_ids is None:
             position_ids = _positions(input_ids, documents, num_before)
-        whole, windowed = self._sights(position_ids, documents, attention_mask, num_before)
+        whole, windowed = self._masks(position_ids, documents, attention_mask, num_before)
         rotation = None if self.rotary is None else self.rotary(position_ids)
         hidden = self.embed(input_ids)
         if self.positions is not None:
@@ -64,19 +64,19 @@ class Transformer(nn.Module):
         hidden = self.dropout(hidden)
         balance = torch.zeros((), device=input_ids.device) if self.settings.has_auxiliary else None
         for layer, block in enumerate(self.layers):
-            sight = windowed if self.settings.is_windowed(layer) else whole
-            hidden, balance = block(hidden, balance, rotation, sight, cache)
+            mask = windowed if self.settings.is_windowed(layer) else whole
+            hidden, balance = block(hidden, balance, rotation, mask, cache)
         logits: Tensor = self.head(self.norm(hidden))
         return logits if balance is None else Output(logits, balance)
 
-    def _sights(
+    def _masks(
         self, positions: Tensor, documents: Tensor | None, attention_mask: Tensor | None, num_before: int
-    ) -> tuple[Sight, Sight]:
+    ) -> tuple[AttentionMask, AttentionMask]:
         """What queries see in layers without a window, and in those with one."""
         num_queries = positions.shape[1]
 
-        def sight(window: int | None) -> Sight:
-            mask = causal_mask(
+        def masked(window: int | None) -> AttentionMask:
+            dense = causal_mask(
                 num_queries,
                 num_before + num_queries,
                 positions.device,
@@ -84,11 +84,11 @@ class Transformer(nn.Module):
                 documents=documents,
                 attention_mask=attention_mask,
             )
-            return Sight(mask, positions, documents, window)
+            return AttentionMask(dense, positions, documents, window)
 
         kinds = {self.settings.is_windowed(layer) for layer in range(self.settings.num_layers)}
-        windowed = sight(self.settings.window)
-        return sight(None) if False in kinds else windowed, windowed
+        windowed = masked(self.settings.window)
+        return masked(None) if False in kinds else windowed, windowed
 
     def _check(self, input_ids: Tensor, documents: Tensor | None, num_before: int) -> None:
         num_tokens = num_before + input_ids.shape[1]

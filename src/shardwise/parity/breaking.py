@@ -16,7 +16,7 @@ from shardwise.execution.interpreter import Tally
 from shardwise.ranks.collectives import Group
 from shardwise.ranks.exchange import Exchange, Then, Ticket
 from shardwise.sharding.context.sequence_shards import Entry
-from shardwise.sharding.tensor.columns import ColumnLinear
+from shardwise.sharding.tensor.columns import ColumnParallelLinear
 from shardwise.sharding.tensor.vocabulary import VocabularyHead
 from shardwise.states.buckets.bucket import Bucket
 from shardwise.states.buckets.flat_layout import Slot
@@ -54,7 +54,7 @@ def forget_a_sum(engine: Trainer) -> None:
         unsummed = replace(sharding.of(partial[-1]), is_partial=False)
         sharding.shards = {**sharding.shards, partial[-1]: unsummed}
     elif engine.rank == 0:
-        columns = [each for each in engine.module.modules() if isinstance(each, ColumnLinear)]
+        columns = [each for each in engine.module.modules() if isinstance(each, ColumnParallelLinear)]
         chosen = next(each for each in columns if not each.weight.is_meta and not isinstance(each, VocabularyHead))
         chosen.together.reduces = False
 
@@ -105,9 +105,9 @@ def unmask(engine: Trainer) -> None:
     for head in padded:
         head.words = -(-head.words // head.together.group.size) * head.together.group.size
     if not padded and engine._context is not None:
-        cutting = engine._context._cutting
+        sharding = engine._context._sharding
         counted = {name: Entry(fill=0, ignores=True) for name in ("labels", "shift_labels")}
-        engine._context._cutting = replace(cutting, entries={**cutting.entries, **counted})
+        engine._context._sharding = replace(sharding, entries={**sharding.entries, **counted})
 
 
 def keep_stale(engine: Trainer) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from shardwise.ranks.collectives import longest_piece
 from shardwise.sharding.functional_dropout import Answers
 from shardwise.sharding.rng_tracker import Channels
-from shardwise.sharding.wrap_forward import surround
+from shardwise.sharding.wrap_forward import wrap_forward
 from shardwise.stages.batch import length_of
 from shardwise.stages.stage import Batch
 
@@ -100,9 +100,9 @@ class Dropouts:
         """
         found = {name: each for name, each in module.named_modules() if isinstance(each, nn.Dropout) and each.p > 0}
         for name, each in found.items():
-            surround(each, partial(self._drop, name))
+            wrap_forward(each, partial(self._drop, name))
         for name in callers:
-            surround(module.get_submodule(name), partial(self._answer, name))
+            wrap_forward(module.get_submodule(name), partial(self._answer, name))
         return bool(found or callers)
 
     def take(self, microbatches: Sequence[Batch], first: Place) -> None:

@@ -1,8 +1,8 @@
-"""Random numbers inside of sharded regions.
+"""The RNG tracker: random numbers inside of tensor-parallel regions.
 
 Between a column and its row each rank has other channels, so each must draw other masks. Outside, all ranks must draw
-the same ones. So a rank that enters a region draws a seed, as all do, mixes its own rank into it, and goes on with the
-generator that it left when it comes out. A forward that is run again from the same generator draws the same again.
+the same ones. So a rank that enters a region draws a seed, as all do, and mixes its own rank into it. When it leaves,
+it sets the shared generator back. A forward that is recomputed from the same generator draws the same again.
 """
 
 from typing import NamedTuple
@@ -19,23 +19,23 @@ class Channels(NamedTuple):
     whole: int
 
 
-class Streams:
-    """The generators of one region: that of all ranks together, and this rank's own. `channels` are those in it."""
+class RngTracker:
+    """The generators of one region: the one that all ranks share, and this rank's own. `channels` are those in it."""
 
     def __init__(self, group: Group, channels: Channels | None = None) -> None:
         self._group, self.channels = group, channels
         self._shared: torch.Tensor | None = None
 
-    def __deepcopy__(self, memo: dict[int, object]) -> "Streams":
+    def __deepcopy__(self, memo: dict[int, object]) -> "RngTracker":
         del memo
-        return Streams(self._group, self.channels)
+        return RngTracker(self._group, self.channels)
 
     @property
-    def is_apart(self) -> bool:
+    def is_inside(self) -> bool:
         """Whether the rank is inside."""
         return self._shared is not None
 
-    def part(self, device: torch.device) -> None:
+    def enter(self, device: torch.device) -> None:
         """Enter: from here on, this rank draws its own."""
         if self._shared is not None or device.type == "meta":
             return
@@ -48,7 +48,7 @@ class Streams:
         else:
             torch.default_generator.manual_seed(own)
 
-    def meet(self, device: torch.device) -> None:
+    def leave(self, device: torch.device) -> None:
         """Leave: all draw the same again."""
         if self._shared is None or device.type == "meta":
             return

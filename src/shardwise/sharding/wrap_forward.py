@@ -15,7 +15,7 @@ from torch import nn
 Around = Callable[..., Any]
 
 
-def surround(module: nn.Module, around: Around) -> None:
+def wrap_forward(module: nn.Module, around: Around) -> None:
     """Put a function around a module's forward."""
     own = type(module)
 

@@ -27,14 +27,14 @@ def owner_of(piece: int, num_ranks: int) -> int:
     return min(piece, 2 * num_ranks - 1 - piece)
 
 
-def take_pieces(whole: Tensor, dim: int, rank: int, num_ranks: int) -> Tensor:
+def zigzag_shard(whole: Tensor, dim: int, rank: int, num_ranks: int) -> Tensor:
     """A rank's part of a tensor, whose dim divides by twice the number of ranks."""
     length = whole.shape[dim] // (2 * num_ranks)
     parts = [whole.narrow(dim, piece * length, length) for piece in pieces_of(rank, num_ranks)]
     return torch.cat(parts, dim)
 
 
-def join_pieces(parts: Sequence[Tensor], dim: int) -> Tensor:
+def zigzag_unshard(parts: Sequence[Tensor], dim: int) -> Tensor:
     """The whole again, from the parts of all ranks."""
     halves = [part.chunk(2, dim) for part in parts]
     return torch.cat([early for early, _ in halves] + [late for _, late in reversed(halves)], dim)

@@ -1,1 +1,1 @@
-"""What serves tests and benchmarks alone: devices whose compute is a wait of a known length."""
+"""What serves tests and benchmarks alone: devices whose compute is a wait, and random programs for the dataflow."""

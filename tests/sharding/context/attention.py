@@ -7,17 +7,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.ranks.collectives import Group, Traffic
-from shardwise.sharding.context.kernels import Logits
-from shardwise.sharding.context.mask import Reach, Tokens, number_documents
+from shardwise.sharding.context.kernels import LogitScaling
+from shardwise.sharding.context.mask import Mask, Tokens, number_documents
 from shardwise.sharding.context.parallel import FORMS
-from shardwise.sharding.zigzag import join_pieces, take_pieces
+from shardwise.sharding.zigzag import zigzag_shard, zigzag_unshard
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One attention: its sizes and what it sees."""
 
-    reach: Reach
+    mask: Mask
     length: int = 48
     num_real: int | None = None
     num_heads: int = 4
@@ -28,8 +28,8 @@ class Case:
     dtype: torch.dtype = torch.float32
 
     @property
-    def logits(self) -> Logits:
-        return Logits(scale=0.3, cap=self.cap)
+    def logits(self) -> LogitScaling:
+        return LogitScaling(scale=0.3, cap=self.cap)
 
     def tokens(self, num_ranks: int) -> Tokens:
         generator = torch.Generator().manual_seed(1)
@@ -41,17 +41,17 @@ class Case:
             num_ranks=num_ranks,
             length=length,
             num_real=self.num_real or length,
-            documents=documents if self.reach.documents else None,
-            hidden=hidden if self.reach.padding else None,
+            documents=documents if self.mask.documents else None,
+            hidden=hidden if self.mask.padding else None,
         )
 
     def seen(self) -> Tensor:
         """The whole mask, [batch, 1, queries, keys], by its definition."""
-        tokens, far = self.tokens(1), self.reach.window or self.length
+        tokens, far = self.tokens(1), self.mask.window or self.length
         seen = torch.zeros(2, 1, self.length, self.length, dtype=torch.bool)
         for query in range(self.length):
             for key in range(tokens.num_real):
-                if abs(query - key) < far and (key <= query or not self.reach.causal):
+                if abs(query - key) < far and (key <= query or not self.mask.causal):
                     seen[:, 0, query, key] = True
                     if tokens.documents is not None:
                         seen[:, 0, query, key] &= tokens.documents[:, query] == tokens.documents[:, key]
@@ -88,13 +88,13 @@ class Case:
 def run_case(form: str, case: Case) -> tuple[list[Tensor], Traffic]:
     """On a rank: its part of the output and of the gradients, and what it sent."""
     group = Group(dist.group.WORLD)
-    *inputs, given = [take_pieces(each, 2, group.rank, group.size) for each in case.inputs()]
+    *inputs, given = [zigzag_shard(each, 2, group.rank, group.size) for each in case.inputs()]
     leaves = [each.requires_grad_() for each in inputs]
-    out = FORMS[form](*leaves, group=group, tokens=case.tokens(group.size), reach=case.reach, logits=case.logits)
+    out = FORMS[form](*leaves, group=group, tokens=case.tokens(group.size), mask=case.mask, logits=case.logits)
     torch.autograd.backward(out, given)
     return [out.detach(), *(each.grad for each in leaves if each.grad is not None)], group.traffic
 
 
 def joined(results: list[tuple[list[Tensor], Traffic]]) -> list[Tensor]:
     """The whole output and gradients, from those of all ranks."""
-    return [join_pieces(parts, 2) for parts in zip(*(result for result, _ in results), strict=True)]
+    return [zigzag_unshard(parts, 2) for parts in zip(*(result for result, _ in results), strict=True)]

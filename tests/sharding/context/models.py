@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from shardwise.execution.backward import input_gradients
 from shardwise.execution.compute_policy import saving_nothing
 from shardwise.ranks.collectives import Group
-from shardwise.sharding.context.mask import Reach
+from shardwise.sharding.context.mask import Mask
 from shardwise.sharding.context.parallel import ContextParallel
 from shardwise.sharding.context.sequence_shards import IGNORED, shift_labels
 from shardwise.sharding.context.stages import in_context
@@ -51,17 +51,17 @@ class Own(nn.Module):
         return logits
 
 
-class Sighted(NamedTuple):
+class OwnMask(NamedTuple):
     """What a layer is told of what it sees."""
 
     window: int | None
 
 
-def attend_here(query: Tensor, key: Tensor, value: Tensor, sight: Sighted, scale: float) -> Tensor:
+def attend_here(query: Tensor, key: Tensor, value: Tensor, mask: OwnMask, scale: float) -> Tensor:
     places = torch.arange(query.shape[2])
     distance = places[:, None] - places
-    mask = (distance >= 0) & (distance < (sight.window or query.shape[2]))
-    return scaled_dot_product_attention(query, key, value, mask, scale=scale)
+    seen = (distance >= 0) & (distance < (mask.window or query.shape[2]))
+    return scaled_dot_product_attention(query, key, value, seen, scale=scale)
 
 
 class Attending(Own):
@@ -74,7 +74,7 @@ class Attending(Own):
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         hidden = self.embed(input_ids) + self.positions(position_ids)
         query, key, value = (part.view(*part.shape[:2], 4, 8).transpose(1, 2) for part in self.qkv(hidden).chunk(3, -1))
-        seen = self.attend(query, key, value, Sighted(7), 0.4)
+        seen = self.attend(query, key, value, OwnMask(7), 0.4)
         logits: Tensor = self.head(hidden + seen.transpose(1, 2).flatten(2))
         return logits
 
@@ -178,7 +178,7 @@ def plain_results(name: str, kind: str, length: int) -> dict[str, Tensor]:
     return _named(module, loss)
 
 
-def shared_results(name: str, kind: str, length: int, form: Any, masks: Reach | None = None) -> dict[str, Tensor]:
+def shared_results(name: str, kind: str, length: int, form: Any, masks: Mask | None = None) -> dict[str, Tensor]:
     """The same on a rank: sums over all ranks, divided by the number of labels that all have."""
     group = Group(dist.group.WORLD)
     module, context = make_model(name), ContextParallel(group, form=form, masks=masks)

@@ -9,30 +9,30 @@ from shardwise.errors import ShardwiseError
 from shardwise.ranks.collectives import Group
 from shardwise.ranks.spawn import Ranks
 from shardwise.sharding.context.all_to_all import share_heads
-from shardwise.sharding.context.mask import Reach
+from shardwise.sharding.context.mask import Mask
 from shardwise.sharding.context.parallel import ContextParallel
 from tests.crowd import Crowds
 from tests.sharding.context.attention import Case, joined, run_case
 
-CAUSAL = Reach(causal=True)
+CAUSAL = Mask(causal=True)
 CASES = {
-    "causal": Case(reach=CAUSAL),
-    "full": Case(reach=Reach(causal=False)),
-    "full, with tokens added": Case(reach=Reach(causal=False), num_real=43),
-    "gqa": Case(reach=CAUSAL, num_heads=6, num_key_heads=2),
-    "mqa": Case(reach=CAUSAL, num_key_heads=1),
-    "heads that do not divide": Case(reach=CAUSAL, num_heads=15, num_key_heads=3),
-    "a narrow window": Case(reach=replace(CAUSAL, window=3)),
-    "a wide window": Case(reach=replace(CAUSAL, window=17)),
-    "a window both ways": Case(reach=Reach(causal=False, window=9)),
-    "documents": Case(reach=replace(CAUSAL, documents=True)),
-    "documents in a window": Case(reach=replace(CAUSAL, documents=True, window=5), num_key_heads=2),
-    "padding": Case(reach=replace(CAUSAL, padding=True)),
-    "padding, full": Case(reach=Reach(causal=False, padding=True)),
-    "capped logits": Case(reach=CAUSAL, cap=2.0, num_key_heads=2),
-    "values of another size": Case(reach=CAUSAL, query_dim=12, value_dim=8),
-    "pieces of one token": Case(reach=CAUSAL, length=24),
-    "float64": Case(reach=CAUSAL, dtype=torch.float64),
+    "causal": Case(mask=CAUSAL),
+    "full": Case(mask=Mask(causal=False)),
+    "full, with tokens added": Case(mask=Mask(causal=False), num_real=43),
+    "gqa": Case(mask=CAUSAL, num_heads=6, num_key_heads=2),
+    "mqa": Case(mask=CAUSAL, num_key_heads=1),
+    "heads that do not divide": Case(mask=CAUSAL, num_heads=15, num_key_heads=3),
+    "a narrow window": Case(mask=replace(CAUSAL, window=3)),
+    "a wide window": Case(mask=replace(CAUSAL, window=17)),
+    "a window both ways": Case(mask=Mask(causal=False, window=9)),
+    "documents": Case(mask=replace(CAUSAL, documents=True)),
+    "documents in a window": Case(mask=replace(CAUSAL, documents=True, window=5), num_key_heads=2),
+    "padding": Case(mask=replace(CAUSAL, padding=True)),
+    "padding, full": Case(mask=Mask(causal=False, padding=True)),
+    "capped logits": Case(mask=CAUSAL, cap=2.0, num_key_heads=2),
+    "values of another size": Case(mask=CAUSAL, query_dim=12, value_dim=8),
+    "pieces of one token": Case(mask=CAUSAL, length=24),
+    "float64": Case(mask=CAUSAL, dtype=torch.float64),
 }
 
 
@@ -76,7 +76,7 @@ def test_a_window_is_sent_only_as_far_as_it_reaches(ranks: Ranks) -> None:
 
 def test_an_exchange_sends_what_the_formula_says(ranks: Ranks) -> None:
     """facts.md 2.5: 4Nh/P a layer and direction, for tokens N, width h and P ranks; of this 1/P stays where it is."""
-    size, case = ranks.devices, Case(reach=CAUSAL, num_heads=12, num_key_heads=12)
+    size, case = ranks.devices, Case(mask=CAUSAL, num_heads=12, num_key_heads=12)
     width = case.num_heads * case.query_dim
     volume = 4 * (2 * case.length) * width // size * 4
     for _, traffic in ranks.run(run_case, "all-to-all", case):
@@ -85,7 +85,7 @@ def test_an_exchange_sends_what_the_formula_says(ranks: Ranks) -> None:
 
 
 def test_an_exchange_sends_shared_keys_only_where_they_are_needed(ranks: Ranks) -> None:
-    size, case = ranks.devices, Case(reach=CAUSAL, num_heads=12, num_key_heads=1)
+    size, case = ranks.devices, Case(mask=CAUSAL, num_heads=12, num_key_heads=1)
     row = 2 * (case.length // size) * case.query_dim * 4
     heads = 12 - 12 // size + 2 * (size - 1)  # Queries of other ranks, and the one head of keys and values to each.
     back = (size - 1) * 12 // size
@@ -103,7 +103,7 @@ def test_heads_are_shared_out_evenly_and_too_few_are_refused() -> None:
 @pytest.mark.parametrize("cap", [None, 2.0])
 def test_under_autocast_only_inputs_and_output_are_short(cap: float | None) -> None:
     context = ContextParallel(Group(), positions=None)
-    query, key, value, _ = Case(reach=CAUSAL).inputs()
+    query, key, value, _ = Case(mask=CAUSAL).inputs()
     with context.running(context.cut({"input_ids": torch.zeros(2, 48)})):
         wanted = context.attend(query.bfloat16(), key.bfloat16(), value.bfloat16(), CAUSAL, None, cap)
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -5,17 +5,17 @@ import torch
 from torch import Tensor
 
 from shardwise.sharding.context.kernels import (
-    Block,
+    AttentionBlock,
     Efficient,
     Flash,
     FlashOnCpu,
     Kernel,
-    Logits,
+    LogitScaling,
     Plain,
     bias_of,
     kernel_for,
 )
-from shardwise.sharding.context.online_softmax import Joined
+from shardwise.sharding.context.online_softmax import OnlineSoftmax
 
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 KERNELS = [
@@ -31,7 +31,7 @@ KERNELS = [
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
 
-def blocks(dtype: torch.dtype, device: str, key_heads: int, see: str) -> list[Block]:
+def blocks(dtype: torch.dtype, device: str, key_heads: int, see: str) -> list[AttentionBlock]:
     """One block over 40 keys, or two that have them between them."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, 4, 40, 16, generator=generator).to(device, dtype)
@@ -44,21 +44,21 @@ def blocks(dtype: torch.dtype, device: str, key_heads: int, see: str) -> list[Bl
     for cut in cuts:
         bias = bias_of(mask[..., cut], dtype) if "masked" in see else None
         made.append(
-            Block(
+            AttentionBlock(
                 query=query,
                 key=key[:, :, cut],
                 value=value[:, :, cut],
                 bias=bias,
                 causal=see == "causal",
-                logits=Logits(scale=0.25),
+                logits=LogitScaling(scale=0.25),
             )
         )
     return made
 
 
-def attention_of(kernel: Kernel, parts: list[Block]) -> list[Tensor]:
+def attention_of(kernel: Kernel, parts: list[AttentionBlock]) -> list[Tensor]:
     """The output and the gradients of a sum of all of it."""
-    whole = Joined(parts[0].query, parts[0].value.shape[-1])
+    whole = OnlineSoftmax(parts[0].query, parts[0].value.shape[-1])
     for part in parts:
         whole.add(slice(None), *kernel.forward(part))
     out, sums = whole.finish(hides=False)
@@ -79,7 +79,7 @@ def test_a_kernel_gives_what_the_definition_gives(
     found = attention_of(kernel, blocks(dtype, device, key_heads, see))
     together = {"parts": "all", "masked parts": "masked"}.get(see, see)
     [block] = blocks(dtype, device, key_heads, together)
-    exact = Block(
+    exact = AttentionBlock(
         query=block.query.double(),
         key=block.key.double(),
         value=block.value.double(),
@@ -95,7 +95,9 @@ def test_a_kernel_gives_what_the_definition_gives(
 def test_the_plain_kernel_is_what_autograd_differentiates() -> None:
     [block] = blocks(torch.float64, "cpu", 2, "causal")
     query, key, value = (each.clone().requires_grad_() for each in (block.query, block.key, block.value))
-    wide = Block(query=query, key=key, value=value, bias=None, causal=True, logits=Logits(scale=0.25, cap=1.5))
+    wide = AttentionBlock(
+        query=query, key=key, value=value, bias=None, causal=True, logits=LogitScaling(scale=0.25, cap=1.5)
+    )
     out, sums = Plain().forward(wide)
     given = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     by_autograd = torch.autograd.grad(out, (query, key, value), given)
@@ -108,7 +110,7 @@ def test_the_plain_kernel_is_what_autograd_differentiates() -> None:
 def test_kernels_are_chosen_by_what_they_can_do() -> None:
     [block] = blocks(torch.float32, "cpu", 2, "all")
     assert isinstance(kernel_for(block), FlashOnCpu)
-    narrow = Block(
+    narrow = AttentionBlock(
         query=block.query, key=block.key, value=block.value[..., :8], bias=None, causal=False, logits=block.logits
     )
     assert isinstance(kernel_for(narrow), Plain)

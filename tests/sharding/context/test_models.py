@@ -4,13 +4,13 @@ import pytest
 from torch import Tensor
 
 from shardwise.ranks.spawn import Ranks
-from shardwise.sharding.context.mask import Reach
+from shardwise.sharding.context.mask import Mask
 from tests.sharding.context.models import pipelined_results, plain_results, shared_results
 
 DECODERS = ["llama", "qwen3", "mistral", "gemma2", "gpt2"]
 
 
-def compare(ranks: Ranks, name: str, kind: str, length: int, form: str, masks: Reach | None = None) -> None:
+def compare(ranks: Ranks, name: str, kind: str, length: int, form: str, masks: Mask | None = None) -> None:
     same(ranks.run(shared_results, name, kind, length, form, masks), plain_results(name, kind, length))
 
 
@@ -43,7 +43,7 @@ def test_packed_documents_do_not_see_each_other(three: Ranks, name: str) -> None
 
 
 def test_masks_of_a_module_mean_what_the_user_says(three: Ranks) -> None:
-    compare(three, "own with a mask", "whole", 24, "ring", Reach(causal=True))
+    compare(three, "own with a mask", "whole", 24, "ring", Mask(causal=True))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

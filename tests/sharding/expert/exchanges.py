@@ -13,10 +13,9 @@ from shardwise.nets.router import Choice
 from shardwise.planner.plan import Plan
 from shardwise.ranks.collectives import Pending, start_all_to_all
 from shardwise.ranks.mesh import make_mesh
-from shardwise.sharding.expert import Placement, shard_experts
-from shardwise.sharding.expert import async_all_to_all as flight
+from shardwise.sharding.expert import Placement, async_all_to_all, shard_experts
 from shardwise.sharding.expert.dispatch import Dispatch
-from shardwise.sharding.wrap_forward import surround
+from shardwise.sharding.wrap_forward import wrap_forward
 from tests.sharding.expert.models import IGNORED, make_batch, make_model, with_capacity
 from tests.sharding.expert.programs import finish, loss_of, part_of, summed
 from tests.stages.small import small_matrices
@@ -64,7 +63,7 @@ def order_of_events(model: str, shared: str, overlap: bool) -> list[str]:
         note.register_forward_hook(lambda *_: events.append("shared"))
         note.register_full_backward_hook(lambda *_: events.append("shared"))
         layer = module.get_submodule(shared.rpartition(".")[0])
-        with patch.object(flight, "start_all_to_all", start):
+        with patch.object(async_all_to_all, "start_all_to_all", start):
             output = layer(torch.randn(2, 5, 32, requires_grad=True))
             output = output[0] if isinstance(output, tuple) else output
             events.append("|")
@@ -87,7 +86,7 @@ def bytes_of_an_even_load(plan: str) -> tuple[int, int, int]:
         mesh, module, batch = make_mesh(Plan.parse(plan)), make_model("ours like mixtral"), make_batch(8, 8)
         layers = [each for each in module.modules() if isinstance(each, MoE)]
         for layer in layers:
-            surround(layer.router, in_turn)
+            wrap_forward(layer.router, in_turn)
         sharding = shard_experts(module, mesh)
         part = part_of(batch, mesh)
         sharding.group.traffic.clear()

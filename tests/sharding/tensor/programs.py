@@ -15,7 +15,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.execution.backward import input_gradients
 from shardwise.ranks.collectives import Group
 from shardwise.sharding.tensor import Sharding, shard
-from shardwise.sharding.tensor.logits import Logits
+from shardwise.sharding.tensor.logits import VocabParallelLogits
 from shardwise.stages.split import split
 from shardwise.stages.split.materialise import materialise
 from tests.stages.families import FAMILIES, make_batch, make_family
@@ -49,8 +49,8 @@ def loss_of(output: Any, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def family(name: str, length: int = 12) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A Hugging Face model with other numbers than it is made with, and a batch."""
-    module = make_family(name)
+    """A Hugging Face model of two layers with other numbers than it is made with, and a batch."""
+    module = make_family(name, num_layers=2)
     batch = make_batch(name, length=length)
     if name == "t5":  # Another length than the encoder's, that 2, 3 and 4 ranks divide too if they divide that.
         batch["decoder_input_ids"] = torch.randint(3, 97, (2, 2 * length))
@@ -337,7 +337,7 @@ def entropy(words: int, smoothing: float, kind: str) -> tuple[float, float]:
     size = -(-words // group.size)
     padded = functional.pad(scores.detach(), (0, size * group.size - words), value=1e4)
     local = padded[:, group.rank * size : (group.rank + 1) * size].clone().requires_grad_()
-    logits = Logits.of(local * 1, group, words)
+    logits = VocabParallelLogits.of(local * 1, group, words)
     found = functional.cross_entropy(logits, target, label_smoothing=smoothing, reduction=kind)
     (found * torch.arange(1.0, 11) if kind == "none" else found).sum().backward()  # type: ignore[no-untyped-call]
     assert local.grad is not None
@@ -352,7 +352,7 @@ def scored() -> dict[str, bool]:
     torch.manual_seed(0)
     whole = torch.randn(2, 3, 97)
     padded = functional.pad(whole, (0, 49 * 2 - 97), value=1e4)
-    logits = Logits.of(padded[..., group.rank * 49 : (group.rank + 1) * 49].contiguous(), group, 97)
+    logits = VocabParallelLogits.of(padded[..., group.rank * 49 : (group.rank + 1) * 49].contiguous(), group, 97)
     ways: dict[str, Callable[[Tensor], Tensor]] = {
         "shape": lambda each: torch.tensor(each.shape),
         "float": lambda each: each.float() / 2.0,
@@ -372,7 +372,7 @@ def scored() -> dict[str, bool]:
         group.traffic.clear()
         made = way(logits)
         stayed = not group.traffic.calls
-        made = made.whole() if isinstance(made, Logits) else made
+        made = made.whole() if isinstance(made, VocabParallelLogits) else made
         found[name] = stayed
         assert torch.allclose(made.float(), way(whole).float(), atol=1e-6), name
     return found

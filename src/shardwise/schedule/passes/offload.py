@@ -12,17 +12,20 @@ from shardwise.schedule.instruction import BACKWARD, COMPUTE, Instruction, Kind
 from shardwise.schedule.schedule import Schedule
 
 
-def insert_offloads(schedule: Schedule, *, which: Callable[[Instruction], bool], lead: int = 1) -> Schedule:
+def insert_offloads(
+    schedule: Schedule, *, which: Callable[[Instruction], bool], lead: int = 1, only_apart: bool = True
+) -> Schedule:
     """Return the schedule with the activations of the forwards that `which` picks offloaded.
 
-    Each is reloaded `lead` computations before its backward. One that would come back before
-    anything was computed stays where it is.
+    Each is reloaded `lead` computations before its backward. With `only_apart`, one that would come back before
+    anything was computed stays where it is. Without, it goes too, and is reloaded directly before its backward: what a
+    forward of many layers saves first can leave while it goes on.
     """
-    return schedule.with_orders([_with_offloads(order, which, lead) for order in schedule.orders])
+    return schedule.with_orders([_with_offloads(order, which, lead, only_apart) for order in schedule.orders])
 
 
 def _with_offloads(
-    order: tuple[Instruction, ...], which: Callable[[Instruction], bool], lead: int
+    order: tuple[Instruction, ...], which: Callable[[Instruction], bool], lead: int, only_apart: bool
 ) -> list[Instruction]:
     computations = [position for position, instruction in enumerate(order) if instruction.kind in COMPUTE]
     number_of = {position: number for number, position in enumerate(computations)}
@@ -37,8 +40,11 @@ def _with_offloads(
             if part.kind not in BACKWARD or start is None:
                 continue
             back = max(0, number_of[position] - lead)
-            # With nothing computed in between, the bytes would leave and come back for nothing.
-            if back > number_of[start] + 1:
+            is_apart = back > number_of[start] + 1
+            if not only_apart:
+                back = max(back, number_of[start] + 1)
+            # With nothing computed in between, the bytes of a forward as a whole would leave and come back for nothing.
+            if is_apart or not only_apart:
                 behind.setdefault(start, []).append(Instruction(Kind.OFFLOAD, part.stage, part.microbatch))
                 before.setdefault(computations[back], []).append(Instruction(Kind.RELOAD, part.stage, part.microbatch))
     out: list[Instruction] = []

@@ -15,15 +15,15 @@ from torch import Tensor
 
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.collectives import Group, exchange
-from shardwise.sharding.context.kernels import Logits
-from shardwise.sharding.context.mask import Reach, Tokens
+from shardwise.sharding.context.kernels import LogitScaling
+from shardwise.sharding.context.mask import Mask, Tokens
 from shardwise.sharding.context.ring import whole_attention
 from shardwise.sharding.dropout import WeightDrop
-from shardwise.sharding.zigzag import join_pieces, take_pieces
+from shardwise.sharding.zigzag import zigzag_shard, zigzag_unshard
 
 
 def all_to_all_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, group: Group, tokens: Tokens, reach: Reach, logits: Logits,
+    query: Tensor, key: Tensor, value: Tensor, *, group: Group, tokens: Tokens, mask: Mask, logits: LogitScaling,
     drop: WeightDrop | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of this rank's queries to the keys of all ranks: each [batch, heads, this rank's tokens, head size]."""
@@ -40,7 +40,7 @@ def all_to_all_attention(
         own = torch.tensor([head // sharing - seen.start for head in here], device=query.device)
         whole[1:] = [each.index_select(1, own) for each in whole[1:]]
     seen_by = whole_attention(
-        *whole, tokens=tokens, reach=reach, logits=logits, drop=None if drop is None else drop.of_heads(here)
+        *whole, tokens=tokens, mask=mask, logits=logits, drop=None if drop is None else drop.of_heads(here)
     )
     return _to_tokens(seen_by, runs, group)
 
@@ -68,11 +68,11 @@ def _to_heads(tensors: list[Tensor], runs: list[list[range]], group: Group) -> l
     shapes = [cut[group.rank].shape for cut in cuts]
     sizes = [shape.numel() for shape in shapes] * group.size
     parts = [part.view(shape) for part, shape in zip(torch.split(arrived, sizes), shapes * group.size, strict=True)]
-    return [join_pieces(parts[number :: len(tensors)], 2) for number in range(len(tensors))]
+    return [zigzag_unshard(parts[number :: len(tensors)], 2) for number in range(len(tensors))]
 
 
 def _to_tokens(heads: Tensor, runs: list[range], group: Group) -> Tensor:
     """The way back."""
-    parts = [take_pieces(heads.transpose(0, 1), 2, rank, group.size) for rank in range(group.size)]
+    parts = [zigzag_shard(heads.transpose(0, 1), 2, rank, group.size) for rank in range(group.size)]
     rows = exchange(torch.cat(parts), group, [heads.shape[1]] * group.size, [len(run) for run in runs])
     return rows.transpose(0, 1)

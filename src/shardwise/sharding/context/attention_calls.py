@@ -9,12 +9,12 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import ShardwiseError
-from shardwise.sharding.context.mask import Reach
+from shardwise.sharding.context.mask import Mask
 from shardwise.torch_private import FUSED_ATTENTION_CALLS
 
 #: From queries, keys and values: what they see, the scale of logits and their cap, how many weights are dropped; to the
 #: output.
-Attend = Callable[[Tensor, Tensor, Tensor, Reach, float | None, float | None, float], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, Mask, float | None, float | None, float], Tensor]
 
 _WHOLE = (
     functional.multi_head_attention_forward,
@@ -23,13 +23,13 @@ _WHOLE = (
 _SOFTMAX = (functional.softmax, torch.softmax, torch.Tensor.softmax)
 
 
-class Calls(TorchFunctionMode):
+class AttentionCalls(TorchFunctionMode):
     """Gives each call of `scaled_dot_product_attention` to `attend`. `masks` is what a mask means, if calls have one.
 
     Attention that is computed in another way would see this rank's tokens alone, and is refused where it is noticed.
     """
 
-    def __init__(self, attend: Attend, num_tokens: int, masks: Reach | None) -> None:
+    def __init__(self, attend: Attend, num_tokens: int, masks: Mask | None) -> None:
         super().__init__()
         self._attend, self._num_tokens, self._masks = attend, num_tokens, masks
 
@@ -69,12 +69,12 @@ class Calls(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         del enable_gqa
-        reach = Reach(causal=is_causal)
+        mask = Mask(causal=is_causal)
         if attn_mask is not None:
             if self._masks is None:
                 raise ShardwiseError(
                     f"attention was called with a mask, {list(attn_mask.shape)}, which is of this rank's tokens alone",
-                    remedy="is_causal=True in the call, or masks=Reach(causal=True, ...) to say what its masks mean",
+                    remedy="is_causal=True in the call, or masks=Mask(causal=True, ...) to say what its masks mean",
                 )
-            reach = self._masks
-        return self._attend(query, key, value, reach, scale, None, dropout_p)
+            mask = self._masks
+        return self._attend(query, key, value, mask, scale, None, dropout_p)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
 from shardwise.sharding.context.attention_calls import Attend
-from shardwise.sharding.context.mask import Reach
+from shardwise.sharding.context.mask import Mask
 
 
 def models_in(module: nn.Module) -> list[nn.Module]:
@@ -83,15 +83,15 @@ def _function(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
                 raise ShardwiseError(
                     f"{type(module).__name__} changes its logits by {word}, which cp does not do", remedy="cp=1 for it"
                 )
-        reach = getattr(attention_mask, "reach", None)
+        mask = getattr(attention_mask, "rule", None)
         if attention_mask is None:
-            reach = Reach(causal=bool(getattr(module, "is_causal", True) if is_causal is None else is_causal))
-        if reach is None:
+            mask = Mask(causal=bool(getattr(module, "is_causal", True) if is_causal is None else is_causal))
+        if mask is None:
             raise ShardwiseError(
                 f"{type(module).__name__} has a mask of its own, which is of this rank's tokens alone",
                 remedy="attention_mask as [batch, tokens], or documents, in the batch; else cp=1",
             )
-        return attend(query, key, value, reach, scaling, softcap, dropout).transpose(1, 2).contiguous(), None
+        return attend(query, key, value, mask, scaling, softcap, dropout).transpose(1, 2).contiguous(), None
 
     return attention
 
@@ -99,11 +99,11 @@ def _function(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
 def _mask(*, mask_function: Callable[..., Any], device: torch.device | str = "cpu", **_: Any) -> Tensor:
     """What a model gets for a mask: nothing but a bearer of the rule."""
     bearer = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
-    bearer.reach = _reach_of(mask_function)  # type: ignore[attr-defined]
+    bearer.rule = _mask_of(mask_function)  # type: ignore[attr-defined]
     return bearer
 
 
-def _reach_of(rule: Callable[..., Any]) -> Reach:
+def _mask_of(rule: Callable[..., Any]) -> Mask:
     """Read a rule: functions of positions that all must hold, each known by its name in transformers."""
     causal, window = False, None
     for part in _parts(rule):
@@ -120,7 +120,7 @@ def _reach_of(rule: Callable[..., Any]) -> Reach:
                 " documents",
                 remedy="cp=1 for it",
             )
-    return Reach(causal=causal, window=window, documents=True, padding=True)
+    return Mask(causal=causal, window=window, documents=True, padding=True)
 
 
 def _parts(rule: Callable[..., Any]) -> list[Callable[..., Any]]:

@@ -31,7 +31,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Logits:
+class LogitScaling:
     """From products to logits: times `scale`, then squeezed between plus and minus `cap` where there is one."""
 
     scale: float
@@ -39,7 +39,7 @@ class Logits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Block:
+class AttentionBlock:
     """Queries, keys and values: each [batch, heads, tokens, size of a head]. Several heads of queries may share one of
     keys. `bias` is added to the logits: [batch or 1, 1, queries, keys]. With `causal` queries and keys are the same
     tokens, and each sees those up to itself. Weights are multiplied by `factors` where some are dropped: [batch, heads,
@@ -50,7 +50,7 @@ class Block:
     value: Tensor
     bias: Tensor | None
     causal: bool
-    logits: Logits
+    logits: LogitScaling
     factors: Tensor | None = None
 
     @property
@@ -74,16 +74,16 @@ class Block:
 
 
 class Kernel(Protocol):
-    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
+    def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
         """The output, and the logarithms of the sums: [batch, heads, queries]."""
         ...
 
-    def backward(self, block: Block, given: Tensor, out: Tensor, sums: Tensor) -> Gradients:
+    def backward(self, block: AttentionBlock, given: Tensor, out: Tensor, sums: Tensor) -> Gradients:
         """From the gradient of the output over all keys, and that output and its sums."""
         ...
 
 
-def kernel_for(block: Block) -> Kernel:
+def kernel_for(block: AttentionBlock) -> Kernel:
     """The fastest kernel that can do it."""
     query_dim, value_dim, dtype = block.query.shape[-1], block.value.shape[-1], block.query.dtype
     if block.logits.cap is not None or block.factors is not None:
@@ -116,14 +116,14 @@ def bias_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
 class Plain:
     """The definition. It holds all logits at once, in float32 or better."""
 
-    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
+    def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
         scores, _ = self._scores(block)
         sums = scores.logsumexp(-1)
         weights = self._dropped((scores - sums[..., None]).exp(), block)
         out = weights @ _wide(block.value)[:, :, None]
         return out.flatten(1, 2).to(block.query.dtype), sums.flatten(1, 2)
 
-    def backward(self, block: Block, given: Tensor, out: Tensor, sums: Tensor) -> Gradients:
+    def backward(self, block: AttentionBlock, given: Tensor, out: Tensor, sums: Tensor) -> Gradients:
         grouped_query, grouped_given, grouped_out, grouped_sums = (
             _grouped(each, block.key.shape[1]) for each in (block.query, given, out, sums)
         )
@@ -138,10 +138,10 @@ class Plain:
         grad_query = (wanted @ _wide(block.key)[:, :, None]).flatten(1, 2)
         return grad_query, (wanted.mT @ grouped_query).sum(2), (self._dropped(weights, block).mT @ grouped_given).sum(2)
 
-    def _dropped(self, weights: Tensor, block: Block) -> Tensor:
+    def _dropped(self, weights: Tensor, block: AttentionBlock) -> Tensor:
         return weights if block.factors is None else weights * _grouped(block.factors, block.key.shape[1])
 
-    def _scores(self, block: Block) -> tuple[Tensor, Tensor | None]:
+    def _scores(self, block: AttentionBlock) -> tuple[Tensor, Tensor | None]:
         """Logits as [batch, heads of keys, heads that share, queries, keys]; and their slope, where they are capped."""
         grouped = _grouped(block.query, block.key.shape[1])
         scores, slope = grouped @ _wide(block.key)[:, :, None].mT * block.logits.scale, None
@@ -157,11 +157,11 @@ class Plain:
 
 
 class FlashOnCpu:
-    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
+    def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
         out, sums = FLASH_ON_CPU(*block.operands, 0.0, block.causal, attn_mask=block.bias, scale=block.logits.scale)
         return out, sums
 
-    def backward(self, block: Block, given: Tensor, out: Tensor, sums: Tensor) -> Gradients:
+    def backward(self, block: AttentionBlock, given: Tensor, out: Tensor, sums: Tensor) -> Gradients:
         made = FLASH_ON_CPU_BACKWARD(
             given, *block.operands, out, sums, 0.0, block.causal, attn_mask=block.bias, scale=block.logits.scale
         )
@@ -169,12 +169,12 @@ class FlashOnCpu:
 
 
 class Flash:
-    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
+    def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
         assert block.bias is None, "the flash kernel takes no mask"
         made = FLASH(*block.operands, 0.0, block.causal, scale=block.logits.scale)
         return made[0], made[1]
 
-    def backward(self, block: Block, given: Tensor, out: Tensor, sums: Tensor) -> Gradients:
+    def backward(self, block: AttentionBlock, given: Tensor, out: Tensor, sums: Tensor) -> Gradients:
         lengths = block.query.shape[2], block.key.shape[2]
         chance = torch.zeros(2, dtype=torch.uint64, device=given.device)  # Nothing is dropped, so nothing is drawn.
         made = FLASH_BACKWARD(
@@ -195,13 +195,13 @@ class Flash:
 
 
 class Efficient:
-    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
+    def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
         out, sums, _, _ = EFFICIENT_ATTENTION(
             *block.operands, self._bias(block), True, 0.0, block.causal, scale=block.logits.scale
         )
         return out, sums[..., : block.query.shape[2]]
 
-    def backward(self, block: Block, given: Tensor, out: Tensor, sums: Tensor) -> Gradients:
+    def backward(self, block: AttentionBlock, given: Tensor, out: Tensor, sums: Tensor) -> Gradients:
         chance = torch.zeros((), dtype=torch.int64, device=given.device)  # Nothing is dropped, so nothing is drawn.
         made = EFFICIENT_ATTENTION_BACKWARD(
             given,
@@ -219,7 +219,7 @@ class Efficient:
         )
         return block.gradients(*made[:3])
 
-    def _bias(self, block: Block) -> Tensor | None:
+    def _bias(self, block: AttentionBlock) -> Tensor | None:
         return None if block.bias is None else block.bias.expand(*block.query.shape[:2], -1, -1)
 
 

@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 
-class Sight(Enum):
+class BlockType(Enum):
     """What the queries of one piece see of the keys of another."""
 
-    NOTHING = "."
-    ALL = "#"
+    EMPTY = "."
+    FULL = "#"
     #: The keys up to the query's own, in pieces that are the same.
-    BEFORE = "\\"
+    CAUSAL = "\\"
     #: What a mask says.
-    SOME = "?"
+    PARTIAL = "?"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reach:
+class Mask:
     """The rule of a layer. Within a `window` are keys less than this many tokens away.
 
     Whether the documents and the padding of the batch matter is the layer's to say too: one that calls torch's
@@ -38,13 +38,13 @@ class Reach:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Table:
+class BlockMask:
     """What the queries of each piece (rows) see of the keys of each. One that is the same is the same object."""
 
-    rows: tuple[tuple[Sight, ...], ...]
+    rows: tuple[tuple[BlockType, ...], ...]
 
     def __str__(self) -> str:
-        return "\n".join("".join(sight.value for sight in row) for row in self.rows)
+        return "\n".join("".join(kind.value for kind in row) for row in self.rows)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -60,58 +60,58 @@ class Tokens:
     num_real: int
     documents: Tensor | None = None
     hidden: Tensor | None = None
-    _tables: dict[Reach, Table] = field(default_factory=dict)
+    _block_masks: dict[Mask, BlockMask] = field(default_factory=dict)
 
     @property
     def piece_length(self) -> int:
         return self.length // (2 * self.num_ranks)
 
-    def table(self, reach: Reach) -> Table:
+    def block_mask(self, mask: Mask) -> BlockMask:
         """What each piece sees of each, found once for a rule."""
-        if reach not in self._tables:
-            num_pieces, num_real = 2 * self.num_ranks, self.length if reach.causal else self.num_real
-            table = _by_position(num_pieces, self.piece_length, num_real, reach.causal, reach.window)
-            if reach.documents and self.documents is not None:
-                table = _narrowed(table, *_by_documents(self.documents, num_pieces))
-            if reach.padding and self.hidden is not None:
-                table = _narrowed(table, *_by_padding(self.hidden, num_pieces))
-            self._tables[reach] = table
-        return self._tables[reach]
+        if mask not in self._block_masks:
+            num_pieces, num_real = 2 * self.num_ranks, self.length if mask.causal else self.num_real
+            block_mask = _by_position(num_pieces, self.piece_length, num_real, mask.causal, mask.window)
+            if mask.documents and self.documents is not None:
+                block_mask = _narrowed(block_mask, *_by_documents(self.documents, num_pieces))
+            if mask.padding and self.hidden is not None:
+                block_mask = _narrowed(block_mask, *_by_padding(self.hidden, num_pieces))
+            self._block_masks[mask] = block_mask
+        return self._block_masks[mask]
 
-    def mask(self, reach: Reach, queries: Tensor, keys: Tensor) -> Tensor:
+    def dense_mask(self, mask: Mask, queries: Tensor, keys: Tensor) -> Tensor:
         """[batch or 1, 1, queries, keys], True where seen, for tokens given by their places in the whole sequence."""
         distance = queries[:, None] - keys
-        far = self.length if reach.window is None else reach.window
-        seen = (distance < far) & (distance >= 0 if reach.causal else distance > -far)
-        if not reach.causal and self.num_real < self.length:
+        far = self.length if mask.window is None else mask.window
+        seen = (distance < far) & (distance >= 0 if mask.causal else distance > -far)
+        if not mask.causal and self.num_real < self.length:
             # A causal query that matters stands before the tokens that were added, and never sees them.
             seen = seen & (keys < self.num_real)
         seen = seen[None]
-        if reach.documents and self.documents is not None:
+        if mask.documents and self.documents is not None:
             seen = seen & (self.documents[:, queries, None] == self.documents[:, None, keys])
-        if reach.padding and self.hidden is not None:
+        if mask.padding and self.hidden is not None:
             seen = seen & ~self.hidden[:, None, keys]
         return seen[:, None]
 
-    def may_see_nothing(self, reach: Reach) -> bool:
+    def may_see_nothing(self, mask: Mask) -> bool:
         """Whether some queries may see no key at all. Without padding each sees itself."""
-        return reach.padding and self.hidden is not None
+        return mask.padding and self.hidden is not None
 
 
 @lru_cache(maxsize=256)
-def _by_position(num_pieces: int, length: int, num_real: int, causal: bool, window: int | None) -> Table:
+def _by_position(num_pieces: int, length: int, num_real: int, causal: bool, window: int | None) -> BlockMask:
     top = (num_pieces * length if window is None else window) - 1
     bottom = 0 if causal else -top
 
-    def sight(query: int, key: int) -> Sight:
+    def kind(query: int, key: int) -> BlockType:
         nearest, furthest = (query - key - 1) * length + 1, (query - key + 1) * length - 1
         if furthest < bottom or nearest > top or key * length >= num_real:
-            return Sight.NOTHING
+            return BlockType.EMPTY
         if bottom <= nearest and furthest <= top and (key + 1) * length <= num_real:
-            return Sight.ALL
-        return Sight.BEFORE if causal and query == key and top >= length - 1 else Sight.SOME
+            return BlockType.FULL
+        return BlockType.CAUSAL if causal and query == key and top >= length - 1 else BlockType.PARTIAL
 
-    return Table(tuple(tuple(sight(query, key) for key in range(num_pieces)) for query in range(num_pieces)))
+    return BlockMask(tuple(tuple(kind(query, key) for key in range(num_pieces)) for query in range(num_pieces)))
 
 
 def _by_documents(documents: Tensor, num_pieces: int) -> tuple[list[list[bool]], list[list[bool]]]:
@@ -130,15 +130,15 @@ def _by_padding(hidden: Tensor, num_pieces: int) -> tuple[list[list[bool]], list
     return [some] * num_pieces, [every] * num_pieces
 
 
-def _narrowed(table: Table, some: list[list[bool]], every: list[list[bool]]) -> Table:
-    def narrower(query: int, key: int) -> Sight:
+def _narrowed(block_mask: BlockMask, some: list[list[bool]], every: list[list[bool]]) -> BlockMask:
+    def narrower(query: int, key: int) -> BlockType:
         if not some[query][key]:
-            return Sight.NOTHING
-        before = table.rows[query][key]
-        return before if every[query][key] or before is Sight.NOTHING else Sight.SOME
+            return BlockType.EMPTY
+        before = block_mask.rows[query][key]
+        return before if every[query][key] or before is BlockType.EMPTY else BlockType.PARTIAL
 
-    places = range(len(table.rows))
-    return Table(tuple(tuple(narrower(query, key) for key in places) for query in places))
+    places = range(len(block_mask.rows))
+    return BlockMask(tuple(tuple(narrower(query, key) for key in places) for query in places))
 
 
 def number_documents(documents: Tensor) -> Tensor:

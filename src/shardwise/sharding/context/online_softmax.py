@@ -6,7 +6,7 @@ from torch import Tensor
 from shardwise.sharding.context.kernels import least_of, wide_type
 
 
-class Joined:
+class OnlineSoftmax:
     """What queries have seen so far: their outputs, and the logarithms of their sums of weights."""
 
     def __init__(self, query: Tensor, value_dim: int) -> None:

@@ -25,13 +25,13 @@ from shardwise.errors import ShardwiseError, unknown
 from shardwise.ranks.collectives import Group
 from shardwise.sharding.context import hf
 from shardwise.sharding.context.all_to_all import all_to_all_attention
-from shardwise.sharding.context.attention_calls import Calls
-from shardwise.sharding.context.kernels import Block, Logits, Plain
-from shardwise.sharding.context.mask import Reach, Tokens
+from shardwise.sharding.context.attention_calls import AttentionCalls
+from shardwise.sharding.context.kernels import AttentionBlock, LogitScaling, Plain
+from shardwise.sharding.context.mask import Mask, Tokens
 from shardwise.sharding.context.ring import ring_attention
-from shardwise.sharding.context.sequence_shards import Cutting, Entry, LocalBatch, cut_sequence
+from shardwise.sharding.context.sequence_shards import Entry, LocalBatch, SequenceSharding, shard_sequence
 from shardwise.sharding.dropout import WeightDrop
-from shardwise.sharding.zigzag import take_pieces
+from shardwise.sharding.zigzag import zigzag_shard
 from shardwise.stages.stage import Batch
 from shardwise.torch_private import BatchNormModule
 
@@ -55,7 +55,7 @@ class ContextParallel:
         positions: str | None = "position_ids",
         entries: Mapping[str, Entry | int | None] | None = None,
         pads: bool = True,
-        masks: Reach | None = None,
+        masks: Mask | None = None,
     ) -> None:
         if form not in FORMS:
             raise unknown("form of context parallelism", form, FORMS)
@@ -65,7 +65,7 @@ class ContextParallel:
         #: Says for queries and a probability which weights are dropped.
         self.drops: Callable[[Tensor, float], WeightDrop | None] | None = None
         self._attention, self._masks = FORMS[form], masks
-        self._cutting = Cutting(entries=entries or {}, positions=positions, pads=pads)
+        self._sharding = SequenceSharding(entries=entries or {}, positions=positions, pads=pads)
         self._name = f"shardwise-context-{next(_NUMBERS)}"
         self._watches = True
         self._counts_itself = False
@@ -87,7 +87,7 @@ class ContextParallel:
         own = [each for each in module.modules() if callable(each.__dict__.get("attend"))]
         for each in own:
             self._undo.append(partial(setattr, each, "attend", each.attend))
-            setattr(each, "attend", self._attend_by_sight)  # noqa: B010 - a method of theirs, not a submodule
+            setattr(each, "attend", self._attend_by_mask)  # noqa: B010 - a method of theirs, not a submodule
         # Models of other makers are watched call by call.
         self._watches = not models and not own
         self._counts_itself = hf.counts_positions_itself(module)
@@ -99,12 +99,12 @@ class ContextParallel:
 
     def cut(self, batch: Batch) -> LocalBatch:
         """This rank's part of a batch, or a microbatch, that all ranks of the group have whole."""
-        if self._counts_itself and self._cutting.positions not in batch:
+        if self._counts_itself and self._sharding.positions not in batch:
             raise ShardwiseError(
                 "the module makes positions from its tokens in a way of its own, so a part of them gets wrong ones",
                 remedy="position_ids in the batch, made from the whole sequences",
             )
-        return cut_sequence(batch, rank=self.group.rank, num_ranks=self.group.size, cutting=self._cutting)
+        return shard_sequence(batch, rank=self.group.rank, num_ranks=self.group.size, sharding=self._sharding)
 
     @contextmanager
     def running(self, batch: Batch) -> Iterator[None]:
@@ -115,7 +115,7 @@ class ContextParallel:
         try:
             if self._watches:
                 num_tokens = batch.tokens.length // self.group.size
-                with Calls(self.attend, num_tokens, self._masks):
+                with AttentionCalls(self.attend, num_tokens, self._masks):
                     yield
             else:
                 yield
@@ -126,15 +126,15 @@ class ContextParallel:
         """Of this rank's tokens of a sequence, which are of the batch; None outside of a forward."""
         if self._tokens is None:
             return None
-        places = take_pieces(torch.arange(self._tokens.length), 0, self.group.rank, self.group.size)
+        places = zigzag_shard(torch.arange(self._tokens.length), 0, self.group.rank, self.group.size)
         return places < self._tokens.num_real
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, reach: Reach, scale: float | None, cap: float | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float | None, cap: float | None = None,
         dropout: float = 0.0,
     ) -> Tensor:  # fmt: skip
         """Attention of this rank's queries to all keys: each [batch, heads, this rank's tokens, size of a head]."""
-        logits = Logits(scale=query.shape[-1] ** -0.5 if scale is None else scale, cap=cap)
+        logits = LogitScaling(scale=query.shape[-1] ** -0.5 if scale is None else scale, cap=cap)
         self.num_calls += 1
         if query.is_meta and self._tokens is None:
             return _on_meta(query, key, value, logits)
@@ -149,7 +149,7 @@ class ContextParallel:
         if torch.is_autocast_enabled(query.device.type):
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        how: dict[str, Any] = {"reach": reach, "logits": logits, "drop": self._drop(query, dropout)}
+        how: dict[str, Any] = {"mask": mask, "logits": logits, "drop": self._drop(query, dropout)}
         return self._attention(query, key, value, group=self.group, tokens=self._tokens, **how)
 
     def _drop(self, query: Tensor, dropout: float) -> WeightDrop | None:
@@ -164,23 +164,23 @@ class ContextParallel:
             )
         return drop
 
-    def _attend_by_sight(
-        self, query: Tensor, key: Tensor, value: Tensor, sight: Any, scale: float, dropout: float = 0.0
+    def _attend_by_mask(
+        self, query: Tensor, key: Tensor, value: Tensor, own: Any, scale: float, dropout: float = 0.0
     ) -> Tensor:  # fmt: skip
-        """For modules whose attention is a function `attend` of theirs: causal, with the window of `sight`."""
-        reach = Reach(causal=True, window=sight.window, documents=True, padding=True)
-        return self.attend(query, key, value, reach, scale, dropout=dropout)
+        """For modules whose attention is a function `attend` of theirs: causal, with the window of their mask."""
+        mask = Mask(causal=True, window=own.window, documents=True, padding=True)
+        return self.attend(query, key, value, mask, scale, dropout=dropout)
 
     def _learn(self, module: nn.Module) -> None:
         parameters = inspect.signature(module.forward).parameters
-        positions = self._cutting.positions
+        positions = self._sharding.positions
         if positions is not None and positions not in parameters:
             raise ShardwiseError(
                 f"{type(module).__name__}.forward takes no {positions}, so every rank would count positions from 0",
                 remedy="a forward with position_ids, or positions=None if the module uses none",
             )
-        self._cutting = replace(
-            self._cutting,
+        self._sharding = replace(
+            self._sharding,
             packs=bool(hf.models_in(module)),
             drops=frozenset({"documents"} - set(parameters)),
         )
@@ -214,6 +214,6 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, num_tokens: int) ->
         )
 
 
-def _on_meta(query: Tensor, key: Tensor, value: Tensor, logits: Logits) -> Tensor:
+def _on_meta(query: Tensor, key: Tensor, value: Tensor, logits: LogitScaling) -> Tensor:
     """Without numbers nothing is sent, and the shape is right."""
-    return Plain().forward(Block(query=query, key=key, value=value, bias=None, causal=False, logits=logits))[0]
+    return Plain().forward(AttentionBlock(query=query, key=key, value=value, bias=None, causal=False, logits=logits))[0]

@@ -20,25 +20,25 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwise.ranks.collectives import Group, wait_for
-from shardwise.sharding.context.kernels import Block, Logits, bias_of, kernel_for
-from shardwise.sharding.context.mask import Reach, Sight, Tokens
-from shardwise.sharding.context.online_softmax import Joined
-from shardwise.sharding.context.tiles import Stop, Tile, stops_of, tiles_of
+from shardwise.sharding.context.kernels import AttentionBlock, LogitScaling, bias_of, kernel_for
+from shardwise.sharding.context.mask import BlockType, Mask, Tokens
+from shardwise.sharding.context.online_softmax import OnlineSoftmax
+from shardwise.sharding.context.tiles import RingStep, Tile, ring_steps, tiles_of
 from shardwise.sharding.dropout import WeightDrop
 from shardwise.sharding.zigzag import pieces_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Round:
+class RingPass:
     """What one attention goes by: who takes part, which tokens there are, and what sees what."""
 
     group: Group
     tokens: Tokens
-    reach: Reach
-    logits: Logits
+    mask: Mask
+    logits: LogitScaling
     #: The pieces that lie here, in order, and where the keys stop that this rank computes with.
     pieces: tuple[int, ...]
-    stops: tuple[Stop, ...]
+    stops: tuple[RingStep, ...]
     #: What drops weights, of the heads that are here.
     drop: WeightDrop | None = None
 
@@ -50,31 +50,31 @@ class Round:
 
 
 def ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, group: Group, tokens: Tokens, reach: Reach, logits: Logits,
+    query: Tensor, key: Tensor, value: Tensor, *, group: Group, tokens: Tokens, mask: Mask, logits: LogitScaling,
     drop: WeightDrop | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of this rank's queries to the keys of all ranks: each [batch, heads, this rank's tokens, head size].
 
     Several heads of queries may share one of keys. All ranks of the group call this in the same order.
     """
-    stops = stops_of(tokens.table(reach), group.rank, group.size)
+    stops = ring_steps(tokens.block_mask(mask), group.rank, group.size)
     pieces = pieces_of(group.rank, group.size)
-    around = Round(group=group, tokens=tokens, reach=reach, logits=logits, pieces=pieces, stops=stops, drop=drop)
+    around = RingPass(group=group, tokens=tokens, mask=mask, logits=logits, pieces=pieces, stops=stops, drop=drop)
     return _apply(query, key, value, around)
 
 
 def whole_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, tokens: Tokens, reach: Reach, logits: Logits,
+    query: Tensor, key: Tensor, value: Tensor, *, tokens: Tokens, mask: Mask, logits: LogitScaling,
     drop: WeightDrop | None = None,
 ) -> Tensor:  # fmt: skip
     """The same where all tokens lie here, in order: nothing is sent, and no mask of all against all is made."""
     pieces = tuple(range(2 * tokens.num_ranks))
-    stops = (Stop(0, tiles_of(tokens.table(reach), pieces, pieces)),)
-    around = Round(group=Group(), tokens=tokens, reach=reach, logits=logits, pieces=pieces, stops=stops, drop=drop)
+    stops = (RingStep(0, tiles_of(tokens.block_mask(mask), pieces, pieces)),)
+    around = RingPass(group=Group(), tokens=tokens, mask=mask, logits=logits, pieces=pieces, stops=stops, drop=drop)
     return _apply(query, key, value, around)
 
 
-def _apply(query: Tensor, key: Tensor, value: Tensor, around: Round) -> Tensor:
+def _apply(query: Tensor, key: Tensor, value: Tensor, around: RingPass) -> Tensor:
     # Keys and values are one tensor on the way, and autograd keeps that one.
     packed = torch.cat((key.flatten(), value.flatten()))
     # Kernels choose their types themselves. Sums of weights are not to be rounded by autocast.
@@ -88,7 +88,7 @@ Shapes = tuple[torch.Size, torch.Size]
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, packed: Tensor, key_shape: torch.Size, value_shape: torch.Size, around: Round
+        ctx: Any, query: Tensor, packed: Tensor, key_shape: torch.Size, value_shape: torch.Size, around: RingPass
     ) -> Tensor:
         shapes = (key_shape, value_shape)
         out, sums = _forward(query, packed, shapes, around)
@@ -104,18 +104,18 @@ class _Ring(torch.autograd.Function):
         return grad_query, grad_packed, None, None, None
 
 
-def _forward(query: Tensor, packed: Tensor, shapes: Shapes, around: Round) -> tuple[Tensor, Tensor]:
+def _forward(query: Tensor, packed: Tensor, shapes: Shapes, around: RingPass) -> tuple[Tensor, Tensor]:
     """The output, and the logarithms of the sums of weights."""
-    joined = Joined(query, shapes[1][-1])
+    joined = OnlineSoftmax(query, shapes[1][-1])
     for stop, came in _blocks(packed, around):
         for tile in stop.tiles:
             queries, _, block = _block(tile, stop, query, _unpacked(came, shapes), around)
             joined.add(queries, *kernel_for(block).forward(block))
-    return joined.finish(hides=around.tokens.may_see_nothing(around.reach))
+    return joined.finish(hides=around.tokens.may_see_nothing(around.mask))
 
 
 def _backward(
-    given: Tensor, query: Tensor, packed: Tensor, out: Tensor, sums: Tensor, shapes: Shapes, around: Round
+    given: Tensor, query: Tensor, packed: Tensor, out: Tensor, sums: Tensor, shapes: Shapes, around: RingPass
 ) -> tuple[Tensor, Tensor]:
     """The gradients of the queries, and of keys and values as they are packed."""
     grad_query = torch.zeros_like(query, dtype=sums.dtype)
@@ -144,7 +144,7 @@ def _backward(
     return grad_query.to(query.dtype), home.to(packed.dtype)
 
 
-def _blocks(packed: Tensor, around: Round) -> Iterator[tuple[Stop, Tensor]]:
+def _blocks(packed: Tensor, around: RingPass) -> Iterator[tuple[RingStep, Tensor]]:
     """Keys and values at each stop. Before one is given, those of the next are on their way."""
     block, stops = packed, around.stops
     for stop, following in zip(stops, [*stops[1:], None], strict=True):
@@ -175,25 +175,25 @@ class _Hop:
 
 
 def _block(
-    tile: Tile, stop: Stop, query: Tensor, came: tuple[Tensor, Tensor], around: Round
-) -> tuple[slice, slice, Block]:
+    tile: Tile, stop: RingStep, query: Tensor, came: tuple[Tensor, Tensor], around: RingPass
+) -> tuple[slice, slice, AttentionBlock]:
     """Which of the queries here and of the keys that came a tile is of, and the block itself."""
     length = around.tokens.piece_length
     queries, keys = (slice(run.start * length, run.stop * length) for run in (tile.queries, tile.keys))
     bias = factors = None
-    if tile.sight is Sight.SOME or around.drop is not None:
+    if tile.kind is BlockType.PARTIAL or around.drop is not None:
         places = _places([around.pieces[place] for place in tile.queries], length, query.device)
         others = _places([around.came_from(stop.distance)[place] for place in tile.keys], length, query.device)
-        if tile.sight is Sight.SOME:
-            bias = bias_of(around.tokens.mask(around.reach, places, others), query.dtype)
+        if tile.kind is BlockType.PARTIAL:
+            bias = bias_of(around.tokens.dense_mask(around.mask, places, others), query.dtype)
         if around.drop is not None:
             factors = around.drop.factors(places, others)
-    block = Block(
+    block = AttentionBlock(
         query=query[:, :, queries],
         key=came[0][:, :, keys],
         value=came[1][:, :, keys],
         bias=bias,
-        causal=tile.sight is Sight.BEFORE,
+        causal=tile.kind is BlockType.CAUSAL,
         logits=around.logits,
         factors=factors,
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardwise.errors import ShardwiseError
 from shardwise.sharding.context.mask import Tokens, number_documents, positions_in
-from shardwise.sharding.zigzag import take_pieces
+from shardwise.sharding.zigzag import zigzag_shard
 from shardwise.stages.stage import Batch
 
 #: A label that is not to be learned.
@@ -49,7 +49,7 @@ ENTRIES: Mapping[str, Entry] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cutting:
+class SequenceSharding:
     """How batches of a module are cut.
 
     `entries` adds to the names that are known: the entry, its dim, or None for what every rank gets whole. `positions`
@@ -77,9 +77,9 @@ def shift_labels(input_ids: Tensor) -> Tensor:
     return torch.nn.functional.pad(input_ids[:, 1:], (0, 1), value=IGNORED)
 
 
-def cut_sequence(batch: Batch, *, rank: int, num_ranks: int, cutting: Cutting | None = None) -> LocalBatch:
+def shard_sequence(batch: Batch, *, rank: int, num_ranks: int, sharding: SequenceSharding | None = None) -> LocalBatch:
     """Return a rank's part of a batch that all ranks of the group have whole."""
-    how = cutting or Cutting()
+    how = sharding or SequenceSharding()
     entries = _entries_of(batch, how)
     length = _length_of(batch, entries)
     num_added = _num_added(length, num_ranks, entries, how)
@@ -98,11 +98,11 @@ def cut_sequence(batch: Batch, *, rank: int, num_ranks: int, cutting: Cutting | 
         hidden=_hidden(whole.get("attention_mask")),
     )
     for name, entry in entries.items():
-        whole[name] = take_pieces(whole[name], entry.dim, rank, num_ranks)
+        whole[name] = zigzag_shard(whole[name], entry.dim, rank, num_ranks)
     return LocalBatch({name: each for name, each in whole.items() if name not in how.drops}, tokens)
 
 
-def _entries_of(batch: Batch, how: Cutting) -> dict[str, Entry]:
+def _entries_of(batch: Batch, how: SequenceSharding) -> dict[str, Entry]:
     """The entries of a batch that have something for each token."""
     known: dict[str, Entry | int | None] = {**ENTRIES, **how.entries}
     found = {}
@@ -147,7 +147,7 @@ def _length_of(batch: Batch, entries: Mapping[str, Entry]) -> int:
     return next(iter(lengths.values()))
 
 
-def _num_added(length: int, num_ranks: int, entries: Mapping[str, Entry], how: Cutting) -> int:
+def _num_added(length: int, num_ranks: int, entries: Mapping[str, Entry], how: SequenceSharding) -> int:
     """How many tokens are added so that the sequence divides."""
     num_pieces = 2 * num_ranks
     num_added = -length % num_pieces
@@ -172,7 +172,7 @@ def _padded(tensor: Tensor, entry: Entry, num_added: int) -> Tensor:
     return torch.cat((tensor, tensor.new_full(shape, entry.fill)), entry.dim)
 
 
-def _documents(batch: Batch, how: Cutting) -> Tensor | None:
+def _documents(batch: Batch, how: SequenceSharding) -> Tensor | None:
     """Documents of tokens, numbered in order: given, or found from positions where that is how a module packs them."""
     if isinstance(batch.get("documents"), Tensor):
         return number_documents(batch["documents"])

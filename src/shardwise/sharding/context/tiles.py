@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 
-from shardwise.sharding.context.mask import Sight, Table
+from shardwise.sharding.context.mask import BlockMask, BlockType
 from shardwise.sharding.zigzag import pieces_of
 
 
@@ -23,11 +23,11 @@ class Tile:
 
     queries: range
     keys: range
-    sight: Sight
+    kind: BlockType
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class RingStep:
     """What a rank computes with the keys that have come from `distance` ranks before it."""
 
     distance: int
@@ -35,13 +35,13 @@ class Stop:
 
 
 @lru_cache(maxsize=256)
-def stops_of(table: Table, rank: int, num_ranks: int) -> tuple[Stop, ...]:
+def ring_steps(block_mask: BlockMask, rank: int, num_ranks: int) -> tuple[RingStep, ...]:
     """Where keys and values stop on their way round, first at home. Distances at which nobody needs them are left out,
     for all ranks alike: they are passed over in one hop."""
 
     def sees(reader: int, owner: int) -> bool:
         return any(
-            table.rows[query][key] is not Sight.NOTHING
+            block_mask.rows[query][key] is not BlockType.EMPTY
             for query in pieces_of(reader, num_ranks)
             for key in pieces_of(owner, num_ranks)
         )
@@ -49,37 +49,39 @@ def stops_of(table: Table, rank: int, num_ranks: int) -> tuple[Stop, ...]:
     readers = range(num_ranks)
     wanted = [0, *(far for far in readers[1:] if any(sees(reader, (reader - far) % num_ranks) for reader in readers))]
     own = pieces_of(rank, num_ranks)
-    return tuple(Stop(far, tiles_of(table, own, pieces_of((rank - far) % num_ranks, num_ranks))) for far in wanted)
-
-
-def tiles_of(table: Table, queries: Sequence[int], keys: Sequence[int]) -> tuple[Tile, ...]:
-    """The tiles of some pieces of queries against some of keys."""
-    rows = [tuple(table.rows[query][key] for key in keys) for query in queries]
-    if len(queries) > 1 and tuple(queries) == tuple(keys) and _is_causal(rows):
-        return (Tile(range(len(queries)), range(len(keys)), Sight.BEFORE),)
-    tiles = []
-    for row, places in groupby(range(len(rows)), key=lambda place: _runs(rows[place], place)):
-        together = tuple(places)
-        tiles += [Tile(range(together[0], together[-1] + 1), run, sight) for run, sight, _ in row]
-    return tuple(tiles)
-
-
-def _is_causal(rows: list[tuple[Sight, ...]]) -> bool:
-    """Whether each piece sees all before it and nothing after, so that all are one causal sequence in order."""
-    return all(
-        sight is (Sight.BEFORE if key == query else Sight.ALL if key < query else Sight.NOTHING)
-        for query, row in enumerate(rows)
-        for key, sight in enumerate(row)
+    return tuple(
+        RingStep(far, tiles_of(block_mask, own, pieces_of((rank - far) % num_ranks, num_ranks))) for far in wanted
     )
 
 
-def _runs(row: tuple[Sight, ...], place: int) -> tuple[tuple[range, Sight, int | None], ...]:
-    """Runs of equal sights in a row that sees something. A causal one is joined with no other, so it has its place."""
-    runs: list[tuple[range, Sight, int | None]] = []
-    for sight, keys in groupby(range(len(row)), key=lambda key: row[key]):
+def tiles_of(block_mask: BlockMask, queries: Sequence[int], keys: Sequence[int]) -> tuple[Tile, ...]:
+    """The tiles of some pieces of queries against some of keys."""
+    rows = [tuple(block_mask.rows[query][key] for key in keys) for query in queries]
+    if len(queries) > 1 and tuple(queries) == tuple(keys) and _is_causal(rows):
+        return (Tile(range(len(queries)), range(len(keys)), BlockType.CAUSAL),)
+    tiles = []
+    for row, places in groupby(range(len(rows)), key=lambda place: _runs(rows[place], place)):
+        together = tuple(places)
+        tiles += [Tile(range(together[0], together[-1] + 1), run, kind) for run, kind, _ in row]
+    return tuple(tiles)
+
+
+def _is_causal(rows: list[tuple[BlockType, ...]]) -> bool:
+    """Whether each piece sees all before it and nothing after, so that all are one causal sequence in order."""
+    return all(
+        kind is (BlockType.CAUSAL if key == query else BlockType.FULL if key < query else BlockType.EMPTY)
+        for query, row in enumerate(rows)
+        for key, kind in enumerate(row)
+    )
+
+
+def _runs(row: tuple[BlockType, ...], place: int) -> tuple[tuple[range, BlockType, int | None], ...]:
+    """Runs of equal kinds in a row that sees something. A causal one is joined with no other, so it has its place."""
+    runs: list[tuple[range, BlockType, int | None]] = []
+    for kind, keys in groupby(range(len(row)), key=lambda key: row[key]):
         together = tuple(keys)
-        if sight is Sight.BEFORE:
-            runs += [(range(key, key + 1), sight, place) for key in together]
-        elif sight is not Sight.NOTHING:
-            runs.append((range(together[0], together[-1] + 1), sight, None))
+        if kind is BlockType.CAUSAL:
+            runs += [(range(key, key + 1), kind, place) for key in together]
+        elif kind is not BlockType.EMPTY:
+            runs.append((range(together[0], together[-1] + 1), kind, None))
     return tuple(runs)

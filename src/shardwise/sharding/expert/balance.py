@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.ranks.collectives import Group, copy, sum_over
-from shardwise.sharding.wrap_forward import surround
+from shardwise.sharding.wrap_forward import wrap_forward
 
 #: Of this rank's tokens of each sequence, which are of the batch; None for all.
 Real = Callable[[], Tensor | None]
@@ -61,8 +61,8 @@ def share_balance(layer: nn.Module, group: Group, real: Real) -> None:
             balance = weight * balancing_loss(choice.experts, choice.scores, group, counted)
         return output, balance
 
-    surround(router, around_router)
-    surround(layer, around_layer)
+    wrap_forward(router, around_router)
+    wrap_forward(layer, around_layer)
 
 
 def _of_all_rows(real: Tensor | None, hidden: Tensor) -> Tensor | None:

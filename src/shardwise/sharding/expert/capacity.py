@@ -18,7 +18,7 @@ from torch.nn.functional import one_hot
 
 from shardwise.ranks.collectives import Group, start_all_gather
 from shardwise.sharding.expert.balance import Real
-from shardwise.sharding.zigzag import join_pieces, take_pieces
+from shardwise.sharding.zigzag import zigzag_shard, zigzag_unshard
 
 
 def share_capacity(layer: nn.Module, replicas: Group, sequence: Group, real: Real) -> None:
@@ -61,8 +61,8 @@ def _before(counts: Tensor, replicas: Group, sequence: Group) -> tuple[Tensor, i
     whole = counts
     if sequence.size > 1:
         parts = start_all_gather(counts[None], sequence).finish()
-        whole = join_pieces(list(parts.unbind()), 1)
+        whole = zigzag_unshard(list(parts.unbind()), 1)
     totals = start_all_gather(whole.sum((0, 1))[None], replicas).finish()
     before = whole.flatten(0, 1).cumsum(0).view_as(whole) - whole + totals[: replicas.rank].sum(0)
-    mine = before if sequence.size == 1 else take_pieces(before, 1, sequence.rank, sequence.size)
+    mine = before if sequence.size == 1 else zigzag_shard(before, 1, sequence.rank, sequence.size)
     return mine, int(torch.sum(totals))

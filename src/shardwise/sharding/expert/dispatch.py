@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from shardwise.ranks.collectives import Group, exchange, gather, scatter, start_all_to_all
-from shardwise.sharding.expert.async_all_to_all import Flight
-from shardwise.sharding.expert.permute import collect, inverse, reorder, spread, untouched
+from shardwise.sharding.expert.async_all_to_all import AsyncAllToAll
+from shardwise.sharding.expert.permute import inverse, permute, reorder, unpermute, untouched
 from shardwise.sharding.expert.placement import Placement
 
 Beside = TypeVar("Beside")
@@ -62,9 +62,9 @@ class Dispatch:
             rows = rows.to(torch.get_autocast_dtype(rows.device.type))
         part, counts = _part(rows, counts, self.alike)
         there, sent, received = self._agree(counts)
-        flight = Flight(part, self.group, sent, received)
+        transfer = AsyncAllToAll(part, self.group, sent, received)
         beside = meanwhile()
-        arrived = flight.land()
+        arrived = transfer.wait()
         made = compute(arrived, there).to(arrived.dtype) if len(arrived) else untouched(arrived, experts.parameters())
         return _joined(exchange(made, self.group, received, sent), len(rows), self.alike), beside
 
@@ -116,8 +116,8 @@ class Dispatch:
         def compute(rows: Tensor, there: Tensor) -> Tensor:
             return call(rows, _expert_of_rows(there, len(rows))[:, None], rows.new_ones(len(rows), 1))
 
-        made, beside = self.run(spread(tokens, order, chosen.shape[1]), counts, experts, compute, meanwhile)
-        return collect(made, order, weights).to(tokens.dtype), beside
+        made, beside = self.run(permute(tokens, order, chosen.shape[1]), counts, experts, compute, meanwhile)
+        return unpermute(made, order, weights).to(tokens.dtype), beside
 
     def _slots_of(self, experts: Tensor) -> Tensor:
         return experts if self._slots is None else self._slots.to(experts.device)[experts]

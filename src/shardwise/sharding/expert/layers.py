@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from shardwise.sharding.expert.dispatch import Dispatch
 from shardwise.sharding.expert.shared_expert import share_ahead
-from shardwise.sharding.wrap_forward import surround
+from shardwise.sharding.wrap_forward import wrap_forward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
+class ExpertLayer:
     """Experts by their name in the module, the module that calls them, and how many there are."""
 
     name: str
@@ -30,7 +30,7 @@ class Layer:
     is_ours: bool
 
 
-def find_layers(module: nn.Module) -> list[Layer]:
+def find_layers(module: nn.Module) -> list[ExpertLayer]:
     """Every layer of experts, in the module's order."""
     return [found for name, each in module.named_modules() for found in _layers_at(name, each)]
 
@@ -47,19 +47,19 @@ def find_others(module: nn.Module) -> dict[str, str]:
     return {name: why for name, why in found.items() if name not in {layer.name for layer in find_layers(module)}}
 
 
-def _layers_at(name: str, block: nn.Module) -> Iterator[Layer]:
+def _layers_at(name: str, block: nn.Module) -> Iterator[ExpertLayer]:
     own = getattr(block, "experts", None)
     if isinstance(own, nn.Module) and callable(block.__dict__.get("exchange")):
         counts = {len(each) for each in own.parameters()}
         assert len(counts) == 1, f"the experts of {name} do not agree how many they are: {counts}"
         path = f"{name}.experts" if name else "experts"
-        yield Layer(name=path, experts=own, block=block, num_experts=counts.pop(), is_ours=True)
+        yield ExpertLayer(name=path, experts=own, block=block, num_experts=counts.pop(), is_ours=True)
         return
     for key, child in block.named_children():
         count = _num_experts(child)
         if count is not None and len(inspect.signature(child.forward).parameters) == 3:
             path = f"{name}.{key}" if name else key
-            yield Layer(name=path, experts=child, block=block, num_experts=count, is_ours=False)
+            yield ExpertLayer(name=path, experts=child, block=block, num_experts=count, is_ours=False)
 
 
 def _num_experts(module: nn.Module) -> int | None:
@@ -69,7 +69,7 @@ def _num_experts(module: nn.Module) -> int | None:
     return count if isinstance(count, int) and lengths == {count} else None
 
 
-def attach(layer: Layer, dispatch: Dispatch, *, overlap: bool) -> None:
+def attach(layer: ExpertLayer, dispatch: Dispatch, *, overlap: bool) -> None:
     """Let a layer, whose experts are this rank's already, send its tokens to their experts."""
     if layer.is_ours:
         setattr(layer.block, "exchange", dispatch.exchange_sorted)  # noqa: B010 - a seam of theirs
@@ -88,4 +88,4 @@ def attach(layer: Layer, dispatch: Dispatch, *, overlap: bool) -> None:
         made, _ = dispatch.exchange_chosen(experts, call, flat, chosen, weights, meanwhile)
         return made.view_as(tokens)
 
-    surround(layer.experts, around)
+    wrap_forward(layer.experts, around)

@@ -18,12 +18,12 @@ def reorder(rows: Tensor, order: Tensor) -> Tensor:
     return _Reorder.apply(rows, order, inverse(order))  # type: ignore[no-untyped-call, no-any-return]
 
 
-def spread(tokens: Tensor, order: Tensor, num_chosen: int) -> Tensor:
+def permute(tokens: Tensor, order: Tensor, num_chosen: int) -> Tensor:
     """[tokens, width] to one row for each choice: choice `order[i]` at place i."""
-    return _Spread.apply(tokens, order, inverse(order), num_chosen)  # type: ignore[no-untyped-call, no-any-return]
+    return _Permute.apply(tokens, order, inverse(order), num_chosen)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def collect(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+def unpermute(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     """Rows of choices, back at their tokens: the sum over each one's choices, weighted with [tokens, chosen]."""
     choices = reorder(rows, inverse(order)).view(*weights.shape, rows.shape[-1])
     return (choices * weights[..., None]).sum(1)
@@ -50,7 +50,7 @@ class _Reorder(Function):
         return gradient.index_select(0, back), None, None
 
 
-class _Spread(Function):
+class _Permute(Function):
     """Backward: in the order of the choices again, summed over a token's."""
 
     @staticmethod

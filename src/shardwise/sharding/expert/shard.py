@@ -10,7 +10,7 @@ from shardwise.ranks.mesh import Mesh
 from shardwise.sharding.expert.balance import Real, share_balance
 from shardwise.sharding.expert.capacity import share_capacity
 from shardwise.sharding.expert.dispatch import Dispatch
-from shardwise.sharding.expert.layers import Layer, attach, find_layers, find_others
+from shardwise.sharding.expert.layers import ExpertLayer, attach, find_layers, find_others
 from shardwise.sharding.expert.placement import Placement
 from shardwise.sharding.expert.sharding import ExpertSharding
 from shardwise.stages.split.materialise import replace
@@ -59,12 +59,12 @@ def shard_experts(
 
 
 @torch.no_grad()
-def _keep(module: nn.Module, layer: Layer, mine: tuple[int, ...]) -> None:
+def _keep(module: nn.Module, layer: ExpertLayer, mine: tuple[int, ...]) -> None:
     for each in list(layer.experts.parameters()):
         replace(module, each, each.detach().index_select(0, torch.tensor(mine, device=each.device)))
 
 
-def _check(module: nn.Module, mesh: Mesh, layers: list[Layer], others: Mapping[str, str]) -> None:
+def _check(module: nn.Module, mesh: Mesh, layers: list[ExpertLayer], others: Mapping[str, str]) -> None:
     """Refuse what cannot be shared out, before anything is changed."""
     ep = mesh.group("ep").size
     if ep > 1 and not layers:
@@ -88,7 +88,7 @@ def _check(module: nn.Module, mesh: Mesh, layers: list[Layer], others: Mapping[s
         )
 
 
-def _choose(layers: list[Layer], placements: Mapping[str, Placement], num_ranks: int) -> dict[str, Placement]:
+def _choose(layers: list[ExpertLayer], placements: Mapping[str, Placement], num_ranks: int) -> dict[str, Placement]:
     """The placement of every layer: the one that is asked for, or an even one."""
     even = {layer.name: Placement.even(layer.num_experts, num_ranks) for layer in layers}
     for name, placement in placements.items():

@@ -1,7 +1,7 @@
 """The shared expert of a block, computed while rows are under way, and kept until the block asks for it.
 
     block as written      router ─ experts ──────────────────── shared expert ─ sum
-    as it runs            router ─ depart ─ shared expert ─ land ─ ... (taken) ─ sum
+    as it runs            router ─ start ─ shared expert ─ wait ─ ... (taken) ─ sum
 
 That can be done where the block calls it after the experts, with the same tokens. Whether it does is seen in one run of
 the block without numbers.
@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.sharding.wrap_forward import surround
+from shardwise.sharding.wrap_forward import wrap_forward
 from shardwise.stages.split.meta import Guesses, meta_twin
 from shardwise.stages.split.sources import storage_of
 
 
-class Ahead:
+class SharedExpertAhead:
     """What has been computed ahead, inside one call of the block."""
 
     def __init__(self) -> None:
@@ -34,12 +34,12 @@ class Ahead:
         return made
 
 
-def share_ahead(block: nn.Module, experts: nn.Module, num_experts: int) -> Ahead | None:
+def share_ahead(block: nn.Module, experts: nn.Module, num_experts: int) -> SharedExpertAhead | None:
     """Let a block's shared expert be computed ahead; None if it has none for which that can be."""
     name = find_shared(block, experts, num_experts)
     if name is None:
         return None
-    ahead = Ahead()
+    ahead = SharedExpertAhead()
 
     def around_block(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         ahead.take()  # Left by a call that failed.
@@ -53,8 +53,8 @@ def share_ahead(block: nn.Module, experts: nn.Module, num_experts: int) -> Ahead
         made = ahead.take()
         return call(tokens) if made is None else made.view(*tokens.shape[:-1], made.shape[-1])
 
-    surround(block, around_block)
-    surround(block.get_submodule(name), around_shared)
+    wrap_forward(block, around_block)
+    wrap_forward(block.get_submodule(name), around_shared)
     return ahead
 
 

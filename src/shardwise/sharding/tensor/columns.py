@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.ranks.collectives import Group
-from shardwise.sharding.rng_tracker import Streams
-from shardwise.sharding.tensor.communication import Alone, Chunk, Multiply, Shared, Summed
-from shardwise.sharding.tensor.lazy_gather import Promised
+from shardwise.sharding.rng_tracker import RngTracker
+from shardwise.sharding.tensor.communication import AllReduce, Chunk, Multiply, NoCommunication, SequenceShards
+from shardwise.sharding.tensor.lazy_gather import LazyGather
 from shardwise.sharding.tensor.matmuls import computing_type, multiply, wants, weight_gradient
-from shardwise.sharding.tensor.sequence_length import Length
+from shardwise.sharding.tensor.sequence_length import SequenceLength
 
 
 class ColumnSet:
@@ -32,10 +32,10 @@ class ColumnSet:
     def __init__(self, group: Group, num_chunks: int | None = None) -> None:
         self.group, self.num_chunks = group, num_chunks
         #: Of a sequence of which the input is this rank's piece, which is gathered here.
-        self.gathers: Length | None = None
+        self.gathers: SequenceLength | None = None
         #: The gradient of the input is summed here. If not, whoever gave the input does it.
         self.reduces = True
-        self.members: list[ColumnLinear] = []
+        self.members: list[ColumnParallelLinear] = []
         self._ready: dict[int, Tensor] = {}
         self._of: weakref.ref[Tensor] | None = None
 
@@ -46,45 +46,45 @@ class ColumnSet:
         twin.members = [copy.deepcopy(each, memo) for each in self.members]
         return twin
 
-    def run(self, tensor: Tensor, asked: "ColumnLinear") -> Tensor:
+    def run(self, tensor: Tensor, asked: "ColumnParallelLinear") -> Tensor:
         if self._of is None or self._of() is not tensor or id(asked) not in self._ready:
             together = self.members if self._of is None or self._of() is not tensor else [asked]
             self._ready = dict(zip(map(id, together), self._compute(tensor, together), strict=True))
             self._of = weakref.ref(tensor)
         return self._ready.pop(id(asked))
 
-    def _compute(self, tensor: Tensor, layers: "list[ColumnLinear]") -> tuple[Tensor, ...]:
+    def _compute(self, tensor: Tensor, layers: "list[ColumnParallelLinear]") -> tuple[Tensor, ...]:
         weights: list[Tensor | None] = []
         for each in layers:
             weights += [each.weight, each.bias]
         transposed = tuple(each.is_transposed for each in layers)
-        given, length = (tensor.piece, tensor.length) if isinstance(tensor, Promised) else (tensor, self.gathers)
-        meeting = self._meeting(given.shape[:-1], length)
-        return _Columns.apply(given, meeting, transposed, *weights)  # type: ignore[no-untyped-call, no-any-return]
+        given, length = (tensor.piece, tensor.length) if isinstance(tensor, LazyGather) else (tensor, self.gathers)
+        communication = self._communication(given.shape[:-1], length)
+        return _Columns.apply(given, communication, transposed, *weights)  # type: ignore[no-untyped-call, no-any-return]
 
-    def _meeting(self, shape: torch.Size, length: Length | None) -> Alone:
+    def _communication(self, shape: torch.Size, length: SequenceLength | None) -> NoCommunication:
         if length is not None:
-            return Shared(length.whole_shape(shape), length.tokens, self.group, self.num_chunks)
-        return Summed(shape, self.group, self.num_chunks) if self.reduces else Alone(shape)
+            return SequenceShards(length.whole_shape(shape), length.tokens, self.group, self.num_chunks)
+        return AllReduce(shape, self.group, self.num_chunks) if self.reduces else NoCommunication(shape)
 
 
-class ColumnLinear(nn.Module):
+class ColumnParallelLinear(nn.Module):
     """This rank's outputs of a linear layer. `is_transposed`: its weight lies as (inputs, outputs)."""
 
     def __init__(
         self, weight: nn.Parameter, bias: nn.Parameter | None, together: ColumnSet, *, is_transposed: bool,
-        streams: Streams | None,
+        rng: RngTracker | None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.weight, self.bias, self.is_transposed = weight, bias, is_transposed
         self.in_features, self.out_features = weight.shape if is_transposed else reversed(weight.shape)
-        self.together, self.streams = together, streams
+        self.together, self.rng = together, rng
         together.members.append(self)
 
     def forward(self, tensor: Tensor) -> Tensor:
         result = self.together.run(tensor, self)
-        if self.streams is not None and self.training:
-            self.streams.part(tensor.device)
+        if self.rng is not None and self.training:
+            self.rng.enter(tensor.device)
         return result
 
     def extra_repr(self) -> str:
@@ -95,34 +95,36 @@ class _Columns(torch.autograd.Function):
     """Several linear layers on one input: x, w1, b1, w2, b2, ... to y1, y2, ..."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, meeting: Alone, transposed: tuple[bool, ...], *weights: Tensor | None) -> Any:
+    def forward(
+        ctx: Any, tensor: Tensor, communication: NoCommunication, transposed: tuple[bool, ...], *weights: Tensor | None
+    ) -> Any:
         kind = computing_type(tensor)
         given, ctx.kinds = tensor.to(kind), (tensor.dtype, [None if each is None else each.dtype for each in weights])
         matrices = [each.to(kind) for each in weights[::2] if each is not None]
         biases = [None if each is None else each.to(kind) for each in weights[1::2]]
         straight = [matrix if turned else matrix.t() for matrix, turned in zip(matrices, transposed, strict=True)]
-        made = [meeting.room(each.shape[1], given) for each in straight]
+        made = [communication.room(each.shape[1], given) for each in straight]
         ctx.chunks, arrived = [], []
-        for chunk, rows in meeting.receive(given):
+        for chunk, rows in communication.receive(given):
             ctx.chunks.append(chunk)
             arrived.append(rows)
             for each, bias, into in zip(straight, biases, made, strict=True):
                 multiply(rows, each, bias, chunk.of(into))
         ctx.save_for_backward(*arrived, *matrices)
-        ctx.meeting, ctx.transposed = meeting, transposed
+        ctx.communication, ctx.transposed = communication, transposed
         ctx.are_tensors = (True, False, False, *(each is not None for each in weights))
         # Models write into them, which autograd forbids of views.
-        return tuple(meeting.whole(each).detach() for each in made)
+        return tuple(communication.whole(each).detach() for each in made)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         count = len(ctx.chunks)
         arrived, matrices = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
-        laid = [None if each is None else ctx.meeting.lay(each) for each in gradients]
+        laid = [None if each is None else ctx.communication.lay(each) for each in gradients]
         finish = None
         if wants(ctx, 0):
             back = [matrix.t() if turned else matrix for matrix, turned in zip(matrices, ctx.transposed, strict=True)]
-            finish = ctx.meeting.send(back[0].shape[1], back[0], _input_gradient(laid, back))
+            finish = ctx.communication.send(back[0].shape[1], back[0], _input_gradient(laid, back))
         found: list[Tensor | None] = []
         for number, (gradient, turned) in enumerate(zip(laid, ctx.transposed, strict=True)):
             for which in range(2):

@@ -1,15 +1,15 @@
-"""How ranks meet at a layer that is cut: what it reads comes, and what it makes goes, chunk by chunk.
+"""Communication of tensor-parallel layers: what a layer reads is received, and what it makes is sent, in chunks.
 
     columns     forward   receive, multiply         backward   multiply, send
     rows        forward   multiply, send            backward   receive, multiply
 
-               receive          send
-    Alone      nothing          nothing           no other rank has to do with it
-    Summed     nothing          all-reduce        every rank has all tokens
-    Shared     all-gather       reduce-scatter    every rank has its piece of the sequence
+                       receive          send
+    NoCommunication    nothing          nothing           no other rank has to do with it
+    AllReduce          nothing          all-reduce        every rank has all tokens (Megatron-LM, Shoeybi et al. 2019)
+    SequenceShards     all-gather       reduce-scatter    every rank has some of the tokens (Korthikanti et al. 2022)
 
 While a chunk is multiplied, the one before it is on its way, or the one after it arrives. Here numbers lie as (batch,
-rank, token of that rank's piece, channel), so that a chunk has as many tokens of every rank.
+rank, token of that rank's shard, channel), so that a chunk has as many tokens of every rank.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -56,7 +56,7 @@ class Chunk(NamedTuple):
 Multiply = Callable[[Chunk, Tensor], None]
 
 
-class Alone:
+class NoCommunication:
     """A layer that this rank computes for itself. `shape` is that of what the layer reads, but for its channels."""
 
     def __init__(self, shape: Sequence[int]) -> None:
@@ -85,7 +85,7 @@ class Alone:
         return lambda: self.whole(laid)
 
 
-class Summed(Alone):
+class AllReduce(NoCommunication):
     """A layer of which every rank has all tokens, and a part of every number."""
 
     def __init__(self, shape: Sequence[int], group: Group, num_chunks: int | None) -> None:
@@ -108,7 +108,7 @@ class Summed(Alone):
         return finish
 
 
-class Shared(Alone):
+class SequenceShards(NoCommunication):
     """A layer whose sequences, of `length` tokens in the last dim of `shape`, are shared out over the ranks."""
 
     def __init__(self, shape: Sequence[int], length: int, group: Group, num_chunks: int | None) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardwise.ranks.collectives import Group, copy, sum_over
 from shardwise.sharding.tensor.shards import Runs, runs_of
-from shardwise.sharding.wrap_forward import surround
+from shardwise.sharding.wrap_forward import wrap_forward
 
 
 def expert_runs(experts: nn.Module, num_ranks: int) -> dict[str, tuple[int, tuple[Runs, ...]]] | str:
@@ -51,7 +51,7 @@ def share_experts(experts: nn.Module, group: Group) -> None:
         copied = [_copied(each, group) for each in args]
         return sum_over(call(*copied, **{key: _copied(each, group) for key, each in kwargs.items()}), group)
 
-    surround(experts, around)
+    wrap_forward(experts, around)
 
 
 def _copied(each: Any, group: Group) -> Any:

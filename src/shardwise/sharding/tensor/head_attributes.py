@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.sharding.tensor.regions import Region
-from shardwise.sharding.wrap_forward import surround
+from shardwise.sharding.wrap_forward import wrap_forward
 
 _KEYS = re.compile(r"(num|n)_(key_value|kv)_heads?")
 _GROUPS = re.compile(r"(num|n)_(key_value|kv)_groups")
@@ -62,4 +62,4 @@ def take_own_heads(module: nn.Module, name: str, region: Region, rank: int) -> N
             kwargs[name] = given.view(-1, all_heads, *given.shape[1:])[:, first : first + count].flatten(0, 1)
         return call(*args, **kwargs)
 
-    surround(module, around)
+    wrap_forward(module, around)

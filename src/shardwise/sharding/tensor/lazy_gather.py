@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.ranks.collectives import Group
-from shardwise.sharding.tensor.sequence_length import Length
+from shardwise.sharding.tensor.sequence_length import SequenceLength
 from shardwise.torch_private import without_subclasses
 
 #: What is asked of a tensor without looking at its numbers.
@@ -23,19 +23,19 @@ _FACTS: set[Any] = {
 }
 
 
-class Promised(Tensor):
+class LazyGather(Tensor):
     """Stands for all tokens, of which `piece` are those of this rank."""
 
     piece: Tensor
-    length: Length
+    length: SequenceLength
     group: Group
     _whole: Tensor | None
 
     @staticmethod
-    def of(piece: Tensor, length: Length, group: Group) -> "Promised":
+    def of(piece: Tensor, length: SequenceLength, group: Group) -> "LazyGather":
         shape = (*length.whole_shape(piece.shape[:-1]), piece.shape[-1])
         # One number of the right kind, spread out: there is nothing to read, and whoever still does will notice.
-        made = piece.new_full((), torch.nan).expand(shape).as_subclass(Promised)
+        made = piece.new_full((), torch.nan).expand(shape).as_subclass(LazyGather)
         made.piece, made.length, made.group, made._whole = piece, length, group, None
         return made
 
@@ -59,6 +59,6 @@ class Promised(Tensor):
 
 
 def _read(each: Any) -> Any:
-    if isinstance(each, Promised):
+    if isinstance(each, LazyGather):
         return each.whole()
     return type(each)(map(_read, each)) if type(each) in (list, tuple) else each

@@ -40,15 +40,15 @@ _FACTS: set[Any] = {
 _ON_ITSELF: set[Any] = {Tensor.register_hook, Tensor.retain_grad}
 
 
-class Logits(Tensor):
+class VocabParallelLogits(Tensor):
     """The scores of this rank's words, with what is needed to act as the whole."""
 
     group: Group
     words: int
 
     @staticmethod
-    def of(local: Tensor, group: Group, words: int) -> "Logits":
-        made = local.as_subclass(Logits)
+    def of(local: Tensor, group: Group, words: int) -> "VocabParallelLogits":
+        made = local.as_subclass(VocabParallelLogits)
         made.group, made.words = group, words
         return made
 
@@ -68,8 +68,8 @@ class Logits(Tensor):
     ) -> Any:
         del types
         kwargs = kwargs or {}
-        given = args[0] if args and isinstance(args[0], Logits) else kwargs.get("input")
-        if isinstance(given, Logits):
+        given = args[0] if args and isinstance(args[0], VocabParallelLogits) else kwargs.get("input")
+        if isinstance(given, VocabParallelLogits):
             if func in _ON_ITSELF:
                 with without_subclasses():
                     return func(*args, **kwargs)
@@ -82,26 +82,35 @@ class Logits(Tensor):
                 shape = (*local.shape[:-1], given.words)
                 return shape[rest[0] if rest else kwargs["dim"]] if rest or kwargs else torch.Size(shape)
             if func in _EACH and not any(isinstance(each, Tensor) and each.dim() for each in (*rest, *kwargs.values())):
-                return Logits.of(func(local, *rest, **kwargs), given.group, given.words)
+                return VocabParallelLogits.of(func(local, *rest, **kwargs), given.group, given.words)
             if func in _NEW_SHAPES and (made := _reshaped(func, given, rest, kwargs)) is not None:
                 return made
             if func is functional.cross_entropy and (loss := _loss(given, rest, kwargs)) is not None:
                 return loss
-        whole = [each.whole() if isinstance(each, Logits) else each for each in args]
-        return func(*whole, **{key: each.whole() if isinstance(each, Logits) else each for key, each in kwargs.items()})
+        whole = [each.whole() if isinstance(each, VocabParallelLogits) else each for each in args]
+        return func(
+            *whole,
+            **{key: each.whole() if isinstance(each, VocabParallelLogits) else each for key, each in kwargs.items()},
+        )
 
 
-def _reshaped(func: Any, given: Logits, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Logits | None:
+def _reshaped(
+    func: Any, given: VocabParallelLogits, rest: tuple[Any, ...], kwargs: dict[str, Any]
+) -> VocabParallelLogits | None:
     """Tokens in another shape; None if words are touched."""
     local = given.local
     if kwargs:
         return None
     if func is Tensor.__getitem__:
-        return Logits.of(local[rest[0]], given.group, given.words) if _picks_tokens(rest[0], local.dim()) else None
+        return (
+            VocabParallelLogits.of(local[rest[0]], given.group, given.words)
+            if _picks_tokens(rest[0], local.dim())
+            else None
+        )
     if func in (Tensor.flatten, torch.flatten):
         if len(rest) < 2 or rest[1] % local.dim() == local.dim() - 1:
             return None
-        return Logits.of(local.flatten(*rest), given.group, given.words)
+        return VocabParallelLogits.of(local.flatten(*rest), given.group, given.words)
     shape = list(rest[0] if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest)
     if not all(isinstance(each, int) for each in shape) or shape[-1] not in (given.words, -1) or len(shape) < 2:
         return None
@@ -111,7 +120,7 @@ def _reshaped(func: Any, given: Logits, rest: tuple[Any, ...], kwargs: dict[str,
             tokens *= each
         if tokens * local.shape[-1] != local.numel():
             return None
-    return Logits.of(local.reshape(*shape[:-1], local.shape[-1]), given.group, given.words)
+    return VocabParallelLogits.of(local.reshape(*shape[:-1], local.shape[-1]), given.group, given.words)
 
 
 def _picks_tokens(index: Any, num_dims: int) -> bool:
@@ -125,7 +134,7 @@ def _picks_tokens(index: Any, num_dims: int) -> bool:
     return len(parts) < num_dims or parts[-1] == slice(None)
 
 
-def _loss(given: Logits, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def _loss(given: VocabParallelLogits, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """The cross entropy where the words are; None if it is of another kind than tokens by words."""
     order = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     named = {**dict(zip(order, rest, strict=False)), **kwargs}

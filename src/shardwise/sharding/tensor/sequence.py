@@ -9,8 +9,8 @@ works token by token does so on its piece, and the gradients of its parameters a
 not cut (a router with its experts, an attention that was not recognised) has them gathered around it.
 
 Where the ranks do not divide the sequence, pieces at its end are shorter, or empty: nothing in a block is padding. A
-piece does not tell how long the whole is. The first block sees that and notes it (`Length`), in every forward, and in
-every stage of a pipeline: there it is given what stands in for the whole.
+piece does not tell how long the whole is. The first block sees that and notes it (`SequenceLength`), in every
+forward, and in every stage of a pipeline: there it is given what stands in for the whole.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.collectives import Group
-from shardwise.sharding.rng_tracker import Streams
-from shardwise.sharding.tensor.channel_groups import Trace
-from shardwise.sharding.tensor.columns import ColumnLinear
-from shardwise.sharding.tensor.lazy_gather import Promised
-from shardwise.sharding.tensor.rows import RowLinear
-from shardwise.sharding.tensor.sequence_length import Length
-from shardwise.sharding.wrap_forward import surround
+from shardwise.sharding.rng_tracker import RngTracker
+from shardwise.sharding.tensor.channel_groups import ChannelTrace
+from shardwise.sharding.tensor.columns import ColumnParallelLinear
+from shardwise.sharding.tensor.lazy_gather import LazyGather
+from shardwise.sharding.tensor.rows import RowParallelLinear
+from shardwise.sharding.tensor.sequence_length import SequenceLength
+from shardwise.sharding.wrap_forward import wrap_forward
 from shardwise.stages.split.units import is_block_list
 from shardwise.torch_private import DropoutModule, RunningNormModule
 
@@ -34,7 +34,7 @@ from shardwise.torch_private import DropoutModule, RunningNormModule
 class SequenceRegions:
     """Shares out the blocks of one module; keeps which parameters now have parts of their gradients."""
 
-    def __init__(self, module: nn.Module, group: Group, seen: Trace, by_heads: Iterable[str]) -> None:
+    def __init__(self, module: nn.Module, group: Group, seen: ChannelTrace, by_heads: Iterable[str]) -> None:
         self._module, self._group, self._seen, self._by_heads = module, group, seen, set(by_heads)
         self.partial: set[str] = set()
 
@@ -47,7 +47,7 @@ class SequenceRegions:
                 remedy="sp=false, or the blocks in an nn.ModuleList",
             )
         for name, blocks in lists:
-            length = Length()
+            length = SequenceLength()
             blocks[0].register_forward_hook(_noting(length), with_kwargs=True)
             for number, block in enumerate(blocks):
                 self._share_block(length, name, f"{name}.{number}", block, is_block=True)
@@ -58,36 +58,39 @@ class SequenceRegions:
             path = f"{name}.{key}" if name else key
             blocks = list(child.children()) if is_block_list(child) else []
             if any(
-                isinstance(each, RowLinear) for block in blocks for part in block.children() for each in part.modules()
+                isinstance(each, RowParallelLinear)
+                for block in blocks
+                for part in block.children()
+                for each in part.modules()
             ):
                 yield path, blocks
             else:
                 yield from self._outermost_lists(path, child)
 
-    def _around_block(self, length: Length, block: nn.Module, *, is_first: bool, is_last: bool) -> None:
+    def _around_block(self, length: SequenceLength, block: nn.Module, *, is_first: bool, is_last: bool) -> None:
         group = self._group
         draws = any(isinstance(each, DropoutModule) and each.p > 0 for each in block.modules()) or self._seen.drawn_at
-        streams = Streams(group) if draws else None
+        rng = RngTracker(group) if draws else None
 
         def around(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if is_first:
                 length.note(_first(args, kwargs))
                 args, kwargs = _with_first(args, kwargs, lambda each: length.scatter(each, group))
             device = _first(args, kwargs).device
-            if streams is not None and block.training:
-                streams.part(device)
+            if rng is not None and block.training:
+                rng.enter(device)
             returned = call(*args, **kwargs)
-            if streams is not None:
-                streams.meet(device)
+            if rng is not None:
+                rng.leave(device)
             if not is_last:
                 return returned
             return _with_result(returned, lambda each: length.gather(each, group, used_alike=True))
 
-        surround(block, around)
+        wrap_forward(block, around)
 
     def _share_block(
         self,
-        length: Length,
+        length: SequenceLength,
         stream: str,
         name: str,
         module: nn.Module,
@@ -96,19 +99,19 @@ class SequenceRegions:
         has_all: bool = False,
     ) -> None:
         """Gather where all tokens are needed, and note whose gradients are parts. `has_all`: they are here already."""
-        cut = [each for each in module.modules() if isinstance(each, (ColumnLinear, RowLinear))]
+        cut = [each for each in module.modules() if isinstance(each, (ColumnParallelLinear, RowParallelLinear))]
         is_apart = is_block or has_all
         if not is_apart and (_has_experts(module) or (not cut and not _is_token_wise(module))):
             self._give_all_tokens(length, module, turned=self._has_tokens_last(stream, name))
             return
-        if isinstance(module, RowLinear):
+        if isinstance(module, RowParallelLinear):
             module.scatters = length
-        if not isinstance(module, ColumnLinear):
+        if not isinstance(module, ColumnParallelLinear):
             self.partial |= {key for key, _ in module.named_parameters(name, recurse=False)}
         columns = {
             f"{name}.{key}": each
             for key, each in module.named_children()
-            if isinstance(each, ColumnLinear) and stream in self._seen.streams[f"{name}.{key}"]
+            if isinstance(each, ColumnParallelLinear) and stream in self._seen.streams[f"{name}.{key}"]
         }
         if has_all or (not is_block and self._reads_all(name, columns)):
             for each in columns.values():
@@ -122,20 +125,22 @@ class SequenceRegions:
             if not isinstance(child, nn.Embedding):
                 self._share_block(length, stream, f"{name}.{key}", child, has_all=has_all)
 
-    def _reads_all(self, name: str, columns: Mapping[str, ColumnLinear]) -> bool:
+    def _reads_all(self, name: str, columns: Mapping[str, ColumnParallelLinear]) -> bool:
         """Whether a module needs all tokens for its columns: those of heads, or that read what it is given."""
         given = self._seen.given.get(name)
         return any(key in self._by_heads or self._seen.layers[key].inputs[0] is given for key in columns)
 
     def _give_to_columns(
-        self, length: Length, name: str, module: nn.Module, columns: Mapping[str, ColumnLinear]
+        self, length: SequenceLength, name: str, module: nn.Module, columns: Mapping[str, ColumnParallelLinear]
     ) -> None:
         if self._only_columns_read(self._seen.given.get(name), columns.values()):
-            self._promise_all_tokens(length, module)
+            self._gather_lazily(length, module)
         else:
             self._give_all_tokens(length, module, gives_back=False)
 
-    def _gather_for_columns(self, length: Length, name: str, columns: Mapping[str, ColumnLinear]) -> None:
+    def _gather_for_columns(
+        self, length: SequenceLength, name: str, columns: Mapping[str, ColumnParallelLinear]
+    ) -> None:
         """Let columns that read the stream gather it themselves."""
         for key, each in columns.items():
             if key in self._by_heads:
@@ -146,7 +151,7 @@ class SequenceRegions:
                 )
             each.together.gathers = length
 
-    def _only_columns_read(self, given: Tensor | None, columns: Iterable[ColumnLinear]) -> bool:
+    def _only_columns_read(self, given: Tensor | None, columns: Iterable[ColumnParallelLinear]) -> bool:
         """Whether nothing reads a tensor but the columns of one set."""
         sets = {id(each.together) for each in columns}
         readers = [name for name, layer in self._seen.layers.items() if any(each is given for each in layer.inputs)]
@@ -155,18 +160,18 @@ class SequenceRegions:
             given is not None
             and given not in self._seen.read
             and bool(known)
-            and all(isinstance(each, ColumnLinear) and {id(each.together)} == sets for each in known)
+            and all(isinstance(each, ColumnParallelLinear) and {id(each.together)} == sets for each in known)
         )
 
-    def _promise_all_tokens(self, length: Length, module: nn.Module) -> None:
+    def _gather_lazily(self, length: SequenceLength, module: nn.Module) -> None:
         """Let a module see all tokens in the first tensor that it is given, which its columns gather."""
         group = self._group
 
         def around(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            args, kwargs = _with_first(args, kwargs, lambda each: Promised.of(each, length, group))
+            args, kwargs = _with_first(args, kwargs, lambda each: LazyGather.of(each, length, group))
             return call(*args, **kwargs)
 
-        surround(module, around)
+        wrap_forward(module, around)
 
     def _has_tokens_last(self, stream: str, name: str) -> bool:
         """Whether a module is given (batch, channels, tokens), as convolutions are."""
@@ -174,7 +179,7 @@ class SequenceRegions:
         return given is not None and given.dim() > 2 and given.shape[-1] == tokens != given.shape[-2]
 
     def _give_all_tokens(
-        self, length: Length, module: nn.Module, *, gives_back: bool = True, turned: bool = False
+        self, length: SequenceLength, module: nn.Module, *, gives_back: bool = True, turned: bool = False
     ) -> None:
         """Gather the first tensor that a module is given. `gives_back`: it returns all tokens too, of which each rank
         takes its piece; all ranks compute alike in between. Else each computes a part, and rows scatter. `turned`: both
@@ -193,7 +198,7 @@ class SequenceRegions:
                 return returned
             return _with_result(returned, lambda each: turn(length.scatter(turn(each), group)))
 
-        surround(module, around)
+        wrap_forward(module, around)
 
 
 def _has_experts(module: nn.Module) -> bool:
@@ -210,7 +215,7 @@ def _is_token_wise(module: nn.Module) -> bool:
     return not any(True for _ in module.parameters())
 
 
-def _noting(length: Length) -> Callable[..., None]:
+def _noting(length: SequenceLength) -> Callable[..., None]:
     """A hook of the first block. A stage that does not hold it calls no more than this."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:

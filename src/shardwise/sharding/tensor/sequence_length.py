@@ -9,7 +9,7 @@ from torch import Tensor
 from shardwise.ranks.collectives import Group, gather, scatter
 
 
-class Length:
+class SequenceLength:
     """The sequences of one list of blocks: how many there are, and their tokens. A piece tells neither.
 
     Tensors are (batch, tokens, channels); or (batch x tokens, channels), as some blocks have them in between.
@@ -18,7 +18,7 @@ class Length:
     def __init__(self) -> None:
         self.batch, self.tokens = 0, 0
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Length":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SequenceLength":
         return self  # A copy of a module is run in the midst of its original, on the same sequences.
 
     def note(self, whole: Tensor) -> None:

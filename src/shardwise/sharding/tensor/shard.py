@@ -1,9 +1,9 @@
 """A module cut for tensor parallelism, in place: each rank keeps its piece of every layer that comes apart.
 
 1. `tensor_plan.py`: what the user, or the model's own plan, asks for.
-2. `channel_groups.py`: one run without numbers shows which channels stay apart.
+2. `channel_groups.py` (over `channel_rules.py`): one run without numbers shows which channels stay apart.
 3. `regions.py`: from that, which layers are cut, and which places each rank gets.
-4. Here: layers become `ColumnLinear` (`columns.py`), `RowLinear` (`rows.py`) and parts of a vocabulary
+4. Here: layers become `ColumnParallelLinear` (`columns.py`), `RowParallelLinear` (`rows.py`) and parts of a vocabulary
    (`vocabulary.py`); modules that count their heads are corrected (`head_attributes.py`). `communication.py` is what
    they send.
 5. `sequence.py`, where asked: what lies between the regions is shared out along the sequence.
@@ -21,17 +21,17 @@ from torch import Tensor, nn
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.collectives import Group
 from shardwise.ranks.mesh import Mesh
-from shardwise.sharding.rng_tracker import Channels, Streams
-from shardwise.sharding.tensor.channel_groups import Trace, trace
-from shardwise.sharding.tensor.columns import ColumnLinear, ColumnSet
+from shardwise.sharding.rng_tracker import Channels, RngTracker
+from shardwise.sharding.tensor.channel_groups import ChannelTrace, trace
+from shardwise.sharding.tensor.columns import ColumnParallelLinear, ColumnSet
 from shardwise.sharding.tensor.experts import expert_runs, share_experts
 from shardwise.sharding.tensor.head_attributes import correct, take_own_heads
 from shardwise.sharding.tensor.regions import Found, Region, find_regions
-from shardwise.sharding.tensor.rows import RowLinear
+from shardwise.sharding.tensor.rows import RowParallelLinear
 from shardwise.sharding.tensor.sequence import SequenceRegions
 from shardwise.sharding.tensor.sharding import Sharding
 from shardwise.sharding.tensor.shards import Runs, Shards, even_runs
-from shardwise.sharding.tensor.tensor_plan import Wishes, read_wishes
+from shardwise.sharding.tensor.tensor_plan import TensorPlan, read_tensor_plan
 from shardwise.sharding.tensor.trial import try_once
 from shardwise.sharding.tensor.vocabulary import VocabularyHead, share_embedding
 from shardwise.stages.split.arguments import Signature
@@ -66,17 +66,17 @@ def shard(
     if group.size == 1:
         shapes = {name: Shards(shape=tuple(module.get_parameter(name).shape)) for name in names}
         return Sharding(group=group, shards=shapes, twin=twin)
-    wishes = read_wishes(module, spec)
-    found, seen = find(twin, wishes, group.size, example)
-    if wishes.is_users:
-        _check_named(wishes, found)
+    plan = read_tensor_plan(module, spec)
+    found, seen = find(twin, plan, group.size, example)
+    if plan.is_users:
+        _check_named(plan, found)
     cutter = _Cutter(module, group, num_chunks)
     for region in found.regions:
         cutter.cut_region(region, seen)
     for name in found.heads:
         cutter.cut_head(name)
     cutter.cut_embeddings()
-    for name in wishes.experts:
+    for name in plan.experts:
         cutter.cut_experts(name, found.whole)
     cutter.tie_again()
     if sequence:
@@ -95,12 +95,12 @@ def shard(
     )
 
 
-def find(twin: nn.Module, wishes: Wishes, num_ranks: int, example: Batch | None) -> tuple[Found, Trace]:
+def find(twin: nn.Module, plan: TensorPlan, num_ranks: int, example: Batch | None) -> tuple[Found, ChannelTrace]:
     """What of a module, given without numbers, is to be cut, and the run that showed it."""
-    layers = {name: each for name, each in twin.named_modules() if _is_layer(each) and _may_be_cut(name, each, wishes)}
+    layers = {name: each for name, each in twin.named_modules() if _is_layer(each) and _may_be_cut(name, each, plan)}
     args, kwargs = _arguments(twin, example)
 
-    def again(labelled: Mapping[str, int]) -> Trace:
+    def again(labelled: Mapping[str, int]) -> ChannelTrace:
         return trace(twin, layers, args, kwargs, labelled=labelled)
 
     try:
@@ -110,19 +110,19 @@ def find(twin: nn.Module, wishes: Wishes, num_ranks: int, example: Batch | None)
             f"{type(twin).__name__} does not run on the meta device, so what can be cut is not found: {error}",
             remedy="a forward that does not look at numbers, or tp=1",
         ) from error
-    rows = [name for name, kind in wishes.kinds.items() if kind == "row"] if wishes.only else None
-    said = [name for name, kind in wishes.kinds.items() if kind == "vocabulary"]
+    rows = [name for name, kind in plan.kinds.items() if kind == "row"] if plan.only else None
+    said = [name for name, kind in plan.kinds.items() if kind == "vocabulary"]
     heads = [name for name in said if isinstance(layers.get(name), nn.Linear)]
     return find_regions(seen, again, num_ranks, rows=rows, heads=heads), seen
 
 
-def _may_be_cut(name: str, module: nn.Module, wishes: Wishes) -> bool:
+def _may_be_cut(name: str, module: nn.Module, plan: TensorPlan) -> bool:
     inside_whole = any(
-        kind == "whole" and (name == each or name.startswith(f"{each}.")) for each, kind in wishes.kinds.items()
+        kind == "whole" and (name == each or name.startswith(f"{each}.")) for each, kind in plan.kinds.items()
     )
     if inside_whole:
         return False
-    return not wishes.only or name in wishes.kinds or (not wishes.is_users and isinstance(module, nn.Embedding))
+    return not plan.only or name in plan.kinds or (not plan.is_users and isinstance(module, nn.Embedding))
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -154,12 +154,12 @@ def _arguments(twin: nn.Module, example: Batch | None) -> tuple[tuple[Any, ...],
     return on_meta
 
 
-def _check_named(wishes: Wishes, found: Found) -> None:
+def _check_named(plan: TensorPlan, found: Found) -> None:
     """Every layer that the user named is cut as said, or the user is told why not."""
     columns = {name for region in found.regions for name in region.columns}
     rows = {name for region in found.regions for name in region.rows}
-    done = {"column": columns, "row": rows, "vocabulary": set(found.heads), "whole": set(wishes.kinds)}
-    for name, kind in wishes.kinds.items():
+    done = {"column": columns, "row": rows, "vocabulary": set(found.heads), "whole": set(plan.kinds)}
+    for name, kind in plan.kinds.items():
         if name not in done[kind] and kind != "vocabulary":
             why = found.whole.get(name, f"it is a {'row' if kind == 'column' else 'column'} of what is found")
             raise ShardwiseError(f"{name} cannot be a {kind}: {why}", remedy=f'tensor={{"{name}": "whole"}}')
@@ -186,9 +186,9 @@ class _Cutter:
             for name, each in self._names.items()
         }
 
-    def cut_region(self, region: Region, seen: Trace) -> None:
+    def cut_region(self, region: Region, seen: ChannelTrace) -> None:
         """Cut the columns and rows of a region."""
-        group, streams = self._group, self._streams(region) if region.draws else None
+        group, rng = self._group, self._rng(region) if region.draws else None
         sets: list[tuple[Tensor, ColumnSet]] = []
         for name, runs in region.columns.items():
             layer = self._module.get_submodule(name)
@@ -204,27 +204,27 @@ class _Cutter:
                 together = ColumnSet(group, self._num_chunks)
                 sets.append((read, together))
             weight, bias = self._pieces(layer, dim, runs)
-            made = ColumnLinear(weight, bias, together, is_transposed=dim == 1, streams=streams)
+            made = ColumnParallelLinear(weight, bias, together, is_transposed=dim == 1, rng=rng)
             self._put(name, made)
         for name, runs in region.rows.items():
             layer = self._module.get_submodule(name)
             dim = 1 if isinstance(layer, nn.Linear) else 0
             self.cut[name] = f"inputs over {group.size} ranks: {_sizes(runs)}"
             weight = self._piece(_weight(layer), dim, runs)
-            made_of: dict[str, Any] = {"is_transposed": dim == 0, "streams": streams, "num_chunks": self._num_chunks}
-            self._put(name, RowLinear(weight, _bias(layer), group, **made_of))
+            made_of: dict[str, Any] = {"is_transposed": dim == 0, "rng": rng, "num_chunks": self._num_chunks}
+            self._put(name, RowParallelLinear(weight, _bias(layer), group, **made_of))
         for name, (dim, runs) in region.cut_inside.items():
             self._piece(self._names[name], dim, runs)
             self.cut[name] = f"numbers over {group.size} ranks: {_sizes(runs)}"
         self._inside |= {id(self._names[name]) for name in region.inside}
         self._correct(region, seen)
 
-    def _streams(self, region: Region) -> Streams:
+    def _rng(self, region: Region) -> RngTracker:
         runs = next(iter(region.rows.values()))
         mine = tuple(place for start, stop in runs[self._group.rank] for place in range(start, stop))
-        return Streams(self._group, Channels(mine, max(stop for some in runs for _, stop in some)))
+        return RngTracker(self._group, Channels(mine, max(stop for some in runs for _, stop in some)))
 
-    def _correct(self, region: Region, seen: Trace) -> None:
+    def _correct(self, region: Region, seen: ChannelTrace) -> None:
         """Correct the modules that hold a region's layers, if its pieces are heads."""
         if not is_by_heads(region, seen):
             return
@@ -241,7 +241,7 @@ class _Cutter:
         self._words[id(_weight(layer))] = words
         weight, bias = self._pieces(layer, 0, even_runs(words, self._group.size), pads=True)
         together = ColumnSet(self._group, self._num_chunks)
-        made = VocabularyHead(weight, bias, together, is_transposed=False, streams=None)
+        made = VocabularyHead(weight, bias, together, is_transposed=False, rng=None)
         made.words = words
         self.cut[name] = f"vocabulary of {words} over {self._group.size} ranks"
         self._put(name, made)
@@ -312,7 +312,7 @@ class _Cutter:
         setattr(self._module.get_submodule(parent), key, layer)
 
 
-def is_by_heads(region: Region, seen: Trace) -> bool:
+def is_by_heads(region: Region, seen: ChannelTrace) -> bool:
     """Whether the pieces of a region are heads, of several channels each."""
     return region.fine[0][1] not in {len(seen.layers[name].read[0]) for name in region.rows}
 

@@ -28,7 +28,7 @@ _OF_PLANS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wishes:
+class TensorPlan:
     """Layers by name and what each is to be. `only`: layers that are not named stay whole."""
 
     kinds: Mapping[str, str] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Wishes:
     is_users: bool = False
 
 
-def read_wishes(module: nn.Module, spec: Mapping[str, str] | None) -> Wishes:
+def read_tensor_plan(module: nn.Module, spec: Mapping[str, str] | None) -> TensorPlan:
     """What the user says; else what the model's own plan says; else nothing."""
     names = [name for name, _ in module.named_modules() if name]
     if spec is not None:
@@ -47,10 +47,10 @@ def read_wishes(module: nn.Module, spec: Mapping[str, str] | None) -> Wishes:
             if kind not in KINDS:
                 raise unknown("way to cut a layer", kind, KINDS)
         kinds = _expand(spec, names)
-        return Wishes(kinds=kinds, only=any(kind != "whole" for kind in spec.values()), is_users=True)
+        return TensorPlan(kinds=kinds, only=any(kind != "whole" for kind in spec.values()), is_users=True)
     plan = getattr(module, "_tp_plan", None)
     if not isinstance(plan, Mapping) or not plan:
-        return Wishes()
+        return TensorPlan()
     layers: dict[str, str] = {}
     experts: list[str] = []
     for pattern, style in plan.items():
@@ -60,8 +60,8 @@ def read_wishes(module: nn.Module, spec: Mapping[str, str] | None) -> Wishes:
         elif style in _OF_PLANS:
             layers |= dict.fromkeys(matching, _OF_PLANS[style])
     if "row" not in layers.values():  # Some plans name the head alone, and leave the rest open.
-        return Wishes(experts=tuple(experts))
-    return Wishes(kinds=layers, only=True, experts=tuple(experts))
+        return TensorPlan(experts=tuple(experts))
+    return TensorPlan(kinds=layers, only=True, experts=tuple(experts))
 
 
 def _expand(spec: Mapping[str, str], names: list[str]) -> dict[str, str]:

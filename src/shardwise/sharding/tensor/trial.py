@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from shardwise.errors import ShardwiseError
-from shardwise.sharding.tensor.columns import ColumnLinear
-from shardwise.sharding.tensor.rows import RowLinear
+from shardwise.sharding.tensor.columns import ColumnParallelLinear
+from shardwise.sharding.tensor.rows import RowParallelLinear
 from shardwise.stages.split.meta import Guesses, meta_twin
 
 
@@ -46,6 +46,6 @@ class _Inside:
         """The innermost that has cut layers; "" if none has."""
         for name in reversed(self._names):
             found = module.get_submodule(name)
-            if any(isinstance(each, (ColumnLinear, RowLinear)) for each in found.children()):
+            if any(isinstance(each, (ColumnParallelLinear, RowParallelLinear)) for each in found.children()):
                 return name
         return ""

@@ -10,19 +10,19 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.ranks.collectives import Group, sum_over
-from shardwise.sharding.tensor.columns import ColumnLinear
-from shardwise.sharding.tensor.logits import Logits
-from shardwise.sharding.wrap_forward import surround
+from shardwise.sharding.tensor.columns import ColumnParallelLinear
+from shardwise.sharding.tensor.logits import VocabParallelLogits
+from shardwise.sharding.wrap_forward import wrap_forward
 
 
-class VocabularyHead(ColumnLinear):
+class VocabularyHead(ColumnParallelLinear):
     """This rank's words of the layer that scores words. What it returns looks like the scores of all words."""
 
     words: int = 0
 
     def forward(self, tensor: Tensor) -> Tensor:
         local = super().forward(tensor)
-        return Logits.of(local, self.together.group, self.words)
+        return VocabParallelLogits.of(local, self.together.group, self.words)
 
 
 def share_embedding(module: nn.Embedding, group: Group, words: int) -> None:
@@ -39,4 +39,4 @@ def share_embedding(module: nn.Embedding, group: Group, words: int) -> None:
         vectors = call((ids - first).masked_fill(is_elsewhere, 0))
         return sum_over(vectors.masked_fill(is_elsewhere.unsqueeze(-1), 0), group, in_place=True)
 
-    surround(module, around)
+    wrap_forward(module, around)

@@ -1,4 +1,4 @@
-"""Which tokens a token sees, and where tokens stand in their documents."""
+"""Attention masks (causal, window, documents, padding), and where tokens stand in their documents."""
 
 from typing import NamedTuple
 
@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 
-class Sight(NamedTuple):
-    """What queries may see of keys, for the layers of one kind.
+class AttentionMask(NamedTuple):
+    """The attention mask of the layers of one kind.
 
-    An attention on one device needs the mask alone. One that has only a part of the sequence makes its own from the
-    rest.
+    An attention on one device needs `dense` alone. One that has only a part of the sequence (context parallelism) makes
+    its own from the rest.
     """
 
     #: [batch or 1, 1, queries, keys], True where seen. None: all before it and itself, in the order of the tokens.
-    mask: Tensor | None
+    dense: Tensor | None
     #: [batch or 1, queries].
     positions: Tensor
     #: [batch, queries], where several documents are packed into one sequence.

@@ -11,8 +11,15 @@ from shardwise.parity.check import check
 from shardwise.planner.plan import Plan
 from shardwise.ranks.collectives import Group, Pending
 from shardwise.ranks.spawn import Ranks
-from shardwise.sharding.tensor import communication as meeting
-from shardwise.sharding.tensor.communication import LEAST_CHUNK_BYTES, Alone, Chunk, Shared, Summed, count_chunks
+from shardwise.sharding.tensor import communication as communication
+from shardwise.sharding.tensor.communication import (
+    LEAST_CHUNK_BYTES,
+    AllReduce,
+    Chunk,
+    NoCommunication,
+    SequenceShards,
+    count_chunks,
+)
 from tests.crowd import Crowds
 from tests.sharding.tensor import lengths, programs
 
@@ -29,10 +36,12 @@ class Log(list[str]):
     """What was done, in order. Collectives give back numbers of the right shape."""
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(meeting, "start_all_reduce", lambda rows, group: self._start(rows, group))
-        monkeypatch.setattr(meeting, "start_reduce_scatter", lambda rows, group, _: self._start(rows[:, ::2], group))
+        monkeypatch.setattr(communication, "start_all_reduce", lambda rows, group: self._start(rows, group))
         monkeypatch.setattr(
-            meeting, "start_all_gather", lambda rows, group, _: self._start(rows.repeat(1, 2, 1), group)
+            communication, "start_reduce_scatter", lambda rows, group, _: self._start(rows[:, ::2], group)
+        )
+        monkeypatch.setattr(
+            communication, "start_all_gather", lambda rows, group, _: self._start(rows.repeat(1, 2, 1), group)
         )
 
     def _start(self, result: Tensor, group: Group) -> Pending:
@@ -49,19 +58,23 @@ class Log(list[str]):
         rows.zero_()
 
 
-@pytest.mark.parametrize("way", [Summed((2, 8), Pair(), 2), Shared((2, 8), 8, Pair(), 2), Shared((16,), 16, Pair(), 2)])
-def test_a_chunk_is_on_its_way_while_the_next_is_multiplied(way: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "way", [AllReduce((2, 8), Pair(), 2), SequenceShards((2, 8), 8, Pair(), 2), SequenceShards((16,), 16, Pair(), 2)]
+)
+def test_a_chunk_is_on_its_way_while_the_next_is_multiplied(
+    way: NoCommunication, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log = Log()
     log.watch(monkeypatch)
     finish = way.send(4, torch.zeros(()), log.multiply)
     assert log == ["multiply 8", "start", "multiply 8", "start"]
-    assert finish().numel() == 4 * (16 if isinstance(way, Summed) else 8)
+    assert finish().numel() == 4 * (16 if isinstance(way, AllReduce) else 8)
 
 
 def test_the_next_chunk_arrives_while_one_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
     log = Log()
     log.watch(monkeypatch)
-    for chunk, rows in Shared((2, 8), 8, Pair(), 2).receive(torch.zeros(2, 4, 4)):
+    for chunk, rows in SequenceShards((2, 8), 8, Pair(), 2).receive(torch.zeros(2, 4, 4)):
         log.multiply(chunk, rows)
     assert log == ["start", "start", "wait", "multiply 8", "wait", "multiply 8"]
 
@@ -84,7 +97,7 @@ def test_small_messages_go_in_one_and_so_does_all_on_a_cpu(
 
 def test_a_layer_of_fewer_rows_than_chunks_has_as_many_chunks_as_rows() -> None:
     log = Log()
-    Summed((3,), Group(), 5).send(4, torch.zeros(()), log.multiply)
+    AllReduce((3,), Group(), 5).send(4, torch.zeros(()), log.multiply)
     assert log == ["multiply 1"] * 3
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from shardwise.nets.sight import causal_mask, number_documents, positions_in
+from shardwise.nets.mask import causal_mask, number_documents, positions_in
 
 CPU = torch.device("cpu")
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from shardwise.sharding import zigzag as pieces
-from shardwise.sharding.context.mask import Reach, Sight, Tokens
-from shardwise.sharding.zigzag import join_pieces, owner_of, pieces_of, take_pieces
+from shardwise.sharding.context.mask import BlockType, Mask, Tokens
+from shardwise.sharding.zigzag import owner_of, pieces_of, zigzag_shard, zigzag_unshard
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
@@ -20,15 +20,15 @@ def test_every_piece_has_one_owner(num_ranks: int) -> None:
 @pytest.mark.parametrize(("num_ranks", "dim"), [(1, 0), (3, 1), (4, -1)])
 def test_what_is_taken_apart_is_joined_to_the_same(num_ranks: int, dim: int) -> None:
     whole = torch.arange(24 * 24).view(24, 24)
-    parts = [take_pieces(whole, dim, rank, num_ranks) for rank in range(num_ranks)]
-    assert torch.equal(join_pieces(parts, dim), whole)
+    parts = [zigzag_shard(whole, dim, rank, num_ranks) for rank in range(num_ranks)]
+    assert torch.equal(zigzag_unshard(parts, dim), whole)
 
 
 def test_the_drawing_is_what_four_ranks_compute() -> None:
-    table = Tokens(num_ranks=4, length=64, num_real=64).table(Reach(causal=True))
+    block_mask = Tokens(num_ranks=4, length=64, num_real=64).block_mask(Mask(causal=True))
     drawing = [
-        " ".join("." if sight is Sight.NOTHING else str(owner_of(row, 4)) for sight in sights)
-        for row, sights in enumerate(table.rows)
+        " ".join("." if kind is BlockType.EMPTY else str(owner_of(row, 4)) for kind in kinds)
+        for row, kinds in enumerate(block_mask.rows)
     ]
     drawn = (pieces.__doc__ or "").splitlines()
     first = next(number for number, line in enumerate(drawn) if "queries" in line)

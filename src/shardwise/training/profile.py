@@ -22,8 +22,9 @@ from shardwise.trace.events import Trace
 from shardwise.trace.run import Run, load_run, save_run
 from shardwise.training.data.ahead import ReadAhead
 from shardwise.training.folder import manifest_of
-from shardwise.training.run import check_inputs
-from shardwise.training.setup import Job, Setup, make_ready, on_device
+from shardwise.training.inputs import check_inputs
+from shardwise.training.job import Job
+from shardwise.training.setup import Setup, make_ready, on_device
 from shardwise.training.world import World
 
 #: Steps before the first that is measured: memory is allocated in them, and kernels are chosen.

@@ -9,15 +9,15 @@ import numpy as np
 
 from shardwise.trace.events import Trace
 from shardwise.training.balance import Balanced
-from shardwise.training.data.ahead import ReadAhead
+from shardwise.training.data.prefetch import Prefetcher
 from shardwise.training.data.rows import Batch
 from shardwise.training.finite import explain
 from shardwise.training.job import Job
+from shardwise.training.lr_schedule import learning_rate_at
 from shardwise.training.machine import peak_share
 from shardwise.training.notes import Notes
 from shardwise.training.outcome import Outcome, StoppedError
 from shardwise.training.progress import Line, Progress
-from shardwise.training.rates import rate_at
 from shardwise.training.saving import Saver, described_data
 from shardwise.training.setup import Setup, on_device
 from shardwise.training.stop import StopSignals, name_of
@@ -46,7 +46,7 @@ class Loop:
         """Go round until the recipe's last step, a signal, or an error."""
         recipe, setup, start = self._job.recipe, self._setup, perf_counter()
         step, window, stopped_by = setup.step, (setup.step, start), None
-        with ReadAhead(setup.batches.at, setup.step, recipe.steps) as ahead:
+        with Prefetcher(setup.batches.at, setup.step, recipe.steps) as ahead:
             while step < recipe.steps:
                 speaks = (step + 1) % recipe.log == 0 or step + 1 == recipe.steps or step == setup.step
                 asked = perf_counter()
@@ -91,7 +91,7 @@ class Loop:
     def _step(self, step: int, batch: Batch, *, traced: bool, data_wait: float) -> None:
         """One step, which leaves the weights alone if its numbers are not finite."""
         recipe, engine, scale = self._job.recipe, self._setup.engine, self._setup.scale
-        rate = rate_at(step, recipe.steps, recipe.optimizer)
+        rate = learning_rate_at(step, recipe.steps, recipe.optimizer)
         for optimizer in engine.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
@@ -130,7 +130,7 @@ class Loop:
             step=step,
             num_steps=recipe.steps,
             loss=self._loss,
-            rate=rate_at(step - 1, recipe.steps, recipe.optimizer),
+            rate=learning_rate_at(step - 1, recipe.steps, recipe.optimizer),
             tokens_per_second=speed,
             memory_bytes=memory,
             bubble=bubble,

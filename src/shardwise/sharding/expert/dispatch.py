@@ -60,6 +60,7 @@ class Dispatch:
         if torch.is_autocast_enabled(rows.device.type):
             # Experts would round them: so do we, before they travel.
             rows = rows.to(torch.get_autocast_dtype(rows.device.type))
+        # Ranks with the same tokens each send a part of them, so that no row travels twice.
         part, counts = _part(rows, counts, self.alike)
         there, sent, received = self._agree(counts)
         transfer = AsyncAllToAll(part, self.group, sent, received)

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardwise import environment
 from shardwise.cluster.local import peak_memory_bytes
 from shardwise.dataflow.buffers import disk_memory
 from shardwise.ranks.shared_memory import _listen
 from shardwise.ranks.spawn import _context
 from shardwise.states.tiers.disk import _fill
-from shardwise.states.tiers.workers import Workers
 from tests.promises.sources import PACKAGE, all_sources
 
 #: Calls of `os` and flags of `socket` that macOS does not have, or not every release of it.
@@ -80,9 +80,9 @@ def test_what_only_linux_has_is_asked_for_before_it_is_used() -> None:
 
 def test_a_plan_of_two_processes_is_checked_on_a_machine_that_is_not_linux(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_LINUX, encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])}
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])}
     done = subprocess.run(
-        [sys.executable, "-c", CHECK], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", CHECK], env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
@@ -126,9 +126,7 @@ def test_files_are_read_into_memory_without_the_call_for_it(monkeypatch: pytest.
 def test_cores_are_counted_where_none_can_be_kept_from_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
-    workers = Workers()
-    workers.close()
-    assert workers.count == 1
+    assert environment.num_cores() == 3
 
 
 def test_the_peak_of_memory_is_in_bytes_on_both_systems(monkeypatch: pytest.MonkeyPatch) -> None:

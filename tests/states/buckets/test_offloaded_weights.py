@@ -71,9 +71,9 @@ def test_after_a_step_own_numbers_come_from_the_host_or_the_master_and_others_fr
     for number in (3.0, 4.0):
         update(weights, copies, [number, number])
         assert (weights.own_source, weights.others_source) == (newest, Source.PEERS)
-        assert weights.presence is Presence.AWAY
+        presences = [weights.presence]
         weights.start()
-        assert weights.presence is Presence.COMING
+        assert [*presences, weights.presence] == [Presence.AWAY, Presence.COMING]
         weights.hold("unit")
         assert weights.whole.tolist() == [number, number, *OTHER]
         assert (weights.own_source, weights.others_source) == (Source.HOST, Source.HOST)

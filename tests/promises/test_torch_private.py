@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from shardwise import torch_private
-from tests.promises.lines import room_of, row_of
+from tests.promises.lines import read_rows, room_of, row_of
 from tests.promises.sources import Source, all_sources
 
 HOME = "torch_private.py"
@@ -88,7 +88,7 @@ def test_a_private_name_would_be_found() -> None:
 def test_rooms_without_torch_do_not_load_the_private_names() -> None:
     found = []
     for source in all_sources():
-        row = row_of(room_of(source.module) or "")
+        row = row_of(room_of(source.module) or "", read_rows())
         if row is None or row.may_use_torch or source.name.startswith("model/tra"):  # That is loaded with a module.
             continue
         imports = [each for each in source.tree.body if isinstance(each, (ast.Import, ast.ImportFrom))]

@@ -24,8 +24,9 @@ cell has one of the numbers of stages that are named at the bottom, another for 
 
 This page is written by the tests: `pytest tests/conformance --write-docs` runs every cell, for all models, or with `-k`
 for some. With `--every-layout` each cell is the worst of all its numbers of stages. `make test` runs every cell of the
-first table; of the second it runs three schedules for each model, and at least three models for each schedule, so that
-every kind of model meets every kind of schedule (`tests/conformance/covering.py`). `pytest --whole` runs every cell.
+first table, of two steps; of the second it runs three schedules for each model, and at least three models for each
+schedule, so that every kind of model meets every kind of schedule (`tests/conformance/covering.py`). `pytest --whole`
+runs every cell.
 """
 _SECTIONS = {
     ONE_PROCESS: "One process\n\nAll ranks of the schedule in one process, one after the other.\n",

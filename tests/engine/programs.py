@@ -233,6 +233,23 @@ def _talk_of_memory(transport: ProcessTransport, me: int) -> tuple[int, bool]:
     return let_go, right
 
 
+def _talk_of_the_end(transport: ProcessTransport, me: int) -> bool:
+    """Rank 0 sends more than there is room for, ends its step, and writes over what it has sent."""
+    transport.begin_step("end")
+    numbers = [float(1 + index) for index in range(5)]
+    if me == 0:
+        sent = [torch.full((15 * 2**18,), number) for number in numbers]
+        for index, tensor in enumerate(sent):
+            transport.send(_key(0, index), [tensor])
+        transport.finish()
+        for tensor in sent:
+            tensor.zero_()
+        return True
+    found = [transport.receive(_key(0, index))[0] for index in range(len(numbers))]
+    transport.finish()
+    return all(bool((each == number).all()) for each, number in zip(found, numbers, strict=True))
+
+
 def _talk_of_plenty(transport: ProcessTransport, me: int) -> tuple[int, bool]:
     """More than there is room for before anything is read, in bytes and in messages; how much was left behind."""
     transport.begin_step("plenty")
@@ -256,6 +273,7 @@ _TALKS: dict[str, Callable[[ProcessTransport, int], Any]] = {
     "writes": _talk_of_writes,
     "change": _talk_of_change,
     "memory": _talk_of_memory,
+    "end": _talk_of_the_end,
     "plenty": _talk_of_plenty,
 }
 

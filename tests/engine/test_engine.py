@@ -231,6 +231,45 @@ def test_recomputation_changes_no_bit_not_even_with_dropout_and_batch_norm(sched
     assert torch.equal(chance, left)
 
 
+class Noisy(nn.Module):
+    """Blocks that draw from torch's own generator, which no plan has a rule for."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.linear(x) * torch.rand_like(x)  # type: ignore[no-any-return]
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embedding = nn.Embedding(NUM_TOKENS, 8)
+        self.blocks = nn.ModuleList(Noisy.Block() for _ in range(4))
+        self.head = nn.Linear(8, NUM_TOKENS)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_recomputation_draws_what_the_first_forward_drew(schedule: str) -> None:
+    results = []
+    for recompute in ("none", "full"):
+        module = Noisy()
+        engine = an_engine(Plan(pp=2, schedule=schedule, microbatches=4, recompute=recompute), module)
+        torch.manual_seed(7)
+        results.append((engine.train_step(tokens(seed=0)), gradients_of(module), torch.get_rng_state()))
+    (loss, gradients, chance), (again, same, left) = results
+    assert loss == again
+    assert all(torch.equal(same[name], each) for name, each in gradients.items())
+    assert torch.equal(chance, left)
+
+
 def test_recomputation_holds_inputs_and_nothing_else_until_the_backward() -> None:
     alive: list[int] = []
     seen: list[weakref.ref[Tensor]] = []

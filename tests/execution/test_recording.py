@@ -76,3 +76,15 @@ def test_what_a_rank_tells_arrives_as_it_was() -> None:
         Recording(lower(make_schedule("1f1b", 1, 2))).told_by(0),
     ):
         assert unpacked(pickle.loads(pickle.dumps(packed(told)))) == told
+
+
+def test_by_another_clock_all_that_a_rank_tells_is_as_much_later() -> None:
+    recording = Recording(lower(make_schedule("1f1b", 1, 2)))
+    recording.note(0, forward(0, 0), 1.0, 2.0)
+    recording.note_wait("a sum of gradients", 1, 2.0, 2.5)
+    told = recording.told_by(0, (0.5, 3.0), holdings=[Holding(0, "parameters", 1.0, 8.0)])
+    later = told.by_clock(10.0)
+    assert later.window == (10.5, 13.0)
+    assert [(each.start, each.end) for each in later.notes] == [(11.0, 12.0), (12.0, 12.5)]
+    assert [each.time for each in later.holdings] == [11.0]
+    assert later.by_clock(-10.0) == told

@@ -307,7 +307,7 @@ def test_what_has_no_room_is_found_out(room: float, streams: bool) -> None:
     budget = {"cpu:0": int(room * needs(net, example))}
     placed = sw.place(net, BESIDE, example=example, budget=budget, host="stream")
     assert placed.activations is not None
-    assert (placed._host is not None) == streams
+    assert (placed._arranged.host is not None) == streams
     assert f"{100 * placed.activations.parts['cpu:0']:.0f} % of the activations on the host" in placed.reason
     for each in (plain, placed):
         each(ids()).square().mean().backward()
@@ -318,16 +318,16 @@ def test_what_has_no_room_is_found_out(room: float, streams: bool) -> None:
 
 def test_a_pipeline_sends_what_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """As beside GPUs: two places compute, the third is the host."""
-    from shardwise.placing import placed as placed_module
+    from shardwise.placing import arrange as arrange_module
 
-    monkeypatch.setattr(placed_module, "divide", lambda places, _: (tuple(places[:2]), tuple(places[2:])))
+    monkeypatch.setattr(arrange_module, "divide", lambda places, _: (tuple(places[:2]), tuple(places[2:])))
     example = {"ids": ids()}
     budget = {name: int(0.3 * needs(Net(num_blocks=12, width=24), example)) for name in TWO}
     plain = sw.place(Net(num_blocks=12, width=24), TWO, microbatches=4, example=example)
     speeds = {"cpu:0": 1.0, "cpu:1": 1.0, "cpu": 1e-6}
     wishes: dict[str, Any] = {"microbatches": 4, "example": example, "budget": budget, "speeds": speeds}
     placed = sw.place(Net(num_blocks=12, width=24), [*TWO, "cpu"], **wishes)
-    assert placed._pipeline is not None
+    assert placed._arranged.pipeline is not None
     assert placed.activations is not None
     assert set(placed.activations.parts) == set(TWO)
     for net in (plain, placed):

@@ -8,7 +8,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ShardwiseError
-from shardwise.placing.layout import lay_out
+from shardwise.placing.layout import NoRoomError, lay_out
 from shardwise.placing.loads import Load, loads_of, loads_without_example, total_bytes
 from shardwise.placing.places import Place, find_places
 from shardwise.stages.split.choose import SplitOptions, choose
@@ -53,6 +53,13 @@ def test_activations_of_every_microbatch_take_room() -> None:
     loads = units(*[1.0] * 8, kept=5)
     assert sizes(lay_out(loads, places, [0, 1], num_in_flight=1)) == [5, 3]
     assert sizes(lay_out(loads, places, [0, 1], num_in_flight=3)) == [3, 5]
+
+
+def test_stages_of_one_place_share_its_room() -> None:
+    places, ranks = [a_place("a", room=40), a_place("b", room=40)], [0, 1, 0, 1]
+    assert sizes(lay_out(units(*[1.0] * 8), places, ranks, num_in_flight=1)) == [2, 2, 2, 2]
+    with pytest.raises(NoRoomError):
+        lay_out(units(*[1.0] * 9), places, ranks, num_in_flight=1)
 
 
 def test_a_shared_weight_counts_once_on_a_place() -> None:

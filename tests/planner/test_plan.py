@@ -1,7 +1,7 @@
 """The plan as a value, and its short and file forms."""
 
 import pickle
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +45,33 @@ FULL = Plan(
 def test_the_short_form_says_what_differs_from_the_default_and_reads_back(text: str, plan: Plan) -> None:
     assert str(plan) == text
     assert Plan.parse(text) == plan
+
+
+def test_no_field_is_lost_on_its_way_to_text_and_to_a_file_and_back() -> None:
+    plan = Plan(
+        dp=2,
+        tp=2,
+        pp=2,
+        cp=2,
+        ep=2,
+        sp=True,
+        context="all-to-all",
+        schedule="interleaved",
+        chunks=3,
+        microbatches=4,
+        layers=(1, 2, 3, 4, 5, 6),
+        zero=1,
+        zero_group=2,
+        recompute="full",
+        recompute_layers=1,
+        offload=Offload(optimizer=0.25, parameters=0.5, activations=0.75),
+        precision="bf16",
+        order="dp-pp-cp-tp",
+        reasons={"pp": "why not"},
+    )
+    as_by_default = [each.name for each in fields(Plan) if getattr(plan, each.name) == getattr(Plan(), each.name)]
+    assert not as_by_default, "a field that is new is to be said here too"
+    assert Plan.parse(str(plan)) == Plan.from_toml(plan.to_toml()) == plan
 
 
 def test_a_share_that_is_no_round_number_reads_back_exactly() -> None:

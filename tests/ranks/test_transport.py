@@ -53,6 +53,13 @@ def test_tensors_of_a_message_lie_aligned_in_one_piece_and_a_single_one_is_not_c
     assert layout.pack(tensors[:1]) is None, "not what was described"
 
 
+def test_a_single_tensor_that_differs_in_anything_is_not_what_was_described() -> None:
+    layout = Layout(describe([torch.zeros(2, 3)]))
+    assert layout.pack([torch.zeros(2, 3)]) is not None
+    for other in (torch.zeros(3, 2), torch.zeros(2, 2), torch.zeros(2, 3).double(), torch.zeros(2, 3).requires_grad_()):
+        assert layout.pack([other]) is None
+
+
 def test_lengths_may_change_between_steps_and_between_microbatches(talks: list[dict[str, Any]]) -> None:
     for talk in talks:
         assert talk["lengths"] == [True] * 9
@@ -85,6 +92,10 @@ def test_what_has_arrived_is_let_go_before_the_step_ends(talks: list[dict[str, A
         # With gloo the headers take a little of the room; what is copied is not held at all.
         assert num_let_go in ([0] if shares_memory else [4, 5])
         assert all_arrived
+
+
+def test_what_was_sent_may_be_written_over_when_the_step_has_ended(talks: list[dict[str, Any]]) -> None:
+    assert [talk["end"] for talk in talks] == [True, True]
 
 
 def test_more_than_there_is_room_for_waits_for_it(talks: list[dict[str, Any]], shares_memory: bool) -> None:

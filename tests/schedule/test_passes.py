@@ -24,6 +24,7 @@ from shardwise.schedule.placement import Placement, loop, vee
 from shardwise.schedule.prices import Prices
 from shardwise.schedule.schedule import Schedule
 from shardwise.schedule.simulate import play, simulate
+from shardwise.schedule.verify import verify
 from shardwise.trace.events import Lane
 from shardwise.trace.memory import peaks
 from tests.schedule.playing import UNIT, even_prices, event_of, played_schedule, texts, written
@@ -339,6 +340,14 @@ def test_a_stage_in_two_ties_meets_both() -> None:
     schedule = insert_steps(written(placement, "0F0 0B0", "1F0 1B0", "2F0 2B0"))
     assert texts(schedule)[2] == "2F0 2B0 2REDUCE0~0 2REDUCE0~1 2STEP0"
     assert texts(schedule)[1] == "1F0 1B0 1REDUCE0~1 1STEP0"
+
+
+def test_ranks_that_share_two_ties_reduce_them_in_one_order() -> None:
+    """Rank 0 is done with the second tie first (stage 2), rank 1 with the first (stage 3): each would wait for ever."""
+    schedule = insert_steps(with_ties(make_schedule("interleaved", 2, 4), (0, 3), (1, 2)))
+    verify(lower(schedule))
+    for order in schedule.orders:
+        assert [each.peer for each in order if each.kind is Kind.REDUCE] == [0, 1]
 
 
 def test_the_steps_that_pipedream_places_itself_stay_where_they_are() -> None:

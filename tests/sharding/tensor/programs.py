@@ -15,7 +15,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.execution.backward import input_gradients
 from shardwise.ranks.collectives import Group
 from shardwise.sharding.tensor import Sharding, shard
-from shardwise.sharding.tensor.logits import VocabParallelLogits
+from shardwise.sharding.tensor.vocabulary import VocabParallelLogits
 from shardwise.stages.split import split
 from shardwise.stages.split.materialise import materialise
 from tests.stages.families import FAMILIES, make_batch, make_family

@@ -66,7 +66,7 @@ def test_tokens_cost_nothing_while_a_module_is_looked_at() -> None:
     layers = {name: each for name, each in twin.named_modules() if hasattr(each, "weight") and "norm" not in name}
     layers = {name: each for name, each in layers.items() if not isinstance(each, torch.nn.LayerNorm)}
     seen = trace(twin, layers, (torch.zeros(2, 100_000, dtype=torch.long, device="meta"),), {})
-    read = seen.partition.roots(seen.layers["blocks.1.attention.out"].read[0])
+    read = seen.groups.roots(seen.layers["blocks.1.attention.out"].read[0])
     assert len(np.unique(read)) == 5
 
 

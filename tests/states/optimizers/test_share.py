@@ -79,9 +79,10 @@ def test_an_orthogonalised_matrix_has_singular_values_near_one(shape: tuple[int,
     assert 0.5 < float(values.min()) <= float(values.max()) < 1.3
 
 
-def test_muon_in_bf16_is_torchs() -> None:
-    gradients = torch.randn(3, 6, 10, generator=torch.Generator().manual_seed(2))
-    ours, theirs = nn.Parameter(torch.ones(6, 10)), nn.Parameter(torch.ones(6, 10))
+@pytest.mark.parametrize("shape", [(6, 10), (10, 6)], ids=["wide", "tall"])
+def test_muon_in_bf16_is_torchs(shape: tuple[int, int]) -> None:
+    gradients = torch.randn(3, *shape, generator=torch.Generator().manual_seed(2))
+    ours, theirs = nn.Parameter(torch.ones(shape)), nn.Parameter(torch.ones(shape))
     mine = Muon([ours], lr=0.1, weight_decay=0.1, dtype=torch.bfloat16)
     other = torch.optim.Muon([theirs], lr=0.1, weight_decay=0.1)
     for gradient in gradients:

@@ -57,3 +57,34 @@ def test_one_whose_source_fails_is_still_away() -> None:
     with pytest.raises(ValueError, match="no such luck"):
         storage.start()
     assert storage.state is Swap.AWAY
+
+
+class LazyCopyStreams(LateCopyStreams):
+    """Copies run only when somebody waits for them."""
+
+    def run_some(self) -> None:
+        """Nothing runs by itself."""
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self._ways))
+
+
+def test_memory_is_freed_after_the_copy_into_it_though_nobody_has_used_it() -> None:
+    copies, device = LazyCopyStreams(0), torch.arange(4.0)
+    storage = HostStorage(device, copies)
+    storage.start()
+    assert copies.num_waiting == 1
+    storage.leave()
+    assert (copies.num_waiting, device.untyped_storage().nbytes()) == (0, 0)
+
+
+def test_what_was_written_is_on_the_host_before_the_memory_goes_and_comes_again() -> None:
+    copies, device = LazyCopyStreams(0), torch.arange(4.0)
+    storage = HostStorage(device, copies)
+    storage.follow()
+    device += 1
+    storage.write_back([slice(0, 4)])
+    storage.leave()
+    storage.follow()
+    assert torch.equal(device, torch.arange(1.0, 5.0))

@@ -1,4 +1,4 @@
-# `make run` trains a small model on this machine, `make test` checks it. Both need only python3 (3.11 or 3.12) with venv.
+# `make run` trains a small model on this machine, `make test` checks it. Both need only python3 (3.11 or newer) with venv.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -50,12 +50,12 @@ clean:
 
 # The first python that is of the right version and can make an environment.
 $(INSTALLED): pyproject.toml
-	@for python in "$(PYTHON)" python3 python3.12 python3.11; do \
+	@for python in "$(PYTHON)" python3 python3.12 python3.13 python3.14 python3.11; do \
 	    if command -v "$$python" >/dev/null && "$$python" -c 'import ensurepip, sys, venv; \
-	        sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then found="$$python"; break; fi; \
+	        sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found="$$python"; break; fi; \
 	done; \
 	if [ -z "$$found" ]; then \
-	    echo "error: no Python 3.11 or 3.12 with venv was found" >&2; \
+	    echo "error: no Python 3.11 or newer with venv was found" >&2; \
 	    echo "  try: make PYTHON=/path/to/python3.12, or on Debian and Ubuntu: apt install python3 python3-venv" >&2; \
 	    exit 1; \
 	fi; \

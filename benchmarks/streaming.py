@@ -25,7 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -264,7 +264,6 @@ def train(
     on_host: float,
     steps: int,
     recompute: bool,
-    at: Literal["host", "device"] = "device",
 ) -> dict[str, Any]:
     torch.cuda.reset_peak_memory_stats()
     model = make(name, PLACE)
@@ -279,7 +278,6 @@ def train(
         machine,
         PLACE,
         on_host=on_host,
-        at=at,
     )
     made = perf_counter() - start
     ids = tokens(config_of(name).vocab_size, rows, length)
@@ -389,9 +387,6 @@ def main(names: list[str]) -> int:
             "disk": lambda: from_disk(machine, speed),
             "same": lambda: same_as_plain(machine),
             "train3": lambda: train("3B", machine, rows=8, length=2048, on_host=1.0, steps=8, recompute=False),
-            "train3cores": lambda: train(
-                "3B", machine, rows=8, length=2048, on_host=1.0, steps=5, recompute=False, at="host"
-            ),
             "fsdp3": lambda: by_fsdp2("3B", 8, 2048, 3),
             "train13": lambda: train("13B", machine, rows=4, length=2048, on_host=0.6, steps=5, recompute=True),
         }

@@ -17,19 +17,19 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.errors import ShardwiseError
 from shardwise.placing import Placed
-from shardwise.placing import activation_offload as stashes
+from shardwise.placing import activation_offload as placed_offload
 from shardwise.placing.activation_share import ActivationShare, bytes_with, hosted_bytes, window_bytes
 from shardwise.placing.layout import lay_out
 from shardwise.placing.loads import Load, find_loads, total_bytes
 from shardwise.placing.offload_planner import OffloadQuestion, decide
 from shardwise.placing.places import Place
-from shardwise.states.tiers import activation_offload as stash_module
+from shardwise.states.tiers import activation_offload
 from tests.engine.same import assert_same
 from tests.stages.families import make_batch, make_family
 from tests.stages.nets import UNet
 from tests.stages.pieces import Net
 from tests.stages.small import small_matrices
-from tests.states.tiers.late import LateCrossing
+from tests.states.tiers.late import LateCopyStreams
 
 HERE, TWO, BESIDE = ["cpu:0"], ["cpu:0", "cpu:1"], ["cpu:0", "cpu"]
 ROWS = 64
@@ -115,7 +115,7 @@ def test_copies_that_come_as_late_as_they_may_are_waited_for(
 ) -> None:
     """As on a GPU: what is not told to wait for a copy reads or overwrites rubbish."""
     plain = sw.place(Knotty(), TWO, **wishes)
-    monkeypatch.setattr(stashes, "Crossing", lambda _: LateCrossing(seed))
+    monkeypatch.setattr(placed_offload, "CopyStreams", lambda _: LateCopyStreams(seed))
     late = sw.place(Knotty(), TWO, activations_on_host=0.7, **wishes)
     for net in (plain, late):
         for step in range(2):
@@ -235,13 +235,13 @@ def test_no_more_is_brought_back_than_the_window_holds(monkeypatch: pytest.Monke
         net.activations.host_bytes == 20 * size
     )  # Of each layer what the next one is given: the first is given the batch.
     held: list[int] = []
-    unpack = stash_module.Stash._bring
+    unpack = activation_offload.ActivationOffload._bring
 
     def bring(self: Any, away: Any) -> None:
         unpack(self, away)
         held.append(self.held_bytes + self._leaving.num_bytes)
 
-    monkeypatch.setattr(stash_module.Stash, "_bring", bring)
+    monkeypatch.setattr(activation_offload.ActivationOffload, "_bring", bring)
     loss.backward()
     assert 3 * size < max(held) <= (3 + 2) * size
 
@@ -307,7 +307,7 @@ def test_what_has_no_room_is_found_out(room: float, streams: bool) -> None:
     budget = {"cpu:0": int(room * needs(net, example))}
     placed = sw.place(net, BESIDE, example=example, budget=budget, host="stream")
     assert placed.activations is not None
-    assert (placed._host is not None) == streams
+    assert (placed._arranged.host is not None) == streams
     assert f"{100 * placed.activations.parts['cpu:0']:.0f} % of the activations on the host" in placed.reason
     for each in (plain, placed):
         each(ids()).square().mean().backward()
@@ -318,16 +318,16 @@ def test_what_has_no_room_is_found_out(room: float, streams: bool) -> None:
 
 def test_a_pipeline_sends_what_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """As beside GPUs: two places compute, the third is the host."""
-    from shardwise.placing import placed as placed_module
+    from shardwise.placing import arrange as arrange_module
 
-    monkeypatch.setattr(placed_module, "divide", lambda places, _: (tuple(places[:2]), tuple(places[2:])))
+    monkeypatch.setattr(arrange_module, "divide", lambda places, _: (tuple(places[:2]), tuple(places[2:])))
     example = {"ids": ids()}
     budget = {name: int(0.3 * needs(Net(num_blocks=12, width=24), example)) for name in TWO}
     plain = sw.place(Net(num_blocks=12, width=24), TWO, microbatches=4, example=example)
     speeds = {"cpu:0": 1.0, "cpu:1": 1.0, "cpu": 1e-6}
     wishes: dict[str, Any] = {"microbatches": 4, "example": example, "budget": budget, "speeds": speeds}
     placed = sw.place(Net(num_blocks=12, width=24), [*TWO, "cpu"], **wishes)
-    assert placed._pipeline is not None
+    assert placed._arranged.pipeline is not None
     assert placed.activations is not None
     assert set(placed.activations.parts) == set(TWO)
     for net in (plain, placed):
@@ -385,7 +385,7 @@ def test_a_host_that_is_full_is_said_in_time(monkeypatch: pytest.MonkeyPatch) ->
         placed(ids(rows=4 * ROWS))
     placed(ids()).sum().backward()  # And it can be used again.
     free = sw.place(net, HERE, activations_on_host=1)
-    monkeypatch.setattr(stashes, "available_bytes", lambda: 20_000)
+    monkeypatch.setattr(placed_offload, "available_bytes", lambda: 20_000)
     with pytest.raises(ShardwiseError, match=r"there is room for 19.5 KiB"):
         free(ids())
     with pytest.raises(ShardwiseError, match=r"activations_on_host=1.5: it is a part of them, from 0 to 1"):

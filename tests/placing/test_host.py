@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import shardwise as sw
 from shardwise.errors import ShardwiseError
 from shardwise.placing import Placed
-from shardwise.placing import placed as placed_module
+from shardwise.placing import arrange as arrange_module
 from shardwise.placing.host import divide, lay_out_streams
 from shardwise.placing.loads import find_loads
 from shardwise.placing.offload_planner import OffloadQuestion, decide
@@ -286,7 +286,7 @@ def test_auto_takes_the_faster_way_and_that_for_which_there_is_room(
     speed: float, room: float, streams: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As beside a GPU: the first place computes, the second is the host."""
-    monkeypatch.setattr(placed_module, "divide", lambda places, _: (tuple(places[:1]), tuple(places[1:])))
+    monkeypatch.setattr(arrange_module, "divide", lambda places, _: (tuple(places[:1]), tuple(places[1:])))
     net = Net(num_blocks=12, width=24)
     plain = copy.deepcopy(net)
     example = {"ids": ids()}
@@ -294,7 +294,7 @@ def test_auto_takes_the_faster_way_and_that_for_which_there_is_room(
     budget = {"cpu:0": int(room * (kept + 4 * weight_bytes(net)))}
     speeds = {"cpu:0": 1.0, "cpu": speed}
     placed = sw.place(net, ONE, example=example, budget=budget, speeds=speeds, activations_on_host=0)
-    assert (placed._host is not None) == streams
+    assert (placed._arranged.host is not None) == streams
     assert ("nothing else has room: no room" in placed.reason) == (room < 0.5)
     assert {place.name for place in placed.where.values()} == {"cpu:0", "cpu"}
     for each in (plain, placed):

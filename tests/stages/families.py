@@ -7,7 +7,8 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-SMALL = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+NUM_LAYERS = 4
+SMALL = {"vocab_size": 97, "hidden_size": 32, "num_attention_heads": 4}
 GATED = {
     **SMALL,
     "intermediate_size": 64,
@@ -19,11 +20,11 @@ GATED = {
 MOE = {**GATED, "num_experts_per_tok": 2, "num_local_experts": 4}
 
 
-def _gpt2() -> nn.Module:
+def _gpt2(num_layers: int = NUM_LAYERS) -> nn.Module:
     config = hf.GPT2Config(
         vocab_size=97,
         n_embd=32,
-        n_layer=4,
+        n_layer=num_layers,
         n_head=4,
         n_positions=64,
         bos_token_id=1,
@@ -39,13 +40,13 @@ def _causal(config: Any) -> nn.Module:
     return hf.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
 
 
-def _t5() -> nn.Module:
+def _t5(num_layers: int = NUM_LAYERS) -> nn.Module:
     config = hf.T5Config(
         vocab_size=97,
         d_model=32,
         d_kv=8,
         d_ff=64,
-        num_layers=4,
+        num_layers=num_layers,
         num_heads=4,
         dropout_rate=0.0,
         decoder_start_token_id=0,
@@ -53,9 +54,10 @@ def _t5() -> nn.Module:
     return hf.T5ForConditionalGeneration(config)  # type: ignore[no-any-return]
 
 
-def _bert() -> nn.Module:
+def _bert(num_layers: int = NUM_LAYERS) -> nn.Module:
     config = hf.BertConfig(
         **SMALL,
+        num_hidden_layers=num_layers,
         intermediate_size=64,
         max_position_embeddings=64,
         hidden_dropout_prob=0.0,
@@ -64,10 +66,10 @@ def _bert() -> nn.Module:
     return hf.BertForMaskedLM(config)  # type: ignore[no-any-return]
 
 
-def _vit() -> nn.Module:
+def _vit(num_layers: int = NUM_LAYERS) -> nn.Module:
     config = hf.ViTConfig(
         hidden_size=32,
-        num_hidden_layers=4,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         intermediate_size=64,
         image_size=16,
@@ -79,10 +81,11 @@ def _vit() -> nn.Module:
     return hf.ViTForImageClassification(config)  # type: ignore[no-any-return]
 
 
-def _deepseek() -> nn.Module:
+def _deepseek(num_layers: int = NUM_LAYERS) -> nn.Module:
     return _causal(
         hf.DeepseekV3Config(
             **{**GATED, "num_key_value_heads": 4},
+            num_hidden_layers=num_layers,
             moe_intermediate_size=16,
             n_routed_experts=8,
             num_experts_per_tok=2,
@@ -99,22 +102,25 @@ def _deepseek() -> nn.Module:
     )
 
 
-FAMILIES: dict[str, Callable[[], nn.Module]] = {
+def _dense(make: Any, **settings: Any) -> Callable[..., nn.Module]:
+    return lambda num_layers=NUM_LAYERS: _causal(make(**{**settings, "num_hidden_layers": num_layers}))
+
+
+#: Each makes a model of four layers, or of as many as it is told.
+FAMILIES: dict[str, Callable[..., nn.Module]] = {
     "gpt2": _gpt2,
-    "llama": lambda: _causal(hf.LlamaConfig(**GATED, tie_word_embeddings=True)),
-    "qwen3": lambda: _causal(hf.Qwen3Config(**GATED, head_dim=8, tie_word_embeddings=True)),
-    "mistral": lambda: _causal(hf.MistralConfig(**GATED, sliding_window=6)),
-    "gemma2": lambda: _causal(hf.Gemma2Config(**GATED, head_dim=8, sliding_window=6)),
-    "phi3": lambda: _causal(hf.Phi3Config(**GATED)),
-    "opt": lambda: _causal(
-        hf.OPTConfig(**SMALL, ffn_dim=64, max_position_embeddings=64, word_embed_proj_dim=32, dropout=0.0)
-    ),
-    "bloom": lambda: _causal(hf.BloomConfig(vocab_size=97, hidden_size=32, n_layer=4, n_head=4)),
-    "falcon": lambda: _causal(hf.FalconConfig(**SMALL)),
-    "gpt-neox": lambda: _causal(hf.GPTNeoXConfig(**SMALL, intermediate_size=64)),
-    "mixtral": lambda: _causal(hf.MixtralConfig(**MOE)),
-    "qwen3-moe": lambda: _causal(
-        hf.Qwen3MoeConfig(**GATED, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    "llama": _dense(hf.LlamaConfig, **GATED, tie_word_embeddings=True),
+    "qwen3": _dense(hf.Qwen3Config, **GATED, head_dim=8, tie_word_embeddings=True),
+    "mistral": _dense(hf.MistralConfig, **GATED, sliding_window=6),
+    "gemma2": _dense(hf.Gemma2Config, **GATED, head_dim=8, sliding_window=6),
+    "phi3": _dense(hf.Phi3Config, **GATED),
+    "opt": _dense(hf.OPTConfig, **SMALL, ffn_dim=64, max_position_embeddings=64, word_embed_proj_dim=32, dropout=0.0),
+    "bloom": _dense(hf.BloomConfig, vocab_size=97, hidden_size=32, n_head=4),
+    "falcon": _dense(hf.FalconConfig, **SMALL),
+    "gpt-neox": _dense(hf.GPTNeoXConfig, **SMALL, intermediate_size=64),
+    "mixtral": _dense(hf.MixtralConfig, **MOE),
+    "qwen3-moe": _dense(
+        hf.Qwen3MoeConfig, **GATED, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
     ),
     "deepseek-v3": _deepseek,
     "t5": _t5,
@@ -123,10 +129,10 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def make_family(name: str, seed: int = 0) -> nn.Module:
+def make_family(name: str, seed: int = 0, num_layers: int = NUM_LAYERS) -> nn.Module:
     """A model of the family, in training mode, with weights that depend on the seed."""
     torch.manual_seed(seed)
-    return FAMILIES[name]().train()
+    return FAMILIES[name](num_layers).train()
 
 
 def make_batch(name: str, num_sequences: int = 2, length: int = 8, seed: int = 1) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 import pytest
 
 from shardwise.trace.events import Lane
-from shardwise.trace.labels import Part, chunks_of_ranks, label_of, parts_of
+from shardwise.trace.labels import EventPart, chunks_of_ranks, label_of, parts_of
 from tests.trace.played import event, played, trace_of
 
 ONE, TWO, THREE = {0: 0}, {0: 0, 3: 1}, {0: 0, 2: 1, 4: 2}
@@ -33,7 +33,7 @@ def test_a_label_says_kind_and_microbatch_and_the_chunk_by_its_case(
 def test_a_step_is_labelled_by_its_letter_alone(stage: int, label: str) -> None:
     step = event(f"{stage}STEP0", 0, 0, 1, lane=Lane.STEP)._replace(stage=stage)
     assert label_of(step, TWO) == (label,)
-    assert parts_of(step, TWO) == (Part("S", 0, stage // 3),)
+    assert parts_of(step, TWO) == (EventPart("S", 0, stage // 3),)
 
 
 def test_chunks_are_the_stages_of_a_rank_in_order() -> None:

@@ -1,6 +1,7 @@
 """Data at the places of a machine, from the tensor that a user gives to the value that is asked for."""
 
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 
@@ -16,8 +17,8 @@ from shardwise.dataflow.streams import Event, Failures
 from shardwise.errors import ShardwiseError, unknown
 
 
-class Store:
-    """Places, and the data at them."""
+class Store(ABC):
+    """Places, and the data at them. A new value is a task, so that is for whoever has tasks."""
 
     def __init__(self, places: Sequence[Place], mover: Mover, failures: Failures) -> None:
         self.places, self.mover, self.failures = places, mover, failures
@@ -67,6 +68,10 @@ class Store:
         self._raise_failure()
         self.imports.changed.pop(data.number, None)
         return copy.tensor.clone() if copy.imported is None else copy.imported
+
+    @abstractmethod
+    def set(self, data: Data, tensor: Tensor) -> None:
+        """Give data a new value."""
 
     def wait(self) -> None:
         """Wait until everything submitted is done, and raise what failed."""

@@ -1,6 +1,6 @@
-"""What forwards save for their backwards, on the host: a stash for each place that computes.
+"""What forwards save for their backwards, on the host: an activation offload for each place that computes.
 
-Layer by layer, a forward goes over several devices: what each of them saves goes to its own stash. In a pipeline every
+Layer by layer, a forward goes over several devices: what each of them saves goes to its own. In a pipeline every
 place has a thread of its own, and saves in it. All of them share the host's room.
 """
 
@@ -21,8 +21,8 @@ from shardwise.placing.activation_share import window_bytes
 from shardwise.placing.layout import NoRoomError
 from shardwise.placing.places import Place
 from shardwise.planner.plan import Offload, Plan
-from shardwise.states.tiers.activation_offload import Stash
-from shardwise.states.tiers.copy_streams import Crossing
+from shardwise.states.tiers.activation_offload import ActivationOffload
+from shardwise.states.tiers.copy_streams import CopyStreams
 from shardwise.torch_private import version_of, without_torch_function
 from shardwise.units import counted, format_bytes
 
@@ -41,11 +41,11 @@ class _Room:
 
     def __init__(self, limit_bytes: int | None) -> None:
         self._limit_bytes = limit_bytes
-        self.stashes: dict[str, Stash] = {}
+        self.by_place: dict[str, ActivationOffload] = {}
 
     @property
     def num_bytes(self) -> int:
-        return sum(each.num_bytes for each in self.stashes.values())
+        return sum(each.num_bytes for each in self.by_place.values())
 
     def check(self, num_bytes: int) -> None:
         """Refuse more of the host's memory than there is."""
@@ -54,7 +54,7 @@ class _Room:
             free = min(free, self._limit_bytes - self.num_bytes)
         if num_bytes <= free:
             return
-        held = ", ".join(f"{format_bytes(each.num_bytes)} of {name}" for name, each in self.stashes.items())
+        held = ", ".join(f"{format_bytes(each.num_bytes)} of {name}" for name, each in self.by_place.items())
         raise NoRoomError(
             f"no room on the host for activations: it holds {held}, {format_bytes(num_bytes)} more are to go there, and"
             f" there is room for {format_bytes(max(free, 0))}",
@@ -64,22 +64,22 @@ class _Room:
 
 
 class _Site:
-    """One place: its stash, which is one thread's at a time. It lives as long as a graph that has something in it."""
+    """One place: its activation offload, one thread's at a time. It lives as long as a graph that has saved with it."""
 
     def __init__(self, place: Place, part: float, room: _Room) -> None:
         self.device = place.device
-        self.crossing = Crossing(place.device)
+        self.copies = CopyStreams(place.device)
         plan = Plan(offload=Offload(activations=part))
-        self.stash = Stash(plan, self.crossing, window_bytes=window_bytes(place), check=room.check)
-        room.stashes[place.name] = self.stash
+        self.offload = ActivationOffload(plan, self.copies, window_bytes=window_bytes(place), check=room.check)
+        room.by_place[place.name] = self.offload
         self._nothing = torch.empty(0, device=place.device)
         # In a backward every GPU has a thread of its own, and may come upon what was saved on another.
         self._one_at_a_time = threading.Lock()
-        weakref.finalize(self, _close, self.stash, self.crossing)
+        weakref.finalize(self, _close, self.offload, self.copies)
 
     def hooks(self, stays: list[Tensor]) -> Any:
-        """What the stash has autograd call in one forward."""
-        return self.stash.saving(stays, None)
+        """What the offload has autograd call in one forward."""
+        return self.offload.saving(stays, None)
 
     def pack(self, hooks: Any, tensor: Tensor) -> _Saved:
         # Not as torch functions: where a placed module's tensors meet, a copy between devices would be one on a device.
@@ -98,7 +98,7 @@ class _Site:
             return found
 
 
-class ActivationOffload:
+class PlacedActivationOffload:
     """Parts of what forwards save at places, by place. `limit_bytes` of the host are for all of them together."""
 
     def __init__(self, parts: Mapping[Place, float], limit_bytes: int | None) -> None:
@@ -106,7 +106,7 @@ class ActivationOffload:
         self.parts = {place.name: part for place, part in parts.items() if part}
         self._room = _Room(limit_bytes)
         self._sites = {place.name: _Site(place, part, self._room) for place, part in parts.items() if part}
-        # Places of the CPU are one device: layer by layer they have one stash, that of the one that sends most.
+        # Places of the CPU are one device: layer by layer they have one, that of the one that sends most.
         most = sorted(self._sites, key=self.parts.__getitem__)
         self._by_device = {self._sites[name].device: self._sites[name] for name in most}
 
@@ -118,12 +118,12 @@ class ActivationOffload:
     @property
     def sent_bytes(self) -> int:
         """What went to the host since the beginning."""
-        return sum(each.sent_bytes for each in self._room.stashes.values())
+        return sum(each.sent_bytes for each in self._room.by_place.values())
 
     @property
     def returned_bytes(self) -> int:
         """What came back from there."""
-        return sum(each.returned_bytes for each in self._room.stashes.values())
+        return sum(each.returned_bytes for each in self._room.by_place.values())
 
     def saving(self, stays: Iterable[Tensor]) -> AbstractContextManager[Any]:
         """Around a forward that goes from device to device. `stays` is there anyway."""
@@ -136,7 +136,7 @@ class ActivationOffload:
     def put_away(self, place: Place) -> None:
         """A half of a backward is over at a place: what it has brought back goes, until the other half asks for it."""
         if place.name in self._sites:
-            self._sites[place.name].stash.put_away()
+            self._sites[place.name].offload.put_away()
 
 
 def _saving(sites: Iterable[_Site], stays: list[Tensor]) -> AbstractContextManager[Any]:
@@ -169,6 +169,6 @@ def _unpack(saved: _Saved) -> Tensor:
     return packed
 
 
-def _close(stash: Stash, crossing: Crossing) -> None:
-    stash.close()
-    crossing.close()
+def _close(offload: ActivationOffload, copies: CopyStreams) -> None:
+    offload.close()
+    copies.close()

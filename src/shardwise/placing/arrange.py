@@ -19,7 +19,7 @@ from torch import nn
 from shardwise.cluster.local import available_bytes
 from shardwise.errors import ShardwiseError
 from shardwise.execution.pipeline import schedule_of
-from shardwise.placing.activation_offload import ActivationOffload
+from shardwise.placing.activation_offload import PlacedActivationOffload
 from shardwise.placing.activation_share import ActivationShare, hosted_bytes
 from shardwise.placing.batch_rows import cut_rows, home_of, rows_of
 from shardwise.placing.device_moves import moved
@@ -67,7 +67,7 @@ class Arrangement:
     #: Why the host is used as it is, where it had to be.
     reason: str = ""
     #: The part of the activations that is on the host, if any is.
-    activations: ActivationOffload | None = None
+    activations: PlacedActivationOffload | None = None
     host: HostWeights | None = None
     pipeline: Pipeline | None = None
     #: Whatever the number of microbatches.
@@ -142,7 +142,9 @@ class _Task:
         made.host, made.where, made.units, made.is_by_layers = host, host.where, host.devices, True
         # A module that is to be trained later sends what was asked for.
         parts = way.parts or dict.fromkeys(self._devices, options.activations_on_host or 0.0)
-        made.activations = ActivationOffload(parts, max(0, room - host.host_bytes)) if any(parts.values()) else None
+        made.activations = (
+            PlacedActivationOffload(parts, max(0, room - host.host_bytes)) if any(parts.values()) else None
+        )
 
     def _fill(self, places: Sequence[Place], share: ActivationShare | None, *, is_alone: bool) -> None:
         """Put everything on some of the places, each of which computes what it has."""
@@ -220,7 +222,7 @@ class _Task:
             check_host(away, 0, available_bytes() if room is None else room)
         if any(place.device.type != "cpu" for place in places):
             parts = {place: part for place, part in parts.items() if place.device.type != "cpu"}
-        self._made.activations = ActivationOffload(parts, room) if any(parts.values()) else None
+        self._made.activations = PlacedActivationOffload(parts, room) if any(parts.values()) else None
 
     def _example_at_home(self) -> Batch | None:
         return None if self._example is None else _at_home(self._example, self._module)

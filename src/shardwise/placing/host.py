@@ -8,7 +8,7 @@ Every device computes its units, layer by layer. This is where placing ends and 
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -22,19 +22,12 @@ from shardwise.placing.layout import NoRoomError, lay_out, no_room
 from shardwise.placing.loads import Load, ModuleLoads, total_bytes, trains
 from shardwise.placing.moving import settle
 from shardwise.placing.places import Place
+from shardwise.states.tiers.choose_offloaded import choose_for_room, choose_offloaded
 from shardwise.states.tiers.disk import Records
-from shardwise.states.tiers.disk_scratch import Scratch
+from shardwise.states.tiers.disk_scratch import ScratchFile
 from shardwise.states.tiers.streamed_block import num_bytes_of
-from shardwise.states.tiers.streamed_weights import (
-    NUM_AHEAD,
-    StreamedWeights,
-    fewest,
-    find_on_disk,
-    make_scratches,
-    own_parameters,
-    shared_parameters,
-    spread,
-)
+from shardwise.states.tiers.streamed_weights import NUM_AHEAD, StreamedWeights, own_parameters, shared_parameters
+from shardwise.states.tiers.streaming import find_on_disk, make_scratches
 from shardwise.units import format_bytes
 
 
@@ -52,7 +45,7 @@ class Unit:
     #: Of its own weights alone: what crosses the link.
     weight_bytes: int
     #: What of `own_bytes` may be on disk: weights and gradients. What an optimizer keeps of them is in memory.
-    shelved_bytes: int
+    disk_bytes: int
     #: Activations, and of these the pieces that are too small to go to the host.
     kept_bytes: int
     small_bytes: int
@@ -60,7 +53,7 @@ class Unit:
 
     @property
     def held(self) -> Load:
-        """What it asks of its place, but for what visits it."""
+        """What it asks of its place, but for what is on its way."""
         states = {self.name: self.fixed_bytes + (0 if self.is_streamed else self.own_bytes)}
         return Load(unit=self.name, cost=0.0, states=states, kept_bytes=self.kept_bytes, small_bytes=self.small_bytes)
 
@@ -115,7 +108,7 @@ def lay_out_streams(
                 own_bytes=sum(load.states[name] for name in mine),
                 fixed_bytes=sum(load.states[name] for name in others),
                 weight_bytes=num_bytes_of(own),
-                shelved_bytes=sum(each.nbytes * (2 if trains(module) and each.requires_grad else 1) for each in own),
+                disk_bytes=sum(each.nbytes * (2 if trains(module) and each.requires_grad else 1) for each in own),
                 kept_bytes=load.kept_bytes,
                 small_bytes=load.small_bytes,
             )
@@ -128,11 +121,11 @@ def lay_out_streams(
 
 
 def held_loads(units: Sequence[Unit], *, trains: bool) -> list[Load]:
-    """What units of one place ask of it, with those that visit it."""
-    return [*(unit.held for unit in units), _visiting(units, trains=trains)]
+    """What units of one place ask of it, with those that are on their way."""
+    return [*(unit.held for unit in units), _on_their_way(units, trains=trains)]
 
 
-def _visiting(units: Sequence[Unit], *, trains: bool) -> Load:
+def _on_their_way(units: Sequence[Unit], *, trains: bool) -> Load:
     """Weights, and in training their gradients, of as many units as are on their way."""
     largest = (
         sorted(unit.weight_bytes for unit in units)[-NUM_AHEAD:] if any(each.is_streamed for each in units) else []
@@ -155,7 +148,7 @@ class HostWeights:
         on_disk = _on_disk(module, streamed, own, room_bytes, folder)
         #: What is in the host's memory of streamed units, with gradients and what an optimizer keeps.
         self.host_bytes = sum(unit.own_bytes for unit in streamed) - sum(
-            streamed[number].shelved_bytes for number in (*on_disk.records, *on_disk.scratches)
+            streamed[number].disk_bytes for number in (*on_disk.records, *on_disk.scratches)
         )
         self._streamed: StreamedWeights | None = None
         if streamed:
@@ -185,9 +178,9 @@ class HostWeights:
         return 0 if self._streamed is None else self._streamed.host_bytes + self._streamed.disk_bytes
 
     @property
-    def guests(self) -> list[Tensor]:
+    def swapped(self) -> list[Tensor]:
         """Memory on the devices that weights come to and leave again."""
-        return [] if self._streamed is None else self._streamed.guests
+        return [] if self._streamed is None else self._streamed.swapped
 
     def refuse(self, what: str, remedy: str) -> None:
         """What cannot be done with weights that come and go."""
@@ -215,20 +208,24 @@ def _computing_places(
 
 def _with_streams(place: Place, units: Sequence[Unit], share: ActivationShare | None, *, trains: bool) -> list[Unit]:
     """The units of one device, the fewest of them on the host, and as evenly among the others as they go."""
-    needed = 0.0
     window = window_bytes(place)
-    for count in range(len(units) + 1):
-        chosen = set(spread(len(units), count)) if count else set()
-        tried = [replace(unit, is_streamed=number in chosen) for number, unit in enumerate(units)]
-        loads = held_loads(tried, trains=trains)
-        needed = total_bytes(loads, 1) if share is None else share.least_bytes(loads, 1, window)
-        if needed <= place.room_bytes:
-            return tried
-    fixed, visiting = sum(unit.fixed_bytes for unit in units), sum(_visiting(tried, trains=trains).states.values())
-    kept = needed - fixed - visiting
+
+    def streaming(chosen: Collection[int]) -> list[Unit]:
+        return [replace(unit, is_streamed=number in chosen) for number, unit in enumerate(units)]
+
+    def needed(some: Sequence[Unit]) -> float:
+        loads = held_loads(some, trains=trains)
+        return total_bytes(loads, 1) if share is None else share.least_bytes(loads, 1, window)
+
+    found = choose_offloaded(len(units), lambda chosen: needed(streaming(chosen)) <= place.room_bytes)
+    if found is not None:
+        return streaming(found)
+    every = streaming(range(len(units)))
+    fixed, coming = sum(unit.fixed_bytes for unit in units), sum(_on_their_way(every, trains=trains).states.values())
+    kept = needed(every) - fixed - coming
     raise NoRoomError(
         f"no room at {place.name}: with all of its {len(units)} units on the host, {format_bytes(kept)} of activations,"
-        f" {format_bytes(fixed)} that cannot leave and {format_bytes(visiting)} for the {NUM_AHEAD} units that"
+        f" {format_bytes(fixed)} that cannot leave and {format_bytes(coming)} for the {NUM_AHEAD} units that"
         f" are on their way are needed there, and there are {format_bytes(place.room_bytes)}",
         remedy="a larger budget"
         + (", a smaller batch, or gradient checkpointing, which keeps fewer activations" if kept else ""),
@@ -239,7 +236,7 @@ class _OnDisk(NamedTuple):
     """Streamed units by number: where those are read from that are not trained, and files for those that are."""
 
     records: Mapping[int, Records]
-    scratches: Mapping[int, Scratch]
+    scratches: Mapping[int, ScratchFile]
 
 
 def _on_disk(
@@ -255,11 +252,11 @@ def _on_disk(
         return _OnDisk({}, {})
     chosen = None
     if folder is not None:
-        chosen = fewest(sizes, [unit.own_bytes - unit.shelved_bytes for unit in streamed], room)
+        chosen = choose_for_room(sizes, [unit.own_bytes - unit.disk_bytes for unit in streamed], room)
     if chosen is None or folder is None:
         what = "of what the devices have no room for are to live there"
         if folder is not None:
-            kept = sum(unit.own_bytes - unit.shelved_bytes for unit in streamed)
+            kept = sum(unit.own_bytes - unit.disk_bytes for unit in streamed)
             what += f" ({format_bytes(kept)} with weights and gradients on disk)"
         raise NoRoomError(
             f"no room on the host: {format_bytes(sum(sizes))} {what}, and there are {format_bytes(room)}",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.execution.interpreter import Interpreter
 from shardwise.execution.threads import Mail, Surroundings, run_together
-from shardwise.placing.activation_offload import ActivationOffload
+from shardwise.placing.activation_offload import PlacedActivationOffload
 from shardwise.placing.batch_rows import rows_of
 from shardwise.placing.device_moves import CrossDeviceMode, add_gradients, copies_for, moved
 from shardwise.placing.outputs import Joint
@@ -48,7 +48,7 @@ class _PlacedStage:
     copies: dict[Tensor, Tensor]
     rng: RngState | None
     meets: bool
-    activations: ActivationOffload | None
+    activations: PlacedActivationOffload | None
 
     def __post_init__(self) -> None:
         self.parameters, self.buffers = self.inner.parameters, self.inner.buffers
@@ -84,7 +84,7 @@ class MicrobatchPass:
         *,
         num_threads: int,
         rng: RngState | None,
-        activations: ActivationOffload | None = None,
+        activations: PlacedActivationOffload | None = None,
     ) -> None:
         self.schedule, self.places, self._activations = schedule, places, activations
         self._rows = [rows_of(each) for each in microbatches]

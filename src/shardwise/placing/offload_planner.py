@@ -224,7 +224,7 @@ def _with_streams(question: OffloadQuestion, prices: OffloadPrices, share: Activ
     parts = {} if share is None else parts_of(held, share, 1)
     away = {place: hosted_bytes(part, held[place], 1) for place, part in parts.items()}
     if trained:
-        shelved = sum(unit.shelved_bytes for unit in streamed) if question.has_folder else 0
+        shelved = sum(unit.disk_bytes for unit in streamed) if question.has_folder else 0
         check_host(away, sum(unit.own_bytes for unit in streamed) - shelved, _host_room(question))
     costs = {load.unit: load.cost for load in loads.by_unit(question.module, moments=question.moments)}
     works = [

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.errors import ShardwiseError
 from shardwise.execution.pipeline import complete, forward_only
-from shardwise.placing.activation_offload import ActivationOffload
+from shardwise.placing.activation_offload import PlacedActivationOffload
 from shardwise.placing.batch_rows import cut_rows, home_of, inputs_with_gradient, rows_of
 from shardwise.placing.microbatch_pass import MicrobatchPass
 from shardwise.placing.outputs import Joint
@@ -39,7 +39,7 @@ class Pipeline:
         *,
         num_microbatches: int,
         make_schedule: Callable[[int], Schedule],
-        activations: ActivationOffload | None = None,
+        activations: PlacedActivationOffload | None = None,
     ) -> None:
         self.split, self.places, self._activations = split, places, activations
         self._module, self._make, self._most = module, make_schedule, num_microbatches

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
-from shardwise.placing.activation_offload import ActivationOffload
+from shardwise.placing.activation_offload import PlacedActivationOffload
 from shardwise.placing.arrange import Arrangement, PlaceOptions, arrange
 from shardwise.placing.moving import InputMover, settle
 from shardwise.placing.places import Place
@@ -46,7 +46,7 @@ class Placed(nn.Module):
         return self._arranged.reason
 
     @property
-    def activations(self) -> ActivationOffload | None:
+    def activations(self) -> PlacedActivationOffload | None:
         """The part of the activations that is on the host, if any is."""
         return self._arranged.activations
 
@@ -131,8 +131,8 @@ class Placed(nn.Module):
             return module(*args, **kwargs)
         given = [each for each in leaves_of((args, kwargs)) if isinstance(each, Tensor)]
         host = self._arranged.host
-        guests = [] if host is None else host.guests
-        with self.activations.saving([*module.parameters(), *module.buffers(), *guests, *given]):
+        swapped = [] if host is None else host.swapped
+        with self.activations.saving([*module.parameters(), *module.buffers(), *swapped, *given]):
             return module(*args, **kwargs)
 
 

@@ -20,7 +20,7 @@ from shardwise.stages.stage import Call, Wrappable
 from shardwise.torch_private import pytree
 
 
-class Comes(Protocol):
+class Prefetchable(Protocol):
     """Weights that are not always here."""
 
     def fetch(self) -> None:
@@ -40,16 +40,16 @@ class Comes(Protocol):
         ...
 
 
-class Layers:
+class UnitPrefetch:
     """The units of one stage, in the order in which they are called."""
 
     def __init__(self, stage: Wrappable) -> None:
         self.units: list[str] = []
         self.in_glue = stage.in_glue
-        self._weights: Mapping[str, Sequence[Comes]] = {}
+        self._weights: Mapping[str, Sequence[Prefetchable]] = {}
         stage.wrap(self._around)
 
-    def attach(self, weights: Mapping[str, Sequence[Comes]]) -> None:
+    def attach(self, weights: Mapping[str, Sequence[Prefetchable]]) -> None:
         """Say what the weights of each unit are."""
         self._weights = weights
 
@@ -78,7 +78,7 @@ class Layers:
         for each in self._at(place + 2 * ahead):
             each.fetch()
 
-    def _at(self, place: int) -> Sequence[Comes]:
+    def _at(self, place: int) -> Sequence[Prefetchable]:
         return self._weights.get(self.units[place], ()) if 0 <= place < len(self.units) else ()
 
     def leave(self, unit: str) -> None:
@@ -97,7 +97,7 @@ class Layers:
             self.leave(unit)
 
 
-def find_users(layers: Iterable[Layers], module: nn.Module) -> dict[int, list[str]]:
+def find_users(layers: Iterable[UnitPrefetch], module: nn.Module) -> dict[int, list[str]]:
     """The units, of whichever stages, that use each parameter, by its id: where nothing else does."""
     found: dict[int, list[str]] = {}
     every = list(layers)

@@ -18,7 +18,7 @@ _NAME = re.compile(r"(\d+)([A-Z])[A-Z_]*(\d+)")
 _MOST_CASES = 2  # Upper and lower.
 
 
-class Part(NamedTuple):
+class EventPart(NamedTuple):
     """A whole event, or one half of an overlapped pair."""
 
     kind: str
@@ -39,9 +39,9 @@ def chunks_of_ranks(trace: Trace) -> tuple[Chunks, ...]:
     return tuple(found)
 
 
-def parts_of(event: Event, chunks: Chunks) -> tuple[Part, ...]:
+def parts_of(event: Event, chunks: Chunks) -> tuple[EventPart, ...]:
     """The event, or its two halves."""
-    return tuple(Part(kind, microbatch, chunks.get(stage, 0)) for stage, kind, microbatch in _read(event))
+    return tuple(EventPart(kind, microbatch, chunks.get(stage, 0)) for stage, kind, microbatch in _read(event))
 
 
 def stages_of(event: Event) -> list[tuple[int, int]]:

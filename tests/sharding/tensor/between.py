@@ -120,9 +120,9 @@ def with_head_parameters(family: str) -> tuple[nn.Module, dict[str, Tensor]]:
 
     torch.manual_seed(0)
     if family == "gpt-oss":
-        config: hf.PretrainedConfig = hf.GptOssConfig(**MOE, head_dim=8, sliding_window=6)
+        config: hf.PretrainedConfig = hf.GptOssConfig(**MOE, num_hidden_layers=2, head_dim=8, sliding_window=6)
     else:
-        config = hf.CohereConfig(**GATED, use_qk_norm=True)
+        config = hf.CohereConfig(**GATED, num_hidden_layers=2, use_qk_norm=True)
     module: nn.Module = hf.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for each in module.parameters():

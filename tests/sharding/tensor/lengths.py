@@ -37,7 +37,7 @@ def ours(plan: Plan, lengths: Sequence[int], mixture: Mixture | None = None, **o
 
 def dropping(plan: Plan, lengths: Sequence[int], family: str, **options: Any) -> Problem:
     """A model of Hugging Face that drops at random, and a batch of each length."""
-    module = make_family(family)
+    module = make_family(family, num_layers=max(2, plan.num_stages or 0))
     for each in module.modules():
         if isinstance(each, nn.Dropout):
             each.p = 0.1

@@ -154,13 +154,15 @@ def train(case: Case) -> Outcome:
     stages = split(module.train(), count, example, only={stage % count for stage in mine})
     splits_backward = any(part.kind == "W" for order in schedule.orders for each in order for part in each.parts)
     sharing = Sharing(
-        zero=plan.zero, precision=case.precision, bucket_bytes=case.bucket_bytes,
+        zero=plan.zero, masters=case.precision is not None, bucket_bytes=case.bucket_bytes,
         layerwise=case.layerwise and not splits_backward,
     )  # fmt: skip
     gathers = plan.zero == 3 and not sharing.layerwise
     complete_schedule = complete(schedule, stages, reduce_gradients=True, max_gathered=2 if gathers else None)
     replicas = make_replicas(mesh.ranks("gradients"), shard_size=case.shard_size)
     held_stages = {stage: stages.stages[stage % count] for stage in mine}
+    for each in module.parameters() if case.precision is not None else ():
+        each.data = each.data.to(case.precision)
     data = DataParallel(
         {stage: each for stage, each in held_stages.items() if each is not None}, complete_schedule, place,
         sharing=sharing, replicas_of=lambda _: replicas, optimizer=OPTIMIZERS[case.optimizer], module=module,

@@ -115,9 +115,11 @@ def read_and_put_back(zero: int, make: MakeOptimizer | list[Share]) -> tuple[lis
     """Check on a rank that what is loaded is what is read, also after a step; return its pieces and its states'."""
     replicas = make_replicas(range(dist.get_world_size()))
     stage = Stage(numbers(0))
+    for parameter in stage.parameters.values():
+        parameter.data = parameter.data.bfloat16()
     schedule = lower(make_schedule("1f1b", 1, 1), reduce_gradients=True)
     data = DataParallel(
-        {0: stage}, schedule, 0, sharing=Sharing(zero=zero, precision=torch.bfloat16), optimizer=make,
+        {0: stage}, schedule, 0, sharing=Sharing(zero=zero, masters=True), optimizer=make,
         replicas_of=lambda _: replicas,
     )  # fmt: skip
     step(data, stage, numbers(1))

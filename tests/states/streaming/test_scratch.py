@@ -22,8 +22,8 @@ from shardwise.errors import ShardwiseError
 from shardwise.placing import Placed
 from shardwise.placing.loads import find_loads, total_bytes
 from shardwise.states.tiers import stream
+from shardwise.states.tiers.choose_offloaded import choose_for_room
 from shardwise.states.tiers.streamed_block import num_bytes_of
-from shardwise.states.tiers.streamed_weights import fewest
 from tests.engine.same import assert_same
 from tests.stages.pieces import Net
 from tests.stages.small import small_matrices
@@ -226,7 +226,7 @@ def test_what_an_optimizer_keeps_is_in_memory_and_refused_there(tmp_path: Path) 
 
 
 def test_the_fewest_go_and_something_of_them_stays() -> None:
-    assert fewest([4, 4, 4, 4], [0, 0, 0, 0], 16) == []
-    assert fewest([4, 4, 4, 4], [0, 0, 0, 0], 8) == [1, 3]
-    assert fewest([4, 4, 4, 4], [2, 2, 2, 2], 12) == [1, 3]
-    assert fewest([4, 4, 4, 4], [2, 2, 2, 2], 7) is None
+    assert choose_for_room([4, 4, 4, 4], [0, 0, 0, 0], 16) == []
+    assert choose_for_room([4, 4, 4, 4], [0, 0, 0, 0], 8) == [1, 3]
+    assert choose_for_room([4, 4, 4, 4], [2, 2, 2, 2], 12) == [1, 3]
+    assert choose_for_room([4, 4, 4, 4], [2, 2, 2, 2], 7) is None

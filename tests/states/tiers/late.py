@@ -13,32 +13,32 @@ import torch
 from torch import Tensor
 
 from shardwise.dataflow.streams import Event
-from shardwise.states.tiers.copy_streams import Crossing
+from shardwise.states.tiers.copy_streams import CopyStreams
 
 
-class LateMark(Event):
+class LateEvent(Event):
     """Reached when its copy has run."""
 
-    def __init__(self, crossing: "LateCrossing") -> None:
-        self._crossing = crossing
+    def __init__(self, copies: "LateCopyStreams") -> None:
+        self._copies = copies
         self.is_reached = False
 
     def wait(self) -> None:
-        self._crossing.run_until(self)
+        self._copies.run_until(self)
 
     def is_done(self) -> bool:
-        self._crossing.run_some()
+        self._copies.run_some()
         return self.is_reached
 
 
 class _Copy(NamedTuple):
-    mark: LateMark
-    after: list[LateMark]
+    event: LateEvent
+    after: list[LateEvent]
     target: Tensor
     source: Tensor
 
 
-class LateCrossing(Crossing):
+class LateCopyStreams(CopyStreams):
     """A way to the host on which nothing is in a hurry."""
 
     def __init__(self, seed: int) -> None:
@@ -51,24 +51,24 @@ class LateCrossing(Crossing):
         found.view(-1).view(torch.uint8).fill_(255)  # NaN: what is read too early is seen.
         return found
 
-    def inward(self, here: Tensor, home: Tensor, after: Sequence[Event] = ()) -> Event:
+    def to_device(self, here: Tensor, home: Tensor, after: Sequence[Event] = ()) -> Event:
         return self._put(0, here, home, after)
 
-    def homeward(self, home: Tensor, here: Tensor, after: Sequence[Event] = ()) -> Event:
+    def to_host_after(self, home: Tensor, here: Tensor, after: Sequence[Event] = ()) -> Event:
         return self._put(1, home, here, after)
 
     def computed(self) -> list[Event]:
         return []
 
-    def follow(self, mark: Event) -> None:
-        mark.wait()
+    def follow(self, event: Event) -> None:
+        event.wait()
 
     def close(self) -> None:
         while self._run_one():
             pass
 
-    def run_until(self, mark: LateMark) -> None:
-        while not mark.is_reached:
+    def run_until(self, event: LateEvent) -> None:
+        while not event.is_reached:
             assert self._run_one(), "a copy waits for what is never copied"
 
     def run_some(self) -> None:
@@ -76,16 +76,16 @@ class LateCrossing(Crossing):
             pass
 
     def _put(self, way: int, target: Tensor, source: Tensor, after: Sequence[Event]) -> Event:
-        mark = LateMark(self)
-        self._ways[way].append(_Copy(mark, cast(list[LateMark], list(after)), target.view(-1), source.view(-1)))
+        event = LateEvent(self)
+        self._ways[way].append(_Copy(event, cast(list[LateEvent], list(after)), target.view(-1), source.view(-1)))
         self.run_some()
-        return mark
+        return event
 
     def _run_one(self) -> bool:
         ready = [way for way in self._ways if way and all(each.is_reached for each in way[0].after)]
         if not ready:
             return False
-        mark, _, target, source = self._die.choice(ready).popleft()
+        event, _, target, source = self._die.choice(ready).popleft()
         target.copy_(source)
-        mark.is_reached = True
+        event.is_reached = True
         return True

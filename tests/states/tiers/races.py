@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.dataflow.streams import Event
-from shardwise.states.tiers.copy_streams import Crossing
+from shardwise.states.tiers.copy_streams import CopyStreams
 
 Clock = dict[str, int]
 
@@ -36,23 +36,23 @@ class _Noted(NamedTuple):
     touch: Touch
 
 
-class BookMark(Event):
+class BookEvent(Event):
     """A point in a stream. The host that has seen it reached tells the device of nothing before it any more."""
 
-    def __init__(self, crossing: "RacyCrossing", clock: Clock) -> None:
-        self._crossing, self.clock = crossing, clock
+    def __init__(self, copies: "RacyCopyStreams", clock: Clock) -> None:
+        self._copies, self.clock = copies, clock
 
     def wait(self) -> None:
-        self._crossing.seen(self.clock)
+        self._copies.seen(self.clock)
 
     def is_done(self) -> bool:
-        if self._crossing.die.random() < 0.5:
+        if self._copies.die.random() < 0.5:
             return False
-        self._crossing.seen(self.clock)
+        self._copies.seen(self.clock)
         return True
 
 
-class RacyCrossing(Crossing):
+class RacyCopyStreams(CopyStreams):
     """A way to the host whose streams are books."""
 
     def __init__(self, seed: int) -> None:
@@ -66,30 +66,30 @@ class RacyCrossing(Crossing):
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype)
 
-    def inward(self, here: Tensor, home: Tensor, after: Sequence[Event] = ()) -> Event:
+    def to_device(self, here: Tensor, home: Tensor, after: Sequence[Event] = ()) -> Event:
         with self._books, torch.no_grad():
             here.view(-1).copy_(home.view(-1))
             return self._note("in", [Touch(here, writes=True), Touch(home, writes=False)], after)
 
-    def homeward(self, home: Tensor, here: Tensor, after: Sequence[Event] = ()) -> Event:
+    def to_host_after(self, home: Tensor, here: Tensor, after: Sequence[Event] = ()) -> Event:
         with self._books, torch.no_grad():
             home.view(-1).copy_(here.view(-1))
             return self._note("out", [Touch(home, writes=True), Touch(here, writes=False)], after)
 
     def computed(self) -> list[Event]:
         with self._books:
-            return [BookMark(self, dict(self._streams["compute"]))]
+            return [BookEvent(self, dict(self._streams["compute"]))]
 
-    def apart(self, run: Callable[[], object], after: Sequence[Event]) -> list[Event]:
+    def run_after(self, run: Callable[[], object], after: Sequence[Event]) -> list[Event]:
         with self._books:
             with _Touched() as touched:
                 run()
             return [self._note("side", touched.found, after)]
 
-    def follow(self, mark: Event) -> None:
+    def follow(self, event: Event) -> None:
         with self._books:
-            assert isinstance(mark, BookMark)
-            _join(self._streams["compute"], mark.clock)
+            assert isinstance(event, BookEvent)
+            _join(self._streams["compute"], event.clock)
 
     def compute(self, reads: Iterable[Tensor] = (), writes: Iterable[Tensor] = ()) -> None:
         """Something is computed in the user's stream."""
@@ -108,16 +108,16 @@ class RacyCrossing(Crossing):
     def _note(self, stream: str, touches: Sequence[Touch], after: Sequence[Event]) -> Event:
         clock = self._streams[stream]
         _join(clock, self._host)
-        for mark in after:
-            assert isinstance(mark, BookMark)
-            _join(clock, mark.clock)
+        for event in after:
+            assert isinstance(event, BookEvent)
+            _join(clock, event.clock)
         known = [each for each in self._noted if clock.get(each.stream, 0) < each.number]
         for touch in touches:
             for other in known:
                 assert not _meet(touch, other.touch), f"{stream} does not wait for {other.stream}"
         clock[stream] = clock.get(stream, 0) + 1
         self._noted += [_Noted(stream, clock[stream], touch) for touch in touches if touch.begin < touch.end]
-        return BookMark(self, dict(clock))
+        return BookEvent(self, dict(clock))
 
 
 class _Touched(TorchDispatchMode):  # type: ignore[no-untyped-call]

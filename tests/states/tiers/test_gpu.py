@@ -59,7 +59,7 @@ def test_a_gpu_trains_to_the_same_bits_with_a_host(plan: str, host: str) -> None
 
 @pytest.mark.parametrize("host", ["offload.optimizer=1", "offload.optimizer=0.5", "offload.parameters=1"])
 @pytest.mark.parametrize("clip", [None, 0.1])
-def test_many_rounds_in_few_slots_are_the_same_bits(
+def test_many_chunks_in_few_buffers_are_the_same_bits(
     host: str, clip: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses, weights, _ = train("microbatches=2", clip)
@@ -73,11 +73,11 @@ def test_many_rounds_in_few_slots_are_the_same_bits(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("slot_bytes", [2**16, 2**20])
+@pytest.mark.parametrize("buffer_bytes", [2**16, 2**20])
 def test_a_loop_of_ones_own_trains_to_the_same_bits_with_its_state_on_the_host(
-    dtype: torch.dtype, clip: float | None, slot_bytes: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, clip: float | None, buffer_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(states, "SLOT_BYTES", slot_bytes)
+    monkeypatch.setattr(states, "SLOT_BYTES", buffer_bytes)
     found = []
     for on_host in (1.0, 0.5, 0.0):
         torch.manual_seed(0)
@@ -91,7 +91,7 @@ def test_a_loop_of_ones_own_trains_to_the_same_bits_with_its_state_on_the_host(
                 "cuda:0",
                 on_host=on_host,
                 clip=clip,
-                visiting_bytes=4 * slot_bytes,
+                visiting_bytes=4 * buffer_bytes,
             )
             for _ in range(8):
                 loss = module(torch.randn(64, 256, device="cuda", dtype=dtype)).square().mean()

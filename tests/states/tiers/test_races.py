@@ -1,4 +1,4 @@
-"""State that visits a device: whatever touches the same memory in two streams is put in an order by waits."""
+"""State that is staged on a device: whatever touches the same memory in two streams is put in an order by waits."""
 
 import random
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from torch.optim import AdamW
 from shardwise.dataflow.streams import Event
 from shardwise.states.tiers import host_states as states
 from shardwise.states.tiers.host_states import HostStates
-from shardwise.states.tiers.residency import Handed, Master
-from shardwise.states.tiers.state_prefetch import Visits
-from tests.states.tiers.races import RacyCrossing
+from shardwise.states.tiers.residency import HandedGradient, MasterWeight
+from shardwise.states.tiers.state_prefetch import StatePrefetch
+from tests.states.tiers.races import RacyCopyStreams
 
 STEPS = 4
 
@@ -24,24 +24,26 @@ def make_weights() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape, generator=chance)) for shape in ((6, 4), (5,), (7, 3), (4, 4), (3, 2, 2))]
 
 
-def rehearse(states_of: HostStates, crossing: RacyCrossing, parameters: list[nn.Parameter], die: random.Random) -> None:
+def rehearse(
+    states_of: HostStates, copies: RacyCopyStreams, parameters: list[nn.Parameter], die: random.Random
+) -> None:
     """Steps as an engine takes them: forwards that follow, backwards that say when a gradient is final."""
     weights = parameters
     for _ in range(STEPS):
         states_of.begin()
         for weight in weights:
             states_of.follow([weight])
-            crossing.compute(reads=[weight])
+            copies.compute(reads=[weight])
         order = list(reversed(weights)) if die.random() < 0.7 else die.sample(weights, len(weights))
         late = die.random() < 0.3
         for weight in order:
             weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(die.randint(0, 99)))
-            crossing.compute(reads=[weight], writes=[weight.grad])
+            copies.compute(reads=[weight], writes=[weight.grad])
             if not late and die.random() < 0.9:
                 states_of.ready([weight])
         states_of.step()
     states_of.wait()
-    crossing.compute(reads=weights)
+    copies.compute(reads=weights)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -49,10 +51,10 @@ def test_an_engines_updates_are_ordered(seed: int, monkeypatch: pytest.MonkeyPat
     die = random.Random(seed)
     monkeypatch.setattr(states, "SLOT_BYTES", die.choice([64, 200, 2**20]))
     monkeypatch.setattr(states, "NUM_SLOTS", die.choice([1, 2, 4]))
-    crossing, weights = RacyCrossing(seed), make_weights()
+    copies, weights = RacyCopyStreams(seed), make_weights()
     plain = [nn.Parameter(each.detach().clone()) for each in weights]
     optimizer, other = (AdamW(each, lr=1e-2) for each in (weights, plain))
-    host = HostStates({optimizer: 8.0}, die.choice([1.0, 1.0, 0.5]), crossing)
+    host = HostStates({optimizer: 8.0}, die.choice([1.0, 1.0, 0.5]), copies)
     step = host.step
 
     def both() -> None:
@@ -63,7 +65,7 @@ def test_an_engines_updates_are_ordered(seed: int, monkeypatch: pytest.MonkeyPat
         other.step()
 
     host.step = both  # type: ignore[method-assign]
-    rehearse(host, crossing, weights, die)
+    rehearse(host, copies, weights, die)
     assert all(torch.equal(one, another) for one, another in zip(weights, plain, strict=True))
     host.close()
 
@@ -75,60 +77,62 @@ def test_updates_of_masters_are_ordered_whoever_tells_the_device(
 ) -> None:
     die = random.Random(seed)
     monkeypatch.setattr(states, "SLOT_BYTES", die.choice([64, 200, 2**20]))
-    crossing, parameters = RacyCrossing(seed), [nn.Parameter(each.detach().bfloat16()) for each in make_weights()]
-    residents: list[Handed] = [Master(nn.Parameter(each.detach().float()), each) for each in parameters[:3]]
-    residents += [Handed(each, each) for each in parameters[3:]]
-    optimizer = AdamW([each.weight for each in residents], lr=1e-2)
+    copies, parameters = RacyCopyStreams(seed), [nn.Parameter(each.detach().bfloat16()) for each in make_weights()]
+    residencies: list[HandedGradient] = [
+        MasterWeight(nn.Parameter(each.detach().float()), each) for each in parameters[:3]
+    ]
+    residencies += [HandedGradient(each, each) for each in parameters[3:]]
+    optimizer = AdamW([each.weight for each in residencies], lr=1e-2)
     host = HostStates(
         {optimizer: 12.0},
         1.0,
-        crossing,
-        residents={each.weight: each for each in residents},
-        visiting_bytes=die.choice([1, 10**6]),
+        copies,
+        residencies={each.weight: each for each in residencies},
+        staging_bytes=die.choice([1, 10**6]),
         paced=paced,
     )
     host.begin()
     for _ in range(STEPS):
-        for each in residents:
+        for each in residencies:
             host.follow([each.weight])
-            crossing.compute(reads=[each.parameter])
-        for each in die.sample(residents, len(residents)):
+            copies.compute(reads=[each.parameter])
+        for each in die.sample(residencies, len(residencies)):
             gradient = torch.randn(each.parameter.shape).bfloat16()
-            crossing.compute(reads=[each.parameter], writes=[gradient])
+            copies.compute(reads=[each.parameter], writes=[gradient])
             host.settle([each.weight])
             each.take(gradient, die.choice([None, 0.5]))
             host.ready([each.weight])
         host.step()
         host.begin()
     host.wait()
-    crossing.compute(reads=parameters)
+    copies.compute(reads=parameters)
     assert host.error is None, host.error
     host.close()
 
 
-class Lodged:
+class Offloaded:
     """A weight that lives on the host with its gradient, and comes for each use."""
 
     has_gradient, scale = False, 0.5
 
-    def __init__(self, weight: nn.Parameter, crossing: RacyCrossing) -> None:
-        self._crossing = crossing
-        self.home, self.gradient = weight.detach().clone(), torch.empty_like(weight)
+    def __init__(self, weight: nn.Parameter, copies: RacyCopyStreams) -> None:
+        self._copies = copies
+        self.host, self.gradient = weight.detach().clone(), torch.empty_like(weight)
         self.sent: list[Event] = []
         self._renewed: list[Event] = []
 
-    def is_renewed(self, marks: Sequence[Event]) -> None:
-        self._renewed += marks
+    def is_renewed(self, events: Sequence[Event]) -> None:
+        self._renewed += events
 
     def use(self) -> None:
-        here = torch.empty_like(self.home)
-        self._crossing.follow(self._crossing.inward(here, self.home, [*self._renewed, *self._crossing.computed()]))
-        self._crossing.compute(reads=[here])
+        here = torch.empty_like(self.host)
+        self._copies.follow(self._copies.to_device(here, self.host, [*self._renewed, *self._copies.computed()]))
+        self._copies.compute(reads=[here])
         self._renewed.clear()
 
     def send(self, gradient: Tensor) -> None:
-        self._crossing.compute(writes=[gradient])
-        self.sent, self.has_gradient = [self._crossing.outward(self.gradient, gradient, self.sent)], True
+        self._copies.compute(writes=[gradient])
+        self.sent, self.has_gradient = [self._copies.to_host(self.gradient, gradient, self.sent)], True
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -136,53 +140,53 @@ def test_updates_of_weights_that_live_on_the_host_are_ordered(seed: int, monkeyp
     die = random.Random(seed)
     monkeypatch.setattr(states, "SLOT_BYTES", die.choice([64, 2**20]))
     monkeypatch.setattr(states, "NUM_SLOTS", die.choice([1, 3]))
-    crossing, weights = RacyCrossing(seed), make_weights()
+    copies, weights = RacyCopyStreams(seed), make_weights()
     plain = [nn.Parameter(each.detach().clone()) for each in weights]
-    lodgings = {each: Lodged(each, crossing) for each in weights}
-    host, other = HostStates({AdamW(weights): 8.0}, 0.0, crossing, lodgings), AdamW(plain)
+    offloaded = {each: Offloaded(each, copies) for each in weights}
+    host, other = HostStates({AdamW(weights): 8.0}, 0.0, copies, offloaded), AdamW(plain)
     for _ in range(STEPS):
         host.begin()
         for each in weights:
-            lodgings[each].use()
+            offloaded[each].use()
         for number in reversed(range(len(weights))):
             gradient = torch.randn(weights[number].shape)
             plain[number].grad = gradient * 0.5
-            lodgings[weights[number]].send(gradient)
+            offloaded[weights[number]].send(gradient)
             if die.random() < 0.8:
                 host.ready([weights[number]])
         host.step()
         other.step()
     host.wait()
-    assert all(torch.equal(lodgings[one].home, another) for one, another in zip(weights, plain, strict=True))
+    assert all(torch.equal(offloaded[one].host, another) for one, another in zip(weights, plain, strict=True))
     host.close()
 
 
-class Careless(Visits[Any]):
-    """Forgets to wait for what left a slot before another one comes."""
+class Careless(StatePrefetch[Any]):
+    """Forgets to wait for what left a buffer before another one comes."""
 
-    def _bring(self, one: Any) -> None:
-        self._slots._free = type(self._slots._free)((slot, []) for slot, _ in self._slots._free)
-        super()._bring(one)
+    def _bring(self, item: Any) -> None:
+        self._buffers._free = type(self._buffers._free)((buffer, []) for buffer, _ in self._buffers._free)
+        super()._bring(item)
 
 
 def test_a_wait_that_is_missing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(states, "SLOT_BYTES", 64)
     monkeypatch.setattr(states, "NUM_SLOTS", 2)
-    monkeypatch.setattr(states, "Visits", Careless)
-    crossing, weights = RacyCrossing(0), make_weights()
-    host = HostStates({AdamW(weights): 8.0}, 1.0, crossing)
+    monkeypatch.setattr(states, "StatePrefetch", Careless)
+    copies, weights = RacyCopyStreams(0), make_weights()
+    host = HostStates({AdamW(weights): 8.0}, 1.0, copies)
     with pytest.raises(AssertionError, match="in does not wait for"):
-        rehearse(host, crossing, weights, random.Random(0))
+        rehearse(host, copies, weights, random.Random(0))
 
 
 def test_a_weight_that_is_used_before_its_update_is_found() -> None:
-    crossing, weights = RacyCrossing(0), make_weights()
-    host = HostStates({AdamW(weights): 8.0}, 1.0, crossing)
+    copies, weights = RacyCopyStreams(0), make_weights()
+    host = HostStates({AdamW(weights): 8.0}, 1.0, copies)
     for _ in range(2):  # The first one waits for memory that the optimizer takes.
         host.follow()
-        crossing.compute(reads=weights)
+        copies.compute(reads=weights)
         for weight in weights:
             weight.grad = torch.ones_like(weight)
         host.step()
     with pytest.raises(AssertionError, match="compute does not wait for side"):
-        crossing.compute(reads=weights[:1])
+        copies.compute(reads=weights[:1])

@@ -20,7 +20,8 @@ from shardwise.ranks.spawn import Ranks
 from shardwise.states.tiers import host_memory as room
 from shardwise.states.tiers import host_states as states
 from shardwise.states.tiers import host_weights as weights
-from shardwise.states.tiers.host_weights import HostWeight, HostWeights, choose_weights
+from shardwise.states.tiers.choose_offloaded import choose_fraction
+from shardwise.states.tiers.host_weights import HostWeight, HostWeights
 from tests.engine import going_on
 from tests.stages.small import small_matrices
 
@@ -189,10 +190,10 @@ def test_units_are_chosen_evenly_until_they_have_the_part_that_was_asked_for() -
     units = {str(number): [nn.Parameter(torch.zeros(4))] for number in range(4)}
     every = [own[0] for own in units.values()]
     for part, chosen in ((0.0, []), (0.3, [1, 3]), (0.5, [1, 3]), (0.6, [1, 2, 3]), (1.0, [0, 1, 2, 3])):
-        found = choose_weights(units, part)
+        found = choose_fraction(units, part)
         assert [number for number, each in enumerate(every) if any(each is one for one in found)] == chosen
     tied = {"a": [every[0]], "b": [every[1]], "c": [every[0]]}
-    assert len(choose_weights(tied, 1.0)) == 2
+    assert len(choose_fraction(tied, 1.0)) == 2
 
 
 def test_a_host_without_room_is_refused_before_anything_moves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ _BLOOM_NAMES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class GptSizes:
     """What differs in size between decoders of this kind."""
 
     hidden: int
@@ -232,8 +232,8 @@ def _sizes(
     kv_heads: int | None = None,
     layers: str = "num_hidden_layers",
     width: int | None = None,
-) -> Sizes:
-    return Sizes(
+) -> GptSizes:
+    return GptSizes(
         hidden=hidden,
         heads=heads,
         kv_heads=kv_heads or heads,
@@ -244,7 +244,7 @@ def _sizes(
 
 
 def _mixers(
-    sizes: Sizes,
+    sizes: GptSizes,
     names: Mapping[str, str],
     *,
     rotary: bool = True,
@@ -289,7 +289,7 @@ def _in_turn(
 def _decoder(
     fields: Fields,
     name: str,
-    sizes: Sizes,
+    sizes: GptSizes,
     layer: LayerShape,
     embedding: EmbeddingShape,
     head: HeadShape,

@@ -1,16 +1,22 @@
-"""What stands for a tensor's values while a module is looked at: of its shape, with a whole number for each.
+"""Channel-group analysis: tensors of labels, and the union-find over them.
 
-Along batch and tokens a shadow repeats, so it has a stride of 0 there and is small. Whatever is done to shadows is done
-to what is distinct of them: of attention over 8,192 tokens the weights alone would have a shadow of gigabytes.
+A tensor of labels has the shape of the values that it stands for, with a whole number for each. Along batch and tokens
+it repeats, so it has a stride of 0 there and is small. Whatever is done to labels is done to what is distinct of them:
+of attention over 8,192 tokens the weights alone would have gigabytes of labels.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-#: They only move values: what they do to values they do to shadows.
+#: Labels along one dim.
+Labels = NDArray[np.int64]
+
+#: They only move values: what they do to values they do to labels.
 MOVES = {
     "view", "_unsafe_view", "reshape", "_reshape_alias", "expand", "permute", "transpose", "t", "slice", "select",
     "split", "split_with_sizes", "chunk", "unbind", "squeeze", "unsqueeze", "alias", "detach", "clone", "cat", "stack",
@@ -19,23 +25,23 @@ MOVES = {
 _RESHAPES = {"view", "_unsafe_view", "reshape", "_reshape_alias"}
 
 
-def moved(func: Any, name: str, shadows: Any, kwargs: dict[str, Any], returned: Any) -> list[Tensor]:
-    """What one of `MOVES` makes of its arguments' shadows."""
+def moved(func: Any, name: str, labels: Any, kwargs: dict[str, Any], returned: Any) -> list[Tensor]:
+    """What one of `MOVES` makes of its arguments' labels."""
     if name in _RESHAPES:
-        return [_reshaped(shadows[0], returned.shape)]
-    if name == "clone" and is_expanded(shadows[0]):
-        return [shadows[0]]
+        return [_reshaped(labels[0], returned.shape)]
+    if name == "clone" and is_expanded(labels[0]):
+        return [labels[0]]
     rest = {key: value for key, value in kwargs.items() if key == "dim"}
-    if name == "cat" and len({each.dim() for each in shadows[0]}) == 1:
-        dim = shadows[1] if len(shadows) > 1 else rest.get("dim", 0)
-        return [torch.cat(distinct(shadows[0], but=dim), dim).expand(returned.shape)]
-    found = func(*shadows, **rest)
+    if name == "cat" and len({each.dim() for each in labels[0]}) == 1:
+        dim = labels[1] if len(labels) > 1 else rest.get("dim", 0)
+        return [torch.cat(distinct(labels[0], but=dim), dim).expand(returned.shape)]
+    found = func(*labels, **rest)
     return list(found) if isinstance(found, (list, tuple)) else [found]
 
 
-def distinct(shadows: Sequence[Tensor], *, but: int | None = None) -> list[Tensor]:
-    """Shadows of one shape, with a length of 1 along every dim, but for one, along which all of them repeat."""
-    found = list(shadows)
+def distinct(labels: Sequence[Tensor], *, but: int | None = None) -> list[Tensor]:
+    """Labels of one shape, with a length of 1 along every dim, but for one, along which all of them repeat."""
+    found = list(labels)
     count = found[0].dim()
     for dim in range(count):
         if all(each.stride(dim) == 0 for each in found) and (but is None or dim != but % count):
@@ -43,21 +49,21 @@ def distinct(shadows: Sequence[Tensor], *, but: int | None = None) -> list[Tenso
     return found
 
 
-def is_expanded(shadow: Tensor) -> bool:
-    """Whether a shadow repeats along a dim."""
-    return any(stride == 0 and size > 1 for stride, size in zip(shadow.stride(), shadow.shape, strict=True))
+def is_expanded(labels: Tensor) -> bool:
+    """Whether labels repeat along a dim."""
+    return any(stride == 0 and size > 1 for stride, size in zip(labels.stride(), labels.shape, strict=True))
 
 
-def _reshaped(shadow: Tensor, shape: Sequence[int]) -> Tensor:
-    """A shadow in another shape. Where dims at the beginning and the end stay what they are, they go on repeating."""
-    old, new = list(shadow.shape), list(shape)
+def _reshaped(labels: Tensor, shape: Sequence[int]) -> Tensor:
+    """Labels in another shape. Where dims at the beginning and the end stay what they are, they go on repeating."""
+    old, new = list(labels.shape), list(shape)
     before = _num_equal(old, new)
     behind = _num_equal(old[before:][::-1], new[before:][::-1])
     kept = [(dim, dim) for dim in range(before)] + [(len(old) - dim, len(new) - dim) for dim in range(1, behind + 1)]
     for here, there in kept:
-        if shadow.stride(here) == 0 and old[here] > 1:
-            shadow, new[there] = shadow.narrow(here, 0, 1), 1
-    return shadow.reshape(new).expand(shape)
+        if labels.stride(here) == 0 and old[here] > 1:
+            labels, new[there] = labels.narrow(here, 0, 1), 1
+    return labels.reshape(new).expand(shape)
 
 
 def _num_equal(some: list[int], others: list[int]) -> int:
@@ -68,3 +74,38 @@ def _num_equal(some: list[int], others: list[int]) -> int:
             break
         count += 1
     return count
+
+
+class UnionFind:
+    """Labels, joined into channel groups (a union-find forest)."""
+
+    def __init__(self) -> None:
+        self._parent: list[int] = []
+
+    def new(self, count: int) -> int:
+        """Make labels, each a group of its own, and return the first."""
+        first = len(self._parent)
+        self._parent += range(first, first + count)
+        return first
+
+    def find(self, label: int) -> int:
+        parent = self._parent
+        while parent[label] != label:
+            parent[label] = label = parent[parent[label]]
+        return label
+
+    def join(self, some: Labels, others: Labels) -> None:
+        """Join labels pairwise. -1 is none."""
+        both = (some >= 0) & (others >= 0) & (some != others)
+        if both.any():
+            # Each pair as one number, in the order of pairs: sorting rows of two takes far longer.
+            count = len(self._parent)
+            pairs = np.unique(some[both] * count + others[both])
+            for one, other in zip(*(each.tolist() for each in np.divmod(pairs, count)), strict=True):
+                self._parent[self.find(one)] = self.find(other)
+
+    def roots(self, labels: Labels) -> Labels:
+        """The group of each label, named by one of its labels; -1 stays -1."""
+        values, where = np.unique(labels, return_inverse=True)
+        found = np.array([self.find(int(value)) if value >= 0 else -1 for value in values], dtype=np.int64)
+        return found[where].reshape(labels.shape)

@@ -1,4 +1,4 @@
-"""Parameters between layers that have a number for each channel or head: which number meets which.
+"""Channel-group analysis: parameters between layers, and which of their numbers meets which channel or head.
 
     hidden = up(x) * self.scale            scale[i] meets channel i, and goes where channel i goes
     scores = q @ k.mT * self.temperature   temperature[h] meets all that head h has become
@@ -9,16 +9,12 @@ nothing to be cut by.
 
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardwise.sharding.tensor.channel_labels import MOVES, distinct, moved
+from shardwise.sharding.tensor.channel_labels import MOVES, Labels, distinct, moved
 from shardwise.torch_private import pytree, schema_of
-
-Labels = NDArray[np.int64]
 
 #: What has more is a matrix, and has no number for each channel.
 _MOST_NUMBERS = 2**18
@@ -52,8 +48,8 @@ class ParameterChannels:
         else:
             return
         tensors = [each for each in pytree.tree_leaves(returned) if isinstance(each, Tensor)]
-        for tensor, shadow in zip(tensors, made, strict=True):
-            self._places[tensor] = name, shadow
+        for tensor, each in zip(tensors, made, strict=True):
+            self._places[tensor] = name, each
 
     def meet(self, args: tuple[Any, ...], labels: Tensor) -> None:
         """An operation of number by number, whose result has these labels."""

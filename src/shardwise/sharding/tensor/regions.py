@@ -19,7 +19,7 @@ from torch import nn
 
 from shardwise.errors import ShardwiseError
 from shardwise.sharding.tensor.channel_groups import ChannelTrace
-from shardwise.sharding.tensor.channel_parameters import Labels
+from shardwise.sharding.tensor.channel_labels import Labels
 from shardwise.sharding.tensor.shards import Runs, runs_of
 
 #: Another run, in which only so many of the first channels of these layers have labels.
@@ -60,7 +60,7 @@ class _Seen:
 
     def __init__(self, trace: ChannelTrace) -> None:
         self.trace, self.layers = trace, trace.layers
-        roots = trace.partition.roots
+        roots = trace.groups.roots
         self.outputs = {
             name: roots(np.arange(each.first, each.first + each.width)) for name, each in trace.layers.items()
         }
@@ -250,7 +250,7 @@ def _spread_shared(seen: _Seen, finer: _Seen, sketch: _Sketch, num_ranks: int) -
 
 def _note_inside(seen: _Seen, region: Region) -> None:
     """What is used, and whether random numbers are drawn, between the columns and the rows."""
-    roots = seen.trace.partition.roots
+    roots = seen.trace.groups.roots
     parts = {part for name in region.columns for part in seen.outputs[name].tolist()}
     region.inside = {name for name, used in seen.trace.used_on.items() if parts & set(roots(used).tolist())}
     for name in region.inside:
@@ -263,10 +263,10 @@ def _note_inside(seen: _Seen, region: Region) -> None:
 
 def _owners_of(seen: _Seen, region: Region, name: str) -> tuple[int, tuple[Runs, ...]] | None:
     """The dim of a parameter along which its numbers belong to parts of one rank each, and those of every rank."""
-    shape = seen.trace.elements.shapes[name]
+    shape = seen.trace.parameters.shapes[name]
     rank_of: dict[int, set[int]] = {}
-    for places, labels in seen.trace.elements.met.get(name, ()):
-        for place, part in zip(places.tolist(), seen.trace.partition.roots(labels).tolist(), strict=True):
+    for places, labels in seen.trace.parameters.met.get(name, ()):
+        for place, part in zip(places.tolist(), seen.trace.groups.roots(labels).tolist(), strict=True):
             rank_of.setdefault(place, set()).add(region.owners.get(part, -1))
     if len(rank_of) != prod(shape) or any(len(ranks) > 1 or -1 in ranks for ranks in rank_of.values()):
         return None

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from shardwise.ranks.collectives import Group
 from shardwise.sharding.rng_tracker import RngTracker
 from shardwise.sharding.tensor.communication import AllReduce, Chunk, NoCommunication, SequenceShards
+from shardwise.sharding.tensor.lazy_gather import SequenceLength
 from shardwise.sharding.tensor.matmuls import computing_type, multiply, wants, weight_gradient
-from shardwise.sharding.tensor.sequence_length import SequenceLength
 
 
 class RowParallelLinear(nn.Module):

@@ -23,9 +23,8 @@ from shardwise.ranks.collectives import Group
 from shardwise.sharding.rng_tracker import RngTracker
 from shardwise.sharding.tensor.channel_groups import ChannelTrace
 from shardwise.sharding.tensor.columns import ColumnParallelLinear
-from shardwise.sharding.tensor.lazy_gather import LazyGather
+from shardwise.sharding.tensor.lazy_gather import LazyGather, SequenceLength
 from shardwise.sharding.tensor.rows import RowParallelLinear
-from shardwise.sharding.tensor.sequence_length import SequenceLength
 from shardwise.sharding.wrap_forward import wrap_forward
 from shardwise.stages.split.units import is_block_list
 from shardwise.torch_private import DropoutModule, RunningNormModule

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from shardwise.ranks.collectives import Group
 from shardwise.states.buckets.bucketing import Home
-from shardwise.states.buckets.flat_layout import Layout, Slot, Span
+from shardwise.states.buckets.flat_layout import FlatLayout, Slot, Span
 from shardwise.states.buckets.gradients import ScatteredGradients, WholeGradients
-from shardwise.states.buckets.offloaded_weights import LodgedWeights
+from shardwise.states.buckets.offloaded_weights import OffloadedWeights
 from shardwise.states.buckets.weights import Weights
 
 
@@ -33,21 +33,25 @@ class Piece:
 class Bucket:
     """The parameters of one home.
 
-    `updates_whole`: every rank updates all of them alike. `master`: the optimizer works on a copy in full precision.
+    `updates_whole`: every rank updates all of them alike. `updates_late`: that may go on under the next forward.
+    `master`: the optimizer works on a copy in full precision.
     """
 
     def __init__(
         self,
         home: Home,
-        layout: Layout,
+        layout: FlatLayout,
         weights: Weights,
         gradients: WholeGradients | ScatteredGradients | None,
         *,
         updates_whole: bool,
+        updates_late: bool,
         master: bool,
     ) -> None:
         self.home, self.layout, self.weights, self.gradients = home, layout, weights, gradients
         self.updates_whole = updates_whole
+        #: Whether who uses the weights waits for their update, and not the step.
+        self.is_renewed_late = updates_late and updates_whole and not self.is_offloaded and gradients is not None
         self.sharing = Group() if updates_whole else home.replicas.shard
         self.master = self._follower.float() if master and gradients is not None else None
         self.pieces = [self._piece(span) for span in self.updated(self.sharing.rank)] if gradients is not None else []
@@ -57,9 +61,9 @@ class Bucket:
         self.gives = [False] * len(self.pieces)
 
     @property
-    def is_lodged(self) -> bool:
+    def is_offloaded(self) -> bool:
         """Whether weights and gradients live on the host."""
-        return isinstance(self.weights, LodgedWeights)
+        return isinstance(self.weights, OffloadedWeights)
 
     def updated(self, rank: int) -> list[Span]:
         """What a rank of those that share the updating updates."""
@@ -70,17 +74,19 @@ class Bucket:
     @property
     def kept(self) -> Tensor:
         """What this rank updates, in the optimizer's precision: the newest, where it lives."""
-        if isinstance(self.weights, LodgedWeights):
+        if isinstance(self.weights, OffloadedWeights):
             self.weights.settle()
             if self.weights.master is not None:
-                return self.weights.master.home
+                return self.weights.master.host
+        if self.is_renewed_late:
+            self.weights.wait()
         return self._follower if self.master is None else self.master
 
     @property
     def _follower(self) -> Tensor:
         """The same in the parameters' own precision."""
-        home = self.weights.home
-        return home if self.updates_whole or self.weights.is_sharded else self._own(home)
+        kept = self.weights.kept
+        return kept if self.updates_whole or self.weights.is_sharded else self._own(kept)
 
     def _own(self, whole: Tensor) -> Tensor:
         return whole.view(self.sharing.size, -1)[self.sharing.rank]
@@ -113,19 +119,19 @@ class Bucket:
     def scale(self, factor: float) -> None:
         """Multiply the gradients."""
         self.factor = factor
-        if not self.is_lodged and factor != 1.0:
+        if not self.is_offloaded and factor != 1.0:
             self.result.mul_(factor)
 
     @property
     def given(self) -> Tensor:
         """The gradients as an optimizer was given them, on the device."""
         result = self.result
-        return result.to(self.home.device, copy=True).mul_(self.factor) if self.is_lodged else result
+        return result.to(self.home.device, copy=True).mul_(self.factor) if self.is_offloaded else result
 
     @torch.no_grad()
     def give(self, used: list[bool]) -> None:
         """Give each piece its gradient. One that no replica used gets none, as on one device."""
-        if self.is_lodged:
+        if self.is_offloaded:
             self.gives = [used[piece.number] for piece in self.pieces]
             return
         result = self.result if self.master is None else self.result.float()
@@ -136,7 +142,7 @@ class Bucket:
     @torch.no_grad()
     def take_back(self) -> None:
         """The pieces have been updated: the weights follow, on this rank and, if it has a share only, on the others."""
-        if isinstance(self.weights, LodgedWeights):
+        if isinstance(self.weights, OffloadedWeights):
             self.weights.is_renewed([])
         elif self.master is not None:
             self._follower.copy_(self.master)

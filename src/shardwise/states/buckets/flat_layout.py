@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-# Parameters begin where the fastest matrix kernels want them to.
+from shardwise.states.tiers.packing import pack
+
+# Parameters begin where the fastest matrix kernels want them to. Not further apart: padding is sent between ranks too.
 _ALIGNMENT_BYTES = 16
 
 
@@ -49,7 +51,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class FlatLayout:
     """The parameters of a bucket, shared out over `num_ranks`. `length` is with padding, and divides by them."""
 
     slots: tuple[Slot, ...]
@@ -57,13 +59,10 @@ class Layout:
     num_ranks: int
 
     @staticmethod
-    def of(parameters: Sequence[tuple[str, torch.Size]], dtype: torch.dtype, num_ranks: int) -> "Layout":
-        alignment = max(1, _ALIGNMENT_BYTES // dtype.itemsize)
-        slots, end = [], 0
-        for name, shape in parameters:
-            slots.append(Slot(name, shape, -(-end // alignment) * alignment))
-            end = slots[-1].stop
-        return Layout(tuple(slots), -(-end // num_ranks) * num_ranks, num_ranks)
+    def of(parameters: Sequence[tuple[str, torch.Size]], dtype: torch.dtype, num_ranks: int) -> "FlatLayout":
+        starts, end = pack([shape.numel() for _, shape in parameters], max(1, _ALIGNMENT_BYTES // dtype.itemsize))
+        slots = (Slot(name, shape, start) for (name, shape), start in zip(parameters, starts, strict=True))
+        return FlatLayout(tuple(slots), -(-end // num_ranks) * num_ranks, num_ranks)
 
     @property
     def shard_length(self) -> int:

@@ -18,7 +18,7 @@ Counted = Callable[[str, torch.Size], Tensor | None]
 Part = tuple[int, int, Tensor | None]
 
 
-class Norm:
+class GradientNorm:
     """Knows what to count of each bucket: this rank's piece of it, on one of its copies, on one of its tied ranks."""
 
     def __init__(self, buckets: Sequence[Bucket], *, is_counted: Callable[[Bucket], bool], counted: Counted) -> None:
@@ -42,7 +42,7 @@ class Norm:
     def measure_on_the_way(self) -> None:
         """Have what goes to the host measured by the device before it goes."""
         for bucket, parts in self._parts:
-            if bucket.is_lodged:
+            if bucket.is_offloaded:
                 host_gradients(bucket).measure = partial(self._norms, parts)
 
     @torch.no_grad()
@@ -50,7 +50,7 @@ class Norm:
         """The sum of the squares of what this rank counts."""
         norms: list[Tensor] = []
         for bucket, parts in self._parts:
-            if bucket.is_lodged:
+            if bucket.is_offloaded:
                 host_gradients(bucket).wait()
                 norms += host_gradients(bucket).norms
             else:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwise.ranks.buffer_pool import Loans
 from shardwise.ranks.exchange import Exchange, Ticket
 from shardwise.ranks.replicas import Replicas
-from shardwise.states.buckets.flat_layout import Layout, Span
+from shardwise.states.buckets.flat_layout import FlatLayout, Span
 
 
 def sum_over(flat: Tensor, replicas: Replicas, exchange: Exchange, channel: int) -> list[Ticket]:
@@ -29,7 +29,7 @@ class Gradients:
     """What both ways have alike: which parameters had a gradient in this step, and the result."""
 
     def __init__(
-        self, layout: Layout, parameters: list[nn.Parameter], replicas: Replicas, exchange: Exchange, channel: int
+        self, layout: FlatLayout, parameters: list[nn.Parameter], replicas: Replicas, exchange: Exchange, channel: int
     ) -> None:
         self.layout, self.parameters, self.replicas = layout, parameters, replicas
         self._exchange, self._channel = exchange, channel
@@ -88,7 +88,7 @@ class WholeGradients(Gradients):
 
     def __init__(
         self,
-        layout: Layout,
+        layout: FlatLayout,
         parameters: list[nn.Parameter],
         replicas: Replicas,
         exchange: Exchange,
@@ -173,7 +173,7 @@ class ScatteredGradients(Gradients):
 
     def __init__(
         self,
-        layout: Layout,
+        layout: FlatLayout,
         parameters: list[nn.Parameter],
         replicas: Replicas,
         exchange: Exchange,

@@ -11,13 +11,13 @@ from shardwise.ranks.exchange import Exchange
 from shardwise.ranks.replicas import Replicas
 from shardwise.states.buckets.bucket import Bucket
 from shardwise.states.buckets.bucketing import BUCKET_BYTES, Home, Members, share_out
-from shardwise.states.buckets.flat_layout import Layout
+from shardwise.states.buckets.flat_layout import FlatLayout
 from shardwise.states.buckets.gradients import ScatteredGradients, WholeGradients
-from shardwise.states.buckets.offloaded_gradients import LodgedScatteredGradients, LodgedWholeGradients
-from shardwise.states.buckets.offloaded_weights import LodgedShards, LodgedWhole
+from shardwise.states.buckets.offloaded_gradients import OffloadedScatteredGradients, OffloadedWholeGradients
+from shardwise.states.buckets.offloaded_weights import OffloadedShards, OffloadedWhole
 from shardwise.states.buckets.tie_groups import Tie
 from shardwise.states.buckets.weights import Weights
-from shardwise.states.tiers.host_weights import choose_weights
+from shardwise.states.tiers.choose_offloaded import choose_fraction
 
 #: Of each bucket: gathers, sums over shards, sums over copies, and other transfers of the bucket.
 CHANNELS_OF_A_BUCKET = 4
@@ -28,18 +28,18 @@ _HALVES = (torch.bfloat16, torch.float16)
 class Sharing:
     """How much of the state of a model is shared out over its replicas.
 
-    `zero` is the ZeRO stage. With `precision`, parameters and gradients are of that type and optimizers work on copies
-    in full precision; with `masters` they do so for parameters that are of 16 bits already. `layerwise`: with zero=3,
-    weights are gathered unit by unit and not stage by stage. `lodged` is the part of what units have that lives on the
-    host, with its gradients.
+    `zero` is the ZeRO stage. With `masters` optimizers work on master weights in full precision of parameters that are
+    of 16 bits. `layerwise`: with zero=3, weights are gathered unit by unit and not stage by stage. `lodged` is the part
+    of what units have that lives on the host, with its gradients. `updates_late`: optimizer state is on the host, and
+    updates of weights that every rank updates whole may run on under the next forward.
     """
 
     zero: int = 0
-    precision: torch.dtype | None = None
     masters: bool = False
     bucket_bytes: int = BUCKET_BYTES
     layerwise: bool = False
     lodged: float = 0.0
+    updates_late: bool = False
 
     @property
     def scatters(self) -> bool:
@@ -48,7 +48,7 @@ class Sharing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class ParameterOwners:
     """What is known of parameters by their names: who else holds them."""
 
     replicas_of: Callable[[str], Replicas]
@@ -67,7 +67,7 @@ class Surroundings:
         users = self.users.get(id(parameter), ())
         return users[0] if len(users) == 1 else None
 
-    def can_lodge(self, members: Members) -> bool:
+    def can_offload(self, members: Members) -> bool:
         """Whether a bucket can live on the host: what nobody adds gradients to later, and only units use."""
         home = members.home
         is_own = home.tie is None and not home.is_partial and len(home.stages) == 1
@@ -77,7 +77,7 @@ class Surroundings:
 def make_buckets(
     parameters: Mapping[int, Mapping[str, nn.Parameter]],
     sharing: Sharing,
-    surroundings: Surroundings,
+    owners: ParameterOwners,
     exchange: Exchange,
     parameter_of: Callable[[str, int], nn.Parameter] | None,
 ) -> list[Bucket]:
@@ -85,19 +85,18 @@ def make_buckets(
     is_layered = sharing.zero == 3 and sharing.layerwise
 
     def home_of(name: str, parameter: nn.Parameter, stages: frozenset[int]) -> Home:
-        tie = surroundings.find_tie(name)
+        tie = owners.find_tie(name)
         # Tied ranks have the same buckets, though their units differ.
-        in_units = is_layered and (tie is None or surroundings.ties[tie].is_copy)
-        lowers = sharing.precision is not None and parameter.is_floating_point()
+        in_units = is_layered and (tie is None or owners.ties[tie].is_copy)
         return Home(
             stages=stages,
-            unit=surroundings.find_unit(parameter) if in_units else None,
+            unit=owners.find_unit(parameter) if in_units else None,
             tie=tie,
-            replicas=surroundings.replicas_of(name),
-            dtype=sharing.precision if lowers and sharing.precision is not None else parameter.dtype,
+            replicas=owners.replicas_of(name),
+            dtype=parameter.dtype,
             device=parameter.device,
             trains=parameter.requires_grad,
-            is_partial=name in surroundings.partial,
+            is_partial=name in owners.partial,
         )
 
     wanted = {
@@ -106,21 +105,21 @@ def make_buckets(
     }
     loans = Loans()
     every = share_out(wanted, home_of, None if is_layered else sharing.bucket_bytes)
-    lodged = _choose(every, surroundings, sharing.lodged) if sharing.lodged else []
+    lodged = _choose(every, owners, sharing.lodged) if sharing.lodged else []
     return [
-        _make(number, members, sharing, exchange, loans, parameter_of, is_lodged=members in lodged)
+        _make(number, members, sharing, exchange, loans, parameter_of, is_offloaded=members in lodged)
         for number, members in enumerate(every)
     ]
 
 
-def _choose(every: Sequence[Members], surroundings: Surroundings, fraction: float) -> list[Members]:
+def _choose(every: Sequence[Members], owners: ParameterOwners, fraction: float) -> list[Members]:
     """The buckets that live on the host. One of several units goes with the first of them."""
-    units: dict[str, list[Members]] = {users[0]: [] for users in surroundings.users.values()}
+    units: dict[str, list[Members]] = {users[0]: [] for users in owners.users.values()}
     for members in every:
-        if surroundings.can_lodge(members):
-            first = min(members.parameters.values(), key=lambda each: list(surroundings.users).index(id(each)))
-            units[surroundings.users[id(first)][0]].append(members)
-    return choose_weights(units, fraction)
+        if owners.can_offload(members):
+            first = min(members.parameters.values(), key=lambda each: list(owners.users).index(id(each)))
+            units[owners.users[id(first)][0]].append(members)
+    return choose_fraction(units, fraction)
 
 
 def _make(
@@ -131,26 +130,26 @@ def _make(
     loans: Loans,
     parameter_of: Callable[[str, int], nn.Parameter] | None,
     *,
-    is_lodged: bool,
+    is_offloaded: bool,
 ) -> Bucket:
     home, parameters = members.home, list(members.parameters.values())
     shapes = [(name, each.shape) for name, each in members.parameters.items()]
     shard, channel = home.replicas.shard, number * CHANNELS_OF_A_BUCKET
-    layout = Layout.of(shapes, home.dtype, shard.size)
+    layout = FlatLayout.of(shapes, home.dtype, shard.size)
     is_sharded = sharing.zero == 3
-    kind = Weights if not is_lodged else LodgedShards if is_sharded else LodgedWhole
+    kind = Weights if not is_offloaded else OffloadedShards if is_sharded else OffloadedWhole
     weights = kind(layout, parameters, shard, exchange, channel, dtype=home.dtype, is_sharded=is_sharded)
     gradients: WholeGradients | ScatteredGradients | None = None
     if home.trains and sharing.scatters:
-        scattered = LodgedScatteredGradients if is_lodged else ScatteredGradients
+        scattered = OffloadedScatteredGradients if is_offloaded else ScatteredGradients
         gradients = scattered(layout, parameters, home.replicas, exchange, channel + 1, loans=loans)
     elif home.trains:
-        whole = LodgedWholeGradients if is_lodged else WholeGradients
+        whole = OffloadedWholeGradients if is_offloaded else WholeGradients
         gradients = whole(
             layout, parameters, home.replicas, exchange, channel + 1, to_all=sharing.zero == 0,
             parameter_of=parameter_of,
         )  # fmt: skip
     return Bucket(
-        home, layout, weights, gradients, updates_whole=sharing.zero == 0,
-        master=home.dtype in _HALVES and (sharing.masters or sharing.precision is not None),
+        home, layout, weights, gradients, updates_whole=sharing.zero == 0, updates_late=sharing.updates_late,
+        master=home.dtype in _HALVES and sharing.masters,
     )  # fmt: skip

@@ -9,22 +9,22 @@ from shardwise.cost.memory import DEFERRED_FREE_BYTES
 from shardwise.dataflow.deferred_free import DeferredFree
 from shardwise.dataflow.streams import Event
 from shardwise.states.buckets.bucket import Bucket
-from shardwise.states.buckets.offloaded_gradients import HostGradients, LodgedGradients
-from shardwise.states.buckets.offloaded_weights import LodgedWeights
-from shardwise.states.tiers.copy_streams import Crossing
-from shardwise.states.tiers.residency import Lodging
+from shardwise.states.buckets.offloaded_gradients import HostGradients, OffloadedGradients
+from shardwise.states.buckets.offloaded_weights import OffloadedWeights
+from shardwise.states.tiers.copy_streams import CopyStreams
+from shardwise.states.tiers.residency import OffloadedWeight
 
 
-class LodgedPiece:
-    """What a rank updates of a parameter that lives on the host. It is a `Lodging`."""
+class OffloadedPiece:
+    """What a rank updates of a parameter that lives on the host. It is an `OffloadedWeight`."""
 
     def __init__(self, bucket: Bucket, number: int) -> None:
         self._bucket, self._number, self._piece = bucket, number, bucket.pieces[number]
 
     @property
-    def home(self) -> Tensor:
+    def host(self) -> Tensor:
         weights = _weights_of(self._bucket)
-        return self._of(weights.home if weights.master is None else weights.master.home)
+        return self._of(weights.kept if weights.master is None else weights.master.host)
 
     @property
     def gradient(self) -> Tensor:
@@ -42,56 +42,55 @@ class LodgedPiece:
     def sent(self) -> list[Event]:
         return host_gradients(self._bucket).sent
 
-    def is_renewed(self, marks: Sequence[Event]) -> None:
-        _weights_of(self._bucket).is_renewed(marks)
-        host_gradients(self._bucket).is_read(marks)
+    def is_renewed(self, events: Sequence[Event]) -> None:
+        _weights_of(self._bucket).is_renewed(events)
+        host_gradients(self._bucket).is_read(events)
 
-    def _of(self, home: Tensor) -> Tensor:
+    def _of(self, host: Tensor) -> Tensor:
         """Its numbers of what the bucket has on the host: of all of it, or of this rank's piece."""
         span, bucket = self._piece.span, self._bucket
         first = 0
-        if len(home) == bucket.layout.length and not bucket.updates_whole:
+        if len(host) == bucket.layout.length and not bucket.updates_whole:
             first = bucket.sharing.rank * bucket.layout.shard_length
-        return home[first + span.at : first + span.at + span.length].view(self._piece.weight.shape)
+        return host[first + span.at : first + span.at + span.length].view(self._piece.weight.shape)
 
 
 class HasWholes(Protocol):
     """Makes parameters whole, for optimizers, of pieces on the host: `optimizers/offloaded_owners.py`."""
 
     @property
-    def lodgings(self) -> Mapping[nn.Parameter, Lodging]: ...
+    def offloaded(self) -> Mapping[nn.Parameter, OffloadedWeight]: ...
 
     @property
     def num_bytes(self) -> int: ...
 
-    def move_in(self, crossing: Crossing, leaving: DeferredFree) -> None: ...
+    def move_in(self, copies: CopyStreams, leaving: DeferredFree) -> None: ...
 
     def close(self) -> None: ...
 
 
-class LodgedBuckets:
-    """Buckets that live on the host. They are `Lodgers`: nothing is there before `move_in`."""
+class OffloadedBuckets:
+    """Buckets that live on the host. They are `OffloadedParameters`: nothing is there before `move_in`."""
 
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
-        self.buckets = [bucket for bucket in buckets if bucket.is_lodged]
-        self.owners: Sequence[HasWholes] = ()
+    def __init__(self, buckets: Sequence[Bucket], owners: Sequence[HasWholes]) -> None:
+        self.buckets, self._owners = [bucket for bucket in buckets if bucket.is_offloaded], owners
         self._pieces = {
-            piece.weight: LodgedPiece(bucket, number)
+            piece.weight: OffloadedPiece(bucket, number)
             for bucket in self.buckets
             for number, piece in enumerate(bucket.pieces)
         }
 
     @property
-    def weights(self) -> Mapping[nn.Parameter, Lodging]:
+    def weights(self) -> Mapping[nn.Parameter, OffloadedWeight]:
         """What optimizers have of them: pieces, or wholes that are made of these."""
-        wholes = {weight: each for owners in self.owners for weight, each in owners.lodgings.items()}
+        wholes = {weight: each for owners in self._owners for weight, each in owners.offloaded.items()}
         return {**self._pieces, **wholes}
 
     @property
     def num_bytes(self) -> int:
         """What is on the host, once they have moved in."""
         masters = sum(bucket.master.nbytes for bucket in self.buckets if bucket.master is not None)
-        wholes = sum(owners.num_bytes for owners in self.owners)
+        wholes = sum(owners.num_bytes for owners in self._owners)
         return wholes + masters + sum(_num_numbers(bucket) * bucket.home.dtype.itemsize for bucket in self.buckets)
 
     @property
@@ -99,21 +98,21 @@ class LodgedBuckets:
         """What lives on the host is counted as the bucket's where it is: nothing has to be taken off."""
         return 0
 
-    def move_in(self, crossing: Crossing) -> None:
+    def move_in(self, copies: CopyStreams) -> None:
         """Take the host's memory."""
         self._leaving = DeferredFree(DEFERRED_FREE_BYTES)
         for bucket in self.buckets:
-            _weights_of(bucket).move_in(crossing, bucket.master)
-            if isinstance(bucket.gradients, LodgedGradients):
-                bucket.gradients.move_in(crossing, self._leaving)
-        for owners in self.owners:
-            owners.move_in(crossing, self._leaving)
+            _weights_of(bucket).move_in(copies, bucket.master)
+            if isinstance(bucket.gradients, OffloadedGradients):
+                bucket.gradients.move_in(copies, self._leaving)
+        for owners in self._owners:
+            owners.move_in(copies, self._leaving)
 
     def begin_step(self) -> None:
         """Buckets are told themselves."""
 
     def wait(self) -> None:
-        """Wait until what is at home is the newest."""
+        """Wait until what is on the host is the newest."""
         for bucket in self.buckets:
             _weights_of(bucket).settle()
         self._leaving.wait()
@@ -123,24 +122,24 @@ class LodgedBuckets:
         self.wait()
         for bucket in self.buckets:
             _weights_of(bucket).come_back()
-        for owners in self.owners:
+        for owners in self._owners:
             owners.close()
 
 
 def host_gradients(bucket: Bucket) -> HostGradients:
     """Those of a bucket that lives on the host."""
-    assert isinstance(bucket.gradients, LodgedGradients), "its gradients live there too"
+    assert isinstance(bucket.gradients, OffloadedGradients), "its gradients live there too"
     return bucket.gradients.host
 
 
-def _weights_of(bucket: Bucket) -> LodgedWeights:
-    assert isinstance(bucket.weights, LodgedWeights), "it lives on the host"
+def _weights_of(bucket: Bucket) -> OffloadedWeights:
+    assert isinstance(bucket.weights, OffloadedWeights), "it lives on the host"
     return bucket.weights
 
 
 def _num_numbers(bucket: Bucket) -> int:
     """How many numbers are on the host, of weights and gradients in their own precision."""
     weights = bucket.layout.shard_length if bucket.weights.is_sharded else bucket.layout.length
-    if isinstance(bucket.gradients, LodgedGradients):
+    if isinstance(bucket.gradients, OffloadedGradients):
         return weights + bucket.gradients.home_length
     return weights

@@ -18,7 +18,7 @@ from shardwise.dataflow.deferred_free import DeferredFree
 from shardwise.dataflow.streams import Event
 from shardwise.ranks.exchange import Ticket
 from shardwise.states.buckets.gradients import ScatteredGradients, WholeGradients
-from shardwise.states.tiers.copy_streams import Crossing
+from shardwise.states.tiers.copy_streams import CopyStreams
 
 #: Of this rank's piece of a sum, what a norm needs of it.
 Measure = Callable[[Tensor], list[Tensor]]
@@ -27,21 +27,21 @@ Measure = Callable[[Tensor], list[Tensor]]
 class HostGradients:
     """What has gone to the host of the gradients of one step: `numbers` is where it is, after `sent`."""
 
-    def __init__(self, length: int, like: Tensor, crossing: Crossing, leaving: DeferredFree) -> None:
-        self.numbers = crossing.pinned((length,), like.dtype)
+    def __init__(self, length: int, like: Tensor, copies: CopyStreams, leaving: DeferredFree) -> None:
+        self.numbers = copies.pinned((length,), like.dtype)
         self.sent: list[Event] = []
         #: What was measured of the last that went.
         self.norms: list[Tensor] = []
         self.measure: Measure | None = None
-        self._crossing, self._leaving = crossing, leaving
+        self._copies, self._leaving = copies, leaving
 
     def bring(self, into: Tensor) -> Event:
         """Have it come."""
-        return self._crossing.inward(into, self.numbers, [*self.sent, *self._crossing.computed()])
+        return self._copies.to_device(into, self.numbers, [*self.sent, *self._copies.computed()])
 
-    def follow(self, mark: Event) -> None:
-        """What is computed next is computed after a mark."""
-        self._crossing.follow(mark)
+    def follow(self, event: Event) -> None:
+        """What is computed next is computed after a event."""
+        self._copies.follow(event)
 
     def send(self, numbers: Tensor, at: slice, own: Tensor | None = None) -> None:
         """Have numbers go home, which nobody else needs; `own` of them are this rank's piece of a sum."""
@@ -53,21 +53,21 @@ class HostGradients:
         """Have numbers added, on the device and beside the computation, to all that is there."""
         total = torch.empty_like(more)
         arrives = self.bring(total)
-        self._go(total, slice(0, len(total)), self._crossing.beside(partial(self._add, total, more), [arrives]), more)
+        self._go(total, slice(0, len(total)), self._copies.run_beside(partial(self._add, total, more), [arrives]), more)
 
-    def is_read(self, marks: Sequence[Event]) -> None:
-        """It was used, once these marks are reached: what goes there next comes after them."""
-        self.sent = [*self.sent, *marks]
+    def is_read(self, events: Sequence[Event]) -> None:
+        """It was used, once these events are reached: what goes there next comes after them."""
+        self.sent = [*self.sent, *events]
 
     def wait(self) -> None:
         """Have here what was sent."""
-        for mark in self.sent:
-            mark.wait()
+        for event in self.sent:
+            event.wait()
 
     def _go(self, numbers: Tensor, at: slice, after: list[Event], *also: Tensor) -> None:
-        mark = self._crossing.outward(self.numbers[at], numbers, [*self.sent, *after])
-        self.sent = [mark]
-        self._leaving.hold(mark, numbers, *also)
+        event = self._copies.to_host(self.numbers[at], numbers, [*self.sent, *after])
+        self.sent = [event]
+        self._leaving.hold(event, numbers, *also)
         self._leaving.sweep()
 
     @torch.no_grad()
@@ -81,7 +81,7 @@ class HostGradients:
             self.norms = self.measure(own)
 
 
-class LodgedWholeGradients(WholeGradients):
+class OffloadedWholeGradients(WholeGradients):
     """Those that are summed at the end of a step (zero 0 and 1)."""
 
     host: HostGradients
@@ -94,9 +94,9 @@ class LodgedWholeGradients(WholeGradients):
         """How many numbers are on the host."""
         return self.layout.length
 
-    def move_in(self, crossing: Crossing, leaving: DeferredFree) -> None:
+    def move_in(self, copies: CopyStreams, leaving: DeferredFree) -> None:
         """Take the host's memory."""
-        self.host = HostGradients(self.home_length, self.parameters[0], crossing, leaving)
+        self.host = HostGradients(self.home_length, self.parameters[0], copies, leaving)
 
     def begin(self) -> None:
         super().begin()
@@ -176,7 +176,7 @@ class LodgedWholeGradients(WholeGradients):
         return lent
 
 
-class LodgedScatteredGradients(ScatteredGradients):
+class OffloadedScatteredGradients(ScatteredGradients):
     """Those that are summed to shards in every backward (zero 2 and 3)."""
 
     host: HostGradients
@@ -191,9 +191,9 @@ class LodgedScatteredGradients(ScatteredGradients):
         """How many numbers are on the host."""
         return self.layout.shard_length
 
-    def move_in(self, crossing: Crossing, leaving: DeferredFree) -> None:
+    def move_in(self, copies: CopyStreams, leaving: DeferredFree) -> None:
         """Take the host's memory."""
-        self.host = HostGradients(self.home_length, self._shard, crossing, leaving)
+        self.host = HostGradients(self.home_length, self._shard, copies, leaving)
 
     def _sum(self, lent: Tensor, *, is_first: bool) -> None:
         ticket = self._exchange.sum_to_shards(lent, self.replicas.shard, self._channel)
@@ -231,4 +231,4 @@ class LodgedScatteredGradients(ScatteredGradients):
 
 
 #: Gradients of a bucket that live on the host.
-LodgedGradients = LodgedWholeGradients | LodgedScatteredGradients
+OffloadedGradients = OffloadedWholeGradients | OffloadedScatteredGradients

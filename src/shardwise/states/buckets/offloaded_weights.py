@@ -4,74 +4,89 @@
     fetch     nothing                                        the shard comes
     start     all of it comes                                the shard is gathered, and goes
     release   the memory is given back                       the memory is given back
-    step      a rank writes its piece at home                a rank writes its shard at home
+    step      a rank writes its piece on its host            a rank writes its shard on its host
 
-Where each rank has written a piece of its own (zero 1 and 2), the others' pieces at home are old. So the next time a
-rank's own piece comes alone, the others' come from the other ranks, and go home too.
+Where the newest numbers come from, of the piece that a rank updates and of the other ranks' pieces:
 
-Weights of 16 bits may have copies in full precision of what a rank updates, the master. After a step that comes once,
-is cast, and what this gives goes home.
+    own       others    since                                 the next `start`
+    HOST      HOST      they were made, or all went home      all of it comes from the host
+    HOST      PEERS     a step of zero 1 or 2                 the own piece comes, the others' are gathered and go home
+    MASTER    HOST      a step of zero 0                      the master weight comes, is cast, and that goes home
+    MASTER    PEERS     a step of zero 1 or 2                 both of the last two
+
+Weights of 16 bits may have master weights of full precision, of what a rank updates: after a step these are newer. In
+shards the other ranks' pieces always come from peers.
 """
 
 from collections.abc import Sequence
+from enum import Enum
 
 import torch
 from torch import Tensor
 
 from shardwise.dataflow.streams import Event
-from shardwise.states.buckets.weights import Weights
-from shardwise.states.tiers.copy_streams import Crossing
-from shardwise.states.tiers.swapped_storage import Guest
+from shardwise.ranks.exchange import Ticket
+from shardwise.states.buckets.weights import Presence, Weights
+from shardwise.states.tiers.copy_streams import CopyStreams
+from shardwise.states.tiers.swapped_storage import HostStorage
 
 
-class LodgedWeights(Weights):
+class Source(Enum):
+    """Who has the newest numbers of a piece."""
+
+    HOST = "host"
+    MASTER = "master"
+    PEERS = "peers"
+
+
+class OffloadedWeights(Weights):
     """Weights that live on the host from `move_in` on."""
 
-    _guest: Guest | None = None
-    #: Copies in full precision of what this rank updates, if there are any, and whether they are newer.
-    master: Guest | None = None
-    _is_behind = False
+    _storage: HostStorage | None = None
+    #: Master weights of what this rank updates, if there are any.
+    master: HostStorage | None = None
+    own_source = Source.HOST
 
-    def move_in(self, crossing: Crossing, master: Tensor | None) -> None:
-        """Take the host's memory, and give back the device's; so of copies in full precision."""
-        self._guest = Guest(self.shard if self.is_sharded else self._flat, crossing)
-        self.master = None if master is None else Guest(master, crossing)
+    def move_in(self, copies: CopyStreams, master: Tensor | None) -> None:
+        """Take the host's memory, and give back the device's; so of master weights."""
+        self._storage = HostStorage(self.shard if self.is_sharded else self._flat, copies)
+        self.master = None if master is None else HostStorage(master, copies)
 
     @property
-    def guest(self) -> Guest:
+    def storage(self) -> HostStorage:
         """What lives on the host."""
-        assert self._guest is not None, "they have not moved in yet"
-        return self._guest
+        assert self._storage is not None, "they have not moved in yet"
+        return self._storage
 
     @property
-    def home(self) -> Tensor:
-        return super().home if self._guest is None else self._guest.home
+    def kept(self) -> Tensor:
+        return super().kept if self._storage is None else self._storage.host
 
     def settle(self) -> None:
-        """Have what is at home be the newest."""
-        for each in (self._guest, self.master):
+        """Have what is on the host be the newest."""
+        for each in (self._storage, self.master):
             if each is not None:
                 each.wait()
 
-    def is_renewed(self, marks: Sequence[Event]) -> None:
-        """The numbers that this rank updates are new at home once these marks are reached."""
+    def is_renewed(self, events: Sequence[Event]) -> None:
+        """The numbers that this rank updates are new on the host once these events are reached."""
         self.leave()
-        (self.master or self.guest).is_renewed(marks)
-        self._is_behind = self.master is not None
+        (self.master or self.storage).is_renewed(events)
+        self.own_source = Source.HOST if self.master is None else Source.MASTER
 
-    def _bring(self, part: slice) -> None:
-        """Have come what this rank updates of them, from its copy in full precision if that is newer."""
-        if not self._is_behind or self.master is None:
-            self.guest.start(part)
-            self.guest.follow()
+    def _bring_own(self, part: slice) -> None:
+        """Have come what this rank updates of them."""
+        if self.own_source is Source.HOST or self.master is None:
+            self.storage.start_part(part)
+            self.storage.follow()
             return
-        self.guest.take_room()
+        self.storage.reserve()
         self.master.follow()
         with torch.no_grad():
-            self.guest.here[part].copy_(self.master.here)
+            self.storage.device[part].copy_(self.master.device)
         self.master.leave()
-        self.guest.write_home([part])
-        self._is_behind = False
+        self.storage.write_back([part])
+        self.own_source = Source.HOST
 
     def leave(self) -> None:
         """Nobody needs them."""
@@ -84,47 +99,42 @@ class LodgedWeights(Weights):
             self.master.follow()
 
 
-class LodgedWhole(LodgedWeights):
+class OffloadedWhole(OffloadedWeights):
     """Weights that every rank has all of (zero 0 to 2)."""
 
-    #: Whether other ranks have newer numbers of their pieces.
-    _is_old = False
+    others_source = Source.HOST
 
-    def move_in(self, crossing: Crossing, master: Tensor | None) -> None:
+    def move_in(self, copies: CopyStreams, master: Tensor | None) -> None:
         self.wait()
-        super().move_in(crossing, master)
-        self._is_here = False
+        super().move_in(copies, master)
+        self.presence = Presence.AWAY
 
     def expire(self) -> None:
         self.leave()
-        self._is_old = self._group.size > 1
+        self.others_source = Source.PEERS if self._group.size > 1 else Source.HOST
 
-    def start(self) -> None:
-        if self._is_here or self._coming is not None:
-            return
-        if self._is_old:
-            self._bring(self._own)
-            self._coming = self._exchange.gather(self._flat, self.shard, self._group, self._channel, lends=True)
-            return
-        if self._is_behind:
-            self._bring(slice(0, self.layout.length))
-        self.guest.start()
-        self._coming = _Arrival(self.guest)
+    def _bring(self) -> Ticket:
+        if self.others_source is Source.PEERS:
+            self._bring_own(self._own)
+            return self._exchange.gather(self._flat, self.shard, self._group, self._channel, lends=True)
+        if self.own_source is Source.MASTER:
+            self._bring_own(slice(0, self.layout.length))
+        self.storage.start()
+        return _Arrival(self.storage)
 
-    def wait(self) -> None:
-        super().wait()
-        if self._is_old:
+    def _has_come(self) -> None:
+        if self.others_source is Source.PEERS:
             own = self._own
-            self.guest.write_home([slice(0, own.start), slice(own.stop, self.layout.length)])
-            self._is_old = False
+            self.storage.write_back([slice(0, own.start), slice(own.stop, self.layout.length)])
+            self.others_source = Source.HOST
 
     def release(self) -> None:
-        if self._guest is None:
+        if self._storage is None:
             return
-        if self._coming is not None:
+        if self.presence is Presence.COMING:
             self.wait()
-        self._guest.leave()
-        self._is_here = False
+        self._storage.leave()
+        self.presence = Presence.AWAY
 
     def come_back(self) -> None:
         self.hold(self)
@@ -136,40 +146,37 @@ class LodgedWhole(LodgedWeights):
         return slice(self._group.rank * length, (self._group.rank + 1) * length)
 
 
-class LodgedShards(LodgedWeights):
+class OffloadedShards(OffloadedWeights):
     """Weights of which every rank has a shard (zero 3)."""
 
     def fetch(self) -> None:
-        if not self._is_here and self._coming is None:
-            (self.master if self._is_behind and self.master else self.guest).start()
+        if self.presence is Presence.AWAY:
+            (self.master if self.own_source is Source.MASTER and self.master else self.storage).start()
 
-    def start(self) -> None:
-        if self._is_here or self._coming is not None:
-            return
-        self._bring(slice(0, self.layout.shard_length))
+    def _bring(self) -> Ticket:
+        self._bring_own(slice(0, self.layout.shard_length))
         self._flat.untyped_storage().resize_(self.whole_bytes)
-        self._coming = self._exchange.gather(self._flat, self.shard, self._group, self._channel, lends=True)
+        return self._exchange.gather(self._flat, self.shard, self._group, self._channel, lends=True)
 
-    def wait(self) -> None:
-        super().wait()
-        self.guest.leave()
+    def _has_come(self) -> None:
+        self.storage.leave()
 
     def release(self) -> None:
         super().release()
-        for each in (self._guest, self.master):
+        for each in (self._storage, self.master):
             if each is not None:
                 each.leave()
 
     def come_back(self) -> None:
-        self._bring(slice(0, self.layout.shard_length))
+        self._bring_own(slice(0, self.layout.shard_length))
         super().come_back()
 
 
 class _Arrival:
-    """A guest that is on its way."""
+    """A storage that is on its way."""
 
-    def __init__(self, guest: Guest) -> None:
-        self._guest = guest
+    def __init__(self, storage: HostStorage) -> None:
+        self._storage = storage
 
     def wait(self) -> None:
-        self._guest.follow()
+        self._storage.follow()

@@ -13,6 +13,7 @@ from functools import partial
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.errors import ShardwiseError
 from shardwise.schedule.instruction import Instruction, Kind
 from shardwise.schedule.schedule import Schedule
 from shardwise.states.buckets.bucket import Bucket
@@ -21,10 +22,11 @@ _MAKES_GRADIENTS = (Kind.B, Kind.W)
 _BACKWARDS = (Kind.B, Kind.I, Kind.W)
 
 
-class Launches:
+class Reducer:
     """Starts the sums of buckets, in a fixed order. `on_start` is told of each, and whether the stage makes no more.
 
-    `on_pass` is told when a backward has added to a bucket that is not summed yet.
+    `on_pass` is told when a backward has added to a bucket that is not summed yet. `is_final`: whether a gradient must
+    not be added to any more, of a bucket whose sum has begun.
     `scatters`: each backward is summed by itself. Without `listens`, gradients are looked for when a stage is done.
     """
 
@@ -38,8 +40,10 @@ class Launches:
         listens: bool,
         on_start: Callable[[Bucket, bool], None],
         on_pass: Callable[[Bucket], None],
+        is_final: Callable[[Bucket], bool],
     ) -> None:
-        self._buckets, self._scatters, self._on_start, self._on_pass = buckets, scatters, on_start, on_pass
+        self._buckets, self._scatters = buckets, scatters
+        self._on_start, self._on_pass, self._is_final = on_start, on_pass, is_final
         order = schedule.orders[rank]
         last: dict[tuple[int, int], Instruction] = {}
         for instruction in order:
@@ -54,6 +58,8 @@ class Launches:
         self._left: dict[tuple[Bucket, int], set[int]] = {}
         self._queue: deque[Bucket] = deque()
         self._ready: set[Bucket] = set()
+        #: Those whose sum has begun, in this step or, where each backward is summed, in this backward.
+        self._started: set[Bucket] = set()
         self._closing: int | None = None
         #: Whether what is computed makes the last gradients of its stage.
         self._is_last = False
@@ -69,6 +75,7 @@ class Launches:
         """Nothing has been summed yet."""
         self._left.clear()
         self._ready.clear()
+        self._started.clear()
         self._closing = None
         self._queue = deque() if self._scatters else deque(self._order)
 
@@ -84,6 +91,7 @@ class Launches:
         self._closing, self._is_last = instruction.stage, instruction in self._last
         if self._scatters:
             self._queue = deque(mine)
+            self._started.difference_update(mine)
 
     def end(self, instruction: Instruction) -> None:
         """A computation has ended: if its gradients are scattered, all are summed now."""
@@ -116,6 +124,12 @@ class Launches:
             handle.remove()
 
     def _arrived(self, bucket: Bucket, number: int, _: Tensor) -> None:
+        if bucket in self._started and self._is_final(bucket):
+            raise ShardwiseError(
+                f"the gradient of {bucket.layout.slots[number].name} was added to after it was complete: a backward"
+                " inside of another has made it",
+                remedy="torch.utils.checkpoint with use_reentrant=False, or one replica and no offload",
+            )
         is_full = bucket.trained.arrive(number)
         if is_full and self._closing is not None and (self._scatters or len(bucket.home.stages) == 1):
             self._ready.add(bucket)
@@ -131,4 +145,5 @@ class Launches:
 
     def _start(self, bucket: Bucket, step: int) -> None:
         bucket.trained.start(step)
+        self._started.add(bucket)
         self._on_start(bucket, self._is_last or not self._scatters)

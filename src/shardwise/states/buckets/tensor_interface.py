@@ -22,7 +22,7 @@ class Joining(Protocol):
     def local(self, name: str, whole: Tensor) -> Tensor: ...
 
 
-class Tensorwise(Protocol):
+class TensorInterface(Protocol):
     """How parameters lie on tensor parallel ranks."""
 
     @property
@@ -43,7 +43,7 @@ class Tensorwise(Protocol):
     def finish_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None: ...
 
 
-def counted_places(tensor: Tensorwise | None, name: str, shape: torch.Size) -> Tensor | None:
+def counted_places(tensor: TensorInterface | None, name: str, shape: torch.Size) -> Tensor | None:
     """The places of a parameter that this rank counts, where every number is counted once; None for all of them."""
     if tensor is None:
         return None
@@ -54,7 +54,7 @@ def counted_places(tensor: Tensorwise | None, name: str, shape: torch.Size) -> T
 
 @torch.no_grad()
 def sum_partial(
-    tensor: Tensorwise, buckets: list[Bucket], exchange: Exchange, channel_of: Callable[[Bucket], int]
+    tensor: TensorInterface, buckets: list[Bucket], exchange: Exchange, channel_of: Callable[[Bucket], int]
 ) -> None:
     """Sum the gradients of which each tensor parallel rank has a part. They are few and small: norms, key heads."""
     carriers: dict[str, nn.Parameter] = {}

@@ -20,7 +20,7 @@ from shardwise.states.buckets.tie_groups import Tie
 _REPLICAS, _TIES = 16_384, 30_000
 
 
-class Usage:
+class UnusedParameters:
     """The flags of all buckets that are trained. What they send is not counted: it is no part of the model."""
 
     def __init__(self, buckets: Sequence[Bucket], ties: Sequence[Tie], exchange: Exchange) -> None:

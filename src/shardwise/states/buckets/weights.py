@@ -5,17 +5,32 @@
     gather    the other pieces come in                   memory is taken, all pieces come in
     release   nothing                                    the memory is given back
 
+    presence   the run has                                 left by
+    AWAY       no memory, or old numbers                   start: COMING
+    COMING     memory, in which numbers arrive             wait: HERE
+    HERE       the newest numbers, for what is computed    release, expire: AWAY;  renew: COMING
+
 The module's parameters are the same objects all the while, and what autograd has saved of them is too: they look into
 the memory that is taken and given back. So a backward finds its weights where its forward had them, if they have been
 gathered again.
 """
+
+from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.ranks.collectives import Group
 from shardwise.ranks.exchange import Exchange, Ticket
-from shardwise.states.buckets.flat_layout import Layout
+from shardwise.states.buckets.flat_layout import FlatLayout
+
+
+class Presence(Enum):
+    """Whether weights are there to be computed with: the table above."""
+
+    AWAY = "away"
+    COMING = "coming"
+    HERE = "here"
 
 
 class Weights:
@@ -23,7 +38,7 @@ class Weights:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: FlatLayout,
         parameters: list[nn.Parameter],
         group: Group,
         exchange: Exchange,
@@ -44,8 +59,8 @@ class Weights:
         own = self._flat.view(group.size, -1)[group.rank]
         #: What this rank keeps, and its optimizer writes.
         self.shard: Tensor = own.clone() if is_sharded else own
-        self._coming: Ticket | None = None
-        self._is_here = True
+        self.presence = Presence.HERE
+        self._ticket: Ticket | None = None
         self._holders: set[object] = set()
         self.release()
 
@@ -61,8 +76,8 @@ class Weights:
         return self._flat
 
     @property
-    def home(self) -> Tensor:
-        """Where the numbers live that this rank keeps: all of them, or its shard."""
+    def kept(self) -> Tensor:
+        """What this rank keeps: all of them, or its shard."""
         return self.shard if self.is_sharded else self._flat
 
     @property
@@ -72,23 +87,32 @@ class Weights:
     def expire(self) -> None:
         """The shards have been written: what was gathered is no longer true."""
         self._holders.clear()
-        if self._coming is not None:
+        if self.presence is Presence.COMING:
             self.wait()
-        self._is_here = False
+        self.presence = Presence.AWAY
         self.release()
         if not self.is_sharded:
             self.start()
+
+    def renew(self, update: Ticket) -> None:
+        """An update that writes all of them is under way, beside what is computed: whoever needs them waits for it."""
+        self.wait()
+        self._ticket, self.presence = update, Presence.COMING
 
     def fetch(self) -> None:
         """The shard is here."""
 
     def start(self) -> None:
-        """Begin to gather, if it is not under way or done."""
-        if self._is_here or self._coming is not None:
-            return
+        """Have them come, if they are not here or on their way."""
+        if self.presence is Presence.AWAY:
+            self._ticket = self._bring()
+            self.presence = Presence.COMING
+
+    def _bring(self) -> Ticket:
+        """Begin to gather."""
         if self.is_sharded:
             self._flat.untyped_storage().resize_(self.whole_bytes)
-        self._coming = self._exchange.gather(self._flat, self.shard, self._group, self._channel)
+        return self._exchange.gather(self._flat, self.shard, self._group, self._channel)
 
     def claim(self, holder: object) -> None:
         """Begin to gather, for `holder` and until it lets go."""
@@ -103,9 +127,14 @@ class Weights:
     def wait(self) -> None:
         """Have the whole here."""
         self.start()
-        if self._coming is not None:
-            self._coming.wait()
-            self._coming, self._is_here = None, True
+        if self._ticket is not None:
+            ticket, self._ticket = self._ticket, None
+            ticket.wait()
+            self.presence = Presence.HERE
+            self._has_come()
+
+    def _has_come(self) -> None:
+        """They are here now."""
 
     def let_go(self, holder: object) -> None:
         """This holder needs it no longer."""
@@ -117,7 +146,7 @@ class Weights:
         """Give back the memory of what other ranks keep."""
         if not self.is_sharded:
             return
-        if self._coming is not None:
+        if self.presence is Presence.COMING:
             self.wait()
         self._flat.untyped_storage().resize_(0)
-        self._is_here = False
+        self.presence = Presence.AWAY

@@ -16,99 +16,99 @@ from shardwise.states.buckets.bucket import Bucket
 from shardwise.states.buckets.flat_layout import Span
 from shardwise.states.buckets.tensor_interface import Joining
 from shardwise.states.optimizers.owners import Owned, Owners, Read
-from shardwise.states.tiers.copy_streams import Crossing
-from shardwise.states.tiers.swapped_storage import Guest
+from shardwise.states.tiers.copy_streams import CopyStreams
+from shardwise.states.tiers.swapped_storage import HostStorage
 
 #: About so many bytes are exchanged at a time, and at least one parameter.
 EXCHANGED_BYTES = 256 * 2**20
 
 
-class OwnedLodging:
-    """A whole weight that lives on its owner's host. It is a `Lodging`."""
+class OwnedWeight:
+    """A whole weight that lives on its owner's host. It is an `OffloadedWeight`."""
 
     #: Gradients are multiplied before they go to owners.
     scale = 1.0
     gradient: Tensor
-    guest: Guest
+    storage: HostStorage
 
     def __init__(self, weight: nn.Parameter) -> None:
         self.weight = weight
         self.has_gradient = False
         self.sent: list[Event] = []
 
-    def move_in(self, crossing: Crossing) -> None:
+    def move_in(self, copies: CopyStreams) -> None:
         """Take the host's memory, and give back the device's."""
-        self.guest = Guest(self.weight.detach(), crossing)
-        self.gradient = crossing.pinned(self.weight.shape, self.weight.dtype)
+        self.storage = HostStorage(self.weight.detach(), copies)
+        self.gradient = copies.pinned(self.weight.shape, self.weight.dtype)
 
     @property
-    def home(self) -> Tensor:
-        return self.guest.home
+    def host(self) -> Tensor:
+        return self.storage.host
 
-    def is_renewed(self, marks: Sequence[Event]) -> None:
-        self.guest.is_renewed(marks)
+    def is_renewed(self, events: Sequence[Event]) -> None:
+        self.storage.is_renewed(events)
         # What goes there next comes after it was read.
-        self.sent = [*self.sent, *marks]
+        self.sent = [*self.sent, *events]
 
 
-class LodgedOwners(Owners):
+class OffloadedOwners(Owners):
     """The parameters of some buckets that live on the host, and are shared out over one group."""
 
-    _crossing: Crossing
+    _copies: CopyStreams
     _leaving: DeferredFree
 
     def __init__(self, entries: Sequence[Owned], group: Group, costs: Sequence[int], joining: Joining | None) -> None:
         super().__init__(entries, group, costs, joining)
         self._entries, self._costs = list(entries), list(costs)
-        self.lodgings = {weight: OwnedLodging(weight) for weight in self.weights}
-        self._lodging_of = dict(zip(self._mine, self.lodgings.values(), strict=True))
+        self.offloaded = {weight: OwnedWeight(weight) for weight in self.weights}
+        self._weight_of = dict(zip(self._mine, self.offloaded.values(), strict=True))
 
     @property
     def num_bytes(self) -> int:
         """What is on the host of the wholes, once they have moved in."""
         return sum(2 * each.nbytes for each in self.weights)
 
-    def move_in(self, crossing: Crossing, leaving: DeferredFree) -> None:
+    def move_in(self, copies: CopyStreams, leaving: DeferredFree) -> None:
         """Take the host's memory."""
-        self._crossing, self._leaving = crossing, leaving
-        for each in self.lodgings.values():
-            each.move_in(crossing)
+        self._copies, self._leaving = copies, leaving
+        for each in self.offloaded.values():
+            each.move_in(copies)
 
     @torch.no_grad()
     def refresh(self) -> None:
         for entry, whole in self._wholes(_weight):
-            lodging = self._lodging_of[entry]
-            lodging.guest.wait()
-            lodging.home.copy_(whole)
+            offloaded = self._weight_of[entry]
+            offloaded.storage.wait()
+            offloaded.host.copy_(whole)
 
     @torch.no_grad()
     def give(self, used: Callable[[Bucket], Sequence[bool]]) -> None:
         for entry, whole in self._wholes(_gradient):
-            lodging = self._lodging_of[entry]
-            lodging.has_gradient = used(entry.bucket)[entry.number]
-            if lodging.has_gradient:
-                numbers = whole.to(lodging.weight.dtype).contiguous()
-                lodging.sent = [self._crossing.outward(lodging.gradient, numbers, lodging.sent)]
-                self._leaving.hold(lodging.sent[0], numbers)
+            offloaded = self._weight_of[entry]
+            offloaded.has_gradient = used(entry.bucket)[entry.number]
+            if offloaded.has_gradient:
+                numbers = whole.to(offloaded.weight.dtype).contiguous()
+                offloaded.sent = [self._copies.to_host(offloaded.gradient, numbers, offloaded.sent)]
+                self._leaving.hold(offloaded.sent[0], numbers)
                 self._leaving.sweep()
 
     @torch.no_grad()
     def take_back(self) -> None:
         for some in self._turns():
-            mine = [(entry, self._lodging_of[entry]) for entry in some[self._group.rank]]
-            for _, lodging in mine:
-                lodging.guest.start()
+            mine = [(entry, self._weight_of[entry]) for entry in some[self._group.rank]]
+            for _, offloaded in mine:
+                offloaded.storage.start()
             wholes = []
-            for entry, lodging in mine:
-                lodging.guest.follow()
-                wholes.append(self._cut(entry, lodging.weight).clone())
-                lodging.guest.leave()
+            for entry, offloaded in mine:
+                offloaded.storage.follow()
+                wholes.append(self._cut(entry, offloaded.weight).clone())
+                offloaded.storage.leave()
             self._send_back(some, wholes)
 
     def close(self) -> None:
         """Bring the wholes back for good."""
-        for each in self.lodgings.values():
-            each.guest.follow()
+        for each in self.offloaded.values():
+            each.storage.follow()
 
     def _wholes(self, read: Read) -> Iterator[tuple[Owned, Tensor]]:
         """This rank's parameters, whole, on the device: a few at a time."""

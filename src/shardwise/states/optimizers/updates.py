@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from shardwise.ranks.collectives import Group
 from shardwise.states.buckets.bucket import Bucket
 from shardwise.states.buckets.tensor_interface import Joining
-from shardwise.states.optimizers.offloaded_owners import LodgedOwners
+from shardwise.states.optimizers.offloaded_owners import OffloadedOwners
 from shardwise.states.optimizers.owners import Owned, Owners
 from shardwise.states.parameter_group import Share, make_on_pieces, sort_out
 from shardwise.states.tiers.host_memory import number_bytes_of
@@ -29,6 +29,17 @@ class Updated:
     weight: nn.Parameter
     optimizer: Optimizer
     is_joined: bool
+
+
+class _Update:
+    """The update of a bucket, beside what is computed. It is a `Ticket`: whoever waits computes after it."""
+
+    def __init__(self, states: HostStates, bucket: Bucket) -> None:
+        self._states, self._bucket = states, bucket
+
+    def wait(self) -> None:
+        self._states.follow(piece.weight for piece in self._bucket.pieces)
+        self._bucket.take_back()
 
 
 class Updates:
@@ -82,13 +93,13 @@ class Updates:
         for bucket in self._buckets:
             for number, slot in enumerate(bucket.layout.slots):
                 if slot.name in cut:
-                    key = (bucket.sharing, bucket.is_lodged)
+                    key = (bucket.sharing, bucket.is_offloaded)
                     by_group.setdefault(key, []).append(Owned(bucket, slot, number))
         owned: list[nn.Parameter] = []
         called: list[tuple[str, int]] = []
-        for (group, is_lodged), entries in by_group.items():
+        for (group, is_offloaded), entries in by_group.items():
             costs = [self._cost_of(entry.slot.name) for entry in entries]
-            owners = (LodgedOwners if is_lodged else Owners)(entries, group, costs, self._joining)
+            owners = (OffloadedOwners if is_offloaded else Owners)(entries, group, costs, self._joining)
             self._owners.append(owners)
             owned += owners.weights
             called += owners.names
@@ -112,16 +123,25 @@ class Updates:
                 bucket.give(used[bucket])
         for owners in self._owners:
             owners.give(lambda bucket: used[bucket])
-        if self.states is not None:
-            self.states.step()
-            self.states.follow()
-        else:
+        if self.states is None:
             for optimizer in self.optimizers:
                 optimizer.step()
+        else:
+            self.states.step()
+            self._follow(self.states)
         for owners in self._owners:
             owners.take_back()
         for bucket in self._buckets:
-            bucket.take_back()
+            if self.states is not None and bucket.is_renewed_late:
+                bucket.weights.renew(_Update(self.states, bucket))
+            else:
+                bucket.take_back()
+
+    def _follow(self, states: HostStates) -> None:
+        """Updates of what other ranks need, or wait for, have to be over before it goes to them."""
+        states.follow(weight for owners in self._owners for weight in owners.weights)
+        now = [bucket for bucket in self._buckets if not bucket.is_renewed_late]
+        states.follow(piece.weight for bucket in now for piece in bucket.pieces)
 
     def refresh(self) -> None:
         """Weights were changed from outside: take them over."""
@@ -131,11 +151,11 @@ class Updates:
             bucket.take_back()
 
     @property
-    def lodged(self) -> list[LodgedOwners]:
+    def offloaded(self) -> list[OffloadedOwners]:
         """What makes parameters whole of pieces that live on the host."""
-        return [each for each in self._owners if isinstance(each, LodgedOwners)]
+        return [each for each in self._owners if isinstance(each, OffloadedOwners)]
 
     @property
     def owned(self) -> list[nn.Parameter]:
         """Whole weights that this rank has on the device for its optimizers, beside its pieces."""
-        return [weight for each in self._owners if not isinstance(each, LodgedOwners) for weight in each.weights]
+        return [weight for each in self._owners if not isinstance(each, OffloadedOwners) for weight in each.weights]

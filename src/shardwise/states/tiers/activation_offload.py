@@ -29,7 +29,7 @@ from shardwise.dataflow.streams import Event
 from shardwise.planner.host_room import check_host_room
 from shardwise.planner.plan import Plan
 from shardwise.stages.activation_bytes import Kept
-from shardwise.states.tiers.copy_streams import Crossing
+from shardwise.states.tiers.copy_streams import CopyStreams
 from shardwise.torch_private import storage_id, version_of
 
 #: Less than this is not worth a copy of its own.
@@ -39,26 +39,32 @@ LEAST_BYTES = 1024
 _Key = tuple[int, int]
 
 
-class _Away:
-    """Memory that went to the host. There it has a room, of which it may take a part."""
+class _Offloaded:
+    """Memory that went to the host: `host` is its part of a pinned buffer.
 
-    def __init__(self, stash: "Stash", room: Tensor, home: Tensor, gone: Event, frame: "_Frame") -> None:
-        self.room, self.home, self.gone, self.frame = room, home, gone, frame
+    device           `here`    `is_followed`    left by
+    on the host      None      no               bring: on its way
+    on its way       set       no               unpack: here;  drop: on the host, once the copy is over
+    here             set       yes              drop: on the host
+    """
+
+    def __init__(self, owner: "ActivationOffload", pinned: Tensor, host: Tensor, gone: Event, frame: "_Frame") -> None:
+        self.pinned, self.host, self.gone, self.frame = pinned, host, gone, frame
         self.number = len(frame.saved)
         self.here: Tensor | None = None
         self.arrives: Event | None = None
         #: Whether what is computed comes after its arrival.
         self.is_followed = False
-        self._stash = stash
+        self._owner = owner
 
     def __del__(self) -> None:
-        self._stash.forget(self)
+        self._owner.forget(self)
 
 
 class _View(NamedTuple):
     """A tensor that was saved: which memory it is a view of, and how it looks at it."""
 
-    away: _Away
+    away: _Offloaded
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -71,13 +77,13 @@ class _Frame:
     def __init__(self, stays: Iterable[Tensor], kept: Kept | None) -> None:
         self.stays = {_memory_of(each) for each in stays}
         self.kept = kept
-        self.saved: list[weakref.ref[_Away]] = []
+        self.saved: list[weakref.ref[_Offloaded]] = []
         #: What was seen. While it is referred to, weakly, no other memory can have its address.
-        self.known: dict[_Key, tuple[StorageWeakRef, weakref.ref[_Away] | None]] = {}
+        self.known: dict[_Key, tuple[StorageWeakRef, weakref.ref[_Offloaded] | None]] = {}
         self.seen_bytes = self.hosted_bytes = 0
 
 
-class Stash:
+class ActivationOffload:
     """The part of a rank's saved tensors that is on the host.
 
     At most `window_bytes` are on their way out or ahead of their use. `check` is asked before more of the host's memory
@@ -87,12 +93,12 @@ class Stash:
     def __init__(
         self,
         plan: Plan,
-        crossing: Crossing,
+        copies: CopyStreams,
         *,
         window_bytes: int | None = None,
         check: Callable[[int], None] | None = None,
     ) -> None:
-        self._plan, self._crossing = plan, crossing
+        self._plan, self._copies = plan, copies
         self._window_bytes = DEFERRED_FREE_BYTES if window_bytes is None else window_bytes
         self._leaving = DeferredFree(self._window_bytes)
         self._check = check or self._check_host
@@ -101,7 +107,7 @@ class Stash:
         #: Forwards that have a name, as long as something that they saved is needed.
         self._frames: weakref.WeakValueDictionary[Hashable, _Frame] = weakref.WeakValueDictionary()
         #: What has come back and may be asked for again.
-        self._brought: weakref.WeakSet[_Away] = weakref.WeakSet()
+        self._brought: weakref.WeakSet[_Offloaded] = weakref.WeakSet()
         #: What was taken of the host's memory; what went there, and came back, since the beginning.
         self.num_bytes = self.sent_bytes = self.returned_bytes = 0
 
@@ -141,11 +147,11 @@ class Stash:
             self._brought.discard(away)
         self._leaving.sweep()
 
-    def forget(self, away: _Away) -> None:
+    def forget(self, away: _Offloaded) -> None:
         """Nobody can ask for this any more: its memory on the host may be used again."""
-        marks = [away.gone] if away.arrives is None else [away.gone, away.arrives]
+        events = [away.gone] if away.arrives is None else [away.gone, away.arrives]
         self._drop(away)
-        self._spare.setdefault(away.room.numel(), []).append((away.room, marks))
+        self._spare.setdefault(away.pinned.numel(), []).append((away.pinned, events))
 
     def close(self) -> None:
         """Wait for what is under way, and let go of it."""
@@ -163,7 +169,7 @@ class Stash:
             return tensor.detach()
         return _View(away, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
-    def _find_away(self, frame: _Frame, tensor: Tensor) -> _Away | None:
+    def _find_away(self, frame: _Frame, tensor: Tensor) -> _Offloaded | None:
         """The memory of a tensor on the host, to which it may go just now; None if it stays."""
         key = (_memory_of(tensor), version_of(tensor))
         if key[0] in frame.stays or not self._may_go(tensor):
@@ -186,21 +192,21 @@ class Stash:
     def _may_go(self, tensor: Tensor) -> bool:
         num_bytes = tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else 0
         is_plain = not (tensor.is_conj() or tensor.is_neg() or num_bytes % tensor.element_size())
-        return is_plain and num_bytes >= LEAST_BYTES and tensor.device == self._crossing.device
+        return is_plain and num_bytes >= LEAST_BYTES and tensor.device == self._copies.device
 
-    def _send(self, frame: _Frame, tensor: Tensor) -> _Away:
+    def _send(self, frame: _Frame, tensor: Tensor) -> _Offloaded:
         memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-        room, marks = self._room(memory.numel())
-        home = room[: memory.numel()]
-        gone = self._crossing.outward(home, memory, marks)
-        away = _Away(self, room, home, gone, frame)
+        pinned, events = self._take_pinned(memory.numel())
+        host = pinned[: memory.numel()]
+        gone = self._copies.to_host(host, memory, events)
+        away = _Offloaded(self, pinned, host, gone, frame)
         frame.saved.append(weakref.ref(away))
         self.sent_bytes += memory.numel()
         self._leaving.hold(gone, memory)
         self._leaving.sweep()
         return away
 
-    def _drop(self, away: _Away) -> None:
+    def _drop(self, away: _Offloaded) -> None:
         """Give back the memory on the device, when the copy into it is over.
 
         If it was asked for, what is computed comes after the copy, and memory is used again in that order.
@@ -209,7 +215,7 @@ class Stash:
             self._leaving.hold(away.arrives, away.here)
         away.here, away.is_followed = None, False
 
-    def _room(self, num_bytes: int) -> tuple[Tensor, list[Event]]:
+    def _take_pinned(self, num_bytes: int) -> tuple[Tensor, list[Event]]:
         """Memory of the host: what is spare, up to twice as large, for lengths may change with every step."""
         # A list of them first: some may be given back at any moment.
         fitting = [size for size in list(self._spare) if num_bytes <= size <= 2 * num_bytes and self._spare[size]]
@@ -217,7 +223,7 @@ class Stash:
             return self._spare[min(fitting)].pop()
         self._check(num_bytes)
         self.num_bytes += num_bytes
-        return self._crossing.pinned((num_bytes,), torch.uint8), []
+        return self._copies.pinned((num_bytes,), torch.uint8), []
 
     def _check_host(self, num_bytes: int) -> None:
         free = available_bytes()
@@ -232,7 +238,7 @@ class Stash:
         self._bring_before(frame, away.number)
         assert away.here is not None, "it was brought"
         assert away.arrives is not None, "it was brought"
-        self._crossing.follow(away.arrives)
+        self._copies.follow(away.arrives)
         away.is_followed = True
         typed = away.here.view(saved.dtype)
         return typed.as_strided(saved.size, saved.stride, saved.offset)
@@ -248,17 +254,17 @@ class Stash:
             if ahead_bytes >= self._window_bytes:
                 break
             if other is not None:
-                ahead_bytes += other.home.numel()
+                ahead_bytes += other.host.numel()
                 self._bring(other)
 
-    def _bring(self, away: _Away) -> None:
+    def _bring(self, away: _Offloaded) -> None:
         """Have it come back, if it is not here or on its way."""
         if away.here is None:
-            away.here = torch.empty_like(away.home, device=self._crossing.device)
+            away.here = torch.empty_like(away.host, device=self._copies.device)
             # The memory was somebody else's until all that is computed by now is.
-            away.arrives = self._crossing.inward(away.here, away.home, [away.gone, *self._crossing.computed()])
+            away.arrives = self._copies.to_device(away.here, away.host, [away.gone, *self._copies.computed()])
             self._brought.add(away)
-            self.returned_bytes += away.home.numel()
+            self.returned_bytes += away.host.numel()
 
 
 def _memory_of(tensor: Tensor) -> int:

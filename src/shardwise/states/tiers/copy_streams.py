@@ -1,8 +1,19 @@
-"""The way between a rank's device and its host: copies beside the computation, in both directions at once.
+"""Copies between a device and its host, beside the computation and in both directions at once.
 
 On a GPU nothing here waits: copies stand in streams of their own, and what is computed comes after one by an event. On
-the CPU the host is the same memory; there a copy is made by a thread, and whoever needs it waits for it. So what a plan
-puts on the host is kept apart and moved on a laptop as it is beside a GPU.
+the CPU the host is the same memory; there a copy is made by a thread, and whoever needs it waits for it. So what is put
+on the host is kept apart and moved on a laptop as it is beside a GPU.
+
+    call              copies or runs            after
+    to_device         host -> device            the given events
+    to_host           device -> host            the given events and all that is computed by now
+    to_host_after     device -> host            the given events
+    run_beside        in a stream of its own    the given events and all that is computed by now
+    run_after         in a stream of its own    the given events
+    follow            what is computed next     the given event
+
+Nothing here knows who uses the memory. So both tensors of a copy have to stay until its event is reached, and memory
+that was just allocated is written after `computed()`: until then it was somebody else's.
 """
 
 import threading
@@ -16,73 +27,81 @@ from shardwise.dataflow.machine import Machine
 from shardwise.dataflow.streams import Event
 
 
-class Crossing:
-    """Copies of one device, on a machine of its own unless one is given, with the name of the device there."""
+def device_of(place: str) -> torch.device:
+    """The device of a place of a machine: those of the CPU are all one."""
+    return torch.device("cpu" if place.startswith("cpu") else place)
+
+
+class CopyStreams:
+    """The copies of one device, on a machine of its own unless one is given, with the name of the device there."""
 
     def __init__(self, device: torch.device, machine: Machine | None = None, place: str | None = None) -> None:
         self.device = device
-        self._on_gpu = device.type != "cpu"
         # The device of a tensor that is there has its number, but for the CPU.
-        self._place = place or (str(device) if self._on_gpu else "cpu:0")
+        self._place = place or ("cpu:0" if device.type == "cpu" else str(device))
         self._is_own = machine is None
         self._machine = machine or Machine([self._place])
         self._lock = threading.Lock()  # A machine is one thread's at a time.
         self._side: CudaStream | None = None
-        if self._on_gpu:
-            self._side = CudaStream(f"{device} update", new_stream(device), self._machine.failures)
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self.device.type == "cpu"
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory of the host, pinned where there is a GPU."""
         return self._machine.pinned(shape, dtype)
 
-    def inward(self, here: Tensor, home: Tensor, after: Sequence[Event] = ()) -> Event:
-        """Copy from the host, after some marks. Both tensors have to stay until the mark is reached."""
+    def to_device(self, device: Tensor, host: Tensor, after: Sequence[Event] = ()) -> Event:
+        """Copy from the host, after some events."""
+        # A CPU has no device of its own to be known by: its places are said by name.
+        places = {"to": self._place, "of": "host"} if self._on_cpu else {}
         with self._lock:
-            if self._on_gpu:
-                return self._machine.copy(here.view(-1), home.view(-1), after=after)
-            return self._machine.copy(here.view(-1), home.view(-1), to=self._place, of="host", after=after)
+            return self._machine.copy(device.view(-1), host.view(-1), after=after, **places)
 
-    def outward(self, home: Tensor, here: Tensor, after: Sequence[Event] = ()) -> Event:
-        """Copy to the host, after some marks and all that is computed by now."""
-        return self.homeward(home, here, [*self.computed(), *after])
+    def to_host(self, host: Tensor, device: Tensor, after: Sequence[Event] = ()) -> Event:
+        """Copy to the host, after some events and all that is computed by now."""
+        return self.to_host_after(host, device, [*self.computed(), *after])
 
-    def homeward(self, home: Tensor, here: Tensor, after: Sequence[Event] = ()) -> Event:
-        """Copy to the host, after some marks and nothing else. The CPU has computed what it was told to."""
+    def to_host_after(self, host: Tensor, device: Tensor, after: Sequence[Event] = ()) -> Event:
+        """Copy to the host, after some events and nothing else. The CPU has computed what it was told to."""
+        places = {"to": "host", "of": self._place} if self._on_cpu else {}
         with self._lock:
-            if self._on_gpu:
-                return self._machine.copy(home.view(-1), here.view(-1), after=after)
-            return self._machine.copy(home.view(-1), here.view(-1), to="host", of=self._place, after=after)
+            return self._machine.copy(host.view(-1), device.view(-1), after=after, **places)
 
     def computed(self) -> list[Event]:
         """Marks behind all that is computed by now; the CPU has computed what it was told to."""
-        if not self._on_gpu:
+        if self._on_cpu:
             return []
         with self._lock:
             return [self._machine.mark(self._place)]
 
-    def beside(self, run: Callable[[], object], after: Sequence[Event]) -> list[Event]:
-        """Compute after some marks and all that is computed by now, but beside what comes next; marks behind it.
+    def run_beside(self, run: Callable[[], object], after: Sequence[Event]) -> list[Event]:
+        """Compute after some events and all that is computed by now, but beside what comes next; events behind it.
 
         Whatever it reads has to stay until then. The CPU computes at once.
         """
-        return self.apart(run, [*self.computed(), *after])
+        return self.run_after(run, [*self.computed(), *after])
 
-    def apart(self, run: Callable[[], object], after: Sequence[Event]) -> list[Event]:
-        """Compute after some marks and nothing else that is put to compute; marks behind it."""
-        if self._side is not None:
-            return [self._side.put(run, after, lambda error: error)]
-        for mark in after:
-            mark.wait()
-        run()
-        return []
+    def run_after(self, run: Callable[[], object], after: Sequence[Event]) -> list[Event]:
+        """Compute after some events and nothing else that is put to compute; events behind it."""
+        if self._on_cpu:
+            for event in after:
+                event.wait()
+            run()
+            return []
+        with self._lock:
+            if self._side is None:
+                self._side = CudaStream(f"{self.device} update", new_stream(self.device), self._machine.failures)
+        return [self._side.put(run, after, lambda error: error)]
 
-    def follow(self, mark: Event) -> None:
-        """What is computed from now on comes after a mark."""
-        if self._on_gpu:
-            with self._lock:
-                self._machine.follow(self._place, mark)
-        else:
-            mark.wait()
+    def follow(self, event: Event) -> None:
+        """What is computed from now on comes after a event. On the CPU that is the caller, who waits."""
+        if self._on_cpu:
+            event.wait()
+            return
+        with self._lock:
+            self._machine.follow(self._place, event)
 
     def close(self) -> None:
         """Wait for what is under way, and end its threads."""

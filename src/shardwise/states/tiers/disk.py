@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +25,9 @@ from torch import Tensor, nn
 from shardwise.dataflow.machine import Machine
 from shardwise.dataflow.streams import Event, ThreadStream
 from shardwise.errors import ShardwiseError
-from shardwise.states.tiers.streamed_block import Block
+from shardwise.states.tiers.copy_streams import CopyStreams
+from shardwise.states.tiers.pinned_ring import PinnedRing
+from shardwise.states.tiers.streamed_block import StreamedBlock
 
 #: One thread asks a disk for so much at once, and so many threads ask.
 _PART_BYTES = 8 * 2**20
@@ -46,15 +47,7 @@ class Record(NamedTuple):
 Records = Mapping[nn.Parameter, Record]
 
 
-class _Buffer:
-    """Pinned memory for one block, and when it was last read by a copy."""
-
-    def __init__(self, memory: Tensor) -> None:
-        self.memory = memory
-        self.last: Event | None = None
-
-
-class Shelf:
+class DiskReader:
     """Reads blocks from their files, as many ahead as it has buffers."""
 
     def __init__(self, records: Sequence[Records], num_bytes: int, num_buffers: int, machine: Machine) -> None:
@@ -64,20 +57,16 @@ class Shelf:
         # An error in it is the machine's: what is computed after it would be rubbish.
         self._stream = ThreadStream("weights from disk", machine.failures)
         self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="shardwise disk")
-        self._buffers = cycle([_Buffer(machine.pinned((num_bytes,), torch.uint8)) for _ in range(num_buffers)])
-        self._current: _Buffer | None = None
+        self._buffers = PinnedRing(machine.pinned, num_buffers, num_bytes)
 
-    def read(self, block: Block) -> tuple[Tensor, Event]:
-        """Have a block read into memory that is the caller's until `sent`; return it, and when it has the weights."""
-        self._current = buffer = next(self._buffers)
+    def fetch(self, block: StreamedBlock, copies: CopyStreams, after: Sequence[Event]) -> Event:
+        """Have a block read, and copied to the device after some events."""
+        buffer = self._buffers.take()
         memory = buffer.memory[: block.num_bytes]
-        after = [] if buffer.last is None else [buffer.last]
-        return memory, self._stream.put(partial(self._read, block, memory), after, _blame)
-
-    def sent(self, mark: Event) -> None:
-        """What was read last has been copied to the device once a mark is reached."""
-        assert self._current is not None, "nothing was read"
-        self._current.last = mark
+        read = self._stream.put(partial(self._read, block, memory), buffer.free, _blame)
+        arrives = copies.to_device(block.device, memory, [*after, read])
+        buffer.free = [arrives]
+        return arrives
 
     def weights(self, parameter: nn.Parameter) -> Tensor:
         """The weights of a parameter, mapped into memory as they lie in their file: read when they are used."""
@@ -96,7 +85,7 @@ class Shelf:
             os.close(file)
         self._files.clear()
 
-    def _read(self, block: Block, memory: Tensor) -> None:
+    def _read(self, block: StreamedBlock, memory: Tensor) -> None:
         if block.scratch is not None:
             parts = list(_parts_of(block.scratch.file, 0, memory))
         else:

@@ -23,7 +23,7 @@ from shardwise.units import format_bytes
 _PAGE_BYTES = 4096
 
 
-class Scratch:
+class ScratchFile:
     """A file for the weights of one block and for their gradients."""
 
     def __init__(self, folder: Path, num_bytes: int) -> None:

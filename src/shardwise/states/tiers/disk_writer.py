@@ -1,4 +1,4 @@
-"""Gradients on their way to files: into pinned memory by the link, and from there into the mapped file by a thread.
+"""Gradients on their way to files: into pinned memory by a copy stream, from there into the mapped file by a thread.
 
     device    [ g ]
     pinned        [ 0 ] [ 1 ] [ 2 ] [ 3 ]     in turn
@@ -8,42 +8,33 @@ A GPU copies straight into mapped memory only while the host waits for it. So it
 to again when the thread has emptied it.
 """
 
-from itertools import cycle
-
-import torch
 from torch import Tensor
 
 from shardwise.dataflow.machine import Machine
 from shardwise.dataflow.streams import Event, ThreadStream
 from shardwise.errors import ShardwiseError
-from shardwise.states.tiers.host_link import Link
+from shardwise.states.tiers.copy_streams import CopyStreams
+from shardwise.states.tiers.pinned_ring import PinnedRing
 
 _NUM_BUFFERS = 4
 
 
-class _Buffer:
-    """Pinned memory for one gradient, and when the last one has left it."""
-
-    def __init__(self, memory: Tensor) -> None:
-        self.memory = memory
-        self.last: Event | None = None
-
-
-class Writer:
+class DiskWriter:
     """Copies gradients into memory of files. None is larger than `most_bytes`."""
 
     def __init__(self, machine: Machine, most_bytes: int) -> None:
         # An error in it is the machine's, as one in reading is.
         self._stream = ThreadStream("gradients to disk", machine.failures)
-        self._buffers = cycle([_Buffer(machine.pinned((most_bytes,), torch.uint8)) for _ in range(_NUM_BUFFERS)])
+        self._buffers = PinnedRing(machine.pinned, _NUM_BUFFERS, most_bytes)
 
-    def write(self, target: Tensor, gradient: Tensor, link: Link) -> tuple[Event, Event]:
+    def write(self, target: Tensor, gradient: Tensor, copies: CopyStreams) -> tuple[Event, Event]:
         """Have what is computed by now written; return when it has left the device, and when it has arrived."""
-        buffer = next(self._buffers)
+        buffer = self._buffers.take()
         staged = buffer.memory[: gradient.nbytes].view(gradient.dtype)
-        left = link.outward(staged, gradient, [] if buffer.last is None else [buffer.last])
-        buffer.last = self._stream.put(lambda: target.copy_(staged), [left], _blame)
-        return left, buffer.last
+        left = copies.to_host(staged, gradient, buffer.free)
+        arrived = self._stream.put(lambda: target.copy_(staged), [left], _blame)
+        buffer.free = [arrived]
+        return left, arrived
 
     def close(self) -> None:
         """End the thread once it has written everything."""

@@ -12,20 +12,20 @@ from shardwise.planner.plan import Offload, Plan
 from shardwise.schedule.instruction import Instruction
 from shardwise.schedule.schedule import Schedule
 from shardwise.stages.stage import Stage
-from shardwise.states.tiers.activation_offload import Stash
-from shardwise.states.tiers.copy_streams import Crossing
+from shardwise.states.tiers.activation_offload import ActivationOffload
+from shardwise.states.tiers.copy_streams import CopyStreams
 from shardwise.states.tiers.host_memory import Gather, check_room
 from shardwise.states.tiers.host_states import HostStates
 from shardwise.states.tiers.host_weights import HostWeights
 from shardwise.states.tiers.optimizer_in_backward import Early, FindCount, can_be_early
-from shardwise.states.tiers.residency import Lodging
+from shardwise.states.tiers.residency import OffloadedWeight
 
 
 class Lodgers(Protocol):
     """Weights that live on the host, and their gradients."""
 
     @property
-    def weights(self) -> Mapping[nn.Parameter, Lodging]:
+    def weights(self) -> Mapping[nn.Parameter, OffloadedWeight]:
         """What optimizers have of them."""
         ...
 
@@ -39,7 +39,7 @@ class Lodgers(Protocol):
         """What of the parameters that a rank counts as its own is not on the device now."""
         ...
 
-    def move_in(self, crossing: Crossing) -> None: ...
+    def move_in(self, copies: CopyStreams) -> None: ...
 
     def begin_step(self) -> None: ...
 
@@ -77,7 +77,7 @@ class Host:
     def __init__(
         self, plan: Plan, device: torch.device, optimizers: Mapping[Optimizer, float], gather: Gather, scene: Scene
     ) -> None:
-        self.crossing, self._scene, share = Crossing(device), scene, plan.offload
+        self.copies, self._scene, share = CopyStreams(device), scene, plan.offload
         self.states: HostStates | None = None
         self.weights: HostWeights | None = None
         if share.parameters and scene.lodgers is None:
@@ -85,13 +85,13 @@ class Host:
         self._lodgers = scene.lodgers if self.weights is None else self.weights
         if share.optimizer or share.parameters:
             lodged = {} if self._lodgers is None else self._lodgers.weights
-            states = HostStates(optimizers, share.optimizer, self.crossing, lodged)
+            states = HostStates(optimizers, share.optimizer, self.copies, lodged)
             num_bytes = 0 if self._lodgers is None else self._lodgers.num_bytes
             check_room(plan, states.planned_bytes + num_bytes, gather)
             self.states = states
         if self._lodgers is not None:
-            self._lodgers.move_in(self.crossing)
-        self.stash = Stash(plan, self.crossing) if share.activations else None
+            self._lodgers.move_in(self.copies)
+        self.stash = ActivationOffload(plan, self.copies) if share.activations else None
         self._early: Early | None = None
 
     def update_early(self, find_count: FindCount, *, waits: bool) -> None:
@@ -172,7 +172,7 @@ class Host:
         for each in (self.states, self._lodgers, self.stash):
             if each is not None:
                 each.close()
-        self.crossing.close()
+        self.copies.close()
 
 
 def make_host(

@@ -1,21 +1,19 @@
-"""Optimizer state that lives on the host and visits the device when its weights are updated.
+"""Optimizer state that lives on the host and comes to the device when its weights are updated.
 
-A round is updated when somebody says that the gradients of its weights are final, or at the step's end;
+A chunk is updated when somebody says that the gradients of its weights are final, or at the step's end;
 `state_prefetch.py` has its state there by then. On a GPU that runs beside the computation, and `follow` puts what uses
 a weight behind its update.
 
 Between two steps an optimizer looks as ever: `optimizer.state` has an entry for each weight, of some of them with
 tensors on the host. So what saves it, loads it or changes its settings need not know. It steps on the weights whose
-state is in a slot: on several small ones at once, on a large one in parts where every number is treated by itself. The
+state is staged: on several small ones at once, on a large one in parts where every number is treated by itself. The
 arithmetic is the device's: the numbers are those of the plain optimizer to the last bit.
 
 A weight may itself live on the host, and its gradient: `residency.py`.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,19 +21,23 @@ from torch.optim import Optimizer
 
 from shardwise.cost.memory import NUM_SLOTS, SLOT_BYTES
 from shardwise.dataflow.streams import Event
-from shardwise.states.tiers.chunks import Round, choose, plan_rounds
-from shardwise.states.tiers.copy_streams import Crossing
-from shardwise.states.tiers.paced_prefetch import PacedVisits
+from shardwise.ranks.exchange import Ticket
+from shardwise.states.tiers.choose_offloaded import choose_last
+from shardwise.states.tiers.chunks import Chunk, plan_chunks
+from shardwise.states.tiers.copy_streams import CopyStreams
+from shardwise.states.tiers.paced_prefetch import PacedStatePrefetch
+from shardwise.states.tiers.packing import Packing
 from shardwise.states.tiers.partial_step import Substitute, is_many, only, set_rate, step_on, weights_of
-from shardwise.states.tiers.residency import Lodger, Lodging, Places, Resident, Visit
-from shardwise.states.tiers.staging import Slots, lay_out, size_of, spare_bytes
-from shardwise.states.tiers.state_prefetch import Homes, Visits, Written
+from shardwise.states.tiers.residency import HostResidency, OffloadedWeight, Places, Residency, WeightSlice
+from shardwise.states.tiers.staging import StagingBuffers, spare_bytes
+from shardwise.states.tiers.state_prefetch import Incoming, StatePrefetch, Written
+from shardwise.states.tiers.weight_state import WeightState, allocate, take_to_host
 
-#: One round on its way in, one updated, one on its way out.
-_LEAST_SLOTS = 3
+#: One chunk on its way in, one updated, one on its way out.
+_LEAST_BUFFERS = 3
 
-#: Slots are larger by this where threads tell of copies: between two the link waits for them, however long these are
-#: (Llama-3B on an H200: 17,100 tokens/s, and 16,300 with rounds half as large).
+#: Staging buffers are larger by this where threads tell of copies: between two the link waits for them, however long
+#: these are (Llama-3B on an H200: 17,100 tokens/s, and 16,300 with chunks half as large).
 _LARGER_IF_PACED = 2
 
 
@@ -44,87 +46,81 @@ class HostStates:
 
     `optimizers` are given with the bytes that each keeps for a number. `fraction` is the least part of all of these
     that is on the host; what stays is of the first weights in order, as far as they fit. The state of weights that
-    live there themselves, `lodgings`, is there in any case. `residents` say otherwise of some weights how they come.
+    live there themselves, `offloaded`, is there in any case. `residencies` say otherwise of some weights how they come.
 
-    `visiting_bytes` of the device are for visitors. By default these have what plans count, and from the second step
-    on part of what nobody has needed. `paced`: optimizers may be stepped by other threads than the caller's.
+    `staging_bytes` of the device are for what comes. By default that is what plans count, and from the second step on
+    part of what nobody has needed. `paced`: optimizers may be stepped by other threads than the caller's.
     """
 
     def __init__(
         self,
         optimizers: Mapping[Optimizer, float],
         fraction: float,
-        crossing: Crossing,
-        lodgings: Mapping[nn.Parameter, Lodging] | None = None,
+        copies: CopyStreams,
+        offloaded: Mapping[nn.Parameter, OffloadedWeight] | None = None,
         *,
-        residents: Mapping[nn.Parameter, Resident] | None = None,
-        visiting_bytes: int | None = None,
+        residencies: Mapping[nn.Parameter, Residency] | None = None,
+        staging_bytes: int | None = None,
         paced: bool = False,
     ) -> None:
-        self._optimizers, self._crossing = list(optimizers), crossing
-        self._residents = {weight: Resident(weight) for each in optimizers for weight in weights_of(each)}
-        self._residents |= {weight: Lodger(weight, each, crossing) for weight, each in (lodgings or {}).items()}
-        self._residents |= residents or {}
+        self._optimizers, self._copies = list(optimizers), copies
         sizes = {weight: weight.numel() * each for one, each in optimizers.items() for weight in weights_of(one)}
         #: Those whose state is on the host.
-        self.weights = choose(sizes, fraction, lodgings or ())
+        self.weights = choose_last(sizes, fraction, offloaded or ())
         #: What will be there once all of them have been updated.
         self.planned_bytes = round(sum(sizes[each] for each in self.weights))
-        slot_bytes = SLOT_BYTES * (_LARGER_IF_PACED if paced else 1)
-        self._rounds = [
-            one
-            for each, number_bytes in optimizers.items()
-            for one in plan_rounds(each, self.weights, max(int(slot_bytes // max(number_bytes, 1.0)), 1))
-        ]
-        self._num_visits = Counter(visit.weight for each in self._rounds for visit in each.visits)
-        self._rounds_of: dict[nn.Parameter, list[Round]] = {}
-        for each in self._rounds:
-            for weight in each.weights:
-                self._rounds_of.setdefault(weight, []).append(each)
-        self._may_grow = visiting_bytes is None
-        self._slots = Slots(NUM_SLOTS, crossing)
-        if visiting_bytes is not None:
-            size = max((each.num_bytes(optimizers[each.optimizer]) for each in self._rounds), default=1)
-            count = max(_LEAST_SLOTS, visiting_bytes // size)
-            self._slots = Slots(min(count, len(self._rounds)), crossing)
-            self._slots.fill(size)
+        known: dict[nn.Parameter, Residency] = {
+            weight: HostResidency(weight, each, copies) for weight, each in (offloaded or {}).items()
+        }
+        known.update(residencies or {})
+        self._states = {
+            weight: WeightState(each, known.get(weight) or Residency(weight))
+            for each in optimizers
+            for weight in weights_of(each)
+            if weight in self.weights
+        }
+        self._chunks = self._plan(optimizers, SLOT_BYTES * (_LARGER_IF_PACED if paced else 1))
+        self._may_grow = staging_bytes is None
+        self._buffers = StagingBuffers(NUM_SLOTS, copies)
+        if staging_bytes is not None:
+            size = max((each.num_bytes(optimizers[each.optimizer]) for each in self._chunks), default=1)
+            count = max(_LEAST_BUFFERS, staging_bytes // size)
+            self._buffers = StagingBuffers(min(count, len(self._chunks)), copies)
+            self._buffers.fill(size)
+        #: Who follows updates, each of its own weights, and does more then: whoever waits for all waits for these.
+        self.followers: Sequence[Ticket] = ()
         #: The learning rate of what is updated from now on; the optimizers' own if it is None.
         self.rate: float | None = None
-        self._homes: dict[nn.Parameter, dict[str, Tensor]] = {}
-        #: Of weights that were updated in part, how many visits are left, and what the optimizers keep of them then.
-        self._left: dict[nn.Parameter, int] = {}
-        self._told: dict[nn.Parameter, dict[str, Any]] = {}
-        #: When weights that were updated are new.
-        self._renewed: dict[nn.Parameter, list[Event]] = {}
-        self._visits: Visits[Round] = (PacedVisits if paced else Visits)(self, self._rounds, self._slots, crossing)
+        kind = PacedStatePrefetch if paced else StatePrefetch
+        self._prefetch: StatePrefetch[Chunk] = kind(self, self._chunks, self._buffers, copies)
 
     @property
     def num_bytes(self) -> int:
         """What is on the host now."""
-        return sum(each.nbytes for homes in self._homes.values() for each in homes.values())
+        return sum(each.nbytes for state in self._states.values() for each in state.host.values())
 
     @property
     def error(self) -> Exception | None:
         """What went wrong beside the caller, if anything did."""
-        return self._visits.error
+        return self._prefetch.error
 
     def begin(self) -> None:
         """A step begins: the first states come, under its forwards and backwards."""
-        with self._visits.lock:
-            if any(value is not self._homes.get(weight, {}).get(key) for _, weight, key, value in self._entries()):
+        with self._prefetch.lock:
+            if any(state.has_foreign for state in self._states.values()):
                 self.take_home()
-            if not self._visits.is_open:
-                for each in self._rounds:
+            if not self._prefetch.is_open:
+                for each in self._chunks:
                     each.missing = each.weights
                 self._grow()
-            self._visits.begin()
+            self._prefetch.begin()
 
     @torch.no_grad()
     def ready(self, weights: Iterable[nn.Parameter]) -> None:
         """The gradients of these weights are final: update them as soon as their state is here."""
-        found: dict[Round, None] = {}
+        found: dict[Chunk, None] = {}
         for weight in weights:
-            for each in self._rounds_of.get(weight, ()):
+            for each in self._states[weight].chunks if weight in self._states else ():
                 each.missing.discard(weight)
                 if not each.missing:
                     found[each] = None
@@ -141,189 +137,141 @@ class HostStates:
                     optimizer.step()
         self._ask(
             each
-            for each in self._rounds
-            if each not in self._visits.given and any(self._residents[one].has_gradient for one in each.weights)
+            for each in self._chunks
+            if not self._prefetch.was_asked(each) and any(self._has_gradient(one) for one in each.weights)
         )
-        self._visits.end()
+        self._prefetch.end()
 
     def settle(self, weights: Iterable[nn.Parameter]) -> None:
         """Have all updates put of some weights that were asked for."""
-        self._visits.settle([each for weight in weights for each in self._rounds_of.get(weight, ())])
+        self._prefetch.settle(
+            [each for weight in weights if weight in self._states for each in self._states[weight].chunks]
+        )
 
     def follow(self, weights: Iterable[nn.Parameter] | None = None) -> None:
         """What is computed from now on comes after the updates of some weights, or of all."""
-        found = list(self._rounds_of) if weights is None else list(weights)
+        found = list(self._states) if weights is None else [each for each in weights if each in self._states]
         self.settle(found)
-        for weight in found:
-            for mark in self._renewed.pop(weight, ()):
-                self._crossing.follow(mark)
+        for state in [self._states[weight] for weight in found]:
+            events, state.renewed = state.renewed, []
+            for event in events:
+                self._copies.follow(event)
 
     def wait(self) -> None:
         """Wait until all state is on the host, and what is computed from now on uses the new weights."""
         self.follow()
-        self._visits.wait()
+        for each in self.followers:
+            each.wait()
+        self._prefetch.wait()
 
-    @torch.no_grad()
     def take_home(self) -> None:
         """State was perhaps put into the optimizers from outside: it goes to the host, and what is coming is old."""
         self.wait()
-        self._visits.forget()
-        self._left.clear()
-        self._told.clear()
-        kept: dict[nn.Parameter, dict[str, Tensor]] = {}
-        foreign: dict[nn.Parameter, list[tuple[Optimizer, str, Tensor]]] = {}
-        for optimizer, weight, key, value in self._entries():
-            if value is self._homes.get(weight, {}).get(key):
-                kept.setdefault(weight, {})[key] = value
-            else:
-                foreign.setdefault(weight, []).append((optimizer, key, value))
-        self._homes = kept
-        for each in self._rounds:
-            own = [(visit.weight, *entry) for visit in each.visits for entry in foreign.pop(visit.weight, ())]
-            self._make_homes({(weight, key): value for weight, _, key, value in own})
-            for weight, optimizer, key, value in own:
-                optimizer.state[weight][key] = self._homes[weight][key].copy_(value)
+        self._prefetch.forget()
+        taken: set[nn.Parameter] = set()
+        for each in self._chunks:  # By chunk: what comes together is packed together.
+            own = [part.weight for part in each.parts if part.weight not in taken]
+            taken.update(own)
+            take_to_host([self._states[weight] for weight in own], self._copies)
 
     def close(self) -> None:
-        """Let go of the slots. The state stays where it is."""
+        """Let go of the staging buffers. The state stays where it is."""
         self.follow()
-        self._visits.close()
+        self._prefetch.close()
 
-    # What `Visits` asks.
+    # What the prefetch asks.
 
-    def homes_of(self, one: Round) -> Homes:
-        """Where lives what comes to a round. In the step that makes a weight's state, there is none yet."""
+    def incoming(self, one: Chunk) -> Incoming:
+        """What comes to a chunk: weights that live on the host, then states, then room for what comes later."""
         coming: dict[tuple[int, str], Tensor] = {}
-        room: dict[tuple[int, str], Tensor] = {}
-        residents = [self._residents[visit.weight] for visit in one.visits]
-        for number, visit in enumerate(one.visits):
-            coming |= {(number, key): home for key, home in residents[number].homes(visit).items()}
-            room |= {(number, key): like for key, like in residents[number].room(visit).items()}
-        for number, visit in enumerate(one.visits):
-            if one.optimizer.state.get(visit.weight):
-                homes = self._homes.get(visit.weight, {})
-                coming |= {(number, key): visit.of(home) for key, home in homes.items()}
-        one.lies = [*coming, *room]
-        return Homes(list(coming.values()), list(room.values()))
+        reserved: dict[tuple[int, str], Tensor] = {}
+        states = [self._states[part.weight] for part in one.parts]
+        for number, (part, state) in enumerate(zip(one.parts, states, strict=True)):
+            coming |= {(number, key): each for key, each in state.residency.incoming(part).items()}
+            reserved |= {(number, key): each for key, each in state.residency.reserved(part).items()}
+        for number, (part, state) in enumerate(zip(one.parts, states, strict=True)):
+            coming |= {(number, key): each for key, each in state.staged(part).items()}
+        one.staged = [*coming, *reserved]
+        return Incoming(list(coming.values()), list(reserved.values()))
 
-    def update(self, one: Round, here: list[Tensor], after: list[Event]) -> Written:
-        """Have a round's weights stepped on, as far as they have gradients."""
-        places: list[dict[str, Tensor]] = [{} for _ in one.visits]
-        for (number, key), place in zip(one.lies, here, strict=True):
+    def update(self, one: Chunk, here: list[Tensor], after: list[Event]) -> Written:
+        """Have a chunk's weights stepped on, as far as they have gradients."""
+        places: list[dict[str, Tensor]] = [{} for _ in one.parts]
+        for (number, key), place in zip(one.staged, here, strict=True):
             places[number][key] = place
-        visits = [
-            (visit, each)
-            for visit, each in zip(one.visits, places, strict=True)
-            if self._residents[visit.weight].has_gradient
-        ]
-        if not visits:
+        staged = [each for each in zip(one.parts, places, strict=True) if self._has_gradient(each[0].weight)]
+        if not staged:
             return Written([], [])
-        brought = [mark for visit, each in visits for mark in self._residents[visit.weight].bring(visit, each)]
-        leaving: list[tuple[Tensor, Tensor]] = []
-        marks = self._crossing.apart(partial(self._run, one, visits, leaving), [*after, *brought[-1:]])
-        for weight in {visit.weight for visit, _ in visits}:
-            if self._residents[weight].is_here:
-                self._renewed.setdefault(weight, []).extend(marks)
-        return Written(marks, leaving)
+        brought = [
+            event for part, each in staged for event in self._states[part.weight].residency.bring(part, each)
+        ]  # fmt: skip
+        outgoing: list[tuple[Tensor, Tensor]] = []
+        events = self._copies.run_after(partial(self._run, one, staged, outgoing), [*after, *brought[-1:]])
+        for state in {self._states[part.weight] for part, _ in staged}:
+            if state.residency.is_on_device:
+                state.renewed.extend(events)
+        return Written(events, outgoing)
 
-    def is_sent(self, one: Round, marks: list[Event]) -> None:
+    def is_sent(self, one: Chunk, events: list[Event]) -> None:
         """Tell those that live on the host."""
         for weight in one.weights:
-            if self._residents[weight].has_gradient:
-                self._residents[weight].is_sent(marks)
+            if self._has_gradient(weight):
+                self._states[weight].residency.is_sent(events)
 
     # ---------------------------------------------------------------------------------------------------------------
 
-    def _ask(self, rounds: Iterable[Round]) -> None:
-        found = list(rounds)
-        self._visits.settle(found)
+    def _plan(self, optimizers: Mapping[Optimizer, float], buffer_bytes: int) -> list[Chunk]:
+        found = [
+            one
+            for each, number_bytes in optimizers.items()
+            for one in plan_chunks(each, self.weights, max(int(buffer_bytes // max(number_bytes, 1.0)), 1))
+        ]
+        for one in found:
+            for part in one.parts:
+                self._states[part.weight].chunks.append(one)
+        return found
+
+    def _has_gradient(self, weight: nn.Parameter) -> bool:
+        return self._states[weight].residency.has_gradient
+
+    def _ask(self, chunks: Iterable[Chunk]) -> None:
+        found = list(chunks)
+        self._prefetch.settle(found)
         for each in found:
             each.rate = self.rate
-        self._visits.ask(found)
-
-    def _entries(self) -> Iterator[tuple[Optimizer, nn.Parameter, str, Tensor]]:
-        """What optimizers keep of weights whose state is on the host, but for single numbers: these are anywhere."""
-        for optimizer in self._optimizers:
-            for weight in weights_of(optimizer):
-                for key, value in optimizer.state.get(weight, {}).items() if weight in self.weights else ():
-                    if isinstance(value, Tensor) and value.dim():
-                        yield optimizer, weight, key, value
+        self._prefetch.ask(found)
 
     def _grow(self) -> None:
-        """Have more slots, when it is known what a step needs of the device beside them."""
-        if self._may_grow and self._homes:
+        """Have more staging buffers, when it is known what a step needs of the device beside them."""
+        if self._may_grow and any(state.host for state in self._states.values()):
             self._may_grow = False
-            homes = [self.homes_of(each) for each in self._rounds]
-            largest = max(size_of([*each.coming, *each.room]) for each in homes)
-            self._slots.grow(min(NUM_SLOTS + spare_bytes(self._crossing.device) // max(largest, 1), len(homes)))
+            every = [self.incoming(each) for each in self._chunks]
+            largest = max(Packing.of([*each.host, *each.reserved]).num_bytes for each in every)
+            self._buffers.grow(min(NUM_SLOTS + spare_bytes(self._copies.device) // max(largest, 1), len(every)))
 
     @torch.no_grad()
-    def _run(self, one: Round, visits: Sequence[tuple[Visit, Places]], leaving: list[tuple[Tensor, Tensor]]) -> None:
+    def _run(
+        self, one: Chunk, staged: Sequence[tuple[WeightSlice, Places]], outgoing: list[tuple[Tensor, Tensor]]
+    ) -> None:
         """Step on what is here, and say what goes home."""
-        optimizer = one.optimizer
-        residents = [self._residents[visit.weight] for visit, _ in visits]
+        states = [self._states[part.weight] for part, _ in staged]
         substitutes = [
-            Substitute(visit.weight, resident.visitor(visit, places), self._state_of(optimizer, visit, places))
-            for resident, (visit, places) in zip(residents, visits, strict=True)
+            Substitute(part.weight, state.residency.stand_in(part, places), state.given(places))
+            for state, (part, places) in zip(states, staged, strict=True)
         ]
-        set_rate(optimizer, one.rate)
-        states = step_on(optimizer, substitutes)
-        for resident, (visit, places) in zip(residents, visits, strict=True):
-            resident.finish(visit, places)
-            leaving += resident.leaving(visit, places)
-        leaving += self._keep(visits, states)
-        for visit, _ in visits:
-            self._has_passed(optimizer, visit.weight)
-
-    def _state_of(self, optimizer: Optimizer, visit: Visit, places: Places) -> dict[str, Any]:
-        """What an optimizer has of a visit. Parts of one weight all begin with the same count of steps."""
-        kept = optimizer.state.get(visit.weight, {})
-        return {key: places[key] if key in places else _own(each) for key, each in kept.items()}
-
-    def _keep(
-        self, visits: Sequence[tuple[Visit, Places]], states: Sequence[Mapping[str, Any]]
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Have what optimizers keep of visits told when all of a weight was updated; what of it goes home."""
-        new = {
-            (visit.weight, key): value
-            for (visit, _), state in zip(visits, states, strict=True)
-            for key, value in state.items()
-            if is_many(value) and key not in self._homes.get(visit.weight, {})
-        }
-        self._make_homes(new)
-        for (visit, _), state in zip(visits, states, strict=True):
-            entries = self._told.setdefault(visit.weight, {}) if state else {}
-            for key, value in state.items():
-                entries[key] = self._homes[visit.weight][key] if is_many(value) else value
-                if is_many(value):
-                    yield visit.of(entries[key]), value.contiguous()
-
-    def _make_homes(self, likes: Mapping[tuple[nn.Parameter, str], Tensor]) -> None:
-        """Memory for entries of weights' states, like these; of those that are cut, some rows may be given.
-
-        What comes whole lies behind each other. Behind rows there are others, and no padding.
-        """
-        together: dict[tuple[nn.Parameter, str], Tensor] = {}
-        for (weight, key), like in likes.items():
-            if self._num_visits[weight] == 1:
-                together[weight, key] = like
-            else:
-                self._homes.setdefault(weight, {})[key] = self._crossing.pinned(weight.shape, like.dtype)
-        if together:
-            memory = self._crossing.pinned((size_of(together.values()),), torch.uint8)
-            for (weight, key), home in zip(together, lay_out(memory, together.values()), strict=True):
-                self._homes.setdefault(weight, {})[key] = home
-
-    def _has_passed(self, optimizer: Optimizer, weight: nn.Parameter) -> None:
-        """A visit of a weight was updated. With the last of them, all of it was."""
-        self._left[weight] = self._left.get(weight, self._num_visits[weight]) - 1
-        if not self._left[weight]:
-            del self._left[weight]
-            self._residents[weight].end()
-            if weight in self._told:
-                optimizer.state[weight] = self._told.pop(weight)
-
-
-def _own(value: Any) -> Any:
-    """A count of steps, say, for a part of a weight: it is counted up there."""
-    return value.clone() if isinstance(value, Tensor) else value
+        set_rate(one.optimizer, one.rate)
+        found = step_on(one.optimizer, substitutes)
+        for state, (part, places) in zip(states, staged, strict=True):
+            state.residency.finish(part, places)
+            outgoing += state.residency.outgoing(part, places)
+        new = [
+            (state, key, value)
+            for state, entries in zip(states, found, strict=True)
+            for key, value in entries.items()
+            if is_many(value) and key not in state.host
+        ]
+        allocate(new, self._copies)
+        for state, (part, _), entries in zip(states, staged, found, strict=True):
+            outgoing += state.take(part, entries)
+        for state in states:
+            state.part_is_updated()

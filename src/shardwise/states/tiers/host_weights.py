@@ -15,7 +15,6 @@ gradient come with it.
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,18 +24,19 @@ from shardwise.dataflow.deferred_free import DeferredFree
 from shardwise.dataflow.streams import Event
 from shardwise.schedule.instruction import Instruction, Kind
 from shardwise.stages.stage import Stage, Wrappable
-from shardwise.states.tiers.copy_streams import Crossing
-from shardwise.states.tiers.swapped_storage import Guest
-from shardwise.states.unit_prefetch import Layers, named_in
+from shardwise.states.tiers.choose_offloaded import choose_fraction
+from shardwise.states.tiers.copy_streams import CopyStreams
+from shardwise.states.tiers.swapped_storage import HostStorage
+from shardwise.states.unit_prefetch import UnitPrefetch, named_in
 
 _HALVES_OF_BACKWARD = (Kind.I, Kind.W)
 
 
 class HostWeight:
-    """A parameter whose numbers, and those of its gradient, are on the host. It is a `Lodging`, and `Comes`."""
+    """A parameter whose numbers, and those of its gradient, are on the host. It is an `OffloadedWeight`."""
 
     gradient: Tensor
-    _guest: Guest
+    _storage: HostStorage
     #: It is divided on its way out.
     scale = 1.0
 
@@ -49,37 +49,37 @@ class HostWeight:
         self.sent: list[Event] = []
         self._holders: set[object] = set()
 
-    def move_in(self, crossing: Crossing) -> None:
+    def move_in(self, copies: CopyStreams) -> None:
         """Take the host's memory, and give back the device's."""
         # Memory of its own: that of the parameter may be somebody else's too.
         here = self.parameter.detach().clone()
         self.parameter.data = here
-        self._guest = Guest(here, crossing)
+        self._storage = HostStorage(here, copies)
         if self.parameter.requires_grad:
-            self.gradient = crossing.pinned(here.shape, here.dtype)
+            self.gradient = copies.pinned(here.shape, here.dtype)
 
     @property
-    def home(self) -> Tensor:
+    def host(self) -> Tensor:
         """The numbers, where they live."""
-        return self._guest.home
+        return self._storage.host
 
     @property
     def device_bytes(self) -> int:
         """What it takes on the device now."""
-        return self._guest.device_bytes
+        return self._storage.device.untyped_storage().nbytes()
 
     def fetch(self) -> None:
         """It needs nothing else to be here before it can come."""
 
     def start(self) -> None:
         """Have it come, if it is not here or on its way."""
-        self._guest.start()
+        self._storage.start()
 
     def hold(self, holder: object) -> None:
         """Have it here, for what is computed next, until `holder` lets go."""
         self._holders.add(holder)
         self.start()
-        self._guest.follow()
+        self._storage.follow()
 
     def let_go(self, holder: object) -> None:
         """This holder needs it no longer."""
@@ -90,18 +90,18 @@ class HostWeight:
     def leave(self) -> None:
         """Nobody needs it."""
         self._holders.clear()
-        self._guest.leave()
+        self._storage.leave()
 
-    def is_renewed(self, marks: Sequence[Event]) -> None:
-        """The numbers at home are new once these marks are reached; what is here is old."""
+    def is_renewed(self, events: Sequence[Event]) -> None:
+        """The numbers at home are new once these events are reached; what is here is old."""
         self._holders.clear()
-        self._guest.is_renewed(marks)
+        self._storage.is_renewed(events)
 
     def wait(self) -> None:
         """Have what is at home be the newest."""
-        self._guest.wait()
-        for mark in self.sent:
-            mark.wait()
+        self._storage.wait()
+        for event in self.sent:
+            event.wait()
 
 
 class HostWeights:
@@ -119,14 +119,14 @@ class HostWeights:
         *,
         apart: Collection[str] = (),
     ) -> None:
-        self._layers = {number: Layers(stage) for number, stage in stages.items() if isinstance(stage, Wrappable)}
+        self._layers = {number: UnitPrefetch(stage) for number, stage in stages.items() if isinstance(stage, Wrappable)}
         stays = named_in(module, {*apart, *(name for each in self._layers.values() for name in each.in_glue)})
         units = {
             unit: [each for each in module.get_submodule(unit).parameters() if each not in stays and _can_go(each)]
             for layers in self._layers.values()
             for unit in layers.units
         }
-        self.weights = {each: HostWeight(each) for each in choose_weights(units, fraction)}
+        self.weights = {each: HostWeight(each) for each in choose_fraction(units, fraction)}
         for layers in self._layers.values():
             own = {unit: [self.weights[each] for each in units[unit] if each in self.weights] for unit in layers.units}
             layers.attach(own)
@@ -146,28 +146,28 @@ class HostWeights:
     @property
     def away_bytes(self) -> int:
         """What of these weights is not on the device now."""
-        return sum(each.home.nbytes - each.device_bytes for each in self.weights.values())
+        return sum(each.host.nbytes - each.device_bytes for each in self.weights.values())
 
     @property
     def homes(self) -> dict[nn.Parameter, Tensor]:
         """Where the numbers of each parameter are, the newest."""
         self.wait()
-        return {parameter: each.home for parameter, each in self.weights.items()}
+        return {parameter: each.host for parameter, each in self.weights.items()}
 
     @property
     def gradients(self) -> dict[nn.Parameter, Tensor]:
         """The gradients of this step that are on the host, all of them there."""
         found = {parameter: each for parameter, each in self.weights.items() if each.has_gradient}
         for each in found.values():
-            for mark in each.sent:
-                mark.wait()
+            for event in each.sent:
+                event.wait()
         return {parameter: each.gradient for parameter, each in found.items()}
 
-    def move_in(self, crossing: Crossing) -> None:
+    def move_in(self, copies: CopyStreams) -> None:
         """Take the host's memory."""
-        self._crossing = crossing
+        self._copies = copies
         for each in self.weights.values():
-            each.move_in(crossing)
+            each.move_in(copies)
 
     @property
     def norms(self) -> dict[nn.Parameter, Tensor]:
@@ -207,19 +207,19 @@ class HostWeights:
         assert parameter.grad is not None, "it has arrived"
         gradient = parameter.grad.contiguous()
         memory: tuple[Tensor, ...] = (gradient,)
-        marks: list[Event] = []
+        events: list[Event] = []
         parameter.grad = None
         weight.leave()
         if weight.has_gradient:
             total = torch.empty_like(gradient)
-            arrives = self._crossing.inward(total, weight.gradient, [*weight.sent, *self._crossing.computed()])
-            marks = self._crossing.beside(partial(_finish, weight, total, gradient, divisor, measures), [arrives])
+            arrives = self._copies.to_device(total, weight.gradient, [*weight.sent, *self._copies.computed()])
+            events = self._copies.run_beside(partial(_finish, weight, total, gradient, divisor, measures), [arrives])
             memory = (total, gradient)
         else:
             _finish(weight, gradient, None, divisor, measures)
-        mark = self._crossing.outward(weight.gradient, memory[0], [*weight.sent, *marks])
-        weight.has_gradient, weight.sent = True, [mark]
-        self._leaving.hold(mark, *memory)
+        event = self._copies.to_host(weight.gradient, memory[0], [*weight.sent, *events])
+        weight.has_gradient, weight.sent = True, [event]
+        self._leaving.hold(event, *memory)
         self._leaving.sweep()
 
     def wait(self) -> None:
@@ -248,26 +248,3 @@ def _finish(weight: HostWeight, total: Tensor, more: Tensor | None, divisor: flo
     if divisor is not None:
         total.div_(divisor)
         weight.norm = nn.utils.get_total_norm([total]) if measures else None
-
-
-class _Sized(Protocol):
-    """A weight, or several that go together."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-
-_Weight = TypeVar("_Weight", bound=_Sized)
-
-
-def choose_weights(units: Mapping[str, Sequence[_Weight]], fraction: float) -> list[_Weight]:
-    """The weights that live on the host: of so many units, spread evenly, as have at least this part of all bytes."""
-    names = list(units)
-    most = fraction * sum(each.nbytes for each in {each for own in units.values() for each in own})
-    for count in range(len(names) + 1):
-        so_far = [number * count // len(names) for number in range(len(names) + 1)]
-        chosen = [name for number, name in enumerate(names) if so_far[number + 1] > so_far[number]]
-        found = list(dict.fromkeys(each for name in chosen for each in units[name]))
-        if sum(each.nbytes for each in found) >= most:
-            return found
-    return []

@@ -120,9 +120,9 @@ class Early:
     @torch.no_grad()
     def _arrived(self, stage: int, name: str, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter), "a hook of a parameter"
-        is_lodged = self._weights is not None and parameter in self._weights.weights
+        is_offloaded = self._weights is not None and parameter in self._weights.weights
         if stage != self._closing:
-            if self._weights is not None and is_lodged:
+            if self._weights is not None and is_offloaded:
                 self._weights.send(parameter)
             return
         if parameter in self.divided or parameter in self._final:
@@ -131,7 +131,7 @@ class Early:
                 remedy="torch.utils.checkpoint with use_reentrant=False, or no offload",
             )
         self._look()
-        if self._weights is not None and is_lodged:
+        if self._weights is not None and is_offloaded:
             self._weights.send(parameter, self._count, measures=self._waits)
             if self._count is not None:
                 self._update([parameter])

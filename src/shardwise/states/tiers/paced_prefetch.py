@@ -1,14 +1,14 @@
-"""Visits by one copy after the other.
+"""Optimizer-state prefetch by one copy after the other.
 
 A GPU that has more copies of one stream to do does them first: with the next one always told, a `loss.item()`, which is
 a copy too, waits for all of them, and a step of a Llama-3B took 1.08 s in place of 0.98 s (H200). So two threads, one
 for each way, tell the device of a copy when the one before it is done.
 
-That has another side. Which round comes next is decided when the link is free, not when it was asked for. Of those
+That has another side. Which chunk comes next is decided when the link is free, not when it was asked for. Of those
 whose gradients are there, the one comes first that the next forward uses first. So at the end of a backward, of which
 the link is behind, the first layers come before those that still wait, and the forward goes on while these come.
 
-Updates are put by these threads too: whoever owns the rounds must not mind.
+Updates are put by these threads too: whoever owns the chunks must not mind.
 """
 
 import threading
@@ -18,22 +18,22 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 
 from shardwise.dataflow.streams import Event
-from shardwise.states.tiers.copy_streams import Crossing
-from shardwise.states.tiers.staging import Slots, in_runs
-from shardwise.states.tiers.state_prefetch import Owner, R, Visits, Written
+from shardwise.states.tiers.copy_streams import CopyStreams
+from shardwise.states.tiers.packing import coalesce
+from shardwise.states.tiers.staging import StagingBuffers
+from shardwise.states.tiers.state_prefetch import Item, Owner, R, State, StatePrefetch, Written
 
-#: How often a thread looks whether a copy is done. A round takes some 10 ms.
+#: How often a thread looks whether a copy is done. A chunk takes some 10 ms.
 _LOOK_SECONDS = 1e-4
 
 
-class PacedVisits(Visits[R]):
-    """Visits whose copies are told by threads of their own. What goes wrong there is `error`."""
+class PacedStatePrefetch(StatePrefetch[R]):
+    """A prefetch whose copies are told by threads of their own. What goes wrong there is `error`."""
 
-    def __init__(self, owner: Owner[R], rounds: Iterable[R], slots: Slots, crossing: Crossing) -> None:
-        super().__init__(owner, rounds, slots, crossing)
-        #: Rounds that are updated and go home, and those of them that are not told to yet.
-        self._away: set[R] = set()
-        self._leaving: deque[tuple[R, int, Written]] = deque()
+    def __init__(self, owner: Owner[R], chunks: Iterable[R], buffers: StagingBuffers, copies: CopyStreams) -> None:
+        super().__init__(owner, chunks, buffers, copies)
+        #: Those that are LEAVING and not told to yet.
+        self._leaving: deque[tuple[Item[R], Written]] = deque()
         self._is_closed = False
         self._threads = [
             threading.Thread(target=self._guarded, args=(work,), name=f"shardwise-{way}", daemon=True)
@@ -44,7 +44,7 @@ class PacedVisits(Visits[R]):
 
     def wait(self) -> None:
         with self.lock:
-            self.lock.wait_for(lambda: self._is_over() or not (self._asked or self._away))
+            self.lock.wait_for(lambda: self._is_over() or not (self._asked or self._are_leaving()))
         super().wait()
 
     def close(self) -> None:
@@ -57,43 +57,36 @@ class PacedVisits(Visits[R]):
         super().close()
 
     def _advance(self) -> None:
-        for one in [each for each in self._asked if each in self._here]:
-            self._put_guarded(one)
+        for item in [each for each in self._asked if each.state is State.STAGED]:
+            self._update_guarded(item)
         self.lock.notify_all()
 
-    def _settle(self, rounds: Iterable[R]) -> None:
-        for one in rounds:
-            self.lock.wait_for(lambda one=one: self._is_over() or one not in self._asked)  # type: ignore[misc]
+    def _settle(self, items: Iterable[Item[R]]) -> None:
+        for item in items:
+            self.lock.wait_for(lambda item=item: self._is_over() or item not in self._asked)  # type: ignore[misc]
 
-    def _choose(self, wanted: Sequence[R]) -> R:
+    def _choose(self, wanted: Sequence[Item[R]]) -> Item[R]:
         # What was asked for first is computed first: to ask of each whether it is would take the link's time.
-        ready = list(takewhile(self._is_computed, wanted))
-        return min(ready, key=self._number.__getitem__) if ready else wanted[0]
+        ready = list(takewhile(_is_computed, wanted))
+        return min(ready, key=lambda item: item.index) if ready else wanted[0]
 
-    def _is_computed(self, one: R) -> bool:
-        marks = self._asked[one]
-        if marks and all(mark.is_done() for mark in marks):
-            self._asked[one] = marks = []
-        return not marks
-
-    def _send(self, one: R, slot: int, written: Written) -> None:
-        if self._apart_of(slot, written):
-            super()._send(one, slot, written)  # Else all of a first step's could wait beside the slots.
+    def _send(self, item: Item[R], written: Written) -> None:
+        if self._own_memory_of(item, written):
+            super()._send(item, written)  # Else all of a first step's could wait beside the buffers.
             return
-        self._away.add(one)
-        self._leaving.append((one, slot, written))
+        self._leaving.append((item, written))
         self.lock.notify_all()
 
-    def _is_home(self, one: R) -> bool:
-        return one not in self._away
+    def _are_leaving(self) -> bool:
+        return any(item.state is State.LEAVING for item in self._items.values())
 
     def _is_over(self) -> bool:
         return self._is_closed or self.error is not None
 
-    def _put_guarded(self, one: R) -> None:
+    def _update_guarded(self, item: Item[R]) -> None:
         """Put an update, whose error is told by whoever asks for it."""
         try:
-            self._put_update(one)
+            self._update(item)
         except Exception as error:
             self._note(error)
         self.lock.notify_all()
@@ -114,16 +107,17 @@ class PacedVisits(Visits[R]):
     def _come(self) -> None:
         while True:
             with self.lock:
-                while not self._is_over() and (one := self._next()) is None:
+                while not self._is_over() and (item := self._next()) is None:
                     self.lock.wait()
                 if self._is_over():
                     return
-                assert one is not None, "the loop has found one"
-                self._bring(one)
-                arrives = self._here[one].arrives
-                if one in self._asked:
-                    self._put_guarded(one)
+                assert item is not None, "the loop has found one"
+                self._bring(item)
+                arrives = item.arrives
+                if item.gradients is not None:
+                    self._update_guarded(item)
             self._reach(arrives)
+            del item  # While there is nothing to do, no name may keep memory of the device.
 
     def _go(self) -> None:
         while True:
@@ -133,19 +127,25 @@ class PacedVisits(Visits[R]):
                     return
                 leaving = self._leaving.popleft()
             self._send_home(*leaving)
-            del leaving  # While there is nothing to do, no name may keep memory of the device.
+            del leaving
 
-    def _send_home(self, one: R, slot: int, written: Written) -> None:
-        self._reach(written.marks)
-        back = [self._crossing.homeward(home, here) for home, here in in_runs(written.leaving)][-1:]
+    def _send_home(self, item: Item[R], written: Written) -> None:
+        self._reach(written.events)
+        back = [self._copies.to_host_after(host, here) for host, here in coalesce(written.outgoing)][-1:]
         self._reach(back)
         with self.lock:
-            self._away.discard(one)
-            self._slots.give_back(slot, ())
-            self._owner.is_sent(one, back)
+            self._at_host(item, gone=())
+            self._owner.is_sent(item.chunk, back)
             self.lock.notify_all()
 
-    def _reach(self, marks: Iterable[Event]) -> None:
-        """Wait for marks, but not for one that an error keeps from being reached."""
-        while not all(mark.is_done() for mark in marks) and self.error is None:
+    def _reach(self, events: Iterable[Event]) -> None:
+        """Wait for events, but not for one that an error keeps from being reached."""
+        while not all(event.is_done() for event in events) and self.error is None:
             time.sleep(_LOOK_SECONDS)
+
+
+def _is_computed(item: Item[R]) -> bool:
+    """Whether the gradients of one that was asked for are there."""
+    if item.gradients and all(event.is_done() for event in item.gradients):
+        item.gradients = []
+    return not item.gradients

@@ -1,4 +1,4 @@
-"""An optimizer that steps on some of what it has, or on visitors in place of it."""
+"""An optimizer that steps on some of what it has, or on stand-ins in place of it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,21 +12,21 @@ class Substitute(NamedTuple):
     """What an optimizer steps on in place of a weight, or of some rows of it; and its state, if it has one yet."""
 
     weight: nn.Parameter
-    visitor: nn.Parameter
+    stand_in: nn.Parameter
     state: Mapping[str, Any]
 
 
 def step_on(optimizer: Optimizer, substitutes: Sequence[Substitute]) -> list[dict[str, Any]]:
     """Step on substitutes, each as its weight would be, and return their states."""
-    visitors: dict[nn.Parameter, list[nn.Parameter]] = {}
-    for weight, visitor, state in substitutes:
-        visitors.setdefault(weight, []).append(visitor)
+    stand_ins: dict[nn.Parameter, list[nn.Parameter]] = {}
+    for weight, stand_in, state in substitutes:
+        stand_ins.setdefault(weight, []).append(stand_in)
         if state:
-            optimizer.state[visitor] = dict(state)
-    groups = [[one for each in group["params"] for one in visitors.get(each, ())] for group in optimizer.param_groups]
+            optimizer.state[stand_in] = dict(state)
+    groups = [[one for each in group["params"] for one in stand_ins.get(each, ())] for group in optimizer.param_groups]
     with only(optimizer, groups):
         optimizer.step()
-    return [optimizer.state.pop(each.visitor, {}) for each in substitutes]
+    return [optimizer.state.pop(each.stand_in, {}) for each in substitutes]
 
 
 @contextmanager

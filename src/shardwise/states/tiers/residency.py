@@ -1,8 +1,12 @@
-"""What comes to be updated beside an optimizer's state: nothing, or the weight and its gradient, or the weight alone.
+"""Where a weight lives, and so what comes to be updated beside its optimizer state.
 
-Resident    a weight on the device, with its gradient there
-Lodger      one that lives on the host with its gradient: both come, and it goes home again
-Master      one of full precision on the host, of a parameter on the device that is computed with
+    residency          the weight     its gradient    comes with the state      goes home with it
+    Residency          device         device          nothing                   nothing
+    HandedGradient     device         handed over     nothing                   nothing
+    MasterWeight       host, fp32     handed over     the master weight         the master weight
+    HostResidency      host           host            weight, then gradient     the weight
+
+A `MasterWeight` is of a parameter on the device that is computed with, in less than full precision.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,16 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.dataflow.streams import Event
-from shardwise.states.tiers.copy_streams import Crossing
+from shardwise.states.tiers.copy_streams import CopyStreams
 
 #: What comes beside an optimizer's own entries. No optimizer calls an entry so.
 WEIGHT, GRADIENT = "(weight)", "(gradient)"
 
-#: What is in a slot of one visit, under the optimizer's names and these.
+#: What is in a staging buffer of one weight, under the optimizer's names and these.
 Places = Mapping[str, Tensor]
 
 
-class Visit(NamedTuple):
+class WeightSlice(NamedTuple):
     """Some rows of a weight, or (None) all of it."""
 
     weight: nn.Parameter
@@ -32,16 +36,16 @@ class Visit(NamedTuple):
         return tensor if self.rows is None else tensor[self.rows]
 
 
-class Lodging(Protocol):
+class OffloadedWeight(Protocol):
     """A weight that lives on the host."""
 
     #: Its numbers, and those of its gradient, in the weight's shape.
     @property
-    def home(self) -> Tensor: ...
+    def host(self) -> Tensor: ...
     @property
     def gradient(self) -> Tensor: ...
 
-    #: Whether this step has a gradient, marks after which it is there, and what it is multiplied with.
+    #: Whether this step has a gradient, events after which it is there, and what it is multiplied with.
     @property
     def has_gradient(self) -> bool: ...
     @property
@@ -49,16 +53,16 @@ class Lodging(Protocol):
     @property
     def scale(self) -> float: ...
 
-    def is_renewed(self, marks: Sequence[Event]) -> None:
-        """The numbers at home are new once these marks are reached."""
+    def is_renewed(self, events: Sequence[Event]) -> None:
+        """The numbers on the host are new once these events are reached."""
         ...
 
 
-class Resident:
+class Residency:
     """A weight on the device. What others do, it does not need."""
 
     #: Whether an update writes what is computed with.
-    is_here = True
+    is_on_device = True
 
     def __init__(self, weight: nn.Parameter) -> None:
         self.weight = weight
@@ -73,78 +77,78 @@ class Resident:
         """Whether it is updated in this step."""
         return self.gradient is not None
 
-    def homes(self, visit: Visit) -> dict[str, Tensor]:  # noqa: ARG002 - it is here
+    def incoming(self, part: WeightSlice) -> dict[str, Tensor]:  # noqa: ARG002 - it is here
         """What comes with the state, from where it lives."""
         return {}
 
-    def room(self, visit: Visit) -> dict[str, Tensor]:  # noqa: ARG002 - it is here
+    def reserved(self, part: WeightSlice) -> dict[str, Tensor]:  # noqa: ARG002 - it is here
         """What comes later."""
         return {}
 
-    def bring(self, visit: Visit, places: Places) -> list[Event]:  # noqa: ARG002 - it is here
-        """Have come what was not there before; marks after which it is here."""
+    def bring(self, part: WeightSlice, places: Places) -> list[Event]:  # noqa: ARG002 - it is here
+        """Have come what was not there before; events after which it is here."""
         return []
 
-    def visitor(self, visit: Visit, places: Places) -> nn.Parameter:  # noqa: ARG002 - it is here
+    def stand_in(self, part: WeightSlice, places: Places) -> nn.Parameter:  # noqa: ARG002 - it is here
         """What the optimizer sees of it, with its gradient. This runs where updates do."""
         gradient = self.gradient
         assert gradient is not None, "without a gradient nothing is updated"
-        found = nn.Parameter(visit.of(self.weight.detach()))
-        found.grad = visit.of(gradient)
+        found = nn.Parameter(part.of(self.weight.detach()))
+        found.grad = part.of(gradient)
         _use_here(gradient)
         return found
 
-    def finish(self, visit: Visit, places: Places) -> None:
-        """This visit was updated, and this runs where that was."""
+    def finish(self, part: WeightSlice, places: Places) -> None:
+        """This part was updated, and this runs where that was."""
 
     def end(self) -> None:
         """All of it was updated in this step, or will be by what was put."""
 
-    def leaving(self, visit: Visit, places: Places) -> list[tuple[Tensor, Tensor]]:  # noqa: ARG002 - it stays
+    def outgoing(self, part: WeightSlice, places: Places) -> list[tuple[Tensor, Tensor]]:  # noqa: ARG002 - it stays
         """What goes home beside the state: where it lives, and where it is."""
         return []
 
-    def is_sent(self, marks: Sequence[Event]) -> None:
-        """What goes home is there once these marks are reached."""
+    def is_sent(self, events: Sequence[Event]) -> None:
+        """What goes home is there once these events are reached."""
 
 
-class Lodger(Resident):
+class HostResidency(Residency):
     """A weight that lives on the host with its gradient."""
 
-    is_here = False
+    is_on_device = False
 
-    def __init__(self, weight: nn.Parameter, lodging: Lodging, crossing: Crossing) -> None:
+    def __init__(self, weight: nn.Parameter, offloaded: OffloadedWeight, copies: CopyStreams) -> None:
         super().__init__(weight)
-        self._lodging, self._crossing = lodging, crossing
+        self._offloaded, self._copies = offloaded, copies
 
     @property
     def has_gradient(self) -> bool:
-        return self._lodging.has_gradient
+        return self._offloaded.has_gradient
 
-    def homes(self, visit: Visit) -> dict[str, Tensor]:
-        return {WEIGHT: visit.of(self._lodging.home)}
+    def incoming(self, part: WeightSlice) -> dict[str, Tensor]:
+        return {WEIGHT: part.of(self._offloaded.host)}
 
-    def room(self, visit: Visit) -> dict[str, Tensor]:
-        return {GRADIENT: visit.of(self._lodging.gradient)}
+    def reserved(self, part: WeightSlice) -> dict[str, Tensor]:
+        return {GRADIENT: part.of(self._offloaded.gradient)}
 
-    def bring(self, visit: Visit, places: Places) -> list[Event]:
-        return [self._crossing.inward(places[GRADIENT], visit.of(self._lodging.gradient), self._lodging.sent)]
+    def bring(self, part: WeightSlice, places: Places) -> list[Event]:
+        return [self._copies.to_device(places[GRADIENT], part.of(self._offloaded.gradient), self._offloaded.sent)]
 
-    def visitor(self, visit: Visit, places: Places) -> nn.Parameter:  # noqa: ARG002 - all of it is in the slot
+    def stand_in(self, part: WeightSlice, places: Places) -> nn.Parameter:  # noqa: ARG002 - all of it is staged
         found = nn.Parameter(places[WEIGHT])
-        scale = self._lodging.scale
+        scale = self._offloaded.scale
         gradient = places[GRADIENT] if scale == 1.0 else places[GRADIENT].mul_(scale)
         found.grad = gradient.to(found.dtype)
         return found
 
-    def leaving(self, visit: Visit, places: Places) -> list[tuple[Tensor, Tensor]]:
-        return [(visit.of(self._lodging.home), places[WEIGHT])]
+    def outgoing(self, part: WeightSlice, places: Places) -> list[tuple[Tensor, Tensor]]:
+        return [(part.of(self._offloaded.host), places[WEIGHT])]
 
-    def is_sent(self, marks: Sequence[Event]) -> None:
-        self._lodging.is_renewed(marks)
+    def is_sent(self, events: Sequence[Event]) -> None:
+        self._offloaded.is_renewed(events)
 
 
-class Handed(Resident):
+class HandedGradient(Residency):
     """A weight on the device whose gradient is handed over, to be multiplied with something."""
 
     def __init__(self, weight: nn.Parameter, parameter: nn.Parameter) -> None:
@@ -161,10 +165,10 @@ class Handed(Resident):
     def gradient(self) -> Tensor | None:
         return self._gradient
 
-    def visitor(self, visit: Visit, places: Places) -> nn.Parameter:
+    def stand_in(self, part: WeightSlice, places: Places) -> nn.Parameter:
         assert self._gradient is not None, "without a gradient nothing is updated"
-        found = nn.Parameter(self._numbers(visit, places))
-        gradient = visit.of(self._gradient).to(found.dtype)
+        found = nn.Parameter(self._numbers(part, places))
+        gradient = part.of(self._gradient).to(found.dtype)
         found.grad = gradient if self._scale is None else gradient.mul(self._scale)
         _use_here(self._gradient)
         return found
@@ -172,24 +176,24 @@ class Handed(Resident):
     def end(self) -> None:
         self._gradient = None
 
-    def _numbers(self, visit: Visit, places: Places) -> Tensor:  # noqa: ARG002 - they are here
-        return visit.of(self.weight.data)
+    def _numbers(self, part: WeightSlice, places: Places) -> Tensor:  # noqa: ARG002 - they are here
+        return part.of(self.weight.data)
 
 
-class Master(Handed):
+class MasterWeight(HandedGradient):
     """A weight of full precision on the host, of a parameter on the device."""
 
-    def homes(self, visit: Visit) -> dict[str, Tensor]:
-        return {WEIGHT: visit.of(self.weight.data)}
+    def incoming(self, part: WeightSlice) -> dict[str, Tensor]:
+        return {WEIGHT: part.of(self.weight.data)}
 
-    def finish(self, visit: Visit, places: Places) -> None:
+    def finish(self, part: WeightSlice, places: Places) -> None:
         # What autograd has saved of the parameter has been used: it need not know of this.
-        visit.of(self.parameter.data).copy_(places[WEIGHT])
+        part.of(self.parameter.data).copy_(places[WEIGHT])
 
-    def leaving(self, visit: Visit, places: Places) -> list[tuple[Tensor, Tensor]]:
-        return [(visit.of(self.weight.data), places[WEIGHT])]
+    def outgoing(self, part: WeightSlice, places: Places) -> list[tuple[Tensor, Tensor]]:
+        return [(part.of(self.weight.data), places[WEIGHT])]
 
-    def _numbers(self, visit: Visit, places: Places) -> Tensor:  # noqa: ARG002 - they are in the slot
+    def _numbers(self, part: WeightSlice, places: Places) -> Tensor:  # noqa: ARG002 - they are staged
         return places[WEIGHT]
 
 

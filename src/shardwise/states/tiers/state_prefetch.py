@@ -1,20 +1,30 @@
-"""What lives on the host visits the device to be updated there: the one mover of rounds.
+"""Optimizer-state prefetch: chunks of what lives on the host come to the device, are updated there, and go home.
 
     compute   forward | backward, gradients of 3, 2, 1, 0 | forward of 0, 1, 2, 3
-    in        s3 s2        s1  s0                              ahead of its turn, as far as there are slots
+    in        s3 s2        s1  s0                              ahead of its turn, as far as there are staging buffers
     update                 3   2   1   0                       when somebody asks for it and it is here
     out                        s3  s2  s1  s0                  while others come
 
-A round is what comes into one slot, is updated at once and goes home. Those that are expected come ahead, in the order
-in which they were asked for in the last step. One that is asked for comes before all that are expected, and if no slot
-is left, the one that is expected last makes room for it. A link carries both ways at once.
+A chunk is what comes into one staging buffer, is updated at once and goes home. Where it is:
 
-`Visits` tells the device of everything as soon as it is asked: what has to wait does so there. `paced_prefetch.py`
-tells it of one copy after the other.
+    state      its numbers are                            left by
+    HOST       on the host, once `newest` is reached      bring: STAGED
+    STAGED     in a staging buffer, once `arrives` is     update: LEAVING, or HOST if nothing was written; drop: HOST
+    LEAVING    written, and still to be told to go home   send: HOST
+
+Beside that a chunk may be expected (the last step asked for it), and asked for (its gradients are final, or will be
+once `gradients` is reached). Those that are expected come ahead, in the order in which they were asked for in the last
+step. One that is asked for comes before all that are expected, and if no buffer is left, the one that is expected last
+makes room for it. A link carries both ways at once.
+
+`StatePrefetch` tells the device of everything as soon as it is asked: what has to wait does so there, and nothing is
+LEAVING for long. `paced_prefetch.py` tells it of one copy after the other.
 """
 
 import threading
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
@@ -22,207 +32,241 @@ from torch import Tensor
 from shardwise.cost.memory import DEFERRED_FREE_BYTES
 from shardwise.dataflow.deferred_free import DeferredFree
 from shardwise.dataflow.streams import Event
-from shardwise.states.tiers.copy_streams import Crossing
-from shardwise.states.tiers.staging import Slots, in_runs
+from shardwise.states.tiers.copy_streams import CopyStreams
+from shardwise.states.tiers.packing import coalesce
+from shardwise.states.tiers.staging import StagingBuffers
 
 R = TypeVar("R", bound=Hashable)
 _OfOwner = TypeVar("_OfOwner", contravariant=True)
 
 
-class Homes(NamedTuple):
-    """What comes to a slot, from where it lives; and what else there has to be room for, in tensors like these."""
+class Incoming(NamedTuple):
+    """What comes to a staging buffer, from where it lives; and what else there has to be room for, like these."""
 
-    coming: list[Tensor]
-    room: list[Tensor]
+    host: list[Tensor]
+    reserved: list[Tensor]
 
 
 class Written(NamedTuple):
     """Marks behind an update, and what it has written: where it lives, and where it is."""
 
-    marks: list[Event]
-    leaving: list[tuple[Tensor, Tensor]]
+    events: list[Event]
+    outgoing: list[tuple[Tensor, Tensor]]
 
 
 class Owner(Protocol[_OfOwner]):
-    """Whose rounds they are."""
+    """Whose chunks they are."""
 
-    def homes_of(self, one: _OfOwner) -> Homes:
-        """What comes with a round now."""
+    def incoming(self, one: _OfOwner) -> Incoming:
+        """What comes with a chunk now."""
         ...
 
     def update(self, one: _OfOwner, here: list[Tensor], after: list[Event]) -> Written:
-        """Put the update of a round, which is here once some marks are reached."""
+        """Put the update of a chunk, which is here once some events are reached."""
         ...
 
-    def is_sent(self, one: _OfOwner, marks: list[Event]) -> None:
-        """What was updated of a round is at home once these marks are reached."""
+    def is_sent(self, one: _OfOwner, events: list[Event]) -> None:
+        """What was updated of a chunk is at home once these events are reached."""
         ...
 
 
-class Here(NamedTuple):
-    """A round that is in a slot, or on its way there."""
+class State(Enum):
+    """Where a chunk is: the table above."""
 
-    slot: int
-    places: list[Tensor]
-    arrives: list[Event]
+    HOST = "host"
+    STAGED = "staged"
+    LEAVING = "leaving"
 
 
-class Visits(Generic[R]):
-    """Rounds of one owner, given in the order in which a forward uses what they update."""
+@dataclass(eq=False, slots=True)
+class Item(Generic[R]):
+    """A chunk of the owner's. `index` is its place in the order of a forward."""
+
+    chunk: R
+    index: int
+    state: State = State.HOST
+    #: HOST: events after which the host has the newest numbers.
+    newest: list[Event] = field(default_factory=list)
+    #: STAGED or LEAVING: the buffer, the tensors in it, and events after which they have come.
+    buffer: int = -1
+    places: list[Tensor] = field(default_factory=list)
+    arrives: list[Event] = field(default_factory=list)
+    #: Asked for and not updated: events behind all that was computed when it was. None if nobody asks.
+    gradients: list[Event] | None = None
+
+
+class StatePrefetch(Generic[R]):
+    """Chunks of one owner, given in the order in which a forward uses what they update."""
 
     #: What went wrong beside the caller.
     error: Exception | None = None
 
-    def __init__(self, owner: Owner[R], rounds: Iterable[R], slots: Slots, crossing: Crossing) -> None:
-        self._owner, self._slots, self._crossing = owner, slots, crossing
+    def __init__(self, owner: Owner[R], chunks: Iterable[R], buffers: StagingBuffers, copies: CopyStreams) -> None:
+        self._owner, self._buffers, self._copies = owner, buffers, copies
         self.lock = threading.Condition()
-        self._number = {one: number for number, one in enumerate(rounds)}
+        self._items = {one: Item(one, index) for index, one in enumerate(chunks)}
         #: The order in which a step is expected to ask. A backward goes the other way.
-        self._order = list(reversed(self._number))
+        self._order = list(reversed(self._items.values()))
         self.is_open = False
-        #: Those that this step is expected to ask for and that have not come, and those it has asked for, in order.
-        self._coming: dict[R, None] = {}
-        self.given: dict[R, None] = {}
-        #: Those that were asked for and are not updated, and marks behind all that came before; those that are here.
-        self._asked: dict[R, list[Event]] = {}
-        self._here: dict[R, Here] = {}
-        #: When those that were updated are at home.
-        self._back: dict[R, list[Event]] = {}
-        self._apart = DeferredFree(DEFERRED_FREE_BYTES)
+        #: In order: those this step is expected to ask for and that have not come, those it has asked for, those of
+        #: them that are not updated, and those that are STAGED.
+        self._expected: dict[Item[R], None] = {}
+        self._given: dict[Item[R], None] = {}
+        self._asked: dict[Item[R], None] = {}
+        self._staged: dict[Item[R], None] = {}
+        #: Memory that an optimizer has taken by itself, and that goes home.
+        self._own_memory = DeferredFree(DEFERRED_FREE_BYTES)
+
+    def state_of(self, one: R) -> State:
+        """Where a chunk is."""
+        return self._items[one].state
+
+    def was_asked(self, one: R) -> bool:
+        """Whether this step has asked for a chunk."""
+        return self._items[one] in self._given
 
     def begin(self) -> None:
-        """A step begins: the first rounds come."""
+        """A step begins: the first chunks come."""
         with self.lock:
             if not self.is_open:
                 self.is_open = True
-                self._coming = {one: None for one in self._order if one not in self.given}
+                self._expected = {item: None for item in self._order if item not in self._given}
             self._advance()
 
-    def ask(self, rounds: Iterable[R]) -> None:
+    def ask(self, chunks: Iterable[R]) -> None:
         """Update these as soon as they are here, and after all that is computed by now."""
         with self.lock:
-            used = self._crossing.computed()
-            for one in rounds:
-                if one not in self.given:
-                    self._settle([one])
-                    self._asked[one] = used
-                    self.given[one] = None
-                    self._coming.pop(one, None)
+            computed = self._copies.computed()
+            for item in [self._items[one] for one in chunks]:
+                if item not in self._given:
+                    self._settle([item])
+                    item.gradients = computed
+                    self._asked[item] = self._given[item] = None
+                    self._expected.pop(item, None)
             self._advance()
 
     def end(self) -> None:
         """A step has asked for all that it will. The next one is expected to ask in the same order."""
         with self.lock:
-            self._order = [*self.given, *(one for one in self._order if one not in self.given)]
-            self.given.clear()
-            self.is_open = False
-            self._drop()
+            self._order = [*self._given, *(item for item in self._order if item not in self._given)]
+            self._given.clear()
+            self._close_step()
 
-    def settle(self, rounds: Iterable[R]) -> None:
+    def settle(self, chunks: Iterable[R]) -> None:
         """Have the updates put of those that were asked for."""
         with self.lock:
-            self._settle(rounds)
+            self._settle([self._items[one] for one in chunks])
 
     def forget(self) -> None:
-        """What is here, or on its way, is old. Nothing is under way but that."""
+        """What is staged, or on its way, is old. Nothing is under way but that."""
         with self.lock:
-            self.is_open = False
-            self._drop()
+            self._close_step()
 
     def wait(self) -> None:
         """Wait until all that was updated is at home."""
-        for mark in [mark for marks in self._back.values() for mark in marks]:
-            mark.wait()
-        self._apart.wait()
+        for event in [event for item in self._items.values() for event in item.newest]:
+            event.wait()
+        self._own_memory.wait()
 
     def close(self) -> None:
-        """Let go of the slots."""
+        """Let go of the staging buffers."""
         self.wait()
-        for here in self._here.values():
-            for mark in here.arrives:
-                mark.wait()
-        self._here.clear()
-        self._slots.clear()
+        for item in list(self._staged):
+            for event in item.arrives:
+                event.wait()
+            self._drop(item)
+        self._buffers.clear()
 
     # What `paced_prefetch.py` does otherwise.
 
     def _advance(self) -> None:
         """Update what is here and was asked for, and have others come, until there is nothing left to be told."""
-        for one in [each for each in self._asked if each in self._here]:
-            self._put_update(one)
+        for item in [each for each in self._asked if each.state is State.STAGED]:
+            self._update(item)
         while (following := self._next()) is not None:
             self._bring(following)
-            if following in self._asked:
-                self._put_update(following)
+            if following.gradients is not None:
+                self._update(following)
 
-    def _settle(self, rounds: Iterable[R]) -> None:
+    def _settle(self, items: Iterable[Item[R]]) -> None:
         """Nothing that was asked for is put later."""
 
-    def _choose(self, wanted: Sequence[R]) -> R:
+    def _choose(self, wanted: Sequence[Item[R]]) -> Item[R]:
         """Of several that were asked for, the one that comes first."""
         return wanted[0]
 
-    def _send(self, one: R, slot: int, written: Written) -> None:
-        """Have go home what was written."""
-        back = [self._crossing.homeward(home, here, written.marks) for home, here in in_runs(written.leaving)][-1:]
-        apart = self._apart_of(slot, written)
-        if apart:
-            self._apart.hold(back[0], *apart)
-            self._apart.sweep()
-        self._back[one] = back or written.marks
-        self._slots.give_back(slot, self._back[one])
-        self._owner.is_sent(one, back)
-
-    def _is_home(self, one: R) -> bool:  # noqa: ARG002 - what leaves it is put before it comes
-        """Whether a round could be told to come."""
-        return True
+    def _send(self, item: Item[R], written: Written) -> None:
+        """LEAVING: have go home what was written. What comes next to the buffer, or from the host, waits for that."""
+        pairs = coalesce(written.outgoing)
+        back = [self._copies.to_host_after(host, here, written.events) for host, here in pairs][-1:]
+        own = self._own_memory_of(item, written)
+        if own:
+            self._own_memory.hold(back[0], *own)
+            self._own_memory.sweep()
+        item.newest = back or written.events
+        self._at_host(item, gone=item.newest)
+        self._owner.is_sent(item.chunk, back)
 
     # ---------------------------------------------------------------------------------------------------------------
 
-    def _apart_of(self, slot: int, written: Written) -> list[Tensor]:
+    def _own_memory_of(self, item: Item[R], written: Written) -> list[Tensor]:
         """Memory that an optimizer has taken by itself, as in its first step. It is nobody's when it was copied."""
-        return [here for _, here in written.leaving if not self._slots.has(slot, here)]
+        return [here for _, here in written.outgoing if not self._buffers.has(item.buffer, here)]
 
-    def _next(self) -> R | None:
-        """The round that is to come next: one that was asked for, or else the one that is expected to be."""
-        wanted = [one for one in self._asked if one not in self._here and self._is_home(one)]
+    def _next(self) -> Item[R] | None:
+        """The chunk that is to come next: one that was asked for, or else the one that is expected to be."""
+        wanted = [item for item in self._asked if item.state is State.HOST]
         if wanted:
-            if not self._slots.are_free:
+            if not self._buffers.are_free:
                 self._make_room()
-            return self._choose(wanted) if self._slots.are_free else None
-        if not self.is_open or not self._slots.are_free:
+            return self._choose(wanted) if self._buffers.are_free else None
+        if not self.is_open or not self._buffers.are_free:
             return None
-        return next((one for one in self._coming if one not in self._asked and self._is_home(one)), None)
+        expected = (item for item in self._expected if item.gradients is None and item.state is State.HOST)
+        return next(expected, None)
 
     def _make_room(self) -> None:
-        """Have the round that came last, of those that nobody asked for, leave as it is."""
-        one = next((one for one in reversed(self._here) if one not in self._asked), None)
-        if one is not None:
-            self._give_up(one)
-            self._coming = {one: None, **self._coming}
+        """Have the chunk that came last, of those that nobody asked for, leave as it is."""
+        item = next((each for each in reversed(self._staged) if each.gradients is None), None)
+        if item is not None:
+            self._drop(item)
+            self._expected = {item: None, **self._expected}
 
-    def _give_up(self, one: R) -> None:
-        here = self._here.pop(one)
-        self._slots.give_back(here.slot, here.arrives)
+    def _close_step(self) -> None:
+        self.is_open = False
+        for item in [each for each in self._staged if each.gradients is None]:
+            self._drop(item)
 
-    def _drop(self) -> None:
-        for one in [each for each in self._here if each not in self._asked]:
-            self._give_up(one)
+    def _drop(self, item: Item[R]) -> None:
+        """STAGED to HOST: nothing was written."""
+        del self._staged[item]
+        self._at_host(item, gone=item.arrives)
 
-    def _bring(self, one: R) -> None:
-        homes = self._owner.homes_of(one)
-        slot, places, after = self._slots.take([*homes.coming, *homes.room])
-        pairs = in_runs(zip(places, homes.coming, strict=False))
-        after = [*after, *self._back.get(one, ())]
-        arrives = [self._crossing.inward(place, home, after) for place, home in pairs][-1:]
-        self._here[one] = Here(slot, places, arrives or after)
-        if one not in self._asked:  # Else it comes for the step before, and is expected once more.
-            self._coming.pop(one, None)
+    def _at_host(self, item: Item[R], gone: Sequence[Event]) -> None:
+        """Its buffer is free once some events are reached."""
+        self._buffers.give_back(item.buffer, gone)
+        item.state, item.buffer, item.places, item.arrives = State.HOST, -1, [], []
 
-    def _put_update(self, one: R) -> None:
-        used, (slot, places, arrives) = self._asked.pop(one), self._here.pop(one)
-        written = self._owner.update(one, places, [*used, *arrives])
-        if written.marks or written.leaving:
-            self._send(one, slot, written)
+    def _bring(self, item: Item[R]) -> None:
+        """HOST to STAGED."""
+        incoming = self._owner.incoming(item.chunk)
+        item.buffer, item.places, after = self._buffers.take([*incoming.host, *incoming.reserved])
+        after = [*after, *item.newest]
+        pairs = coalesce(zip(item.places, incoming.host, strict=False))
+        item.arrives = [self._copies.to_device(place, host, after) for place, host in pairs][-1:] or after
+        item.state = State.STAGED
+        self._staged[item] = None
+        if item.gradients is None:  # Else it comes for the step before, and is expected once more.
+            self._expected.pop(item, None)
+
+    def _update(self, item: Item[R]) -> None:
+        """STAGED to LEAVING: it was asked for."""
+        assert item.gradients is not None, "somebody asked for it"
+        gradients, item.gradients = item.gradients, None
+        del self._asked[item], self._staged[item]
+        item.state = State.LEAVING
+        written = self._owner.update(item.chunk, item.places, [*gradients, *item.arrives])
+        if written.events or written.outgoing:
+            self._send(item, written)
         else:
-            self._slots.give_back(slot, arrives)
+            self._at_host(item, gone=item.arrives)

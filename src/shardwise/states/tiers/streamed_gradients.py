@@ -3,8 +3,8 @@
     compute   backward of 3 | backward of 2 | backward of 1 | backward of 0 |
     out                       g3              g2              g1              g0 | parameter.grad
 
-A guest's gradient leaves the device as soon as autograd has it. The host waits once, at the end of `backward()`, and
-gives each parameter its own. Where a parameter has a gradient already the new one is added to it, by the host.
+A gradient leaves the device as soon as autograd has it. The host waits once, at the end of `backward()`, and gives each
+parameter its own. Where a parameter has a gradient already the new one is added to it, by the host.
 """
 
 from contextlib import AbstractContextManager
@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from shardwise.dataflow.deferred_free import DeferredFree
 from shardwise.dataflow.machine import Machine
 from shardwise.dataflow.streams import Event
-from shardwise.states.tiers.disk_writer import Writer
-from shardwise.states.tiers.host_link import Link
-from shardwise.states.tiers.streamed_block import Block, Piece
+from shardwise.states.tiers.copy_streams import CopyStreams
+from shardwise.states.tiers.disk_writer import DiskWriter
+from shardwise.states.tiers.streamed_block import BlockParameter, StreamedBlock
 from shardwise.torch_private import accumulated_hooks, gradient_hooks
 
 
-class _Run:
+class _HostRun:
     """Memory on the host for the gradients of one block. Gradients that are added up take turns with a second one."""
 
-    def __init__(self, block: Block, machine: Machine) -> None:
+    def __init__(self, block: StreamedBlock, machine: Machine) -> None:
         self._block, self._machine = block, machine
         self._turns: list[dict[nn.Parameter, Tensor]] = []
 
@@ -35,7 +35,7 @@ class _Run:
         """Whether this memory is a file's."""
         return self._block.scratch is not None
 
-    def home(self, parameter: nn.Parameter) -> Tensor:
+    def host(self, parameter: nn.Parameter) -> Tensor:
         """Where a gradient may be written: not where the parameter has one."""
         taken = None if parameter.grad is None else parameter.grad.data_ptr()
         for views in self._turns:
@@ -49,7 +49,7 @@ class _Run:
         return self._turns[-1][parameter]
 
 
-class Homeward:
+class StreamedGradients:
     """The gradients of some blocks on their way to the host. At most `most_bytes` of them wait on the device."""
 
     def __init__(self, machine: Machine, most_bytes: int, one_at_a_time: AbstractContextManager[Any]) -> None:
@@ -57,21 +57,21 @@ class Homeward:
         self._arriving: dict[nn.Parameter, tuple[Tensor, Event]] = {}
         self._leaving = DeferredFree(most_bytes)
         #: For gradients of blocks on disk: it is made when the first is there, for the largest that may come.
-        self._writer: Writer | None = None
+        self._writer: DiskWriter | None = None
         self._largest_bytes = 0
 
-    def watch(self, block: Block, link: Link) -> None:
-        """Take the gradients of a block's guests from now on."""
-        run = _Run(block, self._machine)
+    def watch(self, block: StreamedBlock, copies: CopyStreams) -> None:
+        """Take the gradients of a block's parameters on the device from now on."""
+        run = _HostRun(block, self._machine)
         if block.scratch is not None:
-            self._largest_bytes = max(self._largest_bytes, *(piece.num_bytes for piece in block.pieces), 0)
-        for piece in block.pieces:
-            if not piece.guest.dtype.is_floating_point and not piece.guest.dtype.is_complex:
+            self._largest_bytes = max(self._largest_bytes, *(each.packed.num_bytes for each in block.members), 0)
+        for member in block.members:
+            if not member.packed.dtype.is_floating_point and not member.packed.dtype.is_complex:
                 continue
-            take = partial(self._take, piece, run, link)
-            piece.guest.requires_grad_()  # What is frozen now may be trained later.
-            piece.guest.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
-            piece.guest.requires_grad_(piece.parameter.requires_grad)
+            take = partial(self._take, member, run, copies)
+            member.on_device.requires_grad_()  # What is frozen now may be trained later.
+            member.on_device.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+            member.on_device.requires_grad_(member.parameter.requires_grad)
 
     def settle(self) -> None:
         """Wait for what is under way, and give each parameter its gradient."""
@@ -93,25 +93,25 @@ class Homeward:
             self._writer.close()
             self._writer = None
 
-    def _take(self, piece: Piece, run: _Run, link: Link, guest: Tensor) -> None:
-        assert guest.grad is not None, "autograd calls when it has made one"
-        gradient, guest.grad = guest.grad.detach().contiguous(), None
+    def _take(self, member: BlockParameter, run: _HostRun, copies: CopyStreams, on_device: Tensor) -> None:
+        assert on_device.grad is not None, "autograd calls when it has made one"
+        gradient, on_device.grad = on_device.grad.detach().contiguous(), None
         with self._one_at_a_time, torch.no_grad():
-            if piece.parameter in self._arriving:  # Of a backward inside of this one: parts that are recomputed.
-                self._settle(piece.parameter)
-            home = run.home(piece.parameter)
+            if member.parameter in self._arriving:  # Of a backward inside of this one: parts that are recomputed.
+                self._settle(member.parameter)
+            host = run.host(member.parameter)
             if run.is_on_disk:
-                self._writer = self._writer or Writer(self._machine, self._largest_bytes)
-                left, arrived = self._writer.write(home.view(-1), gradient.view(-1), link)
+                self._writer = self._writer or DiskWriter(self._machine, self._largest_bytes)
+                left, arrived = self._writer.write(host.view(-1), gradient.view(-1), copies)
             else:
-                left = arrived = link.outward(home.view(-1), gradient.view(-1))
-            self._arriving[piece.parameter] = home, arrived
+                left = arrived = copies.to_host(host, gradient)
+            self._arriving[member.parameter] = host, arrived
             self._leaving.hold(left, gradient)
             self._leaving.sweep()
 
     def _settle(self, parameter: nn.Parameter) -> None:
-        gradient, mark = self._arriving.pop(parameter)
-        mark.wait()
+        gradient, event = self._arriving.pop(parameter)
+        event.wait()
         give(parameter, gradient)
 
 

@@ -1,8 +1,9 @@
 """A module whose blocks do not all fit on its device: some live on the host and come in ahead of their use.
 
 Blocks on the host are used in a known order, up in a forward and down in a backward. Before one is computed, it and the
-next few are asked for; behind it, what is not among them leaves. The copies stand in one stream, back to back: each
-waits for memory, which is there as soon as a block before it has been computed, and for nothing else.
+next few are asked for, the prefetch window; behind it, what is not in the window leaves. The copies stand in one
+stream, back to back: each waits for memory, which is there as soon as a block before it has been computed, and for
+nothing else.
 
     link       | 2 | 4 | 6 | 8 |
     compute    | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 |       with every other block on the host
@@ -13,9 +14,7 @@ for stays on disk, and is read in the same order (`disk.py`).
 
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,26 +23,17 @@ from torch import Tensor, nn
 from shardwise.dataflow.machine import Machine
 from shardwise.dataflow.streams import Event
 from shardwise.errors import ShardwiseError
-from shardwise.states.tiers.disk import Records, Shelf, find_records
-from shardwise.states.tiers.disk_scratch import Scratch
-from shardwise.states.tiers.host_link import Link, device_of
+from shardwise.states.tiers.copy_streams import CopyStreams, device_of
+from shardwise.states.tiers.disk import DiskReader, Records
+from shardwise.states.tiers.disk_scratch import ScratchFile
 from shardwise.states.tiers.outputs import tensors_in
-from shardwise.states.tiers.streamed_block import Block, num_bytes_of
-from shardwise.states.tiers.streamed_gradients import Homeward
-from shardwise.torch_private import backward_id, buffer_slots, call_after_backward, without_torch_function
-from shardwise.units import format_bytes
+from shardwise.states.tiers.streamed_block import StreamedBlock, num_bytes_of
+from shardwise.states.tiers.streamed_gradients import StreamedGradients
+from shardwise.states.tiers.swapped_storage import SourcedStorage, Swap
+from shardwise.torch_private import backward_id, call_after_backward, without_torch_function
 
 #: Blocks on the device at once: one is computed, the others are on their way. More take room and bring nothing.
 NUM_AHEAD = 3
-
-
-@dataclass(slots=True)
-class _Arrival:
-    """A block that is on the device or on its way there."""
-
-    mark: Event
-    version: int
-    is_followed: bool = False
 
 
 class StreamedWeights:
@@ -64,7 +54,7 @@ class StreamedWeights:
         stays: Collection[nn.Parameter] = (),
         num_ahead: int = NUM_AHEAD,
         records: Mapping[int, Records] | None = None,
-        scratches: Mapping[int, Scratch] | None = None,
+        scratches: Mapping[int, ScratchFile] | None = None,
         wraps: bool = True,
     ) -> None:
         if num_ahead < 2:
@@ -76,29 +66,32 @@ class StreamedWeights:
         self._num_ahead = min(num_ahead, len(blocks))
         on_disk, scratches = records or {}, scratches or {}
         places = [place] * len(blocks) if isinstance(place, str) else place
-        links = {name: Link(machine, name) for name in places}
-        self._links = [links[name] for name in places]
+        by_place = {name: CopyStreams(device_of(name), machine, name) for name in places}
+        self._copies = [by_place[name] for name in places]
+        own = own_parameters(blocks, stays)
         self._blocks = [
-            self._take(block, own, link, scratches.get(number), is_kept=number not in on_disk)
-            for number, (block, own, link) in enumerate(
-                zip(blocks, own_parameters(blocks, stays), self._links, strict=True)
-            )
+            self._take(block, own[number], number, scratches.get(number), is_kept=number not in on_disk)
+            for number, block in enumerate(blocks)
         ]
-        largest = max((block.num_bytes for block in self._blocks if block.is_on_disk), default=0)
-        self._shelf: Shelf | None = None
+        self._storages = [
+            SourcedStorage(block.device, copies, partial(self._fetch, number))
+            for number, (block, copies) in enumerate(zip(self._blocks, self._copies, strict=True))
+        ]
+        self._reader: DiskReader | None = None
         if on_disk or scratches:
-            self._shelf = Shelf(list(on_disk.values()), largest, self._num_ahead, machine)
+            largest = max((block.num_bytes for block in self._blocks if block.is_on_disk), default=0)
+            self._reader = DiskReader(list(on_disk.values()), largest, self._num_ahead, machine)
             for number in on_disk:
-                _shelve(self._blocks[number], self._shelf)
+                _map(self._blocks[number], self._reader)
         self._versions_on_disk = {number: self._blocks[number].version for number in on_disk}
-        self._arrivals: dict[int, _Arrival] = {}
-        #: What the weights were when autograd last saw them in a forward.
+        #: What the weights were when they last came, and when autograd last saw them in a forward.
+        self._versions_here: dict[int, int] = {}
         self._versions: dict[int, int] = {}
         # In a backward every GPU has a thread of its own, and a machine is one thread's at a time.
         self._one_at_a_time = threading.RLock()
-        self._gradients = Homeward(machine, self.device_bytes, self._one_at_a_time)
-        for block, link in zip(self._blocks, self._links, strict=True):
-            self._gradients.watch(block, link)
+        self._gradients = StreamedGradients(machine, self.device_bytes, self._one_at_a_time)
+        for block, copies in zip(self._blocks, self._copies, strict=True):
+            self._gradients.watch(block, copies)
         self._backwards: set[int] = set()  # Passes of autograd that are under way: one may run inside of another.
         self._hooks = [hook for number, block in enumerate(blocks) for hook in self._hook(number, block)]
 
@@ -122,7 +115,7 @@ class StreamedWeights:
         )
 
     @property
-    def guests(self) -> list[Tensor]:
+    def swapped(self) -> list[Tensor]:
         """Memory on the devices that blocks come to, or that is empty for now."""
         return [block.device for block in self._blocks]
 
@@ -133,8 +126,8 @@ class StreamedWeights:
 
     def refresh(self) -> None:
         """The weights on the host have changed in a way that torch does not see (`parameter.data`): bring them anew."""
-        for number in list(self._arrivals):
-            self._leave(number)
+        for storage in self._storages:
+            storage.leave()
 
     def close(self) -> None:
         """Leave the module as it was, on the CPU. Weights on disk are those of the mapped files, read when used."""
@@ -142,20 +135,25 @@ class StreamedWeights:
         self._gradients.close()
         for hook in self._hooks:
             hook.remove()
-        if self._shelf is not None:
-            for block in self._blocks:
-                for piece in block.pieces if block.host is None else ():
-                    piece.parameter.data = piece.parameter.data.to(piece.guest.dtype)
-            self._shelf.close()
+        if self._reader is not None:
+            for member in [each for block in self._blocks if block.host is None for each in block.members]:
+                member.parameter.data = member.parameter.data.to(member.packed.dtype)
+            self._reader.close()
 
     def _take(
-        self, block: nn.Module, parameters: list[nn.Parameter], link: Link, scratch: Scratch | None, *, is_kept: bool
-    ) -> Block:
+        self,
+        block: nn.Module,
+        parameters: list[nn.Parameter],
+        number: int,
+        scratch: ScratchFile | None,
+        *,
+        is_kept: bool,
+    ) -> StreamedBlock:
         with torch.inference_mode(False):  # It may be trained later.
-            home: Tensor | Scratch | None = scratch
+            source: Tensor | ScratchFile | None = scratch
             if scratch is None and is_kept:
-                home = self._machine.pinned((num_bytes_of(parameters),), torch.uint8)
-            return Block(block, parameters, home, link.device)
+                source = self._machine.pinned((num_bytes_of(parameters),), torch.uint8)
+            return StreamedBlock(block, parameters, source, self._copies[number].device)
 
     def _hook(self, number: int, block: nn.Module) -> list[Any]:
         return [
@@ -176,10 +174,10 @@ class StreamedWeights:
                 self._want(number, self._upward(number))
             if torch.is_grad_enabled():
                 self._versions[number] = self._blocks[number].version
-            self._blocks[number].seat_guests()
+            self._blocks[number].bind_device()
 
     def _after_forward(self, number: int, _: nn.Module, __: object, output: Any) -> None:
-        self._blocks[number].seat_owners()
+        self._blocks[number].bind_host()
         for each in tensors_in(output) if torch.is_grad_enabled() else ():
             if each.requires_grad and not each.is_leaf:
                 each.register_hook(partial(self._before_backward, number))  # type: ignore[no-untyped-call]
@@ -218,146 +216,50 @@ class StreamedWeights:
     def _downward(self, number: int) -> list[int]:
         return list(range(number, max(-1, number - self._num_ahead), -1))
 
-    def _want(self, number: int, wanted: Iterable[int]) -> None:
-        """Have a block on the device before what is computed next, and those after it on their way."""
-        keep = list(wanted)
+    def _want(self, number: int, window: Iterable[int]) -> None:
+        """Have a block on the device before what is computed next, and the window from it on its way."""
+        keep = list(window)
         with self._one_at_a_time:
-            for other, arrival in list(self._arrivals.items()):
-                block = self._blocks[other]
-                if other not in keep or arrival.version != block.version or not block.is_gathered:
-                    self._leave(other)
+            for other, storage in enumerate(self._storages):
+                if storage.state is not Swap.AWAY and (other not in keep or self._is_old(other)):
+                    storage.leave()
             for each in keep:
-                if each not in self._arrivals:
-                    self._arrivals[each] = self._bring(each)
-            self._follow(number)
+                self._storages[each].start()
+            self._storages[number].follow()
         if self._machine.failures.first is not None:
             raise self._machine.failures.first
 
-    def _bring(self, number: int) -> _Arrival:
-        block, link = self._blocks[number], self._links[number]
+    def _is_old(self, number: int) -> bool:
+        """Whether the weights on the host were changed since a block came."""
+        block = self._blocks[number]
+        return self._versions_here[number] != block.version or not block.is_gathered
+
+    def _fetch(self, number: int, after: Sequence[Event]) -> Event:
+        """Have a block copied to the device: from pinned memory, or from its file."""
+        block, copies = self._blocks[number], self._copies[number]
         with torch.inference_mode(False):
             block.gather()
-        target = block.arrive()
+        self._versions_here[number] = block.version
         if block.host is not None and not block.is_on_disk:
-            return _Arrival(link.inward(target, block.host), block.version)
-        assert self._shelf is not None, "only what has a place on disk is not kept on the host"
+            return copies.to_device(block.device, block.host, after)
+        assert self._reader is not None, "only what has a place on disk is not kept on the host"
         if number in self._versions_on_disk and block.version != self._versions_on_disk[number]:
             raise ShardwiseError(
                 "weights of a block that stays on disk were changed, and its files were not",
                 remedy="a larger host_bytes, or an optimizer of the parameters outside of these blocks",
             )
-        source, read = self._shelf.read(block)
-        arrival = link.inward(target, source, [read])
-        self._shelf.sent(arrival)
-        return _Arrival(arrival, block.version)
-
-    def _follow(self, number: int) -> None:
-        arrival = self._arrivals[number]
-        if not arrival.is_followed:
-            self._links[number].follow(arrival.mark)
-            arrival.is_followed = True
-
-    def _leave(self, number: int) -> None:
-        # Memory is used again in the order of what is computed: that has to come after the copy into it.
-        self._follow(number)
-        del self._arrivals[number]
-        self._blocks[number].leave()
+        return self._reader.fetch(block, copies, after)
 
 
-def _shelve(block: Block, shelf: Shelf) -> None:
+def _map(block: StreamedBlock, reader: DiskReader) -> None:
     """Let the parameters of a block on disk look into its files, in the files' own precision, and take no memory."""
     for parameter in block.parameters:
-        parameter.data = shelf.weights(parameter)
+        parameter.data = reader.weights(parameter)
 
 
 def is_in_backward() -> bool:
     """Whether autograd is at work in this thread."""
     return backward_id() != -1
-
-
-def stream(
-    module: nn.Module,
-    machine: Machine,
-    place: str,
-    *,
-    blocks: Sequence[nn.Module],
-    room_bytes: int | None = None,
-    host_bytes: int | None = None,
-    folder: Path | str | None = None,
-    scratch: Path | str | None = None,
-) -> StreamedWeights | None:
-    """Put a module on a place, with as many of its blocks on the host as do not fit into `room_bytes` beside the rest.
-
-    Without a limit all `blocks` are streamed. Those on the host are spread evenly among the others, so that the link is
-    busy all the time. Of these, what does not fit into `host_bytes` stays on disk: in the safetensors of `folder`, by
-    the names of the module, or written into it if it is empty. Or, if it is to be trained, in files of our own in
-    `scratch`, with its gradients. Returns None if everything fits.
-    """
-    device = device_of(place)
-    stays = shared_parameters(module, blocks)
-    sizes = [num_bytes_of(own) for own in own_parameters(blocks, stays)]
-    on_host = list(range(len(blocks)))
-    if room_bytes is not None:
-        rest = sum(each.numel() * each.element_size() for each in module.parameters()) - _weight_bytes(blocks, stays)
-        on_host = spread(len(blocks), _how_many(rest, sizes, room_bytes, place))
-    streamed = [blocks[number] for number in on_host]
-    held = {id(each) for own in own_parameters(streamed, stays) for each in own}
-    own = own_parameters(streamed, stays)
-    records, scratches = {}, {}
-    if scratch is None:
-        records = find_on_disk(module, own, host_bytes, folder)
-    elif host_bytes is not None:
-        bytes_of = [num_bytes_of(each) for each in own]
-        scratches = make_scratches(fewest(bytes_of, [0] * len(own), host_bytes) or range(0), bytes_of, scratch)
-    weights = None
-    if streamed:
-        weights = StreamedWeights(streamed, machine, place, stays=stays, records=records, scratches=scratches)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            if id(parameter) not in held:
-                parameter.data = parameter.data.to(device)
-        for each in module.modules():
-            for name, buffer in each.named_buffers(recurse=False):
-                buffer_slots(each)[name] = buffer.to(device)
-    return weights
-
-
-def find_on_disk(
-    module: nn.Module, blocks: Sequence[list[nn.Parameter]], host_bytes: int | None, folder: Path | str | None
-) -> dict[int, Records]:
-    """Which of the streamed blocks stay on disk, by number, and where. They are spread evenly too."""
-    sizes = [num_bytes_of(own) for own in blocks]
-    if host_bytes is None or sum(sizes) <= host_bytes:
-        return {}
-    if folder is None:
-        raise ShardwiseError(
-            f"no room on the host: {format_bytes(sum(sizes))} of weights are to live there, and host_bytes is"
-            f" {format_bytes(host_bytes)}",
-            remedy='folder="..." for what does not fit: a checkpoint\'s, or an empty one',
-        )
-    chosen = fewest(sizes, [0] * len(sizes), host_bytes) or list(range(len(sizes)))
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    found = find_records(Path(folder), [blocks[number] for number in chosen], names)
-    return dict(zip(chosen, found, strict=True))
-
-
-def fewest(sizes: Sequence[int], left: Sequence[int], room_bytes: int) -> list[int] | None:
-    """The fewest blocks, spread evenly, that have to go so that there is room; of one that goes something may be left.
-
-    None if there is no room even if all of them go.
-    """
-    for count in range(len(sizes) + 1):
-        chosen = set(spread(len(sizes), count))
-        if sum(left[at] if at in chosen else size for at, size in enumerate(sizes)) <= room_bytes:
-            return sorted(chosen)
-    return None
-
-
-def make_scratches(chosen: Iterable[int], sizes: Sequence[int], folder: Path | str) -> dict[int, Scratch]:
-    """Files for blocks that are trained on disk: all of them before anything moves, so that a full disk says so."""
-    return {number: Scratch(Path(folder), sizes[number]) for number in chosen}
 
 
 def own_parameters(blocks: Sequence[nn.Module], stays: Collection[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -379,32 +281,3 @@ def shared_parameters(module: nn.Module, blocks: Sequence[nn.Module]) -> set[nn.
             owners[one] = owners.get(one, 0) + 1
     mine = {parameter for block in blocks for parameter in block.parameters()}
     return {parameter for parameter in mine if owners[parameter] > 1}
-
-
-def spread(num_blocks: int, num_chosen: int) -> list[int]:
-    """Choose so many of the blocks, as evenly as they go."""
-    so_far = [number * num_chosen // num_blocks for number in range(num_blocks + 1)]
-    return [number for number in range(num_blocks) if so_far[number + 1] > so_far[number]]
-
-
-def _weight_bytes(blocks: Sequence[nn.Module], stays: Collection[nn.Parameter]) -> int:
-    """What the blocks' own parameters take, without gaps between them."""
-    return sum(each.numel() * each.element_size() for own in own_parameters(blocks, stays) for each in own)
-
-
-def _how_many(rest: int, sizes: Sequence[int], room_bytes: int, place: str) -> int:
-    """The fewest blocks on the host that leave room for the others, the rest of the module, and those that come."""
-    ahead = sum(sorted(sizes)[-NUM_AHEAD:])
-    total = sum(sizes)
-    if rest + total <= room_bytes:
-        return 0
-    left = total
-    for count in range(1, len(sizes) + 1):
-        left = sum(size for number, size in enumerate(sizes) if number not in set(spread(len(sizes), count)))
-        if rest + left + ahead <= room_bytes:
-            return count
-    raise ShardwiseError(
-        f"no room at {place}: {format_bytes(rest)} outside of the {len(sizes)} blocks and {format_bytes(ahead)} for"
-        f" the {NUM_AHEAD} that are on their way are needed, and there are {format_bytes(room_bytes)}",
-        remedy=f"at least {format_bytes(rest + ahead)}",
-    )

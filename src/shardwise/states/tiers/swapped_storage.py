@@ -1,79 +1,142 @@
-"""Numbers that live on the host and are guests on the device.
+"""A run of bytes on the device that comes from a source, and whose storage is empty while it is away.
 
-There they have one storage, which is empty while they are away. So whatever looks into it, such as a parameter, or what
-autograd has saved of one in a forward, has its numbers again when they have come again for the backward.
+Whatever looks into that storage, such as a parameter, or what autograd has saved of one in a forward, has its numbers
+again when they have come again for the backward.
+
+    state    the storage     the numbers                        left by
+    AWAY     is empty        at their source                    start: COMING;  reserve: HERE
+    COMING   has memory      on their way                       follow: HERE;   leave: AWAY
+    HERE     has memory      there for what is computed next    leave: AWAY
+
+A `HostStorage` has pinned memory of its own; a `SourcedStorage` is copied from wherever it lives: pinned memory that is
+somebody else's, or a file by way of a pinned buffer. `reserve` is for numbers that come from elsewhere, a peer or a
+master weight: the caller writes them. What is written on the device goes home by `write_back`, and the host is behind
+until that copy is over.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from enum import Enum
 
 from torch import Tensor
 
 from shardwise.dataflow.streams import Event
-from shardwise.states.tiers.copy_streams import Crossing
+from shardwise.states.tiers.copy_streams import CopyStreams
+
+#: Has the numbers copied to the device, after some events; reached when they are there.
+Fetch = Callable[[Sequence[Event]], Event]
 
 
-class Guest:
-    """A tensor of the device that moves to the host, its storage being its own; it comes when it is told to."""
+class Swap(Enum):
+    """Where the numbers of a storage are: the table above."""
 
-    def __init__(self, here: Tensor, crossing: Crossing) -> None:
-        self.here, self._crossing = here, crossing
-        self.home = crossing.pinned(here.shape, here.dtype)
-        self.home.copy_(here)
-        self._renewed: list[Event] = []
-        self._is_here = False
+    AWAY = "away"
+    COMING = "coming"
+    HERE = "here"
+
+
+class SwappedStorage:
+    """A tensor of the device, its storage being its own, that comes when it is told to."""
+
+    def __init__(self, device: Tensor, copies: CopyStreams) -> None:
+        self.device, self._copies = device, copies
+        self._num_bytes = device.nbytes
+        self.state = Swap.AWAY
         self._arrives: Event | None = None
-        #: When what was written on the device is at home too.
-        self._written: list[Event] = []
-        here.untyped_storage().resize_(0)
+        device.untyped_storage().resize_(0)
 
-    @property
-    def device_bytes(self) -> int:
-        """What it takes on the device now."""
-        return self.here.untyped_storage().nbytes()
+    def reserve(self) -> None:
+        """Have memory on the device, for numbers that come from elsewhere."""
+        if self.state is Swap.AWAY:
+            self._take_memory()
+            self.state = Swap.HERE
 
-    def take_room(self) -> None:
-        """Have memory here, for numbers that come from elsewhere."""
-        if not self._is_here:
-            self._is_here = True
-            self.here.untyped_storage().resize_(self.home.nbytes)
+    def start(self) -> None:
+        """Have it come, if it is not here or on its way."""
+        self._start(self._fetch)
 
-    def start(self, part: slice | None = None) -> None:
-        """Have it come, if it is not here or on its way; or have memory for all of it, and a part of it come."""
-        if not self._is_here:
-            self.take_room()
+    def _fetch(self, after: Sequence[Event]) -> Event:
+        """Have it copied from its source, after some events."""
+        raise NotImplementedError
+
+    def _start(self, fetch: Fetch) -> None:
+        if self.state is Swap.AWAY:
+            self._take_memory()
             # The memory was somebody else's until all that is computed by now is.
-            after = [*self._renewed, *self._crossing.computed()]
-            here, home = (self.here, self.home) if part is None else (self.here[part], self.home[part])
-            self._arrives, self._renewed = self._crossing.inward(here, home, after), []
+            self._arrives = fetch(self._copies.computed())
+            self.state = Swap.COMING
+
+    def _take_memory(self) -> None:
+        self.device.untyped_storage().resize_(self._num_bytes)
 
     def follow(self) -> None:
         """Have it here, for what is computed next."""
         self.start()
         if self._arrives is not None:
-            self._crossing.follow(self._arrives)
-
-    def write_home(self, parts: Sequence[slice]) -> None:
-        """What was computed here of some parts is what they are from now on."""
-        there = [part for part in parts if part.start < part.stop]
-        self._written += [self._crossing.outward(self.home[part], self.here[part], self._renewed) for part in there]
+            self._copies.follow(self._arrives)
+        self._arrives, self.state = None, Swap.HERE
 
     def leave(self) -> None:
         """Nobody needs it."""
-        if self._is_here:
-            self.follow()
-            for mark in self._written:
-                self._crossing.follow(mark)
-            self._renewed += self._written
-            self.here.untyped_storage().resize_(0)
-            self._is_here, self._arrives, self._written = False, None, []
+        if self.state is Swap.AWAY:
+            return
+        # Memory is used again in the order of what is computed: that has to come after the copy into it.
+        self.follow()
+        self.device.untyped_storage().resize_(0)
+        self.state = Swap.AWAY
 
-    def is_renewed(self, marks: Sequence[Event]) -> None:
-        """The numbers at home are new once these marks are reached; what is here is old."""
+
+class SourcedStorage(SwappedStorage):
+    """A tensor of the device whose numbers somebody else has copied."""
+
+    def __init__(self, device: Tensor, copies: CopyStreams, source: Fetch) -> None:
+        super().__init__(device, copies)
+        self._source = source
+
+    def _fetch(self, after: Sequence[Event]) -> Event:
+        return self._source(after)
+
+
+class HostStorage(SwappedStorage):
+    """A tensor of the device that moves to pinned memory of the host, and lives there."""
+
+    def __init__(self, device: Tensor, copies: CopyStreams) -> None:
+        self.host = copies.pinned(device.shape, device.dtype)
+        self.host.copy_(device)
+        #: When the host has the newest numbers; and when it will have those that were written on the device.
+        self._renewed: list[Event] = []
+        self._written: list[Event] = []
+        super().__init__(device, copies)
+
+    def start_part(self, part: slice) -> None:
+        """Have memory for all of it, and a part of it come."""
+        self._start(lambda after: self._copy(self.device[part], self.host[part], after))
+
+    def write_back(self, parts: Sequence[slice]) -> None:
+        """What was computed here of some parts is what they are from now on."""
+        some = [part for part in parts if part.start < part.stop]
+        self._written += [self._copies.to_host(self.host[part], self.device[part], self._renewed) for part in some]
+
+    def leave(self) -> None:
+        for event in self._written:
+            self._copies.follow(event)
+        self._renewed += self._written
+        self._written = []
+        super().leave()
+
+    def is_renewed(self, events: Sequence[Event]) -> None:
+        """The numbers on the host are new once these events are reached; what is here is old."""
         self.leave()
-        self._renewed += marks
+        self._renewed += events
 
     def wait(self) -> None:
-        """Have what is at home be the newest."""
-        for mark in [*self._renewed, *self._written]:
-            mark.wait()
+        """Have what is on the host be the newest."""
+        for event in [*self._renewed, *self._written]:
+            event.wait()
         self._renewed.clear()
+
+    def _fetch(self, after: Sequence[Event]) -> Event:
+        return self._copy(self.device, self.host, after)
+
+    def _copy(self, device: Tensor, host: Tensor, after: Sequence[Event]) -> Event:
+        renewed, self._renewed = self._renewed, []
+        return self._copies.to_device(device, host, [*renewed, *after])

@@ -1,4 +1,4 @@
-"""Optimizers whose state visits the device: weights and state are those of the plain optimizer, bit for bit."""
+"""Optimizers whose state comes to the device: weights and state are those of the plain optimizer, bit for bit."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
@@ -11,23 +11,23 @@ from torch.optim import SGD, Adafactor, Adagrad, AdamW, Optimizer
 
 from shardwise.states.muon import Muon
 from shardwise.states.tiers import host_states as states
-from shardwise.states.tiers.chunks import choose
-from shardwise.states.tiers.copy_streams import Crossing
+from shardwise.states.tiers.choose_offloaded import choose_last
+from shardwise.states.tiers.copy_streams import CopyStreams
 from shardwise.states.tiers.host_memory import number_bytes_of
 from shardwise.states.tiers.host_states import HostStates
-from tests.states.tiers.late import LateCrossing
+from tests.states.tiers.late import LateCopyStreams
 
 Make = Callable[[Iterable[nn.Parameter]], Optimizer]
 SHAPES = ((6, 4), (5,), (7, 3), (4, 4), (2, 3, 2), ())
 STEPS = 4
 
 
-@pytest.fixture(params=["small slots", "small slots, late copies", "large slots, late copies"])
-def crossing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Crossing]:
-    """With small slots weights are cut into rows, and take more rounds than there are slots."""
+@pytest.fixture(params=["small buffers", "small buffers, late copies", "large buffers, late copies"])
+def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[CopyStreams]:
+    """With small buffers weights are cut into rows, and take more chunks than there are buffers."""
     monkeypatch.setattr(states, "SLOT_BYTES", 64 if request.param.startswith("small") else 2**20)
     monkeypatch.setattr(states, "NUM_SLOTS", 2)
-    found = LateCrossing(seed=0) if "late" in request.param else Crossing(torch.device("cpu"))
+    found = LateCopyStreams(seed=0) if "late" in request.param else CopyStreams(torch.device("cpu"))
     yield found
     found.close()
 
@@ -74,9 +74,9 @@ def give_gradients(weights: list[nn.Parameter], step: int, without: Iterable[int
 
 
 def hosted(
-    optimizer: Optimizer, make: Make, weights: list[nn.Parameter], crossing: Crossing, part: float
+    optimizer: Optimizer, make: Make, weights: list[nn.Parameter], copies: CopyStreams, part: float
 ) -> HostStates:
-    return HostStates({optimizer: number_bytes_of(make, weights)}, part, crossing)
+    return HostStates({optimizer: number_bytes_of(make, weights)}, part, copies)
 
 
 def assert_same(ours: Optimizer, theirs: Optimizer) -> None:
@@ -94,11 +94,11 @@ def assert_same(ours: Optimizer, theirs: Optimizer) -> None:
 
 @pytest.mark.parametrize("part", [1.0, 0.5, 0.0])
 @pytest.mark.parametrize("name", MAKERS)
-def test_weights_and_state_are_those_of_the_plain_optimizer(name: str, part: float, crossing: Crossing) -> None:
+def test_weights_and_state_are_those_of_the_plain_optimizer(name: str, part: float, copies: CopyStreams) -> None:
     make = MAKERS[name]
     ours, theirs = make_weights(), make_weights()
     optimizer, plain = make(ours), make(theirs)
-    host = hosted(optimizer, make, ours, crossing, part)
+    host = hosted(optimizer, make, ours, copies, part)
     for step in range(STEPS):
         for weights, each in ((ours, optimizer), (theirs, plain)):
             give_gradients(weights, step, without=[step % 3])
@@ -110,13 +110,13 @@ def test_weights_and_state_are_those_of_the_plain_optimizer(name: str, part: flo
     assert_same(optimizer, plain)
 
 
-def test_matrices_are_orthogonalised_whole(crossing: Crossing) -> None:
+def test_matrices_are_orthogonalised_whole(copies: CopyStreams) -> None:
     def make(some: Iterable[nn.Parameter]) -> Optimizer:
         return Muon(some, lr=1e-2)
 
     ours, theirs = (make_weights([(6, 4), (4, 4), (3, 9)]) for _ in range(2))
     optimizer, plain = make(ours), make(theirs)
-    host = hosted(optimizer, make, ours, crossing, 1.0)
+    host = hosted(optimizer, make, ours, copies, 1.0)
     for step in range(STEPS):
         give_gradients(ours, step)
         give_gradients(theirs, step)
@@ -126,10 +126,10 @@ def test_matrices_are_orthogonalised_whole(crossing: Crossing) -> None:
     assert_same(optimizer, plain)
 
 
-def test_what_is_on_the_host_is_at_least_the_part_that_was_asked_for(crossing: Crossing) -> None:
+def test_what_is_on_the_host_is_at_least_the_part_that_was_asked_for(copies: CopyStreams) -> None:
     weights = make_weights([(10, 10)] * 10)
     optimizer = AdamW(weights)
-    host = hosted(optimizer, AdamW, weights, crossing, 0.35)
+    host = hosted(optimizer, AdamW, weights, copies, 0.35)
     assert host.planned_bytes == 4 * 100 * 8
     assert host.num_bytes == 0
     give_gradients(weights, 0)
@@ -138,14 +138,14 @@ def test_what_is_on_the_host_is_at_least_the_part_that_was_asked_for(crossing: C
     for size in range(1, 12):
         sizes = {each: float(size + number % 3) for number, each in enumerate(weights)}
         for part in (0.0, 0.2, 0.5, 0.9, 1.0):
-            chosen = sum(sizes[each] for each in choose(sizes, part))
+            chosen = sum(sizes[each] for each in choose_last(sizes, part))
             assert part * sum(sizes.values()) <= chosen + 1e-9 <= part * sum(sizes.values()) + max(sizes.values())
 
 
-def test_state_that_is_loaded_from_outside_is_taken_to_the_host(crossing: Crossing) -> None:
+def test_state_that_is_loaded_from_outside_is_taken_to_the_host(copies: CopyStreams) -> None:
     ours, theirs = make_weights(), make_weights()
     optimizer, plain = by_dim(ours), by_dim(theirs)
-    host = hosted(optimizer, by_dim, ours, crossing, 1.0)
+    host = hosted(optimizer, by_dim, ours, copies, 1.0)
     for step in range(STEPS):
         give_gradients(ours, step)
         give_gradients(theirs, step)
@@ -159,10 +159,10 @@ def test_state_that_is_loaded_from_outside_is_taken_to_the_host(crossing: Crossi
     assert host.num_bytes == sum(each.numel() for each in ours if each.dim()) * 8
 
 
-def test_a_step_that_is_left_out_leaves_the_state_alone(crossing: Crossing) -> None:
+def test_a_step_that_is_left_out_leaves_the_state_alone(copies: CopyStreams) -> None:
     ours, theirs = make_weights(), make_weights()
     optimizer, plain = momentum(ours), momentum(theirs)
-    host = hosted(optimizer, momentum, ours, crossing, 1.0)
+    host = hosted(optimizer, momentum, ours, copies, 1.0)
     for step in range(STEPS):
         give_gradients(ours, step)
         give_gradients(theirs, step)

@@ -44,13 +44,13 @@ def make_engine(plan: str, optimizer: str = "adamw", clip: float | None = None) 
 
 
 def run(plan: str, optimizer: str = "adamw", clip: float | None = None) -> tuple[list[float], Any, Any, float]:
-    """Losses, weights, what optimizers remember, and the part of the rounds that was updated before the steps ended."""
+    """Losses, weights, what optimizers remember, and the part of the chunks that was updated before the steps ended."""
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     early, total = 0, 0
 
     def step(self: HostStates) -> None:
         nonlocal early, total
-        early, total = early + len(self._visits.given), total + len(self._rounds)
+        early, total = early + sum(self._prefetch.was_asked(each) for each in self._chunks), total + len(self._chunks)
         end(self)
 
     def find_tally(self: ConnectedTrainer) -> Tally | None:
@@ -60,7 +60,7 @@ def run(plan: str, optimizer: str = "adamw", clip: float | None = None) -> tuple
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(states, "SLOT_BYTES", 2048)
-        patch.setattr(mesh_engine, "Sharing", partial(Sharing, bucket_bytes=4096))
+        patch.setattr(mesh_engine, "Sharing", partial(Sharing, bucket_bytes=4096, updates_late=True))
         find = ConnectedTrainer._find_tally
         if "pp" not in plan:
             patch.setattr(ConnectedTrainer, "_find_tally", find_tally)

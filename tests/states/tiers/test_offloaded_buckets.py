@@ -17,8 +17,8 @@ from shardwise.planner.account import hold
 from shardwise.planner.plan import Plan
 from shardwise.planner.question import make_question
 from shardwise.ranks.spawn import Ranks
-from shardwise.states.buckets import offloaded_buckets as lodging
-from shardwise.states.optimizers import offloaded_owners as lodged_owners
+from shardwise.states.buckets import offloaded_buckets
+from shardwise.states.optimizers import offloaded_owners
 from shardwise.states.tiers import host_memory as room
 from shardwise.states.tiers import host_states as states
 from tests.engine import going_on
@@ -53,8 +53,8 @@ def run(plan: str, model: str, optimizer: str, clip: float | None) -> tuple[Any,
     """Losses, an evaluation, norms; weights, gradients, what optimizers remember; and the bytes on the host."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(states, "SLOT_BYTES", 2048)
-        patch.setattr(lodging, "DEFERRED_FREE_BYTES", 1024)
-        patch.setattr(lodged_owners, "EXCHANGED_BYTES", 2048)
+        patch.setattr(offloaded_buckets, "DEFERRED_FREE_BYTES", 1024)
+        patch.setattr(offloaded_owners, "EXCHANGED_BYTES", 2048)
         with make_engine(plan, model, optimizer, clip) as engine:
             losses = going_on.train(engine, 0, 1)
             norm, evaluated = engine.gradient_norm, engine.evaluate(going_on.batch(7))
@@ -178,7 +178,7 @@ def look(plan: str) -> Seen:
     engine = make_engine(f"{plan},offload.parameters=1")
     with engine:
         data = engine.data
-        assert all(bucket.is_lodged for bucket in data.buckets)
+        assert all(bucket.is_offloaded for bucket in data.buckets)
         assert sum(bucket.weights.num_bytes for bucket in data.buckets) == 0
         most = [0, 0]
 
@@ -214,7 +214,7 @@ def test_weights_and_gradients_are_on_the_device_for_their_use_and_for_no_longer
         assert (seen.weights_after, seen.gradients_after, seen.in_trace) == (0, 0, 0)
 
 
-def lodged_layers(plan: str) -> list[str]:
+def offloaded_layers(plan: str) -> list[str]:
     engine = make_engine(plan)
     with engine:
         names = [slot.name for bucket in engine.data.lodged.buckets for slot in bucket.layout.slots]
@@ -222,7 +222,7 @@ def lodged_layers(plan: str) -> list[str]:
 
 
 def test_a_part_of_them_is_that_of_every_other_layer(two: Ranks) -> None:
-    assert two.run(lodged_layers, "dp=2,zero=3,offload.parameters=0.4") == [["layers.0", "layers.2"]] * 2
+    assert two.run(offloaded_layers, "dp=2,zero=3,offload.parameters=0.4") == [["layers.0", "layers.2"]] * 2
 
 
 def bytes_on_host(plan: str) -> int:

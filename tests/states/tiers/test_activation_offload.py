@@ -12,10 +12,10 @@ from shardwise.errors import ShardwiseError
 from shardwise.execution.backward import input_gradients
 from shardwise.planner.plan import Plan
 from shardwise.stages.activation_bytes import Kept
-from shardwise.states.tiers import activation_offload as stash_module
-from shardwise.states.tiers.activation_offload import Stash
-from shardwise.states.tiers.copy_streams import Crossing
-from tests.states.tiers.late import LateCrossing
+from shardwise.states.tiers import activation_offload
+from shardwise.states.tiers.activation_offload import ActivationOffload
+from shardwise.states.tiers.copy_streams import CopyStreams
+from tests.states.tiers.late import LateCopyStreams
 
 WIDTH, ROWS = 16, 32
 
@@ -37,8 +37,8 @@ class Attention(nn.Module):
 
 
 @pytest.fixture(params=["copies by threads", "late copies"])
-def crossing(request: pytest.FixtureRequest) -> Iterator[Crossing]:
-    found = LateCrossing(seed=0) if request.param == "late copies" else Crossing(torch.device("cpu"))
+def copies(request: pytest.FixtureRequest) -> Iterator[CopyStreams]:
+    found = LateCopyStreams(seed=0) if request.param == "late copies" else CopyStreams(torch.device("cpu"))
     yield found
     found.close()
 
@@ -48,18 +48,20 @@ def make_net() -> nn.Sequential:
     return nn.Sequential(*(Attention() for _ in range(3)))
 
 
-def make_stash(crossing: Crossing, part: float) -> Stash:
-    return Stash(Plan.parse(f"offload.activations={part}"), crossing)
+def make_offload(copies: CopyStreams, part: float) -> ActivationOffload:
+    return ActivationOffload(Plan.parse(f"offload.activations={part}"), copies)
 
 
-def run(net: nn.Module, stash: Stash | None, step: int, kept: Kept | None = None) -> tuple[Tensor, Tensor]:
+def run(
+    net: nn.Module, offload: ActivationOffload | None, step: int, kept: Kept | None = None
+) -> tuple[Tensor, Tensor]:
     """The gradients of the input and, one behind the other, of the weights."""
     torch.manual_seed(step)
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    if stash is None:
+    if offload is None:
         y = net(x)
     else:
-        with stash.saving([x, *net.parameters()], kept):
+        with offload.saving([x, *net.parameters()], kept):
             y = net(x)
     net.zero_grad()
     y.square().sum().backward()
@@ -70,44 +72,44 @@ def run(net: nn.Module, stash: Stash | None, step: int, kept: Kept | None = None
 @pytest.mark.parametrize("window", [0, 2**28], ids=["one at a time", "many at a time"])
 @pytest.mark.parametrize("part", [1.0, 0.5, 0.1])
 def test_gradients_are_those_of_tensors_that_stay(
-    part: float, window: int, crossing: Crossing, monkeypatch: pytest.MonkeyPatch
+    part: float, window: int, copies: CopyStreams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stash_module, "DEFERRED_FREE_BYTES", window)
+    monkeypatch.setattr(activation_offload, "DEFERRED_FREE_BYTES", window)
     net = make_net()
-    plain, stash = copy.deepcopy(net), make_stash(crossing, part)
+    plain, offload = copy.deepcopy(net), make_offload(copies, part)
     for step in range(3):
-        for mine, theirs in zip(run(net, stash, step), run(plain, None, step), strict=True):
+        for mine, theirs in zip(run(net, offload, step), run(plain, None, step), strict=True):
             assert torch.equal(mine, theirs)
-    assert stash.sent_bytes > 0
+    assert offload.sent_bytes > 0
 
 
-def test_the_part_on_the_host_is_the_one_that_was_asked_for_and_its_memory_is_used_again(crossing: Crossing) -> None:
+def test_the_part_on_the_host_is_the_one_that_was_asked_for_and_its_memory_is_used_again(copies: CopyStreams) -> None:
     net = make_net()
-    every, half = make_stash(crossing, 1.0), make_stash(crossing, 0.5)
+    every, half = make_offload(copies, 1.0), make_offload(copies, 0.5)
     counted = [Kept([]), Kept([])]
-    for stash, kept in zip((every, half), counted, strict=True):
-        run(net, stash, 0, kept)
-        taken, sent = stash.num_bytes, stash.sent_bytes
+    for offload, kept in zip((every, half), counted, strict=True):
+        run(net, offload, 0, kept)
+        taken, sent = offload.num_bytes, offload.sent_bytes
         for step in range(1, 4):
-            run(net, stash, step)
-        assert stash.num_bytes == taken
-        assert stash.sent_bytes == 4 * sent
+            run(net, offload, step)
+        assert offload.num_bytes == taken
+        assert offload.sent_bytes == 4 * sent
     assert half.sent_bytes == pytest.approx(every.sent_bytes / 2, rel=0.2)
     assert counted[1].num_bytes > counted[0].num_bytes
 
 
-def test_both_halves_of_a_backward_find_what_they_need(crossing: Crossing) -> None:
+def test_both_halves_of_a_backward_find_what_they_need(copies: CopyStreams) -> None:
     net = make_net()
-    plain, stash = copy.deepcopy(net), make_stash(crossing, 1.0)
+    plain, offload = copy.deepcopy(net), make_offload(copies, 1.0)
     run(plain, None, 0)
     torch.manual_seed(0)
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    with stash.saving([x, *net.parameters()], None):
+    with offload.saving([x, *net.parameters()], None):
         loss = net(x).square().sum()
     weights = input_gradients([loss], [None], [x])
-    held = stash.held_bytes
-    stash.put_away()
-    assert stash.held_bytes == 0 < held
+    held = offload.held_bytes
+    offload.put_away()
+    assert offload.held_bytes == 0 < held
     weights.run()
     for one, other in zip(net.parameters(), plain.parameters(), strict=True):
         assert one.grad is not None
@@ -115,19 +117,19 @@ def test_both_halves_of_a_backward_find_what_they_need(crossing: Crossing) -> No
         torch.testing.assert_close(one.grad, other.grad)
 
 
-def test_a_graph_that_is_never_run_back_gives_its_memory_back(crossing: Crossing) -> None:
-    net, stash = make_net(), make_stash(crossing, 1.0)
+def test_a_graph_that_is_never_run_back_gives_its_memory_back(copies: CopyStreams) -> None:
+    net, offload = make_net(), make_offload(copies, 1.0)
     for _ in range(3):
         x = torch.randn(ROWS, WIDTH, requires_grad=True)
-        with stash.saving([x, *net.parameters()], None):
+        with offload.saving([x, *net.parameters()], None):
             y = net(x)
         del y
-    assert stash.sent_bytes == 3 * stash.num_bytes
+    assert offload.sent_bytes == 3 * offload.num_bytes
 
 
-def test_a_host_that_is_full_is_said_before_it_is(crossing: Crossing, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_is_full_is_said_before_it_is(copies: CopyStreams, monkeypatch: pytest.MonkeyPatch) -> None:
     free: Callable[[], int] = lambda: 2000  # noqa: E731
-    monkeypatch.setattr(stash_module, "available_bytes", free)
-    net, stash = make_net(), make_stash(crossing, 1.0)
+    monkeypatch.setattr(activation_offload, "available_bytes", free)
+    net, offload = make_net(), make_offload(copies, 1.0)
     with pytest.raises(ShardwiseError, match=r"offload.activations=1 of 1 rank .* needs .* has .* available"):
-        run(net, stash, 0)
+        run(net, offload, 0)

@@ -4,7 +4,6 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
-from typing import Literal
 
 import pytest
 import torch
@@ -17,23 +16,19 @@ from shardwise.states.muon import Muon
 from shardwise.states.tiers import HostUpdates
 from shardwise.states.tiers import host_states as states
 from shardwise.states.tiers import host_updates as updates
-from shardwise.states.tiers.copy_streams import Crossing
-from shardwise.states.tiers.device_updates import residents_of
-from shardwise.states.tiers.update_bucket import Bucket
+from shardwise.states.tiers.copy_streams import CopyStreams
+from shardwise.states.tiers.update_bucket import UpdateBucket, residencies_of
 from tests.states.streaming.test_weights import Net
 
 Make = Callable[[Iterable[Tensor]], Optimizer]
-At = Literal["host", "device"]
 STEPS = 4
 
 
-@pytest.fixture(params=["host", "device"])
-def at(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> At:
-    """Where updates are made. At the device in pieces that are cut across parameters, with fewer slots than pieces."""
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks are cut across parameters, and there are fewer staging buffers than chunks."""
     monkeypatch.setattr(states, "SLOT_BYTES", 12 * 301)
-    monkeypatch.setattr(updates, "_visiting_bytes", lambda _: 1)
-    found: At = request.param
-    return found
+    monkeypatch.setattr(updates, "_staging_bytes", lambda _: 1)
 
 
 @pytest.fixture
@@ -78,11 +73,11 @@ def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
 @pytest.mark.parametrize("on_host", [1.0, 0.5, 0.0])
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_weights_are_those_of_the_plain_optimizer(
-    machine: Machine, make: Make, on_host: float, clip: float | None, at: At
+    machine: Machine, make: Make, on_host: float, clip: float | None
 ) -> None:
     net = Net()
     plain = copy.deepcopy(net)
-    updates = HostUpdates(net, list(net.blocks), make, machine, "cpu:0", on_host=on_host, clip=clip, at=at)
+    updates = HostUpdates(net, list(net.blocks), make, machine, "cpu:0", on_host=on_host, clip=clip)
     for step in range(STEPS):
         net(batch_of(step)).square().sum().backward()
         updates.step()
@@ -92,10 +87,10 @@ def test_weights_are_those_of_the_plain_optimizer(
     assert updates.host_fraction == pytest.approx(on_host, abs=0.15)
 
 
-def test_gradients_add_up_until_the_last_microbatch(machine: Machine, at: At) -> None:
+def test_gradients_add_up_until_the_last_microbatch(machine: Machine) -> None:
     net = Net()
     plain = copy.deepcopy(net)
-    updates = HostUpdates(net, list(net.blocks), adamw, machine, "cpu:0", at=at)
+    updates = HostUpdates(net, list(net.blocks), adamw, machine, "cpu:0")
     optimizer = adamw(plain.parameters())
     for step in range(2):
         for number in range(3):
@@ -109,10 +104,10 @@ def test_gradients_add_up_until_the_last_microbatch(machine: Machine, at: At) ->
     assert_same(net, plain)
 
 
-def test_a_rate_holds_for_the_steps_after_it(machine: Machine, at: At) -> None:
+def test_a_rate_holds_for_the_steps_after_it(machine: Machine) -> None:
     net = Net()
     plain = copy.deepcopy(net)
-    updates = HostUpdates(net, list(net.blocks), adamw, machine, "cpu:0", on_host=0.5, at=at)
+    updates = HostUpdates(net, list(net.blocks), adamw, machine, "cpu:0", on_host=0.5)
     optimizer = adamw(plain.parameters())
     for step, rate in enumerate((1e-2, 3e-3, 1e-3)):
         updates.rate = rate
@@ -126,9 +121,9 @@ def test_a_rate_holds_for_the_steps_after_it(machine: Machine, at: At) -> None:
     assert_same(net, plain)
 
 
-def test_a_block_that_was_not_used_is_left_as_it_is(machine: Machine, at: At) -> None:
+def test_a_block_that_was_not_used_is_left_as_it_is(machine: Machine) -> None:
     net = Net(3)
-    updates = HostUpdates(net, list(net.blocks), momentum, machine, "cpu:0", at=at)
+    updates = HostUpdates(net, list(net.blocks), momentum, machine, "cpu:0")
     before = copy.deepcopy(net.blocks[2].state_dict())
     first = [each.detach().clone() for each in net.blocks[0].parameters()]
     x = net.first(batch_of(0))
@@ -159,11 +154,11 @@ class Moody(nn.Module):
 @pytest.mark.parametrize("on_host", [1.0, 0.4])
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_a_parameter_without_gradient_is_left_alone_beside_others_that_have_one(
-    machine: Machine, make: Make, on_host: float, clip: float | None, at: At
+    machine: Machine, make: Make, on_host: float, clip: float | None
 ) -> None:
     net = Moody()
     plain = copy.deepcopy(net)
-    updates = HostUpdates(net, list(net.blocks), make, machine, "cpu:0", on_host=on_host, clip=clip, at=at)
+    updates = HostUpdates(net, list(net.blocks), make, machine, "cpu:0", on_host=on_host, clip=clip)
     optimizer = make(plain.parameters())
     for step in range(2 * STEPS):
         net(batch_of(step), step).square().sum().backward()
@@ -179,12 +174,12 @@ def test_a_parameter_without_gradient_is_left_alone_beside_others_that_have_one(
     updates.close()
 
 
-def test_tied_weights_are_updated_once(machine: Machine, at: At) -> None:
+def test_tied_weights_are_updated_once(machine: Machine) -> None:
     net = Net()
     one, other = (net.get_submodule(f"blocks.{number}.up") for number in (5, 1))
     one.weight = other.weight
     plain = copy.deepcopy(net)
-    updates = HostUpdates(net, list(net.blocks), adamw, machine, "cpu:0", at=at)
+    updates = HostUpdates(net, list(net.blocks), adamw, machine, "cpu:0")
     for step in range(STEPS):
         net(batch_of(step)).square().sum().backward()
         updates.step()
@@ -193,10 +188,10 @@ def test_tied_weights_are_updated_once(machine: Machine, at: At) -> None:
     assert_same(net, plain)
 
 
-def test_bf16_weights_follow_an_fp32_master(machine: Machine, at: At) -> None:
+def test_bf16_weights_follow_an_fp32_master(machine: Machine) -> None:
     net = Net().bfloat16()
     master, low = copy.deepcopy(net).float(), copy.deepcopy(net)
-    updates = HostUpdates(net, list(net.blocks), adamw, machine, "cpu:0", at=at)
+    updates = HostUpdates(net, list(net.blocks), adamw, machine, "cpu:0")
     optimizer = adamw(master.parameters())
     for step in range(STEPS):
         net(batch_of(step).bfloat16()).square().sum().backward()
@@ -212,24 +207,18 @@ def test_bf16_weights_follow_an_fp32_master(machine: Machine, at: At) -> None:
     assert_same(net, low)
 
 
-def test_an_optimizer_that_looks_at_matrices_is_refused(machine: Machine) -> None:
+def test_what_is_no_fraction_is_refused(machine: Machine) -> None:
     net = Net(2)
-    with pytest.raises(ShardwiseError, match="Adafactor looks at whole matrices"):
-        HostUpdates(net, list(net.blocks), Adafactor, machine, "cpu:0")
     with pytest.raises(ShardwiseError, match="on_host=2 is no fraction"):
         HostUpdates(net, list(net.blocks), adamw, machine, "cpu:0", on_host=2)
-    with pytest.raises(ShardwiseError, match="devise"):
-        HostUpdates(net, list(net.blocks), adamw, machine, "cpu:0", at="devise")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("make", [Adafactor, partial(Muon, lr=1e-2)])
-def test_at_the_device_matrices_are_updated_whole(
-    machine: Machine, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_matrices_are_updated_whole(machine: Machine, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(states, "SLOT_BYTES", 64)
     net = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(5)))
     plain = copy.deepcopy(net)
-    updates = HostUpdates(net, list(net), make, machine, "cpu:0", at="device", visiting_bytes=1)
+    updates = HostUpdates(net, list(net), make, machine, "cpu:0", visiting_bytes=1)
     for step in range(STEPS):
         net(batch_of(step)).square().sum().backward()
         updates.step()
@@ -239,19 +228,19 @@ def test_at_the_device_matrices_are_updated_whole(
 
 
 def test_only_parameters_of_less_than_full_precision_have_masters() -> None:
-    crossing = Crossing(torch.device("cpu"))
+    copies = CopyStreams(torch.device("cpu"))
     dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
-    bucket = Bucket(0, [nn.Parameter(torch.ones(3, dtype=each)) for each in dtypes])
-    residents = residents_of(bucket, crossing)
-    assert [each.weight.dtype for each in residents] == [torch.float32, torch.float32, torch.float64, torch.float32]
-    assert [each.weight is each.parameter for each in residents] == [True, False, True, False]
-    crossing.close()
+    bucket = UpdateBucket([nn.Parameter(torch.ones(3, dtype=each)) for each in dtypes])
+    residencies = residencies_of(bucket, copies)
+    assert [each.weight.dtype for each in residencies] == [torch.float32, torch.float32, torch.float64, torch.float32]
+    assert [each.weight is each.parameter for each in residencies] == [True, False, True, False]
+    copies.close()
 
 
-def test_gradients_in_another_order_than_the_last_find_their_state(machine: Machine, at: At) -> None:
+def test_gradients_in_another_order_than_the_last_find_their_state(machine: Machine) -> None:
     net = Net(4)
     plain = copy.deepcopy(net)
-    updates = HostUpdates(net, list(net.blocks), momentum, machine, "cpu:0", at=at)
+    updates = HostUpdates(net, list(net.blocks), momentum, machine, "cpu:0")
     optimizer = momentum(plain.parameters())
     for step, order in enumerate([(0, 1, 2, 3), (3, 1), (2, 0, 3), (1, 3, 2, 0)]):
         optimizer.zero_grad()
@@ -266,14 +255,14 @@ def test_gradients_in_another_order_than_the_last_find_their_state(machine: Mach
     assert_same(net, plain)
 
 
-def test_an_error_in_an_update_is_said(machine: Machine, at: At) -> None:
+def test_an_error_in_an_update_is_said(machine: Machine) -> None:
     class FailingSGD(SGD):
         def step(self, _: object = None) -> None:  # type: ignore[override]
             if any(each.grad is not None and each.grad.abs().sum() > 0 for each in self.param_groups[0]["params"]):
                 raise ValueError("no such luck")
 
     net = Net(2)
-    updates = HostUpdates(net, list(net.blocks), FailingSGD, machine, "cpu:0", at=at)
+    updates = HostUpdates(net, list(net.blocks), FailingSGD, machine, "cpu:0")
     loss = net(batch_of(0)).square().sum()
     with suppress(ShardwiseError):  # Where it is said first is a matter of who is faster.
         loss.backward()

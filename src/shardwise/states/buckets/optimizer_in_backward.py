@@ -5,7 +5,8 @@
     updates                       | 3        | 2        | 1 ...
 
 A bucket's gradients are final when its sum over the replicas is there, which is begun when its last backward is done.
-Nobody waits for a sum that was only just begun: a bucket is looked at when one or two after it have begun theirs.
+Nobody waits for a sum that was only just begun: a bucket is looked at when one or two after it have begun theirs, or
+at once where there are no other replicas.
 
 All replicas must move numbers in one order, and these updates do not happen in one order. So nothing is moved for them:
 what is not complete by itself is left to the end of the step, and so is the gathering of new weights.
@@ -22,7 +23,7 @@ from shardwise.states.tiers.host_states import HostStates
 _BEHIND = 1
 
 
-class EarlyBuckets:
+class OptimizerInBackward:
     """The buckets of one rank that are updated early.
 
     `find_scale` says what the gradients of a step are multiplied with, as soon as that is known.
@@ -52,7 +53,8 @@ class EarlyBuckets:
             return
         self._begun.append(bucket)
         self.look()
-        while self._scale is not None and len(self._begun) > _BEHIND:
+        behind = _BEHIND if bucket.home.replicas.count > 1 else 0
+        while self._scale is not None and len(self._begun) > behind:
             self._update(self._begun.popleft(), self._scale)
 
     def _update(self, bucket: Bucket, scale: float) -> None:

@@ -1,16 +1,19 @@
 """The engine of a mesh on one rank, with its weights on the host: the same training bit for bit, beside a GPU too."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from shardwise.engine import mesh_engine
 from shardwise.engine.mesh_engine import MeshEngine
 from shardwise.engine.options import Options
 from shardwise.planner.plan import Plan
-from shardwise.states.buckets import offloaded_buckets as lodging
+from shardwise.states.buckets import offloaded_buckets
+from shardwise.states.buckets.make import Sharing
 from shardwise.states.tiers import host_states as states
 from tests.crowd import Crowds
 from tests.engine import going_on
@@ -31,7 +34,8 @@ def train(plan: str, device: str, clip: float | None) -> tuple[list[float], dict
     batches = [{"x": torch.randn(64, *rows().shape[1:], device=device)} for _ in range(3)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(states, "SLOT_BYTES", 1024)
-        patch.setattr(lodging, "DEFERRED_FREE_BYTES", 1024)
+        patch.setattr(offloaded_buckets, "DEFERRED_FREE_BYTES", 1024)
+        patch.setattr(mesh_engine, "Sharing", partial(Sharing, updates_late=True))
         engine = MeshEngine(
             module,
             Plan.parse(plan),
@@ -47,10 +51,20 @@ def train(plan: str, device: str, clip: float | None) -> tuple[list[float], dict
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
 @pytest.mark.parametrize(
-    ("plan", "clip"), [("microbatches=4", None), ("microbatches=2,zero=2", 0.1), ("microbatches=2,zero=3", 0.1)]
+    ("plan", "host", "clip"),
+    [
+        ("microbatches=4", "offload.parameters=1", None),
+        ("microbatches=2,zero=2", "offload.parameters=1", 0.1),
+        ("microbatches=2,zero=3", "offload.parameters=1", 0.1),
+        # Updates run on under the next forward, whose units wait for their own weights.
+        ("microbatches=2", "offload.optimizer=1", None),
+        ("microbatches=2", "offload.optimizer=0.5", 0.1),
+    ],
 )
-def test_one_rank_trains_to_the_same_bits(plan: str, clip: float | None, device: str, crowds: Crowds) -> None:
-    (ours,) = crowds.of(1).run(train, f"{plan},offload.parameters=1", device, clip)
+def test_one_rank_trains_to_the_same_bits(
+    plan: str, host: str, clip: float | None, device: str, crowds: Crowds
+) -> None:
+    (ours,) = crowds.of(1).run(train, f"{plan},{host}", device, clip)
     (theirs,) = crowds.of(1).run(train, plan, device, clip)
     assert ours[0] == theirs[0]
     assert all(torch.equal(each, theirs[1][name]) for name, each in ours[1].items())

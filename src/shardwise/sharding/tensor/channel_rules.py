@@ -1,0 +1,210 @@
+"""Channel-group analysis: what each operation of aten does to labels, as a table.
+
+    moves           view, cat, slice ...       labels move with the values
+    casts           to, dropout ...            labels stay
+    reductions      softmax, sum, max ...      all that are reduced together are joined
+    norms           layer_norm, rms_norm       all that are normalised together are joined
+    matmuls         mm, bmm, addmm ...         what is summed over is joined
+    pointwise       mul, where ...             what meets, number by number, is joined
+    anything else                              everything is joined
+
+To join too much is safe: at worst a layer stays whole. To join too little would cut what belongs together.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from shardwise.sharding.tensor.channel_labels import MOVES, UnionFind, distinct, is_expanded, moved
+from shardwise.sharding.tensor.channel_parameters import ParameterChannels
+from shardwise.torch_private import pytree, schema_of
+
+
+class Operation(NamedTuple):
+    """One call of an operator of aten, and what it returned."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    returned: Any
+
+    @property
+    def name(self) -> str:
+        name: str = schema_of(self.func).name.removeprefix("aten::")
+        return name
+
+    @property
+    def is_in_place(self) -> bool:
+        return bool(schema_of(self.func).is_mutable)
+
+    @property
+    def made(self) -> list[Tensor]:
+        """The tensors that it returned."""
+        return tensors_in(self.returned)
+
+
+class LabelFlow:
+    """The labels of every tensor of a run so far, and the groups into which they are joined."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.groups = UnionFind()
+        self.parameters = ParameterChannels(module)
+        self.labels = WeakTensorKeyDictionary()
+
+    def of(self, each: Any) -> Any:
+        """The labels of a tensor; -1 where it has none."""
+        if not isinstance(each, Tensor):
+            return each
+        labels = self.labels.get(each)  # type: ignore[no-untyped-call]
+        return torch.full((1,) * each.dim(), -1).expand(each.shape) if labels is None else labels
+
+    def follow(self, operation: Operation) -> None:
+        """Label what an operation returned."""
+        labels = rule_for(operation)(self, operation)
+        for tensor, each in zip(operation.made, labels, strict=False):
+            self.labels[tensor] = each
+
+    def joined(self, labels: Tensor, dims: list[int]) -> Tensor:
+        """Join all labels along some dims, which are left with length 1."""
+        if not dims:
+            return labels
+        (small,) = distinct([labels])
+        highest = small.amax(dims, keepdim=True)
+        self.groups.join(small.reshape(-1).numpy(), highest.expand(small.shape).reshape(-1).numpy())
+        shape = list(labels.shape)
+        for dim in dims:
+            shape[dim] = 1
+        return highest.expand(shape)
+
+    def together(self, several: list[Tensor], returned: Tensor) -> Tensor:
+        """Join labels that meet, place by place."""
+        result, *others = distinct([each.expand(returned.shape) for each in several])
+        for other in others:
+            self.groups.join(result.reshape(-1).numpy(), other.reshape(-1).numpy())
+            result = torch.maximum(result, other)
+        return result.expand(returned.shape)
+
+
+#: Gives the labels of what an operation returned.
+Rule = Callable[[LabelFlow, Operation], list[Tensor]]
+
+
+def _move(flow: LabelFlow, operation: Operation) -> list[Tensor]:
+    func, args, kwargs, returned = operation
+    if operation.name == "cat":
+        _meet_beside(flow, args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0))
+    return moved(func, operation.name, pytree.tree_map(flow.of, args), kwargs, returned)
+
+
+def _meet_beside(flow: LabelFlow, tensors: list[Tensor], dim: int) -> None:
+    """Parameters that are put beside labelled values (a score that each head has for nothing) meet those."""
+    labelled = [flow.labels[each] for each in tensors if each in flow.labels and each.numel()]
+    for each in tensors:
+        if labelled and each.dim() == labelled[0].dim():
+            flow.parameters.meet((each,), labelled[0].narrow(dim, 0, 1).expand(each.shape))
+
+
+def _cast(flow: LabelFlow, operation: Operation) -> list[Tensor]:
+    labels = flow.of(operation.args[0])
+    return [labels, labels]
+
+
+def _reduce(flow: LabelFlow, operation: Operation) -> list[Tensor]:
+    """Reductions are given their dims second, norms third."""
+    if any(isinstance(each, Tensor) for each in operation.args[1:]):
+        return _untabled(operation)(flow, operation)  # `max` of two tensors is of the same name.
+    given = operation.args[2 if operation.name in ("linalg_vector_norm", "norm") else 1 :]
+    labels = flow.of(operation.args[0])
+    joined = flow.joined(labels, _dims(given[0] if given else operation.kwargs.get("dim"), labels.dim()))
+    return [_fit(joined, each) for each in pytree.tree_leaves(operation.returned)]
+
+
+def _normalise(flow: LabelFlow, operation: Operation) -> list[Tensor]:
+    labels = flow.of(operation.args[0])
+    joined = flow.joined(labels, list(range(labels.dim() - len(operation.args[1]), labels.dim())))
+    return [_fit(joined, each) for each in operation.made]
+
+
+def _multiply(flow: LabelFlow, operation: Operation) -> list[Tensor]:
+    """Rows of the left factor and columns of the right one stay; those that add a third tensor are given it first."""
+    added = [flow.of(operation.args[0])] if "add" in operation.name else []
+    left, right = (flow.of(each) for each in operation.args[len(added) : len(added) + 2])
+    rows, columns = flow.joined(left, [left.dim() - 1]), flow.joined(right, [right.dim() - 2])
+    return [flow.together([rows, columns, *added], operation.returned)]
+
+
+def _pointwise(flow: LabelFlow, operation: Operation) -> list[Tensor]:
+    args, returned = operation.args, operation.returned
+    labels = flow.together([flow.of(each) for each in args if isinstance(each, Tensor)], returned)
+    flow.parameters.meet(args, labels)
+    if operation.is_in_place:
+        first = flow.of(args[0])
+        if is_expanded(first):
+            flow.labels[args[0]] = labels
+        else:
+            first.copy_(labels)
+    return [labels]
+
+
+def _join_all(flow: LabelFlow, operation: Operation) -> list[Tensor]:
+    """An operation that is not understood."""
+    given = tensors_in((operation.args, operation.kwargs))
+    touched = [flow.labels[each] for each in given if each in flow.labels]
+    labels = np.concatenate([distinct([each])[0].reshape(-1).numpy() for each in touched])
+    labels = labels[labels >= 0]
+    one = int(labels[0]) if len(labels) else -1
+    flow.groups.join(labels, np.full_like(labels, one))
+    return [torch.full((1,) * each.dim(), one).expand(each.shape) for each in operation.made]
+
+
+def _table(rows: Iterable[tuple[Rule, str]]) -> dict[str, Rule]:
+    return {name: rule for rule, names in rows for name in names.split()}
+
+
+#: By the name of the operator, without the underscore of one that works in place.
+RULES = _table(
+    [
+        (_cast, "_to_copy to type_as contiguous native_dropout bernoulli dropout"),
+        (_reduce, "_softmax _log_softmax _safe_softmax mean sum amax amin var std logsumexp cumsum prod max min"),
+        (_reduce, "linalg_vector_norm norm var_mean argmax any all"),
+        (_normalise, "native_layer_norm _fused_rms_norm rms_norm layer_norm"),
+        (_multiply, "mm bmm addmm baddbmm matmul"),
+        (_pointwise, "copy masked_fill where"),
+    ]
+)
+
+
+def rule_for(operation: Operation) -> Rule:
+    """The rule of an operation. Moves have one only if they do not work in place."""
+    name = operation.name
+    if name in MOVES:
+        return _move
+    base = name.rstrip("_") if operation.is_in_place else name
+    return RULES.get(base) or _untabled(operation)
+
+
+def _untabled(operation: Operation) -> Rule:
+    return _pointwise if torch.Tag.pointwise in operation.func.tags else _join_all
+
+
+def _fit(joined: Tensor, returned: Tensor) -> Tensor:
+    """Labels with their joined dims of length 1, in the shape of what was returned, with or without these dims."""
+    if joined.dim() != returned.dim():
+        return joined.reshape(returned.shape)
+    return joined.expand(returned.shape)
+
+
+def _dims(given: Any, count: int) -> list[int]:
+    """The dims that an operation is given: one, some, or (none) all."""
+    if given is None or given == []:
+        return list(range(count))
+    return [given] if isinstance(given, int) else list(given)
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """All tensors in arguments or results, however they are nested."""
+    return [each for each in pytree.tree_leaves(tree) if isinstance(each, Tensor)]

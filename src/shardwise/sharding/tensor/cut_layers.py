@@ -1,0 +1,185 @@
+"""Layers of one module replaced by this rank's pieces of them, and what became of each parameter."""
+
+import inspect
+from collections.abc import Collection
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwise.ranks.collectives import Group
+from shardwise.sharding.rng_tracker import Channels, RngTracker
+from shardwise.sharding.tensor.channel_groups import ChannelTrace
+from shardwise.sharding.tensor.columns import ColumnParallelLinear, ColumnSet
+from shardwise.sharding.tensor.experts import expert_runs, share_experts
+from shardwise.sharding.tensor.head_attributes import correct, take_own_heads
+from shardwise.sharding.tensor.regions import Region
+from shardwise.sharding.tensor.rows import RowParallelLinear
+from shardwise.sharding.tensor.shards import Runs, Shards, even_runs
+from shardwise.sharding.tensor.vocabulary import VocabularyHead, share_embedding
+from shardwise.torch_private import parameter_slots
+
+
+class LayerCutter:
+    """Cuts layers of one module, and keeps what became of each parameter."""
+
+    def __init__(self, module: nn.Module, group: Group, num_chunks: int | None) -> None:
+        self._module, self._group, self._num_chunks = module, group, num_chunks
+        self._names = dict(module.named_parameters(remove_duplicate=False))
+        self._made: dict[int, tuple[nn.Parameter, Shards]] = {}
+        self._inside: set[int] = set()
+        self._words: dict[int, int] = {}
+        self.cut: dict[str, str] = {}
+        self.notes: list[str] = []
+
+    def shards(self) -> dict[str, Shards]:
+        """Where each parameter lies, by all of its original names."""
+        return {
+            name: self._made[id(each)][1]
+            if id(each) in self._made
+            else Shards(shape=tuple(each.shape), is_partial=id(each) in self._inside)
+            for name, each in self._names.items()
+        }
+
+    def cut_region(self, region: Region, seen: ChannelTrace) -> None:
+        """Cut the columns and rows of a region."""
+        group, rng = self._group, self._rng(region) if region.draws else None
+        sets: list[tuple[Tensor, ColumnSet]] = []
+        for name, runs in region.columns.items():
+            layer = self._module.get_submodule(name)
+            dim = 0 if isinstance(layer, nn.Linear) else 1
+            self.cut[name] = f"outputs over {group.size} ranks: {_sizes(runs)}"
+            if isinstance(layer, nn.Embedding):
+                layer.weight = self._piece(_weight(layer), dim, runs)
+                layer.embedding_dim = layer.weight.shape[1]
+                continue
+            read = seen.layers[name].inputs[0]
+            together = next((each for tensor, each in sets if tensor is read), None)
+            if together is None:
+                together = ColumnSet(group, self._num_chunks)
+                sets.append((read, together))
+            weight, bias = self._pieces(layer, dim, runs)
+            made = ColumnParallelLinear(weight, bias, together, is_transposed=dim == 1, rng=rng)
+            self._put(name, made)
+        for name, runs in region.rows.items():
+            layer = self._module.get_submodule(name)
+            dim = 1 if isinstance(layer, nn.Linear) else 0
+            self.cut[name] = f"inputs over {group.size} ranks: {_sizes(runs)}"
+            weight = self._piece(_weight(layer), dim, runs)
+            made_of: dict[str, Any] = {"is_transposed": dim == 0, "rng": rng, "num_chunks": self._num_chunks}
+            self._put(name, RowParallelLinear(weight, _bias(layer), group, **made_of))
+        for name, (dim, runs) in region.cut_inside.items():
+            self._piece(self._names[name], dim, runs)
+            self.cut[name] = f"numbers over {group.size} ranks: {_sizes(runs)}"
+        self._inside |= {id(self._names[name]) for name in region.inside}
+        self._correct(region, seen)
+
+    def _rng(self, region: Region) -> RngTracker:
+        runs = next(iter(region.rows.values()))
+        mine = tuple(place for start, stop in runs[self._group.rank] for place in range(start, stop))
+        return RngTracker(self._group, Channels(mine, max(stop for some in runs for _, stop in some)))
+
+    def _correct(self, region: Region, seen: ChannelTrace) -> None:
+        """Correct the modules that hold a region's layers, if its pieces are heads."""
+        if not is_by_heads(region, seen):
+            return
+        for name in dict.fromkeys(name.rpartition(".")[0] for name in [*region.columns, *region.rows]):
+            holder = self._module.get_submodule(name)
+            self.notes += [f"{name}.{each}" for each in correct(holder, region, self._group.rank)]
+            if "alibi" in inspect.signature(holder.forward).parameters:
+                take_own_heads(holder, "alibi", region, self._group.rank)
+
+    def cut_head(self, name: str) -> None:
+        """Share out the words that a layer scores."""
+        layer = self._module.get_submodule(name)
+        words = _weight(layer).shape[0]
+        self._words[id(_weight(layer))] = words
+        weight, bias = self._pieces(layer, 0, even_runs(words, self._group.size), pads=True)
+        together = ColumnSet(self._group, self._num_chunks)
+        made = VocabularyHead(weight, bias, together, is_transposed=False, rng=None)
+        made.words = words
+        self.cut[name] = f"vocabulary of {words} over {self._group.size} ranks"
+        self._put(name, made)
+
+    def cut_embeddings(self) -> None:
+        """Share out the words of embeddings that are as many as a head scores."""
+        counts = set(self._words.values())
+        for name, each in list(self._module.named_modules()):
+            if isinstance(each, nn.Embedding) and each.num_embeddings in counts and each.max_norm is None:
+                words = each.num_embeddings
+                runs = even_runs(words, self._group.size)
+                each.weight = self._piece(_weight(each), 0, runs, pads=True)
+                share_embedding(each, self._group, words)
+                self.cut[name] = f"vocabulary of {words} over {self._group.size} ranks"
+
+    def cut_experts(self, name: str, whole: dict[str, str]) -> None:
+        """Cut the matrices of experts inside each expert."""
+        experts = self._module.get_submodule(name)
+        runs = expert_runs(experts, self._group.size)
+        if isinstance(runs, str):
+            whole[name] = runs
+            return
+        for key, (dim, each) in runs.items():
+            setattr(experts, key, self._piece(experts.get_parameter(key), dim, each))
+            self.cut[f"{name}.{key}"] = f"channels of each expert over {self._group.size} ranks: {_sizes(each)}"
+        share_experts(experts, self._group)
+
+    def mark_partial(self, names: Collection[str]) -> None:
+        """Parameters that are used on a piece of the sequence: each rank's gradient is a part."""
+        for name in names:
+            if id(self._names[name]) not in self._made:
+                self._inside.add(id(self._names[name]))
+
+    def tie_again(self) -> None:
+        """Put pieces wherever else the module holds what they are pieces of."""
+        for each in self._module.modules():
+            for key, held in parameter_slots(each).items():
+                if held is not None and id(held) in self._made:
+                    parameter_slots(each)[key] = self._made[id(held)][0]
+
+    def _pieces(
+        self, layer: nn.Module, dim: int, runs: tuple[Runs, ...], *, pads: bool = False
+    ) -> tuple[nn.Parameter, nn.Parameter | None]:
+        bias = _bias(layer)
+        return (
+            self._piece(_weight(layer), dim, runs, pads=pads),
+            None if bias is None else self._piece(bias, 0, runs, pads=pads),
+        )
+
+    def _piece(self, whole: nn.Parameter, dim: int, runs: tuple[Runs, ...], *, pads: bool = False) -> nn.Parameter:
+        """This rank's piece of a parameter. One that several layers share stays one."""
+        if id(whole) not in self._made:
+            held = sum(stop - start for some in runs for start, stop in some)
+            shards = Shards(
+                shape=tuple(whole.shape),
+                dim=dim,
+                runs=runs,
+                padded=-(-whole.shape[dim] // self._group.size) if pads else None,
+                is_partial=held > whole.shape[dim],
+            )
+            piece = shards.local(whole.detach(), self._group.rank).clone()
+            self._made[id(whole)] = nn.Parameter(piece, requires_grad=whole.requires_grad), shards
+        return self._made[id(whole)][0]
+
+    def _put(self, name: str, layer: nn.Module) -> None:
+        parent, _, key = name.rpartition(".")
+        layer.train(self._module.get_submodule(name).training)
+        setattr(self._module.get_submodule(parent), key, layer)
+
+
+def is_by_heads(region: Region, seen: ChannelTrace) -> bool:
+    """Whether the pieces of a region are heads, of several channels each."""
+    return region.fine[0][1] not in {len(seen.layers[name].read[0]) for name in region.rows}
+
+
+def _weight(layer: nn.Module) -> nn.Parameter:
+    weight = layer.weight
+    assert isinstance(weight, nn.Parameter), f"the weight of {type(layer).__name__} is no parameter"
+    return weight
+
+
+def _bias(layer: nn.Module) -> nn.Parameter | None:
+    return parameter_slots(layer).get("bias")
+
+
+def _sizes(runs: tuple[Runs, ...]) -> str:
+    return " + ".join(str(sum(stop - start for start, stop in some)) for some in runs)

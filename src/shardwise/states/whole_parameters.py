@@ -1,0 +1,77 @@
+"""Whole parameters and gradients by their names, from the pieces that replicas keep. Replicas call these alike."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.ranks.exchange import Exchange
+from shardwise.states.buckets.bucket import Bucket
+from shardwise.states.buckets.make import CHANNELS_OF_A_BUCKET
+
+
+class WholeParameters:
+    """The parameters of this rank's stages. Those that are in no bucket are whole on every rank."""
+
+    def __init__(self, buckets: Sequence[Bucket], parameters: Mapping[str, nn.Parameter], exchange: Exchange) -> None:
+        self._buckets, self._parameters, self._exchange = buckets, parameters, exchange
+        self._places = {slot.name: (bucket, slot) for bucket in buckets for slot in bucket.layout.slots}
+
+    def is_offloaded(self, name: str) -> bool:
+        """Whether a parameter lives on the host."""
+        return name in self._places and self._places[name][0].is_offloaded
+
+    def shape_of(self, name: str) -> torch.Size:
+        """The shape of a parameter as tensor and expert parallel ranks have it, from all of its replicas' pieces."""
+        return self._places[name][1].shape
+
+    @torch.no_grad()
+    def weight(self, name: str) -> Tensor:
+        """A parameter as it is computed with."""
+        if name not in self._places:
+            return self._parameters[name].detach().clone()
+        bucket, slot = self._places[name]
+        bucket.weights.hold("whole")
+        numbers = bucket.weights.whole[slot.start : slot.stop].view(slot.shape).clone()
+        bucket.weights.let_go("whole")
+        return numbers
+
+    @torch.no_grad()
+    def kept(self, name: str) -> Tensor:
+        """A parameter as optimizers have it, in their precision."""
+        if name not in self._places:
+            return self._parameters[name].detach().clone()
+        bucket, slot = self._places[name]
+        self._exchange.settle()
+        return self._gathered(bucket, bucket.kept)[slot.start : slot.stop].view(slot.shape).clone()
+
+    @torch.no_grad()
+    def gradient(self, name: str, used: Mapping[Bucket, Sequence[bool]]) -> Tensor | None:
+        """The gradient of a parameter in the last step, as it was given to the optimizer; None if it had none."""
+        bucket, slot = self._places[name]
+        if bucket.gradients is None or not used[bucket][bucket.layout.slots.index(slot)]:
+            return None
+        return self._gathered(bucket, bucket.given)[slot.start : slot.stop].view(slot.shape).clone()
+
+    def pieces(self) -> Iterator[tuple[str, torch.Size, int, Tensor]]:
+        """What this rank updates: name, shape of the whole, where the piece begins in it, and its numbers."""
+        for bucket in self._buckets:
+            for span in bucket.updated(bucket.sharing.rank):
+                yield span.slot.name, span.slot.shape, span.start, bucket.kept[span.at : span.at + span.length]
+
+    @torch.no_grad()
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        """Take over whole parameters: what this rank updates of them."""
+        for name, whole in values.items():
+            bucket, slot = self._places[name]
+            bucket.load(slot, whole)
+
+    def _gathered(self, bucket: Bucket, own: Tensor) -> Tensor:
+        """All numbers of a bucket, from those of which each replica updates some."""
+        own = own.to(bucket.home.device)
+        if bucket.updates_whole:
+            return own
+        whole = own.new_empty(bucket.layout.length)
+        channel = self._buckets.index(bucket) * CHANNELS_OF_A_BUCKET + 3
+        self._exchange.gather(whole, own.clone(), bucket.sharing, channel).wait()
+        return whole

@@ -145,6 +145,8 @@ def train(case: Case) -> Outcome:
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     plan = Plan.parse(case.plan)
     mesh, module = make_mesh(plan), make_net(**case.net)
+    if case.precision is not None:
+        module = module.to(case.precision)
     place = mesh.coordinates["pp"]
     schedule = schedule_of(plan)
     count = len(schedule.placement.pipes[0])
@@ -164,7 +166,7 @@ def train(case: Case) -> Outcome:
     for each in module.parameters() if case.precision is not None else ():
         each.data = each.data.to(case.precision)
     data = DataParallel(
-        {stage: each for stage, each in held_stages.items() if each is not None}, complete_schedule, place,
+        {stage: each for stage, each in held_stages.items() if each is not None}, complete_schedule, [place],
         sharing=sharing, replicas_of=lambda _: replicas, optimizer=OPTIMIZERS[case.optimizer], module=module,
         ties=make_ties(complete_schedule.placement, stages, mesh.pipelines, mesh.rank),
         exchange=None if case.exchange is None else EXCHANGES[case.exchange](),

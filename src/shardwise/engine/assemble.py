@@ -21,7 +21,7 @@ from shardwise.sharding.context.stages import in_context
 from shardwise.stages.batch import cut_batch, home_of
 from shardwise.stages.losses import summed_only
 from shardwise.stages.stage import Batch, Loss, Split
-from shardwise.states.buckets.make import Sharing
+from shardwise.states.buckets.make import ZeroConfig
 from shardwise.states.parameter_group import MakeOptimizer, Share
 
 # Stages whose weights are gathered at a time, where a stage's come at once.
@@ -97,16 +97,16 @@ def from_split(
     )  # fmt: skip
 
 
-def _sharing_of(plan: Plan, schedule: Schedule, options: Options) -> Sharing:
+def _sharing_of(plan: Plan, schedule: Schedule, options: Options) -> ZeroConfig:
     """How the state of the model lies on its replicas."""
     is_alone, is_stale = plan.num_ranks == plan.pp, schedule.staleness > 0
     updates_early = plan.offload.optimizer > 0 or plan.offload.parameters > 0
-    sharing = Sharing(
+    sharing = ZeroConfig(
         zero=plan.zero,
         # With two versions of the weights, the one that a batch used is stepped on in place.
         masters=plan.precision != "fp32" and not is_stale,
         layerwise=not _splits_backward(schedule),
-        lodged=plan.offload.parameters,
+        offloaded=plan.offload.parameters,
         updates_late=updates_early,
         # What is updated in the backward, with its state from the host, is known bucket by bucket.
         local=is_alone and plan.zero == 0 and (is_stale or not updates_early),

@@ -18,7 +18,7 @@ from shardwise.ranks.wires import ManyProcesses, OneProcess
 from shardwise.schedule.schedule import Schedule
 from shardwise.stages.stage import Split, Stage
 from shardwise.states.batch_norm import SharedStatistics
-from shardwise.states.buckets.make import Sharing
+from shardwise.states.buckets.make import ZeroConfig
 from shardwise.states.buckets.tie_groups import make_ties
 from shardwise.states.data_parallel import DataParallel
 from shardwise.states.parameter_group import MakeOptimizer, Share
@@ -47,7 +47,7 @@ def make_states(
     schedule: Schedule,
     *,
     optimizer: MakeOptimizer | Sequence[Share],
-    sharing: Sharing,
+    sharing: ZeroConfig,
     sharded: Sharded,
     original: Original,
     wires: OneProcess | ManyProcesses,
@@ -81,7 +81,7 @@ def make_states(
         tensor=sharded.tensor, joining=sharded if sharded.is_in_parts else None, apart=experts, module=module,
         parameter_of=parameter_of if schedule.staleness else None, watch=wires.watch,
     )  # fmt: skip
-    offloaded = data.lodged if plan.offload.parameters else None
+    offloaded = data.offloaded if plan.offload.parameters else None
     host = make_host(plan, device, data.number_bytes, wires.gather, offloaded)
     has_copies = plan.dp > 1 or len(schedule.placement.pipes) > 1
     states = States(

@@ -78,7 +78,7 @@ class ModuleState:
 
     def _at_home(self, name: str, numbers: Tensor) -> Tensor:
         """What lives on the host is given there."""
-        return numbers.cpu() if self._data.is_lodged(name) else numbers
+        return numbers.cpu() if self._data.is_offloaded(name) else numbers
 
     def _named(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
         """Under all names that the module has for them, with the buffers."""

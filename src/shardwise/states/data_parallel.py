@@ -34,7 +34,7 @@ from shardwise.stages.stage import Stage
 from shardwise.states.buckets.bucket import Bucket
 from shardwise.states.buckets.gradient_norm import GradientNorm
 from shardwise.states.buckets.local_gradients import scale_all
-from shardwise.states.buckets.make import CHANNELS_OF_A_BUCKET, ParameterOwners, Sharing, make_buckets
+from shardwise.states.buckets.make import CHANNELS_OF_A_BUCKET, ParameterOwners, ZeroConfig, make_buckets
 from shardwise.states.buckets.offloaded_backward import OffloadedBackward
 from shardwise.states.buckets.offloaded_buckets import OffloadedBuckets
 from shardwise.states.buckets.optimizer_in_backward import OptimizerInBackward
@@ -70,7 +70,7 @@ class DataParallel:
         schedule: Schedule,
         ranks: Sequence[int],
         *,
-        sharing: Sharing,
+        sharing: ZeroConfig,
         replicas_of: Callable[[str], Replicas],
         optimizer: MakeOptimizer | Sequence[Share],
         ties: Sequence[Tie] = (),
@@ -112,7 +112,7 @@ class DataParallel:
             joining=whole, apart=apart,
         )  # fmt: skip
         #: What lives on the host.
-        self.lodged = OffloadedBuckets(self.buckets, self._updates.offloaded)
+        self.offloaded = OffloadedBuckets(self.buckets, self._updates.offloaded)
         self._norm = GradientNorm(
             self._trained,
             is_counted=self._ties.is_counted,
@@ -243,7 +243,7 @@ class DataParallel:
         """What the optimizers of this rank have: pieces of parameters, or whole ones of which it is the owner."""
         return self._updates.updated
 
-    def is_lodged(self, name: str) -> bool:
+    def is_offloaded(self, name: str) -> bool:
         """Whether a parameter lives on the host."""
         return self._wholes.is_offloaded(name)
 

@@ -21,7 +21,7 @@ from shardwise.ranks.replicas import make_replicas
 from shardwise.ranks.transport import ProcessTransport
 from shardwise.stages.batch import cut_batch
 from shardwise.stages.split import split
-from shardwise.states.buckets.make import Sharing
+from shardwise.states.buckets.make import ZeroConfig
 from shardwise.states.buckets.state_bytes import Held
 from shardwise.states.buckets.tie_groups import make_ties
 from shardwise.states.data_parallel import DataParallel
@@ -155,7 +155,7 @@ def train(case: Case) -> Outcome:
     example = cut_batch(batches[0], plan.microbatches)[0]
     stages = split(module.train(), count, example, only={stage % count for stage in mine})
     splits_backward = any(part.kind == "W" for order in schedule.orders for each in order for part in each.parts)
-    sharing = Sharing(
+    sharing = ZeroConfig(
         zero=plan.zero, masters=case.precision is not None, bucket_bytes=case.bucket_bytes,
         layerwise=case.layerwise and not splits_backward,
     )  # fmt: skip

@@ -221,7 +221,7 @@ def test_one_process_has_them_there_for_their_use_and_for_no_longer() -> None:
 def offloaded_layers(plan: str) -> list[str]:
     engine = make_engine(plan)
     with engine:
-        names = [slot.name for bucket in engine.states.data.lodged.buckets for slot in bucket.layout.slots]
+        names = [slot.name for bucket in engine.states.data.offloaded.buckets for slot in bucket.layout.slots]
         return sorted({".".join(name.split(".")[:2]) for name in names if name.startswith("layers.")})
 
 

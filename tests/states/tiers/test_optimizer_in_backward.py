@@ -17,7 +17,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.execution.interpreter import Tally
 from shardwise.nets.loss import next_token_loss
 from shardwise.ranks.spawn import Ranks
-from shardwise.states.buckets.make import Sharing
+from shardwise.states.buckets.make import ZeroConfig
 from shardwise.states.tiers import host_states as states
 from shardwise.states.tiers.host_states import HostStates
 from tests.engine import going_on
@@ -60,7 +60,7 @@ def run(plan: str, optimizer: str = "adamw", clip: float | None = None) -> tuple
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(states, "SLOT_BYTES", 2048)
-        patch.setattr(assemble, "Sharing", partial(Sharing, bucket_bytes=4096))
+        patch.setattr(assemble, "ZeroConfig", partial(ZeroConfig, bucket_bytes=4096))
         find = LossSum.find
         if "pp" not in plan:
             patch.setattr(LossSum, "find", find_tally)

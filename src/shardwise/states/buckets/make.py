@@ -26,21 +26,21 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sharing:
+class ZeroConfig:
     """How much of the state of a model is shared out over its replicas.
 
     `zero` is the ZeRO stage. With `masters` optimizers work on master weights in full precision of parameters that are
-    of 16 bits. `layerwise`: with zero=3, weights are gathered unit by unit and not stage by stage. `lodged` is the part
-    of what units have that lives on the host, with its gradients. `updates_late`: optimizer state is on the host, and
-    updates of weights that every rank updates whole may run on under the next forward. `local`: there is one replica,
-    and gradients stay where autograd puts them.
+    of 16 bits. `layerwise`: with zero=3, weights are gathered unit by unit and not stage by stage. `offloaded` is the
+    part of what units have that lives on the host, with its gradients. `updates_late`: optimizer state is on the host,
+    and updates of weights that every rank updates whole may run on under the next forward. `local`: there is one
+    replica, and gradients stay where autograd puts them.
     """
 
     zero: int = 0
     masters: bool = False
     bucket_bytes: int = BUCKET_BYTES
     layerwise: bool = False
-    lodged: float = 0.0
+    offloaded: float = 0.0
     updates_late: bool = False
     local: bool = False
 
@@ -79,7 +79,7 @@ class ParameterOwners:
 
 def make_buckets(
     parameters: Mapping[int, Mapping[str, nn.Parameter]],
-    sharing: Sharing,
+    sharing: ZeroConfig,
     owners: ParameterOwners,
     exchange: Exchange,
     parameter_of: Callable[[str, int], nn.Parameter] | None,
@@ -103,16 +103,18 @@ def make_buckets(
         )
 
     wanted = {
-        stage: {name: each for name, each in held.items() if each.requires_grad or sharing.zero == 3 or sharing.lodged}
+        stage: {
+            name: each for name, each in held.items() if each.requires_grad or sharing.zero == 3 or sharing.offloaded
+        }
         for stage, held in parameters.items()
     }
     loans = Loans()
     # Where nothing is sent each parameter is by itself, in the memory that it has.
     most_bytes = 1 if sharing.local else sharing.bucket_bytes
     every = share_out(wanted, home_of, None if is_layered else most_bytes)
-    lodged = _choose(every, owners, sharing.lodged) if sharing.lodged else []
+    offloaded = _choose(every, owners, sharing.offloaded) if sharing.offloaded else []
     return [
-        _make(number, members, sharing, exchange, loans, parameter_of, is_offloaded=members in lodged)
+        _make(number, members, sharing, exchange, loans, parameter_of, is_offloaded=members in offloaded)
         for number, members in enumerate(every)
     ]
 
@@ -130,7 +132,7 @@ def _choose(every: Sequence[Members], owners: ParameterOwners, fraction: float) 
 def _make(
     number: int,
     members: Members,
-    sharing: Sharing,
+    sharing: ZeroConfig,
     exchange: Exchange,
     loans: Loans,
     parameter_of: Callable[[str, int], nn.Parameter] | None,

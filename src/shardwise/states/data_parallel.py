@@ -29,6 +29,7 @@ from shardwise.stages.stage import Stage, Wrappable
 from shardwise.states.buckets.bucket import Bucket
 from shardwise.states.buckets.early_buckets import EarlyBuckets
 from shardwise.states.buckets.gradient_norm import Norm
+from shardwise.states.buckets.local_gradients import scale_all
 from shardwise.states.buckets.make import CHANNELS_OF_A_BUCKET, Sharing, Surroundings, make_buckets
 from shardwise.states.buckets.offloaded_buckets import LodgedBuckets
 from shardwise.states.buckets.offloaded_weights import LodgedWhole
@@ -54,9 +55,10 @@ _SUMS_ON_THE_DEVICE = 1
 class DataParallel:
     """The replicas' side of one rank of a pipeline.
 
-    `stages` are the rank's own, by their numbers in the schedule; `rank` is its place in the pipeline. `replicas_of`
-    says for a parameter which ranks hold it too. `module` is needed where weights are gathered unit by unit.
-    `joining` makes whole parameters where ranks of tp or ep have parts, and `apart` are those that ranks of ep have.
+    `stages` are its own, by their numbers in the schedule; `ranks` are the ranks of the pipeline that this process
+    runs: one, or all of them. `replicas_of` says for a parameter which ranks hold it too. `module` is needed where
+    weights are gathered unit by unit. `joining` makes whole parameters where ranks of tp or ep have parts, and `apart`
+    are those that ranks of ep have.
     `parameter_of(name, step)` says where a step's gradients are, where there are several versions of the weights.
     """
 
@@ -64,7 +66,7 @@ class DataParallel:
         self,
         stages: Mapping[int, Stage],
         schedule: Schedule,
-        rank: int,
+        ranks: Sequence[int],
         *,
         sharing: Sharing,
         replicas_of: Callable[[str], Replicas],
@@ -78,8 +80,7 @@ class DataParallel:
         exchange: Exchange | None = None,
         watch: Watch | None = None,
     ) -> None:
-        self.sharing, self._ties, self._tensor = sharing, ties, tensor
-        self._joining = joining or tensor
+        self.sharing, self._ties, self._tensor, self._joining = sharing, ties, tensor, joining or tensor
         layers = _make_layers(stages, sharing, module)
         #: Of stages whose weights come unit by unit, or are waited for so.
         self._layers = {} if sharing.zero == 3 and not sharing.layerwise else layers
@@ -111,9 +112,11 @@ class DataParallel:
         self._first = {stage: each for each in reversed(turns) for stage in each.home.stages}
         self._next = {one: after for one, after in itertools.pairwise(turns) if one.home.stages == after.home.stages}
         self._launches = Launches(
-            self._trained, schedule, rank, scatters=sharing.scatters, listens=parameter_of is None,
-            on_start=self._started, on_pass=self._passed,
+            [each for each in self._trained if each.local is None], schedule, ranks, scatters=sharing.scatters,
+            listens=parameter_of is None, on_start=self._started, on_pass=self._passed,
         )  # fmt: skip
+        #: Whether computations have to be told of: where weights come for them, or gradients leave.
+        self.is_beside = not sharing.local
         self._updates = Updates(
             shares_of(optimizer),
             self._trained,
@@ -152,9 +155,14 @@ class DataParallel:
             bucket.weights.let_go(instruction.stage)
 
     def reduce(self, instruction: Instruction) -> None:
-        """REDUCE: a stage's gradients of a step are complete. Ties are summed at the end, shard by shard."""
+        """REDUCE: a stage's gradients of a step are complete.
+
+        Ties are summed at the end, shard by shard; with one replica alone, now.
+        """
         if instruction.peer is None:
             self._launches.reduce(instruction)
+        elif instruction.peer < len(self._ties):
+            self._start_tie(instruction.peer, instruction.microbatch)
 
     def begin(self, instruction: Instruction) -> None:
         """Something is about to be computed on a stage."""
@@ -182,9 +190,10 @@ class DataParallel:
     @torch.no_grad()
     def finish(self, step: int = 0) -> None:
         """Wait until this rank's gradients of a step are the sums over all replicas, and over tied stages."""
+        self._finish_local(step)
         self._usage.start()
         for bucket in self._trained:
-            if bucket not in self._updated_early:
+            if bucket not in self._updated_early and bucket.local is None:
                 bucket.trained.finish(step)
         self._sum_ties()
         partial = [bucket for bucket in self._trained if bucket.home.is_partial]
@@ -201,8 +210,9 @@ class DataParallel:
     def step(self, scale: float = 1.0) -> None:
         """Multiply the gradients (one over the tokens of the whole batch, and what clipping asks for) and update."""
         self.exchange.settle()
+        scale_all([bucket.local for bucket in self._trained if bucket.local is not None], scale)
         for bucket in self._trained:
-            if bucket not in self._updated_early:
+            if bucket not in self._updated_early and bucket.local is None:
                 bucket.scale(scale)
         self._updates.step(self._used, done=self._updated_early)
 
@@ -246,8 +256,12 @@ class DataParallel:
     def whole_gradient(self, name: str) -> Tensor | None:
         """The gradient of a parameter in the last step, as it was given to the optimizer. Replicas call this alike."""
         bucket, slot = self._places[name]
-        if bucket.gradients is None or not self._used[bucket][bucket.layout.slots.index(slot)]:
+        number = bucket.layout.slots.index(slot)
+        if bucket.gradients is None or not self._used or not self._used[bucket][number]:
             return None
+        if bucket.local is not None:
+            found = bucket.local.find(number)
+            return None if found is None else found.clone()
         return self._gathered(bucket, bucket.given)[slot.start : slot.stop].view(slot.shape).clone()
 
     @torch.no_grad()
@@ -283,6 +297,11 @@ class DataParallel:
     def is_lodged(self, name: str) -> bool:
         """Whether a parameter lives on the host."""
         return name in self._places and self._places[name][0].is_lodged
+
+    def is_always_here(self, name: str) -> bool:
+        """Whether a parameter is by itself, and its own tensor always has its newest numbers."""
+        bucket, _ = self._places[name]
+        return self.sharing.local and not bucket.is_lodged
 
     def shape_of(self, name: str) -> torch.Size:
         """The shape of a parameter as tensor and expert parallel ranks have it, from all of its replicas' pieces."""
@@ -352,11 +371,27 @@ class DataParallel:
     def _is_counted(self, bucket: Bucket) -> bool:
         return bucket.home.tie is None or self._ties[bucket.home.tie].is_counted_here
 
+    def _start_tie(self, number: int, step: int) -> None:
+        """Begin to sum what one replica alone has of a tie: the other stages may come to it much later."""
+        tie = self._ties[number]
+        for bucket in self._trained:
+            if tie.group.size > 1 and bucket.home.tie == number and bucket.local is not None:
+                bucket.local.start_sum(tie.group, step)
+
+    def _finish_local(self, step: int) -> None:
+        """Let gradients that stay where they are be those of a step."""
+        for number in range(len(self._ties)):
+            self._start_tie(number, step)
+        for bucket in self._trained:
+            if bucket.local is not None:
+                bucket.local.start(step)
+                bucket.local.finish(step)
+
     def _sum_ties(self) -> None:
         """Over the stages of each tie, in the order of the ties on every rank."""
         under_way: list[Ticket] = []
         for number, tie in enumerate(self._ties):
-            mine = [bucket for bucket in self._trained if bucket.home.tie == number]
+            mine = [bucket for bucket in self._trained if bucket.home.tie == number and bucket.local is None]
             assert len(mine) <= _BUCKETS_OF_A_TIE, f"tie {number} has {len(mine)} buckets"
             for place, bucket in enumerate(mine):
                 channel = _TIES + number * _BUCKETS_OF_A_TIE + place

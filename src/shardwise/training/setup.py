@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from shardwise.engine.engine import Engine
 from shardwise.engine.parallelize import parallelize
-from shardwise.engine.trainer import Trainer
 from shardwise.planner.plan import Plan
 from shardwise.training.balance import Balancer
 from shardwise.training.checkpoint.boxes import whole_box
@@ -47,7 +47,7 @@ class Job:
 class Setup:
     """What a loop goes round with. `step` is how many steps the checkpoint had done, `model` what one says of it."""
 
-    engine: Trainer
+    engine: Engine
     held: Held
     model: Mapping[str, Any]
     tokens: Tokens
@@ -120,7 +120,7 @@ def on_device(batch: Batch, world: World) -> Batch:
     return {name: each.to(world.device, non_blocking=True) for name, each in batch.items()}
 
 
-def _make_engine(job: Job, module: nn.Module, example: Batch, scale: LossScale) -> Trainer:
+def _make_engine(job: Job, module: nn.Module, example: Batch, scale: LossScale) -> Engine:
     choice = job.recipe.optimizer
 
     def optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:

@@ -145,6 +145,8 @@ def train(case: Case) -> Outcome:
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     plan = Plan.parse(case.plan)
     mesh, module = make_mesh(plan), make_net(**case.net)
+    if case.precision is not None:
+        module = module.to(case.precision)
     place = mesh.coordinates["pp"]
     schedule = schedule_of(plan)
     count = len(schedule.placement.pipes[0])
@@ -154,7 +156,7 @@ def train(case: Case) -> Outcome:
     stages = split(module.train(), count, example, only={stage % count for stage in mine})
     splits_backward = any(part.kind == "W" for order in schedule.orders for each in order for part in each.parts)
     sharing = Sharing(
-        zero=plan.zero, precision=case.precision, bucket_bytes=case.bucket_bytes,
+        zero=plan.zero, masters=case.precision is not None, bucket_bytes=case.bucket_bytes,
         layerwise=case.layerwise and not splits_backward,
     )  # fmt: skip
     gathers = plan.zero == 3 and not sharing.layerwise
@@ -162,7 +164,7 @@ def train(case: Case) -> Outcome:
     replicas = make_replicas(mesh.ranks("gradients"), shard_size=case.shard_size)
     held_stages = {stage: stages.stages[stage % count] for stage in mine}
     data = DataParallel(
-        {stage: each for stage, each in held_stages.items() if each is not None}, complete_schedule, place,
+        {stage: each for stage, each in held_stages.items() if each is not None}, complete_schedule, [place],
         sharing=sharing, replicas_of=lambda _: replicas, optimizer=OPTIMIZERS[case.optimizer], module=module,
         ties=make_ties(complete_schedule.placement, stages, mesh.pipelines, mesh.rank),
         exchange=None if case.exchange is None else EXCHANGES[case.exchange](),

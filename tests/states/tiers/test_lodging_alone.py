@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.engine.mesh_engine import MeshEngine
-from shardwise.engine.options import Options
+from shardwise.engine.assemble import assemble
+from shardwise.engine.prepare import Options
 from shardwise.planner.plan import Plan
+from shardwise.ranks.wires import OneProcess
 from shardwise.states.buckets import offloaded_buckets as lodging
 from shardwise.states.tiers import host_states as states
 from tests.crowd import Crowds
@@ -32,13 +33,16 @@ def train(plan: str, device: str, clip: float | None) -> tuple[list[float], dict
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(states, "SLOT_BYTES", 1024)
         patch.setattr(lodging, "DEFERRED_FREE_BYTES", 1024)
-        engine = MeshEngine(
+        wires = OneProcess(Plan.parse(plan))
+        engine = assemble(
             module,
-            Plan.parse(plan),
+            wires.mesh.plan,
             loss=mean_square,
             optimizer=going_on.OPTIMIZERS["adamw"],
             example=batches[0],
             options=Options(clip=clip, bucket_bytes=1500),
+            wires=wires,
+            owns_wires=True,
         )
         with engine:
             losses = [engine.train_step(batch) for batch in batches]

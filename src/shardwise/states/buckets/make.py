@@ -13,6 +13,7 @@ from shardwise.states.buckets.bucket import Bucket
 from shardwise.states.buckets.bucketing import BUCKET_BYTES, Home, Members, share_out
 from shardwise.states.buckets.flat_layout import Layout
 from shardwise.states.buckets.gradients import ScatteredGradients, WholeGradients
+from shardwise.states.buckets.local_gradients import LocalGradients
 from shardwise.states.buckets.offloaded_gradients import LodgedScatteredGradients, LodgedWholeGradients
 from shardwise.states.buckets.offloaded_weights import LodgedShards, LodgedWhole
 from shardwise.states.buckets.tie_groups import Tie
@@ -28,18 +29,18 @@ _HALVES = (torch.bfloat16, torch.float16)
 class Sharing:
     """How much of the state of a model is shared out over its replicas.
 
-    `zero` is the ZeRO stage. With `precision`, parameters and gradients are of that type and optimizers work on copies
-    in full precision; with `masters` they do so for parameters that are of 16 bits already. `layerwise`: with zero=3,
-    weights are gathered unit by unit and not stage by stage. `lodged` is the part of what units have that lives on the
-    host, with its gradients.
+    `zero` is the ZeRO stage. With `masters`, optimizers work on copies in full precision of parameters that are of 16
+    bits. `layerwise`: with zero=3, weights are gathered unit by unit and not stage by stage. `lodged` is the part of
+    what units have that lives on the host, with its gradients. `local`: there is one replica, and gradients stay where
+    autograd puts them.
     """
 
     zero: int = 0
-    precision: torch.dtype | None = None
     masters: bool = False
     bucket_bytes: int = BUCKET_BYTES
     layerwise: bool = False
     lodged: float = 0.0
+    local: bool = False
 
     @property
     def scatters(self) -> bool:
@@ -88,13 +89,12 @@ def make_buckets(
         tie = surroundings.find_tie(name)
         # Tied ranks have the same buckets, though their units differ.
         in_units = is_layered and (tie is None or surroundings.ties[tie].is_copy)
-        lowers = sharing.precision is not None and parameter.is_floating_point()
         return Home(
             stages=stages,
             unit=surroundings.find_unit(parameter) if in_units else None,
             tie=tie,
             replicas=surroundings.replicas_of(name),
-            dtype=sharing.precision if lowers and sharing.precision is not None else parameter.dtype,
+            dtype=parameter.dtype,
             device=parameter.device,
             trains=parameter.requires_grad,
             is_partial=name in surroundings.partial,
@@ -105,7 +105,9 @@ def make_buckets(
         for stage, held in parameters.items()
     }
     loans = Loans()
-    every = share_out(wanted, home_of, None if is_layered else sharing.bucket_bytes)
+    # Where nothing is sent each parameter is by itself, in the memory that it has.
+    most_bytes = 1 if sharing.local else sharing.bucket_bytes
+    every = share_out(wanted, home_of, None if is_layered else most_bytes)
     lodged = _choose(every, surroundings, sharing.lodged) if sharing.lodged else []
     return [
         _make(number, members, sharing, exchange, loans, parameter_of, is_lodged=members in lodged)
@@ -140,8 +142,12 @@ def _make(
     is_sharded = sharing.zero == 3
     kind = Weights if not is_lodged else LodgedShards if is_sharded else LodgedWhole
     weights = kind(layout, parameters, shard, exchange, channel, dtype=home.dtype, is_sharded=is_sharded)
-    gradients: WholeGradients | ScatteredGradients | None = None
-    if home.trains and sharing.scatters:
+    gradients: WholeGradients | ScatteredGradients | LocalGradients | None = None
+    if home.trains and sharing.local and not is_lodged:
+        gradients = LocalGradients(
+            layout, parameters, home.replicas, exchange, channel + 1, parameter_of=parameter_of
+        )  # fmt: skip
+    elif home.trains and sharing.scatters:
         scattered = LodgedScatteredGradients if is_lodged else ScatteredGradients
         gradients = scattered(layout, parameters, home.replicas, exchange, channel + 1, loans=loans)
     elif home.trains:
@@ -152,5 +158,5 @@ def _make(
         )  # fmt: skip
     return Bucket(
         home, layout, weights, gradients, updates_whole=sharing.zero == 0,
-        master=home.dtype in _HALVES and (sharing.masters or sharing.precision is not None),
+        master=home.dtype in _HALVES and sharing.masters,
     )  # fmt: skip

@@ -13,6 +13,7 @@ from functools import partial
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.errors import ShardwiseError
 from shardwise.schedule.instruction import Instruction, Kind
 from shardwise.schedule.schedule import Schedule
 from shardwise.states.buckets.bucket import Bucket
@@ -32,7 +33,7 @@ class Launches:
         self,
         buckets: Sequence[Bucket],
         schedule: Schedule,
-        rank: int,
+        ranks: Sequence[int],
         *,
         scatters: bool,
         listens: bool,
@@ -40,7 +41,7 @@ class Launches:
         on_pass: Callable[[Bucket], None],
     ) -> None:
         self._buckets, self._scatters, self._on_start, self._on_pass = buckets, scatters, on_start, on_pass
-        order = schedule.orders[rank]
+        order = [each for rank in ranks for each in schedule.orders[rank]]
         last: dict[tuple[int, int], Instruction] = {}
         for instruction in order:
             for part in instruction.parts:
@@ -57,6 +58,8 @@ class Launches:
         self._closing: int | None = None
         #: Whether what is computed makes the last gradients of its stage.
         self._is_last = False
+        #: Whose sums of a step have begun; where gradients are scattered, of a backward.
+        self._begun: set[Bucket] = set()
         self._handles: list[RemovableHandle] = []
         if listens:
             for bucket in buckets:
@@ -69,6 +72,7 @@ class Launches:
         """Nothing has been summed yet."""
         self._left.clear()
         self._ready.clear()
+        self._begun.clear()
         self._closing = None
         self._queue = deque() if self._scatters else deque(self._order)
 
@@ -84,6 +88,7 @@ class Launches:
         self._closing, self._is_last = instruction.stage, instruction in self._last
         if self._scatters:
             self._queue = deque(mine)
+            self._begun.clear()
 
     def end(self, instruction: Instruction) -> None:
         """A computation has ended: if its gradients are scattered, all are summed now."""
@@ -116,6 +121,12 @@ class Launches:
             handle.remove()
 
     def _arrived(self, bucket: Bucket, number: int, _: Tensor) -> None:
+        if self._closing is not None and bucket in self._begun:
+            raise ShardwiseError(
+                f"the gradient of {bucket.layout.slots[number].name} was added to after it was complete: a backward"
+                " inside of another has made it",
+                remedy="torch.utils.checkpoint with use_reentrant=False",
+            )
         is_full = bucket.trained.arrive(number)
         if is_full and self._closing is not None and (self._scatters or len(bucket.home.stages) == 1):
             self._ready.add(bucket)
@@ -131,4 +142,5 @@ class Launches:
 
     def _start(self, bucket: Bucket, step: int) -> None:
         bucket.trained.start(step)
+        self._begun.add(bucket)
         self._on_start(bucket, self._is_last or not self._scatters)

@@ -11,9 +11,13 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.local_engine import Engine
-from shardwise.engine.trainer import Trainer
+from shardwise.engine.assemble import from_split
+from shardwise.engine.engine import Engine
+from shardwise.engine.make_states import Original
+from shardwise.engine.prepare import Options
+from shardwise.engine.sharded import Sharded
 from shardwise.execution.pipeline import schedule_of
+from shardwise.ranks.wires import OneProcess
 from shardwise.stages.batch import cut_batch
 from shardwise.stages.split import split
 from shardwise.stages.stage import Split
@@ -104,11 +108,11 @@ def gradients_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     }
 
 
-def weights_of(module: nn.Module | Trainer) -> dict[str, Tensor]:
+def weights_of(module: nn.Module | Engine) -> dict[str, Tensor]:
     return {name: each.detach().clone() for name, each in module.state_dict().items()}
 
 
-def train(engine: Trainer, case: Case) -> Outcome:
+def train(engine: Engine, case: Case) -> Outcome:
     """What an engine makes of a case. The gradients are those of the parameters that it holds."""
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
@@ -125,13 +129,21 @@ def in_one_process(case: Case) -> Outcome:
     """The engine that runs every rank itself."""
     module, stages, initial = _split(case.model, case.num_stages)
     module.load_state_dict(initial)
-    engine = Engine(
+    wires, options = OneProcess(case.plan), Options()
+    engine = from_split(
         module,
         case.plan,
         stages,
         schedule_of(case.plan),
         loss=loss_of(case.model),
         optimizer=make_optimizer(case.optimizer),
+        device=torch.device("cpu"),
+        options=options,
+        callers=(),
+        sharded=Sharded(module, case.plan, wires.mesh, {}, options),
+        original=Original.of(module),
+        wires=wires,
+        owns_wires=True,
     )
     return train(engine, case)
 

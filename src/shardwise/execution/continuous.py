@@ -70,6 +70,7 @@ class Stream:
             self._executor.flush(record=record)
             self._versions.rest()
             self._step()
+            self._versions.settle()
             self._first = self._num_batches
 
     def _step(self) -> None:

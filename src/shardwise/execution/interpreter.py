@@ -48,6 +48,23 @@ class ActivationOffload(Protocol):
         ...
 
 
+class Beside(Protocol):
+    """What goes on beside the computation of a rank, for its replicas: `states/data_parallel.py`.
+
+    `begin` and `end` stand around every computation on a stage; a pair of two has both around both.
+    """
+
+    def gather(self, instruction: Instruction) -> None: ...
+
+    def release(self, instruction: Instruction) -> None: ...
+
+    def reduce(self, instruction: Instruction) -> None: ...
+
+    def begin(self, instruction: Instruction) -> None: ...
+
+    def end(self, instruction: Instruction) -> None: ...
+
+
 @dataclass(slots=True)
 class _Saved:
     """What a forward leaves for its backward. With `chance`, outputs and loss are to be made again from inputs."""
@@ -361,6 +378,15 @@ class Interpreter:
         saved = self._saved.pop((instruction.stage, instruction.microbatch))
         if saved.halves is not None:
             saved.halves.run()
+
+
+def compute_beside(interpreter: Interpreter, instruction: Instruction, beside: Beside) -> None:
+    """Compute, with what goes on beside it told before and after."""
+    for part in instruction.parts:
+        beside.begin(part)
+    interpreter.compute(instruction)
+    for part in instruction.parts:
+        beside.end(part)
 
 
 def check_kinds(schedule: Schedule, known: Container[Kind], executor: str) -> None:

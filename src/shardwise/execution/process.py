@@ -8,13 +8,13 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from itertools import dropwhile
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
 from shardwise.execution.compute_policy import Manner
 from shardwise.execution.continuous_calls import calls_of
-from shardwise.execution.interpreter import Interpreter, Tally, check_kinds
+from shardwise.execution.interpreter import Beside, Interpreter, Tally, check_kinds, compute_beside
 from shardwise.execution.local import TAKES_TIME, Record
 from shardwise.ranks.faults import Waiter
 from shardwise.ranks.transport import Key, Transport
@@ -38,23 +38,6 @@ class _Walk(NamedTuple):
 
     entries: list[_Entry]
     ahead: list[Key]
-
-
-class Beside(Protocol):
-    """What goes on beside the computation of a rank, for its replicas: `data.parallel.DataParallel`.
-
-    `begin` and `end` stand around every computation on a stage; a pair of two has both around both.
-    """
-
-    def gather(self, instruction: Instruction) -> None: ...
-
-    def release(self, instruction: Instruction) -> None: ...
-
-    def reduce(self, instruction: Instruction) -> None: ...
-
-    def begin(self, instruction: Instruction) -> None: ...
-
-    def end(self, instruction: Instruction) -> None: ...
 
 
 #: What it runs; what it runs where there are replicas; and what there is nothing to do for, and why.
@@ -118,6 +101,11 @@ class ProcessExecutor:
         return Key(ranks[maker], ranks[reader], "F" if activation else "B", maker, reader, microbatch)
 
     @property
+    def interpreters(self) -> list[Interpreter]:
+        """That of this rank."""
+        return [self.interpreter]
+
+    @property
     def is_full(self) -> bool:
         """Whether all steps of the schedule have been fed, so that the pipe must be emptied before the next."""
         return self._num_fed == self.schedule.num_steps
@@ -174,7 +162,9 @@ class ProcessExecutor:
         """What running an instruction is, as far as it can be known before."""
         kind, key = instruction.kind, self._key(instruction)
         if kind in COMPUTE and kind is not Kind.STEP:
-            return partial(self.interpreter.compute if self._beside is None else self._compute, instruction)
+            if self._beside is None:
+                return partial(self.interpreter.compute, instruction)
+            return partial(compute_beside, self.interpreter, instruction, self._beside)
         if self._beside is not None and kind in (Kind.GATHER, Kind.RELEASE, Kind.REDUCE):
             return partial(getattr(self._beside, kind.lower()), instruction)
         if kind is Kind.REDUCE:
@@ -188,15 +178,6 @@ class ProcessExecutor:
             send, outgoing = self._transport.send, self.interpreter.between.sender(instruction)
             return lambda: send(key, outgoing())
         return partial(self._transport.post_receive, key)
-
-    def _compute(self, instruction: Instruction) -> None:
-        """Compute, with what goes on beside it told before and after."""
-        assert self._beside is not None, "there is nothing beside it"
-        for part in instruction.parts:
-            self._beside.begin(part)
-        self.interpreter.compute(instruction)
-        for part in instruction.parts:
-            self._beside.end(part)
 
 
 def _nothing(*_: object) -> None:

@@ -14,28 +14,10 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from shardwise.ranks.faults import Waiter
-from shardwise.ranks.transport import ProcessTransport
 from shardwise.torch_private import default_backend
 
 #: From a rank of a pipeline to another.
 Link = tuple[int, int]
-
-
-def make_transport(
-    pipelines: Sequence[Sequence[int]],
-    links: Iterable[Link],
-    *,
-    device: torch.device,
-    watch: Waiter | None = None,
-) -> ProcessTransport:
-    """Make what moves values between the ranks of this rank's pipeline. Every rank of the world calls this alike.
-
-    `pipelines` has the ranks, in the world, of each; `links` are those that a schedule sends over, the same in each.
-    """
-    groups = make_groups(pipelines)
-    made = make_links(links, pipelines, device=device) if is_on_nccl(device) else None
-    return ProcessTransport(groups, device=device, links=made, watch=watch)
 
 
 def is_on_nccl(device: torch.device) -> bool:

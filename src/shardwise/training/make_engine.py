@@ -6,15 +6,15 @@ from collections.abc import Iterable
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from shardwise.engine.engine import Engine
 from shardwise.engine.parallelize import parallelize
-from shardwise.engine.trainer import Trainer
 from shardwise.training.data.rows import Batch
 from shardwise.training.job import Job
 from shardwise.training.precision import LossScale
 from shardwise.training.recipe import OptimizerChoice
 
 
-def make_engine(job: Job, module: nn.Module, example: Batch, scale: LossScale) -> Trainer:
+def make_engine(job: Job, module: nn.Module, example: Batch, scale: LossScale) -> Engine:
     choice = job.recipe.optimizer
 
     def optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:

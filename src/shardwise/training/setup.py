@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.engine.trainer import Trainer
+from shardwise.engine.engine import Engine
 from shardwise.planner.plan import Plan
 from shardwise.training.balance import Balancer
 from shardwise.training.checkpoint.parts import Held, shapes_of
@@ -25,7 +25,7 @@ from shardwise.training.world import World
 class Setup:
     """What a loop goes round with. `step` is how many steps the checkpoint had done, `model` what one says of it."""
 
-    engine: Trainer
+    engine: Engine
     held: Held
     model: Mapping[str, Any]
     tokens: Tokens

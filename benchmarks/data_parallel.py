@@ -86,7 +86,8 @@ def ours(zero: int, example: Batch) -> Train:
     held = stages.stages[0]
     assert held is not None
     data = DataParallel(
-        {0: held}, schedule, [0], sharing=ZeroConfig(zero=zero, layerwise=True), module=module, optimizer=make_optimizer,
+        {0: held}, schedule, [0], module=module, optimizer=make_optimizer,
+        sharing=ZeroConfig(zero=zero, layerwise=True),
         replicas_of=partial(_always, make_replicas(mesh.ranks("gradients"))),
     )  # fmt: skip
     transport = ProcessTransport(make_groups(mesh.pipelines))

@@ -23,7 +23,7 @@ Link = tuple[int, int]
 
 def is_on_nccl(device: torch.device) -> bool:
     """Whether the default group moves this device's tensors over NCCL."""
-    if device.type != "cuda":
+    if device.type != "cuda" or not dist.is_initialized():
         return False
     try:
         return bool(default_backend(device).name() == "nccl")

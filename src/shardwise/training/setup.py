@@ -8,7 +8,6 @@ from shardwise.engine.engine import Engine
 from shardwise.planner.plan import Plan
 from shardwise.training.balance import Balancer
 from shardwise.training.checkpoint.parts import Held, shapes_of
-from shardwise.training.checkpoint.restore import fill
 from shardwise.training.data.rows import Batch, Batches, Rows, training_and_held_out
 from shardwise.training.data.source import open_data
 from shardwise.training.data.tokens import Tokens
@@ -17,6 +16,7 @@ from shardwise.training.job import Job
 from shardwise.training.make_engine import make_engine
 from shardwise.training.model import num_parameters
 from shardwise.training.precision import LossScale
+from shardwise.training.restore import fill
 from shardwise.training.subject import subject_of
 from shardwise.training.world import World
 

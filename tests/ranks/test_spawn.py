@@ -22,6 +22,10 @@ from tests.promises.sources import PACKAGE
 from tests.ranks.processes import nobody_runs, processes_in
 
 
+#: They have ranks of their own, forked where the shared ones are.
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
     """Three ranks that stay up; those that a test ends are started again by the next."""

@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.apart import RANKS, run_script
+
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 MOST_LINES = 40
+
+pytestmark = pytest.mark.xdist_group(RANKS)
 
 
 def test_there_are_hugging_face_models_a_resnet_and_a_u_net() -> None:
@@ -18,18 +22,20 @@ def test_there_are_hugging_face_models_a_resnet_and_a_u_net() -> None:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_an_example_is_short_runs_and_its_loss_falls(path: Path) -> None:
+def test_an_example_is_short_runs_and_its_loss_falls(path: Path, tmp_path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) < MOST_LINES
     if path.name.startswith("triton"):
         pytest.importorskip("triton", reason="no Triton for this machine")
-    finished = subprocess.run(
-        [sys.executable, str(path)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    check(run_script(path, folder=tmp_path))
+
+
+def test_an_example_runs_when_python_is_started_with_it() -> None:
+    command = [sys.executable, str(EXAMPLES[0])]
+    surroundings = {**os.environ, "OMP_NUM_THREADS": "1"}
+    check(subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=surroundings))
+
+
+def check(finished: "subprocess.CompletedProcess[str]") -> None:
     assert finished.returncode == 0, finished.stderr
     losses = [float(loss) for loss in re.findall(r"^step \d+  loss ([\d.]+)", finished.stdout, re.MULTILINE)]
     assert len(losses) == 5

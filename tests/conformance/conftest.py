@@ -8,9 +8,10 @@ import pytest
 
 from tests.conformance.cases import MODELS, ONE_PROCESS, PROCESSES, RUNNERS, SCHEDULES, Case, case_of, cases_of
 from tests.conformance.covering import met_on_ranks
-from tests.conformance.outcomes import Outcome, Runner, in_one_process
+from tests.conformance.outcomes import Runner, in_one_process
 from tests.conformance.processes import run_on_ranks
 from tests.conformance.table import PAGE, Table
+from tests.same import Trained
 from tests.stages.small import small_matrices
 
 #: In which worker of xdist a case runs: all that have ranks in the same.
@@ -93,16 +94,16 @@ def runner(runner_name: str, request: pytest.FixtureRequest) -> Runner:
 
 
 @pytest.fixture(scope="module")
-def seen() -> dict[tuple[str, Case], Outcome]:
+def seen() -> dict[tuple[str, Case], Trained]:
     """What cases came to, for tests that look at one case from several sides."""
     return {}
 
 
 @pytest.fixture
-def outcome_of(runner: Runner, runner_name: str, seen: dict[tuple[str, Case], Outcome]) -> Runner:
+def outcome_of(runner: Runner, runner_name: str, seen: dict[tuple[str, Case], Trained]) -> Runner:
     """A runner that runs each case once."""
 
-    def once(case: Case) -> Outcome:
+    def once(case: Case) -> Trained:
         if (runner_name, case) not in seen:
             seen[runner_name, case] = runner(case)
         return seen[runner_name, case]

@@ -12,15 +12,16 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.parallelize import parallelize
 from shardwise.errors import ShardwiseError
 from tests.conformance.cases import Case, loss_of, make_batches, make_module, make_optimizer
-from tests.conformance.outcomes import Outcome, train
+from tests.conformance.outcomes import train
 from tests.crowd import Crowds
+from tests.same import Trained
 from tests.stages.small import small_matrices
 
 # A case takes a second or two. Ranks that wait for each other say so after 20 s.
 _LIMIT_SECONDS = 120.0
 
 
-def run_on_ranks(case: Case, crowds: Crowds) -> Outcome:
+def run_on_ranks(case: Case, crowds: Crowds) -> Trained:
     """What the ranks make of a case together."""
     return join(crowds.of(case.num_ranks).run(on_one_rank, case, timeout_seconds=_LIMIT_SECONDS))
 
@@ -36,7 +37,7 @@ def make_engine(case: Case) -> Engine:
     )
 
 
-def on_one_rank(case: Case) -> Outcome | ShardwiseError:
+def on_one_rank(case: Case) -> Trained | ShardwiseError:
     """What one rank sees: the gradients of its own parameters, the weights of all."""
     with small_matrices():
         try:
@@ -47,7 +48,7 @@ def on_one_rank(case: Case) -> Outcome | ShardwiseError:
             return train(engine, case)
 
 
-def join(parts: list[Outcome | ShardwiseError]) -> Outcome:
+def join(parts: list[Trained | ShardwiseError]) -> Trained:
     """One outcome from that of each rank; they must agree in all that they have in common. A refusal is raised."""
     outcomes = []
     gradients: dict[str, Tensor] = {}

@@ -12,7 +12,8 @@ import torch
 from shardwise.errors import ShardwiseError
 from shardwise.schedule.catalogue import CATALOGUE
 from tests.conformance.cases import SCHEDULES, Case, layouts, loss_of, make_batches, make_module
-from tests.conformance.outcomes import Runner, plain, worst
+from tests.conformance.outcomes import Runner, plain
+from tests.same import worst
 from tests.stages.pieces import Net
 
 TIED = "embedding.weight"

@@ -4,8 +4,9 @@ import pytest
 
 from shardwise.schedule.catalogue import CATALOGUE
 from tests.conformance.cases import Case
-from tests.conformance.outcomes import Runner, plain, worst
+from tests.conformance.outcomes import Runner, plain
 from tests.conformance.table import Errors, Table
+from tests.same import worst
 
 TOLERANCE = 1e-5
 

@@ -20,6 +20,7 @@ from shardwise.stages.split.sources import storage_of
 from shardwise.stages.stage import Batch
 from shardwise.trace.attribution import idle_by_cause
 from shardwise.trace.events import Lane
+from tests.same import Trained, assert_same, train, train_plain
 from tests.stages.pieces import Net
 
 IGNORED = -100
@@ -196,37 +197,19 @@ def test_copies_of_a_batch_norm_have_what_all_of_them_have_seen(
 # Gradients of the whole batch.
 
 
-def clipped(plan: str) -> list[tuple[float, float | None, dict[str, Tensor]]]:
-    """For each step: the loss, the norm before clipping, and the gradients of this rank's parameters."""
-    engine = an_engine(plan, clip=0.05)
-    found = []
-    for seed in range(2):
-        loss = engine.train_step(tokens(seed=seed))
-        gradients = {name: each.grad.clone() for name, each in engine.parameters.items() if each.grad is not None}
-        found.append((loss, engine.gradient_norm, gradients))
-    engine.close()
-    return found
+def clipped(plan: str) -> Trained:
+    with an_engine(plan, clip=0.05) as engine:
+        return train(engine, [tokens(seed=seed) for seed in range(2)])
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "chimera"])
 def test_tokens_weigh_the_same_and_clipping_is_by_the_global_norm(schedule: str, two: Ranks) -> None:
-    plain = Net(num_blocks=4)
-    optimizer = sgd(plain.parameters())
+    expected = train_plain(Net(num_blocks=4), [tokens(seed=seed) for seed in range(2)], token_loss, sgd, clip=0.05)
+    assert min(expected.norms) > 0.05
     plan = f"pp=2,microbatches=4,schedule={schedule}"
-    everybody = [clipped(plan), *two.run(clipped, plan)]
-    for seed in range(2):
-        optimizer.zero_grad()
-        total, count = token_loss(plain(tokens(seed=seed)["ids"]), tokens(seed=seed))
-        (total / count).backward()  # type: ignore[no-untyped-call]
-        norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.05))
-        assert norm > 0.05
-        expected = {name: each.grad for name, each in plain.named_parameters() if each.grad is not None}
-        for rank in everybody:
-            loss, found_norm, gradients = rank[seed]
-            assert loss == pytest.approx(float(total.detach() / count), rel=1e-5)
-            assert found_norm == pytest.approx(norm, rel=1e-5)
-            assert_close(gradients, {name: each for name, each in expected.items() if name in gradients})
-        optimizer.step()
+    assert_same(clipped(plan), expected, 1e-5)
+    for found in two.run(clipped, plan):
+        assert_same(found, expected, 1e-5, is_part=True)
 
 
 def partly_frozen(plan: str) -> tuple[float, dict[str, Tensor], bool]:

@@ -1,7 +1,6 @@
 """PipeDream-2BW: two versions of the weights, and W(t+1) = W(t) - lr * g(W(t-1)), exactly one step stale."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from shardwise.execution.continuous_calls import calls_of
 from shardwise.ranks.spawn import Ranks
 from shardwise.schedule.generators.pipedream_2bw import pipedream_2bw
 from shardwise.stages.stage import Batch
+from tests.same import Trained, train_plain, worst
 from tests.stages.pieces import Net
 
 RATE = 0.3
@@ -37,23 +37,10 @@ def token_loss(output: Tensor, batch: Batch) -> tuple[Tensor, int]:
     return cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="sum"), labels.numel()
 
 
-def one_step_stale(optimizer: str, batches: list[dict[str, Tensor]], clip: float | None) -> tuple[list[float], Any]:
+def one_step_stale(optimizer: str, batches: list[dict[str, Tensor]], clip: float | None) -> Trained:
     """The definition: the gradient of batch t at W(t-1), applied to W(t)."""
-    now, before = Net(num_blocks=4).double(), Net(num_blocks=4).double()
-    step = OPTIMIZERS[optimizer](now.parameters())
-    losses = []
-    for batch in batches:
-        total, count = token_loss(before(batch["ids"]), batch)
-        loss = total / count
-        gradients = torch.autograd.grad(loss, list(before.parameters()))
-        before.load_state_dict(now.state_dict())
-        for parameter, gradient in zip(now.parameters(), gradients, strict=True):
-            parameter.grad = gradient
-        if clip is not None:
-            nn.utils.clip_grad_norm_(now.parameters(), clip)
-        step.step()
-        losses.append(loss.item())
-    return losses, now.state_dict()
+    net = Net(num_blocks=4).double()
+    return train_plain(net, batches, token_loss, OPTIMIZERS[optimizer], clip=clip, is_stale=True)
 
 
 def train(
@@ -77,11 +64,9 @@ def train(
     return losses, engine.state_dict(), loss
 
 
-def check(found: tuple[list[float], dict[str, Tensor], float], expected: tuple[list[float], Any]) -> None:
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-10, atol=0)
-    assert found[1].keys() == expected[1].keys()
-    for name, value in expected[1].items():
-        torch.testing.assert_close(found[1][name], value, rtol=1e-9, atol=1e-12)
+def check(found: tuple[list[float], dict[str, Tensor], float], expected: Trained) -> None:
+    assert found[0] == pytest.approx(expected.losses, rel=1e-10)
+    assert worst(found[1], expected.weights)[0] <= 1e-9
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

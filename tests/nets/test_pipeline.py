@@ -1,12 +1,13 @@
 """The transformer under the runtime: cut into stages it is the same model, with its ties, experts and their loss."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.optim import SGD
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.parallelize import parallelize
@@ -17,9 +18,9 @@ from shardwise.nets.settings import Heads, Mlp, Settings
 from shardwise.nets.transformer import Output, Transformer
 from shardwise.nets.weights import weights_of
 from shardwise.stages.split import split
-from tests.nets.closeness import assert_all_close
 from tests.nets.families import tokens
 from tests.nets.small import LATENT, MIXTURE, small
+from tests.same import same
 
 MODELS: dict[str, Settings] = {
     "dense, tied, a window in some layers": small(tied=True, window=5, windowed_layers=(1, 3)),
@@ -65,37 +66,22 @@ def a_model(settings: Settings) -> Transformer:
     return module.train()
 
 
-def plain_step(module: Transformer, batch: dict[str, Tensor], num_microbatches: int) -> float:
-    """One step of SGD on one device. Microbatches one by one: the balancing loss is one of each."""
-    total, number = 0.0, 0.0
-    for part in range(num_microbatches):
-        size = len(batch["labels"]) // num_microbatches
-        microbatch = {name: each[part * size : (part + 1) * size] for name, each in batch.items()}
-        given = {name: each for name, each in microbatch.items() if name != "labels"}
-        loss, count = next_token_loss(module(**given), microbatch)
-        loss.backward()  # type: ignore[no-untyped-call]
-        total, number = total + float(loss.detach()), number + float(count)
-    with torch.no_grad():
-        for each in module.parameters():
-            assert each.grad is not None
-            each.sub_(RATE * each.grad / number)
-    return total / number
+def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return SGD(parameters, lr=RATE)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", MODELS)
+#: Each model under two plans, and each plan with two models.
+PAIRS = [(name, PLANS[(number + more) % len(PLANS)]) for number, name in enumerate(MODELS) for more in (0, 1)]
+
+
+@pytest.mark.parametrize(("name", "plan"), PAIRS)
 def test_a_step_under_a_pipeline_is_a_step_of_the_plain_model(name: str, plan: str) -> None:
     batch = a_batch(packed="experts" in name)
     plain, module = a_model(MODELS[name]), a_model(MODELS[name])
-    before = {key: each.clone() for key, each in weights_of(plain).items()}
-    engine: Any = parallelize(
-        module, plan, loss=next_token_loss, optimizer=lambda each: SGD(each, lr=RATE), example=batch
-    )
+    engine = parallelize(module, plan, loss=next_token_loss, optimizer=sgd, example=batch)
     assert isinstance(engine, Engine)
-    expected = plain_step(plain, batch, num_microbatches=4)
-    assert engine.train_step(batch) == pytest.approx(expected, rel=1e-5)
-    moved, should = ({key: each.detach() - before[key] for key, each in weights_of(m).items()} for m in (module, plain))
-    assert_all_close(moved, should)
+    # Microbatches one by one: the balancing loss is one of each.
+    same(engine, plain, [batch], next_token_loss, sgd, num_microbatches=4, tolerance=1e-5)
     loads = [[each.load.tolist() for each in m.modules() if isinstance(each, Router)] for m in (module, plain)]
     assert loads[0] == loads[1]
 

@@ -6,6 +6,9 @@ import pytest
 
 from shardwise.cli import main
 
+#: Ranks are forked where those that tests share are.
+pytestmark = pytest.mark.xdist_group("ranks")
+
 
 def test_a_plan_that_is_right_says_so_and_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--plan", "tp=2", "--model", "qwen3-0.6b", "--steps", "2"]) == 0

@@ -19,6 +19,10 @@ LIMIT_SECONDS = 2.0
 NEVER_SECONDS = 60.0
 
 
+#: They have ranks of their own, forked where the shared ones are.
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
     with Ranks(3) as started:

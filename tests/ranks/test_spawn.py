@@ -21,6 +21,9 @@ from tests.engine import programs
 from tests.promises.sources import PACKAGE
 from tests.ranks.processes import nobody_runs, processes_in
 
+#: They have ranks of their own, forked where the shared ones are.
+pytestmark = pytest.mark.xdist_group("ranks")
+
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:

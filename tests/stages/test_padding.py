@@ -1,17 +1,19 @@
 """Batches that the microbatches do not divide, taken all the same: nothing is added to the loss or to a gradient."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
 
 from shardwise.engine.parallelize import parallelize
 from shardwise.ranks.spawn import Ranks
 from shardwise.stages.batch import Padding, cut_batch
 from shardwise.stages.stage import Batch
+from tests.same import Trained, assert_same, train, train_plain
 from tests.stages.pieces import Net
 
 NUM_TOKENS = 11
@@ -45,56 +47,34 @@ def test_microbatches_have_all_rows_once_and_differ_by_one(length: int, count: i
     assert all(each["x"].tolist() == [length - 1] for each in microbatches if isinstance(each, Padding))
 
 
-def train(plan: str, loss: Any, sizes: list[int]) -> tuple[list[float], dict[str, Tensor], float]:
+def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return SGD(parameters, lr=0.1)
+
+
+def trained(plan: str, loss: Any, sizes: list[int]) -> tuple[Trained, float]:
+    """What training under a plan gives, and the loss of another batch afterwards."""
     torch.set_num_threads(1)
-    engine = parallelize(
-        Net(num_blocks=4),
-        plan,
-        loss=loss,
-        optimizer=lambda parameters: SGD(parameters, lr=0.1),
-        example=rows(sizes[0]),
-        pad=True,
-    )
-    losses = [engine.train_step(rows(size, seed)) for seed, size in enumerate(sizes)]
-    state = {name: each.clone() for name, each in engine.state_dict().items()}
-    evaluated = engine.evaluate(rows(7))
-    engine.close()
-    return losses, state, evaluated
-
-
-def plainly(loss: Any, sizes: list[int]) -> tuple[list[float], dict[str, Tensor], float]:
-    net = Net(num_blocks=4)
-    optimizer = SGD(net.parameters(), lr=0.1)
-
-    def mean(batch: Batch) -> Tensor:
-        result = loss(net(batch["ids"]), batch)
-        return result[0] / result[1] if isinstance(result, tuple) else result  # type: ignore[no-any-return]
-
-    losses = []
-    for seed, size in enumerate(sizes):
-        optimizer.zero_grad()
-        value = mean(rows(size, seed))
-        value.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        losses.append(value.item())
-    return losses, net.state_dict(), mean(rows(7)).item()
+    engine = parallelize(Net(num_blocks=4), plan, loss=loss, optimizer=sgd, example=rows(sizes[0]), pad=True)
+    with engine:
+        return train(engine, [rows(size, seed) for seed, size in enumerate(sizes)]), engine.evaluate(rows(7))
 
 
 @pytest.mark.parametrize("loss", [sum_of, mean_of])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_a_batch_of_any_size_trains_as_the_plain_module_does_on_all_of_it(loss: Any, schedule: str) -> None:
     sizes = [7, 3, 8, 1]
-    expected = plainly(loss, sizes)
-    found = train(f"pp=2,microbatches=4,schedule={schedule}", loss, sizes)
-    assert found[0] == pytest.approx(expected[0], rel=1e-5)
-    assert found[2] == pytest.approx(expected[2], rel=1e-5)
-    assert all(torch.allclose(each, expected[1][name], rtol=1e-5, atol=1e-7) for name, each in found[1].items())
+    net = Net(num_blocks=4)
+    expected = train_plain(net, [rows(size, seed) for seed, size in enumerate(sizes)], loss, sgd)
+    found, evaluated = trained(f"pp=2,microbatches=4,schedule={schedule}", loss, sizes)
+    assert_same(found, expected, 1e-5)
+    result = loss(net(rows(7)["ids"]), rows(7))
+    mean = result[0] / result[1] if isinstance(result, tuple) else result
+    assert evaluated == pytest.approx(float(mean.detach()), rel=1e-5)
 
 
 def test_processes_do_the_same(two: Ranks) -> None:
     sizes = [7, 3, 8]
-    expected = train("pp=2,microbatches=4,schedule=zb-h1", sum_of, sizes)
-    for losses, state, evaluated in two.run(train, "pp=2,microbatches=4,schedule=zb-h1", sum_of, sizes):
-        assert losses == pytest.approx(expected[0], rel=1e-6)
-        assert evaluated == pytest.approx(expected[2], rel=1e-6)
-        assert all(torch.allclose(each, expected[1][name], rtol=1e-5, atol=1e-7) for name, each in state.items())
+    expected, wanted = trained("pp=2,microbatches=4,schedule=zb-h1", sum_of, sizes)
+    for found, evaluated in two.run(trained, "pp=2,microbatches=4,schedule=zb-h1", sum_of, sizes):
+        assert_same(found, expected, is_part=True)
+        assert evaluated == pytest.approx(wanted, rel=1e-6)

@@ -42,7 +42,12 @@ def own_attributes() -> set[str]:
         for node in ast.walk(source.tree):
             if isinstance(node, ast.ClassDef):
                 names |= {each.name for each in node.body if isinstance(each, (ast.FunctionDef, ast.ClassDef))}
-                names |= {each.id for part in node.body for each in ast.walk(part) if is_assigned(each)}
+                names |= {
+                    each.id
+                    for part in node.body
+                    for each in ast.walk(part)
+                    if isinstance(each, ast.Name) and is_assigned(each)
+                }
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
                 names.add(node.attr)
     return {name for name in names if is_private(name)}

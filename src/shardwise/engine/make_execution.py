@@ -11,12 +11,12 @@ from shardwise.engine.parts import Execution, States
 from shardwise.engine.prepare import Options
 from shardwise.engine.recorder import Recorder
 from shardwise.engine.sharded import Sharded
-from shardwise.execution.compute_policy import Manner
+from shardwise.execution.compute_policy import ComputePolicy
 from shardwise.execution.continuous import Stream
 from shardwise.execution.local import LocalExecutor
 from shardwise.execution.pipeline import forward_only
 from shardwise.execution.process import ProcessExecutor
-from shardwise.execution.weight_stash import WeightVersions
+from shardwise.execution.weight_stash import WeightStash
 from shardwise.planner.plan import Plan
 from shardwise.ranks.transport import ProcessTransport
 from shardwise.ranks.wires import ManyProcesses, OneProcess
@@ -77,7 +77,7 @@ def make_stream(module: nn.Module, schedule: Schedule, execution: Execution, sta
     trained = {name: each for name, each in states.parameters.items() if each.requires_grad}
     stream = Stream(
         execution.trainer,
-        WeightVersions(module, trained),
+        WeightStash(module, trained),
         agree=execution.losses.of,
         finish=states.update.finish,
         update=states.update.take,
@@ -96,16 +96,16 @@ def _make_executor(
     transport: ProcessTransport | None,
     wires: OneProcess | ManyProcesses,
 ) -> LocalExecutor | ProcessExecutor:
-    manner, beside = Manner.of(plan), states.data if states.data.is_beside else None
+    policy, beside = ComputePolicy.of(plan), states.data if states.data.is_beside else None
     if isinstance(wires, OneProcess):
-        return LocalExecutor(schedule, split, loss, manner, beside=beside)
+        return LocalExecutor(schedule, split, loss, policy, beside=beside)
     assert transport is not None, "processes have a transport"
     return ProcessExecutor(
         wires.ranks[0],
         schedule,
         split,
         loss,
-        manner=manner,
+        policy=policy,
         transport=transport,
         on_reduce=states.data.reduce,
         watch=wires.waiter,
@@ -138,7 +138,7 @@ def _listen(
 
     for interpreter in trainer.interpreters:
         interpreter.select_rows = None if dropouts is None else dropouts.select
-        interpreter.stash = None if host is None else host.stash
+        interpreter.offload = None if host is None else host.activations
         interpreter.on_losses = None if is_alone else agree_early
     if host is not None and host.states is not None:
         waits = clip is not None or plan.schedule == "pipedream-2bw"

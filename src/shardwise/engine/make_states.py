@@ -76,6 +76,7 @@ def make_states(
         if isinstance(wires, OneProcess)
         else make_ties(schedule.placement, split, wires.mesh.pipelines, wires.mesh.rank)
     )
+    wires.connect([tie.group for tie in ties], device)
     data = DataParallel(
         stages, schedule, wires.ranks, sharing=sharing, replicas_of=replicas_of, optimizer=optimizer, ties=ties,
         tensor=sharded.tensor, joining=sharded if sharded.is_in_parts else None, apart=experts, module=module,

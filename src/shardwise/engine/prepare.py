@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from shardwise.errors import ShardwiseError
-from shardwise.execution.compute_policy import Manner
+from shardwise.execution.compute_policy import ComputePolicy
 from shardwise.execution.pipeline import schedule_of, step_seconds
 from shardwise.planner.plan import Plan
 from shardwise.schedule.schedule import Schedule
@@ -76,7 +76,7 @@ def prepare(
     count = len(schedule.placement.pipes[0])
     finding = Finding()
     try:
-        with Manner.of(plan).precision(home), finding.watching():
+        with ComputePolicy.of(plan).precision(home), finding.watching():
             stages = split(
                 module.train(),
                 count,

@@ -8,7 +8,7 @@ from torch import Tensor
 from shardwise.execution.device_clock import clock_of
 from shardwise.execution.interpreter import Interpreter
 from shardwise.execution.memory_by_owner import GRADIENTS, OPTIMIZER, PARAMETERS, holdings_of
-from shardwise.execution.recording import Recording, Told, listening_to
+from shardwise.execution.recording import RankNotes, Recording, listening_to
 from shardwise.execution.trace_gather import share_notes
 from shardwise.ranks.collectives import Group
 from shardwise.ranks.collectives import Traffic as GroupTraffic
@@ -108,7 +108,7 @@ class Recorder:
             num_ranks=sum(map(len, self._wires.mesh.pipelines)),
         )
 
-    def _told(self, recording: Recording, window: tuple[float, float], data_wait: float, kept: KeptBytes) -> Told:
+    def _told(self, recording: Recording, window: tuple[float, float], data_wait: float, kept: KeptBytes) -> RankNotes:
         """What the one rank of this process tells of its step."""
         rank, (place,) = self._wires.rank, self._wires.ranks
         begin = window[0] - data_wait

@@ -1,15 +1,15 @@
 """All ranks of a pipeline in one process, one instruction at a time: the definition of what a schedule means.
 
 Ranks take turns. Each runs its list in order, as far as what its next computation needs is there; a send delivers at
-once. Nothing here is fast, and nothing is left to chance: the other executors are held against it.
+once. Nothing here is fast, and nothing is left to rng: the other executors are held against it.
 """
 
 from collections.abc import Callable, Hashable
 from time import perf_counter
 
-from shardwise.execution.compute_policy import Manner
+from shardwise.execution.compute_policy import ComputePolicy
 from shardwise.execution.continuous_calls import calls_of
-from shardwise.execution.interpreter import Beside, Interpreter, Tally, check_kinds, compute_beside
+from shardwise.execution.interpreter import Interpreter, StageStates, Tally, check_kinds, compute_beside
 from shardwise.execution.stage_io import cut_off
 from shardwise.schedule.instruction import COMPUTE, OFFLOADS, RECEIVES, SENDS, Instruction, Kind
 from shardwise.schedule.needs import Needs
@@ -42,14 +42,14 @@ class LocalExecutor:
         schedule: Schedule,
         split: Split,
         loss: Loss,
-        manner: Manner | None = None,
+        policy: ComputePolicy | None = None,
         *,
-        beside: Beside | None = None,
+        beside: StageStates | None = None,
     ) -> None:
         known = RUN | LEFT.keys() if beside is None else RUN | LEFT.keys() | RUN_BESIDE
         check_kinds(schedule, known, "the executor of one process")
         self.schedule, self._beside = schedule, beside
-        self.ranks = [Interpreter(rank, schedule, split, loss, manner) for rank in range(schedule.num_ranks)]
+        self.ranks = [Interpreter(rank, schedule, split, loss, policy) for rank in range(schedule.num_ranks)]
         self._needs = Needs(schedule)
         self._receive_of = {
             self._needs.before[node][0]: instruction
@@ -153,7 +153,7 @@ class LocalExecutor:
         elif kind in SENDS:
             assert instruction.peer is not None, f"{instruction} names no peer"
             receiver = self.ranks[self.schedule.placement.ranks[instruction.peer]]
-            sent = interpreter.between.sender(instruction)()
+            sent = interpreter.io.sender(instruction)()
             receiver.receiver(self._receive_of[node])([cut_off(each) for each in sent])
         elif kind in OFFLOADS:
             interpreter.move(instruction)

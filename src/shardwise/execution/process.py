@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from shardwise.execution.compute_policy import Manner
+from shardwise.execution.compute_policy import ComputePolicy
 from shardwise.execution.continuous_calls import calls_of
-from shardwise.execution.interpreter import Beside, Interpreter, Tally, check_kinds, compute_beside
+from shardwise.execution.interpreter import Interpreter, StageStates, Tally, check_kinds, compute_beside
 from shardwise.execution.local import TAKES_TIME, Record
 from shardwise.ranks.faults import Waiter
 from shardwise.ranks.transport import Key, Transport
@@ -58,14 +58,14 @@ class ProcessExecutor:
         *,
         transport: Transport,
         on_reduce: Callable[[Instruction], None],
-        manner: Manner | None = None,
+        policy: ComputePolicy | None = None,
         watch: Waiter | None = None,
-        beside: Beside | None = None,
+        beside: StageStates | None = None,
     ) -> None:
         known = RUN | LEFT.keys() if beside is None else RUN | LEFT.keys() | RUN_BESIDE
         check_kinds(schedule, known, "the executor of one rank" + ("" if beside else " without replicas"))
         self._beside = beside
-        self.schedule, self.interpreter = schedule, Interpreter(rank, schedule, split, loss, manner)
+        self.schedule, self.interpreter = schedule, Interpreter(rank, schedule, split, loss, policy)
         self._transport, self._watch, self._on_reduce = transport, watch, on_reduce
         needs = Needs(schedule)
         first = needs.first_node[rank]
@@ -95,7 +95,7 @@ class ProcessExecutor:
             return None
         maker, reader = (stage, peer) if kind in SENDS else (peer, stage)
         activation = kind in (Kind.SEND_F, Kind.RECV_F)
-        if not self.interpreter.between.names(*((maker, reader) if activation else (reader, maker))):
+        if not self.interpreter.io.names(*((maker, reader) if activation else (reader, maker))):
             return None
         ranks = self.schedule.placement.ranks
         return Key(ranks[maker], ranks[reader], "F" if activation else "B", maker, reader, microbatch)
@@ -175,7 +175,7 @@ class ProcessExecutor:
             assert kind in SENDS or kind in RECEIVES or kind in LEFT, f"{instruction} is not run"
             return _nothing
         if kind in SENDS:
-            send, outgoing = self._transport.send, self.interpreter.between.sender(instruction)
+            send, outgoing = self._transport.send, self.interpreter.io.sender(instruction)
             return lambda: send(key, outgoing())
         return partial(self._transport.post_receive, key)
 

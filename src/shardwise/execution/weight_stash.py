@@ -29,7 +29,7 @@ class _Spot(NamedTuple):
     name: str
 
 
-class WeightVersions:
+class WeightStash:
     """The versions of the parameters of one rank, which are trained; by their names in the module."""
 
     def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.engine.engine import Engine
 from shardwise.execution.interpreter import Tally
 from shardwise.ranks.collectives import Group
-from shardwise.ranks.cpu_exchange import DirectExchange
+from shardwise.ranks.cpu_exchange import CpuExchange
 from shardwise.ranks.exchange import Done, Exchange, Then, Ticket
 from shardwise.sharding.context.sequence_shards import Entry
 from shardwise.sharding.tensor.columns import ColumnParallelLinear
@@ -168,7 +168,7 @@ class _Deaf:
         return restore
 
 
-class _Mute(DirectExchange):
+class _Mute(CpuExchange):
     """An exchange in which every rank takes its own numbers for the sum."""
 
     def sum_to_all(self, flat: Tensor, group: Group, channel: int, *, follows: bool = False) -> Ticket:  # noqa: ARG002

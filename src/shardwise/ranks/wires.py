@@ -21,7 +21,7 @@ from shardwise.planner.plan import Plan
 from shardwise.ranks.clocks import SharedClock
 from shardwise.ranks.collectives import Group
 from shardwise.ranks.faults import LIMIT_SECONDS, PipelineWatch, Waiter, Watch
-from shardwise.ranks.links import Link, is_on_nccl, make_groups, make_links
+from shardwise.ranks.links import Link, connect, is_on_nccl, make_groups, make_links
 from shardwise.ranks.mesh import Mesh, lone_mesh, make_mesh
 from shardwise.ranks.replicas import Replicas, make_replicas
 from shardwise.ranks.transport import ProcessTransport
@@ -58,6 +58,10 @@ class Wires(Protocol):
         """The ranks that hold the same experts."""
         ...
 
+    def connect(self, ties: Iterable[Group], device: torch.device) -> None:
+        """Connect all groups, and those of ties, before a step asks for them: ranks come to them at different times."""
+        ...
+
     def told_to_all(self) -> Any:
         """A context: the others are told of an error before it goes on to the caller."""
         ...
@@ -90,6 +94,9 @@ class OneProcess:
         self.rank = 0
         self.watch: Watch | None = None
         self.dense = self.experts = Replicas(shard=Group())
+
+    def connect(self, ties: Iterable[Group], device: torch.device) -> None:
+        """There is nobody to connect with."""
 
     def told_to_all(self) -> Any:
         return nullcontext()
@@ -144,6 +151,10 @@ class ManyProcesses:
                 self._links[wanted] = make_links(wanted, self.mesh.pipelines, device=device)
             made = self._links[wanted]
         return ProcessTransport(self._groups, device=device, links=made, watch=self.waiter)
+
+    def connect(self, ties: Iterable[Group], device: torch.device) -> None:
+        replicas = [each for pair in (self.dense, self.experts) for each in (pair.shard, pair.copies)]
+        connect([*self.mesh.groups.values(), *replicas, *ties], device)
 
     @contextmanager
     def told_to_all(self) -> Iterator[None]:

@@ -9,14 +9,14 @@ from shardwise.ranks.spawn import Ranks
 from shardwise.training.job import Job
 from shardwise.training.stop import Forwarded
 
-Told = TypeVar("Told")
+RankNotes = TypeVar("RankNotes")
 
 
-def run_here(train_rank: Callable[[Job], Told], job: Job, num_devices: int) -> Told:
+def run_here(train_rank: Callable[[Job], RankNotes], job: Job, num_devices: int) -> RankNotes:
     """Run a job on ranks of this machine. A mistake of the user's that one of them has found is told as it is."""
     with Ranks(num_devices) as ranks, Forwarded(ranks) as stop:
         try:
-            told: Told = ranks.run(train_rank, job)[0]
+            told: RankNotes = ranks.run(train_rank, job)[0]
         except RankError as error:
             if stop.has_ended(error):
                 stop.end()

@@ -14,6 +14,7 @@ from shardwise.ranks.exchange import Exchange, Ticket
 from shardwise.ranks.replicas import Replicas
 from shardwise.states.buckets.flat_layout import FlatLayout
 from shardwise.states.buckets.gradients import Gradients
+from shardwise.torch_private import foreach_scale
 
 
 class LocalGradients(Gradients):
@@ -90,4 +91,4 @@ def scale_all(every: Iterable[LocalGradients], factor: float) -> None:
     """Multiply gradients, all of them at once."""
     found = [each.grad for local in every for each in local.parameters if each.grad is not None]
     if factor != 1.0 and found:
-        torch._foreach_mul_(found, factor)
+        foreach_scale(found, factor)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardwise.ranks.buffer_pool import Loans
+from shardwise.ranks.buffer_pool import BufferPool
 from shardwise.ranks.exchange import Exchange
 from shardwise.ranks.replicas import Replicas
 from shardwise.states.buckets.bucket import Bucket
@@ -108,13 +108,13 @@ def make_buckets(
         }
         for stage, held in parameters.items()
     }
-    loans = Loans()
+    pool = BufferPool()
     # Where nothing is sent each parameter is by itself, in the memory that it has.
     most_bytes = 1 if sharing.local else sharing.bucket_bytes
     every = share_out(wanted, home_of, None if is_layered else most_bytes)
     offloaded = _choose(every, owners, sharing.offloaded) if sharing.offloaded else []
     return [
-        _make(number, members, sharing, exchange, loans, parameter_of, is_offloaded=members in offloaded)
+        _make(number, members, sharing, exchange, pool, parameter_of, is_offloaded=members in offloaded)
         for number, members in enumerate(every)
     ]
 
@@ -134,7 +134,7 @@ def _make(
     members: Members,
     sharing: ZeroConfig,
     exchange: Exchange,
-    loans: Loans,
+    pool: BufferPool,
     parameter_of: Callable[[str, int], nn.Parameter] | None,
     *,
     is_offloaded: bool,
@@ -153,7 +153,7 @@ def _make(
         )  # fmt: skip
     elif home.trains and sharing.scatters:
         scattered = OffloadedScatteredGradients if is_offloaded else ScatteredGradients
-        gradients = scattered(layout, parameters, home.replicas, exchange, channel + 1, loans=loans)
+        gradients = scattered(layout, parameters, home.replicas, exchange, channel + 1, pool=pool)
     elif home.trains:
         whole = OffloadedWholeGradients if is_offloaded else WholeGradients
         gradients = whole(

@@ -65,7 +65,7 @@ class Host:
             self.states = states
         if offloaded is not None:
             offloaded.move_in(self.copies)
-        self.stash = ActivationOffload(plan, self.copies) if share.activations else None
+        self.activations = ActivationOffload(plan, self.copies) if share.activations else None
 
     def begin_step(self) -> None:
         """A step begins."""
@@ -75,7 +75,7 @@ class Host:
     @property
     def num_bytes(self) -> int:
         """What this rank has on the host now."""
-        return sum(each.num_bytes for each in (self._offloaded, self.states, self.stash) if each is not None)
+        return sum(each.num_bytes for each in (self._offloaded, self.states, self.activations) if each is not None)
 
     def wait(self) -> None:
         """Wait until all state is on the host, and what is computed from now on uses the new weights."""
@@ -85,7 +85,7 @@ class Host:
 
     def close(self) -> None:
         """Wait for what is under way, and end threads. State stays where it is, weights come back."""
-        for each in (self.states, self._offloaded, self.stash):
+        for each in (self.states, self._offloaded, self.activations):
             if each is not None:
                 each.close()
         self.copies.close()

@@ -218,7 +218,7 @@ def test_the_two_halves_together_are_the_backward(case: str) -> None:
 def test_where_torch_lacks_its_private_engine_the_public_one_does_the_same(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backward, "_engine_run_backward", None)
+    monkeypatch.setattr(backward, "engine_run_backward", None)
     test_the_two_halves_together_are_the_backward(case)
 
 

@@ -134,6 +134,7 @@ class ManyProcesses:
         self.experts = make_replicas(self.mesh.ranks("expert_gradients")) if plan.ep > 1 else self.dense
         self._groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
         self._links: dict[frozenset[Link], dict[Link, dist.ProcessGroup]] = {}
+        self._ties: list[Group] = []
 
     @property
     def waiter(self) -> Waiter:
@@ -153,8 +154,12 @@ class ManyProcesses:
         return ProcessTransport(self._groups, device=device, links=made, watch=self.waiter)
 
     def connect(self, ties: Iterable[Group], device: torch.device) -> None:
-        replicas = [each for pair in (self.dense, self.experts) for each in (pair.shard, pair.copies)]
-        connect([*self.mesh.groups.values(), *replicas, *ties], device)
+        mine = list(ties)
+        self._ties += mine
+        connect([*self.mesh.groups.values(), *self._of_replicas(), *mine], device)
+
+    def _of_replicas(self) -> list[Group]:
+        return [each for pair in (self.dense, self.experts) for each in (pair.shard, pair.copies)]
 
     @contextmanager
     def told_to_all(self) -> Iterator[None]:
@@ -187,13 +192,19 @@ class ManyProcesses:
     def close(self) -> None:
         """Stop watching the other ranks, and end what groups have: a thread and a connection for each other rank."""
         self.watch.close()
-        # gloo ends them with the last name for the group.
+        groups = [*self.mesh.groups.values(), *self._of_replicas(), *self._ties]
+        handles = [each.handle for each in groups]
+        handles += [each for made in self._links.values() for each in made.values()]
+        handles += [self._everybody, *(self._groups or ()), *self.watch.guarded]
         self._everybody, self._clock, self._groups = None, None, None
         self._links.clear()
-        while self.watch.guarded:
-            guarded = self.watch.guarded.pop()
-            if isinstance(guarded, dist.ProcessGroup):
-                dist.destroy_process_group(guarded)
+        self._ties.clear()
+        self.watch.guarded.clear()
+        for handle in {id(each): each for each in handles if isinstance(each, dist.ProcessGroup)}.values():
+            dist.destroy_process_group(handle)
+        # A group's threads end with the last name for it: layers that were cut know their group for good.
+        for group in groups:
+            group.handle = None
 
 
 def make_wires(plan: Plan, *, limit_seconds: float = LIMIT_SECONDS) -> OneProcess | ManyProcesses:

@@ -268,8 +268,9 @@ class DataParallel:
                 bucket.weights.expire()
 
     def close(self) -> None:
-        """Let go of the parameters' hooks and of the thread."""
+        """Let go of the parameters' hooks, of groups and of the thread."""
         self._reducer.close()
+        self._unused.close()
         self.exchange.close()
 
     # ---------------------------------------------------------------------------------------------------------------

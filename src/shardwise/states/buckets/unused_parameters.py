@@ -66,6 +66,11 @@ class UnusedParameters:
                 used |= _answers(flags, buckets)
         return used
 
+    def close(self) -> None:
+        """Let go of the groups."""
+        self._groups.clear()
+        self._ties.clear()
+
 
 def _uncounted(group: Group) -> Group:
     """The same ranks, with a count of their own."""

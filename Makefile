@@ -11,10 +11,13 @@ INSTALLED := $(VENV)/.installed
 run: $(INSTALLED)
 	$(BIN)/shardwise train
 
-# A worker for each core, with one thread. Each begins with a half of its own, in order, so that what the tests of a module
-# share is made once; who is done first takes over from the other.
-test: lint browser
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -q
+# A worker for each core, with one thread. Tests that share ranks run in one worker, so that few processes share the cores
+# (tests/conftest.py). The linter and the type checker run beside them; what they say is shown if they have something to say.
+test: $(INSTALLED) browser
+	@$(MAKE) --no-print-directory lint > .lint.log 2>&1 & lint=$$!; \
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadgroup -q --durations=15; tests=$$?; \
+	wait $$lint || { cat .lint.log; tests=1; }; \
+	rm -f .lint.log; exit $$tests
 
 # Tests of the report page open it in a real browser. Where none can be installed they are skipped, and say so.
 browser:

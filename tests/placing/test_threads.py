@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from shardwise.execution.threads import Mail, Surroundings, run_together
+from shardwise.execution.threads import Mail, ThreadContext, run_together
 
 
 def test_places_hand_each_other_what_is_addressed_to_them() -> None:
@@ -19,7 +19,7 @@ def test_places_hand_each_other_what_is_addressed_to_them() -> None:
         mail.post("first", 1)
         got.append(mail.collect("second"))
 
-    run_together([("a", first), ("b", second)], mail, Surroundings.here(1))
+    run_together([("a", first), ("b", second)], mail, ThreadContext.here(1))
     assert got == [1, 2]
 
 
@@ -31,7 +31,7 @@ def test_the_first_error_stops_those_that_wait_and_reaches_the_caller() -> None:
 
     before = threading.active_count()
     with pytest.raises(ValueError, match="broken") as caught:
-        run_together([("a", lambda: mail.collect("never")), ("b", fail)], mail, Surroundings.here(1))
+        run_together([("a", lambda: mail.collect("never")), ("b", fail)], mail, ThreadContext.here(1))
     assert caught.value.__notes__ == ["on b"]
     assert threading.active_count() == before
 
@@ -44,7 +44,7 @@ def test_threads_have_the_callers_surroundings_and_leave_the_caller_its_own() ->
         found.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_num_threads()))
 
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        run_together([("a", note)], Mail(), Surroundings.here(1))
-    run_together([("a", note)], Mail(), Surroundings.here(2))
+        run_together([("a", note)], Mail(), ThreadContext.here(1))
+    run_together([("a", note)], Mail(), ThreadContext.here(2))
     assert found == [(False, True, 1), (True, False, 2)]
     assert torch.get_num_threads() == num_threads

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.ranks import shared_memory as nearby
+from shardwise.ranks import shared_memory
 from shardwise.ranks.shared_memory import Arrival, Pair, Unsent
 
 
@@ -20,7 +20,7 @@ def make_ends() -> tuple[Pair, Pair]:
     """Both ends of what two ranks share."""
     one, other = socket.socketpair()
     memory = os.memfd_create("test")
-    size = 2 * nearby._HALF_BYTES
+    size = 2 * shared_memory._HALF_BYTES
     os.ftruncate(memory, size)
     ends = (
         Pair(one, mmap.mmap(memory, size), set(), writes_first_half=True),
@@ -35,8 +35,8 @@ def narrow() -> Iterator[int]:
     """Little room, so that it is soon used up; and the largest message then."""
     most, untold = 2**14, 2**12
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nearby, "_TELL_AFTER_BYTES", untold)
-        patch.setattr(nearby, "_HALF_BYTES", 2 * most + 4 * untold)
+        patch.setattr(shared_memory, "_TELL_AFTER_BYTES", untold)
+        patch.setattr(shared_memory, "_HALF_BYTES", 2 * most + 4 * untold)
         yield most
 
 
@@ -62,7 +62,7 @@ def test_random_messages_arrive_once_in_the_order_of_their_tag_and_unchanged(nar
         for message in list(messages)[len(wanted[source, tag]) :]:
             wanted[source, tag].append(ends[1 - source].want(torch.empty_like(message), tag))
     while not all(arrival.is_here for arrivals in wanted.values() for arrival in arrivals):
-        nearby._listen_to_one(ends)
+        shared_memory._listen_to_one(ends)
     for key, messages in sent.items():
         assert all(map(torch.equal, messages, (arrival.message for arrival in wanted[key])))
     assert not any(end.pending or end.behind for end in ends)
@@ -71,8 +71,8 @@ def test_random_messages_arrive_once_in_the_order_of_their_tag_and_unchanged(nar
 
 
 def test_room_is_used_again_from_the_start_when_all_is_read() -> None:
-    room = nearby._Room()
-    half = nearby._HALF_BYTES
+    room = shared_memory._Room()
+    half = shared_memory._HALF_BYTES
     assert room.take(100) == 0
     assert room.take(half // 2) == 128
     assert room.take(half // 2) is None
@@ -100,7 +100,7 @@ def test_what_was_sent_is_read_though_the_sender_is_gone_and_then_its_end_is_sai
 def test_a_severed_pair_ends_waits_for_messages_and_for_room() -> None:
     one, other = make_ends()
     for _ in range(3):
-        one.send(torch.zeros(nearby.MOST_BYTES, dtype=torch.uint8), 1)
+        one.send(torch.zeros(shared_memory.MOST_BYTES, dtype=torch.uint8), 1)
     assert len(one.pending) == 1
     other.sever()
     with pytest.raises(RuntimeError, match=r"broke|was closed"):

@@ -113,7 +113,7 @@ def step_bytes(
 
 
 def _on_host(parts: dict[str, Floats], layouts: Layouts, counts: Counts) -> dict[str, Floats]:
-    """Take off the device what lives on the host, but for what visits it, and return that.
+    """Take off the device what lives on the host, but for what comes to it to be used, and return that.
 
     Where the optimizer's state is there alone, weights stay: engines compute with them, cast where the precision is
     lower. With weights all that belongs to them is there: gradients and state. Weights that are whole on every rank
@@ -124,8 +124,8 @@ def _on_host(parts: dict[str, Floats], layouts: Layouts, counts: Counts) -> dict
     numbers, shards = counts.dense + counts.expert, (layouts.zero == 3)[:, None]
     at_home = {trained: np.where(shards, parts[trained], 4.0 * numbers)}
     if trained == "masters":
-        lodges = (layouts.offload_parameters > 0)[:, None]
-        parts["weights"] = parts["weights"] + np.where(shards & lodges, 2.0 * numbers, 0.0)
+        offloads = (layouts.offload_parameters > 0)[:, None]
+        parts["weights"] = parts["weights"] + np.where(shards & offloads, 2.0 * numbers, 0.0)
     # Of weights that come for their use two layers are there, one ahead, and the ends, which may be one tensor; or the
     # shards of these, before they are gathered.
     group = np.where(layouts.zero_group > 0, layouts.zero_group, layouts.dp * layouts.cp)

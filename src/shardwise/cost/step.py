@@ -168,8 +168,8 @@ def _optimizer(pricer: Pricer, layouts: Layouts, counts: Counts) -> Floats:
     rate = pricer.pool.device.memory_bytes_per_second * pricer.constants.streaming
     on_device: Floats = pricer.constants.optimizer * moved / rate
     state = (pricer.software.state_bytes - 4.0) * np.maximum(layouts.offload_optimizer, layouts.offload_parameters)
-    lodged = (4.0 + pricer.software.gradient_bytes) * layouts.offload_parameters
-    state = owned * (state + lodged)
+    offloaded = (4.0 + pricer.software.gradient_bytes) * layouts.offload_parameters
+    state = owned * (state + offloaded)
     return np.asarray(np.maximum(on_device, state / (_BOTH_WAYS * pricer.pool.node.host.device_bytes_per_second)))
 
 
@@ -180,8 +180,8 @@ def _offload(pricer: Pricer, layouts: Layouts, stages: Stages, held: StepBytes, 
     """
     if not (layouts.offload_parameters.any() or layouts.offload_activations.any()):
         return np.zeros(len(layouts))
-    lodged = [2 * each for name, each in held.hosted.items() if name in ("weights", "masters")]
-    weights = sum([*lodged, held.hosted["gradients"]], np.zeros(())).max(axis=1)
+    offloaded = [2 * each for name, each in held.hosted.items() if name in ("weights", "masters")]
+    weights = sum([*offloaded, held.hosted["gradients"]], np.zeros(())).max(axis=1)
     activations = (held.hosted["activations"] / np.maximum(places.in_flight, 1.0)).max(axis=1)
     halves = np.where((layouts.pp > 1) & np.isin(layouts.schedule, SPLITS_BACKWARD), 2, 1)
     copied = (weights + halves * activations) / (_BOTH_WAYS * pricer.pool.node.host.device_bytes_per_second)

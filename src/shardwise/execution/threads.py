@@ -42,7 +42,7 @@ class Mail:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class ThreadContext:
     """What torch keeps for each thread of its own, as the caller has it."""
 
     computes_gradients: bool
@@ -51,10 +51,10 @@ class Surroundings:
     num_threads: int
 
     @staticmethod
-    def here(num_threads: int) -> "Surroundings":
+    def here(num_threads: int) -> "ThreadContext":
         """Those of the calling thread, but with so many threads for one operation."""
         kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-        return Surroundings(
+        return ThreadContext(
             computes_gradients=torch.is_grad_enabled(),
             is_inference=torch.is_inference_mode_enabled(),
             autocasts=tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds),
@@ -72,7 +72,7 @@ class Surroundings:
             yield
 
 
-def run_together(jobs: Sequence[tuple[str, Callable[[], None]]], mail: Mail, around: Surroundings) -> None:
+def run_together(jobs: Sequence[tuple[str, Callable[[], None]]], mail: Mail, around: ThreadContext) -> None:
     """Run each place's job in a thread of its own, and raise the first error of any, with the place's name."""
     errors: list[BaseException] = []
     before = torch.get_num_threads()

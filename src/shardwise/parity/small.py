@@ -1,4 +1,4 @@
-"""Surroundings for small matrices."""
+"""Settings of torch for small matrices."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.execution.interpreter import Interpreter
-from shardwise.execution.threads import Mail, Surroundings, run_together
+from shardwise.execution.threads import Mail, ThreadContext, run_together
 from shardwise.placing.activation_offload import PlacedActivationOffload
 from shardwise.placing.batch_rows import rows_of
 from shardwise.placing.device_moves import CrossDeviceMode, add_gradients, copies_for, moved
@@ -141,7 +141,7 @@ class MicrobatchPass:
     def _run(self, kinds: frozenset[Kind]) -> None:
         mail = Mail()
         jobs = [(place.name, lambda rank=rank: self._walk(rank, kinds, mail)) for rank, place in enumerate(self.places)]
-        run_together(jobs, mail, Surroundings.here(self._num_threads))
+        run_together(jobs, mail, ThreadContext.here(self._num_threads))
 
     def _walk(self, rank: int, kinds: frozenset[Kind], mail: Mail) -> None:
         """Run what a place has to do of these kinds, in its order."""

@@ -1,6 +1,6 @@
-"""Microbatches over places: a module in stages, and each call of it one passage, with the user's loss in the middle.
+"""Microbatches over places: a module in stages, and each call of it one pass, with the user's loss in the middle.
 
-To autograd a passage is two nodes. One gives the outputs, and takes their gradients; the other runs the backwards:
+To autograd a pass is two nodes. One gives the outputs, and takes their gradients; the other runs the backwards:
 
     the user's loss <- outputs <- (one number on the CPU) <- backwards
 
@@ -58,7 +58,7 @@ class Pipeline:
         flight = _Flight(microbatches, {name: batch[name] for name in given if trains}, home_of(batch))
         modes = self._modes()
         rng = RngState(trains=trains) if self._draws.get(modes, True) else None
-        flight.passage = MicrobatchPass(
+        flight.microbatch_pass = MicrobatchPass(
             schedule if trains else forwards,
             self.split,
             self.places,
@@ -67,7 +67,7 @@ class Pipeline:
             rng=rng,
             activations=self._activations,
         )
-        joint = flight.passage.forward()
+        joint = flight.microbatch_pass.forward()
         if rng is not None:
             self._draws[modes] = rng.have_drawn
             if not rng.have_drawn:
@@ -86,11 +86,11 @@ class Pipeline:
 
 
 class _Flight:
-    """A passage between its forward and its backward, as autograd's two nodes see it."""
+    """A pass between its forward and its backward, as autograd's two nodes see it."""
 
     def __init__(self, microbatches: Sequence[Batch], inputs: dict[str, Tensor], home: torch.device) -> None:
         self.microbatches, self.inputs, self.home = microbatches, inputs, home
-        self.passage: MicrobatchPass | None = None
+        self.microbatch_pass: MicrobatchPass | None = None
         self.gradients: dict[int, Tensor] = {}
 
     def output(self, joint: Joint) -> Any:
@@ -106,14 +106,14 @@ class _Flight:
 
     def backward(self) -> list[Tensor]:
         """Run the backwards, and return the gradients of the inputs that want one."""
-        if self.passage is None:
+        if self.microbatch_pass is None:
             raise ShardwiseError(
                 "the backward of this forward has been run, and nothing was kept for a second one",
                 remedy="(first_loss + second_loss).backward(), once for each forward",
             )
-        passage, self.passage = self.passage, None
+        microbatch_pass, self.microbatch_pass = self.microbatch_pass, None
         gradients, self.gradients = self.gradients, {}
-        passage.backward(gradients)
+        microbatch_pass.backward(gradients)
         return [self._gradient(name, each) for name, each in self.inputs.items()]
 
     def _gradient(self, name: str, whole: Tensor) -> Tensor:

@@ -117,9 +117,9 @@ def _wishes(plan: Plan, question: Question) -> Iterator[tuple[str, dict[str, Any
         return  # A processor's memory is the host's.
     if plan.offload.optimizer < 1:
         yield "offload.optimizer=1", {"offload": replace(plan.offload, optimizer=1.0)}
-    lodged = replace(plan.offload, parameters=1.0)
-    if plan.offload.parameters < 1 and composes(replace(plan, offload=lodged)):
-        yield "offload.parameters=1", {"offload": lodged}
+    offloaded = replace(plan.offload, parameters=1.0)
+    if plan.offload.parameters < 1 and composes(replace(plan, offload=offloaded)):
+        yield "offload.parameters=1", {"offload": offloaded}
     if plan.offload.activations < 1 and plan.recompute == "none":
         yield "offload.activations=1", {"offload": replace(plan.offload, activations=1.0)}
 

@@ -170,7 +170,7 @@ class CpuExchange:
             return None
 
     def _tag(self, channel: int) -> int:
-        """A new pair of tags: the how-manieth transfer of a channel this is, is the same on all ranks."""
+        """A new pair of tags: the index of a transfer in its channel is the same on all ranks."""
         count = self._counts[channel] = self._counts.get(channel, -1) + 1
         return channel * _TAGS_OF_A_CHANNEL + 2 * count % _TAGS_OF_A_CHANNEL
 

@@ -12,9 +12,9 @@ from record import record
 from shardwise.planner.plan import Plan
 from shardwise.ranks.spawn import Ranks
 from shardwise.trace.stretches import parts_of_ranks
+from shardwise.training.job import Job
 from shardwise.training.profile import Measured, measure_rank
 from shardwise.training.recipes import get_recipe
-from shardwise.training.setup import Job
 
 PLANS = (
     "pp=2,microbatches=4",

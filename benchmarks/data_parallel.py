@@ -30,7 +30,7 @@ from shardwise.ranks.replicas import Replicas, make_replicas
 from shardwise.ranks.spawn import spawn
 from shardwise.ranks.transport import ProcessTransport
 from shardwise.stages.split import split
-from shardwise.states.buckets.make import Sharing
+from shardwise.states.buckets.make import ZeroConfig
 from shardwise.states.data_parallel import DataParallel
 
 _RANKS, _STEPS_OF_A_TURN = 2, 2
@@ -86,7 +86,8 @@ def ours(zero: int, example: Batch) -> Train:
     held = stages.stages[0]
     assert held is not None
     data = DataParallel(
-        {0: held}, schedule, 0, sharing=Sharing(zero=zero, layerwise=True), module=module, optimizer=make_optimizer,
+        {0: held}, schedule, [0], module=module, optimizer=make_optimizer,
+        sharing=ZeroConfig(zero=zero, layerwise=True),
         replicas_of=partial(_always, make_replicas(mesh.ranks("gradients"))),
     )  # fmt: skip
     transport = ProcessTransport(make_groups(mesh.pipelines))

@@ -39,7 +39,7 @@ from shardwise.schedule.prices import StageTimes, stage_prices
 from shardwise.schedule.question import Question
 from shardwise.schedule.schedule import Schedule
 from shardwise.schedule.simulate import simulate
-from shardwise.states.tied_gradients import TiedGradients
+from shardwise.states.buckets.tie_groups import make_ties
 from shardwise.testing.timed import (
     Seconds,
     TimedModule,
@@ -166,11 +166,10 @@ class _Ours:
         self.rank, self.clock = dist.get_rank(), _Clock(schedule.num_ranks)
         split = timed_split([seconds] * len(schedule.placement.pipes[0]), wait=self.clock.wait)
         self.schedule = complete(schedule, split)
-        parameters = {name: each for stage in split.stages if stage for name, each in stage.parameters.items()}
+        self._parameters = {name: each for stage in split.stages if stage for name, each in stage.parameters.items()}
         self.watch = Watch(self.rank, schedule.num_ranks, name=name)
-        self.ties = TiedGradients(
-            self.rank, self.schedule.placement, split, lambda name, _: parameters[name], self.watch
-        )
+        self._ties = make_ties(self.schedule.placement, split, [range(schedule.num_ranks)], self.rank)
+        self._sums: dict[int, list[dist.Work]] = {}
         self.transport = ProcessTransport(make_groups([range(schedule.num_ranks)]), watch=self.watch)
         self.executor = ProcessExecutor(
             self.rank,
@@ -178,14 +177,28 @@ class _Ours:
             split,
             square_of,
             transport=self.transport,
-            on_reduce=self.ties.reduce,
+            on_reduce=self._reduce,
             watch=self.watch,
         )
         self.batch = timed_batch(schedule.num_microbatches)
 
     def step(self, record: Any = None) -> None:
         self.executor.run(self.batch, signature="timed", record=record)
-        self.ties.finish()
+        for work in [each for works in self._sums.values() for each in works]:
+            self.watch.wait(work, "the reduction of a tie")
+        self._sums.clear()
+
+    def _reduce(self, instruction: Instruction) -> None:
+        """Begin to sum what a tie shares, once: its stages on this rank have one tensor."""
+        tie = instruction.peer
+        if tie is None or tie in self._sums or self._ties[tie].group.handle is None:
+            return
+        found = [self._parameters[name] for name in self._ties[tie].names if name in self._parameters]
+        for each in found:
+            each.grad = torch.zeros_like(each) if each.grad is None else each.grad
+        group = self._ties[tie].group.handle
+        works = [dist.all_reduce(each.grad, group=group, async_op=True) for each in found]
+        self._sums[tie] = [work for work in works if work is not None]
 
     def close(self) -> None:
         dist.barrier()

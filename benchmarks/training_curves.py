@@ -8,10 +8,10 @@ from record import record
 
 from shardwise.planner.plan import Plan
 from shardwise.ranks.spawn import Ranks
+from shardwise.training.job import Job
 from shardwise.training.metrics import read_metrics
 from shardwise.training.recipes import get_recipe
 from shardwise.training.run import train_rank
-from shardwise.training.setup import Job
 
 PLANS = (
     "dp=4,zero=1",

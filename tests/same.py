@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.engine.trainer import Trainer
+from shardwise.engine.engine import Engine
 from shardwise.stages.batch import cut_batch
 from shardwise.stages.stage import Batch, Loss
 
@@ -120,11 +120,11 @@ def gradients_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     return {name: each.grad.detach().clone() for name, each in parameters.items() if each.grad is not None}
 
 
-def weights_of(module: nn.Module | Trainer) -> dict[str, Tensor]:
+def weights_of(module: nn.Module | Engine) -> dict[str, Tensor]:
     return {name: each.detach().clone() for name, each in module.state_dict().items()}
 
 
-def train(engine: Trainer, batches: Sequence[Batch]) -> Trained:
+def train(engine: Engine, batches: Sequence[Batch]) -> Trained:
     """What an engine makes of the batches. The gradients are those of the parameters that it holds."""
     losses: list[float] = []
     norms: list[float] = []
@@ -175,7 +175,7 @@ def _close(found: Sequence[float], expected: Sequence[float], tolerance: float) 
 
 
 def same(
-    engine: Trainer,
+    engine: Engine,
     module: nn.Module,
     batches: Sequence[Batch],
     loss: Loss,

@@ -109,6 +109,11 @@ def is_mutable(operator: Any) -> bool:
     return bool(getattr(getattr(operator, "_schema", None), "is_mutable", False))
 
 
+def foreach_scale(tensors: list[Tensor], factor: float) -> None:
+    """Multiply many tensors in place, in few launches. What `torch.nn.utils` clips with; no public way."""
+    torch._foreach_mul_(tensors, factor)
+
+
 def foreach_norm(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """The 2-norm of each tensor, in one kernel. `torch.linalg.vector_norm` is public, and one kernel for each."""
     return list(torch._foreach_norm(tensors, 2, dtype=dtype))  # type: ignore[call-arg, unused-ignore]

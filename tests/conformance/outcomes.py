@@ -7,11 +7,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
+import torch
 from torch import Tensor, nn
 
-from shardwise.engine.local_engine import Engine
-from shardwise.engine.trainer import Trainer
+from shardwise.engine.assemble import from_split
+from shardwise.engine.engine import Engine
+from shardwise.engine.make_states import Original
+from shardwise.engine.prepare import Options
+from shardwise.engine.sharded import Sharded
 from shardwise.execution.pipeline import schedule_of
+from shardwise.ranks.wires import OneProcess
 from shardwise.stages.split import split
 from shardwise.stages.stage import Split
 from tests import same
@@ -38,7 +43,7 @@ def _plain(case: Case) -> Trained:
     )
 
 
-def train(engine: Trainer, case: Case) -> Trained:
+def train(engine: Engine, case: Case) -> Trained:
     """What an engine makes of a case."""
     return same.train(engine, make_batches(case))
 
@@ -47,13 +52,21 @@ def in_one_process(case: Case) -> Trained:
     """The engine that runs every rank itself."""
     module, stages, initial = _split(case.model, case.num_stages)
     module.load_state_dict(initial)
-    engine = Engine(
+    wires, options = OneProcess(case.plan), Options()
+    engine = from_split(
         module,
         case.plan,
         stages,
         schedule_of(case.plan),
         loss=loss_of(case.model),
         optimizer=make_optimizer(case.optimizer),
+        device=torch.device("cpu"),
+        options=options,
+        callers=(),
+        sharded=Sharded(module, case.plan, wires.mesh, {}, options),
+        original=Original.of(module),
+        wires=wires,
+        owns_wires=True,
     )
     return train(engine, case)
 

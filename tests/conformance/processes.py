@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shardwise.engine.process_engine import ProcessEngine
+from shardwise.engine.engine import Engine
+from shardwise.engine.parallelize import parallelize
 from shardwise.errors import ShardwiseError
 from tests.conformance.cases import Case, loss_of, make_batches, make_module, make_optimizer
 from tests.conformance.outcomes import train
@@ -25,9 +26,9 @@ def run_on_ranks(case: Case, crowds: Crowds) -> Trained:
     return join(crowds.of(case.num_ranks).run(on_one_rank, case, timeout_seconds=_LIMIT_SECONDS))
 
 
-def make_engine(case: Case) -> ProcessEngine:
+def make_engine(case: Case) -> Engine:
     """The engine of this rank."""
-    return ProcessEngine(
+    return parallelize(
         make_module(case.model),
         case.plan,
         loss=loss_of(case.model),

@@ -244,7 +244,7 @@ def play_late(monkeypatch: pytest.MonkeyPatch, seed: int) -> LateGpu:
         (torch.cuda, "device", lambda _: nullcontext()),
         (torch.cuda, "graph", gpu.capture),
         (torch.cuda, "CUDAGraph", lambda: LateGraph(gpu)),
-        (cuda, "_raw_stream", lambda _: gpu.current.cuda_stream),
+        (cuda, "raw_stream", lambda _: gpu.current.cuda_stream),
         (assembly, "device_memory", lambda device: gpu.memory() if device.type == "cuda" else plain),
         (assembly, "host_memory", lambda is_pinned: gpu.memory()),  # noqa: ARG005
         *((module, "new_event", lambda times=False: LateEvent(gpu)) for module in (cuda, choice)),  # noqa: ARG005
@@ -252,7 +252,7 @@ def play_late(monkeypatch: pytest.MonkeyPatch, seed: int) -> LateGpu:
     ]
     for owner, name, value in replaced:
         monkeypatch.setattr(owner, name, value)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(cuda, "current_gpu", lambda: 0)
     return gpu
 
 

@@ -77,8 +77,8 @@ def play(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: PlayedStream("compute", log))
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-    monkeypatch.setattr(cuda, "_raw_stream", lambda _: "compute")
+    monkeypatch.setattr(cuda, "current_gpu", lambda: 0)
+    monkeypatch.setattr(cuda, "raw_stream", lambda _: "compute")
     for module in (cuda, choice):
         monkeypatch.setattr(module, "new_event", lambda times: PlayedEvent())  # noqa: ARG005
     for module in (assembly, mover):

@@ -48,7 +48,7 @@ def make_steps(log: list[str], told: Sequence[tuple[str, str, Lane, tuple[int, .
 
 
 def test_one_gpu_is_one_graph_and_a_relaunch_is_one_line(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_raw_stream", lambda _: "gpu0")
+    monkeypatch.setattr(cuda, "raw_stream", lambda _: "gpu0")
     told = [("a", "gpu0", Lane.COMPUTE, ()), ("b", "gpu0", Lane.COMPUTE, (0,))]
     with Machine(["cpu:0"]) as machine:
         program = Graphs(make_steps(log, told), machine.mover)

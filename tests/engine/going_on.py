@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
+from shardwise.engine.engine import Engine
 from shardwise.engine.parallelize import parallelize
-from shardwise.engine.trainer import Trainer
 from shardwise.errors import ShardwiseError
 from shardwise.nets.loss import next_token_loss
 from shardwise.nets.settings import Heads, Mixture, Mlp, Settings
@@ -74,7 +74,7 @@ def batch(step: int) -> dict[str, Tensor]:
     return batch_of(8, 8, 53, step)
 
 
-def make_engine(plan: str, model: str, optimizer: str, seed: int = 0) -> Trainer:
+def make_engine(plan: str, model: str, optimizer: str, seed: int = 0) -> Engine:
     return parallelize(
         make_module(model, seed),
         plan,
@@ -85,7 +85,7 @@ def make_engine(plan: str, model: str, optimizer: str, seed: int = 0) -> Trainer
     )
 
 
-def train(engine: Trainer, first: int, count: int) -> list[float]:
+def train(engine: Engine, first: int, count: int) -> list[float]:
     return [engine.train_step(batch(step)) for step in range(first, first + count)]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import FileStore
 from torch.nn import functional
 from torch.optim import AdamW
 
@@ -98,7 +99,7 @@ def join_over(backend: str, folder: str) -> None:
     )
     torch.cuda.set_device(0)
     dist.destroy_process_group()
-    store = dist.FileStore(f"{folder}/{backend.replace(':', '-').replace(',', '-')}", size)
+    store = FileStore(f"{folder}/{backend.replace(':', '-').replace(',', '-')}", size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
@@ -109,7 +110,7 @@ def train_plain() -> tuple[list[float], dict[str, Tensor]]:
     for batch in make_batches():
         optimizer.zero_grad()
         total, count = next_token(module(batch["input_ids"]), batch)
-        (total / count).backward()
+        (total / count).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         losses.append(float(total.detach()) / count)
     return losses, {name: each.detach().cpu() for name, each in module.state_dict().items()}

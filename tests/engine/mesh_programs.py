@@ -33,8 +33,6 @@ def sums(text: str) -> tuple[bool, dict[str, float]]:
     for name in ("tp", "world"):
         number = torch.tensor([float(mesh.rank)])
         found[name] = float(together.start_all_reduce(number, mesh.group(name)).finish())
-    assert mesh.devices is not None
-    assert mesh.devices.mesh_dim_names == ("pp", "dp", "cp", "tp")
     return mesh.group("dp") is mesh.group("cp"), found
 
 

@@ -66,7 +66,7 @@ def test_a_parameter_left_behind() -> None:
     found = one(find_misplaced(module))
     assert (found.what, found.name, found.where, found.should) == ("parameter", "scale", "meta", "cpu")
     assert found.line is not None
-    assert re.fullmatch(r"test_whereabouts.py:\d+: self.scale = nn.Parameter\(torch.ones\(4\)\)", found.line)
+    assert re.fullmatch(r"test_device_check.py:\d+: self.scale = nn.Parameter\(torch.ones\(4\)\)", found.line)
     assert found.edit == 'module.to("cpu")'
 
 
@@ -107,7 +107,7 @@ def test_an_entry_of_the_batch_on_another_device(key: str, what: str) -> None:
     assert (found.what, found.name, found.where) == (what, f'batch["{key}"]', "meta")
     assert found.edit == f'batch["{key}"] = batch["{key}"].to("cpu")'
     assert found.line is not None
-    assert found.line.startswith("test_whereabouts.py:")
+    assert found.line.startswith("test_device_check.py:")
 
 
 def test_the_state_of_an_optimizer_away_from_its_parameter() -> None:

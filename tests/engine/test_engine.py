@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
 
-from shardwise.engine.local_engine import Engine
+from shardwise.engine.engine import Engine
 from shardwise.engine.parallelize import parallelize
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan

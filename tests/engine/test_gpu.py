@@ -12,7 +12,16 @@ from tests.engine import gpu_ranks
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2")
-V_SCHEDULES = ("zb-v", "v-half", "v-min", "interleaved,chunks=2", "hanayo,chunks=2", "dualpipe")
+V_SCHEDULES = (
+    "zb-v",
+    "v-half",
+    "v-min",
+    "interleaved,chunks=2",
+    "hanayo,chunks=2",
+    "dualpipe",
+    "dualpipe-v",
+    "chimera",
+)
 
 ON_TWO = [
     *(f"pp=2,schedule={each},microbatches=4" for each in (*SCHEDULES, *V_SCHEDULES)),
@@ -28,7 +37,8 @@ ON_TWO = [
     "cp=2",
 ]
 ON_FOUR = [
-    *(f"pp=4,schedule={each},microbatches=8" for each in ("1f1b", "zb-h2", "zb-v")),
+    *(f"pp=4,schedule={each},microbatches=8" for each in ("1f1b", "zb-h2", "zb-v", "dualpipe", "chimera")),
+    "pp=4,schedule=interleaved,chunks=2,microbatches=4",
     "pp=2,dp=2,schedule=1f1b,microbatches=4",
     "pp=2,dp=2,zero=1,schedule=zb-v,microbatches=4",
     "pp=2,dp=2,zero=3,schedule=1f1b,microbatches=4",

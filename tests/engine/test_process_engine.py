@@ -12,10 +12,8 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.engine.local_engine import Engine
-from shardwise.engine.mesh_engine import MeshEngine
+from shardwise.engine.engine import Engine
 from shardwise.engine.parallelize import parallelize
-from shardwise.engine.process_engine import ProcessEngine
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.spawn import Ranks
 from shardwise.stages.split.sources import storage_of
@@ -67,14 +65,10 @@ def tokens(size: int = 8, length: int = 5, seed: int = 0) -> dict[str, Tensor]:
     return {"ids": ids[:, :-1], "labels": labels}
 
 
-def an_engine(
-    plan: str, build: Callable[[], nn.Module] = lambda: Net(num_blocks=4), **changed: Any
-) -> Engine | ProcessEngine:
+def an_engine(plan: str, build: Callable[[], nn.Module] = lambda: Net(num_blocks=4), **changed: Any) -> Engine:
     torch.set_num_threads(1)
     given: dict[str, Any] = {"loss": token_loss, "optimizer": sgd, "example": tokens(), **changed}
-    engine = parallelize(build(), plan, **given)
-    assert not isinstance(engine, MeshEngine)
-    return engine
+    return parallelize(build(), plan, **given)
 
 
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:

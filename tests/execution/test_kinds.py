@@ -91,7 +91,7 @@ class Moves:
 
 def test_a_schedule_says_when_activations_leave_and_come_back() -> None:
     executor, moves = LocalExecutor(offloaded("pp=2,schedule=gpipe,microbatches=2"), cut_by_hand(Net(2)), loss), Moves()
-    executor.ranks[0].stash, executor.ranks[1].stash = moves, Moves()
+    executor.ranks[0].offload, executor.ranks[1].offload = moves, Moves()
     batch = {"ids": torch.zeros(2, 3, dtype=torch.int64)}
     executor.run([batch, batch])
     # 0F0 0OFFLOAD0 0RELOAD0 0F1 0OFFLOAD1 0RELOAD1 0B0 0B1: a computation ahead.

@@ -105,6 +105,26 @@ def test_emptying_the_pipe_changes_nothing(three: Ranks, monkeypatch: pytest.Mon
         check(found, expected)
 
 
+def test_weights_that_are_loaded_are_those_of_the_next_batch() -> None:
+    """Both versions are the loaded ones, as if training began with them."""
+    batches = [batch_of(number) for number in range(3)]
+    plan = "pp=2,schedule=pipedream-2bw,microbatches=4"
+    loaded = {name: 1.5 * each for name, each in Net(num_blocks=4).double().state_dict().items()}
+
+    def losses(module: Net, num_before: int) -> list[float]:
+        engine = parallelize(module, plan, loss=token_loss, optimizer=OPTIMIZERS["sgd"], example=batches[0])
+        for batch in batches[:num_before]:
+            engine.train_step(batch)
+        engine.load_state_dict(loaded)
+        return [engine.train_step(batch) for batch in batches]
+
+    begun = Net(num_blocks=4).double()
+    begun.load_state_dict(loaded)
+    expected = losses(begun, num_before=0)
+    for num_before in (0, 1, 2):
+        torch.testing.assert_close(losses(Net(num_blocks=4).double(), num_before), expected, rtol=1e-10, atol=0)
+
+
 def test_too_few_microbatches_for_two_versions_are_refused() -> None:
     with pytest.raises(ShardwiseError) as caught:
         train("pp=4,schedule=pipedream-2bw,microbatches=2", "sgd", [batch_of(0)], None)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from shardwise.engine.local_engine import Engine
+from shardwise.engine.engine import Engine
 from shardwise.engine.parallelize import parallelize
 from shardwise.nets.initialise import initialise
 from shardwise.nets.loss import next_token_loss

@@ -2,10 +2,10 @@
 
 import pytest
 
-from shardwise.parity.alone import train_alone
 from shardwise.parity.compare import compare
 from shardwise.parity.course import Course
 from shardwise.parity.ranks import train_on_rank
+from shardwise.parity.reference import train_reference
 from shardwise.planner.composition import composes
 from shardwise.planner.plan import Plan
 from tests.crowd import Crowds
@@ -35,7 +35,7 @@ def test_ranks_train_as_one_device_does(
         bool(pytestconfig.getoption("--write-composition", default=False))
         or EVERY.index((count, model, text)) % 10 == 0
     )
-    expected = train_alone(make_problem(model, plan)(), plan, looks="last step")
+    expected = train_reference(make_problem(model, plan)(), plan, looks="last step")
     outcomes = crowds.of(count).run(train, plan, model, twice, timeout_seconds=300)
     comparison = compare(expected, [course for course, _ in outcomes])
     proofs.note(model, text, comparison)

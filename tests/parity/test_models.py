@@ -9,9 +9,9 @@ from shardwise.errors import ShardwiseError
 from shardwise.model.catalogue import CATALOGUE
 from shardwise.nets.hf.catalogue import FAMILIES
 from shardwise.nets.settings import Heads, Latent, Settings
-from shardwise.parity.alone import train_alone
 from shardwise.parity.given import problem_from
 from shardwise.parity.models import default_settings, describe, length_for, named_settings, problem_of, rows_for
+from shardwise.parity.reference import train_reference
 from shardwise.planner.plan import Plan
 
 KNOWN = [name for name, config in CATALOGUE.items() if config["model_type"] in FAMILIES]
@@ -23,7 +23,7 @@ def test_a_known_model_is_small_and_trains(name: str) -> None:
     plan = Plan.parse("dp=2,pp=2,microbatches=2")
     problem = problem_of(named_settings(name, plan), plan, 1)()
     assert sum(each.numel() for each in problem.module.parameters()) < 200_000
-    assert torch.isfinite(torch.tensor(train_alone(problem, plan).steps[0].loss))
+    assert torch.isfinite(torch.tensor(train_reference(problem, plan).steps[0].loss))
 
 
 def test_structure_stays_and_sizes_do_not() -> None:

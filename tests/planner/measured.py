@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
 
-from shardwise.engine.mesh_engine import MeshEngine
 from shardwise.engine.parallelize import parallelize
 from shardwise.stages.stage import Batch
 
@@ -106,16 +105,8 @@ def measure(plan: str, model: str) -> Measured:
     engine.train_step(batch)
     with Saved(engine.module) as saved:
         engine.train_step(batch)
-    if isinstance(engine, MeshEngine):
-        held = engine.data.held()
-        found = Measured(engine.rank, held.parameters, held.gradients, held.optimizer, saved.most)
-    else:
-        weights = list(engine.parameters.values())
-        gradients = [each.grad for each in weights if each.grad is not None]
-        every = [state for optimizer in engine.optimizers for state in optimizer.state.values()]
-        states = [each for state in every for each in state.values()]
-        rank = getattr(engine, "rank", 0)
-        found = Measured(rank, _bytes(weights), _bytes(gradients), _bytes(states), saved.most)
+    held = engine.states.data.held()
+    found = Measured(engine.wires.ranks[0], held.parameters, held.gradients, held.optimizer, saved.most)
     engine.close()
     return found
 

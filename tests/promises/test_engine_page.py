@@ -9,9 +9,9 @@ import shardwise
 from tests.promises.sources import ROOT
 
 #: Where the class is that `parallelize` returns.
-ENGINE = ("shardwise.runtime.mesh_engine", "MeshEngine")
+ENGINE = ("shardwise.engine.engine", "Engine")
 #: What is public for the project's own rooms, and is no promise to users.
-INTERNAL = {"data", "loads", "mesh", "rank", "tensor"}
+INTERNAL = {"execution", "loads", "sharded", "states", "wires"}
 
 
 def engine_class() -> type[Any]:

@@ -80,9 +80,9 @@ def test_what_only_linux_has_is_asked_for_before_it_is_used() -> None:
 
 def test_a_plan_of_two_processes_is_checked_on_a_machine_that_is_not_linux(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_LINUX, encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])}
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])}
     done = subprocess.run(
-        [sys.executable, "-c", CHECK], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", CHECK], env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""

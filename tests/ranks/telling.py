@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.optim import SGD, AdamW
 
-from shardwise.engine.mesh_engine import MeshEngine
 from shardwise.engine.parallelize import parallelize
 from shardwise.sharding.context.mask import Mask
 from shardwise.states.muon import Muon
@@ -96,8 +95,8 @@ def train(plan: str, optimizer: str = "sgd", **told: Any) -> tuple[list[float], 
         weights = {name: each.clone() for name, each in engine.state_dict().items()}
         state = engine.optimizer_state_dict()
         engine.load_optimizer_state_dict(state)
-        is_cut = isinstance(engine, MeshEngine) and engine.tensor is not None
-        cut = dict(engine.tensor.cut) if is_cut else {}  # type: ignore[union-attr]
+        tensor = engine.sharded.tensor
+        cut = {} if tensor is None else dict(tensor.cut)
         engine.close()
         return losses, weights, cut
 

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
-from shardwise.engine.local_engine import Engine
+from shardwise.engine.engine import Engine
 from shardwise.engine.parallelize import parallelize
 from shardwise.errors import ShardwiseError
 from shardwise.execution.interpreter import Interpreter

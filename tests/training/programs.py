@@ -10,9 +10,10 @@ from shardwise.planner.plan import Plan
 from shardwise.training.checkpoint.index import find_last
 from shardwise.training.checkpoint.read import Reader, load
 from shardwise.training.folder import CHECKPOINTS
+from shardwise.training.job import Job
 from shardwise.training.metrics import read_metrics
 from shardwise.training.recipes import get_recipe
-from shardwise.training.setup import Job, make_ready
+from shardwise.training.setup import make_ready
 from shardwise.training.world import World
 
 #: No rate depends on how long a run is, so that one that was stopped has the same.

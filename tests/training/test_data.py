@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from shardwise.cli import main
 from shardwise.errors import ShardwiseError
-from shardwise.training.data.ahead import ReadAhead
 from shardwise.training.data.documents import documents_of
 from shardwise.training.data.make import make_tokens
 from shardwise.training.data.order import Order
+from shardwise.training.data.prefetch import Prefetcher
 from shardwise.training.data.rows import IGNORED, Batch, Batches, training_and_held_out
 from shardwise.training.data.tokenizer import ByteTokenizer
 from shardwise.training.data.tokens import BLOCK_BYTES, Tokens, TokenWriter, open_tokens
@@ -91,11 +91,11 @@ def test_a_thread_reads_ahead_and_hands_on_its_errors() -> None:
             raise ShardwiseError("no step 4")
         return {}
 
-    with ReadAhead(read, 2, 9) as ahead:
+    with Prefetcher(read, 2, 9) as ahead:
         assert ahead.next() == ahead.next() == {}
         with pytest.raises(ShardwiseError, match="no step 4"):
             ahead.next()
-    with ReadAhead(lambda _: {}, 0, 10**9):
+    with Prefetcher(lambda _: {}, 0, 10**9):
         pass  # Ends though it could go on for ever.
 
 

@@ -15,8 +15,9 @@ from shardwise.cli import main
 from shardwise.errors import ShardwiseError
 from shardwise.training.checkpoint.index import saved_steps
 from shardwise.training.finish import Result, finish
-from shardwise.training.loop import Loop, Outcome
+from shardwise.training.loop import Loop
 from shardwise.training.metrics import Metrics, read_metrics
+from shardwise.training.outcome import Outcome
 from shardwise.training.progress import Progress
 from shardwise.training.run import train_rank
 from tests.training.programs import losses_of, make_job

@@ -12,9 +12,9 @@ import torch
 from shardwise.planner.plan import Plan
 from shardwise.ranks.spawn import Ranks
 from shardwise.training.checkpoint.index import saved_steps
+from shardwise.training.job import Job
 from shardwise.training.recipes import get_recipe
 from shardwise.training.run import train_rank
-from shardwise.training.setup import Job
 from tests.training.programs import losses_of, saved_state
 
 ROOT = Path(__file__).parents[2]

@@ -28,10 +28,10 @@ from shardwise.training.checkpoint.parts import Part
 from shardwise.training.checkpoint.write import write_parts
 from shardwise.training.data.rows import Batch, Batches
 from shardwise.training.finish import Result
-from shardwise.training.loop import StoppedError
+from shardwise.training.job import Job
 from shardwise.training.metrics import read_metrics
+from shardwise.training.outcome import StoppedError
 from shardwise.training.run import train_rank
-from shardwise.training.setup import Job
 from tests.training.programs import losses_of, make_job
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from shardwise.dataflow.buffers import device_memory, disk_memory, host_memory
 from shardwise.dataflow.cuda import CudaStream, new_stream
 from shardwise.dataflow.eviction import make_policy
 from shardwise.dataflow.memory import Memory
-from shardwise.dataflow.place import Kind, Place
+from shardwise.dataflow.place import Kind, Place, check_names, default_names
 from shardwise.dataflow.streams import Failures, Stream, ThreadStream
 from shardwise.errors import ShardwiseError, unknown
 from shardwise.units import parse_bytes
@@ -22,17 +22,22 @@ MakeStream = Callable[[str, Failures], Stream]
 
 
 def make_places(
-    names: Sequence[str],
+    devices: Sequence[str] | None,
     *,
     budget: Budget,
     eviction: str,
     position: Callable[[], tuple[int, int]],
-    disk: Path | None,
+    disk: Path | str | None,
     failures: Failures,
     make_stream: MakeStream = ThreadStream,
     times: bool = False,
 ) -> list[Place]:
-    """The devices in the order given, then the host, then the disk."""
+    """The devices in the order given, or all that there are; then the host, then the disk."""
+    names = default_names() if devices is None else list(devices)
+    check_names(names)
+    folder = None if disk is None else Path(disk)
+    if folder is not None and not folder.is_dir():
+        raise ShardwiseError(f"there is no folder {folder} to spill to", remedy=f"mkdir -p {folder}")
     everything = [*names, "host", "disk"]
     limits = _limits(everything, budget)
     has_gpu = any(name.startswith("cuda") for name in names)
@@ -45,7 +50,7 @@ def make_places(
         else:
             streams = [make_stream(f"{name} {role}", failures) for role in ("compute", "inward", "outward")]
         if kind is Kind.DISK:
-            allocate, free = disk_memory(disk)
+            allocate, free = disk_memory(folder)
         elif kind is Kind.HOST:
             allocate, free = host_memory(is_pinned=has_gpu)
         else:

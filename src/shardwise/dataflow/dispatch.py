@@ -25,7 +25,7 @@ from shardwise.dataflow.launch import Call, Launch, by_position, set_accesses
 from shardwise.dataflow.links import GivenLinks, Routes
 from shardwise.dataflow.mistakes import check_call
 from shardwise.dataflow.mover import CHUNK_BYTES, Mover
-from shardwise.dataflow.place import Place, check_names, default_names
+from shardwise.dataflow.place import Place
 from shardwise.dataflow.store import Store
 from shardwise.dataflow.streams import Event, Failures, Run, ThreadStream
 from shardwise.errors import ShardwiseError
@@ -47,19 +47,14 @@ class Dispatcher(Store):
         trace: bool = False,
         make_stream: MakeStream = ThreadStream,
     ) -> None:
-        names = default_names() if devices is None else list(devices)
-        check_names(names)
-        folder = None if disk is None else Path(disk)
-        if folder is not None and not folder.is_dir():
-            raise ShardwiseError(f"there is no folder {folder} to spill to", remedy=f"mkdir -p {folder}")
         failures = Failures()
         self.position = (0, 0)  # Where the running program is, and how long it is.
         places = make_places(
-            names,
+            devices,
             budget=budget or {},
             eviction=eviction,
             position=lambda: self.position,
-            disk=folder,
+            disk=disk,
             failures=failures,
             make_stream=make_stream,
             times=trace,

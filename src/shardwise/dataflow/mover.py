@@ -275,7 +275,7 @@ def _ask_and_copy(guard: Run, copy: Run) -> None:
 def _copying(to: Tensor, by: Tensor, ends: tuple[Place, Place]) -> Callable[[], object]:
     if ends[0].kind is not Kind.GPU or ends[1].kind is not Kind.GPU:
         return lambda: to.copy_(by, non_blocking=True)
-    # Between GPUs torch makes the current streams of both wait for each other. So that neither holds up anything else,
+    # StageIO GPUs torch makes the current streams of both wait for each other. So that neither holds up anything else,
     # the receiver's is one that has nothing to do.
     sends, idle = ends[0].outward, new_stream(ends[1].device)
 

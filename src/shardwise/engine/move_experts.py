@@ -1,4 +1,4 @@
-"""Experts of a mesh engine that move to other ranks between steps, to where the load that was measured is even.
+"""Experts that move to other ranks between steps, to where the load that was measured is even.
 
 An engine has weights in buckets, which ZeRO may have cut, and optimizers that have pieces of them. So what belongs to
 the experts of a layer is made whole, a layer at a time, and each rank takes what is its own by the new placement.
@@ -9,10 +9,29 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from shardwise.engine.optimizer_state import MeshOptimizers
+from shardwise.engine.optimizer_state import OptimizerState
+from shardwise.engine.parts import States
+from shardwise.sharding.expert.load import Loads
+from shardwise.sharding.expert.move import better_placements, count_moved
 from shardwise.sharding.expert.placement import Placement
 from shardwise.sharding.expert.sharding import ExpertSharding
 from shardwise.states.data_parallel import DataParallel
+
+
+def rebalance(experts: ExpertSharding, loads: Loads, gain: float, states: States) -> dict[str, int]:
+    """Place experts by the load that was measured; how many moved, by layer."""
+    wanted = better_placements(experts, loads.since_placed(), gain)
+    moved = count_moved(experts, wanted)
+    for layer, placement in wanted.items():
+        place_experts(
+            layer,
+            placement,
+            parameters=states.parameters,
+            experts=experts,
+            data=states.data,
+            optimizers=states.optimizers,
+        )
+    return moved
 
 
 @torch.no_grad()
@@ -23,7 +42,7 @@ def place_experts(
     parameters: Mapping[str, nn.Parameter],
     experts: ExpertSharding,
     data: DataParallel,
-    optimizers: MeshOptimizers,
+    optimizers: OptimizerState,
 ) -> None:
     """Bring the experts of a layer to where a placement has them. Replicas call this alike.
 

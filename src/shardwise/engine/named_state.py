@@ -1,124 +1,95 @@
-"""What an engine knows by the names of the original module: weights, gradients, and what its optimizers remember."""
+"""The state of a module by its own names, where ranks have parts of it: whole ones from parts, and parts of whole."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from shardwise.engine.module_state import held_state, load_held_state
-from shardwise.states.optimizers.state import check_states, groups_of, joined_states, load_whole, states_of
-from shardwise.states.parameter_group import MakeOptimizer
-from shardwise.states.tiers.host import Host
+from shardwise.engine.module_state import joined, values_for
+from shardwise.engine.sharded import Sharded
+from shardwise.states.data_parallel import DataParallel
 
 
-class NamedState(ABC):
-    """The state of an engine. `parameters` and `buffers` are those that this process holds."""
+class ModuleState:
+    """Parameters, buffers and gradients under the names of the original module. All ranks call it alike.
 
-    module: nn.Module
-    parameters: dict[str, nn.Parameter]
-    buffers: dict[str, Tensor]
-    _trained: dict[str, nn.Parameter]
-    #: The optimizers of this process, and what makes each.
-    _makers: Mapping[Optimizer, MakeOptimizer]
-    #: What this process keeps on the host, where its plan says so.
-    _host: Host | None
+    `parameters` and `buffers` are those of this process's stages; `shapes` are those of the whole, by name;
+    `sharded` knows which part of each this rank has; `from_pipeline` gives what each rank of the pipeline gives.
+    """
 
-    def state_dict(self, *, sharded: bool = False) -> dict[str, Any]:
-        """Parameters and buffers under the names of the original module: all of them, or what this process holds.
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, Tensor],
+        *,
+        data: DataParallel,
+        sharded: Sharded,
+        shapes: Mapping[str, torch.Size],
+        from_pipeline: Callable[[dict[str, Any]], list[dict[str, Any]]],
+    ) -> None:
+        self._module, self._parameters, self._buffers = module, parameters, buffers
+        self._data, self._sharded = data, sharded
+        self._shapes, self._from_pipeline = shapes, from_pipeline
+        self._in_buckets = {slot.name for bucket in data.buckets for slot in bucket.layout.slots}
 
-        A tied parameter is there under each of its names. The tensors are the engine's own where it holds them.
-        """
-        self.flush()
-        part = held_state(self.module, self._held, {} if self._host is None else self._host.homes)
-        return part if sharded else self._gather_state(part)
+    def part(self) -> dict[str, Any]:
+        """What this rank has of its stages' parameters, and their buffers."""
+        return self._named({name: self._at_home(name, self._local(name)) for name in self._parameters})
 
-    @property
-    def numbers(self) -> dict[str, Tensor]:
-        """Those of the parameters that this process holds, by name, each where it lives. First `flush`."""
-        homes = {} if self._host is None else self._host.homes
-        return {name: homes.get(each, each).detach() for name, each in self.parameters.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take weights and buffers from a state, of the whole module or of at least what this process holds."""
-        self.flush()
-        with self._told_to_all():
-            load_held_state(self.module, self._held, state, {} if self._host is None else self._host.homes)
-        self._begin_stream()
+    def whole(self) -> dict[str, Any]:
+        """All of the module's state."""
+        mine = self._named(
+            {name: self._at_home(name, self._sharded.gather(name, self._local(name))) for name in self._parameters}
+        )
+        return joined(self._module, [*self._from_pipeline(mine), mine])
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients of the last step as the optimizer was given them, whole, by original names, on every rank."""
-        self.flush()
-        return self.assembled(self._gradients())
+        """All gradients of the last step as the optimizer was given them."""
+        found = {name: self._data.whole_gradient(name) for name in self._parameters if name in self._in_buckets}
+        return self.assembled({name: each for name, each in found.items() if each is not None})
 
     def assembled(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors by original names, from what each process has of those that it holds. All call it alike."""
-        return dict(parts)
+        """Whole tensors from what each rank has of those of its stages, each as it has the parameter of that name."""
+        mine = {name: self._sharded.gather(name, parts[name]) for name in self._parameters if name in parts}
+        return {name: each for part in (*self._from_pipeline(mine), mine) for name, each in part.items()}
 
-    @property
-    def optimizers(self) -> Sequence[Optimizer]:
-        """Those of this process."""
-        return list(self._makers)
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take parameters and buffers from a state of the whole module."""
+        held = [*self._parameters.values(), *self._buffers.values()]
+        values = values_for(self._module, held, state, self._shapes.__getitem__)
+        names = self._names_here()
+        parts = {names[name]: self._cut(names[name], each) for name, each in values.items() if name in names}
+        self._data.load({name: each for name, each in parts.items() if name in self._in_buckets})
+        for name, each in parts.items():
+            if name not in self._in_buckets:
+                (self._buffers[name] if name in self._buffers else self._parameters[name]).copy_(each)
 
-    def optimizer_state_dict(self, *, sharded: bool = False) -> dict[str, Any]:
-        """What the optimizer remembers, by original names: of all parameters, or of those that this process holds.
+    def numbers(self) -> dict[str, Tensor]:
+        """What this process has of its parameters, each where it lives."""
+        return {name: self._at_home(name, self._local(name)) for name in self._parameters}
 
-        `states/optimizers/state.py` says in which form. It can be loaded under any other plan.
-        """
-        self.flush()
-        names = self._names()
-        part = {"state": states_of(self.optimizers, names), "param_groups": groups_of(self.optimizers, names)}
-        return self._gather_optimizer_state(part) if not sharded else part
+    def _local(self, name: str) -> Tensor:
+        if name not in self._in_buckets or self._data.is_always_here(name):
+            return self._parameters[name].detach()
+        return self._data.whole(name)
 
-    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what an optimizer remembered, of all parameters or of at least those that this process holds."""
-        self.flush()
-        with self._told_to_all():
-            check_states(state, [name for name, _ in self.module.named_parameters()])
-            load_whole(self.optimizers, state, self._trained, self.home_of)
+    def _at_home(self, name: str, numbers: Tensor) -> Tensor:
+        """What lives on the host is given there."""
+        return numbers.cpu() if self._data.is_offloaded(name) else numbers
 
-    @property
-    def host_bytes(self) -> int:
-        """What this process keeps on the host now, beside its device."""
-        return 0 if self._host is None else self._host.num_bytes
+    def _named(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Under all names that the module has for them, with the buffers."""
+        held = {**parameters, **{name: each.detach() for name, each in self._buffers.items()}}
+        return {name: held[own] for name, own in self._names_here().items()}
 
-    def home_of(self, weight: nn.Parameter) -> torch.device:
-        """Where the state of a weight lives that an optimizer of this process has."""
-        states = None if self._host is None else self._host.states
-        return torch.device("cpu") if states is not None and weight in states.weights else weight.device
+    def _names_here(self) -> dict[str, str]:
+        """The entries of the module's state that are held here; a tied parameter under each of its names."""
+        own = {id(each): name for name, each in (*self._parameters.items(), *self._buffers.items())}
+        state: dict[str, Any] = self._module.state_dict(keep_vars=True)
+        return {name: own[id(each)] for name, each in state.items() if id(each) in own}
 
-    @property
-    def _held(self) -> list[Tensor]:
-        return [*self.parameters.values(), *self.buffers.values()]
-
-    def _gradients(self) -> dict[str, Tensor]:
-        """Those of the parameters of this process that have one, wherever they are."""
-        if self._host is not None:
-            return self._host.gradients_of(self._trained)
-        return {name: each.grad for name, each in self._trained.items() if each.grad is not None}
-
-    def _names(self) -> dict[Tensor, str]:
-        return {each: name for name, each in self._trained.items()}
-
-    def _gather_state(self, part: dict[str, Any]) -> dict[str, Any]:
-        """The whole state, from the part of each process."""
-        return part
-
-    def _gather_optimizer_state(self, part: dict[str, Any]) -> dict[str, Any]:
-        """The whole state of all optimizers, from the part of each process."""
-        return joined_states([part], [name for name, _ in self.module.named_parameters()])
-
-    @abstractmethod
-    def flush(self) -> None:
-        """Finish what is under way."""
-
-    @abstractmethod
-    def _begin_stream(self) -> None:
-        """Weights have been changed from outside."""
-
-    @abstractmethod
-    def _told_to_all(self) -> AbstractContextManager[None]:
-        """Tell the other ranks of an error before it goes on to the caller."""
+    def _cut(self, name: str, whole: Tensor) -> Tensor:
+        return whole if name in self._buffers else self._sharded.local(name, whole)

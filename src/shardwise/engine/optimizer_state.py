@@ -1,4 +1,4 @@
-"""The optimizers of the ranks of a mesh as one state: whole ones from pieces, and pieces of whole ones.
+"""The optimizers of all ranks as one state: whole ones from pieces, and pieces of whole ones.
 
     a rank's optimizer has         over replicas (ZeRO)      over experts (ep), layers (tp)      over stages (pp)
     pieces, flattened         ──   one after the other  ──   as the parameter is joined     ──   all names
@@ -44,8 +44,8 @@ class _Piece:
     state: Mapping[str, Any]
 
 
-class MeshOptimizers:
-    """All optimizers of a mesh, under the names of the original module. All ranks call it alike.
+class OptimizerState:
+    """All optimizers, under the names of the original module. All ranks call it alike.
 
     `parameters` are those of this rank's stages, `shapes` those of the whole, `order` all names in the module's order.
     `home_of` says where the state of a weight lives.

@@ -4,33 +4,28 @@ The same script runs alone, where one process runs every rank; under `torchrun`;
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.engine.assemble import assemble
 from shardwise.engine.device_check import check_example
-from shardwise.engine.local_engine import Engine
-from shardwise.engine.mesh_engine import MeshEngine
-from shardwise.engine.options import Options
-from shardwise.engine.preflight import (
-    check_alone,
-    check_arguments,
-    check_bucket_bytes,
-    check_compiles,
-    check_module,
-    has_halves,
-)
-from shardwise.engine.prepare import prepare
-from shardwise.engine.process_engine import ProcessEngine
+from shardwise.engine.engine import Engine
+from shardwise.engine.preflight import check_alone, check_arguments, check_bucket_bytes, check_compiles, check_module
+from shardwise.engine.prepare import Options
 from shardwise.planner.composition import check_composition
 from shardwise.planner.plan import Plan
+from shardwise.ranks.faults import LIMIT_SECONDS
 from shardwise.ranks.mesh import agree_on
 from shardwise.ranks.torchrun import join_if_launched
+from shardwise.ranks.wires import ManyProcesses, OneProcess, make_wires
 from shardwise.sharding.context.mask import Mask
 from shardwise.sharding.context.sequence_shards import Entry
 from shardwise.stages.stage import Batch, Loss
 from shardwise.states.parameter_group import MakeOptimizer, Share
+
+#: How long a rank may be at one instruction where it may be compiling.
+_COMPILING_SECONDS = 300.0
 
 
 def parallelize(
@@ -52,7 +47,8 @@ def parallelize(
     entries: Mapping[str, Entry | int | None] | None = None,
     masks: Mask | None = None,
     bucket_bytes: int | None = None,
-) -> Engine | ProcessEngine | MeshEngine:
+    wires: OneProcess | ManyProcesses | None = None,
+) -> Engine:
     """Return an engine that trains `module` under `plan`.
 
     `plan` may be a `Plan` or its short form, `pp=3,schedule=zb-v,microbatches=8`. `loss(output, batch)` gives the mean
@@ -70,20 +66,12 @@ def parallelize(
     What is not found is said: `tensor` names layers and how each is cut over tp, and `tensor_chunks` in how many chunks
     such a layer sends what it computes, if not as many as pay (`docs/tensor.md`); `positions`, `entries` and `masks`
     say how cp is to take the module and its batches (`docs/context.md`). Gradients are summed over replicas in buckets
-    of `bucket_bytes`, if given (`docs/data_parallel.md`).
+    of `bucket_bytes`, if given (`docs/data_parallel.md`). `wires` are what the processes talk over, where several
+    engines are to share it (`ranks/wires.py`); an engine that is given none makes its own and closes them.
 
     Where `torch.distributed` has several ranks, each of them runs one of the plan. Under `torchrun` it is started here.
     """
-    check_arguments(module, plan, loss, optimizer, example)
-    chosen = Plan.parse(plan) if isinstance(plan, str) else plan
-    join_if_launched()
-    are_many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if are_many:
-        agree_on(chosen)
-    check_composition(chosen)
-    check_module(module)
-    check_example(module, example)
-    check_bucket_bytes(bucket_bytes)
+    chosen = _checked(module, plan, loss, optimizer, example, compile=bool(compile), bucket_bytes=bucket_bytes)
     options = Options(
         clip=clip,
         compile=compile,
@@ -98,51 +86,42 @@ def parallelize(
         masks=masks,
         bucket_bytes=bucket_bytes,
     )
-    given: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "example": example, "options": options}
-    return _one_of_many(module, chosen, **given) if are_many else _alone(module, chosen, **given)
+    made = wires or make_wires(chosen, limit_seconds=_COMPILING_SECONDS if compile else LIMIT_SECONDS)
+    try:
+        return assemble(
+            module, chosen, loss=loss, optimizer=optimizer, example=example, options=options, wires=made,
+            owns_wires=wires is None,
+        )  # fmt: skip
+    except BaseException:
+        if wires is None and made.watch is not None:
+            made.watch.close()
+        raise
 
 
-def _one_of_many(
+def _checked(
     module: nn.Module,
-    plan: Plan,
-    *,
+    plan: Plan | str,
     loss: Loss,
     optimizer: MakeOptimizer | Sequence[Share],
     example: Batch,
-    options: Options,
-) -> ProcessEngine | MeshEngine:
-    """The engine of this process, which runs one rank."""
-    plan.check_world(dist.get_world_size())
-    # Weights of 16 bits have copies in full precision, which only a mesh keeps.
-    has_masters = plan.precision != "fp32" and has_halves(module) and plan.schedule != "pipedream-2bw"
-    is_mesh = plan.num_ranks > plan.pp or has_masters
-    if is_mesh and options.compile:
-        check_compiles(plan)
-    many = MeshEngine if is_mesh else ProcessEngine
-    return many(module, plan, loss=loss, optimizer=optimizer, example=example, options=options)
-
-
-def _alone(
-    module: nn.Module,
-    plan: Plan,
     *,
-    loss: Loss,
-    optimizer: MakeOptimizer | Sequence[Share],
-    example: Batch,
-    options: Options,
-) -> Engine:
-    """The engine of one process, which runs every rank."""
-    check_alone(plan)
-    stages, schedule, callers = prepare(module, plan, loss=loss, example=example, options=options)
-    return Engine(
-        module,
-        plan,
-        stages,
-        schedule,
-        loss=loss,
-        optimizer=optimizer,
-        clip=options.clip,
-        pad=options.pad,
-        seed=None if options.compile else options.seed,
-        callers=callers,
-    )
+    compile: bool,
+    bucket_bytes: int | None,
+) -> Plan:
+    """The plan, after all that can be refused before anything is made."""
+    check_arguments(module, plan, loss, optimizer, example)
+    chosen = Plan.parse(plan) if isinstance(plan, str) else plan
+    join_if_launched()
+    are_many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if are_many:
+        agree_on(chosen)
+        chosen.check_world(dist.get_world_size())
+    check_composition(chosen)
+    if are_many and compile:
+        check_compiles(chosen)
+    if not are_many:
+        check_alone(chosen)
+    check_module(module)
+    check_example(module, example)
+    check_bucket_bytes(bucket_bytes)
+    return chosen

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -59,11 +58,6 @@ def check_bucket_bytes(bucket_bytes: int | None) -> None:
         raise ShardwiseError(
             f"bucket_bytes={bucket_bytes}: a bucket holds at least one number", remedy="bucket_bytes=16 * 2**20"
         )
-
-
-def has_halves(module: nn.Module) -> bool:
-    """Whether weights that are trained are of 16 bits."""
-    return any(each.requires_grad and each.dtype in (torch.bfloat16, torch.float16) for each in module.parameters())
 
 
 def check_compiles(plan: Plan) -> None:

@@ -1,17 +1,20 @@
 """A module made ready for a plan: cut into stages, its loss tried, given the weights that this process needs."""
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from shardwise.engine.options import Options
 from shardwise.errors import ShardwiseError
-from shardwise.execution.compute_policy import Manner
+from shardwise.execution.compute_policy import ComputePolicy
 from shardwise.execution.pipeline import schedule_of, step_seconds
 from shardwise.planner.plan import Plan
 from shardwise.schedule.schedule import Schedule
+from shardwise.sharding.context.mask import Mask
+from shardwise.sharding.context.sequence_shards import Entry
 from shardwise.sharding.functional_dropout import Finding
 from shardwise.stages.batch import cut_batch, home_of
 from shardwise.stages.compiled import check_backend, compile_units
@@ -24,6 +27,24 @@ from shardwise.stages.stage import Batch, Loss, Split
 
 #: Schedules of more instructions than this are not played again and again to place a cut.
 _MOST_INSTRUCTIONS = 4_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """All that `parallelize` takes by name, and says what it means."""
+
+    clip: float | None = None
+    compile: bool | str = False
+    seed: int = 0
+    pad: bool = False
+    through_blocks: bool = False
+    measure: bool = False
+    tensor: Mapping[str, str] | None = None
+    tensor_chunks: int | None = None
+    positions: str | None = "position_ids"
+    entries: Mapping[str, Entry | int | None] | None = None
+    masks: Mask | None = None
+    bucket_bytes: int | None = None
 
 
 class Prepared(NamedTuple):
@@ -55,7 +76,7 @@ def prepare(
     count = len(schedule.placement.pipes[0])
     finding = Finding()
     try:
-        with Manner.of(plan).precision(home), finding.watching():
+        with ComputePolicy.of(plan).precision(home), finding.watching():
             stages = split(
                 module.train(),
                 count,

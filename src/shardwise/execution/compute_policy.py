@@ -1,4 +1,4 @@
-"""In which manner stages are computed: what a forward keeps for its backward, and in which precision.
+"""How stages are computed: what a forward keeps for its backward, and in which precision.
 
 Recomputation keeps a stage's inputs and nothing else. The forward still builds its graph, with nothing saved in it:
 that is how it is known which values will want a gradient. Before the backward it is run again, with the random numbers
@@ -20,7 +20,7 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manner:
+class ComputePolicy:
     """How stages are computed. `autocast` is the type that matmuls and the like run in, if not the parameters' own.
 
     In fp16 small gradients vanish unless the loss is multiplied, which is its owner's business: given as a sum and a
@@ -31,8 +31,8 @@ class Manner:
     autocast: torch.dtype | None = None
 
     @staticmethod
-    def of(plan: Plan) -> "Manner":
-        return Manner(recompute=plan.recompute == "full", autocast=_AUTOCAST.get(plan.precision))
+    def of(plan: Plan) -> "ComputePolicy":
+        return ComputePolicy(recompute=plan.recompute == "full", autocast=_AUTOCAST.get(plan.precision))
 
     def precision(self, device: torch.device) -> AbstractContextManager[Any]:
         """Where forwards and losses are computed. Backwards are not: they follow their forward's types."""
@@ -40,7 +40,7 @@ class Manner:
 
 
 @dataclass(frozen=True, slots=True)
-class Chance:
+class RngState:
     """The states of the random number generators at one moment."""
 
     cpu: Tensor
@@ -48,9 +48,9 @@ class Chance:
     on_devices: list[Tensor]
 
     @staticmethod
-    def now(tensors: Iterable[Any]) -> "Chance":
+    def now(tensors: Iterable[Any]) -> "RngState":
         """The state on the CPU and on the devices of these tensors."""
-        return Chance(torch.get_rng_state(), *get_device_states(*tensors))
+        return RngState(torch.get_rng_state(), *get_device_states(*tensors))
 
     @contextmanager
     def again(self, buffers: Iterable[Tensor]) -> Iterator[None]:

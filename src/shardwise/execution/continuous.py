@@ -7,11 +7,11 @@ from torch import nn
 
 from shardwise.execution.interpreter import Tally
 from shardwise.execution.local import Record
-from shardwise.execution.weight_stash import WeightVersions
+from shardwise.execution.weight_stash import WeightStash
 from shardwise.stages.stage import Batch
 
 
-class Feedable(Protocol):
+class ContinuousExecutor(Protocol):
     """An executor of several steps."""
 
     @property
@@ -32,8 +32,8 @@ class Stream:
 
     def __init__(
         self,
-        executor: Feedable,
-        versions: WeightVersions,
+        executor: ContinuousExecutor,
+        versions: WeightStash,
         *,
         agree: Callable[[Tally], Tally],
         finish: Callable[[int], None],
@@ -70,6 +70,7 @@ class Stream:
             self._executor.flush(record=record)
             self._versions.rest()
             self._step()
+            self._versions.settle()
             self._first = self._num_batches
 
     def _step(self) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from shardwise.errors import ShardwiseError
 from shardwise.execution.backward import Halves, find_halves, full_backward, input_gradients
-from shardwise.execution.compute_policy import Chance, Manner, saving_nothing
-from shardwise.execution.stage_io import Between
+from shardwise.execution.compute_policy import ComputePolicy, RngState, saving_nothing
+from shardwise.execution.stage_io import StageIO
 from shardwise.schedule.instruction import BACKWARD, Instruction, Kind
 from shardwise.schedule.schedule import Schedule
 from shardwise.stages.activation_bytes import Kept, KeptBytes
@@ -48,14 +48,31 @@ class ActivationOffload(Protocol):
         ...
 
 
+class StageStates(Protocol):
+    """What goes on beside the computation of a rank, for its replicas: `states/data_parallel.py`.
+
+    `begin` and `end` stand around every computation on a stage; a pair of two has both around both.
+    """
+
+    def gather(self, instruction: Instruction) -> None: ...
+
+    def release(self, instruction: Instruction) -> None: ...
+
+    def reduce(self, instruction: Instruction) -> None: ...
+
+    def begin(self, instruction: Instruction) -> None: ...
+
+    def end(self, instruction: Instruction) -> None: ...
+
+
 @dataclass(slots=True)
 class _Saved:
-    """What a forward leaves for its backward. With `chance`, outputs and loss are to be made again from inputs."""
+    """What a forward leaves for its backward. With `rng`, outputs and loss are to be made again from inputs."""
 
     inputs: Values
     outputs: Values = field(default_factory=dict)
     loss: Tensor | None = None
-    chance: Chance | None = None
+    rng: RngState | None = None
     #: Where the backward of a last stage begins if not at its loss: tensors of the output, and their gradients.
     starts: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     wants_gradient: Container[str] = ()
@@ -100,10 +117,10 @@ class Interpreter:
     """
 
     def __init__(
-        self, rank: int, schedule: Schedule, split: Split, loss: Loss | None, manner: Manner | None = None
+        self, rank: int, schedule: Schedule, split: Split, loss: Loss | None, policy: ComputePolicy | None = None
     ) -> None:
         self.rank, self.schedule, self.split, self.loss = rank, schedule, split, loss
-        self.manner = manner or Manner()
+        self.policy = policy or ComputePolicy()
         self.placement = schedule.placement
         here = schedule.placement.stages[rank]
         self._stages = {stage: found for stage in here if (found := split.stages[stage % split.num_stages]) is not None}
@@ -120,7 +137,7 @@ class Interpreter:
         self._trains = any(part.kind in BACKWARD for part in mine)
         self._saved: dict[tuple[int, int], _Saved] = {}
         #: What is on its way from and to the stages of this rank.
-        self.between = Between(rank, self.placement, split)
+        self.io = StageIO(rank, self.placement, split)
         self._microbatches: dict[int, Batch] = {}
         #: What the module returned for each microbatch, where there is no loss.
         self.outputs: dict[int, Any] = {}
@@ -131,7 +148,7 @@ class Interpreter:
         #: What forwards keep: of stages that are not in it yet it is counted, where somebody asks.
         self.kept_bytes: KeptBytes | None = None
         #: Where forwards put what they save, if not all of it stays on the device.
-        self.stash: ActivationOffload | None = None
+        self.offload: ActivationOffload | None = None
         #: Called when all losses of a step are known that are measured here; with none that is at once.
         self.on_losses: Callable[[], None] | None = None
         #: Called with each computation before it is run.
@@ -147,7 +164,7 @@ class Interpreter:
 
     def begin(self) -> None:
         """Start anew. Of what was broken off by an error nothing is left."""
-        self.between.clear()
+        self.io.clear()
         for held in (self._saved, self._microbatches, self._measured, self._tallies, self.outputs):
             held.clear()
 
@@ -178,7 +195,7 @@ class Interpreter:
 
     def finish(self) -> None:
         """End: all that was begun has been run."""
-        left = [*self._saved, *self.between.left]
+        left = [*self._saved, *self.io.left]
         assert not left, f"rank {self.rank} has ended its step and still holds {left}"
         self._microbatches.clear()
 
@@ -195,19 +212,19 @@ class Interpreter:
 
     def move(self, instruction: Instruction) -> None:
         """Run an OFFLOAD or a RELOAD."""
-        if self.stash is None:
+        if self.offload is None:
             raise ShardwiseError(
                 f"{instruction} moves activations, and nothing is there that takes them to the host",
                 remedy="offload.activations in the plan, or a schedule without it",
             )
         name = (instruction.stage, instruction.microbatch)
-        (self.stash.offload if instruction.kind is Kind.OFFLOAD else self.stash.reload)(name)
+        (self.offload.offload if instruction.kind is Kind.OFFLOAD else self.offload.reload)(name)
 
     def prepare(self, instruction: Instruction) -> None:
         """Do what can be done of a computation before what it waits for is there."""
         for part in instruction.parts:
             saved = self._saved.get((part.stage, part.microbatch)) if part.kind is Kind.I else None
-            if saved is not None and saved.chance is None:
+            if saved is not None and saved.rng is None:
                 outputs = [each for each in (saved.loss, *saved.outputs.values()) if each is not None]
                 wanted = [each for each in outputs if each.requires_grad]
                 if wanted:
@@ -217,7 +234,7 @@ class Interpreter:
     def receiver(self, receive: Instruction) -> Callable[[Sequence[Tensor]], None]:
         """What takes in what a RECV has received: tensors outside any graph."""
         saved, key = self._saved, (receive.stage, receive.microbatch)
-        return self.between.receiver(receive, lambda: saved[key].wants_gradient)
+        return self.io.receiver(receive, lambda: saved[key].wants_gradient)
 
     def start_backward(self, stage: int, microbatch: int, starts: list[tuple[Tensor, Tensor]]) -> None:
         """Let the backward of a last stage begin at these tensors of its output, with these gradients."""
@@ -225,17 +242,17 @@ class Interpreter:
 
     def _forward(self, instruction: Instruction) -> None:
         _, stage, microbatch, _, _ = instruction
-        inputs = self.between.take_values(stage, microbatch)
+        inputs = self.io.take_values(stage, microbatch)
         saved = _Saved(inputs=inputs)
         kept = None if self.kept_bytes is None else self._start_counting(stage, microbatch, self.kept_bytes)
-        if self._trains and self.manner.recompute:
-            saved.chance = Chance.now(chain(inputs.values(), self._microbatches[microbatch].values()))
+        if self._trains and self.policy.recompute:
+            saved.rng = RngState.now(chain(inputs.values(), self._microbatches[microbatch].values()))
             with saving_nothing():
                 made, measured = self._run(stage, microbatch, inputs)
             if kept is not None:
                 kept.add(inputs.values())
         else:
-            if kept is None and self.stash is None:
+            if kept is None and self.offload is None:
                 made, measured = self._run(stage, microbatch, inputs)
             else:
                 with self._saving(stage, microbatch, inputs, kept):
@@ -251,7 +268,7 @@ class Interpreter:
         if self._trains:
             saved.wants_gradient = {name for name, value in made.items() if value.requires_grad}
             self._saved[stage, microbatch] = saved
-        self.between.deliver(stage, microbatch, made)
+        self.io.deliver(stage, microbatch, made)
 
     def _start_counting(self, stage: int, microbatch: int, known: KeptBytes) -> Kept | None:
         """What counts the bytes that a forward keeps, if they are not known."""
@@ -265,9 +282,9 @@ class Interpreter:
 
     def _saving(self, stage: int, microbatch: int, inputs: Values, kept: Kept | None) -> AbstractContextManager[Any]:
         """Around a forward whose backward is to come: where what it saves goes, and who counts it."""
-        if self.stash is not None and self._trains:
+        if self.offload is not None and self._trains:
             stays = [*self._there_anyway(stage, microbatch), *inputs.values()]
-            return self.stash.saving(stays, kept, (stage, microbatch))
+            return self.offload.saving(stays, kept, (stage, microbatch))
         return nullcontext() if kept is None else kept.counting()
 
     def _run(self, stage: int, microbatch: int, inputs: Values) -> "tuple[Values, _Measured | None]":
@@ -276,9 +293,9 @@ class Interpreter:
             self.select_weights(self.schedule.step_of(microbatch))
         if self.select_rows is not None:
             self.select_rows(self._microbatches[microbatch])
-        if self.manner.autocast is None:
+        if self.policy.autocast is None:
             return self._run_plainly(stage, microbatch, inputs)
-        with self.manner.precision(home_of(self._microbatches[microbatch])):
+        with self.policy.precision(home_of(self._microbatches[microbatch])):
             return self._run_plainly(stage, microbatch, inputs)
 
     def _run_plainly(self, stage: int, microbatch: int, inputs: Values) -> "tuple[Values, _Measured | None]":
@@ -314,9 +331,9 @@ class Interpreter:
         """What a backward starts from: the outputs that need gradients, and those gradients."""
         _, stage, microbatch, _, _ = instruction
         saved = self._saved[stage, microbatch]
-        if saved.chance is not None:
+        if saved.rng is not None:
             begun = perf_counter()
-            with saved.chance.again(self._stages[stage].buffers.values()):
+            with saved.rng.again(self._stages[stage].buffers.values()):
                 saved.outputs, measured = self._run(stage, microbatch, saved.inputs)
             saved.loss = None if measured is None else measured.total
             if self.note_again is not None:
@@ -330,7 +347,7 @@ class Interpreter:
             outputs.append(start)
             gradients.append(gradient)
         for name, tensor in saved.outputs.items():
-            arrived = self.between.take_gradients(stage, microbatch, name)
+            arrived = self.io.take_gradients(stage, microbatch, name)
             if arrived and tensor.requires_grad:
                 outputs.append(tensor)
                 gradients.append(sum(arrived[1:], arrived[0]))
@@ -340,7 +357,7 @@ class Interpreter:
         outputs, gradients, saved = self._sources(instruction)
         if outputs:
             full_backward(outputs, gradients)
-        self.between.pass_back(instruction.stage, instruction.microbatch, saved.inputs)
+        self.io.pass_back(instruction.stage, instruction.microbatch, saved.inputs)
         del self._saved[instruction.stage, instruction.microbatch]
 
     def _input_gradient(self, instruction: Instruction) -> None:
@@ -351,9 +368,9 @@ class Interpreter:
             if len(foreseen) != len(outputs) or not all(map(is_, foreseen, outputs)):
                 leaves, halves = _leaves(saved), None
             saved.halves = input_gradients(outputs, gradients, leaves, halves)
-        self.between.pass_back(instruction.stage, instruction.microbatch, saved.inputs)
-        if self.stash is not None:
-            self.stash.put_away((instruction.stage, instruction.microbatch))
+        self.io.pass_back(instruction.stage, instruction.microbatch, saved.inputs)
+        if self.offload is not None:
+            self.offload.put_away((instruction.stage, instruction.microbatch))
         # The graph lives on in what W still needs of it, and nowhere else.
         saved.inputs, saved.outputs, saved.loss, saved.foreseen, saved.starts = {}, {}, None, None, []
 
@@ -361,6 +378,15 @@ class Interpreter:
         saved = self._saved.pop((instruction.stage, instruction.microbatch))
         if saved.halves is not None:
             saved.halves.run()
+
+
+def compute_beside(interpreter: Interpreter, instruction: Instruction, beside: StageStates) -> None:
+    """Compute, with what goes on beside it told before and after."""
+    for part in instruction.parts:
+        beside.begin(part)
+    interpreter.compute(instruction)
+    for part in instruction.parts:
+        beside.end(part)
 
 
 def check_kinds(schedule: Schedule, known: Container[Kind], executor: str) -> None:

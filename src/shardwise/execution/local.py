@@ -1,15 +1,15 @@
 """All ranks of a pipeline in one process, one instruction at a time: the definition of what a schedule means.
 
 Ranks take turns. Each runs its list in order, as far as what its next computation needs is there; a send delivers at
-once. Nothing here is fast, and nothing is left to chance: the other executors are held against it.
+once. Nothing here is fast, and nothing is left to rng: the other executors are held against it.
 """
 
 from collections.abc import Callable, Hashable
 from time import perf_counter
 
-from shardwise.execution.compute_policy import Manner
+from shardwise.execution.compute_policy import ComputePolicy
 from shardwise.execution.continuous_calls import calls_of
-from shardwise.execution.interpreter import Interpreter, Tally, check_kinds
+from shardwise.execution.interpreter import Interpreter, StageStates, Tally, check_kinds, compute_beside
 from shardwise.execution.stage_io import cut_off
 from shardwise.schedule.instruction import COMPUTE, OFFLOADS, RECEIVES, SENDS, Instruction, Kind
 from shardwise.schedule.needs import Needs
@@ -25,23 +25,31 @@ TAKES_TIME = (COMPUTE | SENDS) - {Kind.STEP}
 
 #: What it runs; and what there is nothing to do for, and why.
 RUN = (COMPUTE - {Kind.STEP}) | SENDS | OFFLOADS
+RUN_BESIDE = frozenset({Kind.GATHER, Kind.RELEASE})
 LEFT = {
     Kind.RECV_F: "it is delivered with its send",
     Kind.RECV_B: "it is delivered with its send",
     Kind.STEP: "the engine steps for all stages at once",
-    Kind.GATHER: "in one process parameters are whole",
-    Kind.RELEASE: "in one process parameters are whole",
-    Kind.REDUCE: "in one process there is one replica, and tied parameters are one tensor",
+    Kind.REDUCE: "without states beside it there is one replica, and tied parameters are one tensor",
 }
 
 
 class LocalExecutor:
     """Interprets a complete schedule (`schedule.passes.lower`) over the stages of a split module."""
 
-    def __init__(self, schedule: Schedule, split: Split, loss: Loss, manner: Manner | None = None) -> None:
-        check_kinds(schedule, RUN | LEFT.keys(), "the executor of one process")
-        self.schedule = schedule
-        self.ranks = [Interpreter(rank, schedule, split, loss, manner) for rank in range(schedule.num_ranks)]
+    def __init__(
+        self,
+        schedule: Schedule,
+        split: Split,
+        loss: Loss,
+        policy: ComputePolicy | None = None,
+        *,
+        beside: StageStates | None = None,
+    ) -> None:
+        known = RUN | LEFT.keys() if beside is None else RUN | LEFT.keys() | RUN_BESIDE
+        check_kinds(schedule, known, "the executor of one process")
+        self.schedule, self._beside = schedule, beside
+        self.ranks = [Interpreter(rank, schedule, split, loss, policy) for rank in range(schedule.num_ranks)]
         self._needs = Needs(schedule)
         self._receive_of = {
             self._needs.before[node][0]: instruction
@@ -58,10 +66,15 @@ class LocalExecutor:
         """Whether all steps of the schedule have been fed, so that the pipe must be emptied before the next."""
         return self._num_fed == self.schedule.num_steps
 
-    def run(self, microbatches: list[Batch], *, record: Record | None = None) -> Tally:
+    @property
+    def interpreters(self) -> list[Interpreter]:
+        """Those of all ranks."""
+        return self.ranks
+
+    def run(self, microbatches: list[Batch], *, signature: Hashable = None, record: Record | None = None) -> Tally:
         """Run one step from beginning to end."""
         self._num_fed = 0
-        tally = self.feed(microbatches, record=record)
+        tally = self.feed(microbatches, signature=signature, record=record)
         self.flush(record=record)
         return tally
 
@@ -133,13 +146,18 @@ class LocalExecutor:
         instruction, interpreter = self._needs.nodes[node], self.ranks[rank]
         kind = instruction.kind
         if kind in COMPUTE and kind is not Kind.STEP:
-            interpreter.compute(instruction)
+            if self._beside is None:
+                interpreter.compute(instruction)
+            else:
+                compute_beside(interpreter, instruction, self._beside)
         elif kind in SENDS:
             assert instruction.peer is not None, f"{instruction} names no peer"
             receiver = self.ranks[self.schedule.placement.ranks[instruction.peer]]
-            sent = interpreter.between.sender(instruction)()
+            sent = interpreter.io.sender(instruction)()
             receiver.receiver(self._receive_of[node])([cut_off(each) for each in sent])
         elif kind in OFFLOADS:
             interpreter.move(instruction)
+        elif self._beside is not None and kind in (Kind.GATHER, Kind.RELEASE, Kind.REDUCE):
+            getattr(self._beside, kind.lower())(instruction)
         else:
             assert kind in LEFT, f"{instruction} is not run"

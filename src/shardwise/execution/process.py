@@ -8,13 +8,13 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from itertools import dropwhile
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
-from shardwise.execution.compute_policy import Manner
+from shardwise.execution.compute_policy import ComputePolicy
 from shardwise.execution.continuous_calls import calls_of
-from shardwise.execution.interpreter import Interpreter, Tally, check_kinds
+from shardwise.execution.interpreter import Interpreter, StageStates, Tally, check_kinds, compute_beside
 from shardwise.execution.local import TAKES_TIME, Record
 from shardwise.ranks.faults import Waiter
 from shardwise.ranks.transport import Key, Transport
@@ -40,23 +40,6 @@ class _Walk(NamedTuple):
     ahead: list[Key]
 
 
-class Beside(Protocol):
-    """What goes on beside the computation of a rank, for its replicas: `data.parallel.DataParallel`.
-
-    `begin` and `end` stand around every computation on a stage; a pair of two has both around both.
-    """
-
-    def gather(self, instruction: Instruction) -> None: ...
-
-    def release(self, instruction: Instruction) -> None: ...
-
-    def reduce(self, instruction: Instruction) -> None: ...
-
-    def begin(self, instruction: Instruction) -> None: ...
-
-    def end(self, instruction: Instruction) -> None: ...
-
-
 #: What it runs; what it runs where there are replicas; and what there is nothing to do for, and why.
 RUN = (COMPUTE - {Kind.STEP}) | SENDS | RECEIVES | OFFLOADS | {Kind.REDUCE}
 RUN_BESIDE = frozenset({Kind.GATHER, Kind.RELEASE})
@@ -75,14 +58,14 @@ class ProcessExecutor:
         *,
         transport: Transport,
         on_reduce: Callable[[Instruction], None],
-        manner: Manner | None = None,
+        policy: ComputePolicy | None = None,
         watch: Waiter | None = None,
-        beside: Beside | None = None,
+        beside: StageStates | None = None,
     ) -> None:
         known = RUN | LEFT.keys() if beside is None else RUN | LEFT.keys() | RUN_BESIDE
         check_kinds(schedule, known, "the executor of one rank" + ("" if beside else " without replicas"))
         self._beside = beside
-        self.schedule, self.interpreter = schedule, Interpreter(rank, schedule, split, loss, manner)
+        self.schedule, self.interpreter = schedule, Interpreter(rank, schedule, split, loss, policy)
         self._transport, self._watch, self._on_reduce = transport, watch, on_reduce
         needs = Needs(schedule)
         first = needs.first_node[rank]
@@ -112,10 +95,15 @@ class ProcessExecutor:
             return None
         maker, reader = (stage, peer) if kind in SENDS else (peer, stage)
         activation = kind in (Kind.SEND_F, Kind.RECV_F)
-        if not self.interpreter.between.names(*((maker, reader) if activation else (reader, maker))):
+        if not self.interpreter.io.names(*((maker, reader) if activation else (reader, maker))):
             return None
         ranks = self.schedule.placement.ranks
         return Key(ranks[maker], ranks[reader], "F" if activation else "B", maker, reader, microbatch)
+
+    @property
+    def interpreters(self) -> list[Interpreter]:
+        """That of this rank."""
+        return [self.interpreter]
 
     @property
     def is_full(self) -> bool:
@@ -174,7 +162,9 @@ class ProcessExecutor:
         """What running an instruction is, as far as it can be known before."""
         kind, key = instruction.kind, self._key(instruction)
         if kind in COMPUTE and kind is not Kind.STEP:
-            return partial(self.interpreter.compute if self._beside is None else self._compute, instruction)
+            if self._beside is None:
+                return partial(self.interpreter.compute, instruction)
+            return partial(compute_beside, self.interpreter, instruction, self._beside)
         if self._beside is not None and kind in (Kind.GATHER, Kind.RELEASE, Kind.REDUCE):
             return partial(getattr(self._beside, kind.lower()), instruction)
         if kind is Kind.REDUCE:
@@ -185,18 +175,9 @@ class ProcessExecutor:
             assert kind in SENDS or kind in RECEIVES or kind in LEFT, f"{instruction} is not run"
             return _nothing
         if kind in SENDS:
-            send, outgoing = self._transport.send, self.interpreter.between.sender(instruction)
+            send, outgoing = self._transport.send, self.interpreter.io.sender(instruction)
             return lambda: send(key, outgoing())
         return partial(self._transport.post_receive, key)
-
-    def _compute(self, instruction: Instruction) -> None:
-        """Compute, with what goes on beside it told before and after."""
-        assert self._beside is not None, "there is nothing beside it"
-        for part in instruction.parts:
-            self._beside.begin(part)
-        self.interpreter.compute(instruction)
-        for part in instruction.parts:
-            self._beside.end(part)
 
 
 def _nothing(*_: object) -> None:

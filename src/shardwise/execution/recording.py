@@ -41,7 +41,7 @@ class Note(NamedTuple):
     peer: int | None = None
 
 
-class Told(NamedTuple):
+class RankNotes(NamedTuple):
     """What one rank tells of a step: its place in its pipeline, when the step was, what it did, held and sent."""
 
     place: int
@@ -50,14 +50,14 @@ class Told(NamedTuple):
     holdings: list[Holding]
     traffic: list[Traffic]
 
-    def by_clock(self, correction: float) -> "Told":
+    def by_clock(self, correction: float) -> "RankNotes":
         """The same by another clock."""
         if correction == 0:
             return self
         window = None if self.window is None else (self.window[0] + correction, self.window[1] + correction)
         notes = [each._replace(start=each.start + correction, end=each.end + correction) for each in self.notes]
         holdings = [each._replace(time=each.time + correction) for each in self.holdings]
-        return Told(self.place, window, notes, holdings, self.traffic)
+        return RankNotes(self.place, window, notes, holdings, self.traffic)
 
 
 class Recording:
@@ -76,7 +76,7 @@ class Recording:
         self._again: list[tuple[int, Instruction, float, float]] = []
         self._waits: list[tuple[object, int | None, float, float]] = []
         self._beside: list[tuple[str, float, float]] = []
-        self._told: dict[int, Told] = {}
+        self._told: dict[int, RankNotes] = {}
 
     def note(self, place: int, instruction: Instruction, start: float, end: float) -> None:
         """Note that a rank ran an instruction, from when to when, in seconds of any clock that all ranks share."""
@@ -142,7 +142,7 @@ class Recording:
         data_wait: float = 0.0,
         holdings: Iterable[Holding] = (),
         traffic: Iterable[Traffic] = (),
-    ) -> Told:
+    ) -> RankNotes:
         """What a rank of this process did, in a form that can be told to others. `window` is when its step was.
 
         The batch was waited for just before that, and belongs to the step.
@@ -165,9 +165,9 @@ class Recording:
             if data_wait > 0:
                 window = (window[0] - data_wait, window[1])
                 notes.append(Note("batch", Lane.DATA, window[0], window[0] + data_wait))
-        return Told(place, window, notes, list(holdings), list(traffic))
+        return RankNotes(place, window, notes, list(holdings), list(traffic))
 
-    def take(self, rank: int, told: Told) -> None:
+    def take(self, rank: int, told: RankNotes) -> None:
         """Take in what a rank of the world has told."""
         self._told[rank] = told
 

@@ -19,7 +19,7 @@ class _Delivery(NamedTuple):
     is_here: bool
 
 
-class Between:
+class StageIO:
     """Values and gradients by name, microbatch and the stage that reads the value.
 
     A value is here from when a stage of this rank has made or received it until its reader has taken it or it is sent;

@@ -6,7 +6,7 @@ It travels in columns of plain values: thousands of notes one by one would take 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shardwise.execution.recording import Note, Recording, Told
+from shardwise.execution.recording import Note, RankNotes, Recording
 from shardwise.trace.events import Holding, Lane, Traffic
 
 _LANES = tuple(Lane)
@@ -14,7 +14,7 @@ _NUMBERS = {lane: number for number, lane in enumerate(_LANES)}
 
 
 def share_notes(
-    recording: Recording, mine: Told, *, gather: Callable[[Any], list[Any]], correction: float, num_ranks: int
+    recording: Recording, mine: RankNotes, *, gather: Callable[[Any], list[Any]], correction: float, num_ranks: int
 ) -> None:
     """Everybody tells everybody. `gather` gives what each rank of the world gives; `correction` is of this clock."""
     told = gather(packed(mine.by_clock(correction)))
@@ -23,7 +23,7 @@ def share_notes(
         recording.take(rank, unpacked(each))
 
 
-def packed(told: Told) -> tuple[Any, ...]:
+def packed(told: RankNotes) -> tuple[Any, ...]:
     """What a rank tells, in plain values."""
     notes = _columns(told.notes, len(Note._fields))
     notes[1] = [_NUMBERS[lane] for lane in notes[1]]
@@ -31,11 +31,11 @@ def packed(told: Told) -> tuple[Any, ...]:
     return told.place, told.window, notes, holdings, traffic
 
 
-def unpacked(given: tuple[Any, ...]) -> Told:
+def unpacked(given: tuple[Any, ...]) -> RankNotes:
     """What was packed."""
     place, window, notes, holdings, traffic = given
     notes = [notes[0], [_LANES[number] for number in notes[1]], *notes[2:]]
-    return Told(
+    return RankNotes(
         place,
         window,
         list(map(Note, *notes)),

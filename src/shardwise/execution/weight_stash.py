@@ -29,11 +29,13 @@ class _Spot(NamedTuple):
     name: str
 
 
-class WeightVersions:
+class WeightStash:
     """The versions of the parameters of one rank, which are trained; by their names in the module."""
 
     def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = parameters
+        #: The memory that parameters had: there the newest must be when others look at it.
+        self._homes = {name: each.data for name, each in parameters.items()}
         # Through `data`: what the optimizer writes to a parameter must not count as written to what shares its memory.
         self._sets = [
             {name: nn.Parameter(each.data.clone()) for name, each in parameters.items()},
@@ -61,6 +63,21 @@ class WeightVersions:
         """Let the module have its own parameters again, the newest."""
         for owner, attribute, name in self._spots:
             parameter_slots(owner)[attribute] = self._parameters[name]
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """The pipe is empty: have the newest weights in the memory that parameters had. The two sets change places."""
+        for name, parameter in self._parameters.items():
+            home = self._homes[name]
+            if parameter.data_ptr() == home.data_ptr():
+                continue
+            newest, older = sorted(
+                (each[name] for each in self._sets), key=lambda each: each.data_ptr() == home.data_ptr()
+            )
+            away, numbers = newest.data, newest.data.clone()
+            away.copy_(home)
+            home.copy_(numbers)
+            newest.data, older.data, parameter.data = home, away, home
 
     @torch.no_grad()
     def prepare(self, batch: int) -> None:

@@ -9,12 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shardwise.engine.mesh_engine import MeshEngine
-from shardwise.engine.process_engine import ProcessEngine
-from shardwise.engine.trainer import Trainer
+from shardwise.engine.engine import Engine
 from shardwise.execution.interpreter import Tally
 from shardwise.ranks.collectives import Group
-from shardwise.ranks.exchange import Exchange, Then, Ticket
+from shardwise.ranks.cpu_exchange import CpuExchange
+from shardwise.ranks.exchange import Done, Exchange, Then, Ticket
 from shardwise.sharding.context.sequence_shards import Entry
 from shardwise.sharding.tensor.columns import ColumnParallelLinear
 from shardwise.sharding.tensor.vocabulary import VocabularyHead
@@ -23,47 +22,47 @@ from shardwise.states.buckets.flat_layout import Slot
 from shardwise.states.buckets.weights import Weights
 
 
-def unscale(engine: Trainer) -> None:
+def unscale(engine: Engine) -> None:
     """Leave gradients as sums: the step is told that it has summed over one."""
-    own = engine._step
+    own = engine.states.update.take
 
-    def step(tally: Tally) -> None:
+    def take(tally: Tally) -> None:
         own(Tally(total=tally.total, count=1.0))
 
-    engine._step = step  # type: ignore[method-assign]
-    if engine._stream is not None:
-        engine._stream._update = step
+    engine.states.update.take = take  # type: ignore[method-assign]
+    if engine.states.stream is not None:
+        engine.states.stream._update = take
 
 
-def forget_a_sum(engine: Trainer) -> None:
+def forget_a_sum(engine: Engine) -> None:
     """Leave out a sum over replicas of one gradient; else one over tensor parallel ranks, or over tied stages."""
-    if isinstance(engine, ProcessEngine):
-        engine._ties._groups = [None for _ in engine._ties._groups]
+    if engine.plan.num_ranks == engine.plan.pp:
+        for bucket in engine.states.data.buckets:
+            if bucket.local is not None:
+                bucket.local._exchange = _Mute()
         return
-    assert isinstance(engine, MeshEngine), "one process sums nothing"
     if engine.plan.dp * engine.plan.cp > 1:
         bucket, slot = _some_matrix(engine)
-        if engine.rank == 0:
+        if engine.wires.ranks[0] == 0:
             bucket.trained._exchange = _Deaf(bucket.trained._exchange, bucket, slot)
         return
-    sharding = engine.tensor
+    sharding = engine.sharded.tensor
     assert sharding is not None, "there are tensor parallel ranks"
     partial = [name for name in engine.parameters if sharding.of(name).is_partial]
-    if partial and engine.rank == 0:
+    if partial and engine.wires.ranks[0] == 0:
         # The parts of its gradient are taken for the whole.
         unsummed = replace(sharding.of(partial[-1]), is_partial=False)
         sharding.shards = {**sharding.shards, partial[-1]: unsummed}
-    elif engine.rank == 0:
+    elif engine.wires.ranks[0] == 0:
         columns = [each for each in engine.module.modules() if isinstance(each, ColumnParallelLinear)]
         chosen = next(each for each in columns if not each.weight.is_meta and not isinstance(each, VocabularyHead))
         chosen.together.reduces = False
 
 
-def swap(engine: Trainer) -> None:
+def swap(engine: Engine) -> None:
     """Give each rank its neighbour's piece: of a layer (tp), of experts (ep), or of a bucket (ZeRO)."""
-    assert isinstance(engine, MeshEngine), "a pipeline alone has no shards"
     state = engine.state_dict()
-    tensor, experts = engine.tensor, engine.experts
+    tensor, experts = engine.sharded.tensor, engine.sharded.experts
     found: dict[str, Tensor] = {}
     if tensor is not None:
         for name, parameter in engine.parameters.items():
@@ -81,13 +80,13 @@ def swap(engine: Trainer) -> None:
     else:
         _swap_buckets(engine)
         return
-    engine.data.load(found if engine.rank == 0 else {})
+    engine.states.data.load(found if engine.wires.ranks[0] == 0 else {})
 
 
 @torch.no_grad()
-def _swap_buckets(engine: MeshEngine) -> None:
+def _swap_buckets(engine: Engine) -> None:
     bucket, _ = _some_matrix(engine)
-    if engine.rank:
+    if engine.wires.ranks[0]:
         return
     bucket.weights.hold("swap")
     pieces = bucket.weights.whole.view(bucket.sharing.size, -1)
@@ -97,32 +96,30 @@ def _swap_buckets(engine: MeshEngine) -> None:
     bucket.take_back()
 
 
-def unmask(engine: Trainer) -> None:
+def unmask(engine: Engine) -> None:
     """Let the words that fill up a vocabulary be words, or else the tokens that fill up sequences be tokens."""
-    assert isinstance(engine, MeshEngine), "a pipeline alone pads nothing"
     heads = [each for each in engine.module.modules() if isinstance(each, VocabularyHead)]
     padded = [each for each in heads if each.words % each.together.group.size]
     for head in padded:
         head.words = -(-head.words // head.together.group.size) * head.together.group.size
-    if not padded and engine._context is not None:
-        sharding = engine._context._sharding
+    if not padded and engine.sharded.context is not None:
+        sharding = engine.sharded.context._sharding
         counted = {name: Entry(fill=0, ignores=True) for name in ("labels", "shift_labels")}
-        engine._context._sharding = replace(sharding, entries={**sharding.entries, **counted})
+        engine.sharded.context._sharding = replace(sharding, entries={**sharding.entries, **counted})
 
 
-def keep_stale(engine: Trainer) -> None:
+def keep_stale(engine: Engine) -> None:
     """Let one bucket keep what it gathered first of the other ranks."""
-    assert isinstance(engine, MeshEngine), "a pipeline alone gathers nothing"
     bucket, _ = _some_matrix(engine)
-    if engine.rank == 0:
+    if engine.wires.ranks[0] == 0:
         bucket.weights.wait = _Stale(bucket.weights, bucket.sharing)  # type: ignore[method-assign]
 
 
-def _some_matrix(engine: MeshEngine) -> tuple[Bucket, Slot]:
+def _some_matrix(engine: Engine) -> tuple[Bucket, Slot]:
     """A matrix in the middle of this rank's stages that replicas share, and no other stage."""
     shared = [
         (bucket, slot)
-        for bucket in engine.data.buckets
+        for bucket in engine.states.data.buckets
         for slot in bucket.layout.slots
         if bucket.gradients is not None and bucket.home.tie is None and bucket.home.replicas.count > 1
     ]
@@ -169,6 +166,13 @@ class _Deaf:
             place.copy_(before)
 
         return restore
+
+
+class _Mute(CpuExchange):
+    """An exchange in which every rank takes its own numbers for the sum."""
+
+    def sum_to_all(self, flat: Tensor, group: Group, channel: int, *, follows: bool = False) -> Ticket:  # noqa: ARG002
+        return Done()
 
 
 class _Afterwards:

@@ -7,12 +7,12 @@ import torch
 
 from shardwise.engine.preflight import check_module
 from shardwise.errors import ShardwiseError
-from shardwise.parity.alone import train_alone
 from shardwise.parity.compare import Comparison, compare
 from shardwise.parity.course import Course
 from shardwise.parity.faults import Subject, get_fault
 from shardwise.parity.problem import MakeProblem, Problem
 from shardwise.parity.ranks import train_on_rank
+from shardwise.parity.reference import train_reference
 from shardwise.parity.small import small_matrices
 from shardwise.planner.composition import check_composition
 from shardwise.planner.plan import Plan
@@ -76,7 +76,7 @@ def check(
 def _alone(problem: Problem, plan: Plan) -> Course:
     """The steps on one device. What fails there is no matter of the plan."""
     try:
-        return train_alone(problem, plan)
+        return train_reference(problem, plan)
     except ShardwiseError:
         raise
     except Exception as error:

@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.engine.mesh_engine import MeshEngine
+from shardwise.engine.engine import Engine
 from shardwise.engine.parallelize import parallelize
-from shardwise.engine.trainer import Trainer
 from shardwise.parity.course import Course, Looks, Step, are_looked_at
 from shardwise.parity.problem import CLIP, MakeProblem, clip_factor, make_optimizer
 from shardwise.parity.small import small_matrices
@@ -18,7 +17,7 @@ from shardwise.parity.uses import Uses
 from shardwise.planner.plan import Plan
 
 #: Breaks an engine that is ready to train.
-Break = Callable[[Trainer], None]
+Break = Callable[[Engine], None]
 
 
 def train_on_rank(
@@ -51,7 +50,7 @@ def train_on_rank(
             return Course(steps=steps, held=_held(engine, shapes), digest=_digest(engine, steps))
 
 
-def _step(engine: Trainer, loss: float, found: Mapping[str, Tensor]) -> Step:
+def _step(engine: Engine, loss: float, found: Mapping[str, Tensor]) -> Step:
     factor = clip_factor(_norm(engine))
     used = _used_by_all(engine, found)
     return Step(
@@ -63,7 +62,7 @@ def _step(engine: Trainer, loss: float, found: Mapping[str, Tensor]) -> Step:
     )
 
 
-def _used_by_all(engine: Trainer, used: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _used_by_all(engine: Engine, used: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Without what some rank holds a part of and has not used, and cannot give: experts that no token came to."""
     told: list[set[str]] = [engine.parameters.keys() - used.keys()]
     if dist.is_initialized():
@@ -72,23 +71,20 @@ def _used_by_all(engine: Trainer, used: Mapping[str, Tensor]) -> dict[str, Tenso
     return {name: each for name, each in used.items() if not any(name in missing for missing in told)}
 
 
-def _norm(engine: Trainer) -> float:
+def _norm(engine: Engine) -> float:
     assert engine.gradient_norm is not None, "gradients are clipped, so their norm is known"
     return engine.gradient_norm
 
 
-def _digest(engine: Trainer, steps: Sequence[Step]) -> str:
+def _digest(engine: Engine, steps: Sequence[Step]) -> str:
     """Of all losses and norms, and of every bit of the weights that this rank updates."""
     found = hashlib.sha256(repr([(step.loss, step.norm) for step in steps]).encode())
-    pieces = (
-        [each for *_, each in engine.data.pieces()] if isinstance(engine, MeshEngine) else list(engine.numbers.values())
-    )
-    for each in pieces:
+    for *_, each in engine.states.data.pieces():
         found.update(each.contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
-def _held(engine: Trainer, shapes: Mapping[str, torch.Size]) -> dict[str, str]:
+def _held(engine: Engine, shapes: Mapping[str, torch.Size]) -> dict[str, str]:
     """For each parameter that this rank holds: of which stages it is, and how much of it is here."""
     stages: dict[str, list[int]] = {}
     for number, stage in enumerate(engine.split.stages):

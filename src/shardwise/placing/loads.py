@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from shardwise.stages.activation_bytes import Kept
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.choose import SplitOptions, choose, costs_of
 from shardwise.stages.split.flow import UnitFlow
@@ -16,7 +16,6 @@ from shardwise.stages.split.parts import inseparable_calls
 from shardwise.stages.split.units import find_units
 from shardwise.stages.stage import Batch
 from shardwise.states.tiers.activation_offload import LEAST_BYTES
-from shardwise.torch_private import storage_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,9 +161,7 @@ def _kept_bytes(module: nn.Module, units: Mapping[str, nn.Module], example: Batc
 
     It is counted and let go: there may be no room for all of it.
     """
-    # While memory is referred to, weakly, no other can have its address.
-    seen: dict[int, StorageWeakRef] = {}
-    there = {storage_id(each.untyped_storage()) for each in [*module.parameters(), *module.buffers()]}
+    every = Kept([*module.parameters(), *module.buffers()])
     kept: list[_Kept] = []
     args, kwargs = Signature(module).arguments(example)
 
@@ -172,11 +169,10 @@ def _kept_bytes(module: nn.Module, units: Mapping[str, nn.Module], example: Batc
         kept.append(_Kept())
 
     def count(tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if kept and storage_id(storage) not in seen and storage_id(storage) not in there:
-            seen[storage_id(storage)] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            kept[-1].num_bytes += storage.nbytes()
-            kept[-1].small_bytes += storage.nbytes() if storage.nbytes() < LEAST_BYTES else 0
+        size = every.new_bytes(tensor) if kept else 0
+        if kept:
+            kept[-1].num_bytes += size
+            kept[-1].small_bytes += size if size < LEAST_BYTES else 0
 
     hooks = [unit.register_forward_pre_hook(begin) for unit in units.values()]
     before = [(buffer, buffer.clone()) for buffer in module.buffers()]

@@ -172,7 +172,7 @@ class MicrobatchPass:
         elif kind in SENDS:
             assert peer is not None, f"{instruction} names no peer"
             target = self.places[self.schedule.placement.ranks[peer]].device
-            sent = interpreter.between.sender(instruction)()
+            sent = interpreter.io.sender(instruction)()
             mail.post((stage, peer, microbatch), [_handed(each, target) for each in sent])
         elif kind in RECEIVES:
             # It runs beside computation: nobody waits for it but what needs it.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class Loans:
+class BufferPool:
     """Memory lent for one backward after the other, each size apart. It may be given back by another thread."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.ranks.buffer_pool import Loans
+from shardwise.ranks.buffer_pool import BufferPool
 from shardwise.ranks.collectives import Group
 from shardwise.ranks.exchange import Done, Then, Ticket, count_bytes
 from shardwise.ranks.faults import Watch
@@ -80,14 +80,14 @@ def _wait(works: Works) -> None:
         work.wait(_FOREVER)
 
 
-class DirectExchange:
+class CpuExchange:
     """Between processes on CPUs."""
 
     def __init__(self, watch: Watch | None = None) -> None:
         self._watch = watch
         self._counts: dict[int, int] = {}
         self._sent: list[dist.Work] = []
-        self._loans = Loans()
+        self._pool = BufferPool()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -95,7 +95,7 @@ class DirectExchange:
         if group.size == 1:
             return self._behind(then)
         group.traffic.note("reduce_scatter", count_bytes(flat, group))
-        steps = _sum_pieces(flat, group, self._tag(channel), self._loans)
+        steps = _sum_pieces(flat, group, self._tag(channel), self._pool)
         return self._start(_and_then(steps, then), group, follows=False)
 
     def sum_to_all(self, flat: Tensor, group: Group, channel: int, *, follows: bool = False) -> Ticket:
@@ -103,7 +103,7 @@ class DirectExchange:
             return self._behind(None)
         group.traffic.note("all_reduce", 2 * count_bytes(flat, group))
         if follows:
-            return self._start(_sum_whole(flat, group, self._tag(channel), self._loans), group, follows=True)
+            return self._start(_sum_whole(flat, group, self._tag(channel), self._pool), group, follows=True)
         assert group.handle is not None, "one rank alone sends nothing"
         return _Arrivals([(group.handle.allreduce([flat]), _next_rank(group))], _SUM, self._watch)
 
@@ -201,12 +201,12 @@ def _and_then(steps: Iterator[Works], then: Then | None) -> Iterator[Works]:
         then()
 
 
-def _sum_pieces(flat: Tensor, group: Group, tag: int, loans: Loans) -> Iterator[Works]:
+def _sum_pieces(flat: Tensor, group: Group, tag: int, pool: BufferPool) -> Iterator[Works]:
     """Every rank's part of this rank's piece comes in, and this rank's parts of theirs go out."""
     assert group.handle is not None, "one rank alone sends nothing"
     pieces = flat.view(group.size, -1)
     others = [rank for rank in range(group.size) if rank != group.rank]
-    lent = loans.take(len(others) * pieces.shape[1], flat)
+    lent = pool.take(len(others) * pieces.shape[1], flat)
     parts = lent.view(len(others), -1)
     received = [group.handle.recv([part], rank, tag) for part, rank in zip(parts, others, strict=True)]
     sent = [group.handle.send([pieces[rank]], rank, tag) for rank in others]
@@ -217,17 +217,17 @@ def _sum_pieces(flat: Tensor, group: Group, tag: int, loans: Loans) -> Iterator[
     else:
         for part in parts:
             own += part
-    loans.give_back(lent)
+    pool.give_back(lent)
     yield sent
 
 
-def _sum_whole(flat: Tensor, group: Group, tag: int, loans: Loans) -> Iterator[Works]:
+def _sum_whole(flat: Tensor, group: Group, tag: int, pool: BufferPool) -> Iterator[Works]:
     """Every rank sums one piece, and brings it to all. Few numbers are not worth cutting to pieces."""
     length = -(-flat.numel() // group.size) * group.size
     even = flat if length == flat.numel() and flat.is_contiguous() else flat.new_zeros(length)
     if even is not flat:
         even[: flat.numel()] = flat.reshape(-1)
-    yield from _sum_pieces(even, group, tag, loans)
+    yield from _sum_pieces(even, group, tag, pool)
     pieces = even.view(group.size, -1)
     received, sent = _post_gather(pieces, pieces[group.rank], group, tag + 1)
     yield [work for work, _ in received]

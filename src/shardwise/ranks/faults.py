@@ -252,7 +252,8 @@ class Watch:
 
     def guard(self, group: dist.ProcessGroup | Connection) -> None:
         """End waits for work of this group, and with it all its connections, when a rank fails."""
-        self.guarded.append(group)
+        if group not in self.guarded:
+            self.guarded.append(group)
 
     def close(self) -> None:
         """Stop looking. The rank stands at the end from now on."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwise.ranks.backend_exchange import BackendExchange
 from shardwise.ranks.collectives import Group
-from shardwise.ranks.cpu_exchange import DirectExchange
+from shardwise.ranks.cpu_exchange import CpuExchange
 from shardwise.ranks.exchange import Exchange, Then
 from shardwise.ranks.faults import Watch
 from shardwise.ranks.links import is_on_nccl
@@ -20,7 +20,7 @@ class HostExchange(BackendExchange):
 
     def __init__(self, watch: Watch | None = None) -> None:
         super().__init__()
-        self._direct = DirectExchange(watch)
+        self._direct = CpuExchange(watch)
 
     def settle(self) -> None:
         super().settle()
@@ -69,5 +69,5 @@ def _uncounted(group: Group) -> Group:
 def make_exchange(device: torch.device, watch: Watch | None) -> Exchange:
     """What moves numbers between replicas that compute on such a device."""
     if device.type == "cpu":
-        return DirectExchange(watch)
+        return CpuExchange(watch)
     return BackendExchange() if is_on_nccl(device) else HostExchange(watch)

@@ -14,33 +14,16 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from shardwise.ranks.faults import Waiter
-from shardwise.ranks.transport import ProcessTransport
+from shardwise.ranks.collectives import Group
 from shardwise.torch_private import default_backend
 
 #: From a rank of a pipeline to another.
 Link = tuple[int, int]
 
 
-def make_transport(
-    pipelines: Sequence[Sequence[int]],
-    links: Iterable[Link],
-    *,
-    device: torch.device,
-    watch: Waiter | None = None,
-) -> ProcessTransport:
-    """Make what moves values between the ranks of this rank's pipeline. Every rank of the world calls this alike.
-
-    `pipelines` has the ranks, in the world, of each; `links` are those that a schedule sends over, the same in each.
-    """
-    groups = make_groups(pipelines)
-    made = make_links(links, pipelines, device=device) if is_on_nccl(device) else None
-    return ProcessTransport(groups, device=device, links=made, watch=watch)
-
-
 def is_on_nccl(device: torch.device) -> bool:
     """Whether the default group moves this device's tensors over NCCL."""
-    if device.type != "cuda":
+    if device.type != "cuda" or not dist.is_initialized():
         return False
     try:
         return bool(default_backend(device).name() == "nccl")
@@ -88,3 +71,17 @@ def make_links(
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return found
+
+
+def connect(groups: Iterable[Group], device: torch.device) -> None:
+    """Let NCCL connect groups now. Every rank of the world calls this, with its groups of each kind in one order.
+
+    NCCL connects the ranks of a group when they first talk in it, and all of them wait for that. In a step, one that
+    is there first would wait for others that wait for what it was to send next. Here no rank has anything else to do.
+    """
+    if not is_on_nccl(device):
+        return
+    handles = {id(each.handle): each.handle for each in groups if each.handle is not None and each.size > 1}
+    for handle in handles.values():
+        dist.all_reduce(torch.zeros(1, device=device), group=handle)
+    torch.cuda.synchronize(device)

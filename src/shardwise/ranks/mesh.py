@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import ShardwiseError, unknown
 from shardwise.planner.plan import Plan
@@ -56,8 +55,6 @@ class Mesh:
     coordinates: Mapping[str, int]
     pipelines: tuple[tuple[int, ...], ...]
     groups: Mapping[str, Group] = field(repr=False)
-    #: The grid as torch knows it, for what stands on DTensor. None for one rank without `torch.distributed`.
-    devices: DeviceMesh | None = field(default=None, repr=False)
 
     def group(self, name: str) -> Group:
         """The group of this rank that has this name."""
@@ -91,7 +88,19 @@ def make_mesh(plan: Plan, *, experts_over_tp: bool = False) -> Mesh:
         coordinates=dict(zip(ORDER, place, strict=True)),
         pipelines=tuple(sorted(parts["pp"])),
         groups=groups,
-        devices=_devices(grid, groups) if is_many else None,
+    )
+
+
+def lone_mesh(plan: Plan) -> Mesh:
+    """The mesh of one process that runs every rank of a pipeline: all that it does together it does alone."""
+    pipeline = tuple(range(plan.pp))
+    return Mesh(
+        plan=plan,
+        rank=0,
+        sizes=sizes_of(plan),
+        coordinates=dict.fromkeys(ORDER, 0),
+        pipelines=(pipeline,),
+        groups={name: Group() for name in (*GROUPS, *EXPERT_GROUPS)},
     )
 
 
@@ -163,11 +172,3 @@ def _make_groups(parts: Mapping[str, list[tuple[int, ...]]], rank: int) -> dict[
             made[key] = Group(next(handle for ranks, handle in handles if rank in ranks))
         groups[name] = made[key]
     return groups
-
-
-def _devices(grid: torch.Tensor, groups: Mapping[str, Group]) -> DeviceMesh:
-    handles = [groups[axis].handle for axis in ORDER]
-    kind = "cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu"
-    return DeviceMesh.from_group(
-        [handle for handle in handles if handle is not None], kind, mesh=grid, mesh_dim_names=ORDER
-    )

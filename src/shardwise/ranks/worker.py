@@ -43,6 +43,7 @@ def serve(rank: int, num_ranks: int, port: int, variables: dict[str, str], calls
     os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, name="shardwise-parent", daemon=True).start()
     environment.replace_all(variables)
+    environment.allow_many_streams()
     report: object = None
     try:
         _join(rank, num_ranks, port)

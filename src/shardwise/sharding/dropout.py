@@ -5,9 +5,10 @@
     token                           cp, and sp between layers that are cut
     channel, head                   tp, inside of layers that are cut
 
-A number is hashed from these, so that no rank draws what others use, and a forward that is run again for its backward
-drops the same. It is for `nn.Dropout`, and for the functions that drop (`functional_dropout.py`): of those a module may
-call several, and weights of attention have a place by their head, their query and their key.
+It is a counter-based generator: a number is hashed from these, so that no rank draws what others use, and a forward
+that is recomputed for its backward drops the same. It is for `nn.Dropout`, and for the functions that drop
+(`functional_dropout.py`): of those a module may call several, and weights of attention have a place by their head,
+their query and their key.
 """
 
 import hashlib
@@ -96,7 +97,7 @@ class Dropouts:
     def attach(self, module: nn.Module, callers: Collection[str] = ()) -> bool:
         """Let every dropout of a module draw from here, and the modules that drop by functions; whether there is one.
 
-        `callers` are these by name: see `draws.Finding`.
+        `callers` are these by name: see `functional_dropout.Finding`.
         """
         found = {name: each for name, each in module.named_modules() if isinstance(each, nn.Dropout) and each.p > 0}
         for name, each in found.items():

@@ -1,4 +1,4 @@
-"""A sequence in pieces: two for each rank, one early and one late, so that causal attention is the same work for all.
+"""Zigzag sharding: two pieces of a sequence for each rank, early and late, so that causal attention is equal work.
 
 piece    0 1 2 3 4 5 6 7            keys 0 1 2 3 4 5 6 7
 rank     0 1 2 3 3 2 1 0     queries 0   0 . . . . . . .      a number: the rank of the queries computes this

@@ -6,13 +6,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from shardwise.torch_private import storage_id
 
 
 class Kept:
     """Counts what autograd saves while graphs are built: each storage once, and none of what is there anyway."""
 
     def __init__(self, there_anyway: Iterable[Tensor]) -> None:
-        self._seen = {_place(each) for each in there_anyway}
+        self._there = {storage_id(each.untyped_storage()) for each in there_anyway}
+        # While memory is referred to, weakly, no other can have its number.
+        self._seen: dict[int, StorageWeakRef] = {}
         self.num_bytes = 0
 
     def counting(self) -> AbstractContextManager[Any]:
@@ -24,17 +29,19 @@ class Kept:
         for tensor in tensors:
             self.count(tensor)
 
+    def new_bytes(self, tensor: Tensor) -> int:
+        """The bytes of a tensor's memory, the first time that it is seen; whoever asks counts them."""
+        storage = tensor.untyped_storage()
+        number = storage_id(storage)
+        if number in self._seen or number in self._there:
+            return 0
+        self._seen[number] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        return storage.nbytes()
+
     def count(self, tensor: Tensor) -> Tensor:
-        place = _place(tensor)
-        if place not in self._seen:
-            self._seen.add(place)
-            self.num_bytes += tensor.untyped_storage().nbytes()
+        self.num_bytes += self.new_bytes(tensor)
         # A node that holds its own output, with that output's node, is never freed. Autograd puts it back itself.
         return tensor.detach()
-
-
-def _place(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.ranks.exchange import Exchange, Ticket
+from shardwise.ranks.exchange import Exchange
 from shardwise.ranks.faults import Watch
 from shardwise.ranks.host_exchange import make_exchange
 from shardwise.ranks.replicas import Replicas
@@ -33,7 +33,8 @@ from shardwise.schedule.schedule import Schedule
 from shardwise.stages.stage import Stage
 from shardwise.states.buckets.bucket import Bucket
 from shardwise.states.buckets.gradient_norm import GradientNorm
-from shardwise.states.buckets.make import CHANNELS_OF_A_BUCKET, ParameterOwners, Sharing, make_buckets
+from shardwise.states.buckets.local_gradients import scale_all
+from shardwise.states.buckets.make import CHANNELS_OF_A_BUCKET, ParameterOwners, ZeroConfig, make_buckets
 from shardwise.states.buckets.offloaded_backward import OffloadedBackward
 from shardwise.states.buckets.offloaded_buckets import OffloadedBuckets
 from shardwise.states.buckets.optimizer_in_backward import OptimizerInBackward
@@ -41,6 +42,7 @@ from shardwise.states.buckets.reducer import Reducer
 from shardwise.states.buckets.state_bytes import Held, measure
 from shardwise.states.buckets.tensor_interface import Joining, TensorInterface, counted_places, sum_partial
 from shardwise.states.buckets.tie_groups import Tie
+from shardwise.states.buckets.tie_sums import TieSums
 from shardwise.states.buckets.unused_parameters import UnusedParameters
 from shardwise.states.optimizers.updates import Updated, Updates
 from shardwise.states.parameter_group import MakeOptimizer, Share, shares_of
@@ -49,17 +51,16 @@ from shardwise.states.tiers.host_states import HostStates
 from shardwise.states.unit_prefetch import find_users
 from shardwise.states.whole_parameters import WholeParameters
 
-# Channels of ties: these are numbered alike on ranks whose buckets are not.
-_TIES, _BUCKETS_OF_A_TIE = 20_000, 64
 _MAKES_GRADIENTS = (Kind.B, Kind.W)
 
 
 class DataParallel:
-    """The replicas' side of one rank of a pipeline.
+    """The replicas' side of one process.
 
-    `stages` are the rank's own, by their numbers in the schedule; `rank` is its place in the pipeline. `replicas_of`
-    says for a parameter which ranks hold it too. `module` is needed where weights are gathered unit by unit.
-    `joining` makes whole parameters where ranks of tp or ep have parts, and `apart` are those that ranks of ep have.
+    `stages` are its own, by their numbers in the schedule; `ranks` are the ranks of the pipeline that this process
+    runs: one, or all of them. `replicas_of` says for a parameter which ranks hold it too. `module` is needed where
+    weights are gathered unit by unit. `joining` makes whole parameters where ranks of tp or ep have parts, and `apart`
+    are those that ranks of ep have.
     `parameter_of(name, step)` says where a step's gradients are, where there are several versions of the weights.
     """
 
@@ -67,9 +68,9 @@ class DataParallel:
         self,
         stages: Mapping[int, Stage],
         schedule: Schedule,
-        rank: int,
+        ranks: Sequence[int],
         *,
-        sharing: Sharing,
+        sharing: ZeroConfig,
         replicas_of: Callable[[str], Replicas],
         optimizer: MakeOptimizer | Sequence[Share],
         ties: Sequence[Tie] = (),
@@ -81,7 +82,7 @@ class DataParallel:
         exchange: Exchange | None = None,
         watch: Watch | None = None,
     ) -> None:
-        self.sharing, self._ties, self._tensor = sharing, ties, tensor
+        self.sharing, self._tensor = sharing, tensor
         parameters = {number: stage.parameters for number, stage in stages.items()}
         self.exchange = exchange or make_exchange(_device_of(parameters), watch)
         units = make_unit_prefetch(stages, sharing, module)
@@ -95,11 +96,15 @@ class DataParallel:
         self._weights = StageWeights(stages, {} if by_stage else units, self.buckets, users)
         named = {name: each for held in parameters.values() for name, each in held.items()}
         self._wholes = WholeParameters(self.buckets, named, self.exchange)
+        self._ties = TieSums(ties, self._trained, self.exchange)
         self._backward = OffloadedBackward(self._trained)
         self._reducer = Reducer(
-            self._trained, schedule, rank, scatters=sharing.scatters, listens=parameter_of is None,
-            on_start=self._started, on_pass=torch.no_grad()(self._backward.passed), is_final=self._is_final,
+            [each for each in self._trained if each.local is None], schedule, ranks, scatters=sharing.scatters,
+            listens=parameter_of is None, on_start=self._started, on_pass=torch.no_grad()(self._backward.passed),
+            is_final=self._is_final,
         )  # fmt: skip
+        #: Whether computations have to be told of: where weights come for them, or gradients leave.
+        self.is_beside = not sharing.local
         whole = joining or tensor
         self._updates = Updates(
             shares_of(optimizer), self._trained, are_cut=sharing.zero > 0 or tensor is not None,
@@ -107,9 +112,11 @@ class DataParallel:
             joining=whole, apart=apart,
         )  # fmt: skip
         #: What lives on the host.
-        self.lodged = OffloadedBuckets(self.buckets, self._updates.offloaded)
+        self.offloaded = OffloadedBuckets(self.buckets, self._updates.offloaded)
         self._norm = GradientNorm(
-            self._trained, is_counted=self._is_counted, counted=lambda name, shape: counted_places(tensor, name, shape)
+            self._trained,
+            is_counted=self._ties.is_counted,
+            counted=lambda name, shape: counted_places(tensor, name, shape),
         )
         self._unused = UnusedParameters(self._trained, ties, self.exchange)
         self._used: Mapping[Bucket, list[bool]] = {}
@@ -135,9 +142,11 @@ class DataParallel:
         self._weights.release(instruction.stage)
 
     def reduce(self, instruction: Instruction) -> None:
-        """REDUCE: a stage's gradients of a step are complete. Ties are summed at the end, shard by shard."""
+        """REDUCE: a stage's gradients of a step are complete, or a rank's part of a tie's."""
         if instruction.peer is None:
             self._reducer.reduce(instruction)
+        else:
+            self._ties.start(instruction.peer, instruction.microbatch)
 
     def begin(self, instruction: Instruction) -> None:
         """Something is about to be computed on a stage."""
@@ -158,11 +167,12 @@ class DataParallel:
     @torch.no_grad()
     def finish(self, step: int = 0) -> None:
         """Wait until this rank's gradients of a step are the sums over all replicas, and over tied stages."""
+        self._ties.finish_local(step)
         self._unused.start()
         for bucket in self._trained:
-            if bucket not in self._updated_in_backward:
+            if bucket not in self._updated_in_backward and bucket.local is None:
                 bucket.trained.finish(step)
-        self._sum_ties()
+        self._ties.sum_shards()
         partial = [bucket for bucket in self._trained if bucket.home.is_partial]
         if self._tensor is not None and partial:
             numbers = {bucket: number for number, bucket in enumerate(self.buckets)}
@@ -177,8 +187,9 @@ class DataParallel:
     def step(self, scale: float = 1.0) -> None:
         """Multiply the gradients (one over the tokens of the whole batch, and what clipping asks for) and update."""
         self.exchange.settle()
+        scale_all([bucket.local for bucket in self._trained if bucket.local is not None], scale)
         for bucket in self._trained:
-            if bucket not in self._updated_in_backward:
+            if bucket not in self._updated_in_backward and bucket.local is None:
                 bucket.scale(scale)
         self._updates.step(self._used, done=self._updated_in_backward)
 
@@ -232,9 +243,13 @@ class DataParallel:
         """What the optimizers of this rank have: pieces of parameters, or whole ones of which it is the owner."""
         return self._updates.updated
 
-    def is_lodged(self, name: str) -> bool:
+    def is_offloaded(self, name: str) -> bool:
         """Whether a parameter lives on the host."""
         return self._wholes.is_offloaded(name)
+
+    def is_always_here(self, name: str) -> bool:
+        """Whether a parameter is by itself, and its own tensor always has its newest numbers."""
+        return self.sharing.local and not self._wholes.is_offloaded(name)
 
     def shape_of(self, name: str) -> torch.Size:
         """The shape of a parameter as tensor and expert parallel ranks have it, from all of its replicas' pieces."""
@@ -276,21 +291,6 @@ class DataParallel:
         """Whether gradients whose sum has begun are gone from here: a later one would be lost, or added to too much."""
         has_gone = bucket.home.replicas.count > 1 or bucket.is_offloaded
         return has_gone or bucket in self._updated_in_backward
-
-    def _is_counted(self, bucket: Bucket) -> bool:
-        return bucket.home.tie is None or self._ties[bucket.home.tie].is_counted_here
-
-    def _sum_ties(self) -> None:
-        """Over the stages of each tie, in the order of the ties on every rank."""
-        under_way: list[Ticket] = []
-        for number, tie in enumerate(self._ties):
-            mine = [bucket for bucket in self._trained if bucket.home.tie == number]
-            assert len(mine) <= _BUCKETS_OF_A_TIE, f"tie {number} has {len(mine)} buckets"
-            for place, bucket in enumerate(mine):
-                channel = _TIES + number * _BUCKETS_OF_A_TIE + place
-                under_way.append(self.exchange.sum_to_all(bucket.result, tie.group, channel))
-        for ticket in under_way:
-            ticket.wait()
 
 
 def _device_of(parameters: Mapping[int, Mapping[str, nn.Parameter]]) -> torch.device:

@@ -7,7 +7,7 @@ from torch import nn
 from shardwise.schedule.instruction import Instruction, Kind
 from shardwise.stages.stage import Stage, Wrappable
 from shardwise.states.buckets.bucket import Bucket
-from shardwise.states.buckets.make import Sharing
+from shardwise.states.buckets.make import ZeroConfig
 from shardwise.states.buckets.offloaded_weights import OffloadedWhole
 from shardwise.states.buckets.weights import Weights
 from shardwise.states.unit_prefetch import UnitPrefetch
@@ -17,11 +17,11 @@ _MAKES_GRADIENTS = (Kind.B, Kind.W)
 
 
 def make_unit_prefetch(
-    stages: Mapping[int, Stage], sharing: Sharing, module: nn.Module | None
+    stages: Mapping[int, Stage], sharing: ZeroConfig, module: nn.Module | None
 ) -> dict[int, UnitPrefetch]:
     """By stage, where weights come unit by unit, may live on the host, or are updated under the next forward."""
     comes = sharing.zero > 0 and (sharing.zero < 3 or sharing.layerwise)
-    if module is None or not (comes or sharing.lodged or sharing.updates_late):
+    if module is None or not (comes or sharing.offloaded or sharing.updates_late):
         return {}
     return {number: UnitPrefetch(stage) for number, stage in stages.items() if isinstance(stage, Wrappable)}
 

@@ -49,8 +49,12 @@ class WholeParameters:
     def gradient(self, name: str, used: Mapping[Bucket, Sequence[bool]]) -> Tensor | None:
         """The gradient of a parameter in the last step, as it was given to the optimizer; None if it had none."""
         bucket, slot = self._places[name]
-        if bucket.gradients is None or not used[bucket][bucket.layout.slots.index(slot)]:
+        number = bucket.layout.slots.index(slot)
+        if bucket.gradients is None or not used or not used[bucket][number]:
             return None
+        if bucket.local is not None:
+            found = bucket.local.find(number)
+            return None if found is None else found.clone()
         return self._gathered(bucket, bucket.given)[slot.start : slot.stop].view(slot.shape).clone()
 
     def pieces(self) -> Iterator[tuple[str, torch.Size, int, Tensor]]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.engine.trainer import Trainer
+from shardwise.engine.engine import Engine
 from shardwise.nets.balance import correct_balance
 from shardwise.sharding.expert.load import Load
 from shardwise.sharding.expert.placement import Placement
@@ -29,7 +29,7 @@ class Balanced:
 class Balancer:
     """The balance of one engine. All ranks call it alike."""
 
-    def __init__(self, engine: Trainer, choice: BalanceChoice) -> None:
+    def __init__(self, engine: Engine, choice: BalanceChoice) -> None:
         self._engine, self._choice = engine, choice
 
     def after_step(self, step: int) -> Balanced:
@@ -45,7 +45,7 @@ class Balancer:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint says of it, in JSON's types."""
-        experts = self._engine.experts
+        experts = self._engine.sharded.experts
         places = {} if experts is None else {name: each.placement.ranks for name, each in experts.layers.items()}
         return {_KEY: {"places": places, "load": self._engine.loads.since_placed()}} if places else {}
 
@@ -54,7 +54,7 @@ class Balancer:
 
         Places are for as many ranks as had them. On more or fewer, experts lie in order until they are next placed.
         """
-        said, experts = extra.get(_KEY, {}), self._engine.experts
+        said, experts = extra.get(_KEY, {}), self._engine.sharded.experts
         for name, ranks in said.get("places", {}).items():
             if experts is not None and name in experts.layers and len(ranks) == experts.group.size:
                 experts.layers[name].place(Placement(tuple(map(tuple, ranks))))

@@ -44,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Answer:
     recipe = recipe_of(arguments)
+    from shardwise.training.job import Job
     from shardwise.training.run import count_devices, train  # Loads torch.
-    from shardwise.training.setup import Job
 
     if arguments.devices is not None and arguments.devices < 1:
         raise ShardwiseError(f"--devices {arguments.devices}: there is at least 1", remedy="--devices 1")

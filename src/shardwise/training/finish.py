@@ -1,31 +1,18 @@
 """What a run leaves behind when its steps are done: a sample, the manifest, the trace, and the page."""
 
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from shardwise.errors import ShardwiseError
 from shardwise.explain.report_command import write_report
-from shardwise.nets.initialise import initialise
-from shardwise.nets.transformer import Transformer
-from shardwise.nets.weights import place
 from shardwise.schedule.replay import predict
 from shardwise.trace.run import Run, load_run, save_run
-from shardwise.training.checkpoint.read import Reader
-from shardwise.training.data.documents import STDLIB
-from shardwise.training.data.tokenizer import get_tokenizer
 from shardwise.training.folder import MANIFEST, manifest_of, write_manifest
-from shardwise.training.loop import Outcome
-from shardwise.training.model import make_module, settings_from
+from shardwise.training.job import Job
+from shardwise.training.outcome import Outcome
 from shardwise.training.progress import Progress
-from shardwise.training.sample import continued
-from shardwise.training.setup import Job
+from shardwise.training.sample import sample_of
 
-#: Larger models are not put together on one processor for a sample.
-_LARGEST_SAMPLED = 2_000_000_000
-_PROMPT = "def "
 REPORT = "report.html"
 
 
@@ -65,7 +52,7 @@ def finish(job: Job, outcome: Outcome, num_ranks: int, progress: Progress) -> Re
     )
     wanted = job.recipe.evaluation.sample
     if wanted and outcome.stopped_by is None and outcome.checkpoint is not None:
-        result = replace(result, sample=_sample(outcome, wanted, job.recipe.seed))
+        result = replace(result, sample=sample_of(outcome, wanted, job.recipe.seed))
     manifest: dict[str, Any] = manifest_of(
         job.recipe, job.plan, command=job.command, data=outcome.data, num_ranks=num_ranks
     )
@@ -93,34 +80,3 @@ def _write(job: Job, outcome: Outcome, manifest: dict[str, Any]) -> str | None:
     page = job.folder / REPORT
     write_report(load_run(job.folder), page)
     return str(page)
-
-
-def load_transformer(folder: Path) -> tuple[Transformer, Reader]:
-    """The model of a checkpoint, whole, on the CPU, and the checkpoint."""
-    reader = Reader(folder)
-    model = make_module(settings_from(reader.index.extra.get("model", {}), origin=folder))
-    initialise(model, 0, device="cpu")
-    with torch.no_grad():
-        for name in reader.weights:
-            place(model, name).copy_(reader.whole(name))
-    return model.eval(), reader
-
-
-def _sample(outcome: Outcome, num_tokens: int, seed: int) -> str | None:
-    """A text by the model of the last checkpoint, if it is small, a transformer of ours, and its tokens can be read."""
-    word = outcome.data["tokenizer"]
-    is_ours = "family" in outcome.model
-    if not is_ours or outcome.num_parameters > _LARGEST_SAMPLED or outcome.checkpoint is None:
-        return None
-    try:
-        tokenizer = get_tokenizer(word)
-    except ShardwiseError:  # It is no longer where it was, or cannot be read here: the run is whole without a sample.
-        return None
-    model, _ = load_transformer(outcome.checkpoint)
-    prompt = _PROMPT if outcome.data["source"] == STDLIB else "The "
-    tokens = list(tokenizer.encode(prompt.encode()))
-    if not tokens:  # A tokenizer may have no word for the prompt.
-        prompt, tokens = "", [0]
-    if model.positions is not None:
-        num_tokens = min(num_tokens, model.settings.length - len(tokens))
-    return prompt + tokenizer.decode(continued(model, tokens, num_tokens, seed))

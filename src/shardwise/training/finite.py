@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.trainer import Trainer
+from shardwise.engine.engine import Engine
 from shardwise.torch_private import pytree
 from shardwise.training.data.rows import Batch
 from shardwise.training.world import World
 
 
-def explain(engine: Trainer, batch: Batch, loss: float, *, step: int, world: World) -> str:
+def explain(engine: Engine, batch: Batch, loss: float, *, step: int, world: World) -> str:
     """A sentence for a step that was not finite. The batch is run again, and looked at layer by layer.
 
     Every rank calls this alike, with the weights from before the step.
@@ -31,7 +31,7 @@ def explain(engine: Trainer, batch: Batch, loss: float, *, step: int, world: Wor
     return f"at step {step} the loss is {loss}: the first layer whose output has {what} is {name}, on rank {rank}"
 
 
-def _of_gradients(engine: Trainer, loss: float, *, step: int, world: World) -> str:
+def _of_gradients(engine: Engine, loss: float, *, step: int, world: World) -> str:
     """Gradients come from the end: of those that are not finite, the last in the module's order was the first."""
     said = f"at step {step} the loss is {loss:.4f} and the norm of the gradients is {engine.gradient_norm}"
     gradients = engine.gradients()

@@ -8,7 +8,7 @@ from shardwise.planner.host_room import check_host_room
 from shardwise.planner.plan import Offload
 from shardwise.planner.question import make_question, usual_software
 from shardwise.training.choose import vocabulary_of
-from shardwise.training.setup import Job
+from shardwise.training.job import Job
 from shardwise.training.subject import subject_of
 
 #: Bytes of a number's state in full precision, with the number itself: one moment, or Adam's two.

@@ -2,30 +2,24 @@
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 from time import perf_counter
-from typing import Any
 
 import numpy as np
-import torch
 
-from shardwise.cluster.catalogue import DEVICES
-from shardwise.errors import ShardwiseError
 from shardwise.trace.events import Trace
 from shardwise.training.balance import Balanced
-from shardwise.training.checkpoint.index import find_last
-from shardwise.training.checkpoint.write import Writer
-from shardwise.training.data.ahead import ReadAhead
+from shardwise.training.data.prefetch import Prefetcher
 from shardwise.training.data.rows import Batch
 from shardwise.training.finite import explain
-from shardwise.training.folder import CHECKPOINTS, METRICS
-from shardwise.training.machine import find_device
-from shardwise.training.metrics import Board, Metrics
+from shardwise.training.job import Job
+from shardwise.training.lr_schedule import learning_rate_at
+from shardwise.training.machine import peak_share
+from shardwise.training.notes import Notes
+from shardwise.training.outcome import Outcome, StoppedError
 from shardwise.training.progress import Line, Progress
-from shardwise.training.rates import rate_at
-from shardwise.training.setup import Job, Setup, on_device, random_parts
+from shardwise.training.saving import Saver, described_data
+from shardwise.training.setup import Setup, on_device
 from shardwise.training.stop import StopSignals, name_of
 from shardwise.training.world import World
 
@@ -35,44 +29,13 @@ _LOWEST_SCALE = 1.0
 _LAST_TRACES = 5
 
 
-class StoppedError(ShardwiseError):
-    """A run cannot go on, for a reason that all ranks know: it is told once, without their tracebacks."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What became of a run, as its first rank tells it."""
-
-    step: int
-    loss: float | None
-    held_out_loss: float | None
-    seconds: float
-    num_tokens: int
-    num_parameters: int
-    model: Mapping[str, Any]
-    data: Mapping[str, Any]
-    checkpoint: Path | None
-    trace: Trace | None
-    layers: str
-    expert_imbalance: float | None = None
-    stopped_by: str | None = None
-
-
 class Loop:
     """One run on one rank."""
 
     def __init__(self, job: Job, world: World, setup: Setup, stop: StopSignals, progress: Progress) -> None:
         self._job, self._world, self._setup, self._stop, self._progress = job, world, setup, stop, progress
-        self._root = job.folder / CHECKPOINTS
-        self._writer = Writer(
-            self._root, rank=world.rank, num_ranks=world.size, keep=job.recipe.checkpoint.keep, gather=world.gather
-        )
-        self._metrics = Metrics(job.folder / METRICS, after=setup.step) if world.is_first else None
-        self._board: Board | None = None
-        if world.is_first and job.recipe.tensorboard:
-            self._board = Board(job.folder, after=setup.step)
-        self._is_noting = True
-        self._saved = setup.step
+        self._saver = Saver(job, world, setup, progress)
+        self._notes = Notes(job, world, progress, after=setup.step)
         self._traces: deque[Trace] = deque(maxlen=_LAST_TRACES)
         self._held_out_loss: float | None = None
         self._evaluated = setup.step
@@ -83,7 +46,7 @@ class Loop:
         """Go round until the recipe's last step, a signal, or an error."""
         recipe, setup, start = self._job.recipe, self._setup, perf_counter()
         step, window, stopped_by = setup.step, (setup.step, start), None
-        with ReadAhead(setup.batches.at, setup.step, recipe.steps) as ahead:
+        with Prefetcher(setup.batches.at, setup.step, recipe.steps) as ahead:
             while step < recipe.steps:
                 speaks = (step + 1) % recipe.log == 0 or step + 1 == recipe.steps or step == setup.step
                 asked = perf_counter()
@@ -102,8 +65,8 @@ class Loop:
         seconds = perf_counter() - start
         if stopped_by is None and recipe.data.held_out and self._evaluated != step:
             self._evaluate(step)
-        self._save(step)
-        self._warn(self._writer.finish())
+        self._saver.save(step)
+        self._saver.finish()
         return Outcome(
             step=step,
             loss=self._loss,
@@ -112,8 +75,8 @@ class Loop:
             num_tokens=(step - setup.step) * recipe.batch * recipe.data.sequence,
             num_parameters=setup.num_parameters,
             model=setup.model,
-            data=self._described_data(),
-            checkpoint=find_last(self._root),
+            data=described_data(self._job, setup),
+            checkpoint=self._saver.find_last(),
             trace=_usual(self._traces),
             layers="+".join(str(len(units)) for units in setup.engine.split.units),
             expert_imbalance=self._balanced.imbalance,
@@ -122,15 +85,13 @@ class Loop:
 
     def close(self) -> None:
         """Let go of files and of the writer's thread."""
-        self._writer.close()
-        for each in (self._metrics, self._board):
-            if each is not None:
-                each.close()
+        self._saver.close()
+        self._notes.close()
 
     def _step(self, step: int, batch: Batch, *, traced: bool, data_wait: float) -> None:
         """One step, which leaves the weights alone if its numbers are not finite."""
         recipe, engine, scale = self._job.recipe, self._setup.engine, self._setup.scale
-        rate = rate_at(step, recipe.steps, recipe.optimizer)
+        rate = learning_rate_at(step, recipe.steps, recipe.optimizer)
         for optimizer in engine.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
@@ -144,7 +105,7 @@ class Loop:
                 " applied, and the last checkpoint is from before it",
             )
         self._balanced = self._setup.balancer.after_step(step + 1)
-        self._note(
+        self._notes.add(
             step=step + 1,
             loss=self._loss,
             rate=rate,
@@ -169,15 +130,15 @@ class Loop:
             step=step,
             num_steps=recipe.steps,
             loss=self._loss,
-            rate=rate_at(step - 1, recipe.steps, recipe.optimizer),
+            rate=learning_rate_at(step - 1, recipe.steps, recipe.optimizer),
             tokens_per_second=speed,
             memory_bytes=memory,
             bubble=bubble,
             imbalance=self._balanced.imbalance,
-            used=_used(speed * setup.flops_per_token, recipe.precision, self._world),
+            used=peak_share(speed * setup.flops_per_token, recipe.precision, self._world),
         )
         self._progress.say(str(line))
-        self._note(step=step, tokens_per_second=speed, memory_bytes=memory, bubble=bubble, used=line.used)
+        self._notes.add(step=step, tokens_per_second=speed, memory_bytes=memory, bubble=bubble, used=line.used)
 
     def _look_up(self, step: int) -> None:
         """Between two steps: evaluate and save, where it is time to."""
@@ -185,7 +146,7 @@ class Loop:
         if recipe.evaluation.every and step % recipe.evaluation.every == 0 and recipe.data.held_out:
             self._evaluate(step)
         if recipe.checkpoint.every and step % recipe.checkpoint.every == 0:
-            self._save(step)
+            self._saver.save(step)
 
     def _evaluate(self, step: int) -> None:
         recipe, rows = self._job.recipe, self._setup.held_out
@@ -196,67 +157,10 @@ class Loop:
         self._held_out_loss = math.fsum(losses) / len(losses)
         self._evaluated = step
         self._progress.say(f"step {step}: held-out loss {self._held_out_loss:.4f}")
-        self._note(step=step, held_out_loss=self._held_out_loss)
-
-    def _save(self, step: int) -> None:
-        """Begin to save, if this step is not saved yet."""
-        if step == self._saved:
-            return
-        held = self._setup.held
-        held.settle()
-        parts = [*held.weights(), *held.optimizer_states(), *random_parts(self._world)]
-        extra = {
-            "model": self._setup.model,
-            "data": self._described_data(),
-            **self._setup.scale.state(),
-            **self._setup.balancer.state(),
-        }
-        self._warn(self._writer.save(step, parts, extra))
-        self._saved = step
-
-    def _described_data(self) -> dict[str, Any]:
-        tokens = self._setup.tokens
-        return {
-            "source": self._job.recipe.data.source,
-            "digest": tokens.digest,
-            "num_tokens": tokens.num_tokens,
-            "tokenizer": tokens.tokenizer,
-        }
-
-    def _warn(self, problem: str | None) -> None:
-        """Of a checkpoint that could not be written. All ranks were told of it."""
-        if problem is None:
-            return
-        last = find_last(self._root)
-        kept = "there is none before it" if last is None else f"{last.name} is still there"
-        if self._job.recipe.checkpoint.on_failure == "stop":
-            raise StoppedError(
-                f"{problem}; {kept}", remedy="room on the disk, then the same command goes on from there"
-            )
-        self._progress.warn(f"{problem}; {kept}, and training goes on")
-
-    def _note(self, **row: Any) -> None:
-        """Keep a row of metrics. Of a disk without room a warning tells, once until there is room again."""
-        if self._metrics is None:
-            return
-        known = {key: each for key, each in row.items() if each is not None}
-        problem = self._metrics.add(known)
-        if problem is not None and self._is_noting:
-            self._progress.warn(f"{problem}; they are left out until there is room, and training goes on")
-        self._is_noting = problem is None
-        if self._board is not None:
-            self._board.add(known)
+        self._notes.add(step=step, held_out_loss=self._held_out_loss)
 
 
 def _usual(traces: Sequence[Trace]) -> Trace | None:
     """The step whose time is the median: one alone may have been disturbed."""
     ordered = sorted(traces, key=lambda trace: trace.makespan)
     return ordered[(len(ordered) - 1) // 2] if ordered else None
-
-
-def _used(flops_per_second: float, precision: str, world: World) -> float | None:
-    """The part of the devices' peak in use, on GPUs that the catalogue knows."""
-    if world.device.type != "cuda":
-        return None
-    name = find_device(torch.cuda.get_device_name(world.device))
-    return None if name is None else flops_per_second / world.size / DEVICES[name].peak(precision)

@@ -8,6 +8,7 @@ from shardwise.cluster.cluster import Cluster
 from shardwise.cluster.file import find_cluster
 from shardwise.cluster.local import local_cluster
 from shardwise.errors import ShardwiseError
+from shardwise.training.world import World
 
 
 def cluster_here(num_devices: int) -> Cluster:
@@ -36,3 +37,11 @@ def find_device(called: str) -> str | None:
     longest = max(len(name.split("-")[0]) for name in found)
     found = [name for name in found if len(name.split("-")[0]) == longest]
     return max(found, key=lambda name: (sum(part in squeezed for part in name.split("-")), -len(name)))
+
+
+def peak_share(flops_per_second: float, precision: str, world: World) -> float | None:
+    """The part of the devices' peak in use, on GPUs that the catalogue knows."""
+    if world.device.type != "cuda":
+        return None
+    name = find_device(torch.cuda.get_device_name(world.device))
+    return None if name is None else flops_per_second / world.size / DEVICES[name].peak(precision)

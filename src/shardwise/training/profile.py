@@ -20,10 +20,11 @@ from shardwise.ranks.spawn import Ranks
 from shardwise.schedule.replay import predict
 from shardwise.trace.events import Trace
 from shardwise.trace.run import Run, load_run, save_run
-from shardwise.training.data.ahead import ReadAhead
+from shardwise.training.data.prefetch import Prefetcher
 from shardwise.training.folder import manifest_of
-from shardwise.training.run import check_inputs
-from shardwise.training.setup import Job, Setup, make_ready, on_device
+from shardwise.training.inputs import check_inputs
+from shardwise.training.job import Job
+from shardwise.training.setup import Setup, make_ready, on_device
 from shardwise.training.world import World
 
 #: Steps before the first that is measured: memory is allocated in them, and kernels are chosen.
@@ -87,7 +88,7 @@ def _measure(job: Job, world: World, setup: Setup, num_steps: int) -> Measured:
     """Steps in turn without and with a trace, so that what disturbs the machine disturbs both alike."""
     engine, plain, traced = setup.engine, [], []
     first, count = setup.step, _WARM_UP + 2 * num_steps + 1
-    with ReadAhead(setup.batches.at, first, first + count) as ahead:
+    with Prefetcher(setup.batches.at, first, first + count) as ahead:
         for _ in range(_WARM_UP):
             engine.train_step(on_device(ahead.next(), world))
         for _ in range(num_steps):
@@ -138,7 +139,7 @@ def _way_seconds(world: World, num_bytes: int) -> float:
     return min(seconds)
 
 
-def _timed(engine: Any, ahead: ReadAhead, world: World, *, trace: bool) -> float:
+def _timed(engine: Any, ahead: Prefetcher, world: World, *, trace: bool) -> float:
     """Seconds of a step, from the moment its batch is asked for."""
     world.wait()
     start = perf_counter()
@@ -155,7 +156,7 @@ def _finish(world: World) -> None:
         torch.cuda.synchronize(world.device)
 
 
-def _by_profiler(engine: Any, ahead: ReadAhead, world: World) -> dict[str, float]:
+def _by_profiler(engine: Any, ahead: Prefetcher, world: World) -> dict[str, float]:
     """One more step, seen by the GPU's own clock. All ranks take it."""
     batch = on_device(ahead.next(), world)
     if world.device.type != "cuda":

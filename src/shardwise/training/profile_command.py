@@ -47,9 +47,9 @@ def run(arguments: argparse.Namespace) -> Answer:
     if arguments.show:
         return train_command.run(arguments)
     recipe = train_command.recipe_of(arguments)
+    from shardwise.training.job import Job
     from shardwise.training.profile import measure, write_run  # Loads torch.
     from shardwise.training.run import count_devices
-    from shardwise.training.setup import Job
 
     plan, num_devices = train_command.plan_of(arguments, recipe, count_devices())
     folder = _folder(arguments, recipe.name)

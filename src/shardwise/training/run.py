@@ -1,33 +1,25 @@
 """A run from beginning to end, however its ranks are started: here, as processes of this machine, or by `torchrun`."""
 
-from pathlib import Path
-
 import torch
 
 from shardwise import environment
 from shardwise.errors import ShardwiseError
-from shardwise.ranks.faults import RankError
-from shardwise.ranks.spawn import Ranks
-from shardwise.training.data.documents import STDLIB
-from shardwise.training.data.tokenizer import ByteTokenizer
-from shardwise.training.data.tokens import open_tokens
 from shardwise.training.finish import Result, finish
 from shardwise.training.folder import make_folder, write_recipe_and_plan
 from shardwise.training.host_room import check_host
-from shardwise.training.loop import Loop, StoppedError
-from shardwise.training.metrics import check_board
+from shardwise.training.inputs import check_inputs
+from shardwise.training.job import Job
+from shardwise.training.local_ranks import run_here
+from shardwise.training.loop import Loop
+from shardwise.training.outcome import StoppedError
 from shardwise.training.progress import Progress
-from shardwise.training.recipe import Recipe
-from shardwise.training.setup import Job, make_ready
-from shardwise.training.stop import Forwarded, StopSignals
-from shardwise.training.subject import subject_of
+from shardwise.training.setup import make_ready
+from shardwise.training.stop import StopSignals
 from shardwise.training.world import World
 from shardwise.units import counted, format_bytes
 
 #: Processes of a machine without a GPU: more cores than this make each other wait at small models.
 _MOST_PROCESSES = 4
-#: Data up to this size is compared with its checksums before it is trained on.
-_VERIFIED_BYTES = 1 << 28
 
 
 def count_devices() -> int:
@@ -36,19 +28,6 @@ def count_devices() -> int:
     if launched is not None:
         return launched
     return torch.cuda.device_count() or min(_MOST_PROCESSES, environment.num_cores())
-
-
-def check_inputs(recipe: Recipe) -> None:
-    """Refuse data or a model that cannot be read, before any rank is started."""
-    vocabulary = ByteTokenizer.vocabulary
-    if recipe.data.source != STDLIB:
-        tokens = open_tokens(Path(recipe.data.source))
-        vocabulary = tokens.vocabulary
-        if tokens.tokens.nbytes <= _VERIFIED_BYTES:
-            tokens.verify()
-    subject_of(recipe, vocabulary)
-    if recipe.tensorboard:
-        check_board()
 
 
 def train(job: Job, num_devices: int) -> Result | None:
@@ -66,23 +45,9 @@ def train(job: Job, num_devices: int) -> Result | None:
     if environment.place_under_torchrun() is not None or num_devices == 1:
         told = train_rank(job)
     else:
-        told = _train_here(job, num_devices)
+        told = run_here(train_rank, job, num_devices)
     if isinstance(told, StoppedError):
         raise ShardwiseError(told.problem, remedy=told.remedy)
-    return told
-
-
-def _train_here(job: Job, num_devices: int) -> Result | StoppedError | None:
-    """Ranks as processes of this machine. A mistake of the user's that one of them has found is told as it is."""
-    with Ranks(num_devices) as ranks, Forwarded(ranks) as stop:
-        try:
-            told: Result | StoppedError | None = ranks.run(train_rank, job)[0]
-        except RankError as error:
-            if stop.has_ended(error):
-                stop.end()
-            if error.remedy is None:
-                raise
-            raise ShardwiseError(error.problem.partition("\n    Traceback")[0], remedy=error.remedy) from None
     return told
 
 

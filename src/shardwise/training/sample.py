@@ -1,9 +1,23 @@
 """A text that a model writes: tokens drawn by their likelihoods, from a seed."""
 
+from pathlib import Path
+
 import torch
 
+from shardwise.errors import ShardwiseError
 from shardwise.nets.cache import Cache
+from shardwise.nets.initialise import initialise
 from shardwise.nets.transformer import Output, Transformer
+from shardwise.nets.weights import place
+from shardwise.training.checkpoint.read import Reader
+from shardwise.training.data.documents import STDLIB
+from shardwise.training.data.tokenizer import get_tokenizer
+from shardwise.training.model import make_module, settings_from
+from shardwise.training.outcome import Outcome
+
+#: Larger models are not put together on one processor for a sample.
+_LARGEST_SAMPLED = 2_000_000_000
+_PROMPT = "def "
 
 #: Below 1 the likely are made likelier: a small model's text is more readable so.
 _TEMPERATURE = 0.8
@@ -21,3 +35,34 @@ def continued(model: Transformer, prompt: list[int], num_tokens: int, seed: int)
         new = torch.multinomial(likelihoods, 1, generator=generator)[None]
         found.append(int(new))
     return found
+
+
+def sample_of(outcome: Outcome, num_tokens: int, seed: int) -> str | None:
+    """A text by the model of the last checkpoint, if it is small, a transformer of ours, and its tokens can be read."""
+    word = outcome.data["tokenizer"]
+    is_ours = "family" in outcome.model
+    if not is_ours or outcome.num_parameters > _LARGEST_SAMPLED or outcome.checkpoint is None:
+        return None
+    try:
+        tokenizer = get_tokenizer(word)
+    except ShardwiseError:  # It is no longer where it was, or cannot be read here: the run is whole without a sample.
+        return None
+    model = _load_transformer(outcome.checkpoint)
+    prompt = _PROMPT if outcome.data["source"] == STDLIB else "The "
+    tokens = list(tokenizer.encode(prompt.encode()))
+    if not tokens:  # A tokenizer may have no word for the prompt.
+        prompt, tokens = "", [0]
+    if model.positions is not None:
+        num_tokens = min(num_tokens, model.settings.length - len(tokens))
+    return prompt + tokenizer.decode(continued(model, tokens, num_tokens, seed))
+
+
+def _load_transformer(folder: Path) -> Transformer:
+    """The model of a checkpoint, whole, on the CPU."""
+    reader = Reader(folder)
+    model = make_module(settings_from(reader.index.extra.get("model", {}), origin=folder))
+    initialise(model, 0, device="cpu")
+    with torch.no_grad():
+        for name in reader.weights:
+            place(model, name).copy_(reader.whole(name))
+    return model.eval()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adafactor, AdamW, Optimizer
 
-from shardwise.engine.mesh_engine import MeshEngine
+from shardwise.engine.engine import Engine
 from shardwise.engine.parallelize import parallelize
 from shardwise.parity.models import default_settings, problem_of
 from shardwise.planner.plan import Plan
@@ -53,7 +53,7 @@ def train(text: str, optimizer: str, moves: bool, change: Callable[[nn.Module], 
         engine = parallelize(
             change(problem.module), plan, loss=problem.loss, optimizer=OPTIMIZERS[optimizer], example=problem.batches[0]
         )
-        assert isinstance(engine, MeshEngine), "a plan with experts has a mesh"
+        assert isinstance(engine, Engine), "a plan with experts has a mesh"
         for batch in problem.batches:
             found.losses.append(engine.train_step(batch))
             if moves:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from shardwise.engine.local_engine import Engine
+from shardwise.engine.engine import Engine
 from shardwise.engine.parallelize import parallelize
 from shardwise.nets.balance import correct_balance
 from shardwise.nets.settings import Mixture, Settings

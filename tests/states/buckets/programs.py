@@ -21,7 +21,7 @@ from shardwise.ranks.replicas import make_replicas
 from shardwise.ranks.transport import ProcessTransport
 from shardwise.stages.batch import cut_batch
 from shardwise.stages.split import split
-from shardwise.states.buckets.make import Sharing
+from shardwise.states.buckets.make import ZeroConfig
 from shardwise.states.buckets.state_bytes import Held
 from shardwise.states.buckets.tie_groups import make_ties
 from shardwise.states.data_parallel import DataParallel
@@ -145,6 +145,8 @@ def train(case: Case) -> Outcome:
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     plan = Plan.parse(case.plan)
     mesh, module = make_mesh(plan), make_net(**case.net)
+    if case.precision is not None:
+        module = module.to(case.precision)
     place = mesh.coordinates["pp"]
     schedule = schedule_of(plan)
     count = len(schedule.placement.pipes[0])
@@ -153,7 +155,7 @@ def train(case: Case) -> Outcome:
     example = cut_batch(batches[0], plan.microbatches)[0]
     stages = split(module.train(), count, example, only={stage % count for stage in mine})
     splits_backward = any(part.kind == "W" for order in schedule.orders for each in order for part in each.parts)
-    sharing = Sharing(
+    sharing = ZeroConfig(
         zero=plan.zero, masters=case.precision is not None, bucket_bytes=case.bucket_bytes,
         layerwise=case.layerwise and not splits_backward,
     )  # fmt: skip
@@ -164,7 +166,7 @@ def train(case: Case) -> Outcome:
     for each in module.parameters() if case.precision is not None else ():
         each.data = each.data.to(case.precision)
     data = DataParallel(
-        {stage: each for stage, each in held_stages.items() if each is not None}, complete_schedule, place,
+        {stage: each for stage, each in held_stages.items() if each is not None}, complete_schedule, [place],
         sharing=sharing, replicas_of=lambda _: replicas, optimizer=OPTIMIZERS[case.optimizer], module=module,
         ties=make_ties(complete_schedule.placement, stages, mesh.pipelines, mesh.rank),
         exchange=None if case.exchange is None else EXCHANGES[case.exchange](),

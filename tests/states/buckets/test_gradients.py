@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.ranks.buffer_pool import Loans
+from shardwise.ranks.buffer_pool import BufferPool
 from shardwise.ranks.collectives import Group
-from shardwise.ranks.cpu_exchange import DirectExchange
+from shardwise.ranks.cpu_exchange import CpuExchange
 from shardwise.ranks.replicas import Replicas
-from shardwise.states.buckets.flat_layout import Layout
+from shardwise.states.buckets.flat_layout import FlatLayout
 from shardwise.states.buckets.gradients import ScatteredGradients, WholeGradients
 
 
@@ -26,13 +26,13 @@ def step(gradients: WholeGradients | ScatteredGradients, made: dict[int, float])
 @pytest.mark.parametrize("kind", ["whole", "scattered"])
 def test_a_parameter_without_a_gradient_adds_zeros_and_not_those_of_the_last_step(kind: str) -> None:
     parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2))]
-    layout = Layout.of([(str(number), each.shape) for number, each in enumerate(parameters)], torch.float32, 1)
-    replicas, exchange = Replicas(shard=Group()), DirectExchange()
+    layout = FlatLayout.of([(str(number), each.shape) for number, each in enumerate(parameters)], torch.float32, 1)
+    replicas, exchange = Replicas(shard=Group()), CpuExchange()
     gradients: WholeGradients | ScatteredGradients
     if kind == "whole":
         gradients = WholeGradients(layout, parameters, replicas, exchange, 0, to_all=True)
     else:
-        gradients = ScatteredGradients(layout, parameters, replicas, exchange, 0, loans=Loans())
+        gradients = ScatteredGradients(layout, parameters, replicas, exchange, 0, pool=BufferPool())
     assert step(gradients, {0: 1.0, 1: 2.0}) == [1.0, 2.0]
     assert gradients.used == [True, True]
     assert step(gradients, {0: 3.0}) == [3.0, 0.0]

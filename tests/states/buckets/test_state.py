@@ -16,7 +16,7 @@ from shardwise.schedule.passes.lower import lower
 from shardwise.sharding.tensor.sharding import Sharding
 from shardwise.sharding.tensor.shards import Shards
 from shardwise.stages.stage import Batch, Values
-from shardwise.states.buckets.make import Sharing
+from shardwise.states.buckets.make import ZeroConfig
 from shardwise.states.data_parallel import DataParallel
 from shardwise.states.muon import Muon
 from shardwise.states.parameter_group import MakeOptimizer, Share, is_hidden_matrix
@@ -85,7 +85,7 @@ def train_with_tensor_ranks(zero: int) -> tuple[float, dict[str, Tensor]]:
     schedule = lower(make_schedule("1f1b", 1, 1), reduce_gradients=True)
     replicas = make_replicas(mesh.ranks("gradients"))
     data = DataParallel(
-        {0: stage}, schedule, 0, sharing=Sharing(zero=zero), replicas_of=lambda _: replicas, optimizer=MAKE,
+        {0: stage}, schedule, [0], sharing=ZeroConfig(zero=zero), replicas_of=lambda _: replicas, optimizer=MAKE,
         tensor=sharding,
     )  # fmt: skip
     mine = numbers(1 + mesh.coordinates["dp"])
@@ -114,12 +114,10 @@ def test_matrices_cut_over_tensor_ranks_too_are_updated_whole_and_counted_once(c
 def read_and_put_back(zero: int, make: MakeOptimizer | list[Share]) -> tuple[list[tuple[str, int, int]], list[str]]:
     """Check on a rank that what is loaded is what is read, also after a step; return its pieces and its states'."""
     replicas = make_replicas(range(dist.get_world_size()))
-    stage = Stage(numbers(0))
-    for parameter in stage.parameters.values():
-        parameter.data = parameter.data.bfloat16()
+    stage = Stage({name: each.bfloat16() for name, each in numbers(0).items()})
     schedule = lower(make_schedule("1f1b", 1, 1), reduce_gradients=True)
     data = DataParallel(
-        {0: stage}, schedule, 0, sharing=Sharing(zero=zero, masters=True), optimizer=make,
+        {0: stage}, schedule, [0], sharing=ZeroConfig(zero=zero, masters=True), optimizer=make,
         replicas_of=lambda _: replicas,
     )  # fmt: skip
     step(data, stage, numbers(1))

@@ -4,15 +4,15 @@ import torch
 from torch import nn
 
 from shardwise.ranks.collectives import Group
-from shardwise.ranks.cpu_exchange import DirectExchange
-from shardwise.states.buckets.flat_layout import Layout
+from shardwise.ranks.cpu_exchange import CpuExchange
+from shardwise.states.buckets.flat_layout import FlatLayout
 from shardwise.states.buckets.weights import Weights
 
 
 def test_gathered_weights_stay_until_the_last_of_their_holders_lets_go() -> None:
     parameter = nn.Parameter(torch.arange(6.0).view(2, 3))
-    layout = Layout.of([("weight", parameter.shape)], torch.float32, 1)
-    weights = Weights(layout, [parameter], Group(), DirectExchange(), 0, dtype=torch.float32, is_sharded=True)
+    layout = FlatLayout.of([("weight", parameter.shape)], torch.float32, 1)
+    weights = Weights(layout, [parameter], Group(), CpuExchange(), 0, dtype=torch.float32, is_sharded=True)
     own_bytes = weights.num_bytes
     weights.hold("a stage")
     weights.hold("another")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.engine.trainer import Trainer
+from shardwise.engine.engine import Engine
 from shardwise.errors import ShardwiseError
 from shardwise.model.load import load_model
 from shardwise.nets.hf.catalogue import config_for
@@ -117,7 +117,7 @@ def test_a_step_that_is_not_finite_leaves_all_as_it_was() -> None:
     assert all(torch.equal(each, theirs[name]) for name, each in ours.items())
 
 
-def optimizer_bytes(engine: Trainer) -> float:
+def optimizer_bytes(engine: Engine) -> float:
     engine.train_step(going_on.batch(0), trace=True)
     assert engine.trace is not None
     return sum(each.num_bytes for each in engine.trace.holdings if each.owner == "optimizer")

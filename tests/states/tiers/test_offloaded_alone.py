@@ -1,19 +1,17 @@
 """The engine of a mesh on one rank, with its weights on the host: the same training bit for bit, beside a GPU too."""
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from shardwise.engine import mesh_engine
-from shardwise.engine.mesh_engine import MeshEngine
-from shardwise.engine.options import Options
+from shardwise.engine.assemble import assemble
+from shardwise.engine.prepare import Options
 from shardwise.planner.plan import Plan
+from shardwise.ranks.wires import OneProcess
 from shardwise.states.buckets import offloaded_buckets
-from shardwise.states.buckets.make import Sharing
 from shardwise.states.tiers import host_states as states
 from tests.crowd import Crowds
 from tests.engine import going_on
@@ -35,14 +33,16 @@ def train(plan: str, device: str, clip: float | None) -> tuple[list[float], dict
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(states, "SLOT_BYTES", 1024)
         patch.setattr(offloaded_buckets, "DEFERRED_FREE_BYTES", 1024)
-        patch.setattr(mesh_engine, "Sharing", partial(Sharing, updates_late=True))
-        engine = MeshEngine(
+        wires = OneProcess(Plan.parse(plan))
+        engine = assemble(
             module,
-            Plan.parse(plan),
+            wires.mesh.plan,
             loss=mean_square,
             optimizer=going_on.OPTIMIZERS["adamw"],
             example=batches[0],
             options=Options(clip=clip, bucket_bytes=1500),
+            wires=wires,
+            owns_wires=True,
         )
         with engine:
             losses = [engine.train_step(batch) for batch in batches]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.mesh_engine import MeshEngine
+from shardwise.engine.engine import Engine
 from shardwise.engine.parallelize import parallelize
 from shardwise.errors import ShardwiseError
 from shardwise.model.load import load_model
@@ -33,10 +33,10 @@ def quick() -> Iterator[None]:
 
 def make_engine(
     plan: str, model: str = "dense", optimizer: str = "adamw", clip: float | None = None, seed: int = 0
-) -> MeshEngine:
+) -> Engine:
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     module = going_on.make_module("two layers" if model == "halves" else model, seed)
-    engine = parallelize(
+    return parallelize(
         module.bfloat16() if model == "halves" else module,
         plan,
         loss=next_token_loss,
@@ -45,8 +45,6 @@ def make_engine(
         clip=clip,
         bucket_bytes=1500,
     )
-    assert isinstance(engine, MeshEngine)
-    return engine
 
 
 def run(plan: str, model: str, optimizer: str, clip: float | None) -> tuple[Any, ...]:
@@ -177,7 +175,7 @@ def look(plan: str) -> Seen:
     """What is on the device while a step goes on."""
     engine = make_engine(f"{plan},offload.parameters=1")
     with engine:
-        data = engine.data
+        data = engine.states.data
         assert all(bucket.is_offloaded for bucket in data.buckets)
         assert sum(bucket.weights.num_bytes for bucket in data.buckets) == 0
         most = [0, 0]
@@ -200,7 +198,7 @@ def look(plan: str) -> Seen:
         outside = sum(each for bucket, each in wholes.items() if "layers." not in bucket.layout.slots[0].name)
         traced = [each for each in engine.trace.holdings if each.owner in ("parameters", "gradients")]
         held, largest = data.held(), max(wholes.values())
-        told = sum(each.num_bytes for each in traced)
+        told = sum(each.num_bytes for each in traced) - sum(each.nbytes for each in engine.buffers.values())
         return Seen(most[0], most[1], held.parameters, held.gradients, layer, outside, largest, told)
 
 
@@ -214,10 +212,16 @@ def test_weights_and_gradients_are_on_the_device_for_their_use_and_for_no_longer
         assert (seen.weights_after, seen.gradients_after, seen.in_trace) == (0, 0, 0)
 
 
+def test_one_process_has_them_there_for_their_use_and_for_no_longer() -> None:
+    seen = look("microbatches=2")
+    assert 0 < seen.weights <= 2 * seen.layer + 2 * seen.outside
+    assert (seen.weights_after, seen.gradients_after, seen.in_trace) == (0, 0, 0)
+
+
 def offloaded_layers(plan: str) -> list[str]:
     engine = make_engine(plan)
     with engine:
-        names = [slot.name for bucket in engine.data.lodged.buckets for slot in bucket.layout.slots]
+        names = [slot.name for bucket in engine.states.data.offloaded.buckets for slot in bucket.layout.slots]
         return sorted({".".join(name.split(".")[:2]) for name in names if name.startswith("layers.")})
 
 
@@ -253,7 +257,7 @@ def go_on(first: str, second: str) -> tuple[list[float], dict[str, Tensor]]:
         engine.load_state_dict(weights)
         engine.load_optimizer_state_dict(state)
         losses += going_on.train(engine, 1, 2)
-        pieces = {f"{name}+{start}": numbers.clone() for name, _, start, numbers in engine.data.pieces()}
+        pieces = {f"{name}+{start}": numbers.clone() for name, _, start, numbers in engine.states.data.pieces()}
         parts = {name: each.clone() for name, each in engine.state_dict(sharded=True).items()}
         return losses, pieces | parts
 
@@ -298,7 +302,7 @@ def back(plan: str) -> bool:
     engine = make_engine(plan, "two layers")
     with engine:
         engine.train_step(going_on.batch(0))
-    return all(bucket.weights.num_bytes for bucket in engine.data.buckets)
+    return all(bucket.weights.num_bytes for bucket in engine.states.data.buckets)
 
 
 def test_when_it_is_over_weights_are_back(two: Ranks) -> None:

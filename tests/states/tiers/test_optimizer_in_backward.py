@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.engine import mesh_engine
-from shardwise.engine.distributed import ConnectedTrainer
+from shardwise.engine import assemble
+from shardwise.engine.engine import Engine
+from shardwise.engine.loss_sum import LossSum
 from shardwise.engine.parallelize import parallelize
-from shardwise.engine.trainer import Trainer
 from shardwise.errors import ShardwiseError
 from shardwise.execution.interpreter import Tally
 from shardwise.nets.loss import next_token_loss
 from shardwise.ranks.spawn import Ranks
-from shardwise.states.buckets.make import Sharing
+from shardwise.states.buckets.make import ZeroConfig
 from shardwise.states.tiers import host_states as states
 from shardwise.states.tiers.host_states import HostStates
 from tests.engine import going_on
@@ -32,7 +32,7 @@ def quick() -> Iterator[None]:
         yield
 
 
-def make_engine(plan: str, optimizer: str = "adamw", clip: float | None = None) -> Trainer:
+def make_engine(plan: str, optimizer: str = "adamw", clip: float | None = None) -> Engine:
     return parallelize(
         going_on.make_module("dense", 0),
         plan,
@@ -53,17 +53,17 @@ def run(plan: str, optimizer: str = "adamw", clip: float | None = None) -> tuple
         early, total = early + sum(self._prefetch.was_asked(each) for each in self._chunks), total + len(self._chunks)
         end(self)
 
-    def find_tally(self: ConnectedTrainer) -> Tally | None:
-        if find(self) is None and self._agreement is not None:
-            self._agreement[1].wait()  # Else it is a matter of who is faster.
+    def find_tally(self: LossSum) -> Tally | None:
+        if find(self) is None and self._under_way is not None:
+            self._under_way[1].wait()  # Else it is a matter of who is faster.
         return find(self)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(states, "SLOT_BYTES", 2048)
-        patch.setattr(mesh_engine, "Sharing", partial(Sharing, bucket_bytes=4096, updates_late=True))
-        find = ConnectedTrainer._find_tally
+        patch.setattr(assemble, "ZeroConfig", partial(ZeroConfig, bucket_bytes=4096))
+        find = LossSum.find
         if "pp" not in plan:
-            patch.setattr(ConnectedTrainer, "_find_tally", find_tally)
+            patch.setattr(LossSum, "find", find_tally)
         end = HostStates.step
         patch.setattr(HostStates, "step", step)
         with make_engine(plan, optimizer, clip) as engine:

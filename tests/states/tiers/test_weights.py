@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwise.engine.engine import Engine
 from shardwise.engine.parallelize import parallelize
-from shardwise.engine.trainer import Trainer
 from shardwise.errors import ShardwiseError
 from shardwise.model.load import load_model
 from shardwise.nets.hf.catalogue import config_for
@@ -17,11 +17,10 @@ from shardwise.planner.account import hold
 from shardwise.planner.plan import Plan
 from shardwise.planner.question import make_question
 from shardwise.ranks.spawn import Ranks
+from shardwise.states.buckets import offloaded_buckets
 from shardwise.states.tiers import host_memory as room
 from shardwise.states.tiers import host_states as states
-from shardwise.states.tiers import host_weights as weights
 from shardwise.states.tiers.choose_offloaded import choose_fraction
-from shardwise.states.tiers.host_weights import HostWeight, HostWeights
 from tests.engine import going_on
 from tests.stages.small import small_matrices
 
@@ -34,7 +33,7 @@ def quick() -> Iterator[None]:
         yield
 
 
-def make_engine(plan: str, optimizer: str = "adamw", clip: float | None = None, seed: int = 0) -> Trainer:
+def make_engine(plan: str, optimizer: str = "adamw", clip: float | None = None, seed: int = 0) -> Engine:
     return parallelize(
         going_on.make_module("dense", seed),
         plan,
@@ -50,7 +49,7 @@ def run(plan: str, optimizer: str = "adamw", clip: float | None = None) -> tuple
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(states, "SLOT_BYTES", 2048)
-        patch.setattr(weights, "DEFERRED_FREE_BYTES", 1024)
+        patch.setattr(offloaded_buckets, "DEFERRED_FREE_BYTES", 1024)
         with make_engine(plan, optimizer, clip) as engine:
             losses = going_on.train(engine, 0, STEPS)
             now = {name: each.clone() for name, each in engine.state_dict().items()}
@@ -123,39 +122,6 @@ def test_a_weight_that_is_used_twice_is_updated_once(schedule: str) -> None:
     plan = f"pp=2,microbatches=4,schedule={schedule}"
     ours, theirs = doubled(f"{plan},offload.parameters=1"), doubled(plan)
     assert all(torch.equal(each, theirs[name]) for name, each in ours.items())
-
-
-def test_weights_are_on_the_device_for_their_use_and_for_no_longer() -> None:
-    most = 0
-
-    def start(self: HostWeight) -> None:
-        nonlocal most
-        begin(self)
-        assert isinstance(held, HostWeights)
-        most = max(most, held.device_bytes)
-
-    with make_engine("microbatches=2,offload.parameters=1") as engine, pytest.MonkeyPatch.context() as patch:
-        assert engine._host is not None
-        held = engine._host.weights
-        assert isinstance(held, HostWeights)
-        begin = HostWeight.start
-        patch.setattr(HostWeight, "start", start)
-        assert held.device_bytes == 0
-        engine.train_step(going_on.batch(0))
-        engine.flush()
-        assert held.device_bytes == 0
-        assert all(each.grad is None for each in engine.parameters.values())
-        # A layer and the next; and the embedding, whose gradient as a head is complete with that of the embedding.
-        layer = sum(each.nbytes for name, each in engine.parameters.items() if name.startswith("layers.1."))
-        embedding = sum(each.nbytes for name, each in engine.parameters.items() if "embed" in name)
-        assert 0 < most <= 2 * layer + embedding + 4 * 16
-        engine.train_step(going_on.batch(1), trace=True)
-        assert engine.trace is not None
-        parameters = sum(each.num_bytes for each in engine.trace.holdings if each.owner == "parameters")
-        assert parameters == sum(each.nbytes for each in engine.buffers.values())
-        assert not [each for each in engine.trace.holdings if each.owner == "gradients"]
-    module = engine.module
-    assert all(each.untyped_storage().nbytes() for each in module.parameters())  # When it is over, all are back.
 
 
 @pytest.mark.parametrize("plan", ["microbatches=2", "pp=2,microbatches=2,layers=2+2"])

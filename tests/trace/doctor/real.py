@@ -22,8 +22,8 @@ from shardwise.planner.plan import Plan
 from shardwise.trace.events import Trace
 from shardwise.trace.run import Choice, Run
 from shardwise.training.data.rows import Batch, Batches
+from shardwise.training.job import Job
 from shardwise.training.profile import Measured, measure_rank
-from shardwise.training.setup import Job
 from tests.trace.steps import SETTINGS, a_batch, summed
 
 

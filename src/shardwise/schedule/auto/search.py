@@ -14,22 +14,12 @@ microbatches, and the most promising on all.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from math import inf
 
 from shardwise.errors import ShardwiseError
+from shardwise.schedule.catalogue import make_schedule
 from shardwise.schedule.generators.building_block import repeat_block, spaced_block
-from shardwise.schedule.generators.dualpipe_v import dualpipe_v
-from shardwise.schedule.generators.eager_one_f_one_b import eager_one_f_one_b
-from shardwise.schedule.generators.gpipe import gpipe
-from shardwise.schedule.generators.interleaved import interleaved
-from shardwise.schedule.generators.looped_bfs import looped_bfs
-from shardwise.schedule.generators.one_f_one_b import one_f_one_b
-from shardwise.schedule.generators.v_half import v_half
-from shardwise.schedule.generators.v_min import v_min
-from shardwise.schedule.generators.zb_h1 import zb_h1
-from shardwise.schedule.generators.zb_h2 import zb_h2
-from shardwise.schedule.generators.zb_v import zb_v
 from shardwise.schedule.instruction import Kind
 from shardwise.schedule.packing import Packed, Policy, Sequences, pack
 from shardwise.schedule.placement import Placement, loop, vee
@@ -40,9 +30,7 @@ from shardwise.schedule.verify import peak_held
 from shardwise.units import counted
 
 #: The orders to start from. Those that hold a model twice are not here: `auto` never doubles the weights.
-_NAMED: tuple[Callable[[int, int], Schedule], ...] = (
-    zb_v, v_half, v_min, zb_h1, zb_h2, interleaved, eager_one_f_one_b, one_f_one_b, looped_bfs, gpipe,
-)  # fmt: skip
+_NAMED = ("zb-v", "v-half", "v-min", "zb-h1", "zb-h2", "interleaved", "eager-1f1b", "1f1b", "looped-bfs", "gpipe")
 
 #: Spacings of building blocks whose memory lies between V-Min's and a little over that of ZB-V; found by trying all
 #: steps of 1 to 5 slots on 4 and 8 ranks and keeping those that were best for some memory.
@@ -114,7 +102,7 @@ def _overlapped(question: Question) -> list[_Found]:
         or not _is_allowed(placement, question)
     ):
         return []
-    schedule = dualpipe_v(question.num_ranks, question.num_microbatches)
+    schedule = make_schedule("dualpipe-v", question.num_ranks, question.num_microbatches)
     held = [peak_held(schedule, rank, question.kept_for_weights)[0] for rank in range(question.num_ranks)]
     if any(most > limit for most, limit in zip(held, question.memory, strict=True)):
         return []
@@ -181,7 +169,8 @@ def _check(question: Question) -> None:
 
 def _named_candidates(question: Question) -> Iterator[_Candidate]:
     """The named schedules as they are, backwards split: that makes none of them slower."""
-    for make in _NAMED:
+    for name in _NAMED:
+        make = _named_order(name)
         example = make(question.num_ranks, 1)
         if _is_allowed(example.placement, question):
             yield _Candidate(
@@ -202,7 +191,7 @@ def _free_candidates(question: Question) -> Iterator[_Candidate]:
 def _repacked_candidates(question: Question) -> Iterator[_Candidate]:
     """Orders of the named schedules and of building blocks between them, with weight gradients wherever a gap is."""
     orders: list[tuple[Callable[[int, int], Schedule], tuple[int, ...]]] = [
-        (make, (1, 3, 6) if make in (v_min, v_half) else (1,)) for make in _NAMED[:6]
+        (_named_order(name), (1, 3, 6) if name in ("v-min", "v-half") else (1,)) for name in _NAMED[:6]
     ]
     # With memory for more than ZB-V the tight blocks have nothing to offer.
     spacings = _SPACINGS if min(question.memory) < question.num_ranks else _SPACINGS[-2:]
@@ -216,6 +205,11 @@ def _repacked_candidates(question: Question) -> Iterator[_Candidate]:
                 for patience in (0.0, 1.0) if look_ahead > 1 else (1.0,):
                     policy = Policy(gap_share=gap_share, look_ahead=look_ahead, patience=patience)
                     yield _Candidate(name=example.name, placement=example.placement, policy=policy, order=make)
+
+
+@cache
+def _named_order(name: str) -> Callable[[int, int], Schedule]:
+    return partial(make_schedule, name)
 
 
 @cache

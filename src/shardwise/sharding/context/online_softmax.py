@@ -1,4 +1,11 @@
-"""Results over different keys joined: each query's, weighed by its sums of weights (Milakov and Gimelshein 2018)."""
+"""The online softmax (Milakov and Gimelshein 2018): attention over some keys merged with that over others.
+
+A result over a set of keys is an output o and the logarithm l of the sum of its weights. Two of them merge to
+
+    l = log(exp(l1) + exp(l2))          o = o1 exp(l1 - l) + o2 exp(l2 - l)
+
+which is the softmax over both sets. It is exact in any order, up to rounding; the order here is fixed.
+"""
 
 import torch
 from torch import Tensor
@@ -7,7 +14,7 @@ from shardwise.sharding.context.kernels import least_of, wide_type
 
 
 class OnlineSoftmax:
-    """What queries have seen so far: their outputs, and the logarithms of their sums of weights."""
+    """The merged result of what queries have seen so far: o and l of each query."""
 
     def __init__(self, query: Tensor, value_dim: int) -> None:
         self._query, self._value_dim = query, value_dim
@@ -43,6 +50,7 @@ class OnlineSoftmax:
     @staticmethod
     def _join(whole: tuple[Tensor, Tensor], queries: slice, out: Tensor, sums: Tensor) -> None:
         all_out, all_sums = whole
+        # With l = -inf before the first merge, exp(-inf) = 0 leaves nothing of the empty output.
         before = all_sums[:, :, queries]
         after = torch.logaddexp(before, sums)
         kept = all_out[:, :, queries] * (before - after).exp()[..., None]

@@ -117,7 +117,11 @@ def _forward(query: Tensor, packed: Tensor, shapes: Shapes, around: RingPass) ->
 def _backward(
     given: Tensor, query: Tensor, packed: Tensor, out: Tensor, sums: Tensor, shapes: Shapes, around: RingPass
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the queries, and of keys and values as they are packed."""
+    """The gradients of the queries, and of keys and values as they are packed.
+
+    With the sums over all keys every tile's weights are final, so the tiles' gradients simply add up. Those of keys and
+    values travel with them one stop behind, and come home after a whole round.
+    """
     grad_query = torch.zeros_like(query, dtype=sums.dtype)
     home: Tensor | None = None
     travelling: _Hop | None = None
@@ -131,6 +135,7 @@ def _backward(
             grad_key[:, :, keys] += made[1]
             grad_value[:, :, keys] += made[2]
         if number == 0:
+            # Of its own keys: they never left, so neither does this part.
             home = grad_packed
             continue
         if travelling is not None:

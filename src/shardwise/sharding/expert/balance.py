@@ -20,7 +20,9 @@ Real = Callable[[], Tensor | None]
 
 
 def balancing_loss(experts: Tensor, scores: Tensor, group: Group, counted: Tensor | None = None) -> Tensor:
-    """The number of experts times the sum of each one's load and mean score, over the tokens of all ranks.
+    """N sum f_i P_i (Fedus et al. 2021, eq. 4) over the tokens of all ranks.
+
+    Of N experts, f_i is how often expert i is chosen by a token, and P_i its mean share of a token's scores.
 
     `experts` are [tokens, chosen] and `scores` [tokens, all], of this rank's tokens, of which those `counted` count.
     All ranks return the same, so it does not matter how much each one's loss weighs in the whole.

@@ -19,7 +19,7 @@ from shardwise.sharding.expert.async_all_to_all import AsyncAllToAll
 from shardwise.sharding.expert.permute import inverse, permute, reorder, unpermute, untouched
 from shardwise.sharding.expert.placement import Placement
 
-Beside = TypeVar("Beside")
+StageStates = TypeVar("StageStates")
 #: What this rank's experts make of rows, given with [ranks, experts here]: how many rows of each came from each rank.
 Compute = Callable[[Tensor, Tensor], Tensor]
 #: From tokens, the experts of each and their weights, what the experts make of them.
@@ -54,12 +54,13 @@ class Dispatch:
         return self  # A copy of a module exchanges with the same ranks.
 
     def run(
-        self, rows: Tensor, counts: Tensor, experts: nn.Module, compute: Compute, meanwhile: Callable[[], Beside]
-    ) -> tuple[Tensor, Beside]:
+        self, rows: Tensor, counts: Tensor, experts: nn.Module, compute: Compute, meanwhile: Callable[[], StageStates]
+    ) -> tuple[Tensor, StageStates]:
         """Rows that lie by slot, `counts[slot]` of each: what experts make of them, and what was computed meanwhile."""
         if torch.is_autocast_enabled(rows.device.type):
             # Experts would round them: so do we, before they travel.
             rows = rows.to(torch.get_autocast_dtype(rows.device.type))
+        # Ranks with the same tokens each send a part of them, so that no row travels twice.
         part, counts = _part(rows, counts, self.alike)
         there, sent, received = self._agree(counts)
         transfer = AsyncAllToAll(part, self.group, sent, received)
@@ -83,8 +84,8 @@ class Dispatch:
         return there, sent, received
 
     def exchange_sorted(
-        self, experts: nn.Module, rows: Tensor, counts: Tensor, meanwhile: Callable[[], Beside]
-    ) -> tuple[Tensor, Beside]:
+        self, experts: nn.Module, rows: Tensor, counts: Tensor, meanwhile: Callable[[], StageStates]
+    ) -> tuple[Tensor, StageStates]:
         """For experts that take rows sorted by expert, with counts: the seam of our own transformer."""
         if rows.is_meta:
             # Without numbers nobody knows how many arrive: as many as leave, on average.
@@ -102,8 +103,8 @@ class Dispatch:
 
     def exchange_chosen(
         self, experts: nn.Module, call: Call, tokens: Tensor, chosen: Tensor, weights: Tensor,
-        meanwhile: Callable[[], Beside],
-    ) -> tuple[Tensor, Beside]:  # fmt: skip
+        meanwhile: Callable[[], StageStates],
+    ) -> tuple[Tensor, StageStates]:  # fmt: skip
         """For experts that take tokens with the experts chosen and their weights, both [tokens, chosen].
 
         Weights stay here: experts are given ones, and what they make is weighted when it is back.

@@ -2,14 +2,27 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.ranks.collectives import Group, start_all_gather, start_all_reduce
 from shardwise.sharding.expert.dispatch import Dispatch
-from shardwise.sharding.tensor.sharding import Sharding
 from shardwise.stages.split.materialise import materialise, replace
+
+
+class CutBefore(Protocol):
+    """How a module was cut before its experts are: `sharding.tensor.sharding.Sharding` is one of these."""
+
+    @property
+    def twin(self) -> nn.Module:
+        """The whole module, without numbers."""
+        ...
+
+    def local(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a parameter."""
+        ...
 
 
 @dataclass(kw_only=True)
@@ -81,7 +94,7 @@ class ExpertSharding:
 
     def materialise(
         self, module: nn.Module, names: Collection[str] | None = None, *, seed: int = 0,
-        device: torch.device | str = "cpu", tensor: Sharding | None = None,
+        device: torch.device | str = "cpu", tensor: CutBefore | None = None,
     ) -> None:  # fmt: skip
         """Give experts that are on the meta device their part of what the whole module would have drawn.
 

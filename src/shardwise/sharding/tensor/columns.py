@@ -121,6 +121,7 @@ class _Columns(torch.autograd.Function):
         arrived, matrices = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         laid = [None if each is None else ctx.communication.lay(each) for each in gradients]
         finish = None
+        # The input gradient goes first: its sum over the ranks is under way while weight gradients are computed.
         if wants(ctx, 0):
             back = [matrix.t() if turned else matrix for matrix, turned in zip(matrices, ctx.transposed, strict=True)]
             finish = ctx.communication.send(back[0].shape[1], back[0], _input_gradient(laid, back))

@@ -1,4 +1,12 @@
-"""The cross entropy of scores of which each rank has its own words."""
+"""The cross entropy of logits of which each rank has its own words (vocab-parallel, as in Megatron-LM).
+
+For a token with logits z and target t, over all words of all ranks:
+
+    loss = log(sum exp(z - m)) - (z_t - m)          m = max z; one all-reduce for m, one for the other two
+    gradient of z_i = softmax(z)_i - [i = t]        needs no further communication
+
+Label smoothing s takes (1 - s) of the target's term and s of the mean over all words.
+"""
 
 from typing import Any
 

@@ -141,7 +141,7 @@ def _sketch(seen: _Seen, name: str, taken: set[str], whole: dict[str, str]) -> _
     """The region that ends with this row, if it is one."""
     read = seen.reads[name]
     if (read < 0).any():
-        return None
+        return None  # Some input channel has no label: it comes from no layer that could be cut with this one.
     _, first = np.unique(read, return_index=True)
     parts = read[np.sort(first)]
     among = set(parts.tolist())
@@ -149,6 +149,7 @@ def _sketch(seen: _Seen, name: str, taken: set[str], whole: dict[str, str]) -> _
     rows = list(dict.fromkeys(each for part in parts.tolist() for each in seen.readers.get(part, ())))
     if set(columns) & set(rows) or taken & {*columns, *rows} or not columns:
         return None
+    # A group that is cut must be cut wherever it is made and wherever it is read, and be seen nowhere else.
     for each in rows:
         if not set(seen.reads[each].tolist()) <= among:
             whole.setdefault(name, f"{each} reads what it reads, and something else")

@@ -36,6 +36,7 @@ class RowParallelLinear(nn.Module):
         communication = (
             AllReduce(shape, *how) if self.scatters is None else SequenceShards(shape, self.scatters.tokens, *how)
         )
+        # A bias inside of the sum would be added once by each rank.
         whole: Tensor = _Rows.apply(tensor, self.weight, communication, self.is_transposed)  # type: ignore[no-untyped-call]
         return whole if self.bias is None else whole + self.bias
 

@@ -33,7 +33,7 @@ class TensorOutline:
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """A returned thing that is one of the arguments, untouched: the how-manieth of them."""
+    """A returned thing that is one of the arguments, untouched: its index among them."""
 
     argument: int
 

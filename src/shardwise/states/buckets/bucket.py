@@ -9,6 +9,7 @@ from shardwise.ranks.collectives import Group
 from shardwise.states.buckets.bucketing import Home
 from shardwise.states.buckets.flat_layout import FlatLayout, Slot, Span
 from shardwise.states.buckets.gradients import ScatteredGradients, WholeGradients
+from shardwise.states.buckets.local_gradients import LocalGradients
 from shardwise.states.buckets.offloaded_weights import OffloadedWeights
 from shardwise.states.buckets.weights import Weights
 
@@ -42,7 +43,7 @@ class Bucket:
         home: Home,
         layout: FlatLayout,
         weights: Weights,
-        gradients: WholeGradients | ScatteredGradients | None,
+        gradients: WholeGradients | ScatteredGradients | LocalGradients | None,
         *,
         updates_whole: bool,
         updates_late: bool,
@@ -92,7 +93,7 @@ class Bucket:
         return whole.view(self.sharing.size, -1)[self.sharing.rank]
 
     @property
-    def trained(self) -> WholeGradients | ScatteredGradients:
+    def trained(self) -> WholeGradients | ScatteredGradients | LocalGradients:
         """The gradients, of a bucket that has some."""
         assert self.gradients is not None, "frozen parameters have no gradient"
         return self.gradients
@@ -104,6 +105,11 @@ class Bucket:
             assert isinstance(self.gradients, WholeGradients), "whole updates need whole gradients"
             return self.gradients.whole
         return self.trained.own
+
+    @property
+    def local(self) -> LocalGradients | None:
+        """The gradients, where each stays where autograd has put it."""
+        return self.gradients if isinstance(self.gradients, LocalGradients) else None
 
     def _piece(self, span: Span) -> Piece:
         number = self.layout.slots.index(span.slot)
@@ -133,6 +139,11 @@ class Bucket:
         """Give each piece its gradient. One that no replica used gets none, as on one device."""
         if self.is_offloaded:
             self.gives = [used[piece.number] for piece in self.pieces]
+            return
+        if self.local is not None:
+            for piece in self.pieces:
+                found = self.local.find(piece.number) if used[piece.number] else None
+                piece.weight.grad = found if found is None or self.master is None else found.float()
             return
         result = self.result if self.master is None else self.result.float()
         for piece in self.pieces:

@@ -48,16 +48,27 @@ class GradientNorm:
     @torch.no_grad()
     def square(self) -> Tensor:
         """The sum of the squares of what this rank counts."""
-        norms: list[Tensor] = []
+        norms = self._all_norms(
+            [
+                found
+                for bucket, _ in self._parts
+                if bucket.local is not None
+                for number in range(len(bucket.layout.slots))
+                if (found := bucket.local.find(number)) is not None
+            ]
+        )
         for bucket, parts in self._parts:
             if bucket.is_offloaded:
                 host_gradients(bucket).wait()
                 norms += host_gradients(bucket).norms
-            else:
+            elif bucket.local is None:
                 norms += self._norms(parts, bucket.trained.own)
         return torch.stack(norms).double().square().sum().cpu() if norms else torch.zeros((), dtype=torch.float64)
 
     def _norms(self, parts: Sequence[Part], own: Tensor) -> list[Tensor]:
         """The norm of each part of this rank's piece of a bucket."""
         chosen = [own[start:stop] if kept is None else own[start:stop][kept] for start, stop, kept in parts]
+        return self._all_norms(chosen)
+
+    def _all_norms(self, chosen: list[Tensor]) -> list[Tensor]:
         return foreach_norm(chosen, self._wide) if chosen else []

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from shardwise.ranks.buffer_pool import Loans
+from shardwise.ranks.buffer_pool import BufferPool
 from shardwise.ranks.exchange import Exchange, Ticket
 from shardwise.ranks.replicas import Replicas
 from shardwise.states.buckets.flat_layout import FlatLayout, Span
@@ -179,10 +179,10 @@ class ScatteredGradients(Gradients):
         exchange: Exchange,
         channel: int,
         *,
-        loans: Loans,
+        pool: BufferPool,
     ) -> None:
         super().__init__(layout, parameters, replicas, exchange, channel)
-        self._loans = loans
+        self._pool = pool
         self._lent: Tensor | None = None
         self._arrived: set[int] = set()
         self._shard = self._make_shard()
@@ -203,7 +203,7 @@ class ScatteredGradients(Gradients):
         """Move a gradient out of its parameter."""
         parameter, slot = self.parameters[number], self.layout.slots[number]
         if self._lent is None:
-            self._lent = self._loans.take(self.layout.length, self._shard)
+            self._lent = self._pool.take(self.layout.length, self._shard)
         place = self._lent[slot.start : slot.stop].view(slot.shape)
         if parameter.grad is None:
             if number not in self._arrived:
@@ -234,7 +234,7 @@ class ScatteredGradients(Gradients):
         def add() -> None:
             own = lent.view(shard.size, -1)[shard.rank]
             self._shard.copy_(own) if is_first else self._shard.add_(own)
-            self._loans.give_back(lent)
+            self._pool.give_back(lent)
 
         self._under_way.append(self._exchange.sum_to_shards(lent, shard, self._channel, add))
 

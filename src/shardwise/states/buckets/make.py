@@ -6,13 +6,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardwise.ranks.buffer_pool import Loans
+from shardwise.ranks.buffer_pool import BufferPool
 from shardwise.ranks.exchange import Exchange
 from shardwise.ranks.replicas import Replicas
 from shardwise.states.buckets.bucket import Bucket
 from shardwise.states.buckets.bucketing import BUCKET_BYTES, Home, Members, share_out
 from shardwise.states.buckets.flat_layout import FlatLayout
 from shardwise.states.buckets.gradients import ScatteredGradients, WholeGradients
+from shardwise.states.buckets.local_gradients import LocalGradients
 from shardwise.states.buckets.offloaded_gradients import OffloadedScatteredGradients, OffloadedWholeGradients
 from shardwise.states.buckets.offloaded_weights import OffloadedShards, OffloadedWhole
 from shardwise.states.buckets.tie_groups import Tie
@@ -25,21 +26,23 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sharing:
+class ZeroConfig:
     """How much of the state of a model is shared out over its replicas.
 
     `zero` is the ZeRO stage. With `masters` optimizers work on master weights in full precision of parameters that are
-    of 16 bits. `layerwise`: with zero=3, weights are gathered unit by unit and not stage by stage. `lodged` is the part
-    of what units have that lives on the host, with its gradients. `updates_late`: optimizer state is on the host, and
-    updates of weights that every rank updates whole may run on under the next forward.
+    of 16 bits. `layerwise`: with zero=3, weights are gathered unit by unit and not stage by stage. `offloaded` is the
+    part of what units have that lives on the host, with its gradients. `updates_late`: optimizer state is on the host,
+    and updates of weights that every rank updates whole may run on under the next forward. `local`: there is one
+    replica, and gradients stay where autograd puts them.
     """
 
     zero: int = 0
     masters: bool = False
     bucket_bytes: int = BUCKET_BYTES
     layerwise: bool = False
-    lodged: float = 0.0
+    offloaded: float = 0.0
     updates_late: bool = False
+    local: bool = False
 
     @property
     def scatters(self) -> bool:
@@ -76,7 +79,7 @@ class ParameterOwners:
 
 def make_buckets(
     parameters: Mapping[int, Mapping[str, nn.Parameter]],
-    sharing: Sharing,
+    sharing: ZeroConfig,
     owners: ParameterOwners,
     exchange: Exchange,
     parameter_of: Callable[[str, int], nn.Parameter] | None,
@@ -100,14 +103,18 @@ def make_buckets(
         )
 
     wanted = {
-        stage: {name: each for name, each in held.items() if each.requires_grad or sharing.zero == 3 or sharing.lodged}
+        stage: {
+            name: each for name, each in held.items() if each.requires_grad or sharing.zero == 3 or sharing.offloaded
+        }
         for stage, held in parameters.items()
     }
-    loans = Loans()
-    every = share_out(wanted, home_of, None if is_layered else sharing.bucket_bytes)
-    lodged = _choose(every, owners, sharing.lodged) if sharing.lodged else []
+    pool = BufferPool()
+    # Where nothing is sent each parameter is by itself, in the memory that it has.
+    most_bytes = 1 if sharing.local else sharing.bucket_bytes
+    every = share_out(wanted, home_of, None if is_layered else most_bytes)
+    offloaded = _choose(every, owners, sharing.offloaded) if sharing.offloaded else []
     return [
-        _make(number, members, sharing, exchange, loans, parameter_of, is_offloaded=members in lodged)
+        _make(number, members, sharing, exchange, pool, parameter_of, is_offloaded=members in offloaded)
         for number, members in enumerate(every)
     ]
 
@@ -125,9 +132,9 @@ def _choose(every: Sequence[Members], owners: ParameterOwners, fraction: float) 
 def _make(
     number: int,
     members: Members,
-    sharing: Sharing,
+    sharing: ZeroConfig,
     exchange: Exchange,
-    loans: Loans,
+    pool: BufferPool,
     parameter_of: Callable[[str, int], nn.Parameter] | None,
     *,
     is_offloaded: bool,
@@ -139,10 +146,14 @@ def _make(
     is_sharded = sharing.zero == 3
     kind = Weights if not is_offloaded else OffloadedShards if is_sharded else OffloadedWhole
     weights = kind(layout, parameters, shard, exchange, channel, dtype=home.dtype, is_sharded=is_sharded)
-    gradients: WholeGradients | ScatteredGradients | None = None
-    if home.trains and sharing.scatters:
+    gradients: WholeGradients | ScatteredGradients | LocalGradients | None = None
+    if home.trains and sharing.local and not is_offloaded:
+        gradients = LocalGradients(
+            layout, parameters, home.replicas, exchange, channel + 1, parameter_of=parameter_of
+        )  # fmt: skip
+    elif home.trains and sharing.scatters:
         scattered = OffloadedScatteredGradients if is_offloaded else ScatteredGradients
-        gradients = scattered(layout, parameters, home.replicas, exchange, channel + 1, loans=loans)
+        gradients = scattered(layout, parameters, home.replicas, exchange, channel + 1, pool=pool)
     elif home.trains:
         whole = OffloadedWholeGradients if is_offloaded else WholeGradients
         gradients = whole(

@@ -93,11 +93,6 @@ class OffloadedBuckets:
         wholes = sum(owners.num_bytes for owners in self._owners)
         return wholes + masters + sum(_num_numbers(bucket) * bucket.home.dtype.itemsize for bucket in self.buckets)
 
-    @property
-    def away_bytes(self) -> int:
-        """What lives on the host is counted as the bucket's where it is: nothing has to be taken off."""
-        return 0
-
     def move_in(self, copies: CopyStreams) -> None:
         """Take the host's memory."""
         self._leaving = DeferredFree(DEFERRED_FREE_BYTES)
@@ -107,9 +102,6 @@ class OffloadedBuckets:
                 bucket.gradients.move_in(copies, self._leaving)
         for owners in self._owners:
             owners.move_in(copies, self._leaving)
-
-    def begin_step(self) -> None:
-        """Buckets are told themselves."""
 
     def wait(self) -> None:
         """Wait until what is on the host is the newest."""

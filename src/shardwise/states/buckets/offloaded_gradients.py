@@ -205,7 +205,7 @@ class OffloadedScatteredGradients(ScatteredGradients):
         for ticket, lent, is_first in sums:
             ticket.wait()
             own = lent.view(self.replicas.shard.size, -1)[self.replicas.shard.rank].clone()
-            self._loans.give_back(lent)
+            self._pool.give_back(lent)
             self.host.send(own, slice(0, len(own)), own) if is_first else self.host.add(own)
 
     def finish(self, step: int) -> None:  # noqa: ARG002 - there is one version of the weights

@@ -34,7 +34,7 @@ class Reducer:
         self,
         buckets: Sequence[Bucket],
         schedule: Schedule,
-        rank: int,
+        ranks: Sequence[int],
         *,
         scatters: bool,
         listens: bool,
@@ -44,7 +44,7 @@ class Reducer:
     ) -> None:
         self._buckets, self._scatters = buckets, scatters
         self._on_start, self._on_pass, self._is_final = on_start, on_pass, is_final
-        order = schedule.orders[rank]
+        order = [each for rank in ranks for each in schedule.orders[rank]]
         last: dict[tuple[int, int], Instruction] = {}
         for instruction in order:
             for part in instruction.parts:

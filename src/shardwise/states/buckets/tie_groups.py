@@ -12,7 +12,6 @@ import torch.distributed as dist
 from shardwise.ranks.collectives import Group
 from shardwise.schedule.placement import Placement
 from shardwise.stages.stage import Split
-from shardwise.states.tied_gradients import names_of_ties
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,4 +47,26 @@ def make_ties(placement: Placement, split: Split, pipelines: Sequence[Sequence[i
             if rank in ranks and handle is not None:
                 group = Group(handle)
         found.append(Tie(names=names, group=group, is_copy=not set(names) & set(split.ties)))
+    return found
+
+
+def names_of_ties(placement: Placement, split: Split) -> list[tuple[str, ...]]:
+    """For each tie of a placement, the parameters that its stages share.
+
+    A tie that is one parameter's (a head tied to its embedding) has that parameter; a tie of whole copies of a stage
+    has all others of that stage.
+    """
+    count, copies = split.num_stages, len(placement.pipes)
+    shared: dict[tuple[int, ...], list[str]] = {}
+    for name, stages in split.ties.items():
+        group = tuple(sorted(stage + copy * count for stage in stages for copy in range(copies)))
+        shared.setdefault(group, []).append(name)
+    found = []
+    for tie in placement.ties:
+        if tie in shared:
+            found.append(tuple(shared[tie]))
+        else:
+            stage = split.stages[tie[0] % count]
+            names = stage.parameters if stage is not None else ()
+            found.append(tuple(name for name in names if name not in split.ties))
     return found

@@ -26,14 +26,21 @@ class UnusedParameters:
     def __init__(self, buckets: Sequence[Bucket], ties: Sequence[Tie], exchange: Exchange) -> None:
         self._exchange = exchange
         by_group: dict[Replicas, list[Bucket]] = {}
+        #: What one replica alone has: it asks nobody.
+        self._alone = [bucket for bucket in buckets if bucket.home.replicas.count == 1]
         for bucket in buckets:
-            by_group.setdefault(bucket.home.replicas, []).append(bucket)
+            if bucket.home.replicas.count > 1:
+                by_group.setdefault(bucket.home.replicas, []).append(bucket)
         self._groups = [
             (Replicas(shard=_uncounted(replicas.shard), copies=_uncounted(replicas.copies)), mine)
             for replicas, mine in by_group.items()
         ]
         self._ties = [
-            (number, _uncounted(tie.group), [bucket for bucket in buckets if bucket.home.tie == number])
+            (
+                number,
+                _uncounted(tie.group),
+                [bucket for bucket in buckets if bucket.home.tie == number and bucket.local is None],
+            )
             for number, tie in enumerate(ties)
         ]
         self._asked: list[tuple[Tensor, list[Ticket]]] = []
@@ -47,13 +54,13 @@ class UnusedParameters:
 
     def read(self) -> Mapping[Bucket, list[bool]]:
         """The answers, with those of tied stages."""
-        used: dict[Bucket, list[bool]] = {}
+        used: dict[Bucket, list[bool]] = {bucket: list(bucket.trained.used) for bucket in self._alone}
         for (flags, tickets), (_, buckets) in zip(self._asked, self._groups, strict=True):
             for ticket in tickets:
                 ticket.wait()
             used |= _answers(flags, buckets)
         for number, group, buckets in self._ties:
-            if buckets:
+            if buckets and group.size > 1:
                 flags = _flags([used[bucket] for bucket in buckets], buckets[0].home.device)
                 self._exchange.sum_to_all(flags, group, _TIES + number).wait()
                 used |= _answers(flags, buckets)

@@ -49,13 +49,19 @@ class Weights:
     ) -> None:
         self.layout, self.parameters, self.is_sharded = layout, parameters, is_sharded
         self._group, self._exchange, self._channel = group, exchange, channel
-        self._flat = parameters[0].new_zeros(layout.length, dtype=dtype, requires_grad=False)
-        for slot, parameter in zip(layout.slots, parameters, strict=True):
-            place = self._flat[slot.start : slot.stop].view(slot.shape)
-            place.copy_(parameter.data)
-            # Through `data`: what is written to the bucket must not count as written to the parameter, of which
-            # autograd may have saved the old numbers, to find the same ones there later.
-            parameter.data = place
+        only = parameters[0].data
+        # One alone is a run of memory already, if it has all of its own.
+        is_own = only.is_contiguous() and only.untyped_storage().nbytes() == layout.length * dtype.itemsize
+        if len(parameters) == 1 and is_own and only.dtype is dtype:
+            self._flat = only.view(-1)
+        else:
+            self._flat = only.new_zeros(layout.length, dtype=dtype)
+            for slot, parameter in zip(layout.slots, parameters, strict=True):
+                place = self._flat[slot.start : slot.stop].view(slot.shape)
+                place.copy_(parameter.data)
+                # Through `data`: what is written to the bucket must not count as written to the parameter, of which
+                # autograd may have saved the old numbers, to find the same ones there later.
+                parameter.data = place
         own = self._flat.view(group.size, -1)[group.rank]
         #: What this rank keeps, and its optimizer writes.
         self.shard: Tensor = own.clone() if is_sharded else own

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.engine.mesh_engine import MeshEngine
-from shardwise.engine.trainer import Trainer
+from shardwise.engine.engine import Engine
 from shardwise.sharding.tensor.shards import places as places_of_runs
 from shardwise.training.checkpoint.boxes import Box, Places, all_places, views
 
@@ -56,7 +55,7 @@ class Updated(NamedTuple):
 class Held:
     """The parts of an engine. `shapes` are the whole shapes of the module's state, from before it was cut."""
 
-    def __init__(self, engine: Trainer, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, engine: Engine, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._engine, self.shapes = engine, shapes
 
     @property
@@ -69,33 +68,24 @@ class Held:
 
     def weights(self) -> Iterator[Part]:
         """Parameters and saved buffers."""
-        engine = self._engine
-        in_buckets: set[str] = set()
-        if isinstance(engine, MeshEngine):
-            in_buckets = {slot.name for bucket in engine.data.buckets for slot in bucket.layout.slots}
-            for name, shape, start, numbers in engine.data.pieces():
-                yield from self._parts(name, numbers, tuple(shape), start)
-        for name, held in engine.numbers.items():
+        engine, data = self._engine, self._engine.states.data
+        in_buckets = {slot.name for bucket in data.buckets for slot in bucket.layout.slots}
+        for name, shape, start, numbers in data.pieces():
+            yield from self._parts(name, numbers, tuple(shape), start)
+        for name, held in engine.parameters.items():
             if name not in in_buckets:
-                yield from self._parts(name, held, tuple(held.shape))
+                yield from self._parts(name, held.detach(), tuple(held.shape))
         for name, buffer in engine.buffers.items():
             if name in self.shapes:
                 yield from self._parts(name, buffer, tuple(buffer.shape))
 
     def updated(self) -> Iterator[Updated]:
         """The weights that optimizers have."""
-        engine = self._engine
-        if isinstance(engine, MeshEngine):
-            for each in engine.data.updated:
-                local = tuple(each.weight.shape if each.is_joined else engine.data.shape_of(each.name))
-                places = self._places(each.name, joined=each.is_joined)
-                yield Updated(each.name, self.shapes[each.name], local, each.start, places, each.weight, each.optimizer)
-            return
-        names = {each: name for name, each in engine.parameters.items()}
-        for optimizer in engine.optimizers:
-            for weight in [each for group in optimizer.param_groups for each in group["params"]]:
-                shape = tuple(weight.shape)
-                yield Updated(names[weight], shape, shape, 0, all_places(shape), weight, optimizer)
+        data = self._engine.states.data
+        for each in data.updated:
+            local = tuple(each.weight.shape if each.is_joined else data.shape_of(each.name))
+            places = self._places(each.name, joined=each.is_joined)
+            yield Updated(each.name, self.shapes[each.name], local, each.start, places, each.weight, each.optimizer)
 
     def optimizer_states(self) -> Iterator[Part]:
         """What the optimizers remember. What has no number for each of a weight's is whole wherever the weight is."""
@@ -111,16 +101,12 @@ class Held:
     def settle(self) -> None:
         """Finish what is under way, before parts are read."""
         self._engine.flush()
-        if isinstance(self._engine, MeshEngine):
-            self._engine.data.exchange.settle()
+        self._engine.states.data.exchange.settle()
 
     def take_over(self) -> None:
         """Weights have been written to: bring them to whoever has copies."""
-        engine = self._engine
-        if isinstance(engine, MeshEngine):
-            engine.data.load({})
-        else:
-            engine.load_state_dict(engine.state_dict(sharded=True))
+        self._engine.states.data.load({})
+        self._engine.states.begin_stream()
 
     def _parts(self, name: str, numbers: Tensor, local: tuple[int, ...], start: int = 0) -> Iterator[Part]:
         for box, view in views(numbers, local, start, self._places(name)):
@@ -129,10 +115,8 @@ class Held:
     def _places(self, name: str, *, joined: bool = False) -> list[Places]:
         """Where the indices of a rank's own tensor lie in the whole: cut over tensor parallel ranks first, then over
         the ranks that share experts out."""
-        places, engine = all_places(self.shapes[name]), self._engine
-        if not isinstance(engine, MeshEngine):
-            return places
-        tensor, experts = engine.tensor, engine.experts
+        places = all_places(self.shapes[name])
+        tensor, experts = self._engine.sharded.tensor, self._engine.sharded.experts
         if tensor is not None and not joined and name in tensor.shards:
             shards = tensor.of(name)
             if shards.dim is not None:

@@ -8,7 +8,7 @@ from shardwise.training.recipe import OptimizerChoice
 _LAST_PART = 0.2
 
 
-def rate_at(step: int, num_steps: int, choice: OptimizerChoice) -> float:
+def learning_rate_at(step: int, num_steps: int, choice: OptimizerChoice) -> float:
     """The rate of a step, counted from 0.
 
     cosine   /‾‾\\__        linear   /\\.        constant  /‾‾‾‾‾        wsd   /‾‾‾‾\\

@@ -10,7 +10,7 @@ from shardwise.training.data.rows import Batch
 _NUM_AHEAD = 2
 
 
-class ReadAhead:
+class Prefetcher:
     """The batches of steps `first` and on, in order. An error while reading is raised where the batch is asked for."""
 
     def __init__(self, read: Callable[[int], Batch], first: int, last: int) -> None:
@@ -20,7 +20,7 @@ class ReadAhead:
         self._thread = threading.Thread(target=self._work, name="shardwise-data", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> "ReadAhead":
+    def __enter__(self) -> "Prefetcher":
         return self
 
     def __exit__(

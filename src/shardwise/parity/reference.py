@@ -20,7 +20,7 @@ from shardwise.stages.stage import Batch
 from shardwise.torch_private import BatchNormModule
 
 
-def train_alone(problem: Problem, plan: Plan, looks: Looks = "every step") -> Course:
+def train_reference(problem: Problem, plan: Plan, looks: Looks = "every step") -> Course:
     """Train on one device, with the microbatches of a plan.
 
     A plan whose gradients are a step old (pipedream-2bw) has them here too: those of step t are of the weights before

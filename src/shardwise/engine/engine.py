@@ -1,0 +1,254 @@
+"""The engine: a schedule run over stages, step by step, with states that live where the plan has them.
+
+batch ── rows of this replica (dp) ── microbatches ── tokens of this rank (cp) ──┐
+                                                                                executor (pp)
+module ── its part of layers (tp) ── its experts (ep) ── its stages (pp) ────────┘     │
+                                                       REDUCE, GATHER, RELEASE: states (dp, ZeRO, host)
+
+It is the same for one process, for a pipeline and for a mesh. What differs is in what it is put together from
+(`assemble.py`): executors that run one rank or all, and wires to others or to nobody.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import nullcontext
+from time import perf_counter
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.engine.move_experts import rebalance
+from shardwise.engine.parts import Execution, States
+from shardwise.engine.sharded import Sharded
+from shardwise.execution.interpreter import Tally
+from shardwise.execution.local import Record
+from shardwise.planner.plan import Plan
+from shardwise.ranks.wires import Wires
+from shardwise.schedule.schedule import Schedule
+from shardwise.sharding.expert.load import Loads
+from shardwise.sharding.expert.sharding import ExpertSharding
+from shardwise.stages.batch import shapes_of
+from shardwise.stages.stage import Batch, Split
+from shardwise.trace.events import Trace
+
+
+class Engine:
+    """Trains a module under a plan. Where ranks are processes, each has one and all call it alike.
+
+    `parameters` and `buffers` are those that this process holds. After a step `gradient_norm` is that of the whole
+    batch's gradient before it was clipped, if it was to be. A step whose loss or norm is not finite leaves the weights
+    alone, and `was_finite` says so.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: Plan,
+        split: Split,
+        schedule: Schedule,
+        *,
+        execution: Execution,
+        states: States,
+        sharded: Sharded,
+        wires: Wires,
+        owns_wires: bool,
+    ) -> None:
+        self.module, self.plan, self.split, self.schedule = module, plan, split, schedule
+        self.parameters, self.buffers = states.parameters, states.buffers
+        self.execution, self.states, self.sharded, self.wires = execution, states, sharded, wires
+        self._owns_wires, self._has_attended = owns_wires, False
+        #: How many steps have been begun: masks of dropout depend on it. One that goes on with a training sets it.
+        self.num_steps = 0
+        self.loads = Loads(module, sharded.experts, wires.sum, num_alike=plan.tp)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of the pipeline that this process runs."""
+        return self.wires.ranks
+
+    @property
+    def experts(self) -> ExpertSharding | None:
+        """How experts lie on ranks, where they are shared out or have replicas."""
+        return self.sharded.experts
+
+    @property
+    def gradient_norm(self) -> float | None:
+        return self.states.update.gradient_norm
+
+    @property
+    def was_finite(self) -> bool:
+        return self.states.update.was_finite
+
+    @property
+    def trace(self) -> Trace | None:
+        """What happened on all ranks in the last step that was recorded."""
+        return self.execution.recorder.trace
+
+    def train_step(self, batch: Batch, *, trace: bool = False, data_wait: float = 0.0) -> float:
+        """Take one step on a batch, the same on every rank, and return its loss. With `trace` it is recorded.
+
+        `data_wait` are seconds that the caller has just stood still for the batch: a recorded step begins with them.
+        """
+        begin, execution = perf_counter(), self.execution
+        recording = execution.recorder.start() if trace else None
+        record = None if recording is None else recording.note
+        self.states.begin_step()
+        with self.wires.told_to_all():
+            microbatches, signature = execution.batches.cut(batch), ("train", shapes_of(batch))
+            if execution.dropouts is not None:
+                place = execution.batches.place(batch, microbatches[0], self.num_steps)
+                execution.dropouts.take(microbatches, place)
+            self.num_steps += 1
+            with execution.recorder.listening(recording, signature):
+                if self.states.stream is not None:
+                    tally = self.states.stream.train_step(microbatches, signature, record)
+                    start = perf_counter()
+                else:
+                    tally = self._run(True, microbatches, signature, record)
+                    start = perf_counter()
+                    self.states.update.finish(0)
+                    self.states.update.take(tally)
+                end = perf_counter()
+        if recording is not None:
+            execution.recorder.end(recording, signature, step=(start, end), begin=begin, data_wait=data_wait)
+        return tally.mean
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> float:
+        """Return the loss of a batch in evaluation mode; nothing changes."""
+        self.flush()
+        training = [each for each in self.module.modules() if each.training]
+        self.module.eval()
+        try:
+            with self.wires.told_to_all():
+                microbatches = self.execution.batches.cut(batch)
+                return self._run(False, microbatches, ("evaluate", shapes_of(batch)), None).mean
+        finally:
+            for each in training:
+                each.training = True
+
+    def _run(self, trains: bool, microbatches: list[Batch], signature: Hashable, record: Record | None) -> Tally:
+        """Run a step or an evaluation from beginning to end, and return the loss of the whole batch."""
+        execution = self.execution
+        executor = execution.trainer if trains else execution.evaluator
+        with self.states.statistics.shared() if trains and self.states.shares_statistics else nullcontext():  # type: ignore[union-attr]
+            tally = execution.losses.of(executor.run(microbatches, signature=signature, record=record))
+        if self.sharded.context is not None and not self._has_attended:
+            self.sharded.check_attention(self.module, self.wires)
+            self._has_attended = True
+        return tally
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients of the last step as the optimizer was given them, whole, by original names, on every rank."""
+        self.flush()
+        return self.states.module.gradients()
+
+    def state_dict(self, *, sharded: bool = False) -> dict[str, Any]:
+        """Parameters and buffers under the names of the original module: whole, all of them on every rank.
+
+        Or, `sharded`, the parts that this rank has of those of its stages. A tied parameter is there under each of its
+        names. The tensors are the engine's own where it holds them whole.
+        """
+        self.flush()
+        return self.states.module.part() if sharded else self.states.module.whole()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take weights and buffers from a state, of the whole module or of at least what this process holds."""
+        self.flush()
+        with self.wires.told_to_all():
+            self.states.module.load(state)
+        self.states.begin_stream()
+
+    @property
+    def numbers(self) -> dict[str, Tensor]:
+        """Those of the parameters that this process holds, by name, each where it lives. First `flush`."""
+        return self.states.module.numbers()
+
+    def assembled(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors by original names, from what each process has of those that it holds. All call it alike."""
+        return self.states.module.assembled(parts)
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """Those of this process."""
+        return self.states.data.optimizers
+
+    def optimizer_state_dict(self, *, sharded: bool = False) -> dict[str, Any]:
+        """What the optimizers remember, under the names of the original module: see `states/optimizers/state.py`.
+
+        Whole, all of it on every rank; or of the parts that this rank has of the parameters of its stages. It can be
+        loaded under any other plan.
+        """
+        self.flush()
+        return self.states.optimizers.part() if sharded else self.states.optimizers.whole()
+
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what an optimizer remembered, of all parameters or of at least those that this process holds."""
+        self.flush()
+        with self.wires.told_to_all():
+            self.states.optimizers.load(state)
+
+    @property
+    def host_bytes(self) -> int:
+        """What this process keeps on the host now, beside its device."""
+        return 0 if self.states.host is None else self.states.host.num_bytes
+
+    def home_of(self, weight: nn.Parameter) -> torch.device:
+        """Where the state of a weight lives that an optimizer of this process has."""
+        return self.states.home_of(weight)
+
+    def expert_load(self) -> dict[str, list[int]]:
+        """By layer, how often each expert was chosen in training since the last call, in the batches of all ranks.
+
+        That is the same on every rank. All call it alike, between steps.
+        """
+        with self.wires.told_to_all():
+            return self.loads.told()
+
+    def rebalance_experts(self, *, gain: float = 0.05) -> dict[str, int]:
+        """Place experts by the load that was measured since the last call; how many moved, by layer.
+
+        Weights and all that optimizers remember go along, and training does not notice. A layer is left alone unless
+        its most loaded rank gets more than `gain` less to do. All ranks call this alike, between steps.
+        """
+        if self.sharded.experts is None:
+            return {}
+        with self.wires.told_to_all():
+            moved = rebalance(self.sharded.experts, self.loads, gain, self.states)
+        self.loads.begin_anew()
+        return moved
+
+    def flush(self) -> None:
+        """Finish what is under way: then the weights are the newest, and state that lives on the host is there.
+
+        `evaluate`, `state_dict` and `load_state_dict` do this themselves. Every rank calls it.
+        """
+        if self.states.stream is not None:
+            with torch.enable_grad(), self.wires.told_to_all():
+                self.states.stream.flush()
+        if self.states.host is not None:
+            self.states.host.wait()
+
+    def close(self) -> None:
+        """Let go of what the engine keeps beside the module; and of its wires, if it has made them."""
+        self.flush()
+        if self.states.host is not None:
+            self.states.host.close()
+        if self.sharded.context is not None:
+            self.sharded.context.detach()
+        self.states.data.close()
+        if self.execution.transport is not None:
+            self.execution.transport.close()
+        if self._owns_wires:
+            self.wires.close()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, story: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()

@@ -1,0 +1,73 @@
+"""The loss of the whole batch, from what each process has seen of it."""
+
+from collections.abc import Callable, Sequence
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.execution.interpreter import Interpreter, Tally
+from shardwise.ranks.wires import Wires
+
+
+class LossSum:
+    """Last stages have seen the loss, each of its rows and tokens, tensor parallel ranks (`num_alike`) the same.
+
+    All processes add up once in a step, each as soon as it can. `waits` says whether what else they tell each other in
+    a step has to come first: then the sum is begun at its end.
+    """
+
+    def __init__(
+        self, wires: Wires, interpreters: Sequence[Interpreter], *, num_alike: int, waits: Callable[[], bool]
+    ) -> None:
+        self._wires, self._interpreters = wires, interpreters
+        self._num_alike, self._waits = num_alike, waits
+        #: The sum of this step's loss over all processes, if it has been begun.
+        self._under_way: tuple[Tensor, Any] | None = None
+
+    def of(self, tally: Tally) -> Tally:
+        """The loss of the whole batch."""
+        if self._wires.watch is None:
+            return tally
+        numbers, work = self._under_way or self._start(tally)
+        self._under_way = None
+        self._wires.watch.wait(work, "the sum of the loss")
+        return self._read(numbers)
+
+    def find(self) -> Tally | None:
+        """The same while a step goes on: None if it is not known yet."""
+        if self._wires.watch is None:
+            return self._seen_here()
+        if self._under_way is None:
+            tally = None if self._waits() else self._seen_here()
+            if tally is None:
+                return None
+            self._under_way = self._start(tally)
+        numbers, work = self._under_way
+        return self._read(numbers) if work.is_completed() else None
+
+    def find_count(self) -> float | None:
+        """What the gradients of this step will be divided by, once its loss is known; None for one that is not finite.
+
+        Asked while its last backwards go on.
+        """
+        tally = self.find()
+        return tally.count if tally is not None and tally.count and isfinite(tally.mean) else None
+
+    def _seen_here(self) -> Tally | None:
+        total = Tally()
+        for interpreter in self._interpreters:
+            tally = interpreter.find_tally(0)
+            if tally is None:
+                return None
+            total.add(tally)
+        return total
+
+    def _start(self, tally: Tally) -> tuple[Tensor, Any]:
+        numbers = torch.tensor([tally.total, tally.count], dtype=torch.float64)
+        return numbers, self._wires.start_sum(numbers)
+
+    def _read(self, numbers: Tensor) -> Tally:
+        total, count = (numbers / self._num_alike).tolist()
+        return Tally(total=total, count=count)

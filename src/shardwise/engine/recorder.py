@@ -1,0 +1,140 @@
+"""Steps that are recorded: what the ranks of this process noted, told to all processes by one clock."""
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from shardwise.execution.device_clock import clock_of
+from shardwise.execution.interpreter import Interpreter
+from shardwise.execution.memory_by_owner import GRADIENTS, OPTIMIZER, PARAMETERS, holdings_of
+from shardwise.execution.recording import RankNotes, Recording, listening_to
+from shardwise.execution.trace_gather import share_notes
+from shardwise.ranks.collectives import Group
+from shardwise.ranks.collectives import Traffic as GroupTraffic
+from shardwise.ranks.transport import ProcessTransport
+from shardwise.ranks.wires import Wires
+from shardwise.schedule.garbage import collection_paused
+from shardwise.schedule.schedule import Schedule
+from shardwise.stages.activation_bytes import KeptBytes
+from shardwise.states.data_parallel import DataParallel
+from shardwise.states.tiers.host import Host
+from shardwise.trace.events import Trace, Traffic
+
+
+class Recorder:
+    """Records steps of an engine. `trace` is that of the last."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        wires: Wires,
+        interpreters: Sequence[Interpreter],
+        transport: ProcessTransport | None,
+        *,
+        data: DataParallel,
+        host: Host | None,
+        held: Sequence[Tensor],
+    ) -> None:
+        self._schedule, self._wires, self._interpreters, self._transport = schedule, wires, interpreters, transport
+        self._data, self._host, self._held = data, host, held
+        self._recording: Recording | None = None
+        self._trace: Trace | None = None
+        #: What forwards keep of batches of each signature.
+        self._kept: dict[Hashable, KeptBytes] = {}
+        self._sent_before: list[tuple[Group, GroupTraffic]] = []
+
+    @property
+    def trace(self) -> Trace | None:
+        """What happened on all ranks in the last step that was recorded."""
+        if self._recording is not None:
+            self._trace, self._recording = self._recording.trace(), None
+        return self._trace
+
+    def start(self) -> Recording:
+        """Begin to record a step."""
+        return Recording(self._schedule, self._wires.mesh.pipelines, clock=clock_of(self._held))
+
+    @contextmanager
+    def listening(self, recording: Recording | None, signature: Hashable) -> Iterator[None]:
+        """Let a recording hear what goes on inside of instructions, and have counted what is not known to be kept."""
+        if recording is None:
+            yield
+            return
+        watch, groups = self._wires.watch, self._groups()
+        self._sent_before = [(each, each.traffic.copy()) for each in groups]
+        if self._transport is not None:
+            self._transport.sent.clear()
+        try:
+            for interpreter in self._interpreters:
+                interpreter.note_again = recording.note_again
+                # Of ranks that take turns no bytes are told.
+                counts = len(self._interpreters) == 1
+                interpreter.kept_bytes = self._kept.setdefault(signature, {}) if counts else None
+            if watch is not None:
+                watch.note, watch.note_beside = recording.note_wait, recording.note_beside
+            with listening_to(groups, recording):
+                yield
+        finally:
+            for interpreter in self._interpreters:
+                interpreter.note_again = interpreter.kept_bytes = None
+            if watch is not None:
+                watch.note = watch.note_beside = None
+
+    def end(
+        self, recording: Recording, signature: Hashable, *, step: tuple[float, float], begin: float, data_wait: float
+    ) -> None:
+        """A step has ended, whose update took from when to when: tell all processes what each has noted."""
+        for rank in self._wires.ranks:
+            recording.note_step(rank, *step)
+        recording.settle()
+        # So many small things at once would make the collector look through all of torch.
+        with self._wires.told_to_all(), collection_paused():
+            self._share(recording, (begin, step[1]), data_wait, self._kept.get(signature, {}))
+        self._recording = recording
+
+    def _share(self, recording: Recording, window: tuple[float, float], data_wait: float, kept: KeptBytes) -> None:
+        ranks = self._wires.ranks
+        if len(ranks) > 1:
+            # Ranks of one process take turns, and have no step of their own.
+            for rank in ranks:
+                recording.take(rank, recording.told_by(rank))
+            return
+        share_notes(
+            recording,
+            self._told(recording, window, data_wait, kept),
+            gather=self._wires.gather,
+            correction=self._wires.clock_correction(),
+            num_ranks=sum(map(len, self._wires.mesh.pipelines)),
+        )
+
+    def _told(self, recording: Recording, window: tuple[float, float], data_wait: float, kept: KeptBytes) -> RankNotes:
+        """What the one rank of this process tells of its step."""
+        rank, (place,) = self._wires.rank, self._wires.ranks
+        begin = window[0] - data_wait
+        held = holdings_of(rank, recording.ran_by(place), begin=begin, state=self._state_bytes(), kept=kept)
+        sent = self._traffic(rank, recording)
+        return recording.told_by(place, window, data_wait=data_wait, holdings=held, traffic=sent)
+
+    def _traffic(self, rank: int, recording: Recording) -> Iterator[Traffic]:
+        """What this rank has sent in the step."""
+        pipeline = recording.pipeline_of(rank)
+        for target, (num_messages, num_bytes) in {} if self._transport is None else self._transport.sent.items():
+            yield Traffic(rank, pipeline[target], "values", num_messages, num_bytes)
+        for group, before in self._sent_before:
+            for kind, count in (group.traffic.calls - before.calls).items():
+                yield Traffic(rank, None, kind, count, group.traffic.bytes[kind] - before.bytes[kind])
+
+    def _groups(self) -> list[Group]:
+        """All that this rank sends in, but for its pipeline."""
+        replicas = [bucket.home.replicas for bucket in self._data.buckets]
+        every = [*self._wires.mesh.groups.values(), *(each for pair in replicas for each in (pair.shard, pair.copies))]
+        return list({id(each): each for each in every if each.handle is not None}.values())
+
+    def _state_bytes(self) -> dict[str, int]:
+        """What this process holds of the model's state, by owner, on its device."""
+        held = self._data.held()
+        in_buckets = {id(each) for bucket in self._data.buckets for each in bucket.weights.parameters}
+        others = sum(each.nbytes for each in self._held if id(each) not in in_buckets)
+        hosted = 0 if self._host is None or self._host.states is None else self._host.states.num_bytes
+        return {PARAMETERS: held.parameters + others, GRADIENTS: held.gradients, OPTIMIZER: held.optimizer - hosted}

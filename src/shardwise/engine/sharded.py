@@ -1,0 +1,101 @@
+"""What this rank has of every layer: its part of the matrices (tp), of the experts (ep), of the sequences (cp)."""
+
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.engine.prepare import Options
+from shardwise.errors import ShardwiseError
+from shardwise.planner.plan import Plan
+from shardwise.ranks.mesh import Mesh
+from shardwise.ranks.wires import Wires
+from shardwise.sharding.context.parallel import ContextParallel
+from shardwise.sharding.expert.shard import shard_experts
+from shardwise.sharding.expert.sharding import ExpertSharding
+from shardwise.sharding.tensor.shard import shard
+from shardwise.sharding.tensor.sharding import Sharding
+from shardwise.sharding.tensor.shards import Shards
+from shardwise.stages.batch import home_of
+from shardwise.stages.stage import Batch
+
+
+class Sharded:
+    """Cuts a module in place, whole layers first: stages are cut from what is left of them.
+
+    With `tensor` or `experts` it makes whole parameters from parts, and parts of whole ones. All ranks call it alike.
+    """
+
+    def __init__(self, module: nn.Module, plan: Plan, mesh: Mesh, microbatch: Batch, options: Options) -> None:
+        self._plan, self._mesh = plan, mesh
+        self.tensor = self._shard(module, microbatch, options) if plan.tp > 1 else None
+        self.context: ContextParallel | None = None
+        #: How experts lie on ranks, where they are shared out or have replicas.
+        self.experts: ExpertSharding | None = None
+        if plan.dp * plan.cp > 1:
+            self.experts = shard_experts(module, mesh, real=self._real_tokens)
+
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether this rank has parts of parameters."""
+        return self.tensor is not None or bool(self.experts is not None and self.experts.parameters)
+
+    def attach_context(self, module: nn.Module, options: Options) -> ContextParallel | None:
+        """Let attention see what other ranks have of a sequence."""
+        if self._plan.cp == 1:
+            return None
+        self.context = ContextParallel(
+            self._mesh.group("cp"),
+            form=cast(Literal["ring", "all-to-all"], self._plan.context),
+            positions=options.positions,
+            entries=options.entries,
+            masks=options.masks,
+        )
+        self.context.attach(module)
+        return self.context
+
+    def check_attention(self, module: nn.Module, wires: Wires) -> None:
+        """A module whose attention was not found would see the tokens of one rank alone, and train without a word."""
+        assert self.context is not None, "sequences are whole"
+        numbers = torch.tensor([self.context.num_calls], dtype=torch.float64)
+        wires.sum(numbers, "the number of attentions")
+        if not numbers.any():
+            raise ShardwiseError(
+                f"no attention of {type(module).__name__} was found, so tokens would see those of one rank alone",
+                remedy="torch.nn.functional.scaled_dot_product_attention in the module, or cp=1",
+            )
+
+    def of(self, name: str) -> Any:
+        """How one lies on tensor parallel ranks; its `shape` is that of the whole, with the experts of all ranks."""
+        if self.tensor is not None:
+            return self.tensor.of(name)
+        assert self.experts is not None, "without parts nothing is asked"
+        return Shards(shape=tuple(self.experts.twin.get_parameter(name).shape))
+
+    def gather(self, name: str, local: Tensor) -> Tensor:
+        """The whole of a parameter, or of anything that lies like it, from the parts of all ranks."""
+        part = local if self.experts is None else self.experts.gather(name, local)
+        return part if self.tensor is None else self.tensor.gather(name, part)
+
+    def local(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of it."""
+        part = whole if self.tensor is None else self.tensor.local(name, whole)
+        return part if self.experts is None else self.experts.local(name, part)
+
+    def _shard(self, module: nn.Module, microbatch: Batch, options: Options) -> Sharding:
+        """Keep this rank's part of every layer that comes apart."""
+        sharding = shard(
+            module,
+            self._mesh,
+            options.tensor,
+            sequence=self._plan.sp,
+            example=microbatch,
+            num_chunks=options.tensor_chunks,
+        )
+        if any(each.is_meta for each in module.parameters()):
+            sharding.materialise(module, seed=options.seed, device=home_of(microbatch))
+        return sharding
+
+    def _real_tokens(self) -> Tensor | None:
+        """Of this rank's tokens of the sequences that are being computed, which are not added to make them divide."""
+        return None if self.context is None else self.context.real_tokens()

@@ -1,0 +1,203 @@
+"""All that connects a process with the others of its plan, made once: groups, a watch, a clock.
+
+An engine is given its wires and does not ask whether there are others. Alone, a sum is what was given, what all give is
+what this process gives, and nobody has to be told of an error.
+
+    wires = make_wires(plan)                              in every process of the plan, alike
+    first = parallelize(module, plan, ..., wires=wires)   several engines may use the same, one after the other
+    second = parallelize(other, plan, ..., wires=wires)
+    wires.close()                                         an engine closes wires that it has made itself
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.planner.plan import Plan
+from shardwise.ranks.clocks import SharedClock
+from shardwise.ranks.collectives import Group
+from shardwise.ranks.faults import LIMIT_SECONDS, PipelineWatch, Waiter, Watch
+from shardwise.ranks.links import Link, connect, is_on_nccl, make_groups, make_links
+from shardwise.ranks.mesh import Mesh, lone_mesh, make_mesh
+from shardwise.ranks.replicas import Replicas, make_replicas
+from shardwise.ranks.transport import ProcessTransport
+
+
+class Wires(Protocol):
+    """What an engine has of other processes. All of them call it alike."""
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of the pipeline that this process runs: its own, or all."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """This process in the world."""
+        ...
+
+    @property
+    def watch(self) -> Watch | None:
+        """What is told where this process stands, where there are others."""
+        ...
+
+    @property
+    def dense(self) -> Replicas:
+        """The ranks that hold the same dense weights."""
+        ...
+
+    @property
+    def experts(self) -> Replicas:
+        """The ranks that hold the same experts."""
+        ...
+
+    def connect(self, ties: Iterable[Group], device: torch.device) -> None:
+        """Connect all groups, and those of ties, before a step asks for them: ranks come to them at different times."""
+        ...
+
+    def told_to_all(self) -> Any:
+        """A context: the others are told of an error before it goes on to the caller."""
+        ...
+
+    def start_sum(self, numbers: Tensor) -> Any:
+        """Begin to add up numbers of the CPU over all processes, in place; None if they are the sum."""
+        ...
+
+    def sum(self, numbers: Tensor, what: str) -> None:
+        """Add up numbers of the CPU over all processes, in place."""
+        ...
+
+    def gather(self, given: Any, group: str | None = None) -> list[Any]:
+        """What each process gives; with a name, each of this one's group of the mesh."""
+        ...
+
+    def clock_correction(self) -> float:
+        """Seconds to add to this process's clock to have that of all."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class OneProcess:
+    """No others: this process runs every rank of a pipeline, or the one that there is."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.mesh = lone_mesh(plan)
+        self.ranks = tuple(range(plan.pp))
+        self.rank = 0
+        self.watch: Watch | None = None
+        self.dense = self.experts = Replicas(shard=Group())
+
+    def connect(self, ties: Iterable[Group], device: torch.device) -> None:
+        """There is nobody to connect with."""
+
+    def told_to_all(self) -> Any:
+        return nullcontext()
+
+    def start_sum(self, numbers: Tensor) -> Any:  # noqa: ARG002 - they are the sum
+        return None
+
+    def sum(self, numbers: Tensor, what: str) -> None:
+        """They are the sum."""
+
+    def gather(self, given: Any, group: str | None = None) -> list[Any]:  # noqa: ARG002 - every group is this process
+        return [given]
+
+    def clock_correction(self) -> float:
+        return 0.0
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
+class ManyProcesses:
+    """One rank of a plan in each process of the default group. Every one of them makes its own, at the same time."""
+
+    def __init__(self, plan: Plan, *, limit_seconds: float = LIMIT_SECONDS) -> None:
+        self.mesh = make_mesh(plan)
+        self.rank = dist.get_rank()
+        self.ranks = (self.mesh.coordinates["pp"],)
+        self.watch: Watch = Watch(self.rank, dist.get_world_size(), limit_seconds=limit_seconds)
+        # Numbers that all ranks add up or tell each other have a group of their own: one that is given up on must not
+        # take another's with it.
+        self._everybody: Any = dist.new_group(backend="gloo")
+        self.watch.guard(self._everybody)
+        self._clock: SharedClock | None = SharedClock(self._everybody, self.watch)
+        self.dense = make_replicas(self.mesh.ranks("gradients"), shard_size=plan.zero_group)
+        self.experts = make_replicas(self.mesh.ranks("expert_gradients")) if plan.ep > 1 else self.dense
+        self._groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+        self._links: dict[frozenset[Link], dict[Link, dist.ProcessGroup]] = {}
+
+    @property
+    def waiter(self) -> Waiter:
+        """The watch as this rank's pipeline sees it."""
+        return PipelineWatch(self.watch, self.mesh.ranks("pp"))
+
+    def make_transport(self, links: Iterable[Link], device: torch.device) -> ProcessTransport:
+        """What moves values over these links of the pipeline."""
+        if self._groups is None:
+            self._groups = make_groups(self.mesh.pipelines)
+        made = None
+        if is_on_nccl(device):
+            wanted = frozenset(links)
+            if wanted not in self._links:
+                self._links[wanted] = make_links(wanted, self.mesh.pipelines, device=device)
+            made = self._links[wanted]
+        return ProcessTransport(self._groups, device=device, links=made, watch=self.waiter)
+
+    def connect(self, ties: Iterable[Group], device: torch.device) -> None:
+        replicas = [each for pair in (self.dense, self.experts) for each in (pair.shard, pair.copies)]
+        connect([*self.mesh.groups.values(), *replicas, *ties], device)
+
+    @contextmanager
+    def told_to_all(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self.watch.fail(error)
+            raise
+
+    def start_sum(self, numbers: Tensor) -> Any:
+        return dist.all_reduce(numbers, group=self._everybody, async_op=True)
+
+    def sum(self, numbers: Tensor, what: str) -> None:
+        self.watch.wait(self.start_sum(numbers), what)
+
+    def gather(self, given: Any, group: str | None = None) -> list[Any]:
+        among = self._everybody if group is None else self.mesh.group(group).handle
+        told = [None for _ in range(dist.get_world_size(among))]
+        self.watch.at("the gathering of what ranks hold")
+        try:
+            dist.all_gather_object(told, given, group=among)
+        except RuntimeError as error:
+            self.watch.explain(error)
+        return told
+
+    def clock_correction(self) -> float:
+        assert self._clock is not None, "the wires are closed"
+        return self._clock.correction()
+
+    def close(self) -> None:
+        """Stop watching the other ranks, and end what groups have: a thread and a connection for each other rank."""
+        self.watch.close()
+        # gloo ends them with the last name for the group.
+        self._everybody, self._clock, self._groups = None, None, None
+        self._links.clear()
+        while self.watch.guarded:
+            guarded = self.watch.guarded.pop()
+            if isinstance(guarded, dist.ProcessGroup):
+                dist.destroy_process_group(guarded)
+
+
+def make_wires(plan: Plan, *, limit_seconds: float = LIMIT_SECONDS) -> OneProcess | ManyProcesses:
+    """The wires of this process: of one of many where `torch.distributed` has several, else of one alone."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return ManyProcesses(plan, limit_seconds=limit_seconds)
+    return OneProcess(plan)

@@ -1,0 +1,26 @@
+"""The ranks of a run as processes of this machine."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from shardwise.errors import ShardwiseError
+from shardwise.ranks.faults import RankError
+from shardwise.ranks.spawn import Ranks
+from shardwise.training.job import Job
+from shardwise.training.stop import Forwarded
+
+RankNotes = TypeVar("RankNotes")
+
+
+def run_here(train_rank: Callable[[Job], RankNotes], job: Job, num_devices: int) -> RankNotes:
+    """Run a job on ranks of this machine. A mistake of the user's that one of them has found is told as it is."""
+    with Ranks(num_devices) as ranks, Forwarded(ranks) as stop:
+        try:
+            told: RankNotes = ranks.run(train_rank, job)[0]
+        except RankError as error:
+            if stop.has_ended(error):
+                stop.end()
+            if error.remedy is None:
+                raise
+            raise ShardwiseError(error.problem.partition("\n    Traceback")[0], remedy=error.remedy) from None
+    return told

@@ -1,0 +1,76 @@
+"""Checkpoints of a run: begun between two steps, written while the next ones go on."""
+
+from pathlib import Path
+from typing import Any
+
+from shardwise.training.checkpoint.index import find_last
+from shardwise.training.checkpoint.random import random_parts
+from shardwise.training.checkpoint.write import Writer
+from shardwise.training.folder import CHECKPOINTS
+from shardwise.training.job import Job
+from shardwise.training.outcome import StoppedError
+from shardwise.training.progress import Progress
+from shardwise.training.setup import Setup
+from shardwise.training.world import World
+
+
+class Saver:
+    """Saves a run on one rank. All ranks call it alike."""
+
+    def __init__(self, job: Job, world: World, setup: Setup, progress: Progress) -> None:
+        self._job, self._world, self._setup, self._progress = job, world, setup, progress
+        self._root = job.folder / CHECKPOINTS
+        self._writer = Writer(
+            self._root, rank=world.rank, num_ranks=world.size, keep=job.recipe.checkpoint.keep, gather=world.gather
+        )
+        self._saved = setup.step
+
+    def save(self, step: int) -> None:
+        """Begin to save, if this step is not saved yet."""
+        if step == self._saved:
+            return
+        held = self._setup.held
+        held.settle()
+        parts = [*held.weights(), *held.optimizer_states(), *random_parts(self._world)]
+        extra = {
+            "model": self._setup.model,
+            "data": described_data(self._job, self._setup),
+            **self._setup.scale.state(),
+            **self._setup.balancer.state(),
+        }
+        self._warn(self._writer.save(step, parts, extra))
+        self._saved = step
+
+    def finish(self) -> None:
+        """Wait until what was begun is written."""
+        self._warn(self._writer.finish())
+
+    def find_last(self) -> Path | None:
+        """The newest checkpoint that is whole."""
+        return find_last(self._root)
+
+    def close(self) -> None:
+        """Let go of the writer's thread."""
+        self._writer.close()
+
+    def _warn(self, problem: str | None) -> None:
+        """Of a checkpoint that could not be written. All ranks were told of it."""
+        if problem is None:
+            return
+        last = find_last(self._root)
+        kept = "there is none before it" if last is None else f"{last.name} is still there"
+        if self._job.recipe.checkpoint.on_failure == "stop":
+            raise StoppedError(
+                f"{problem}; {kept}", remedy="room on the disk, then the same command goes on from there"
+            )
+        self._progress.warn(f"{problem}; {kept}, and training goes on")
+
+
+def described_data(job: Job, setup: Setup) -> dict[str, Any]:
+    """What a run says of its data."""
+    return {
+        "source": job.recipe.data.source,
+        "digest": setup.tokens.digest,
+        "num_tokens": setup.tokens.num_tokens,
+        "tokenizer": setup.tokens.tokenizer,
+    }

@@ -5,7 +5,14 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
+
+# A busy machine fails no test: how long an example takes, or takes to be made, is not looked at.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 # What needs torch is imported by those that use it: most tests of plans and schedules do without.
 if TYPE_CHECKING:

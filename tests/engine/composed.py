@@ -11,7 +11,9 @@ from torch.optim import AdamW
 from shardwise.engine.parallelize import parallelize
 from shardwise.errors import ShardwiseError
 from shardwise.stages.stage import Batch
+from tests.same import Trained, train
 from tests.stages.families import make_family
+from tests.stages.pieces import Net
 
 IGNORED = -100
 ROWS, LENGTH = 8, 8
@@ -81,6 +83,22 @@ def mean_under_cp() -> str:
     except ShardwiseError as error:
         return error.problem
     return "nothing"
+
+
+def train_net(plan: str, compile: str | bool = False) -> Trained:
+    """A few steps under a plan, by blocks as they are or compiled. The net is small, so that compiling it is quick."""
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+    ids = torch.randint(0, 11, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    batch = {"ids": ids[:, :-1], "labels": ids[:, 1:]}
+    engine = parallelize(
+        Net(num_blocks=4), plan, loss=_net_loss, optimizer=make_optimizer, example=batch, compile=compile
+    )
+    with engine:
+        return train(engine, [batch] * 3)
+
+
+def _net_loss(output: Tensor, batch: Batch) -> tuple[Tensor, int]:
+    return cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), reduction="sum"), batch["labels"].numel()
 
 
 class Looked(NamedTuple):

@@ -74,7 +74,7 @@ def batch(step: int) -> dict[str, Tensor]:
     return batch_of(8, 8, 53, step)
 
 
-def make_engine(plan: str, model: str, optimizer: str, seed: int = 0, compile: str | bool = False) -> Engine:
+def make_engine(plan: str, model: str, optimizer: str, seed: int = 0) -> Engine:
     return parallelize(
         make_module(model, seed),
         plan,
@@ -82,15 +82,7 @@ def make_engine(plan: str, model: str, optimizer: str, seed: int = 0, compile: s
         optimizer=OPTIMIZERS[optimizer],
         example=batch(0),
         clip=0.5,
-        compile=compile,
     )
-
-
-def train_under(plan: str, compile: str | bool = False) -> list[float]:
-    """The losses of a few steps under a plan, by blocks as they are or compiled."""
-    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
-    with make_engine(plan, "dense", "adamw", compile=compile) as engine:
-        return train(engine, 0, BEFORE + AFTER)
 
 
 def train(engine: Engine, first: int, count: int) -> list[float]:
@@ -144,20 +136,20 @@ def _optimizers(module: nn.Module, optimizer: str) -> list[Optimizer]:
 
 def settings_go_on(first: str, second: str) -> list[float]:
     """The learning rates after a load, where a schedule had lowered them."""
-    with make_engine(first, "dense", "adamw") as engine:
+    with make_engine(first, "two layers", "adamw") as engine:
         train(engine, 0, 1)
         for optimizer in engine.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = 0.125
         state = engine.optimizer_state_dict()
-    with make_engine(second, "dense", "adamw") as engine:
+    with make_engine(second, "two layers", "adamw") as engine:
         engine.load_optimizer_state_dict(state)
         return [group["lr"] for optimizer in engine.optimizers for group in optimizer.param_groups]
 
 
 def refusal(plan: str, number: int) -> str:
     """What is said of a state that does not fit."""
-    with make_engine(plan, "dense", "adamw") as engine:
+    with make_engine(plan, "two layers", "adamw") as engine:
         train(engine, 0, 1)
         misfit = _misfits(engine.optimizer_state_dict())[number]
         try:

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from shardwise.ranks.spawn import Ranks
-from tests.engine import going_on
-from tests.engine.composed import compiled, disagree, look_and_load, make_batch, mean_under_cp, token_loss
+from tests.engine.composed import compiled, disagree, look_and_load, make_batch, mean_under_cp, token_loss, train_net
+from tests.same import assert_same
 from tests.stages.families import make_family
 
 
@@ -43,9 +43,8 @@ def test_ranks_that_disagree_on_the_plan_say_so_whatever_engine_each_would_take(
 
 
 def check_compiled(ranks: Ranks, plan: str) -> None:
-    plain, quick = ranks.run(going_on.train_under, plan), ranks.run(going_on.train_under, plan, "aot_eager")
-    for one, other in zip(plain, quick, strict=True):
-        assert other == pytest.approx(one, rel=1e-6)
+    for found, expected in zip(ranks.run(train_net, plan, "aot_eager"), ranks.run(train_net, plan), strict=True):
+        assert_same(found, expected)
 
 
 def test_compiled_blocks_train_alike_where_weights_come_and_go(two: Ranks) -> None:

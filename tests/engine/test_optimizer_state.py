@@ -11,14 +11,14 @@ from tests.engine.going_on import AFTER, BEFORE, Outcome
 from tests.stages.small import small_matrices
 
 CASES = [
-    ("dense", "adamw", "dp=4,zero=3", "tp=2,pp=2,microbatches=2"),
-    ("dense", "adamw", "tp=2,pp=2,sp=true,microbatches=2", "dp=2,cp=2,zero=1"),
+    ("two layers", "adamw", "dp=4,zero=3", "tp=2,pp=2,microbatches=2"),
+    ("two layers", "adamw", "tp=2,pp=2,sp=true,microbatches=2", "dp=2,cp=2,zero=1"),
     ("dense", "adamw", "dp=2,cp=2,zero=2", "pp=4,microbatches=4"),
     ("dense", "adamw", "pp=4,microbatches=4", "dp=4,zero=3,zero_group=2"),
-    ("dense", "sgd", "dp=2,tp=2", "dp=2,pp=2,microbatches=2,zero=1"),
-    ("dense", "adafactor", "dp=2,tp=2,zero=1", "dp=4"),
+    ("two layers", "sgd", "dp=2,tp=2", "dp=2,pp=2,microbatches=2,zero=1"),
+    ("two layers", "adafactor", "dp=2,tp=2,zero=1", "dp=4"),
     ("dense", "adamw", "dp=4,zero=2,offload.optimizer=1", "pp=4,microbatches=4,offload.optimizer=0.5"),
-    ("dense", "muon", "dp=2,tp=2,zero=2", "dp=2,pp=2,microbatches=2"),
+    ("two layers", "muon", "dp=2,tp=2,zero=2", "dp=2,pp=2,microbatches=2"),
     ("experts", "adamw", "dp=4,ep=2,zero=1", "dp=2,tp=2,ep=2"),
 ]
 
@@ -44,8 +44,8 @@ def test_training_goes_on_under_another_plan(model: str, optimizer: str, first: 
 
 
 def test_one_process_goes_on_with_what_ranks_saved(four: Ranks) -> None:
-    found = four.run(going_on.go_on, "dp=2,tp=2,zero=1", "dp=2,tp=2,zero=1", "dense", "adamw")[0]
-    with small_matrices(), going_on.make_engine("pp=2,microbatches=2", "dense", "adamw") as engine:
+    found = four.run(going_on.go_on, "dp=2,tp=2,zero=1", "dp=2,tp=2,zero=1", "two layers", "adamw")[0]
+    with small_matrices(), going_on.make_engine("pp=2,microbatches=2", "two layers", "adamw") as engine:
         going_on.train(engine, 0, BEFORE)
         mine = engine.optimizer_state_dict()
         engine.load_optimizer_state_dict(found.state)
@@ -70,9 +70,9 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize("number", range(len(REFUSALS)))
-def test_a_state_that_does_not_fit_is_refused(number: int, four: Ranks) -> None:
+def test_a_state_that_does_not_fit_is_refused(number: int, two: Ranks) -> None:
     start = REFUSALS[number]
     # Engines of a mesh and of a pipeline in turn. Of a misshapen entry only those ranks speak that need it.
-    said = four.run(going_on.refusal, ("dp=2,tp=2,zero=1", "pp=4,microbatches=4")[number % 2], number)
+    said = two.run(going_on.refusal, ("dp=2,zero=1", "pp=2,microbatches=4")[number % 2], number)
     assert any(text.startswith(start) for text in said), said
     assert all(text.startswith(start) or text == "nothing" for text in said), said

@@ -30,10 +30,9 @@ def test_ranks_train_as_one_device_does(
     count: int, model: str, text: str, crowds: Crowds, proofs: Proofs, pytestconfig: pytest.Config
 ) -> None:
     plan = Plan.parse(text)
-    # Whoever writes the page runs all of them twice; else every tenth is.
-    twice = (
-        bool(pytestconfig.getoption("--write-composition", default=False))
-        or EVERY.index((count, model, text)) % 10 == 0
+    # Whoever writes the page runs all of them twice; else every tenth is, of those that are not too large for it.
+    twice = bool(pytestconfig.getoption("--write-composition", default=False)) or (
+        count < 8 and EVERY.index((count, model, text)) % 10 == 0
     )
     expected = train_reference(make_problem(model, plan)(), plan, looks="last step")
     outcomes = crowds.of(count).run(train, plan, model, twice, timeout_seconds=300)

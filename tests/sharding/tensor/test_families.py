@@ -5,23 +5,22 @@ from typing import Any
 import pytest
 
 from shardwise.ranks.spawn import Ranks
-from tests.crowd import Crowds
 from tests.sharding.tensor import programs
 from tests.stages.families import FAMILIES
 
+Case = dict[str, Any]
 #: One of each way in which heads, keys and channels are written. All have 4 heads and most 2 key heads: on 3 ranks
 #: heads are uneven, on 4 every key head is on two ranks.
 KINDS = ["gpt2", "llama", "qwen3", "phi3", "bloom", "falcon", "mixtral", "t5"]
 
 
-@pytest.fixture(scope="module", params=[3, 4])
-def more(request: pytest.FixtureRequest, crowds: Crowds) -> Ranks:
-    return crowds.of(request.param)
+WHOLE: Case = {}
+SHARED: Case = {"sequence": True}
 
 
-def check(ranks: Ranks, family: str) -> None:
+def check(ranks: Ranks, family: str, *ways: Case) -> None:
     # Neither 2 nor 3 nor 4 ranks divide 13 tokens, or the 17 patches of an image.
-    cases: list[Any] = [(programs.family, (family,), {}), (programs.family, (family, 13), {"sequence": True})]
+    cases: list[Any] = [(programs.family, (family, 13 if way else 12), way) for way in ways]
     for outcomes in ranks.run(programs.parities, cases, timeout_seconds=300):
         for outcome in outcomes:
             assert outcome.loss < 1e-5
@@ -31,9 +30,14 @@ def check(ranks: Ranks, family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_the_same_model_on_two_ranks_with_and_without_a_shared_sequence(two: Ranks, family: str) -> None:
-    check(two, family)
+    check(two, family, WHOLE, SHARED)
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_a_family_is_the_same_model_on_three_and_four_ranks(more: Ranks, family: str) -> None:
-    check(more, family)
+def test_a_family_is_the_same_model_on_three_ranks_that_share_sequences(three: Ranks, family: str) -> None:
+    check(three, family, SHARED)
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_a_family_is_the_same_model_on_four_ranks(four: Ranks, family: str) -> None:
+    check(four, family, WHOLE)

@@ -1,0 +1,129 @@
+"""How long the tests take, by directory: measured while they run, and kept for two suites side by side.
+
+    python -m pytest -p benchmarks.suite --core-seconds /tmp/after -n auto --dist loadgroup
+    python benchmarks/suite.py before=/tmp/before:1320 after=/tmp/after:500
+
+A test's core seconds are those of its worker and of every process that it has started, ranks above all. They hardly
+depend on what else a machine is doing; seconds do. The number behind a colon is how many seconds the whole run took.
+"""
+
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, TextIO
+
+import pytest
+
+TICKS = os.sysconf("SC_CLK_TCK")
+NUM_SLOWEST = 20
+
+
+class Row(NamedTuple):
+    """One test: its core seconds, its seconds, and its name."""
+
+    core_seconds: float
+    seconds: float
+    test: str
+
+    @property
+    def folder(self) -> str:
+        """`states/tiers` for `tests/states/tiers/test_states.py::test_...`."""
+        path = self.test.split("::")[0]
+        return path.removeprefix("tests/").rpartition("/")[0] or "."
+
+
+def core_seconds() -> float:
+    """Of this process, of all that it started and of all that those did, also where they have ended."""
+    children: dict[int, list[int]] = {}
+    used: dict[int, int] = {}
+    for name in filter(str.isdecimal, os.listdir("/proc")):  # noqa: PTH208 - thousands of times, so it must be quick
+        try:
+            with open(f"/proc/{name}/stat", encoding="utf-8") as file:  # noqa: PTH123
+                fields = file.read().rpartition(")")[2].split()
+        except OSError:
+            continue  # It has just ended.
+        children.setdefault(int(fields[1]), []).append(int(name))
+        used[int(name)] = sum(map(int, fields[11:15]))
+    total, left = 0, [os.getpid()]
+    while left:
+        process = left.pop()
+        total += used.get(process, 0)
+        left += children.get(process, [])
+    return total / TICKS
+
+
+class Watch:
+    """Writes a line for each test of a worker."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file, self._used = file, core_seconds()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        start, used = time.perf_counter(), self._used
+        found = yield
+        self._used = core_seconds()
+        name = item.nodeid.rpartition("@")[0] if "@" in item.nodeid.rpartition("]")[2] else item.nodeid
+        self._file.write(f"{self._used - used:.2f}\t{time.perf_counter() - start:.2f}\t{name}\n")
+        self._file.flush()
+        return found
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--core-seconds", type=Path, help="where to write what each test took")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path: Path | None = config.getoption("--core-seconds")
+    is_controller = bool(getattr(config.option, "numprocesses", None))
+    if path is not None and not is_controller:
+        worker = getattr(config, "workerinput", {"workerid": "alone"})["workerid"]
+        config.pluginmanager.register(Watch(path.with_name(f"{path.name}.{worker}").open("w", encoding="utf-8")))
+
+
+def read(path: Path) -> list[Row]:
+    """What the workers of a run have written."""
+    rows = []
+    for part in sorted(path.parent.glob(f"{path.name}.*")):
+        for line in part.read_text(encoding="utf-8").splitlines():
+            used, took, test = line.split("\t", 2)
+            rows.append(Row(float(used), float(took), test))
+    return rows
+
+
+def summary(rows: list[Row], seconds: float | None) -> dict[str, object]:
+    folders, counts = Counter[str](), Counter[str]()
+    for row in rows:
+        folders[row.folder] += row.core_seconds  # type: ignore[assignment]
+        counts[row.folder] += 1
+    return {
+        "seconds": seconds,
+        "core_seconds": round(sum(row.core_seconds for row in rows), 1),
+        "num_tests": len(rows),
+        "by_folder": {
+            name: {"core_seconds": round(used, 1), "num_tests": counts[name]} for name, used in folders.most_common()
+        },
+        "slowest": {row.test: row.core_seconds for row in sorted(rows, reverse=True)[:NUM_SLOWEST]},
+    }
+
+
+def main() -> int:
+    from record import record
+
+    found: dict[str, object] = {}
+    for word in sys.argv[1:]:
+        name, _, where = word.partition("=")
+        path, _, seconds = where.partition(":")
+        found[name] = summary(read(Path(path)), float(seconds) if seconds else None)
+    if not found:
+        print("nothing to read: python benchmarks/suite.py before=FILE:SECONDS after=FILE:SECONDS")
+        return 0
+    record("suite", found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

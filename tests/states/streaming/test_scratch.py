@@ -56,9 +56,9 @@ def on_disk(folder: Path, moments: int) -> tuple[Net, Placed]:
 
 
 def streamed_of(placed: Placed) -> Any:
-    assert placed._host is not None
-    assert placed._host._streamed is not None
-    return placed._host._streamed
+    assert placed._arranged.host is not None
+    assert placed._arranged.host._streamed is not None
+    return placed._arranged.host._streamed
 
 
 OPTIMIZERS: dict[str, tuple[int, Callable[[Any], Optimizer]]] = {

@@ -11,10 +11,16 @@ INSTALLED := $(VENV)/.installed
 run: $(INSTALLED)
 	$(BIN)/shardwise train
 
-# A worker for each core, with one thread. Each begins with a half of its own, in order, so that what the tests of a module
-# share is made once; who is done first takes over from the other.
-test: lint browser
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -q
+# A worker for each core, with one thread. One of them has all tests that share ranks, which are processes too. The linter
+# and the type checker run beside them; what they say comes at the end, in one piece. All of it must pass.
+test: $(INSTALLED) browser
+	@said=$$(mktemp); \
+	$(MAKE) --no-print-directory lint >"$$said" 2>&1 & lint=$$!; \
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadgroup -q --durations=15; tests=$$?; \
+	wait $$lint; lint=$$?; \
+	cat "$$said"; rm -f "$$said"; \
+	[ $$lint = 0 ] || echo "error: the linter, the formatter or the type checker is not content: see above" >&2; \
+	[ $$tests = 0 ] && [ $$lint = 0 ]
 
 # Tests of the report page open it in a real browser. Where none can be installed they are skipped, and say so.
 browser:

@@ -11,13 +11,16 @@ INSTALLED := $(VENV)/.installed
 run: $(INSTALLED)
 	$(BIN)/shardwise train
 
-# A worker for each core, with one thread. Tests that share ranks run in one worker, so that few processes share the cores
-# (tests/conftest.py). The linter and the type checker run beside them; what they say is shown if they have something to say.
+# A worker for each core, with one thread. One of them has all tests that share ranks, which are processes too. The linter
+# and the type checker run beside them; what they say comes at the end, in one piece. All of it must pass.
 test: $(INSTALLED) browser
-	@$(MAKE) --no-print-directory lint > .lint.log 2>&1 & lint=$$!; \
+	@said=$$(mktemp); \
+	$(MAKE) --no-print-directory lint >"$$said" 2>&1 & lint=$$!; \
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadgroup -q --durations=15; tests=$$?; \
-	wait $$lint || { cat .lint.log; tests=1; }; \
-	rm -f .lint.log; exit $$tests
+	wait $$lint; lint=$$?; \
+	cat "$$said"; rm -f "$$said"; \
+	[ $$lint = 0 ] || echo "error: the linter, the formatter or the type checker is not content: see above" >&2; \
+	[ $$tests = 0 ] && [ $$lint = 0 ]
 
 # Tests of the report page open it in a real browser. Where none can be installed they are skipped, and say so.
 browser:

@@ -1,7 +1,7 @@
 """Which models meet which schedules where each rank is a process: few, and of every kind with every kind.
 
-In one process each model meets every schedule, so what a schedule does to a model is seen there. Processes add the
-way between ranks, which depends on the order of a schedule and on the values of a model, but hardly on both at once.
+In one process each model meets every other schedule, so what a schedule does to a model is seen there. Processes add
+the way between ranks, which depends on the order of a schedule and on the values of a model, but hardly on both.
 """
 
 from functools import cache

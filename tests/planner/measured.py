@@ -13,7 +13,7 @@ from torch.optim import AdamW
 from shardwise.engine.parallelize import parallelize
 from shardwise.stages.stage import Batch
 
-ROWS, LENGTH, VOCABULARY = 16, 64, 32
+ROWS, LENGTH, VOCABULARY = 8, 32, 32
 SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4,
     "num_key_value_heads": 4, "intermediate_size": 384, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,

@@ -57,7 +57,7 @@ def test_a_mistake_that_a_rank_has_found_is_told_in_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("shardwise.training.run.Ranks", _Failing)
+    monkeypatch.setattr("shardwise.training.local_ranks.Ranks", _Failing)
     assert main(WORDS) == 1
     assert capsys.readouterr().err == "error: rank 0 failed: embed.weight in x is damaged\n  try: rm -r x\n"
     # A mistake of ours keeps its story.

@@ -73,7 +73,7 @@ def from_split(
     owns_wires: bool,
 ) -> Engine:
     """Put an engine together for stages that have been cut, and a schedule of computation only."""
-    sharing = _sharing_of(plan, computed, options)
+    sharing = _sharing_of(plan, computed, options, has_halves=any(each.itemsize < 4 for each in module.parameters()))
     schedule = complete(
         computed,
         split,
@@ -97,7 +97,7 @@ def from_split(
     )  # fmt: skip
 
 
-def _sharing_of(plan: Plan, schedule: Schedule, options: Options) -> ZeroConfig:
+def _sharing_of(plan: Plan, schedule: Schedule, options: Options, *, has_halves: bool) -> ZeroConfig:
     """How the state of the model lies on its replicas."""
     is_alone, is_stale = plan.num_ranks == plan.pp, schedule.staleness > 0
     updates_early = plan.offload.optimizer > 0 or plan.offload.parameters > 0
@@ -108,8 +108,9 @@ def _sharing_of(plan: Plan, schedule: Schedule, options: Options) -> ZeroConfig:
         layerwise=not _splits_backward(schedule),
         offloaded=plan.offload.parameters,
         updates_late=updates_early,
-        # What is updated in the backward, with its state from the host, is known bucket by bucket.
-        local=is_alone and plan.zero == 0 and (is_stale or not updates_early),
+        # What is updated in the backward, with its state from the host, is known bucket by bucket; so are the masters
+        # of 16-bit weights, whose gradients are rounded as those of any other plan are.
+        local=is_alone and plan.zero == 0 and (is_stale or not (updates_early or has_halves)),
     )
     return sharing if options.bucket_bytes is None else replace(sharing, bucket_bytes=options.bucket_bytes)
 

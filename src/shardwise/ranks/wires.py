@@ -193,7 +193,7 @@ class ManyProcesses:
         """Stop watching the other ranks, and end what groups have: a thread and a connection for each other rank."""
         self.watch.close()
         groups = [*self.mesh.groups.values(), *self._of_replicas(), *self._ties]
-        handles = [each.handle for each in groups]
+        handles: list[object] = [each.handle for each in groups]
         handles += [each for made in self._links.values() for each in made.values()]
         handles += [self._everybody, *(self._groups or ()), *self.watch.guarded]
         self._everybody, self._clock, self._groups = None, None, None

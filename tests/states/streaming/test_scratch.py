@@ -56,9 +56,9 @@ def on_disk(folder: Path, moments: int) -> tuple[Net, Placed]:
 
 
 def streamed_of(placed: Placed) -> Any:
-    assert placed._host is not None
-    assert placed._host._streamed is not None
-    return placed._host._streamed
+    assert placed._arranged.host is not None
+    assert placed._arranged.host._streamed is not None
+    return placed._arranged.host._streamed
 
 
 OPTIMIZERS: dict[str, tuple[int, Callable[[Any], Optimizer]]] = {
@@ -167,8 +167,8 @@ def test_activations_leave_beside_weights_on_disk(tmp_path: Path) -> None:
     assert_same(plain, placed)
     assert streamed_of(placed).disk_bytes > 0
     assert " a step if streamed, partly from disk, with 100 % of the activations on the host" in placed.reason
-    assert placed.stashes is not None
-    assert placed.stashes.sent_bytes > 0
+    assert placed.activations is not None
+    assert placed.activations.sent_bytes > 0
 
 
 def test_streaming_by_hand_and_leaving_it(tmp_path: Path) -> None:

@@ -198,7 +198,9 @@ def look(plan: str) -> Seen:
         outside = sum(each for bucket, each in wholes.items() if "layers." not in bucket.layout.slots[0].name)
         traced = [each for each in engine.trace.holdings if each.owner in ("parameters", "gradients")]
         held, largest = data.held(), max(wholes.values())
-        told = sum(each.num_bytes for each in traced) - sum(each.nbytes for each in engine.buffers.values())
+        # The trace is of all ranks, which have the same buffers.
+        buffers = sum(each.nbytes for each in engine.buffers.values()) * len({each.rank for each in traced})
+        told = sum(each.num_bytes for each in traced) - buffers
         return Seen(most[0], most[1], held.parameters, held.gradients, layer, outside, largest, told)
 
 

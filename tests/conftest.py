@@ -53,6 +53,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             shares = "crowds" in getattr(item, "fixturenames", ())
             where = f"{item.path.parent.name}-{item.path.stem}"
             item.add_marker(pytest.mark.xdist_group(RANKS if shares else where))
+    if getattr(config.option, "loadgroup", False):
+        for item in items:
+            _tell_group(item)
+
+
+def _tell_group(item: pytest.Item) -> None:
+    """Put a test's group behind its name, where the scheduler reads it.
+
+    pytest-xdist 3.8 does so itself, but not where that is heard since pytest 9.2: then any worker had any test.
+    """
+    group = item.get_closest_marker("xdist_group")
+    structured = getattr(item, "_id", None)
+    if group is not None and structured is not None:
+        item._id = type(structured).parse(f"{item.nodeid}@{group.args[0]}")  # type: ignore[attr-defined]
 
 
 def pytest_collection_finish() -> None:

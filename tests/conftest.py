@@ -29,7 +29,9 @@ gc.disable()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--whole", action="store_true", help="run also what `make test` leaves out: every cell of the parity matrix"
+        "--whole",
+        action="store_true",
+        help="run also what `make test` leaves out: cases of which others have every part",
     )
 
 

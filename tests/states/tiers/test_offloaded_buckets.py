@@ -17,9 +17,8 @@ from shardwise.planner.account import hold
 from shardwise.planner.plan import Plan
 from shardwise.planner.question import make_question
 from shardwise.ranks.spawn import Ranks
-from shardwise.states.buckets import offloaded_buckets
-from shardwise.states.optimizers import offloaded_owners
-from shardwise.states.tiers import host_memory as room
+from shardwise.states import host as room
+from shardwise.states.optimizers import owners
 from shardwise.states.tiers import host_states as states
 from tests.engine import going_on
 from tests.stages.small import small_matrices
@@ -51,8 +50,8 @@ def run(plan: str, model: str, optimizer: str, clip: float | None) -> tuple[Any,
     """Losses, an evaluation, norms; weights, gradients, what optimizers remember; and the bytes on the host."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(states, "SLOT_BYTES", 2048)
-        patch.setattr(offloaded_buckets, "DEFERRED_FREE_BYTES", 1024)
-        patch.setattr(offloaded_owners, "EXCHANGED_BYTES", 2048)
+        patch.setattr(room, "DEFERRED_FREE_BYTES", 1024)
+        patch.setattr(owners, "EXCHANGED_BYTES", 2048)
         with make_engine(plan, model, optimizer, clip) as engine:
             losses = going_on.train(engine, 0, 1)
             norm, evaluated = engine.gradient_norm, engine.evaluate(going_on.batch(7))
@@ -223,7 +222,9 @@ def test_one_process_has_them_there_for_their_use_and_for_no_longer() -> None:
 def offloaded_layers(plan: str) -> list[str]:
     engine = make_engine(plan)
     with engine:
-        names = [slot.name for bucket in engine.states.data.offloaded.buckets for slot in bucket.layout.slots]
+        names = [
+            slot.name for bucket in engine.states.data.buckets if bucket.is_offloaded for slot in bucket.layout.slots
+        ]
         return sorted({".".join(name.split(".")[:2]) for name in names if name.startswith("layers.")})
 
 
@@ -259,7 +260,7 @@ def go_on(first: str, second: str) -> tuple[list[float], dict[str, Tensor]]:
         engine.load_state_dict(weights)
         engine.load_optimizer_state_dict(state)
         losses += going_on.train(engine, 1, 2)
-        pieces = {f"{name}+{start}": numbers.clone() for name, _, start, numbers in engine.states.data.pieces()}
+        pieces = {f"{name}+{start}": numbers.clone() for name, _, start, numbers in engine.states.data.wholes.pieces()}
         parts = {name: each.clone() for name, each in engine.state_dict(sharded=True).items()}
         return losses, pieces | parts
 

@@ -7,12 +7,9 @@ import torch
 from torch import Tensor
 
 from shardwise.states.buckets.bucket import Bucket
-from shardwise.states.buckets.offloaded_buckets import host_gradients
+from shardwise.states.buckets.flat_layout import Slot
+from shardwise.states.buckets.tensor_interface import TensorInterface
 from shardwise.torch_private import foreach_norm
-
-#: Of a parameter on this rank, by name and shape: the places in it, flattened, that this rank counts; None for all.
-Counted = Callable[[str, torch.Size], Tensor | None]
-
 
 #: From where to where in this rank's piece of a bucket, and which places there.
 Part = tuple[int, int, Tensor | None]
@@ -21,15 +18,17 @@ Part = tuple[int, int, Tensor | None]
 class GradientNorm:
     """Knows what to count of each bucket: this rank's piece of it, on one of its copies, on one of its tied ranks."""
 
-    def __init__(self, buckets: Sequence[Bucket], *, is_counted: Callable[[Bucket], bool], counted: Counted) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], is_counted: Callable[[Bucket], bool], tensor: TensorInterface | None
+    ) -> None:
         self._parts: list[tuple[Bucket, list[Part]]] = []
         for bucket in buckets:
-            replicas = bucket.home.replicas
+            replicas = bucket.key.replicas
             if bucket.gradients is None or replicas.copies.rank or not is_counted(bucket):
                 continue
             parts: list[Part] = []
             for span in bucket.layout.spans(replicas.shard.rank):
-                kept = counted(span.slot.name, span.slot.shape)
+                kept = _counted_places(tensor, span.slot)
                 if kept is not None:
                     kept = kept[(kept >= span.start) & (kept < span.stop)] - span.start
                 if kept is None or len(kept):
@@ -37,38 +36,39 @@ class GradientNorm:
             self._parts.append((bucket, parts))
 
         every = [bucket for bucket, parts in self._parts if parts]
-        self._wide = torch.float64 if any(each.home.dtype is torch.float64 for each in every) else torch.float32
+        self._wide = torch.float64 if any(each.key.dtype is torch.float64 for each in every) else torch.float32
 
     def measure_on_the_way(self) -> None:
         """Have what goes to the host measured by the device before it goes."""
         for bucket, parts in self._parts:
             if bucket.is_offloaded:
-                host_gradients(bucket).measure = partial(self._norms, parts)
+                bucket.host_gradients.measure = partial(self._norms, parts)
 
     @torch.no_grad()
     def square(self) -> Tensor:
         """The sum of the squares of what this rank counts."""
-        norms = self._all_norms(
-            [
-                found
-                for bucket, _ in self._parts
-                if bucket.local is not None
-                for number in range(len(bucket.layout.slots))
-                if (found := bucket.local.find(number)) is not None
-            ]
-        )
+        local = [bucket.local for bucket, _ in self._parts if bucket.local is not None]
+        norms = self._all_norms([each for one in local for each in one.found])
         for bucket, parts in self._parts:
             if bucket.is_offloaded:
-                host_gradients(bucket).wait()
-                norms += host_gradients(bucket).norms
+                bucket.host_gradients.wait()
+                norms += bucket.host_gradients.norms
             elif bucket.local is None:
                 norms += self._norms(parts, bucket.trained.own)
         return torch.stack(norms).double().square().sum().cpu() if norms else torch.zeros((), dtype=torch.float64)
 
     def _norms(self, parts: Sequence[Part], own: Tensor) -> list[Tensor]:
         """The norm of each part of this rank's piece of a bucket."""
-        chosen = [own[start:stop] if kept is None else own[start:stop][kept] for start, stop, kept in parts]
-        return self._all_norms(chosen)
+        return self._all_norms([own[start:stop] if at is None else own[start:stop][at] for start, stop, at in parts])
 
     def _all_norms(self, chosen: list[Tensor]) -> list[Tensor]:
         return foreach_norm(chosen, self._wide) if chosen else []
+
+
+def _counted_places(tensor: TensorInterface | None, slot: Slot) -> Tensor | None:
+    """The places of a parameter that this rank counts, where every number is counted once; None for all of them."""
+    if tensor is None:
+        return None
+    numbers = torch.arange(slot.shape.numel()).view(slot.shape)
+    kept = tensor.counted(slot.name, numbers).reshape(-1)
+    return None if len(kept) == numbers.numel() else kept

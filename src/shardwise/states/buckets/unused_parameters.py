@@ -14,7 +14,7 @@ from shardwise.ranks.exchange import Exchange, Ticket
 from shardwise.ranks.replicas import Replicas
 from shardwise.states.buckets.bucket import Bucket
 from shardwise.states.buckets.gradients import sum_over
-from shardwise.states.buckets.tie_groups import Tie
+from shardwise.states.buckets.ties import Tie
 
 # Channels. Ties are numbered alike on ranks whose replicas are not.
 _REPLICAS, _TIES = 16_384, 30_000
@@ -27,10 +27,10 @@ class UnusedParameters:
         self._exchange = exchange
         by_group: dict[Replicas, list[Bucket]] = {}
         #: What one replica alone has: it asks nobody.
-        self._alone = [bucket for bucket in buckets if bucket.home.replicas.count == 1]
+        self._alone = [bucket for bucket in buckets if bucket.key.replicas.count == 1]
         for bucket in buckets:
-            if bucket.home.replicas.count > 1:
-                by_group.setdefault(bucket.home.replicas, []).append(bucket)
+            if bucket.key.replicas.count > 1:
+                by_group.setdefault(bucket.key.replicas, []).append(bucket)
         self._groups = [
             (Replicas(shard=_uncounted(replicas.shard), copies=_uncounted(replicas.copies)), mine)
             for replicas, mine in by_group.items()
@@ -39,29 +39,30 @@ class UnusedParameters:
             (
                 number,
                 _uncounted(tie.group),
-                [bucket for bucket in buckets if bucket.home.tie == number and bucket.local is None],
+                [bucket for bucket in buckets if bucket.key.tie == number and bucket.local is None],
             )
             for number, tie in enumerate(ties)
         ]
+        self._used: dict[Bucket, list[bool]] = {}
         self._asked: list[tuple[Tensor, list[Ticket]]] = []
 
-    def start(self) -> None:
+    def start(self, step: int) -> None:
         """Ask the replicas."""
-        self._asked = []
+        self._used, self._asked = {bucket: bucket.trained.pop_used(step) for bucket in self._alone}, []
         for number, (replicas, buckets) in enumerate(self._groups):
-            flags = _flags([bucket.trained.used for bucket in buckets], buckets[0].home.device)
+            flags = _flags([bucket.trained.pop_used(step) for bucket in buckets], buckets[0].key.device)
             self._asked.append((flags, sum_over(flags, replicas, self._exchange, _REPLICAS + 2 * number)))
 
     def read(self) -> Mapping[Bucket, list[bool]]:
         """The answers, with those of tied stages."""
-        used: dict[Bucket, list[bool]] = {bucket: list(bucket.trained.used) for bucket in self._alone}
+        used = self._used
         for (flags, tickets), (_, buckets) in zip(self._asked, self._groups, strict=True):
             for ticket in tickets:
                 ticket.wait()
             used |= _answers(flags, buckets)
         for number, group, buckets in self._ties:
             if buckets and group.size > 1:
-                flags = _flags([used[bucket] for bucket in buckets], buckets[0].home.device)
+                flags = _flags([used[bucket] for bucket in buckets], buckets[0].key.device)
                 self._exchange.sum_to_all(flags, group, _TIES + number).wait()
                 used |= _answers(flags, buckets)
         return used

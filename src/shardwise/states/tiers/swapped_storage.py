@@ -26,8 +26,8 @@ from shardwise.states.tiers.copy_streams import CopyStreams
 Fetch = Callable[[Sequence[Event]], Event]
 
 
-class Swap(Enum):
-    """Where the numbers of a storage are: the table above."""
+class Presence(Enum):
+    """Where numbers are: the table above, and of the weights of a bucket that of `buckets/weights.py`."""
 
     AWAY = "away"
     COMING = "coming"
@@ -40,15 +40,15 @@ class SwappedStorage:
     def __init__(self, device: Tensor, copies: CopyStreams) -> None:
         self.device, self._copies = device, copies
         self._num_bytes = device.nbytes
-        self.state = Swap.AWAY
+        self.state = Presence.AWAY
         self._arrives: Event | None = None
         device.untyped_storage().resize_(0)
 
     def reserve(self) -> None:
         """Have memory on the device, for numbers that come from elsewhere."""
-        if self.state is Swap.AWAY:
+        if self.state is Presence.AWAY:
             self._take_memory()
-            self.state = Swap.HERE
+            self.state = Presence.HERE
 
     def start(self) -> None:
         """Have it come, if it is not here or on its way."""
@@ -59,11 +59,11 @@ class SwappedStorage:
         raise NotImplementedError
 
     def _start(self, fetch: Fetch) -> None:
-        if self.state is Swap.AWAY:
+        if self.state is Presence.AWAY:
             self._take_memory()
             # The memory was somebody else's until all that is computed by now is.
             self._arrives = fetch(self._copies.computed())
-            self.state = Swap.COMING
+            self.state = Presence.COMING
 
     def _take_memory(self) -> None:
         self.device.untyped_storage().resize_(self._num_bytes)
@@ -73,16 +73,16 @@ class SwappedStorage:
         self.start()
         if self._arrives is not None:
             self._copies.follow(self._arrives)
-        self._arrives, self.state = None, Swap.HERE
+        self._arrives, self.state = None, Presence.HERE
 
     def leave(self) -> None:
         """Nobody needs it."""
-        if self.state is Swap.AWAY:
+        if self.state is Presence.AWAY:
             return
         # Memory is used again in the order of what is computed: that has to come after the copy into it.
         self.follow()
         self.device.untyped_storage().resize_(0)
-        self.state = Swap.AWAY
+        self.state = Presence.AWAY
 
 
 class SourcedStorage(SwappedStorage):

@@ -27,7 +27,7 @@ from torch import Tensor
 from shardwise.ranks.exchange import Exchange
 from shardwise.schedule.instruction import Instruction
 from shardwise.states.buckets.bucket import Bucket
-from shardwise.states.buckets.in_backward import OffloadedBackward, OptimizerInBackward
+from shardwise.states.buckets.in_backward import OffloadedBackward, OptimizerInBackward, hands_over, refuse_gone
 from shardwise.states.buckets.make import HeldStages, ParameterOwners, ZeroConfig, make_buckets
 from shardwise.states.buckets.reducer import MAKES_GRADIENTS, Reducer
 from shardwise.states.buckets.step_gradients import StepGradients
@@ -142,14 +142,23 @@ class DataParallel:
             self._gradients.norm.measure_on_the_way()
         else:
             self._in_backward = OptimizerInBackward(states, find_scale)
+            for bucket in self._trained:
+                bucket.hands_over = hands_over(bucket)
 
     def whole_gradient(self, name: str) -> Tensor | None:
         """The gradient of a parameter in the last step, as it was given to the optimizer. Replicas call this alike."""
+        if self._in_backward is not None and not self._in_backward.keeps_gradients:
+            refuse_gone(self._in_backward.done, name)
         return self.wholes.gradient(name, self._gradients.used)
 
     def held(self) -> Held:
         """What this rank holds now."""
         return self.updates.held(self.buckets)
+
+    def keep_gradients(self) -> None:
+        """Have those of every step until the next one begins, also of weights that are updated in the backward."""
+        if self._in_backward is not None:
+            self._in_backward.keeps_gradients = True
 
     def is_always_here(self, name: str) -> bool:
         """Whether a parameter is by itself, and its own tensor always has its newest numbers."""
@@ -184,9 +193,9 @@ class DataParallel:
         """The gradients of a bucket are on their way: its unit's backward is done."""
         if bucket.key.unit is not None:
             bucket.weights.let_go(bucket.key.unit)
-        self._backward.started(bucket)
         if is_last and self._in_backward is not None:
             self._in_backward.begun(bucket)
+        self._backward.started(bucket)
 
     def _is_final(self, bucket: Bucket) -> bool:
         """Whether gradients whose sum has begun are gone from here: a later one would be lost, or added to too much."""

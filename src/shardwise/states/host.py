@@ -14,12 +14,13 @@ from shardwise.dataflow.streams import Event
 from shardwise.planner.host_room import check_host_room
 from shardwise.planner.plan import Offload, Plan
 from shardwise.states.buckets.bucket import Bucket
-from shardwise.states.buckets.offloaded_gradients import OffloadedGradients
+from shardwise.states.buckets.offloaded_gradients import OffloadedGradients, OffloadedWholeGradients
 from shardwise.states.data_parallel import DataParallel
 from shardwise.states.tiers.activation_offload import ActivationOffload
 from shardwise.states.tiers.copy_streams import CopyStreams
 from shardwise.states.tiers.host_states import HostStates
 from shardwise.states.tiers.residency import OffloadedWeight
+from shardwise.states.tiers.staging import spare_bytes
 
 #: Gives what each rank of the world gives.
 Gather = Callable[[Any], list[Any]]
@@ -52,9 +53,42 @@ class OffloadedPiece:
     def sent(self) -> list[Event]:
         return self._bucket.host_gradients.sent
 
+    @property
+    def hands_over_weight(self) -> bool:
+        return self._bucket.stays_for_update
+
+    @property
+    def hands_over_gradient(self) -> bool:
+        return self._bucket.hands_over
+
+    @property
+    def gradient_here(self) -> Tensor | None:
+        gradients = self._bucket.gradients
+        here = gradients.here if isinstance(gradients, OffloadedWholeGradients) else None
+        return None if here is None else self._of(here)
+
+    def hold(self) -> bool:
+        return self._bucket.host_weights.hold_for_update()
+
+    @property
+    def weight_here(self) -> Tensor:
+        return self._of(self._bucket.host_weights.whole)
+
     def is_renewed(self, events: Sequence[Event]) -> None:
-        self._bucket.host_weights.is_renewed(events)
         self._bucket.host_gradients.is_read(events)
+        if self.hands_over_weight:
+            self._bucket.host_weights.storage.is_written(events)
+        else:
+            self._bucket.host_weights.is_renewed(events)
+
+    def is_updated(self) -> None:
+        bucket = self._bucket
+        bucket.num_updated += 1
+        if bucket.num_updated == sum(bucket.gives):
+            if bucket.stays_for_update:
+                bucket.host_weights.is_updated()
+            if isinstance(bucket.gradients, OffloadedWholeGradients):
+                bucket.gradients.here = None
 
     def _of(self, host: Tensor) -> Tensor:
         """Its numbers of what the bucket has on the host: of all of it, or of this rank's piece."""
@@ -74,6 +108,8 @@ class Host:
 
     def __init__(self, plan: Plan, device: torch.device, data: DataParallel, gather: Gather) -> None:
         share, self.copies = plan.offload, CopyStreams(device)
+        # States wait for staging buffers, and must not keep weights waiting that come for the next unit.
+        self._state_copies = CopyStreams(device)
         #: What lives there with its gradients: buckets, and wholes that owners make of their pieces.
         self._buckets = [bucket for bucket in data.buckets if bucket.is_offloaded]
         self._owners = data.updates.offloaded
@@ -81,11 +117,11 @@ class Host:
         if share.optimizer or share.parameters:
             # Optimizers are asked for their bytes only here: that is a step of each on small weights.
             optimizers = {each: number_bytes() for each, number_bytes in data.updates.number_bytes.items()}
-            self.states = HostStates(optimizers, share.optimizer, self.copies, self._weights())
+            self.states = HostStates(optimizers, share.optimizer, self._state_copies, self._weights())
             _check_room(plan, self.states.planned_bytes + self._offloaded_bytes, gather)
-        self._leaving = DeferredFree(DEFERRED_FREE_BYTES)
+        self._leaving, self._num_steps = DeferredFree(DEFERRED_FREE_BYTES), 0
         for bucket in self._buckets:
-            bucket.host_weights.move_in(self.copies, bucket.master)
+            bucket.host_weights.move_in(self.copies, self._leaving, bucket.master)
             if isinstance(bucket.gradients, OffloadedGradients):
                 bucket.gradients.move_in(self.copies, self._leaving)
         for owners in self._owners:
@@ -111,7 +147,10 @@ class Host:
         return wholes + masters + sum(_num_numbers(each) * each.key.dtype.itemsize for each in self._buckets)
 
     def begin_step(self) -> None:
-        """A step begins."""
+        """A step begins. From the second one on, more memory may wait for its copies: part of what nobody needed."""
+        self._num_steps += 1
+        if self._num_steps == 2 and self._buckets:
+            self._leaving.grow(spare_bytes(self.copies.device))
         if self.states is not None:
             self.states.begin()
 
@@ -130,17 +169,22 @@ class Host:
         self._leaving.wait()
 
     def close(self) -> None:
-        """Wait for what is under way, and end threads. State stays where it is, weights come back."""
+        """Wait for what is under way, and end threads. State and weights stay where they are.
+
+        The module's parameters are those on the host from now on.
+        """
         self.wait()
         if self.states is not None:
             self.states.close()
         for bucket in self._buckets:
-            bucket.host_weights.come_back()
+            bucket.host_weights.stay_home()
+        self._leaving.wait()
         for owners in self._owners:
             owners.close()
         if self.activations is not None:
             self.activations.close()
         self.copies.close()
+        self._state_copies.close()
 
 
 def _num_numbers(bucket: Bucket) -> int:

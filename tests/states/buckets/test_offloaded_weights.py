@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwise.dataflow.deferred_free import DeferredFree
 from shardwise.ranks.replicas import Replicas
 from shardwise.states.buckets.flat_layout import BucketSpec, FlatLayout
 from shardwise.states.buckets.offloaded_weights import OffloadedShards, OffloadedWhole, Source
@@ -48,7 +49,7 @@ def make(kind: Any, dtype: torch.dtype, *, has_master: bool, seed: int) -> tuple
     spec = BucketSpec(layout=layout, parameters=[parameter], replicas=Replicas(shard=group), exchange=exchange)
     weights = kind(spec, is_sharded=kind is OffloadedShards)
     own = weights.shard
-    weights.move_in(copies, own.float() if has_master else None)
+    weights.move_in(copies, DeferredFree(0), own.float() if has_master else None)
     return weights, peers, copies
 
 

@@ -23,10 +23,12 @@ what is not complete by itself is left to the end of the step, and so is the gat
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
+from shardwise.errors import ShardwiseError
 from shardwise.states.buckets.bucket import Bucket
 from shardwise.states.buckets.gradients import ScatteredGradients
+from shardwise.states.buckets.offloaded_gradients import OffloadedWholeGradients
 from shardwise.states.buckets.offloaded_weights import OffloadedWhole
 from shardwise.states.tiers.host_states import HostStates
 
@@ -42,6 +44,8 @@ class OffloadedBackward:
         self._first = {stage: each for each in reversed(order) for stage in each.key.stages}
         self._next = {one: after for one, after in itertools.pairwise(order) if one.key.stages == after.key.stages}
         self._summed: deque[Bucket] = deque()
+        #: Those that this backward is done with. A unit's gradients arrive in an order of their own.
+        self._over: set[Bucket] = set()
 
     def begin_step(self) -> None:
         """Nothing is under way."""
@@ -49,7 +53,8 @@ class OffloadedBackward:
 
     def begin(self, stage: int) -> None:
         """A stage's backward begins."""
-        _fetch(self._first.get(stage))
+        self._over.clear()
+        self._fetch(self._first.get(stage))
 
     def started(self, bucket: Bucket) -> None:
         """The sum of a bucket has begun: its unit's backward is done."""
@@ -61,14 +66,22 @@ class OffloadedBackward:
 
     def passed(self, bucket: Bucket) -> None:
         """A backward has added to a bucket that is not summed yet."""
-        bucket.trained.has_passed()
-        self._is_over(bucket)
+        if bucket.trained.has_passed():
+            self._is_over(bucket)
 
     def _is_over(self, bucket: Bucket) -> None:
         """A unit's backward is done with what lives on the host, unless it is there for a whole stage."""
         if isinstance(bucket.weights, OffloadedWhole):
             bucket.weights.leave()
-        _fetch(self._next.get(bucket))
+        self._over.add(bucket)
+        self._fetch(self._next.get(bucket))
+
+    def _fetch(self, bucket: Bucket | None) -> None:
+        """Have come what gradients are added to, of the bucket whose turn is next."""
+        while bucket is not None and bucket in self._over:
+            bucket = self._next.get(bucket)
+        if bucket is not None:
+            bucket.trained.fetch()
 
 
 class OptimizerInBackward:
@@ -81,6 +94,8 @@ class OptimizerInBackward:
         self._states, self._find_scale = states, find_scale
         self._begun: deque[Bucket] = deque()
         self._scale: float | None = None
+        #: Whether gradients that would live on the host are to be there after the step.
+        self.keeps_gradients = False
         #: Those of this step whose gradients have been given to their optimizers.
         self.done: set[Bucket] = set()
 
@@ -97,7 +112,7 @@ class OptimizerInBackward:
 
     def begun(self, bucket: Bucket) -> None:
         """The last sum of a bucket in this step has begun."""
-        if not _is_complete(bucket):
+        if not (_is_complete_by_itself(bucket) and all(bucket.trained.used_in(0))):
             return
         self._begun.append(bucket)
         self.look()
@@ -106,23 +121,36 @@ class OptimizerInBackward:
             self._update(self._begun.popleft(), self._scale)
 
     def _update(self, bucket: Bucket, scale: float) -> None:
-        bucket.trained.finish(0)
+        bucket.trained.hand_over(keeps=self.keeps_gradients)
         bucket.scale(scale)
+        if bucket.stays_for_update:
+            bucket.host_weights.hold_for_update()
         bucket.give([True] * len(bucket.layout.slots))
         self.done.add(bucket)
         self._states.ready(piece.weight for piece in bucket.pieces)
 
 
-def _is_complete(bucket: Bucket) -> bool:
-    """Whether a bucket's own sum is all that its gradients need, and each parameter in it has one."""
+def _is_complete_by_itself(bucket: Bucket) -> bool:
+    """Whether a bucket's own sum is all that its gradients need."""
     key = bucket.key
-    if key.tie is not None or key.is_partial or len(key.stages) > 1 or not all(bucket.trained.used_in(0)):
+    if key.tie is not None or key.is_partial or len(key.stages) > 1:
         return False
     # Shards that have copies are summed over them at the end.
     return not (isinstance(bucket.gradients, ScatteredGradients) and key.replicas.copies.size > 1)
 
 
-def _fetch(bucket: Bucket | None) -> None:
-    """Have come what the gradients of a bucket are added to, whose turn is next."""
-    if bucket is not None:
-        bucket.trained.fetch()
+def hands_over(bucket: Bucket) -> bool:
+    """Whether a bucket that lives on the host is updated with the gradients that its backward leaves on the device."""
+    return isinstance(bucket.gradients, OffloadedWholeGradients) and _is_complete_by_itself(bucket)
+
+
+def refuse_gone(done: Collection[Bucket], name: str) -> None:
+    """Refuse to look for the gradient of a parameter that was updated in the backward, if it was not kept."""
+    for bucket in done:
+        names = [each.name for each in bucket.layout.slots]
+        if isinstance(bucket.gradients, OffloadedWholeGradients) and name in names:
+            raise ShardwiseError(
+                f"the gradient of {name} is gone: with offload.parameters a weight is updated as soon as its gradient"
+                " is final, which does not go to the host then",
+                remedy="parallelize(..., clip=float('inf')): where a norm is asked for, gradients are kept",
+            )

@@ -156,6 +156,9 @@ class OwnedWeight:
 
     #: Gradients are multiplied before they go to owners.
     scale = 1.0
+    #: Wholes are made for updates alone: no backward has them.
+    hands_over_weight = hands_over_gradient = False
+    gradient_here = None
     gradient: Tensor
     storage: HostStorage
 
@@ -164,14 +167,24 @@ class OwnedWeight:
         self.has_gradient = False
         self.sent: list[Event] = []
 
-    def move_in(self, copies: CopyStreams) -> None:
+    def move_in(self, copies: CopyStreams, leaving: DeferredFree) -> None:
         """Take the host's memory, and give back the device's."""
-        self.storage = HostStorage(self.weight.detach(), copies)
+        self.storage = HostStorage(self.weight.detach(), copies, leaving)
         self.gradient = copies.pinned(self.weight.shape, self.weight.dtype)
 
     @property
     def host(self) -> Tensor:
         return self.storage.host
+
+    @property
+    def weight_here(self) -> Tensor:
+        return self.storage.device
+
+    def hold(self) -> bool:
+        raise NotImplementedError("nothing is handed over")
+
+    def is_updated(self) -> None:
+        """Nothing waits for that."""
 
     def is_renewed(self, events: Sequence[Event]) -> None:
         self.storage.is_renewed(events)
@@ -198,7 +211,7 @@ class OffloadedOwners(Owners):
         """Take the host's memory."""
         self._copies, self._leaving = copies, leaving
         for each in self.offloaded.values():
-            each.move_in(copies)
+            each.move_in(copies, leaving)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -219,9 +232,10 @@ class OffloadedOwners(Owners):
                 self._leaving.sweep()
 
     def close(self) -> None:
-        """Bring the wholes back for good."""
+        """Leave the wholes on the host for good."""
         for each in self.offloaded.values():
-            each.storage.follow()
+            each.storage.wait()
+            each.weight.data = each.host
 
     def _flattened(self, entries: Sequence[Owned]) -> list[Tensor]:
         mine = [(entry, self._weight_of[entry]) for entry in entries]

@@ -64,15 +64,9 @@ class PinnedBuffer:
         self.free: list[Event] = []
 
 
-class PinnedRing:
-    """So many buffers of so many bytes."""
-
-    def __init__(self, pinned: Callable[[tuple[int], torch.dtype], Tensor], count: int, num_bytes: int) -> None:
-        self._buffers = cycle([PinnedBuffer(pinned((num_bytes,), torch.uint8)) for _ in range(count)])
-
-    def take(self) -> PinnedBuffer:
-        """The next one. Whoever takes it says with `free` when it may be written again."""
-        return next(self._buffers)
+def _pinned_ring(machine: Machine, count: int, num_bytes: int) -> Iterator[PinnedBuffer]:
+    """So many buffers, in turn. Whoever takes one says with `free` when it may be written again."""
+    return cycle([PinnedBuffer(machine.pinned((num_bytes,), torch.uint8)) for _ in range(count)])
 
 
 class DiskReader:
@@ -85,11 +79,11 @@ class DiskReader:
         # An error in it is the machine's: what is computed after it would be rubbish.
         self._stream = ThreadStream("weights from disk", machine.failures)
         self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="shardwise disk")
-        self._buffers = PinnedRing(machine.pinned, num_buffers, num_bytes)
+        self._buffers = _pinned_ring(machine, num_buffers, num_bytes)
 
     def fetch(self, block: StreamedBlock, copies: CopyStreams, after: Sequence[Event]) -> Event:
         """Have a block read, and copied to the device after some events."""
-        buffer = self._buffers.take()
+        buffer = next(self._buffers)
         memory = buffer.memory[: block.num_bytes]
         read = self._stream.put(partial(self._read, block, memory), buffer.free, _blame_reading)
         arrives = copies.to_device(block.device, memory, [*after, read])
@@ -142,11 +136,11 @@ class DiskWriter:
     def __init__(self, machine: Machine, most_bytes: int) -> None:
         # An error in it is the machine's, as one in reading is.
         self._stream = ThreadStream("gradients to disk", machine.failures)
-        self._buffers = PinnedRing(machine.pinned, _NUM_WRITE_BUFFERS, most_bytes)
+        self._buffers = _pinned_ring(machine, _NUM_WRITE_BUFFERS, most_bytes)
 
     def write(self, target: Tensor, gradient: Tensor, copies: CopyStreams) -> tuple[Event, Event]:
         """Have what is computed by now written; return when it has left the device, and when it has arrived."""
-        buffer = self._buffers.take()
+        buffer = next(self._buffers)
         staged = buffer.memory[: gradient.nbytes].view(gradient.dtype)
         left = copies.to_host(staged, gradient, buffer.free)
         arrived = self._stream.put(lambda: target.copy_(staged), [left], _blame_writing)

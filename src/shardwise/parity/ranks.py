@@ -79,7 +79,7 @@ def _norm(engine: Engine) -> float:
 def _digest(engine: Engine, steps: Sequence[Step]) -> str:
     """Of all losses and norms, and of every bit of the weights that this rank updates."""
     found = hashlib.sha256(repr([(step.loss, step.norm) for step in steps]).encode())
-    for *_, each in engine.states.data.pieces():
+    for *_, each in engine.states.data.wholes.pieces():
         found.update(each.contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return found.hexdigest()
 

@@ -70,7 +70,7 @@ class Held:
         """Parameters and saved buffers."""
         engine, data = self._engine, self._engine.states.data
         in_buckets = {slot.name for bucket in data.buckets for slot in bucket.layout.slots}
-        for name, shape, start, numbers in data.pieces():
+        for name, shape, start, numbers in data.wholes.pieces():
             yield from self._parts(name, numbers, tuple(shape), start)
         for name, held in engine.parameters.items():
             if name not in in_buckets:
@@ -82,8 +82,8 @@ class Held:
     def updated(self) -> Iterator[Updated]:
         """The weights that optimizers have."""
         data = self._engine.states.data
-        for each in data.updated:
-            local = tuple(each.weight.shape if each.is_joined else data.shape_of(each.name))
+        for each in data.updates.updated:
+            local = tuple(each.weight.shape if each.is_joined else data.wholes.shape_of(each.name))
             places = self._places(each.name, joined=each.is_joined)
             yield Updated(each.name, self.shapes[each.name], local, each.start, places, each.weight, each.optimizer)
 

@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 from shardwise.errors import ShardwiseError
 from shardwise.schedule.instruction import (
     BACKWARD,
-    COLLECTIVES,
     COMPUTE,
     RECEIVES,
     SENDS,
@@ -97,7 +96,7 @@ def test_a_pair_of_anything_else_is_a_mistake_of_ours() -> None:
 
 
 def test_every_kind_computes_or_moves_bytes_or_lets_go() -> None:
-    moves = SENDS | RECEIVES | COLLECTIVES | {Kind.OFFLOAD, Kind.RELOAD}
+    moves = SENDS | RECEIVES | {Kind.GATHER, Kind.REDUCE, Kind.OFFLOAD, Kind.RELOAD}
     assert set(Kind) == COMPUTE | moves | {Kind.RELEASE}
     assert not COMPUTE & moves
 

@@ -49,7 +49,6 @@ COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.STEP})
 BACKWARD = frozenset({Kind.B, Kind.I})
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
-COLLECTIVES = frozenset({Kind.GATHER, Kind.REDUCE})
 OFFLOADS = frozenset({Kind.OFFLOAD, Kind.RELOAD})
 
 

@@ -22,6 +22,7 @@ from shardwise.schedule.catalogue import make_schedule
 from shardwise.schedule.generators.building_block import repeat_block, spaced_block
 from shardwise.schedule.instruction import Kind
 from shardwise.schedule.packing import Packed, Policy, Sequences, pack
+from shardwise.schedule.passes.backward import split_backward
 from shardwise.schedule.placement import Placement, loop, vee
 from shardwise.schedule.question import Question
 from shardwise.schedule.schedule import Schedule
@@ -53,7 +54,6 @@ _NUM_SOONEST = 2
 class _Candidate:
     """A way to make a schedule of any number of microbatches: an order, if it follows one, and a policy."""
 
-    name: str
     placement: Placement
     policy: Policy
     order: Callable[[int, int], Schedule] | None = None
@@ -110,7 +110,7 @@ def _overlapped(question: Question) -> list[_Found]:
     trace = simulate(schedule, prices)
     orders = [list(order) for order in schedule.orders]
     packed = Packed(orders=orders, span=trace.span, makespan=trace.makespan, pace=0.0)
-    return [(_Candidate(name=schedule.name, placement=placement, policy=Policy()), packed)]
+    return [(_Candidate(placement=placement, policy=Policy()), packed)]
 
 
 def _rounded(found: _Found) -> tuple[float, float]:
@@ -171,11 +171,9 @@ def _named_candidates(question: Question) -> Iterator[_Candidate]:
     """The named schedules as they are, backwards split: that makes none of them slower."""
     for name in _NAMED:
         make = _named_order(name)
-        example = make(question.num_ranks, 1)
-        if _is_allowed(example.placement, question):
-            yield _Candidate(
-                name=example.name, placement=example.placement, policy=Policy(), order=make, keeps_weights=True
-            )
+        placement = make(question.num_ranks, 1).placement
+        if _is_allowed(placement, question):
+            yield _Candidate(placement=placement, policy=Policy(), order=make, keeps_weights=True)
 
 
 def _free_candidates(question: Question) -> Iterator[_Candidate]:
@@ -185,7 +183,7 @@ def _free_candidates(question: Question) -> Iterator[_Candidate]:
             for backward_first in (False, True):
                 for deepest in (True, False) if placement.num_chunks > 1 else (True,):
                     policy = Policy(gap_share=gap_share, backward_first=backward_first, deepest_backward_first=deepest)
-                    yield _Candidate(name="free", placement=placement, policy=policy)
+                    yield _Candidate(placement=placement, policy=policy)
 
 
 def _repacked_candidates(question: Question) -> Iterator[_Candidate]:
@@ -197,14 +195,14 @@ def _repacked_candidates(question: Question) -> Iterator[_Candidate]:
     spacings = _SPACINGS if min(question.memory) < question.num_ranks else _SPACINGS[-2:]
     orders += [(_block_order(steps), (1, 3) if steps[:2] == (1, 1) else (1,)) for steps in spacings]
     for make, look_aheads in orders:
-        example = make(question.num_ranks, 1)
-        if not _is_allowed(example.placement, question):
+        placement = make(question.num_ranks, 1).placement
+        if not _is_allowed(placement, question):
             continue
         for look_ahead in look_aheads:
             for gap_share in (0.0, 0.5, 1.0):
                 for patience in (0.0, 1.0) if look_ahead > 1 else (1.0,):
                     policy = Policy(gap_share=gap_share, look_ahead=look_ahead, patience=patience)
-                    yield _Candidate(name=example.name, placement=example.placement, policy=policy, order=make)
+                    yield _Candidate(placement=placement, policy=policy, order=make)
 
 
 @cache
@@ -243,14 +241,5 @@ def _sequences(
     make: Callable[[int, int], Schedule], num_ranks: int, num_microbatches: int, with_weights: bool
 ) -> Sequences:
     """What each rank does one after the other, backwards split, with the weight gradients or without."""
-    sequences = []
-    for order in make(num_ranks, num_microbatches).orders:
-        sequence = []
-        for instruction in order:
-            for part in instruction.parts:
-                if part.kind is not Kind.W:
-                    sequence.append(part._replace(kind=Kind.I) if part.kind is Kind.B else part)
-                if with_weights and part.kind in (Kind.W, Kind.B):
-                    sequence.append(part._replace(kind=Kind.W))
-        sequences.append(tuple(sequence))
-    return tuple(sequences)
+    orders = split_backward(make(num_ranks, num_microbatches)).orders
+    return tuple(tuple(each for each in order if with_weights or each.kind is not Kind.W) for order in orders)

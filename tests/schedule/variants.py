@@ -14,7 +14,7 @@ NAMES = tuple(CATALOGUE)
 
 
 def variants(name: str, num_ranks: int, num_microbatches: int) -> dict[str, Schedule]:
-    """Computation alone, and ready to run: plainly, replicated, with sharded parameters, with activations put away."""
+    """Computation alone, and ready to run: plainly, replicated, with sharded parameters, with activations offloaded."""
     raw = make_schedule(name, num_ranks, num_microbatches)
     return {
         "raw": raw,

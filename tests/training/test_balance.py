@@ -13,7 +13,7 @@ from shardwise.training.balance import imbalance_of
 from shardwise.training.checkpoint.index import find_last, read_index
 from shardwise.training.convert import convert
 from shardwise.training.metrics import read_metrics
-from shardwise.training.recipes import get_recipe
+from shardwise.training.recipe import get_recipe
 from shardwise.training.run import train_rank
 from tests.crowd import Crowds
 from tests.training.programs import losses_of, make_job, saved_state

@@ -7,8 +7,7 @@ import pytest
 
 from shardwise.errors import ShardwiseError
 from shardwise.training.lr_schedule import learning_rate_at
-from shardwise.training.recipe import DataChoice, ModelChoice, OptimizerChoice, Recipe, read_recipe
-from shardwise.training.recipes import RECIPES, get_recipe
+from shardwise.training.recipe import RECIPES, DataChoice, ModelChoice, OptimizerChoice, Recipe, get_recipe, read_recipe
 
 
 @pytest.mark.parametrize("name", RECIPES)

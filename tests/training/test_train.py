@@ -27,10 +27,9 @@ from shardwise.training.checkpoint.index import Entry, find_last, saved_steps
 from shardwise.training.checkpoint.parts import Part
 from shardwise.training.checkpoint.write import write_parts
 from shardwise.training.data.rows import Batch, Batches
-from shardwise.training.finish import Result
 from shardwise.training.job import Job
 from shardwise.training.metrics import read_metrics
-from shardwise.training.outcome import StoppedError
+from shardwise.training.outcome import Result, StoppedError
 from shardwise.training.run import train_rank
 from tests.training.programs import losses_of, make_job
 

@@ -1,7 +1,6 @@
 """`shardwise schedule`: draw, price, prove, save and compare pipeline schedules."""
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 
 from shardwise.answer import Answer, Canvas, table
@@ -64,7 +63,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     outcome = play_out(schedule, question)
     if arguments.save:
         save(outcome, [Path(path) for path in arguments.save])
-    return Answer(data=_data(outcome), render=_renderer(outcome, arguments.save))
+    return Answer(data=_data(outcome), render=lambda canvas: _render(outcome, arguments.save, canvas))
 
 
 def _get_schedule(arguments: argparse.Namespace) -> tuple[Schedule, Question]:
@@ -94,11 +93,10 @@ def _is_file(path: Path) -> bool:
 
 
 def _get_question(arguments: argparse.Namespace, num_ranks: int | None, num_microbatches: int | None) -> Question:
-    for option, value in (("--stages", num_ranks), ("--microbatches", num_microbatches)):
-        if value is None:
-            raise ShardwiseError(f"{option} is missing", remedy=f"{option} {4 if option == '--stages' else 8}")
-    assert num_ranks is not None, "was just checked"
-    assert num_microbatches is not None, "was just checked"
+    if num_ranks is None:
+        raise ShardwiseError("--stages is missing", remedy="--stages 4")
+    if num_microbatches is None:
+        raise ShardwiseError("--microbatches is missing", remedy="--microbatches 8")
     return make_question(
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,
@@ -135,26 +133,23 @@ def _data(outcome: Outcome) -> dict[str, object]:
     }
 
 
-def _renderer(outcome: Outcome, saved: list[str]) -> Callable[[Canvas], None]:
-    def render(canvas: Canvas) -> None:
-        schedule, trace = outcome.schedule, outcome.trace
-        chunks = schedule.placement.num_chunks
-        canvas.print(
-            f"{canvas.paint(schedule.name, 'bold')}: {counted(schedule.num_ranks, 'stage')}, "
-            f"{counted(schedule.num_microbatches, 'microbatch')}" + (f", {chunks} chunks a rank" if chunks > 1 else "")
-        )
-        canvas.print()
-        if sum(map(len, trace.compute)) <= _MOST_DRAWN:
-            for line in [*draw(trace, width=canvas.width, paint=canvas.paint), "", legend(canvas.paint)]:
-                canvas.print(line)
-        else:
-            canvas.print("too many computations to draw here: --save FILE.svg, or FILE.json for Perfetto")
-        canvas.print()
-        _render_numbers(outcome, canvas)
-        for path in saved:
-            canvas.print(f"saved {path}")
-
-    return render
+def _render(outcome: Outcome, saved: list[str], canvas: Canvas) -> None:
+    schedule, trace = outcome.schedule, outcome.trace
+    chunks = schedule.placement.num_chunks
+    canvas.print(
+        f"{canvas.paint(schedule.name, 'bold')}: {counted(schedule.num_ranks, 'stage')}, "
+        f"{counted(schedule.num_microbatches, 'microbatch')}" + (f", {chunks} chunks a rank" if chunks > 1 else "")
+    )
+    canvas.print()
+    if sum(map(len, trace.compute)) <= _MOST_DRAWN:
+        for line in [*draw(trace, width=canvas.width, paint=canvas.paint), "", legend(canvas.paint)]:
+            canvas.print(line)
+    else:
+        canvas.print("too many computations to draw here: --save FILE.svg, or FILE.json for Perfetto")
+    canvas.print()
+    _render_numbers(outcome, canvas)
+    for path in saved:
+        canvas.print(f"saved {path}")
 
 
 def _render_numbers(outcome: Outcome, canvas: Canvas) -> None:

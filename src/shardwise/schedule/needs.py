@@ -181,7 +181,7 @@ class Needs:
         return wanted
 
     def _resolve_weights(self) -> None:
-        """Add what a computation needs besides its microbatch's values: its weights, and saved values put away."""
+        """Add what a computation needs besides its microbatch's values: its weights, and what was offloaded."""
         gathered: dict[int, int] = {}
         for node, instruction in enumerate(self.nodes):
             if instruction.kind is Kind.GATHER:

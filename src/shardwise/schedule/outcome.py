@@ -81,8 +81,7 @@ def _check_size(question: Question) -> None:
 def play_out(schedule: Schedule, question: Question) -> Outcome:
     """Prove a schedule, play it against the question's prices, and measure it."""
     complete = schedule if schedule.communicates else lower(schedule)
-    memory = question.memory if question.limits_memory else None
-    verify(complete, memory=memory, kept_for_weights=question.kept_for_weights)
+    verify(complete, memory=question.memory, kept_for_weights=question.kept_for_weights)
     trace = simulate(complete, question.prices(complete.placement))
     if complete.staleness == 0:
         makespan, span = trace.makespan, trace.span

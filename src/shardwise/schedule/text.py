@@ -18,6 +18,7 @@ from pathlib import Path
 from shardwise.errors import ShardwiseError, unknown
 from shardwise.schedule.instruction import COMPUTE, Instruction, Kind, parse, text_of
 from shardwise.schedule.placement import Placement
+from shardwise.schedule.question import read_file
 from shardwise.schedule.schedule import Schedule
 
 _EXAMPLE = "rank 0: 0F0 0F1 0B0 0B1"
@@ -58,15 +59,8 @@ def print_schedule(schedule: Schedule) -> str:
 
 def load_schedule(path: Path) -> Schedule:
     """Read a schedule from a file."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ShardwiseError(
-            f"the schedule file {path} cannot be read: {reason}",
-            remedy="shardwise schedule 1f1b --stages 4 --microbatches 8 --save 1f1b.schedule, which writes one",
-        ) from None
-    return read_schedule(text, source=path.name)
+    remedy = "shardwise schedule 1f1b --stages 4 --microbatches 8 --save 1f1b.schedule, which writes one"
+    return read_schedule(read_file(path, f"the schedule file {path}", remedy), source=path.name)
 
 
 def read_schedule(text: str, *, source: str = "schedule") -> Schedule:

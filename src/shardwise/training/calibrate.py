@@ -18,7 +18,8 @@ from shardwise.cluster.device import Device
 from shardwise.cluster.file import to_toml
 from shardwise.cluster.local import memory_bytes
 from shardwise.cluster.topology import Fabric, Host, Link, NodeKind
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, os_errors_as
+from shardwise.training.machine import find_device
 from shardwise.training.profile import Measured
 
 _MATMUL, _COPY_BYTES, _REPEATS = 512, 64 * 2**20, 5
@@ -27,10 +28,8 @@ _MATMUL, _COPY_BYTES, _REPEATS = 512, 64 * 2**20, 5
 def calibrate(measured: Measured, path: Path) -> Cluster:
     """Write `cluster.toml`, and return what it says."""
     cluster = cluster_of(measured)
-    try:
+    with os_errors_as(f"{path} cannot be written", remedy="--calibrate cluster.toml"):
         path.write_text(to_toml(cluster), encoding="utf-8")
-    except OSError as error:
-        raise ShardwiseError(f"{path} cannot be written: {error.strerror}", remedy="--calibrate cluster.toml") from None
     return cluster
 
 
@@ -40,24 +39,28 @@ def cluster_of(measured: Measured) -> Cluster:
     node = NODES.get(device.name)
     link = node.link if node else _own_link(device)
     if measured.link is not None:
-        latency, speed = measured.link
-        link = replace(link, name="measured", latency_seconds=latency, bytes_per_second=speed)
+        latency, rate = measured.link
+        link = replace(link, name="measured", latency_seconds=latency, bytes_per_second=rate)
+    speed = device.memory_bytes_per_second
+    host = Host(memory_bytes=memory_bytes(), device_bytes_per_second=speed, num_cores=environment.num_cores())
+    # There is one machine: nothing goes further than its link.
+    fabric = Fabric(name="none", bytes_per_second=link.bytes_per_second, latency_seconds=link.latency_seconds)
     kind = NodeKind(
         devices_per_node=measured.num_ranks,
         domain=measured.num_ranks,
         link=link,
-        fabric=node.fabric if node else _fabric(link),
-        host=node.host if node else _host(device),
+        fabric=node.fabric if node else fabric,
+        host=node.host if node else host,
     )
     return Cluster(pools=(Pool(device=device, num_nodes=1, node=kind),))
 
 
 def _known_gpu() -> Device:
-    called = torch.cuda.get_device_name().lower().replace(" ", "-")
-    names = [name for name in DEVICES if name in called or name.split("-")[0] in called.split("-")]
-    if not names:
+    called = torch.cuda.get_device_name()
+    name = find_device(called)
+    if name is None:
         raise ShardwiseError(f"the catalogue knows no GPU {called}", remedy="a cluster.toml written by hand")
-    known = DEVICES[max(names, key=len)]
+    known = DEVICES[name]
     rate = _matmul_rate(torch.device("cuda"), torch.bfloat16, size=8192)
     return replace(known, matmul_efficiency=min(rate / known.peak("bf16"), 1.0))
 
@@ -104,16 +107,3 @@ def _own_link(device: Device) -> Link:
     """One process alone sends to itself."""
     seconds = _best(torch.zeros(2).clone, torch.device("cpu"))
     return Link(name="memory", bytes_per_second=device.memory_bytes_per_second / 2, latency_seconds=seconds)
-
-
-def _fabric(link: Link) -> Fabric:
-    """There is one machine: nothing goes further than its link."""
-    return Fabric(name="none", bytes_per_second=link.bytes_per_second, latency_seconds=link.latency_seconds)
-
-
-def _host(device: Device) -> Host:
-    return Host(
-        memory_bytes=memory_bytes(),
-        device_bytes_per_second=device.memory_bytes_per_second,
-        num_cores=environment.num_cores(),
-    )

@@ -11,12 +11,11 @@ from shardwise import environment
 from shardwise.answer import Answer, Canvas
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
-from shardwise.training.recipe import Recipe, read_recipe
-from shardwise.training.recipes import RECIPES, get_recipe
+from shardwise.training.recipe import RECIPES, Recipe, get_recipe, read_recipe
 from shardwise.units import format_seconds
 
 if TYPE_CHECKING:
-    from shardwise.training.finish import Result
+    from shardwise.training.outcome import Result
 
 DESCRIPTION = f"""Train a model. A recipe says what: {", ".join(RECIPES)}, or a TOML file of the same keys. Without one,
 a small transformer that reads bytes is trained on Python's own sources. Everything lands in the folder of the run; a

@@ -17,13 +17,12 @@ from torch import Tensor
 from shardwise.errors import ShardwiseError
 from shardwise.nets.hf import Checkpoint, save
 from shardwise.nets.hf.entries import CONFIG
-from shardwise.training.checkpoint.boxes import whole_box
+from shardwise.nets.hf.save import in_shards
 from shardwise.training.checkpoint.index import FORMAT, INDEX, SAVING, Entry, find_last, told, write_json
-from shardwise.training.checkpoint.parts import Part
+from shardwise.training.checkpoint.parts import Part, whole_part
 from shardwise.training.checkpoint.read import Reader
-from shardwise.training.checkpoint.torch_folder import METADATA
 from shardwise.training.checkpoint.write import write_parts
-from shardwise.training.convert_dcp import copy_beside, from_dcp, to_dcp
+from shardwise.training.convert_dcp import METADATA, copy_beside, from_dcp, to_dcp
 from shardwise.training.folder import CHECKPOINTS
 from shardwise.training.model import check_sayable, described, settings_from
 
@@ -101,13 +100,7 @@ def _find_source(source: Path) -> tuple[Path, str]:
 
 
 def _convert(
-    source: Path,
-    target: Path,
-    kind: str,
-    goal: str,
-    config: Path | None,
-    dtype: torch.dtype | None,
-    file_bytes: int,
+    source: Path, target: Path, kind: str, goal: str, config: Path | None, dtype: torch.dtype | None, file_bytes: int
 ) -> None:
     if THEIRS not in (kind, goal):
         # The other two meet in the middle, in a folder that is deleted again.
@@ -134,31 +127,20 @@ def _to_ours(source: Path, target: Path, dtype: torch.dtype | None, file_bytes: 
             entries |= write_parts(target / f"rank-{number:05}.safetensors", parts)
     (target / _BESIDE).mkdir()
     copy_beside(source, target / _BESIDE)
-    write_json(
-        target / INDEX,
-        {
-            "format": FORMAT,
-            "step": 0,
-            "extra": {"model": described(settings, str(source))},
-            "entries": told(entries),
-        },
-    )
+    extra = {"model": described(settings, str(source))}
+    write_json(target / INDEX, {"format": FORMAT, "step": 0, "extra": extra, "entries": told(entries)})
 
 
 def _files(checkpoint: Checkpoint, dtype: torch.dtype | None, file_bytes: int) -> Iterator[list[Part]]:
     """The weights, as many at a time as go into one file."""
-    parts: list[Part] = []
-    held = 0
-    for name, shape in checkpoint.shapes.items():
-        weight = checkpoint.read(name)
-        weight = weight if dtype is None else weight.to(dtype)
-        size = weight.numel() * weight.element_size()
-        if parts and held + size > file_bytes:
-            yield parts
-            parts, held = [], 0
-        parts.append(Part(name, shape, whole_box(shape), weight))
-        held += size
-    yield parts
+
+    def parts() -> Iterator[tuple[Part, int]]:
+        for name in checkpoint.shapes:
+            weight = checkpoint.read(name)
+            part = whole_part(name, weight if dtype is None else weight.to(dtype))
+            yield part, part.numbers.nbytes
+
+    return in_shards(parts(), file_bytes)
 
 
 def _to_theirs(source: Path, target: Path, dtype: torch.dtype | None, file_bytes: int) -> None:
@@ -166,13 +148,8 @@ def _to_theirs(source: Path, target: Path, dtype: torch.dtype | None, file_bytes
         description = reader.index.extra.get("model", {})
         check_sayable(description, origin=source)
         settings = settings_from(description, origin=source)
-        save(
-            _Weights(reader, dtype),
-            target,
-            settings=settings,
-            family=description["family"],
-            shard_bytes=file_bytes,
-        )
+        weights = _Weights(reader, dtype)
+        save(weights, target, settings=settings, family=description["family"], shard_bytes=file_bytes)
         stored: torch.dtype = getattr(torch, reader.weights["embed.weight"].dtype)
     # What was fine-tuned keeps its tokenizer, and what its own configuration says beyond ours.
     begun = Path(description.get("folder", source / _BESIDE))

@@ -1,6 +1,6 @@
 """What a run leaves behind when its steps are done: a sample, the manifest, the trace, and the page."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from shardwise.errors import ShardwiseError
@@ -9,49 +9,17 @@ from shardwise.schedule.replay import predict
 from shardwise.trace.run import Run, load_run, save_run
 from shardwise.training.folder import MANIFEST, manifest_of, write_manifest
 from shardwise.training.job import Job
-from shardwise.training.outcome import Outcome
+from shardwise.training.outcome import Outcome, Result
 from shardwise.training.progress import Progress
 from shardwise.training.sample import sample_of
 
 REPORT = "report.html"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """A run that is over, in plain values. `sample` has the prompt before what the model wrote."""
-
-    run: str
-    step: int
-    loss: float | None
-    held_out_loss: float | None
-    seconds: float
-    tokens_per_second: float
-    num_parameters: int
-    plan: str
-    checkpoint: str | None
-    expert_imbalance: float | None = None
-    stopped_by: str | None = None
-    sample: str | None = None
-    report: str | None = None
-
-
 def finish(job: Job, outcome: Outcome, num_ranks: int, progress: Progress) -> Result:
     """Write all that is left to write. The first rank alone calls this."""
-    result = Result(
-        run=str(job.folder),
-        step=outcome.step,
-        loss=outcome.loss,
-        held_out_loss=outcome.held_out_loss,
-        seconds=outcome.seconds,
-        tokens_per_second=outcome.num_tokens / outcome.seconds,
-        num_parameters=outcome.num_parameters,
-        plan=str(job.plan),
-        checkpoint=None if outcome.checkpoint is None else str(outcome.checkpoint),
-        expert_imbalance=outcome.expert_imbalance,
-        stopped_by=outcome.stopped_by,
-    )
-    wanted = job.recipe.evaluation.sample
-    if wanted and outcome.stopped_by is None and outcome.checkpoint is not None:
+    result, wanted = outcome.result, job.recipe.evaluation.sample
+    if wanted and result.stopped_by is None:
         result = replace(result, sample=sample_of(outcome, wanted, job.recipe.seed))
     manifest: dict[str, Any] = manifest_of(
         job.recipe, job.plan, command=job.command, data=outcome.data, num_ranks=num_ranks

@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
@@ -15,9 +16,9 @@ from shardwise.training.finite import explain
 from shardwise.training.job import Job
 from shardwise.training.lr_schedule import learning_rate_at
 from shardwise.training.machine import peak_share
-from shardwise.training.notes import Notes
-from shardwise.training.outcome import Outcome, StoppedError
-from shardwise.training.progress import Line, Progress
+from shardwise.training.metrics import MetricLog
+from shardwise.training.outcome import Outcome, Result, StoppedError
+from shardwise.training.progress import Progress, line_of
 from shardwise.training.saving import Saver, described_data
 from shardwise.training.setup import Setup, on_device
 from shardwise.training.stop import StopSignals, name_of
@@ -35,7 +36,7 @@ class Loop:
     def __init__(self, job: Job, world: World, setup: Setup, stop: StopSignals, progress: Progress) -> None:
         self._job, self._world, self._setup, self._stop, self._progress = job, world, setup, stop, progress
         self._saver = Saver(job, world, setup, progress)
-        self._notes = Notes(job, world, progress, after=setup.step)
+        self._log = MetricLog(job, world, progress, after=setup.step)
         self._traces: deque[Trace] = deque(maxlen=_LAST_TRACES)
         self._held_out_loss: float | None = None
         self._evaluated = setup.step
@@ -66,27 +67,31 @@ class Loop:
         if stopped_by is None and recipe.data.held_out and self._evaluated != step:
             self._evaluate(step)
         self._saver.save(step)
-        self._saver.finish()
-        return Outcome(
+        result = Result(
+            run=str(self._job.folder),
             step=step,
             loss=self._loss,
             held_out_loss=self._held_out_loss,
             seconds=seconds,
-            num_tokens=(step - setup.step) * recipe.batch * recipe.data.sequence,
+            tokens_per_second=(step - setup.step) * recipe.batch * recipe.data.sequence / seconds,
             num_parameters=setup.num_parameters,
-            model=setup.model,
-            data=described_data(self._job, setup),
-            checkpoint=self._saver.find_last(),
-            trace=_usual(self._traces),
-            layers="+".join(str(len(units)) for units in setup.engine.split.units),
+            plan=str(self._job.plan),
+            checkpoint=self._saver.finish(),
             expert_imbalance=self._balanced.imbalance,
             stopped_by=stopped_by,
+        )
+        return Outcome(
+            result=result,
+            model=setup.model,
+            data=described_data(self._job, setup),
+            trace=_usual(self._traces),
+            layers="+".join(str(len(units)) for units in setup.engine.split.units),
         )
 
     def close(self) -> None:
         """Let go of files and of the writer's thread."""
         self._saver.close()
-        self._notes.close()
+        self._log.close()
 
     def _step(self, step: int, batch: Batch, *, traced: bool, data_wait: float) -> None:
         """One step, which leaves the weights alone if its numbers are not finite."""
@@ -105,7 +110,7 @@ class Loop:
                 " applied, and the last checkpoint is from before it",
             )
         self._balanced = self._setup.balancer.after_step(step + 1)
-        self._notes.add(
+        self._log.add(
             step=step + 1,
             loss=self._loss,
             rate=rate,
@@ -125,20 +130,17 @@ class Loop:
         num_tokens = (step - window[0]) * recipe.batch * recipe.data.sequence
         speed = num_tokens / (perf_counter() - window[1])
         assert self._loss is not None, "there was a step"
-        bubble = trace.bubble if trace is not None else 0.0
-        line = Line(
-            step=step,
-            num_steps=recipe.steps,
-            loss=self._loss,
-            rate=learning_rate_at(step - 1, recipe.steps, recipe.optimizer),
-            tokens_per_second=speed,
-            memory_bytes=memory,
-            bubble=bubble,
-            imbalance=self._balanced.imbalance,
-            used=peak_share(speed * setup.flops_per_token, recipe.precision, self._world),
+        measured: dict[str, Any] = {
+            "tokens_per_second": speed,
+            "memory_bytes": memory,
+            "bubble": trace.bubble if trace is not None else 0.0,
+            "used": peak_share(speed * setup.flops_per_token, recipe.precision, self._world),
+        }
+        rate = learning_rate_at(step - 1, recipe.steps, recipe.optimizer)
+        self._progress.say(
+            line_of(step, recipe.steps, loss=self._loss, rate=rate, imbalance=self._balanced.imbalance, **measured)
         )
-        self._progress.say(str(line))
-        self._notes.add(step=step, tokens_per_second=speed, memory_bytes=memory, bubble=bubble, used=line.used)
+        self._log.add(step=step, **measured)
 
     def _look_up(self, step: int) -> None:
         """Between two steps: evaluate and save, where it is time to."""
@@ -157,7 +159,7 @@ class Loop:
         self._held_out_loss = math.fsum(losses) / len(losses)
         self._evaluated = step
         self._progress.say(f"step {step}: held-out loss {self._held_out_loss:.4f}")
-        self._notes.add(step=step, held_out_loss=self._held_out_loss)
+        self._log.add(step=step, held_out_loss=self._held_out_loss)
 
 
 def _usual(traces: Sequence[Trace]) -> Trace | None:

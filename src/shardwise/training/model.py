@@ -108,15 +108,13 @@ def draw(held: Held, settings: Settings, seed: int) -> None:
 
 
 @torch.no_grad()
-def read_folder(held: Held, folder: str) -> int:
-    """The weights of a folder of Hugging Face. Each rank reads its own parts; returns the bytes that it read."""
+def read_folder(held: Held, folder: str) -> None:
+    """The weights of a folder of Hugging Face. Each rank reads its own parts."""
     with Checkpoint(folder) as checkpoint:
         checkpoint.check()
         for part in held.weights():
             checkpoint.fill(part.entry, part.numbers, tuple(map(slice, part.box.start, part.box.stop)))
-        bytes_read = checkpoint.bytes_read
     held.take_over()
-    return bytes_read
 
 
 def num_parameters(module: nn.Module) -> int:

@@ -15,16 +15,15 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from shardwise import environment
-from shardwise.errors import ShardwiseError
+from shardwise.errors import os_errors_as
 from shardwise.ranks.spawn import Ranks
 from shardwise.schedule.replay import predict
 from shardwise.trace.events import Trace
 from shardwise.trace.run import Run, load_run, save_run
 from shardwise.training.data.prefetch import Prefetcher
 from shardwise.training.folder import manifest_of
-from shardwise.training.inputs import check_inputs
 from shardwise.training.job import Job
-from shardwise.training.setup import Setup, make_ready, on_device
+from shardwise.training.setup import Setup, check_inputs, make_ready, on_device
 from shardwise.training.world import World
 
 #: Steps before the first that is measured: memory is allocated in them, and kernels are chosen.
@@ -62,7 +61,7 @@ class Measured:
 
 def measure(job: Job, num_devices: int, num_steps: int) -> Measured | None:
     """Measure some steps of a job. Under `torchrun`, None on all ranks but the first."""
-    check_inputs(job.recipe)
+    check_inputs(job)
     if environment.place_under_torchrun() is not None or num_devices == 1:
         return measure_rank(job, num_steps)
     with Ranks(num_devices) as ranks:
@@ -203,10 +202,6 @@ def write_run(job: Job, measured: Measured) -> Run:
         **{f"device {kind}": f"{seconds:.6f} s" for kind, seconds in measured.device_seconds.items()},
     }
     run = Run(name=job.folder.name, trace=measured.trace, predicted=predict(measured.trace))
-    try:
+    with os_errors_as(f"the profile cannot be written to {job.folder}", remedy="--folder FOLDER, another one"):
         save_run(run, job.folder, plan=job.plan.to_toml(), manifest=manifest)
-    except OSError as error:
-        raise ShardwiseError(
-            f"the profile cannot be written to {job.folder}: {error.strerror}", remedy="--folder FOLDER, another one"
-        ) from None
     return load_run(Path(job.folder))

@@ -7,8 +7,7 @@ import torch
 from shardwise.training.balance import Balancer
 from shardwise.training.checkpoint.index import clean, find_last
 from shardwise.training.checkpoint.parts import Held
-from shardwise.training.checkpoint.random import load_random
-from shardwise.training.checkpoint.read import Reader, load
+from shardwise.training.checkpoint.read import Reader, load, load_random
 from shardwise.training.precision import LossScale
 from shardwise.training.subject import Subject
 from shardwise.training.world import World

@@ -4,16 +4,15 @@ import torch
 
 from shardwise import environment
 from shardwise.errors import ShardwiseError
-from shardwise.training.finish import Result, finish
+from shardwise.training.choose import check_host
+from shardwise.training.finish import finish
 from shardwise.training.folder import make_folder, write_recipe_and_plan
-from shardwise.training.host_room import check_host
-from shardwise.training.inputs import check_inputs
 from shardwise.training.job import Job
 from shardwise.training.local_ranks import run_here
 from shardwise.training.loop import Loop
-from shardwise.training.outcome import StoppedError
+from shardwise.training.outcome import Result, StoppedError
 from shardwise.training.progress import Progress
-from shardwise.training.setup import make_ready
+from shardwise.training.setup import check_inputs, make_ready
 from shardwise.training.stop import StopSignals
 from shardwise.training.world import World
 from shardwise.units import counted, format_bytes
@@ -32,7 +31,7 @@ def count_devices() -> int:
 
 def train(job: Job, num_devices: int) -> Result | None:
     """Run a job. Under `torchrun`, None on all ranks but the first."""
-    check_inputs(job.recipe)
+    check_inputs(job)
     make_folder(job.folder)
     num_gpus = torch.cuda.device_count()
     if 0 < num_gpus < num_devices and environment.place_under_torchrun() is None:

@@ -40,14 +40,14 @@ def continued(model: Transformer, prompt: list[int], num_tokens: int, seed: int)
 def sample_of(outcome: Outcome, num_tokens: int, seed: int) -> str | None:
     """A text by the model of the last checkpoint, if it is small, a transformer of ours, and its tokens can be read."""
     word = outcome.data["tokenizer"]
-    is_ours = "family" in outcome.model
-    if not is_ours or outcome.num_parameters > _LARGEST_SAMPLED or outcome.checkpoint is None:
+    is_ours, checkpoint = "family" in outcome.model, outcome.result.checkpoint
+    if not is_ours or outcome.result.num_parameters > _LARGEST_SAMPLED or checkpoint is None:
         return None
     try:
         tokenizer = get_tokenizer(word)
     except ShardwiseError:  # It is no longer where it was, or cannot be read here: the run is whole without a sample.
         return None
-    model = _load_transformer(outcome.checkpoint)
+    model = _load_transformer(Path(checkpoint))
     prompt = _PROMPT if outcome.data["source"] == STDLIB else "The "
     tokens = list(tokenizer.encode(prompt.encode()))
     if not tokens:  # A tokenizer may have no word for the prompt.

@@ -1,10 +1,9 @@
 """Checkpoints of a run: begun between two steps, written while the next ones go on."""
 
-from pathlib import Path
 from typing import Any
 
 from shardwise.training.checkpoint.index import find_last
-from shardwise.training.checkpoint.random import random_parts
+from shardwise.training.checkpoint.parts import random_parts
 from shardwise.training.checkpoint.write import Writer
 from shardwise.training.folder import CHECKPOINTS
 from shardwise.training.job import Job
@@ -41,13 +40,11 @@ class Saver:
         self._warn(self._writer.save(step, parts, extra))
         self._saved = step
 
-    def finish(self) -> None:
-        """Wait until what was begun is written."""
+    def finish(self) -> str | None:
+        """Wait until what was begun is written; return the newest checkpoint that is whole."""
         self._warn(self._writer.finish())
-
-    def find_last(self) -> Path | None:
-        """The newest checkpoint that is whole."""
-        return find_last(self._root)
+        last = find_last(self._root)
+        return None if last is None else str(last)
 
     def close(self) -> None:
         """Let go of the writer's thread."""

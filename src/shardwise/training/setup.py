@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.engine.engine import Engine
-from shardwise.planner.plan import Plan
 from shardwise.training.balance import Balancer
 from shardwise.training.checkpoint.parts import Held, shapes_of
 from shardwise.training.data.rows import Batch, Batches, Rows, training_and_held_out
-from shardwise.training.data.source import open_data
+from shardwise.training.data.source import check_data, open_data
 from shardwise.training.data.tokens import Tokens
 from shardwise.training.folder import CHECKPOINTS
 from shardwise.training.job import Job
 from shardwise.training.make_engine import make_engine
+from shardwise.training.metrics import find_board
 from shardwise.training.model import num_parameters
 from shardwise.training.precision import LossScale
 from shardwise.training.restore import fill
@@ -38,6 +38,13 @@ class Setup:
     flops_per_token: float
 
 
+def check_inputs(job: Job) -> None:
+    """Before any rank is started: refuse data or a model that cannot be read, and curves that nothing here can draw."""
+    subject_of(job.recipe, check_data(job.recipe.data))
+    if job.recipe.tensorboard:
+        find_board()
+
+
 def make_ready(job: Job, world: World) -> Setup:
     """Every rank calls this alike."""
     recipe = job.recipe
@@ -54,7 +61,7 @@ def make_ready(job: Job, world: World) -> Setup:
     module = subject.make(tp=job.plan.tp, device=world.device)
     shapes, count, flops = shapes_of(module), num_parameters(module), subject.flops_per_token(module)
     scale = LossScale.of(recipe.precision, subject.loss)
-    engine = make_engine(job, module, on_device(_example(job.plan, batches), world), scale)
+    engine = make_engine(job, module, on_device(_example(job, batches), world), scale)
     held, balancer = Held(engine, shapes), Balancer(engine, recipe.balance)
     step = fill(job.folder / CHECKPOINTS, world, held, subject, scale, balancer, seed=recipe.seed)
     # Masks of dropout follow the step, so that a run which goes on has the same.
@@ -74,9 +81,9 @@ def make_ready(job: Job, world: World) -> Setup:
     )
 
 
-def _example(plan: Plan, batches: Batches) -> Batch:
+def _example(job: Job, batches: Batches) -> Batch:
     """A batch to split the module by. Tensor parallelism follows every number of it, and sees as much in few rows."""
-    batch = batches.at(0)
+    batch, plan = batches.at(0), job.plan
     return batch if plan.tp == 1 else {name: each[: plan.dp * plan.microbatches] for name, each in batch.items()}
 
 

@@ -1,4 +1,4 @@
-"""Sends saved activations away and brings them back: memory for the price of the link to the host.
+"""Offloads saved activations and reloads them: memory for the price of the link to the host.
 
     0F0 0OFFLOAD0 0F1 ... 0F6 0RELOAD0 0B5 0B0
 

@@ -63,8 +63,13 @@ class Index:
 
 def checksum_of(numbers: Tensor) -> int:
     """CRC-32 of the bytes of a tensor on the CPU."""
+    return zlib.crc32(bytes_of(numbers))
+
+
+def bytes_of(numbers: Tensor) -> Any:
+    """Those of a tensor on the CPU; copied only if it has gaps."""
     flat = numbers.detach().contiguous().view(-1)
-    return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
+    return flat.view(torch.uint8).numpy().data if flat.numel() else b""
 
 
 def folder_of(root: Path, step: int) -> Path:

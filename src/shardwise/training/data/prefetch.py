@@ -1,51 +1,36 @@
 """Batches read before they are asked for, by a thread."""
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Callable
-from types import TracebackType
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from shardwise.training.data.rows import Batch
 
-_NUM_AHEAD = 2
+_NUM_AHEAD = 3
 
 
 class Prefetcher:
     """The batches of steps `first` and on, in order. An error while reading is raised where the batch is asked for."""
 
     def __init__(self, read: Callable[[int], Batch], first: int, last: int) -> None:
-        self._read, self._next, self._last = read, first, last
-        self._ready: queue.Queue[Batch | BaseException] = queue.Queue(_NUM_AHEAD)
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="shardwise-data", daemon=True)
-        self._thread.start()
+        self._read, self._steps = read, iter(range(first, last))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardwise-data")
+        self._ahead: deque[Future[Batch]] = deque()
+        for _ in range(_NUM_AHEAD):
+            self._read_one()
 
     def __enter__(self) -> "Prefetcher":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, story: TracebackType | None
-    ) -> None:
-        self._stopped.set()
-        while self._thread.is_alive():
-            # The thread may be waiting for room.
-            with self._ready.mutex:
-                self._ready.queue.clear()
-                self._ready.not_full.notify_all()
-            self._thread.join(0.01)
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown(cancel_futures=True)
 
     def next(self) -> Batch:
-        found = self._ready.get()
-        if isinstance(found, BaseException):
-            raise found
+        found = self._ahead.popleft().result()
+        self._read_one()
         return found
 
-    def _work(self) -> None:
-        for step in range(self._next, self._last):
-            if self._stopped.is_set():
-                return
-            try:
-                self._ready.put(self._read(step))
-            except BaseException as error:
-                self._ready.put(error)
-                return
+    def _read_one(self) -> None:
+        step = next(self._steps, None)
+        if step is not None:
+            self._ahead.append(self._thread.submit(self._read, step))

@@ -109,14 +109,11 @@ def _obey(words: list[str]) -> int:
 
 def _draw_overview(canvas: Canvas) -> None:
     width = max(len(command.name) for command in COMMANDS)
-    canvas.print("Shardwise makes many GPUs work as one larger GPU.")
-    canvas.print()
-    canvas.print(f"{canvas.paint('usage:', 'bold')} shardwise COMMAND ...")
-    canvas.print()
+    canvas.print("Shardwise makes many GPUs work as one larger GPU.\n")
+    canvas.print(f"{canvas.paint('usage:', 'bold')} shardwise COMMAND ...\n")
     for command in COMMANDS:
         canvas.print(f"  {canvas.paint(command.name.ljust(width), 'bold')}  {command.help}")
-    canvas.print()
-    canvas.print("  shardwise COMMAND --help   what it takes, with an example")
+    canvas.print("\n  shardwise COMMAND --help   what it takes, with an example")
     canvas.print("  shardwise --version        which Shardwise this is")
 
 

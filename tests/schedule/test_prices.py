@@ -1,7 +1,7 @@
 import pytest
 
 from shardwise.errors import ShardwiseError
-from shardwise.schedule.instruction import Kind, backward, forward, input_gradient, overlapped, parse
+from shardwise.schedule.instruction import Kind, backward, forward, overlapped, parse
 from shardwise.schedule.placement import loop, mirrored, vee
 from shardwise.schedule.prices import StageTimes, free, stage_prices
 from tests.schedule.playing import stage_times
@@ -24,7 +24,7 @@ def test_a_pair_costs_what_is_said_or_its_halves() -> None:
 
 
 def test_the_time_of_a_pair_is_that_of_a_forward_and_a_whole_backward_only() -> None:
-    pair = overlapped(forward(1, 1), input_gradient(0, 0))
+    pair = overlapped(forward(1, 1), parse("0I0"))
     assert stage_prices(mirrored(1), [TIMES]).seconds(pair, 0) == 2.25
 
 

@@ -21,5 +21,5 @@ def variants(name: str, num_ranks: int, num_microbatches: int) -> dict[str, Sche
         "lowered": lower(raw),
         "replicated": insert_communication(insert_steps(raw, reduce_gradients=True)),
         "gathered": lower(insert_gathers(raw, max_gathered=2)),
-        "offloaded": lower(insert_offloads(raw, which=lambda each: each.microbatch % 2 == 0, lead=2)),
+        "offloaded": lower(insert_offloads(raw, which=lambda each: each.microbatch % 2 == 0)),
     }

@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from shardwise.answer import Answer, Canvas, table
 from shardwise.errors import ShardwiseError, unknown
@@ -97,18 +98,9 @@ def _get_question(arguments: argparse.Namespace, num_ranks: int | None, num_micr
         raise ShardwiseError("--stages is missing", remedy="--stages 4")
     if num_microbatches is None:
         raise ShardwiseError("--microbatches is missing", remedy="--microbatches 8")
-    return make_question(
-        num_ranks=num_ranks,
-        num_microbatches=num_microbatches,
-        times=arguments.times,
-        stage_times=arguments.stage_times,
-        pair=arguments.pair,
-        hop=arguments.hop,
-        memory=arguments.memory,
-        kept_for_weights=arguments.kept_for_weights,
-        slowdown=arguments.slowdown,
-        num_chunks=arguments.chunks,
-    )
+    names = ("times", "stage_times", "pair", "hop", "memory", "kept_for_weights", "slowdown")
+    options: dict[str, Any] = {name: getattr(arguments, name) for name in names}
+    return make_question(num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=arguments.chunks, **options)
 
 
 def _data(outcome: Outcome) -> dict[str, object]:
@@ -138,15 +130,13 @@ def _render(outcome: Outcome, saved: list[str], canvas: Canvas) -> None:
     chunks = schedule.placement.num_chunks
     canvas.print(
         f"{canvas.paint(schedule.name, 'bold')}: {counted(schedule.num_ranks, 'stage')}, "
-        f"{counted(schedule.num_microbatches, 'microbatch')}" + (f", {chunks} chunks a rank" if chunks > 1 else "")
+        f"{counted(schedule.num_microbatches, 'microbatch')}{f', {chunks} chunks a rank' if chunks > 1 else ''}\n"
     )
-    canvas.print()
     if sum(map(len, trace.compute)) <= _MOST_DRAWN:
-        for line in [*draw(trace, width=canvas.width, paint=canvas.paint), "", legend(canvas.paint)]:
+        for line in [*draw(trace, width=canvas.width, paint=canvas.paint), "", legend(canvas.paint), ""]:
             canvas.print(line)
     else:
-        canvas.print("too many computations to draw here: --save FILE.svg, or FILE.json for Perfetto")
-    canvas.print()
+        canvas.print("too many computations to draw here: --save FILE.svg, or FILE.json for Perfetto\n")
     _render_numbers(outcome, canvas)
     for path in saved:
         canvas.print(f"saved {path}")
@@ -167,17 +157,15 @@ def _render_numbers(outcome: Outcome, canvas: Canvas) -> None:
     canvas.print(
         "critical path: "
         + ", ".join(f"{format_number(seconds, 6)} {lane}" for seconds, lane in on_path)
-        + f", over ranks {_ranks_of([event.rank for event in path])}"
+        + f", over ranks {_ranks_of([event.rank for event in path])}\n"
     )
-    canvas.print()
     causes = [cause for cause in Cause if any(idle[cause] > 1e-12 for idle in idle_by_cause(trace))]
     rows = [
         [f"rank {rank}", *(format_number(value, 6) for value in (busy, *(idle[cause] for cause in causes)))]
         for rank, (busy, idle) in enumerate(zip(trace.busy, idle_by_cause(trace), strict=True))
     ]
     table(["", "busy", *map(str, causes)], rows, canvas)
-    canvas.print()
-    canvas.print("activations held at most, in microbatch-stages")
+    canvas.print("\nactivations held at most, in microbatch-stages")
     for line in memory_bars(trace, width=canvas.width, paint=canvas.paint):
         canvas.print(line)
 
@@ -241,8 +229,7 @@ def _render_table(
     outcomes: list[tuple[str, Outcome]], refused: list[tuple[str, str]], question: Question, canvas: Canvas
 ) -> None:
     stages, microbatches = counted(question.num_ranks, "stage"), counted(question.num_microbatches, "microbatch")
-    canvas.print(f"{stages}, {microbatches}, shortest span first")
-    canvas.print()
+    canvas.print(f"{stages}, {microbatches}, shortest span first\n")
     columns = ["schedule", "makespan", "span", "bubble", "holds", "weights", "chunks", "sends", "idea"]
     rows = [
         [
@@ -259,7 +246,6 @@ def _render_table(
         for name, outcome in outcomes
     ]
     table(columns, rows, canvas)
-    canvas.print()
-    canvas.print("holds: microbatch-stages on the fullest rank; weights: copies of the parameters")
+    canvas.print("\nholds: microbatch-stages on the fullest rank; weights: copies of the parameters")
     for name, why in refused:
         canvas.print(f"{canvas.paint('left out', 'dim')} {name}: {why}")

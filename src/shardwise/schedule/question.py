@@ -48,11 +48,7 @@ class Question:
                 remedy=f"a line of times for each rank, {placement.num_ranks} in all",
             )
         return stage_prices(
-            placement,
-            self.times,
-            hops=self.hops,
-            kept_for_weights=self.kept_for_weights,
-            slowdown=self.slowdown,
+            placement, self.times, hops=self.hops, kept_for_weights=self.kept_for_weights, slowdown=self.slowdown
         )
 
 

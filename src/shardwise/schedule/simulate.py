@@ -7,13 +7,14 @@ has been sent *and* its receive has been posted, as with real network buffers.
 
 from collections import defaultdict, deque
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
 from itertools import chain
 
 from shardwise.errors import ShardwiseError
 from shardwise.schedule.garbage import collection_paused
-from shardwise.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind, text_of
+from shardwise.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind
 from shardwise.schedule.needs import Needs
 from shardwise.schedule.passes.communication import insert_communication
 from shardwise.schedule.prices import Prices
@@ -60,28 +61,24 @@ LANES = {
 _INSTANT = frozenset({Kind.RELEASE})
 
 
+@dataclass(slots=True, eq=False)
 class _Queue:
     """Instructions that share a link or a copy engine: first come, first served, and they arrive in that order."""
 
-    __slots__ = ("busy", "last_end", "waiting")
-
-    def __init__(self) -> None:
-        self.waiting: deque[int] = deque()
-        self.busy = False
-        self.last_end = 0.0
+    waiting: deque[int] = field(default_factory=deque)
+    busy: bool = False
+    last_end: float = 0.0
 
 
+@dataclass(slots=True, eq=False)
 class _Running:
     """The computation in progress on a rank, and the transfers beside it."""
 
-    __slots__ = ("ends_at", "node", "num_transfers", "remaining", "since")
-
-    def __init__(self) -> None:
-        self.node: int | None = None
-        self.remaining = 0.0
-        self.since = 0.0
-        self.ends_at = 0.0
-        self.num_transfers = 0
+    node: int | None = None
+    remaining: float = 0.0
+    since: float = 0.0
+    ends_at: float = 0.0
+    num_transfers: int = 0
 
 
 class _Paces:
@@ -186,9 +183,6 @@ class _Player:
             if self.end[need] is None:
                 self.waiting.setdefault(need, []).append(rank)
                 return
-        self._start_compute(node, rank, now, cause)
-
-    def _start_compute(self, node: int, rank: int, now: float, cause: int | None) -> None:
         self.start[node] = now
         self.after[node] = cause
         seconds = self.prices.seconds(self.nodes[node], rank)
@@ -331,11 +325,11 @@ def _texts(needs: Needs) -> list[str]:
     texts = [""] * len(needs.nodes)
     for (kind, stage, peer), (nodes, microbatches) in needs.alike.items():
         head = f"{stage}{kind}"
-        tail = text_of(Instruction(kind, stage, 0, peer)).removeprefix(f"{head}0")
+        tail = str(Instruction(kind, stage, 0, peer)).removeprefix(f"{head}0")
         for node, microbatch in zip(nodes, microbatches, strict=True):
             texts[node] = f"{head}{microbatch}{tail}"
     for node in chain.from_iterable(pairs.nodes for pairs in needs.beside.values()):
-        texts[node] = text_of(needs.nodes[node])
+        texts[node] = str(needs.nodes[node])
     return texts
 
 

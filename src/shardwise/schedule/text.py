@@ -16,7 +16,7 @@ import re
 from pathlib import Path
 
 from shardwise.errors import ShardwiseError, unknown
-from shardwise.schedule.instruction import COMPUTE, Instruction, Kind, parse, text_of
+from shardwise.schedule.instruction import COMPUTE, Instruction, Kind, parse
 from shardwise.schedule.placement import Placement
 from shardwise.schedule.question import read_file
 from shardwise.schedule.schedule import Schedule
@@ -53,7 +53,7 @@ def print_schedule(schedule: Schedule) -> str:
     if schedule.staleness:
         lines.append(f"staleness: {schedule.staleness}")
     lines.append("")
-    lines += [f"rank {rank}: {' '.join(map(text_of, order))}" for rank, order in enumerate(schedule.orders)]
+    lines += [f"rank {rank}: {' '.join(map(str, order))}" for rank, order in enumerate(schedule.orders)]
     return "\n".join(lines) + "\n"
 
 

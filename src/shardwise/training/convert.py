@@ -7,7 +7,7 @@ All go tensor by tensor, never the whole model at once. Those of Hugging Face st
 
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -34,15 +34,6 @@ OURS, THEIRS, DCP = "shardwise", "huggingface", "dcp"
 KINDS = {OURS: INDEX, DCP: METADATA, THEIRS: CONFIG}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Converted:
-    """What was made of what."""
-
-    target: Path
-    kind: str
-    num_bytes: int
-
-
 def convert(
     source: Path,
     target: Path,
@@ -51,11 +42,11 @@ def convert(
     config: Path | None = None,
     dtype: str | None = None,
     file_bytes: int = 10**9,
-) -> Converted:
+) -> tuple[str, int]:
     """Make a folder of another kind: `to`, or else Hugging Face's, and of one of those ours.
 
     Files have at most `file_bytes`, or one tensor: so much is held at a time. `config` is where the `config.json` of
-    tensors lies that have none beside them.
+    tensors lies that have none beside them. Returns the kind of folder, and the bytes of its tensors.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ShardwiseError(f"{target} is not empty", remedy="a folder that is not there yet")
@@ -64,12 +55,11 @@ def convert(
     if goal == kind:
         others = " or ".join(f"--to {each}" for each in KINDS if each != kind)
         raise ShardwiseError(f"{source} is a {kind} folder already", remedy=others)
-    chosen = None if dtype is None else _DTYPES[dtype]
     making = target.with_name(target.name + SAVING)
     shutil.rmtree(making, ignore_errors=True)
     try:
         making.mkdir(parents=True)
-        _convert(source, making, kind, goal, config, chosen, file_bytes)
+        _convert(source, making, kind, goal, config, _DTYPES[dtype] if dtype else None, file_bytes)
         if target.exists():
             target.rmdir()
         making.rename(target)
@@ -78,7 +68,7 @@ def convert(
     finally:
         shutil.rmtree(making, ignore_errors=True)
     num_bytes = sum(path.stat().st_size for path in target.iterdir() if path.suffix in (".safetensors", ".distcp"))
-    return Converted(target=target, kind=goal, num_bytes=num_bytes)
+    return goal, num_bytes
 
 
 def _find_source(source: Path) -> tuple[Path, str]:
@@ -161,15 +151,12 @@ class _Weights(Mapping[str, Tensor]):
     """The weights of a checkpoint by name, each read when it is asked for."""
 
     def __init__(self, reader: Reader, dtype: torch.dtype | None) -> None:
-        self._reader, self._names, self._dtype = reader, list(reader.weights), dtype
-        # Experts are asked for one after the other, and are one weight of ours.
-        self._last: tuple[str, Tensor] | None = None
+        self._names = list(reader.weights)
+        # Experts are asked for one after the other, and are one weight of ours: the last is kept.
+        self._read = lru_cache(1)(lambda name: reader.whole(name) if dtype is None else reader.whole(name).to(dtype))
 
     def __getitem__(self, name: str) -> Tensor:
-        if self._last is None or self._last[0] != name:
-            weight = self._reader.whole(name)
-            self._last = name, weight if self._dtype is None else weight.to(self._dtype)
-        return self._last[1]
+        return self._read(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

@@ -11,7 +11,6 @@ RUN/
     report.html     all of it as a page
 """
 
-import json
 import platform
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -24,7 +23,11 @@ import torch
 from shardwise import environment
 from shardwise.errors import ShardwiseError, os_errors_as
 from shardwise.planner.plan import Plan
+from shardwise.schedule.replay import predict
+from shardwise.trace.events import Trace
 from shardwise.trace.file import write_whole
+from shardwise.trace.run import Run, load_run, save_run
+from shardwise.training.job import Job
 from shardwise.training.recipe import Recipe, read_recipe
 
 RECIPE, PLAN, MANIFEST = "recipe.toml", "plan.toml", "manifest.json"
@@ -69,14 +72,15 @@ def write_recipe_and_plan(folder: Path, recipe: Recipe, plan: Plan) -> None:
             write_whole(folder / name, text)
 
 
-def manifest_of(recipe: Recipe, plan: Plan, *, command: str, data: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
+def manifest_of(job: Job, data: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
     """Enough to run it again. Plain entries at the top are what the report shows."""
+    recipe = job.recipe
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     processor = environment.processor_name()
     return {
-        "command": command,
+        "command": job.command,
         "recipe": recipe.name,
-        "plan": str(plan),
+        "plan": str(job.plan),
         "num_ranks": num_ranks,
         "seed": recipe.seed,
         "batch": recipe.batch,
@@ -92,5 +96,8 @@ def manifest_of(recipe: Recipe, plan: Plan, *, command: str, data: Mapping[str, 
     }
 
 
-def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    write_whole(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+def save_step(job: Job, trace: Trace, manifest: Mapping[str, Any]) -> Run:
+    """Write one step of a run, measured and predicted; give it back as reports and the doctor read it."""
+    run = Run(name=job.folder.name, trace=trace, predicted=predict(trace))
+    save_run(run, job.folder, plan=job.plan.to_toml(), manifest=manifest)
+    return load_run(job.folder)

@@ -9,17 +9,14 @@ from typing import Any
 import numpy as np
 
 from shardwise.trace.events import Trace
-from shardwise.training.balance import Balanced
-from shardwise.training.data.prefetch import Prefetcher
-from shardwise.training.data.rows import Batch
+from shardwise.training.data.rows import Batch, Prefetcher
 from shardwise.training.finite import explain
 from shardwise.training.job import Job
-from shardwise.training.lr_schedule import learning_rate_at
 from shardwise.training.machine import peak_share
 from shardwise.training.metrics import MetricLog
 from shardwise.training.outcome import Outcome, Result, StoppedError
 from shardwise.training.progress import Progress, line_of
-from shardwise.training.saving import Saver, described_data
+from shardwise.training.saving import Saver
 from shardwise.training.setup import Setup, on_device
 from shardwise.training.stop import StopSignals, name_of
 from shardwise.training.world import World
@@ -41,7 +38,7 @@ class Loop:
         self._held_out_loss: float | None = None
         self._evaluated = setup.step
         self._loss: float | None = None
-        self._balanced = Balanced()
+        self._imbalance: float | None = None
 
     def run(self) -> Outcome:
         """Go round until the recipe's last step, a signal, or an error."""
@@ -77,13 +74,13 @@ class Loop:
             num_parameters=setup.num_parameters,
             plan=str(self._job.plan),
             checkpoint=self._saver.finish(),
-            expert_imbalance=self._balanced.imbalance,
+            expert_imbalance=self._imbalance,
             stopped_by=stopped_by,
         )
         return Outcome(
             result=result,
             model=setup.model,
-            data=described_data(self._job, setup),
+            data=setup.data,
             trace=_usual(self._traces),
             layers="+".join(str(len(units)) for units in setup.engine.split.units),
         )
@@ -96,7 +93,7 @@ class Loop:
     def _step(self, step: int, batch: Batch, *, traced: bool, data_wait: float) -> None:
         """One step, which leaves the weights alone if its numbers are not finite."""
         recipe, engine, scale = self._job.recipe, self._setup.engine, self._setup.scale
-        rate = learning_rate_at(step, recipe.steps, recipe.optimizer)
+        rate = recipe.optimizer.learning_rate_at(step, recipe.steps)
         for optimizer in engine.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
@@ -109,15 +106,15 @@ class Loop:
                 remedy=f"a lower rate (--set optimizer.rate={recipe.optimizer.rate / 3:.1g}); nothing of this step was"
                 " applied, and the last checkpoint is from before it",
             )
-        self._balanced = self._setup.balancer.after_step(step + 1)
+        self._imbalance, num_moved = self._setup.balancer.after_step(step + 1)
         self._log.add(
             step=step + 1,
             loss=self._loss,
             rate=rate,
             gradient_norm=engine.gradient_norm,
             seconds=perf_counter() - start,
-            expert_imbalance=self._balanced.imbalance,
-            experts_moved=self._balanced.num_moved or None,
+            expert_imbalance=self._imbalance,
+            experts_moved=num_moved or None,
             **({} if scale.is_fixed else {"loss_scale": scale.factor, "skipped": not engine.was_finite}),
         )
 
@@ -136,9 +133,9 @@ class Loop:
             "bubble": trace.bubble if trace is not None else 0.0,
             "used": peak_share(speed * setup.flops_per_token, recipe.precision, self._world),
         }
-        rate = learning_rate_at(step - 1, recipe.steps, recipe.optimizer)
+        rate = recipe.optimizer.learning_rate_at(step - 1, recipe.steps)
         self._progress.say(
-            line_of(step, recipe.steps, loss=self._loss, rate=rate, imbalance=self._balanced.imbalance, **measured)
+            line_of(step, recipe.steps, loss=self._loss, rate=rate, imbalance=self._imbalance, **measured)
         )
         self._log.add(step=step, **measured)
 

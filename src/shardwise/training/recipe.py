@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from shardwise.errors import ShardwiseError, unknown
+from shardwise.errors import ShardwiseError, os_errors_as, unknown
 from shardwise.training import fields
 
 #: Types with what values may be beside: `_check` refuses others.
@@ -22,6 +22,9 @@ Positive = Annotated[int, "positive"]
 Count = Annotated[int, "not negative"]
 Amount = Annotated[float, "not negative"]
 Share = Annotated[float, "share"]
+
+#: The part of a `wsd` run in which the rate falls.
+_LAST_PART = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +81,21 @@ class OptimizerChoice:
     beta2: Share = 0.95
     decay: Amount = 0.01
     clip: Amount = 1.0
+
+    def learning_rate_at(self, step: int, num_steps: int) -> float:
+        """The rate of a step, counted from 0: of the step alone, so that a run which goes on has the same ones.
+
+        cosine   /‾‾\\__        linear   /\\.        constant  /‾‾‾‾‾        wsd   /‾‾‾‾\\
+        """
+        if step < self.warmup:
+            return self.rate * (step + 1) / self.warmup
+        done = (step - self.warmup) / max(1, num_steps - self.warmup)
+        if self.schedule == "constant":
+            return self.rate
+        if self.schedule == "wsd":
+            done = max(0.0, done - (1 - _LAST_PART)) / _LAST_PART
+        height = 0.5 * (1 + math.cos(math.pi * done)) if self.schedule == "cosine" else 1 - done
+        return self.rate * (self.final + (1 - self.final) * height)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,20 +170,16 @@ class Recipe:
         return {key: (mine[key].value, theirs[key].value) for key in mine if mine[key] != theirs[key]}
 
 
-def read_recipe(path: Path, *, begin: Recipe | None = None) -> Recipe:
-    """The recipe in a TOML file; what it leaves out is as in `begin`."""
+def read_recipe(path: Path) -> Recipe:
+    """The recipe in a TOML file; what it leaves out is as by default."""
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ShardwiseError(
-            f"the recipe {path} cannot be read: {error.strerror}",
-            remedy="shardwise train bytes, or a file that is there",
-        ) from None
+        with os_errors_as(f"the recipe {path} cannot be read", remedy="shardwise train bytes, or a file that is there"):
+            tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         raise ShardwiseError(f"the recipe {path} is no text: {error}", remedy="a TOML file in UTF-8") from None
     except tomllib.TOMLDecodeError as error:
         raise ShardwiseError(f"the recipe {path} is no TOML: {error}", remedy="lines like: steps = 100") from None
-    return (begin or Recipe()).changed(fields.dotted(tree), source=path.name)
+    return Recipe().changed(fields.dotted(tree), source=path.name)
 
 
 def get_recipe(word: str) -> Recipe:

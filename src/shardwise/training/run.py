@@ -33,18 +33,15 @@ def train(job: Job, num_devices: int) -> Result | None:
     """Run a job. Under `torchrun`, None on all ranks but the first."""
     check_inputs(job)
     make_folder(job.folder)
-    num_gpus = torch.cuda.device_count()
-    if 0 < num_gpus < num_devices and environment.place_under_torchrun() is None:
+    num_gpus, is_launched = torch.cuda.device_count(), environment.place_under_torchrun() is not None
+    if 0 < num_gpus < num_devices and not is_launched:
         raise ShardwiseError(
             f"the plan {job.plan} has {num_devices} ranks, and this machine has {counted(num_gpus, 'GPU')}",
             remedy=f"--devices {num_gpus}, or on processors: CUDA_VISIBLE_DEVICES= shardwise train ...",
         )
-    if environment.place_under_torchrun() is None:
+    if not is_launched:
         check_host(job)
-    if environment.place_under_torchrun() is not None or num_devices == 1:
-        told = train_rank(job)
-    else:
-        told = run_here(train_rank, job, num_devices)
+    told = train_rank(job) if is_launched or num_devices == 1 else run_here(train_rank, job, num_devices)
     if isinstance(told, StoppedError):
         raise ShardwiseError(told.problem, remedy=told.remedy)
     return told
@@ -65,7 +62,7 @@ def train_rank(job: Job) -> Result | StoppedError | None:
             begun = f" from step {setup.step}" if setup.step else ""
             progress.say(
                 f"{job.recipe.name}{begun}: {setup.num_parameters / 1e6:.2f} M parameters, "
-                f"{format_bytes(setup.tokens.tokens.nbytes, decimal=True)} of tokens, plan {job.plan} on "
+                f"{format_bytes(setup.data_bytes, decimal=True)} of tokens, plan {job.plan} on "
                 f"{world.size} x {world.device.type}, in {job.folder}"
             )
             loop = Loop(job, world, setup, stop, progress)

@@ -1,7 +1,5 @@
 """Checkpoints of a run: begun between two steps, written while the next ones go on."""
 
-from typing import Any
-
 from shardwise.training.checkpoint.index import find_last
 from shardwise.training.checkpoint.parts import random_parts
 from shardwise.training.checkpoint.write import Writer
@@ -33,7 +31,7 @@ class Saver:
         parts = [*held.weights(), *held.optimizer_states(), *random_parts(self._world)]
         extra = {
             "model": self._setup.model,
-            "data": described_data(self._job, self._setup),
+            "data": self._setup.data,
             **self._setup.scale.state(),
             **self._setup.balancer.state(),
         }
@@ -61,13 +59,3 @@ class Saver:
                 f"{problem}; {kept}", remedy="room on the disk, then the same command goes on from there"
             )
         self._progress.warn(f"{problem}; {kept}, and training goes on")
-
-
-def described_data(job: Job, setup: Setup) -> dict[str, Any]:
-    """What a run says of its data."""
-    return {
-        "source": job.recipe.data.source,
-        "digest": setup.tokens.digest,
-        "num_tokens": setup.tokens.num_tokens,
-        "tokenizer": setup.tokens.tokenizer,
-    }

@@ -17,63 +17,15 @@ from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError, unknown
 from shardwise.nets.loss import next_token_loss
-from shardwise.nets.transformer import Transformer
 from shardwise.stages.stage import Batch, Loss
 from shardwise.training.checkpoint.parts import Held
-from shardwise.training.model import (
-    described,
-    draw,
-    flops_per_token,
-    in_training,
-    make_module,
-    num_parameters,
-    read_folder,
-    settings_of,
-)
+from shardwise.training.model import Ours, num_parameters
 from shardwise.training.recipe import Recipe
 
 _EXAMPLE = "--set model.source=my_package.my_module:factory"
 _DOCUMENTS = "documents"
 #: What batches have.
 _ENTRIES = ("input_ids", "labels", _DOCUMENTS)
-
-
-class Ours:
-    """A transformer of ours: by its sizes, or with the weights of a folder."""
-
-    def __init__(self, recipe: Recipe, vocabulary: int) -> None:
-        self._recipe = recipe
-        self.loss: Loss = next_token_loss
-        self._plain = settings_of(recipe, vocabulary)
-        self.settings = in_training(self._plain, recipe)
-
-    def make(self, *, tp: int, device: torch.device) -> nn.Module:
-        """The module, with or without numbers."""
-        return make_module(self.settings, tp=tp, device=device)
-
-    def fill(self, held: Held) -> None:
-        """First values for what a rank holds."""
-        folder = self._recipe.model.folder
-        if folder is None:
-            draw(held, self.settings, self._recipe.seed)
-        else:
-            read_folder(held, folder)
-
-    def flops_per_token(self, module: nn.Module) -> float:
-        """Of a forward and its backward."""
-        assert isinstance(module, Transformer), "a transformer of ours"
-        return flops_per_token(module, self._recipe.data.sequence)
-
-    def description(self) -> dict[str, Any]:
-        """What makes the model again, in JSON's types."""
-        folder = self._recipe.model.folder
-        begun = {} if folder is None else {"folder": str(Path(folder).resolve())}
-        has_bias = self.settings.has_correction and not self._plain.has_correction
-        return {**described(self._plain, folder, has_bias=has_bias), **begun}
-
-    def for_planner(self) -> dict[str, Any]:
-        """The model as `planner.plan` takes it."""
-        return {"model": self.description()["config"], "sequence": self._recipe.data.sequence}
 
 
 class Own:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, os_errors_as
 from shardwise.training.checkpoint.boxes import Box
 
 FORMAT = "shardwise checkpoint 1"
@@ -146,14 +146,10 @@ def without(folder: Path) -> str:
 
 def read_index(folder: Path) -> Index:
     """The index of a checkpoint."""
-    path = folder / INDEX
+    path, like = folder / INDEX, "a folder like runs/NAME/checkpoints/step-00000100"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ShardwiseError(
-            f"{folder} is no checkpoint: {path.name} cannot be read: {error.strerror}",
-            remedy="a folder like runs/NAME/checkpoints/step-00000100",
-        ) from None
+        with os_errors_as(f"{folder} is no checkpoint: {path.name} cannot be read", remedy=like):
+            content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ShardwiseError(f"{path} is damaged: {error}", remedy=without(folder)) from None
     said = content.get("format") if isinstance(content, dict) else None

@@ -4,6 +4,7 @@ import torch
 
 from shardwise import environment
 from shardwise.errors import ShardwiseError
+from shardwise.ranks.worker import Gpus
 from shardwise.training.choose import check_host
 from shardwise.training.finish import finish
 from shardwise.training.folder import make_folder, write_recipe_and_plan
@@ -29,19 +30,20 @@ def count_devices() -> int:
     return torch.cuda.device_count() or min(_MOST_PROCESSES, environment.num_cores())
 
 
-def train(job: Job, num_devices: int) -> Result | None:
+def train(job: Job, num_devices: int, *, gpus: Gpus = "own") -> Result | None:
     """Run a job. Under `torchrun`, None on all ranks but the first."""
     check_inputs(job)
     make_folder(job.folder)
     num_gpus, is_launched = torch.cuda.device_count(), environment.place_under_torchrun() is not None
-    if 0 < num_gpus < num_devices and not is_launched:
+    if 0 < num_gpus < num_devices and gpus == "own" and not is_launched:
         raise ShardwiseError(
             f"the plan {job.plan} has {num_devices} ranks, and this machine has {counted(num_gpus, 'GPU')}",
-            remedy=f"--devices {num_gpus}, or on processors: CUDA_VISIBLE_DEVICES= shardwise train ...",
+            remedy=f"--devices {num_gpus}; or --share-gpus, to check the plan on what is here; or on processors:"
+            " CUDA_VISIBLE_DEVICES= shardwise train ...",
         )
     if not is_launched:
         check_host(job)
-    told = train_rank(job) if is_launched or num_devices == 1 else run_here(train_rank, job, num_devices)
+    told = train_rank(job) if is_launched or num_devices == 1 else run_here(train_rank, job, num_devices, gpus)
     if isinstance(told, StoppedError):
         raise ShardwiseError(told.problem, remedy=told.remedy)
     return told
@@ -65,6 +67,9 @@ def train_rank(job: Job) -> Result | StoppedError | None:
                 f"{format_bytes(setup.data_bytes, decimal=True)} of tokens, plan {job.plan} on "
                 f"{world.size} x {world.device.type}, in {job.folder}"
             )
+            num_gpus = torch.cuda.device_count()
+            if world.device.type == "cuda" and environment.place_under_torchrun() is None and world.size > num_gpus:
+                progress.say(f"{world.size} ranks share {counted(num_gpus, 'GPU')}: for checking, and slow")
             loop = Loop(job, world, setup, stop, progress)
             try:
                 outcome = loop.run()

@@ -33,14 +33,13 @@ class Schedules:
     code: Ints
     chunks: Ints
     least: Ints
-    even_ranks: np.ndarray
-    even_microbatches: np.ndarray
+    even: np.ndarray
 
     def allowed(self, pp: Ints, num_microbatches: Ints, num_layers: int) -> np.ndarray:
         """Which schedules each pipeline may have: pipelines x schedules. One rank has no choice."""
         ranks, steps = pp[:, None], num_microbatches[:, None]
         allowed = (ranks > 1) & (ranks * self.chunks <= num_layers) & (steps >= self.least * ranks)
-        allowed &= ~(self.even_ranks & (ranks % 2 == 1)) & ~(self.even_microbatches & (steps % 2 == 1))
+        allowed &= ~(self.even & ((ranks % 2 == 1) | (steps % 2 == 1)))
         allowed[pp == 1] = np.arange(len(self.code)) == 0
         return allowed
 
@@ -60,12 +59,9 @@ def schedules(question: Question) -> Schedules:
                 continue
             if question.runnable and not _runs(dp=1, pp=2, schedule=name, chunks=chunks):
                 continue
-            rows.append((SCHEDULES.index(name), chunks, entry.least_microbatches, entry.even_ranks,
-                         entry.even_microbatches))  # fmt: skip
-    columns = [np.array(column) for column in zip(*rows, strict=True)]
-    return Schedules(
-        code=columns[0], chunks=columns[1], least=columns[2], even_ranks=columns[3], even_microbatches=columns[4]
-    )
+            rows.append((SCHEDULES.index(name), chunks, entry.least_microbatches, entry.mirrored))
+    code, chosen, least, even = (np.array(column) for column in zip(*rows, strict=True))
+    return Schedules(code=code, chunks=chosen, least=least, even=even)
 
 
 def recomputations(question: Question) -> list[tuple[int, float]]:

@@ -168,7 +168,7 @@ class DataParallel:
     def finish(self, step: int = 0) -> None:
         """Wait until this rank's gradients of a step are the sums over all replicas, and over tied stages."""
         self._ties.finish_local(step)
-        self._unused.start()
+        self._unused.start(step)
         for bucket in self._trained:
             if bucket not in self._updated_in_backward and bucket.local is None:
                 bucket.trained.finish(step)

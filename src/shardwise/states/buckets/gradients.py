@@ -59,6 +59,10 @@ class Gradients:
         self.used[number] = True
         return was_missing and not self._missing
 
+    def used_in(self, step: int) -> list[bool]:  # noqa: ARG002 - there is one version of the weights
+        """Whether each parameter had a gradient in a step, all of whose gradients have been added."""
+        return self.used
+
     def has_passed(self) -> None:
         """A backward that is not the last of a step has added all its gradients."""
 
@@ -101,13 +105,16 @@ class WholeGradients(Gradients):
         self._to_all, self._parameter_of = to_all, parameter_of
         # By step: where weights have two versions, two steps are under way at a time.
         self._flats: dict[int, Tensor] = {}
+        self._used: dict[int, list[bool]] = {}
+        self._sums: dict[int, list[Ticket]] = {}
         self._spare: list[Tensor] = []
-        self._step = 0
+        #: The last step that was finished.
+        self._step = 0 if parameter_of is None else -1
 
     def begin(self) -> None:
         super().begin()
-        self._spare += self._flats.values()
-        self._flats.clear()
+        if self._step in self._flats:
+            self._spare.append(self._flats.pop(self._step))
 
     def flat(self, step: int) -> Tensor:
         """The gradients of a step. Nothing is said of the numbers of those that have not arrived."""
@@ -136,21 +143,37 @@ class WholeGradients(Gradients):
 
     def start(self, step: int = 0) -> None:
         """All gradients of a step have been added: begin to sum them over the replicas."""
+        if self._parameter_of is not None:
+            self.used = [False] * len(self.parameters)
         for number, slot in enumerate(self.layout.slots):
             given = self._parameter_of(slot.name, step) if self._parameter_of is not None else self.parameters[number]
             self._take(number, given, step)
-        self._step = step
+        self._used[step] = self.used
         flat, shard, copies = self.flat(step), self.replicas.shard, self.replicas.copies
         if self._to_all:
-            self._under_way += sum_over(flat, self.replicas, self._exchange, self._channel)
+            self._sums[step] = sum_over(flat, self.replicas, self._exchange, self._channel)
         else:
-            self._under_way.append(self._exchange.sum_to_shards(flat, shard, self._channel))
             own = flat.view(shard.size, -1)[shard.rank]
-            self._under_way.append(self._exchange.sum_to_all(own, copies, self._channel + 1, follows=True))
+            self._sums[step] = [
+                self._exchange.sum_to_shards(flat, shard, self._channel),
+                self._exchange.sum_to_all(own, copies, self._channel + 1, follows=True),
+            ]
+
+    def used_in(self, step: int) -> list[bool]:
+        return self._used.get(step, self.used)
+
+    def wait(self) -> None:
+        while self._sums:
+            self._wait_for(next(iter(self._sums)))
+
+    def _wait_for(self, step: int) -> None:
+        for ticket in self._sums.pop(step, ()):
+            ticket.wait()
 
     def finish(self, step: int) -> None:
         """Let the sum of a step be the result."""
-        self.wait()
+        self._wait_for(step)
+        self.used = self._used.pop(step, self.used)
         self._step = step
 
     @property

@@ -45,11 +45,11 @@ class UnusedParameters:
         ]
         self._asked: list[tuple[Tensor, list[Ticket]]] = []
 
-    def start(self) -> None:
+    def start(self, step: int) -> None:
         """Ask the replicas."""
         self._asked = []
         for number, (replicas, buckets) in enumerate(self._groups):
-            flags = _flags([bucket.trained.used for bucket in buckets], buckets[0].home.device)
+            flags = _flags([bucket.trained.used_in(step) for bucket in buckets], buckets[0].home.device)
             self._asked.append((flags, sum_over(flags, replicas, self._exchange, _REPLICAS + 2 * number)))
 
     def read(self) -> Mapping[Bucket, list[bool]]:

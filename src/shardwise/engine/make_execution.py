@@ -54,7 +54,7 @@ def make_execution(parts: Parts, states: States) -> Execution:
         trainer=trainer,
         evaluator=evaluator,
         transport=transport,
-        batches=Batches(parts.plan, wires.mesh, pad=parts.options.pad, context=sharded.context),
+        batches=Batches(parts.plan, wires.mesh, device=parts.device, pad=parts.options.pad, context=sharded.context),
         losses=losses,
         recorder=Recorder(
             schedule, wires, trainer.interpreters, sent={} if transport is None else transport.sent, data=states.data,

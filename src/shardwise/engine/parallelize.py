@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.engine.assemble import assemble
-from shardwise.engine.device_check import check_example
 from shardwise.engine.engine import Engine
 from shardwise.engine.prepare import Options
+from shardwise.engine.rank_device import put_together
 from shardwise.errors import ShardwiseError
 from shardwise.planner.composition import check_composition
 from shardwise.planner.plan import Plan
@@ -88,6 +88,7 @@ def parallelize(
         bucket_bytes=bucket_bytes,
     )
     chosen = _checked(module, plan, loss, optimizer, example, options)
+    example = put_together(module, example)
     made = wires or make_wires(chosen, limit_seconds=_COMPILING_SECONDS if compile else LIMIT_SECONDS)
     try:
         return assemble(
@@ -115,7 +116,6 @@ def _checked(module: nn.Module, plan: Plan | str, loss: Loss, optimizer: Any, ex
     if not are_many:
         _check_alone(chosen)
     check_module(module)
-    check_example(module, example)
     _check_bucket_bytes(options.bucket_bytes)
     return chosen
 

@@ -63,8 +63,17 @@ class Gradients:
         """Whether each parameter had a gradient in a step, all of whose gradients have been added."""
         return self.used
 
-    def has_passed(self) -> None:
-        """A backward that is not the last of a step has added all its gradients."""
+    def has_passed(self) -> bool:
+        """A backward that is not the last of a step has added all its gradients; whether any have left."""
+        return False
+
+    def hand_over(self, *, keeps: bool) -> None:  # noqa: ARG002 - they stay in any case
+        """Have the sum here, to be updated with in the backward."""
+        self.finish(0)
+
+    def finish(self, step: int) -> None:
+        """Let the sum of a step be the result."""
+        raise NotImplementedError
 
     def settle(self) -> None:
         """Have sums that were begun go where they live: they are there already."""

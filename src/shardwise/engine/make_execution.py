@@ -39,9 +39,8 @@ def make_execution(parts: Parts, states: States) -> Execution:
     """
     wires, schedule, sharded = parts.wires, parts.schedule, parts.sharded
     transport = None if isinstance(wires, OneProcess) else wires.make_transport(schedule.links, parts.device)
-    trainer, evaluator = (
-        _make_executor(each, parts, states, transport) for each in (schedule, forward_only(schedule))
-    )  # fmt: skip
+    both = (schedule, forward_only(schedule))
+    trainer, evaluator = (_make_executor(each, parts, states, transport) for each in both)
     dropouts = None
     if not parts.options.compile:
         dropouts = sharded.attach_dropouts(parts.module, parts.options.seed, parts.callers)

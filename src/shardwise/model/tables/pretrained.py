@@ -15,7 +15,8 @@ def _falcon(hidden: int, layers: int, heads: int, **more: Any) -> dict[str, Any]
     }
 
 
-def _bloom(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+def bloom(hidden: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
+    """A configuration with the keys of BLOOM's."""
     return {
         "model_type": "bloom",
         "hidden_size": hidden,
@@ -23,6 +24,7 @@ def _bloom(hidden: int, layers: int, heads: int) -> dict[str, Any]:
         "n_head": heads,
         "vocab_size": 250880,
         "seq_length": 2048,
+        **more,
     }
 
 
@@ -75,12 +77,12 @@ TABLE: dict[str, dict[str, Any]] = {
     ),
     "falcon-40b": _falcon(8192, 60, 128, **_GROUPED),
     "falcon-180b": _falcon(14848, 80, 232, tie_word_embeddings=False, **_GROUPED),
-    "bloom-560m": _bloom(1024, 24, 16),
-    "bloom-1b1": _bloom(1536, 24, 16),
-    "bloom-1b7": _bloom(2048, 24, 16),
-    "bloom-3b": _bloom(2560, 30, 32),
-    "bloom-7b1": _bloom(4096, 30, 32),
-    "bloom-176b": _bloom(14336, 70, 112),
+    "bloom-560m": bloom(1024, 24, 16),
+    "bloom-1b1": bloom(1536, 24, 16),
+    "bloom-1b7": bloom(2048, 24, 16),
+    "bloom-3b": bloom(2560, 30, 32),
+    "bloom-7b1": bloom(4096, 30, 32),
+    "bloom-176b": bloom(14336, 70, 112),
     "opt-125m": _opt(768, 12, 12),
     "opt-350m": _opt(1024, 24, 16, **_NARROW),
     "opt-1.3b": _opt(2048, 24, 32),

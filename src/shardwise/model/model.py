@@ -49,11 +49,6 @@ class Parameter:
         return prod(self.shape)
 
     @property
-    def decays(self) -> bool:
-        """Whether weight decay is usually applied to it: matrices yes, biases and norms no."""
-        return self.role in ("weight", "embedding", "router")
-
-    @property
     def is_expert(self) -> bool:
         return self.ep_dim is not None
 
@@ -192,12 +187,6 @@ class Model:
         counts = Counter(block.kind for block in self.blocks)
         first = {block.kind: block for block in reversed(self.blocks)}
         return tuple((first[kind], count) for kind, count in counts.items())
-
-    @cached_property
-    def kind_indices(self) -> tuple[int, ...]:
-        """For each block in order, where its kind stands in `kinds`."""
-        order = {block.kind: index for index, (block, _) in enumerate(self.kinds)}
-        return tuple(order[block.kind] for block in self.blocks)
 
     @cached_property
     def num_layers(self) -> int:

@@ -7,13 +7,12 @@ from typing import Any
 
 from shardwise.errors import ShardwiseError, nearest
 from shardwise.model.families.bert import bert
-from shardwise.model.families.deepseek import deepseek
 from shardwise.model.families.fields import GIVE_THE_MODULE, Fields
 from shardwise.model.families.gpt import bloom, falcon, gpt2, gpt_neox, mpt, opt, phi
 from shardwise.model.families.hybrid import nemotron_h
 from shardwise.model.families.llama import gemma, gemma2, gemma3, llama, mistral, nemotron, phi3, qwen2, qwen3
 from shardwise.model.families.resnet import resnet
-from shardwise.model.families.sparse import gpt_oss, llama4, mixtral, phimoe, qwen2_moe, qwen3_moe
+from shardwise.model.families.sparse import deepseek, gpt_oss, llama4, mixtral, phimoe, qwen2_moe, qwen3_moe
 from shardwise.model.families.t5 import t5
 from shardwise.model.families.vit import vit
 from shardwise.model.model import Model

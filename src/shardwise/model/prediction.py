@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardwise.errors import unknown
-from shardwise.model.assembly.norms import norm
-from shardwise.model.assembly.part import Part, joined, linear, matmul
+from shardwise.model.assembly.part import Part, joined, linear, matmul, norm
 from shardwise.model.model import Block, Model
 from shardwise.model.operations import Width
 from shardwise.model.shape import NormShape

@@ -1,7 +1,6 @@
 """The two ends of a language model: embedding; final norm, head and loss."""
 
-from shardwise.model.assembly.norms import norm
-from shardwise.model.assembly.part import Part, joined, linear, matmul, residual
+from shardwise.model.assembly.part import Part, joined, linear, matmul, norm, residual
 from shardwise.model.model import Block, Parameter
 from shardwise.model.operations import CrossEntropy, Elementwise, Embedding, Moves, Saved, Sharding, Width
 from shardwise.model.shape import EmbeddingShape, HeadShape, NormShape

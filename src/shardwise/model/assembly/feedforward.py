@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from shardwise.model.assembly.part import Part, fused_linear, linear, matmul
+from shardwise.model.assembly.part import Part, linear, matmul
 from shardwise.model.model import Parameter
 from shardwise.model.operations import Elementwise, Moves, Operation, Saved, Width
 from shardwise.model.shape import MlpShape
@@ -76,7 +76,7 @@ def mlp_parameters(shape: MlpShape, hidden: int) -> Iterator[Parameter]:
     """Weights and biases, with gate and up as one where the module keeps them so."""
     names, inner = shape.names, Width(shape.width)
     if "gate_up" in names:
-        yield from fused_linear(names["gate_up"], Width(hidden), (inner, inner), sharding="column", bias=shape.bias)
+        yield from linear(names["gate_up"], Width(hidden), (inner, inner), sharding="column", bias=shape.bias)
     else:
         for part in ("gate", "up") if shape.gated else ("up",):
             yield from linear(

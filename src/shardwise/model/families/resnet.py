@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardwise.model.assembly.ends import cross_entropy
-from shardwise.model.assembly.norms import norm_parameters
-from shardwise.model.assembly.part import Part, joined, linear, matmul
+from shardwise.model.assembly.part import Part, joined, linear, matmul, norm_parameters
 from shardwise.model.families.fields import Fields
 from shardwise.model.model import Block, Model, Parameter
 from shardwise.model.operations import Convolution, Elementwise, Moves, Norm, Saved, Width

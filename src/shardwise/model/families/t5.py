@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from shardwise.model.assembly.ends import embedding, head
-from shardwise.model.assembly.norms import norm
+from shardwise.model.assembly.part import norm
 from shardwise.model.assembly.transformer import stack
 from shardwise.model.families.fields import Fields
 from shardwise.model.model import Block, Model

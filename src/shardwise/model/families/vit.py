@@ -2,8 +2,7 @@
 
 from shardwise.errors import ShardwiseError
 from shardwise.model.assembly.ends import cross_entropy
-from shardwise.model.assembly.norms import norm
-from shardwise.model.assembly.part import linear, matmul
+from shardwise.model.assembly.part import linear, matmul, norm
 from shardwise.model.assembly.transformer import stack
 from shardwise.model.families.fields import Fields
 from shardwise.model.model import Block, Model, Parameter

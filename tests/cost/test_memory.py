@@ -5,14 +5,12 @@ import pytest
 
 from shardwise.cluster.catalogue import get_device
 from shardwise.cost.deal import Deal
-from shardwise.cost.in_flight import in_flight
 from shardwise.cost.layouts import Layouts
 from shardwise.cost.memory import DEFERRED_FREE_BYTES, NUM_SLOTS, SLOT_BYTES, saved, step_bytes
 from shardwise.cost.pipeline import SCHEDULES
-from shardwise.cost.places import Places, typical_places
+from shardwise.cost.places import Places, count_blocks, in_flight, typical_places
 from shardwise.cost.software import Software
 from shardwise.cost.stage import share_of
-from shardwise.cost.states import count_blocks
 from shardwise.model.describe import Sizes, describe
 from shardwise.model.model import Model
 from tests.cost.priced import ask

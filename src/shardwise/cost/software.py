@@ -58,6 +58,11 @@ class Software:
         return self.attention.startswith("flash")
 
     @property
+    def width(self) -> int:
+        """Bytes of an activation's element, and of a weight as it is computed with."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
     def matmul_precision(self) -> str:
         """What the tensor cores compute in."""
         return {"mxfp8": "fp8", "nvfp4": "fp4"}.get(self.precision, self.precision)

@@ -46,7 +46,8 @@ def flops(operation: Operation, share: Share) -> Passes:
     """FLOPs of one operation on one rank. Attention is counted as its kernel computes it: see `num_pairs`."""
     match operation:
         case Matmul():
-            return _trained(operation, 2 * expert_rows(operation, share) * _weight_elements(operation, share))
+            weights = _inputs_on(operation, share) * _outputs_on(operation, share)
+            return _trained(operation, 2 * expert_rows(operation, share) * weights)
         case Convolution():
             filters = operation.in_channels // operation.groups * operation.kernel * operation.out_channels
             return _trained(operation, 2 * share.microbatch * operation.positions * filters)
@@ -143,10 +144,6 @@ def width_on(width: Width, ranks: Count) -> Count:
 
 def _trained(operation: Matmul | Convolution, forward: Count) -> Passes:
     return Passes(forward, forward * operation.input_gradient, forward * operation.trains)
-
-
-def _weight_elements(operation: Matmul, share: Share) -> Count:
-    return _inputs_on(operation, share) * _outputs_on(operation, share)
 
 
 def _inputs_on(operation: Matmul, share: Share) -> Count:

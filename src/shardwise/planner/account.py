@@ -11,14 +11,13 @@ from functools import cached_property
 import numpy as np
 
 from shardwise.cost.constants import CONSTANTS
-from shardwise.cost.interval import spread
 from shardwise.cost.layouts import BALANCE, CONTEXT, ORDERS, RECOMPUTE, Layouts
 from shardwise.cost.memory import StepBytes, step_bytes
 from shardwise.cost.pipeline import SCHEDULES
 from shardwise.cost.places import layer_kinds, rank_places
 from shardwise.cost.play import end_weights, play, share_layers, short_schedule
 from shardwise.cost.stage import Pricer
-from shardwise.cost.step import HOST_TAKEN, Estimate, price
+from shardwise.cost.step import HOST_TAKEN, Estimate, price, spread
 from shardwise.errors import ShardwiseError
 from shardwise.model.operations import Router
 from shardwise.planner.plan import Plan

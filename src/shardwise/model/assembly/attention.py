@@ -4,7 +4,7 @@ By heads, or multi-head latent as it is trained: latents are projected up, and a
 """
 
 from collections.abc import Iterator
-from typing import Literal
+from functools import partial
 
 from shardwise.model.assembly.part import Part, kept_input, linear, matmul, norm_parameters
 from shardwise.model.model import Cache, Parameter
@@ -42,23 +42,25 @@ def core(
     choice of recomputation that makes queries, keys and values again.
     """
     dropout = shape is not None and shape.dropout
+    save = partial(Saved, cut="tp", rows=rows)
+    # An element for each head, query and key.
+    pairs = heads if rows is None else heads * rows
+    score = partial(save, elements=pairs, units=heads, per_key=rows is None, when="scores", dropped_by=CORE)
     kept = [
-        Saved(name="queries", elements=heads * qk_dim, cut="tp", units=heads, rows=rows, dropped_by=made_by),
-        Saved(name="keys", elements=kv_heads * qk_dim, cut="tp", units=kv_heads, rows=rows, dropped_by=made_by),
-        Saved(name="values", elements=kv_heads * v_dim, cut="tp", units=kv_heads, rows=rows, dropped_by=made_by),
-        Saved(name="sums", elements=heads, cut="tp", units=heads, width=4, rows=rows, when="flash"),
-        _score("probabilities", heads, rows),
+        save(name="queries", elements=heads * qk_dim, units=heads, dropped_by=made_by),
+        save(name="keys", elements=kv_heads * qk_dim, units=kv_heads, dropped_by=made_by),
+        save(name="values", elements=kv_heads * v_dim, units=kv_heads, dropped_by=made_by),
+        save(name="sums", elements=heads, units=heads, width=4, when="flash"),
+        score(name="probabilities"),
     ]
     if dropout:
-        kept += [_score("dropout mask", heads, rows, width=1), _score("dropped probabilities", heads, rows)]
+        kept += [score(name="dropout mask", width=1), score(name="dropped probabilities")]
     # Plain torch's softmax gives float32, and keys and values are repeated for each query that shares them.
-    kept.append(_score("probabilities in float32", heads, rows, width=FLOAT32, when="unfused scores"))
+    kept.append(score(name="probabilities in float32", width=FLOAT32, when="unfused scores"))
     if heads > kv_heads:
         repeated = (heads - kv_heads) * (qk_dim + v_dim)
-        kept.append(
-            Saved(name="repeated", elements=repeated, cut="tp", rows=rows, when="unfused scores", dropped_by=CORE)
-        )
-    kept.append(Saved(name="attended", elements=heads * v_dim, cut="tp", units=heads, rows=rows))
+        kept.append(save(name="repeated", elements=repeated, when="unfused scores", dropped_by=CORE))
+    kept.append(save(name="attended", elements=heads * v_dim, units=heads))
     return Attention(
         name="attention",
         heads=heads,
@@ -83,30 +85,6 @@ def rotation(elements: int, *, rows: int | None = None) -> Elementwise:
     once = Moves(elements, elements, elements, elements)
     unfused = Moves(elements * 11 // 2, elements * 9 // 2, elements * 15 // 2, elements * 13 // 2)
     return Elementwise(name="rotation", fused=once, unfused=unfused, cut="tp", rows=rows)
-
-
-def _score(
-    name: str,
-    heads: int,
-    rows: int | None,
-    *,
-    width: int | None = None,
-    when: Literal["scores", "unfused scores"] = "scores",
-) -> Saved:
-    """A tensor with an element for each head, query and key."""
-    per_key = rows is None
-    elements = heads if rows is None else heads * rows
-    return Saved(
-        name=name,
-        elements=elements,
-        cut="tp",
-        units=heads,
-        width=width,
-        rows=rows,
-        per_key=per_key,
-        when=when,
-        dropped_by=CORE,
-    )
 
 
 def _operations(shape: AttentionShape, hidden: int, norm: NormShape, rows: int | None) -> Iterator[Operation]:

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from shardwise.model.assembly.feedforward import mlp, nonlinearity
 from shardwise.model.assembly.part import Part, joined, linear, matmul
 from shardwise.model.model import Parameter
-from shardwise.model.operations import Matmul, Operation, Permutation, Router, Saved, Sharding, Width
+from shardwise.model.operations import Matmul, Operation, Permutation, Router, Saved, Width
 from shardwise.model.shape import ExpertsShape
 from shardwise.model.traffic import FLOAT32
 
@@ -37,6 +38,7 @@ def _shared(shape: ExpertsShape, hidden: int) -> Part:
 
 def _operations(shape: ExpertsShape, hidden: int) -> Iterator[Operation]:
     inner, sent = Width(shape.width), shape.latent or hidden
+    routed = partial(Matmul, bias=shape.bias, num_experts=shape.num_experts, top_k=shape.top_k, rerun_by=MOE)
     yield matmul("router", Width(hidden), Width(shape.num_experts), bias=shape.router_bias)
     scores = Saved(name="router scores", elements=2 * shape.num_experts, width=FLOAT32)
     yield Router(name="choice", num_experts=shape.num_experts, top_k=shape.top_k, saves=(scores,))
@@ -44,36 +46,16 @@ def _operations(shape: ExpertsShape, hidden: int) -> Iterator[Operation]:
         yield matmul("latent_down", Width(hidden), Width(shape.latent))
     arrived = Saved(name="dispatched", elements=sent, cut="experts", copies=shape.top_k, dropped_by=MOE)
     yield Permutation(name="dispatch", direction="dispatch", elements=sent, top_k=shape.top_k, saves=(arrived,))
-    yield _expert_matmul(shape, "expert_up", Width(sent), (inner, inner) if shape.gated else (inner,), "column")
+    up = (inner, inner) if shape.gated else (inner,)
+    yield routed(name="expert_up", inputs=Width(sent), outputs=up, sharding="column")
     yield nonlinearity(shape.width, gated=shape.gated, copies=shape.top_k, rerun_by=MOE)
     # What each expert gives is kept: the gradient of the router's weights needs it.
     given = Saved(name="expert output", elements=sent, cut="experts", copies=shape.top_k, dropped_by=MOE)
-    yield _expert_matmul(shape, "expert_down", inner, (Width(sent),), "row", saves=(given,))
+    yield routed(name="expert_down", inputs=inner, outputs=(Width(sent),), sharding="row", saves=(given,))
     summed = (Saved(name="combined", elements=sent),) if shape.latent else ()
     yield Permutation(name="combine", direction="combine", elements=sent, top_k=shape.top_k, saves=summed)
     if shape.latent:
         yield matmul("latent_up", Width(shape.latent), Width(hidden))
-
-
-def _expert_matmul(
-    shape: ExpertsShape,
-    name: str,
-    inputs: Width,
-    outputs: tuple[Width, ...],
-    sharding: Sharding,
-    saves: tuple[Saved, ...] = (),
-) -> Matmul:
-    return Matmul(
-        name=name,
-        inputs=inputs,
-        outputs=outputs,
-        sharding=sharding,
-        bias=shape.bias,
-        num_experts=shape.num_experts,
-        top_k=shape.top_k,
-        saves=saves,
-        rerun_by=MOE,
-    )
 
 
 def _parameters(shape: ExpertsShape, hidden: int) -> Iterator[Parameter]:

@@ -1,6 +1,7 @@
 """The MLP of a layer: up, nonlinearity, down, with a gate or without."""
 
 from collections.abc import Iterator
+from functools import partial
 
 from shardwise.model.assembly.part import Part, linear, matmul
 from shardwise.model.model import Parameter
@@ -31,23 +32,12 @@ def nonlinearity(
 
     With a gate, plain torch launches two kernels, and keeps the activated gate too.
     """
-    inputs = Saved(name="up", elements=width * (1 + gated), cut="tp", copies=copies, rows=rows, dropped_by=rerun_by)
-    output = Saved(
-        name="activated",
-        elements=width,
-        cut="tp",
-        copies=copies,
-        rows=rows,
-        dropped_by=("activation", *rerun_by),
-    )
-    gate = Saved(
-        name="activated gate",
-        elements=width,
-        cut="tp",
-        copies=copies,
-        rows=rows,
-        when="unfused",
-        dropped_by=("activation", *rerun_by),
+    again = ("activation", *rerun_by)
+    kept = partial(Saved, cut="tp", copies=copies, rows=rows)
+    saves = (
+        kept(name="up", elements=width * (1 + gated), dropped_by=rerun_by),
+        kept(name="activated", elements=width, dropped_by=again),
+        kept(name="activated gate", elements=width, when="unfused", dropped_by=again),
     )
     plain = Moves(width, width, 2 * width, width)
     fused = Moves(2 * width, width, 3 * width, 2 * width) if gated else plain
@@ -59,8 +49,8 @@ def nonlinearity(
         cut="tp",
         copies=copies,
         rows=rows,
-        saves=(inputs, output, gate) if gated else (inputs, output),
-        rerun_by=("activation", *rerun_by),
+        saves=saves if gated else saves[:2],
+        rerun_by=again,
     )
 
 

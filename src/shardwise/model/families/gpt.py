@@ -81,7 +81,7 @@ def mpt(fields: Fields, name: str) -> Model:
 
 def gpt_neox(fields: Fields, name: str) -> Model:
     """GPT-NeoX and Pythia: attention and MLP side by side, each with its norm."""
-    hidden = fields.count("hidden_size")
+    hidden, biased = fields.count("hidden_size"), fields.flag("attention_bias", True)
     layer = in_turn(
         "gpt_neox.layers",
         {"qkv": "attention.query_key_value", "o": "attention.dense", **_MEGATRON_MLP},
@@ -90,7 +90,8 @@ def gpt_neox(fields: Fields, name: str) -> Model:
         fields.heads(hidden),
         width=fields.find_count("intermediate_size"),
         dropout=fields.drops("hidden_dropout", "attention_dropout"),
-        attention_bias=fields.flag("attention_bias", True),
+        qkv_bias=biased,
+        out_bias=biased,
         parallel=fields.flag("use_parallel_residual", True),
     )
     head = HeadShape(norm="gpt_neox.final_layer_norm", tied=fields.flag("tie_word_embeddings"))
@@ -193,21 +194,21 @@ def in_turn(
     rotary: bool = True,
     dropout: bool = False,
     bias: bool = True,
-    attention_bias: bool | None = None,
+    qkv_bias: bool | None = None,
+    out_bias: bool | None = None,
     transposed: bool = False,
     parallel: bool = False,
     after: bool = False,
 ) -> LayerShape:
     """Attention and a plain MLP, four times as wide unless `width` says more, with their norms before them, or `after`
     the residual."""
-    biased = bias if attention_bias is None else attention_bias
     attention = AttentionShape(
         names=names,
         heads=heads,
         kv_heads=kv_heads or heads,
         head_dim=hidden // heads,
-        qkv_bias=biased,
-        out_bias=biased,
+        qkv_bias=bias if qkv_bias is None else qkv_bias,
+        out_bias=bias if out_bias is None else out_bias,
         causal=causal,
         rotary=rotary,
         dropout=dropout,

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from shardwise.model.assembly.ends import cross_entropy
 from shardwise.model.assembly.part import Part, joined, linear, matmul, norm_parameters
 from shardwise.model.families.fields import Fields
+from shardwise.model.families.gpt import BIASED
 from shardwise.model.model import Block, Model, Parameter
 from shardwise.model.operations import Convolution, Elementwise, Moves, Norm, Saved, Width
-from shardwise.model.shape import NormShape
 
-_NORMS = NormShape(kind="layer", bias=True)
 _BOTTLENECK = 4
 _POOL = 3
 
@@ -168,7 +167,7 @@ def _filter(shape: Filter, *, input_gradient: bool = True) -> list[Part]:
     weight = Parameter(
         name=f"{shape.name}.convolution.weight", shape=(shape.outputs, shape.inputs, shape.kernel, shape.kernel)
     )
-    normed = norm_parameters(f"{shape.name}.normalization", shape.outputs, _NORMS)
+    normed = norm_parameters(f"{shape.name}.normalization", shape.outputs, BIASED)
     parts = [Part(operations=(convolution, norm), parameters=(weight, *normed))]
     if shape.activated:
         moves = Moves(elements, elements, 2 * elements, elements)

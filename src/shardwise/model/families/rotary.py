@@ -40,7 +40,7 @@ def decoder(
     name: str,
     *,
     attend: Attend,
-    feed: Feed,
+    feed: Feed | None = None,
     norm: NormShape | None = None,
     tied: bool = False,
     post_norms: bool = False,
@@ -49,8 +49,9 @@ def decoder(
     """The model of layers that are made one by one.
 
     `attend` and `feed` give the mixers of a layer and a word on what is special about each; the words make its kind.
-    `post_norms` are those of Gemma 2: also on what a sublayer gives.
+    Without `feed` all have the gated MLP. `post_norms` are those of Gemma 2: also on what a sublayer gives.
     """
+    feed = feed or fed_by(mlp_of(fields))
     layers = []
     for index in range(fields.count("num_hidden_layers")):
         (how, mixer), (what, fed) = attend(index), feed(index)

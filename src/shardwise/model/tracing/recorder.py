@@ -69,7 +69,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._back = self.segments[-1]
 
     def back_into(self, segment: Segment, gradient: Tensor) -> None:
-        """Go on with the backward of a piece. The one before it had to write this gradient."""
+        """A piece's output has its gradient: what follows is its backward. The one before had to write it."""
         self._back.backward.wanted.add(key_of(gradient))
         self._back = segment
 

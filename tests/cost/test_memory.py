@@ -86,6 +86,15 @@ def test_states_are_spread_as_zero_says(zero: int, per_parameter: float) -> None
     assert model_bytes == pytest.approx(per_parameter)
 
 
+def test_casts_of_gathered_weights_are_whole_where_they_are_saved_for_the_backward() -> None:
+    plain, engines = (ask("8xh100", dp=8, zero=3, software=Software(saves_casts=saves)) for saves in (False, True))
+    layouts = Layouts.of(dp=8, zero=3)
+    numbers = count_blocks(_llama(), layouts, whole_model(layouts)).dense[0, 0]
+    assert plain.bytes.parts["weights"].max() == 0
+    assert engines.bytes.parts["weights"].max() == pytest.approx(2 * numbers)
+    assert engines.bytes.parts["masters"].max() == pytest.approx(4 * numbers / 8)
+
+
 def whole_model(layouts: Layouts) -> Places:
     """All 32 layers on one rank."""
     layers = np.array([32.0])

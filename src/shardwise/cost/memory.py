@@ -121,9 +121,6 @@ def _on_host(parts: dict[str, Floats], layouts: Layouts, counts: Counts) -> dict
     trained = "masters" if parts["masters"].any() else "weights"
     numbers, shards = counts.dense + counts.expert, (layouts.zero == 3)[:, None]
     at_home = {trained: np.where(shards, parts[trained], 4.0 * numbers)}
-    if trained == "masters":
-        offloads = (layouts.offload_parameters > 0)[:, None]
-        parts["weights"] = parts["weights"] + np.where(shards & offloads, 2.0 * numbers, 0.0)
     # Of weights that come for their use two layers are there, one ahead, and the ends, which may be one tensor; or the
     # shards of these, before they are gathered.
     coming = (2 * counts.layer + counts.ends) * 4.0 / np.where(layouts.zero == 3, layouts.num_sharing, 1)
@@ -141,13 +138,15 @@ def _on_host(parts: dict[str, Floats], layouts: Layouts, counts: Counts) -> dict
 
 def _states(layouts: Layouts, counts: Counts, software: Software) -> dict[str, Floats]:
     """Weights, gradients and the optimizer's states, as ZeRO spreads them."""
-    shards = layouts.zero[:, None] >= 3
     masters = 4.0 if software.precision != "fp32" else 0.0
-    # Under ZeRO-3 the shards are the masters: fp32, and cast when they are gathered (FSDP, facts 4.2).
-    weights = np.where(shards, 0.0, counts.dense + counts.expert) * software.width
-    weights = weights + np.where(shards & (masters == 0.0), counts.spread(layouts, 3) * software.width, 0.0)
+    weights = counts.spread(layouts, 3)
+    if masters:
+        # Under ZeRO-3 the shards are the masters: fp32, and cast when they are gathered (FSDP, facts 4.2). Where casts
+        # are saved, all of a stage are there between its forward and its backward; so are those of offloaded weights.
+        casts = (layouts.zero < 3) | (layouts.offload_parameters > 0) | software.saves_casts
+        weights = np.where(casts[:, None], counts.dense + counts.expert, 0.0)
     return {
-        "weights": weights,
+        "weights": weights * software.width,
         "gradients": counts.spread(layouts, 2) * software.gradient_bytes,
         "optimizer": counts.spread(layouts, 1) * (software.state_bytes - 4.0),
         "masters": counts.spread(layouts, 1) * masters,

@@ -95,7 +95,7 @@ class Question:
 
 
 def usual_software(device: Device) -> Software:
-    """Kernels that torch has for a device today, and sequence parallelism as the engines have it.
+    """Kernels that torch has for a device today, and sequence parallelism and autocast as the engines have them.
 
     On processors nothing but attention is fused, so norms and activation functions keep what they make on the way.
     """
@@ -103,6 +103,7 @@ def usual_software(device: Device) -> Software:
     return Software(
         attention=_KERNELS.get(device.architecture, "flash2"),
         gathered_once=True,
+        saves_casts=True,
         fused=is_fused,
         fused_norms=is_fused,
     )

@@ -63,7 +63,7 @@ class Account:
     ranks: tuple[RankBytes, ...]
     #: Bytes on the host of a node, of all its ranks, and what it has for them.
     host_bytes: float
-    host_room: float
+    host_capacity: float
 
     @cached_property
     def fullest(self) -> RankBytes:
@@ -72,7 +72,7 @@ class Account:
 
     @property
     def fits(self) -> bool:
-        return self.fullest.headroom >= 0 and self.host_bytes <= self.host_room
+        return self.fullest.headroom >= 0 and self.host_bytes <= self.host_capacity
 
     @property
     def microbatch(self) -> int:
@@ -108,7 +108,7 @@ def account(question: Question, plan: Plan) -> Account:
         parts=parts,
         ranks=_ranks(question, plan, held),
         host_bytes=float(held.host[0]) * node.devices_per_node,
-        host_room=HOST_TAKEN * node.host.memory_bytes,
+        host_capacity=HOST_TAKEN * node.host.memory_bytes,
     )
 
 

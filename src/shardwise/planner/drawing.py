@@ -93,10 +93,8 @@ def draw_memory(account: Account, canvas: Canvas) -> None:
         if run[0].hosted:
             canvas.print(f"  {' ' * width}  and {format_bytes(run[0].hosted)} on the host")
     if account.host_bytes:
-        canvas.print(
-            f"  {format_bytes(account.host_bytes)} on the host of a node, of {format_bytes(account.host_room)} that it "
-            "has for them"
-        )
+        there, room = format_bytes(account.host_bytes), format_bytes(account.host_capacity)
+        canvas.print(f"  {there} on the host of a node, of {room} that it has for them")
 
 
 def same_ranks(ranks: Sequence[RankBytes]) -> Iterator[list[RankBytes]]:
@@ -185,7 +183,7 @@ def account_data(account: Account) -> dict[str, object]:
         "parts": dict(account.parts),
         "fits": account.fits,
         "host_bytes": round(account.host_bytes),
-        "host_room_bytes": round(account.host_room),
+        "host_room_bytes": round(account.host_capacity),
         "reasons": dict(account.plan.reasons),
         "ranks": [
             {

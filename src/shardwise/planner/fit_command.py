@@ -122,8 +122,8 @@ def _draw_changes(found: "Account", changes: "tuple[Change, ...]", canvas: Canva
     else:
         canvas.print(
             f"{canvas.paint('It does not fit', 'bold red')}: the ranks of a node keep {format_bytes(found.host_bytes)} "
-            f"on its host, which has {format_bytes(found.host_room)} for them "
-            f"({format_bytes(found.host_bytes - found.host_room)} short)."
+            f"on its host, which has {format_bytes(found.host_capacity)} for them "
+            f"({format_bytes(found.host_bytes - found.host_capacity)} short)."
         )
     if not changes:
         canvas.print("No change of one or two things makes it fit; `shardwise plan` looks at all of them.")

@@ -6,7 +6,7 @@ from shardwise import environment
 from shardwise.errors import ShardwiseError
 from shardwise.training.finish import Result, finish
 from shardwise.training.folder import make_folder, write_recipe_and_plan
-from shardwise.training.host_room import check_host
+from shardwise.training.host_memory import check_host
 from shardwise.training.inputs import check_inputs
 from shardwise.training.job import Job
 from shardwise.training.local_ranks import run_here

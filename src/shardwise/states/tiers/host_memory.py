@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.cluster.local import available_bytes
-from shardwise.planner.host_room import check_host_room
+from shardwise.planner.host_memory import check_host_memory
 from shardwise.planner.plan import Plan
 
 #: Gives what each rank of the world gives.
@@ -44,4 +44,4 @@ def check_room(plan: Plan, num_bytes: int, gather: Gather) -> None:
     """Refuse more than the host of this machine has, for all ranks on it. All ranks of the world call this."""
     here = socket.gethostname()
     told = [each for machine, each in gather((here, num_bytes)) if machine == here]
-    check_host_room(plan, sum(told), num_ranks=len(told), available=available_bytes())
+    check_host_memory(plan, sum(told), num_ranks=len(told), available=available_bytes())

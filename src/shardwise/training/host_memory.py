@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from shardwise.cluster.local import available_bytes, local_cluster
 from shardwise.planner.account import hold
-from shardwise.planner.host_room import check_host_room
+from shardwise.planner.host_memory import check_host_memory
 from shardwise.planner.plan import Offload
 from shardwise.planner.question import make_question, usual_software
 from shardwise.training.choose import vocabulary_of
@@ -31,4 +31,4 @@ def check_host(job: Job) -> None:
         software=software,
     )
     needed = sum(rank.hosted * rank.num_ranks for rank in hold(question, job.plan))
-    check_host_room(job.plan, needed, num_ranks=job.plan.num_ranks, available=available_bytes())
+    check_host_memory(job.plan, needed, num_ranks=job.plan.num_ranks, available=available_bytes())

@@ -125,14 +125,14 @@ def _on_host(parts: dict[str, Floats], layouts: Layouts, counts: Counts) -> dict
     # shards of these, before they are gathered.
     coming = (2 * counts.layer + counts.ends) * 4.0 / np.where(layouts.zero == 3, layouts.num_sharing, 1)
     hosted = {}
-    for name, share, visiting in (
+    for name, share, on_device in (
         ("optimizer", np.maximum(layouts.offload_optimizer, layouts.offload_parameters), NUM_SLOTS * SLOT_BYTES),
         (trained, layouts.offload_parameters, coming[:, None]),
         ("gradients", layouts.offload_parameters, DEFERRED_FREE_BYTES),
         ("activations", layouts.offload_activations, DEFERRED_FREE_BYTES),
     ):
         hosted[name] = at_home.get(name, parts[name]) * share[:, None]
-        parts[name] = parts[name] * (1.0 - share[:, None]) + np.minimum(hosted[name], visiting)
+        parts[name] = parts[name] * (1.0 - share[:, None]) + np.minimum(hosted[name], on_device)
     return hosted
 
 

@@ -17,10 +17,10 @@ from shardwise.cost.pipeline import SCHEDULES
 from shardwise.cost.places import layer_kinds, rank_places
 from shardwise.cost.play import end_weights, play, share_layers, short_schedule
 from shardwise.cost.stage import Pricer
-from shardwise.cost.step import HOST_TAKEN, Estimate, price, spread
+from shardwise.cost.step import HOST_TAKEN, Estimate, spread
 from shardwise.errors import ShardwiseError
 from shardwise.model.operations import Router
-from shardwise.planner.plan import Plan
+from shardwise.planner.plan import Plan, largest_divisor
 from shardwise.planner.question import Question
 from shardwise.schedule.schedule import Schedule
 from shardwise.units import counted
@@ -87,8 +87,7 @@ def account(question: Question, plan: Plan) -> Account:
     """Account for a plan. It must be for all devices of the cluster and divide the batch."""
     check_question(question, plan)
     layouts = layouts_of(question, plan)
-    software = question.software_in(plan.precision)
-    found = price(question.model, question.cluster, layouts, sequence=question.sequence, software=software)
+    found = question.price(layouts, question.software_in(plan.precision))
     pricer = _slowest(question, plan)
     stages = stage_layers(question, plan, pricer, layouts)
     parts = _played(pricer, layouts, plan, stages, found)
@@ -127,7 +126,7 @@ def check_question(question: Question, plan: Plan) -> None:
     step = plan.dp * plan.microbatches
     if question.batch % step:
         below = question.batch - question.batch % step
-        fewer = _divisor(question.batch // plan.dp, plan.microbatches) if question.batch % plan.dp == 0 else None
+        fewer = largest_divisor(question.batch // plan.dp, plan.microbatches) if question.batch % plan.dp == 0 else None
         raise ShardwiseError(
             f"a batch of {question.batch} cannot be divided over dp={plan.dp} x microbatches={plan.microbatches}"
             f" = {step}",
@@ -192,10 +191,6 @@ def _schedule(plan: Plan) -> Schedule:
 
 def _stages_of(plan: Plan) -> int:
     return plan.num_stages or plan.pp * (plan.chunks or 1)
-
-
-def _divisor(number: int, limit: int) -> int:
-    return max(size for size in range(1, limit + 1) if number % size == 0)
 
 
 def _slowest(question: Question, plan: Plan) -> Pricer:

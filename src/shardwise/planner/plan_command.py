@@ -61,8 +61,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 def _train(arguments: argparse.Namespace) -> Answer:
     # These load numpy, which --help does not need.
-    from shardwise.planner.drawing import account_data
-    from shardwise.planner.findings_drawing import draw, tally_data
+    from shardwise.planner.drawing import account_data, draw_findings, tally_data
     from shardwise.planner.question import make_question
 
     if arguments.batch is None:
@@ -92,7 +91,7 @@ def _train(arguments: argparse.Namespace) -> Answer:
     }
 
     def render(canvas: Canvas) -> None:
-        draw(found, canvas)
+        draw_findings(found, canvas)
         if price is not None:
             canvas.print(f"\na step costs {price:.4g}")
         if saved is not None:

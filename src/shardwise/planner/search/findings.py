@@ -1,8 +1,7 @@
 """What a search gives back: the best plan, the next few that differ in kind, and what fell to what."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -12,6 +11,7 @@ from shardwise.cost.pipeline import SCHEDULES
 from shardwise.planner.account import Account, account, with_layers
 from shardwise.planner.plan import Offload, Plan
 from shardwise.planner.question import Question
+from shardwise.planner.search.choices import joined
 from shardwise.planner.search.nowhere import nowhere
 from shardwise.planner.search.reasons import with_reasons
 from shardwise.planner.search.search import Fitting, Search
@@ -42,30 +42,10 @@ class Findings:
         return self.best.plan
 
 
-class Kind(NamedTuple):
+def kind_of(plan: Plan) -> tuple[bool, ...]:
     """What makes two plans differ in kind: which axes are used at all, and by what room is made."""
-
-    tp: bool
-    pp: bool
-    cp: bool
-    ep: bool
-    shards_weights: bool
-    recomputes: bool
-    offloads: bool
-
-
-def kind_of(plan: Plan) -> Kind:
-    """The kind of a plan."""
-    offload = plan.offload
-    return Kind(
-        plan.tp > 1,
-        plan.pp > 1,
-        plan.cp > 1,
-        plan.ep > 1,
-        plan.zero == 3,
-        plan.recompute != "none",
-        any((offload.optimizer, offload.parameters, offload.activations)),
-    )
+    axes = (plan.tp > 1, plan.pp > 1, plan.cp > 1, plan.ep > 1)
+    return (*axes, plan.zero == 3, plan.recompute != "none", plan.offload != Offload())
 
 
 def find_plan(question: Question) -> Findings:
@@ -122,10 +102,8 @@ class Table:
 
     @staticmethod
     def of(found: list[Fitting]) -> "Table":
-        names = ("dp", "tp", "pp", "cp", "ep", "num_microbatches", "zero", "zero_group", "recompute", "chunks",
-                 "sequence_parallel", "schedule", "context", "order", "recompute_share", "microbatch",
-                 "offload_optimizer", "offload_parameters", "offload_activations")  # fmt: skip
-        columns = {name: np.concatenate([getattr(each.layouts, name) for each in found]) for name in names}
+        layouts = joined([each.layouts for each in found])
+        columns = {each.name: getattr(layouts, each.name) for each in fields(layouts)}
         columns["precision"] = np.concatenate([np.full(len(each.seconds), each.precision) for each in found])
         return Table(
             found=found,

@@ -6,7 +6,7 @@ import numpy as np
 
 from shardwise.cost.collective import Group, Wires
 from shardwise.cost.layouts import Layouts
-from shardwise.cost.numbers import Floats
+from shardwise.cost.numbers import Floats, choose
 from shardwise.cost.places import Counts
 from shardwise.cost.stage import Pricer, Stages, Work
 
@@ -37,15 +37,11 @@ def _replicas(wires: Wires, layouts: Layouts) -> _Replicas:
     whole = wires.nested(layouts.cp, layouts.tp, layouts.dp, jump)
     shard = wires.nested(near, layouts.tp, far, jump)
     return _Replicas(
-        all=_choose(plain, wires.group(count, layouts.tp), whole),
-        shard=_choose(plain, wires.group(size, layouts.tp), shard),
+        all=choose(plain, wires.group(count, layouts.tp), whole),
+        shard=choose(plain, wires.group(size, layouts.tp), shard),
         copies=wires.group(np.maximum(count // size, 1), layouts.tp * size * apart),
         shard_size=size.astype(np.float64),
     )
-
-
-def _choose(chosen: np.ndarray, group: Group, other: Group) -> Group:
-    return Group(*(np.where(chosen, mine, theirs) for mine, theirs in zip(group, other, strict=True)))
 
 
 def _replicated(pricer: Pricer, layouts: Layouts, counts: Counts, pace: Work) -> Floats:

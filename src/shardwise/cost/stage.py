@@ -55,11 +55,6 @@ def add(*works: Work) -> Work:
     return Work(*(sum(each, np.zeros(())) for each in zip(*works, strict=True)))
 
 
-def pick(chosen: NDArray[np.bool_], work: Work, other: Work) -> Work:
-    """Of each candidate the work, where it is chosen, else the other."""
-    return Work(*(np.where(chosen, mine, theirs) for mine, theirs in zip(work, other, strict=True)))
-
-
 class Pieces(NamedTuple):
     """Work of one microbatch on a layer of each kind, and on all that stands before and after the layers."""
 

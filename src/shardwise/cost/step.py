@@ -10,12 +10,12 @@ from shardwise.cost.compute import Seconds
 from shardwise.cost.constants import CONSTANTS, Constants
 from shardwise.cost.layouts import Layouts
 from shardwise.cost.memory import StepBytes, step_bytes
-from shardwise.cost.numbers import Floats
+from shardwise.cost.numbers import Floats, choose
 from shardwise.cost.pipeline import SPLITS_BACKWARD, span
 from shardwise.cost.places import Counts, Places, count_blocks, typical_places
 from shardwise.cost.replicas import exchange
 from shardwise.cost.software import Software
-from shardwise.cost.stage import Pricer, Stages, Work, add, pick
+from shardwise.cost.stage import Pricer, Stages, Work, add
 from shardwise.model.model import Model
 from shardwise.model.operations import Router
 
@@ -156,7 +156,7 @@ def _slowest(first: Work, middle: Work, last: Work, layouts: Layouts) -> Work:
     alone = layouts.pp == 1
     is_last = ~alone & (last.total > np.maximum(first.total, middle.total))
     is_middle = ~alone & ~is_last & (middle.total >= first.total)
-    return pick(is_last, last, pick(is_middle, middle, first))
+    return choose(is_last, last, choose(is_middle, middle, first))
 
 
 def hop_seconds(pricer: Pricer, layouts: Layouts) -> Floats:

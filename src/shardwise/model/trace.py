@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from shardwise.model.model import Block, Model
 from shardwise.model.operations import Embedding
 from shardwise.model.tracing.layers import Traced, blocks_of, gather
+from shardwise.model.tracing.recorder import tensors_in
 from shardwise.model.tracing.run import record
-from shardwise.model.tracing.segment import tensors_in
 
 # These hold modules and are never called themselves.
 _SHELVES = (nn.ModuleList, nn.ModuleDict)

@@ -5,7 +5,7 @@ every stage, what each rank holds by the order of its own instructions, and the 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -251,8 +251,3 @@ def _ranks(question: Question, plan: Plan, held: StepBytes) -> tuple[RankBytes, 
         )
         for place in range(plan.pp)
     )
-
-
-def with_layers(plan: Plan, layers: tuple[int, ...]) -> Plan:
-    """The plan with its layers said, where stages have different numbers of them."""
-    return replace(plan, layers=layers if len(set(layers)) > 1 else None)

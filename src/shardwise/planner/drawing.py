@@ -215,14 +215,9 @@ def account_data(account: Account) -> dict[str, object]:
 
 def draw_findings(found: Findings, canvas: Canvas) -> None:
     """The best plan with everything about it, and what was not chosen."""
-    draw_head(found.best, canvas)
-    canvas.print()
-    draw_seconds(found.best, canvas)
-    canvas.print()
-    draw_memory(found.best, canvas)
-    canvas.print()
-    draw_reasons(found.best, canvas)
-    canvas.print()
+    for part in (draw_head, draw_seconds, draw_memory, draw_reasons):
+        part(found.best, canvas)
+        canvas.print()
     draw_others(found.best, found.others, canvas)
     canvas.print()
     for line in tally_lines(found.tally):

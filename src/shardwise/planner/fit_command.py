@@ -80,14 +80,9 @@ def run(arguments: argparse.Namespace) -> Answer:
 def _draw(found: "Account", changes: "tuple[Change, ...]", canvas: Canvas) -> None:
     from shardwise.planner.drawing import draw_head, draw_memory, draw_seconds
 
-    draw_head(found, canvas)
-    canvas.print()
-    _draw_ranks(found, canvas)
-    canvas.print()
-    draw_memory(found, canvas)
-    canvas.print()
-    draw_seconds(found, canvas)
-    canvas.print()
+    for part in (draw_head, _draw_ranks, draw_memory, draw_seconds):
+        part(found, canvas)
+        canvas.print()
     if found.fits:
         left = f"{format_bytes(found.fullest.headroom)} left on its fullest rank"
         canvas.print(f"{canvas.paint('It fits', 'bold green')}, with {left}.")

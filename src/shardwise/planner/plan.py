@@ -318,10 +318,8 @@ def _check(plan: Plan) -> None:
     """Refuse what no model and no cluster could make right."""
     for axis in AXES:
         if getattr(plan, axis) < 1:
-            sizes, ranks = (
-                " x ".join(f"{name}={getattr(plan, name)}" for name in _MULTIPLY),
-                counted(plan.num_ranks, "rank"),
-            )
+            sizes = " x ".join(f"{name}={getattr(plan, name)}" for name in _MULTIPLY)
+            ranks = counted(plan.num_ranks, "rank")
             raise ShardwiseError(
                 f"{axis}={getattr(plan, axis)}: an axis has at least 1 rank ({sizes} = {ranks})",
                 remedy=f"{axis}=1",

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 from shardwise.model.assembly.attention import attention, latent_attention
 from shardwise.model.assembly.ends import embedding, head
-from shardwise.model.assembly.experts import experts
-from shardwise.model.assembly.feedforward import mlp
+from shardwise.model.assembly.feedforward import experts, mlp
 from shardwise.model.assembly.mamba import mamba
 from shardwise.model.assembly.part import Part, joined, norm, residual
 from shardwise.model.model import Block, Model

@@ -3,16 +3,28 @@
 from typing import Any
 
 
-def _falcon(hidden: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
+def _decoder(kind: str, hidden: int, layers: int, heads: int, vocabulary: int, **more: Any) -> dict[str, Any]:
     return {
-        "model_type": "falcon",
+        "model_type": kind,
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "vocab_size": 65024,
+        "vocab_size": vocabulary,
         "max_position_embeddings": 2048,
         **more,
     }
+
+
+def _falcon(hidden: int, layers: int, heads: int, vocabulary: int = 65024, **more: Any) -> dict[str, Any]:
+    return _decoder("falcon", hidden, layers, heads, vocabulary, **more)
+
+
+def _opt(hidden: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
+    return _decoder("opt", hidden, layers, heads, 50272, ffn_dim=4 * hidden, **more)
+
+
+def _neox(hidden: int, layers: int, heads: int, vocabulary: int = 50304) -> dict[str, Any]:
+    return _decoder("gpt_neox", hidden, layers, heads, vocabulary, intermediate_size=4 * hidden)
 
 
 def bloom(hidden: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
@@ -28,19 +40,6 @@ def bloom(hidden: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def _opt(hidden: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
-    return {
-        "model_type": "opt",
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "ffn_dim": 4 * hidden,
-        "vocab_size": 50272,
-        "max_position_embeddings": 2048,
-        **more,
-    }
-
-
 def _mpt(hidden: int, layers: int, heads: int, longest: int) -> dict[str, Any]:
     return {
         "model_type": "mpt",
@@ -52,25 +51,11 @@ def _mpt(hidden: int, layers: int, heads: int, longest: int) -> dict[str, Any]:
     }
 
 
-def _neox(hidden: int, layers: int, heads: int, vocabulary: int = 50304) -> dict[str, Any]:
-    return {
-        "model_type": "gpt_neox",
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": 4 * hidden,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": 2048,
-    }
-
-
 _GROUPED = {"new_decoder_architecture": True, "num_kv_heads": 8}
 _NARROW = {"word_embed_proj_dim": 512, "do_layer_norm_before": False}
 
 TABLE: dict[str, dict[str, Any]] = {
-    "falcon-rw-1b": _falcon(
-        2048, 24, 32, vocab_size=50304, alibi=True, bias=True, multi_query=False, parallel_attn=False
-    ),
+    "falcon-rw-1b": _falcon(2048, 24, 32, 50304, alibi=True, bias=True, multi_query=False, parallel_attn=False),
     "falcon-7b": _falcon(4544, 32, 71),
     "falcon-11b": _falcon(
         4096, 60, 32, num_ln_in_parallel_attn=1, tie_word_embeddings=False, max_position_embeddings=8192, **_GROUPED

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise.errors import ShardwiseError
-from shardwise.model.tracing.recorder import Recorder
-from shardwise.model.tracing.segment import Segment, key_of, tensors_in
+from shardwise.model.tracing.recorder import Recorder, Segment, key_of, tensors_in
 from shardwise.torch_private import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode, pytree
 
 

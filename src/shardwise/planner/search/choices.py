@@ -7,9 +7,9 @@ an engine's new skill on the day that its rule goes.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,8 +30,7 @@ _OFFLOADS = (0.0, 0.5, 1.0)
 _ONCE = np.array([CATALOGUE[name].num_weight_copies == 1 for name in SCHEDULES])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Schedules:
+class Schedules(NamedTuple):
     """Schedules with a number of chunks, a column for each thing that they ask for."""
 
     code: Ints
@@ -66,10 +65,7 @@ def schedules(question: Question) -> Schedules:
                 continue
             rows.append((SCHEDULES.index(name), chunks, entry.least_microbatches, entry.even_ranks,
                          entry.even_microbatches))  # fmt: skip
-    columns = [np.array(column) for column in zip(*rows, strict=True)]
-    return Schedules(
-        code=columns[0], chunks=columns[1], least=columns[2], even_ranks=columns[3], even_microbatches=columns[4]
-    )
+    return Schedules(*(np.array(column) for column in zip(*rows, strict=True)))
 
 
 def recomputations(question: Question) -> list[tuple[int, float]]:

@@ -8,7 +8,7 @@ import numpy as np
 from shardwise.cost.layouts import CONTEXT, ORDERS, RECOMPUTE
 from shardwise.cost.numbers import Floats
 from shardwise.cost.pipeline import SCHEDULES
-from shardwise.planner.account import Account, account, with_layers
+from shardwise.planner.account import Account, account
 from shardwise.planner.plan import Offload, Plan
 from shardwise.planner.question import Question
 from shardwise.planner.search.choices import joined
@@ -175,7 +175,8 @@ def _accounts(question: Question, table: Table) -> list[Account]:
 
 def _account(question: Question, table: Table, row: int) -> Account:
     found = account(question, table.plan(question, row))
-    return replace(found, plan=with_layers(found.plan, found.layers))
+    # Layers are said where stages have different numbers of them.
+    return replace(found, plan=replace(found.plan, layers=found.layers if len(set(found.layers)) > 1 else None))
 
 
 def _is_same(one: Account, other: Account) -> bool:

@@ -18,9 +18,10 @@ from shardwise.planner.search.search import Fitting, Search
 from shardwise.planner.search.tally import Tally
 from shardwise.schedule.catalogue import CATALOGUE
 
-# Of the best by closed forms at least so many, and at most so many, are accounted for exactly; and of other kinds.
+# Of the best by closed forms at least so many, and at most so many, are accounted for exactly; and of other kinds so
+# many that fit exactly, of so many at most.
 _BEST, _MOST = 3, 8
-_OTHER_KINDS = 5
+_OTHER_KINDS, _MOST_KINDS = 5, 12
 _SHOWN = 4
 # Plans as fast and as large as each other, to this, are one and the same to whoever chooses.
 _SAME = 1e-3
@@ -167,9 +168,13 @@ def _accounts(question: Question, table: Table) -> list[Account]:
         accounts[row] = _account(question, table, row)
         if accounts[row].fits:
             best = min(best, accounts[row].seconds)
-    for row in table.of_kinds()[: _OTHER_KINDS + 1]:
+    num_fitting = 0
+    for row in table.of_kinds()[:_MOST_KINDS]:
+        if num_fitting > _OTHER_KINDS:
+            break
         if row not in accounts:
             accounts[row] = _account(question, table, row)
+        num_fitting += accounts[row].fits
     return sorted((each for each in accounts.values() if each.fits), key=lambda each: each.seconds)
 
 

@@ -3,6 +3,7 @@
 A matmul takes as long as its tiles, dealt out in waves, or its bytes, whichever is longer.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -38,9 +39,6 @@ class Seconds(NamedTuple):
     def total(self) -> Floats:
         return self.forward + self.input + self.weight
 
-    def plus(self, other: "Seconds") -> "Seconds":
-        return Seconds(self.forward + other.forward, self.input + other.input, self.weight + other.weight)
-
 
 ZERO = Seconds(np.zeros(()), np.zeros(()), np.zeros(()))
 
@@ -55,9 +53,7 @@ class Engine:
 
     def block(self, block: Block, share: Share) -> Seconds:
         """Seconds of a block on one rank, for one microbatch: what its kernels take, or launching them."""
-        total = ZERO
-        for operation in block.operations:
-            total = total.plus(self.operation(operation, share, narrow=bool(block.stack)))
+        total = self._sum(block, block.operations, share)
         kernels = sum((np.asarray(self._num_kernels(each, share)) for each in block.operations), np.zeros(()))
         if self.software.blocking_launches:
             waits = self.constants.blocking_seconds * kernels
@@ -81,10 +77,12 @@ class Engine:
         if parts is None:
             return self.block(block, share).forward
         again = [each for each in block.operations if not parts.isdisjoint(each.rerun_by)]
-        total = ZERO
-        for operation in again:
-            total = total.plus(self.operation(operation, share, narrow=bool(block.stack)))
-        return total.forward
+        return self._sum(block, again, share).forward
+
+    def _sum(self, block: Block, operations: Iterable[Operation], share: Share) -> Seconds:
+        """Seconds of some of a block's operations: layers may run in 8 or 4 bits, the ends do not."""
+        each = [self.operation(operation, share, narrow=bool(block.stack)) for operation in operations]
+        return Seconds(*(sum(seconds, np.zeros(())) for seconds in zip(*each, strict=True))) if each else ZERO
 
     def operation(self, operation: Operation, share: Share, *, narrow: bool = True) -> Seconds:
         """Seconds of one operation. `narrow`: it may run in 8 or 4 bits, as layers do and heads do not."""

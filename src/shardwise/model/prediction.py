@@ -60,11 +60,9 @@ def _block(model: Model, layers: list[Block]) -> Block:
             Part(operations=logits, parameters=(weight,)),
         ]
     )
-    return Block(
-        kind="prediction",
+    return whole.block(
+        "prediction",
         stack="prediction",
-        operations=whole.operations,
-        parameters=whole.parameters,
         input_elements=hidden,
         output_elements=hidden,
         num_reductions=sum(each.num_reductions for each in layers) + 2,

@@ -11,6 +11,7 @@ from shardwise.planner.plan import Plan
 from shardwise.schedule.catalogue import CATALOGUE
 
 _MOST_CHUNKS_OF_AUTO = 2
+_ALL_OR_NOTHING = "is not supported yet: the engines recompute a stage's whole forward or nothing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,18 +63,13 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="selective recomputation",
         applies=lambda plan: plan.recompute == "selective",
-        problem=lambda plan: (
-            f"recompute={plan.recompute} is not supported yet: the engines recompute a stage's whole forward or nothing"
-        ),
+        problem=lambda plan: f"recompute={plan.recompute} {_ALL_OR_NOTHING}",
         instead=lambda plan: replace(plan, recompute="full"),
     ),
     Rule(
         name="recomputation of some layers",
         applies=lambda plan: plan.recompute_layers is not None,
-        problem=lambda plan: (
-            f"recompute_layers={plan.recompute_layers} is not supported yet: the engines recompute a stage's whole"
-            " forward or nothing"
-        ),
+        problem=lambda plan: f"recompute_layers={plan.recompute_layers} {_ALL_OR_NOTHING}",
         instead=lambda plan: replace(plan, recompute_layers=None),
     ),
     Rule(

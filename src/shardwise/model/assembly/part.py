@@ -5,8 +5,9 @@ And what several of them are made of: projections, norms, residual sums.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from shardwise.model.model import Cache, Parameter
+from shardwise.model.model import Block, Cache, Parameter
 from shardwise.model.operations import Elementwise, Matmul, Moves, Norm, Operation, Saved, Sharding, Width
 from shardwise.model.shape import NormShape
 from shardwise.model.share import Cut
@@ -21,6 +22,10 @@ class Part:
     parameters: tuple[Parameter, ...] = ()
     cache: Cache | None = None
     reduces: bool = False
+
+    def block(self, kind: str, **more: Any) -> Block:
+        """It alone as a block, with what else `Block` is told."""
+        return Block(kind=kind, operations=self.operations, parameters=self.parameters, **more)
 
 
 def joined(parts: Iterable[Part]) -> Part:

@@ -75,11 +75,9 @@ def _layer(shape: LayerShape, hidden: int, norms: NormShape, *, dropout: bool, r
     whole = joined(parts)
     num_reductions = sum(part.reduces for part in parts)
     crosses = any(isinstance(each.mixer, AttentionShape) and each.mixer.cross for each in shape.sublayers)
-    return Block(
-        kind=shape.kind,
+    return whole.block(
+        shape.kind,
         stack=shape.stack,
-        operations=whole.operations,
-        parameters=whole.parameters,
         input_elements=hidden,
         output_elements=hidden * (2 if crosses else 1),
         rows=rows,

@@ -24,10 +24,7 @@ _KINDS = {
     "-": "mlp",
     "linear_attention": "mamba",
     "full_attention": "attention",
-    "mamba": "mamba",
-    "moe": "moe",
-    "attention": "attention",
-    "mlp": "mlp",
+    **{word: word for word in ("mamba", "moe", "attention", "mlp")},
 }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from shardwise.model.operations import Attention, Convolution, Matmul, Operation, Product, Scan, Width
-from shardwise.model.share import Count, Share, divided
+from shardwise.model.share import Count, Share, divided, total
 
 
 class Passes(NamedTuple):
@@ -129,12 +129,10 @@ def num_pairs(operation: Attention, share: Share) -> Count:
 
 def add_passes(passes: Iterable[Passes]) -> Passes:
     """The sum, pass by pass."""
-    forward: Count = 0
-    inputs: Count = 0
-    weights: Count = 0
-    for each in passes:
-        forward, inputs, weights = forward + each.forward, inputs + each.input, weights + each.weight
-    return Passes(forward, inputs, weights)
+    each = list(passes)
+    return Passes(
+        total(one.forward for one in each), total(one.input for one in each), total(one.weight for one in each)
+    )
 
 
 def width_on(width: Width, ranks: Count) -> Count:
@@ -153,10 +151,7 @@ def _inputs_on(operation: Matmul, share: Share) -> Count:
 def _outputs_on(operation: Matmul, share: Share) -> Count:
     if operation.sharding != "column":
         return operation.n
-    outputs: Count = 0
-    for width in operation.outputs:
-        outputs = outputs + width_on(width, _ranks(operation, share))
-    return outputs
+    return total(width_on(width, _ranks(operation, share)) for width in operation.outputs)
 
 
 def _ranks(operation: Matmul, share: Share) -> Count:

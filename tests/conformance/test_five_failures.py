@@ -99,9 +99,7 @@ def test_fewer_microbatches_than_stages_run_or_are_refused(
     case = replace(deepest(schedule), num_microbatches=num_microbatches)
     assert num_microbatches < 4
     entry = CATALOGUE[schedule]
-    if num_microbatches < entry.least_microbatches * case.num_ranks or (
-        entry.even_microbatches and num_microbatches % 2
-    ):
+    if num_microbatches < entry.least_microbatches * case.num_ranks or (entry.mirrored and num_microbatches % 2):
         with pytest.raises(ShardwiseError, match=f"{schedule} .*microbatches.*, not {num_microbatches}"):
             runner(case)
         return

@@ -13,7 +13,7 @@ from shardwise.training.balance import imbalance_of
 from shardwise.training.checkpoint.index import find_last, read_index
 from shardwise.training.convert import convert
 from shardwise.training.metrics import read_metrics
-from shardwise.training.recipes import get_recipe
+from shardwise.training.recipe import get_recipe
 from shardwise.training.run import train_rank
 from tests.crowd import Crowds
 from tests.training.programs import losses_of, make_job, saved_state
@@ -106,7 +106,7 @@ def test_a_loss_evens_the_load_too_and_its_folder_is_that_of_a_plain_model(tmp_p
     plain = make_job(tmp_path / "plain", "dp=1", steps=2, model__experts=4)
     train_rank(plain)
     assert losses_of(tmp_path / "run")[0] > losses_of(tmp_path / "plain")[0] + 0.1
-    assert convert(tmp_path / "run", tmp_path / "hf").kind == "huggingface"
+    assert convert(tmp_path / "run", tmp_path / "hf")[0] == "huggingface"
 
 
 def test_a_bias_that_hugging_face_has_no_place_for_is_not_lost_without_a_word(tmp_path: Path) -> None:

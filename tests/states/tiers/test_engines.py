@@ -15,7 +15,7 @@ from shardwise.planner.account import hold
 from shardwise.planner.plan import Plan
 from shardwise.planner.question import make_question
 from shardwise.ranks.spawn import Ranks
-from shardwise.states.tiers import host_memory as room
+from shardwise.states import host as room
 from tests.engine import going_on
 from tests.stages.small import small_matrices
 

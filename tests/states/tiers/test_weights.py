@@ -17,8 +17,7 @@ from shardwise.planner.account import hold
 from shardwise.planner.plan import Plan
 from shardwise.planner.question import make_question
 from shardwise.ranks.spawn import Ranks
-from shardwise.states.buckets import offloaded_buckets
-from shardwise.states.tiers import host_memory as room
+from shardwise.states import host as room
 from shardwise.states.tiers import host_states as states
 from shardwise.states.tiers.choose_offloaded import choose_fraction
 from tests.engine import going_on
@@ -49,14 +48,26 @@ def run(plan: str, optimizer: str = "adamw", clip: float | None = None) -> tuple
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(states, "SLOT_BYTES", 2048)
-        patch.setattr(offloaded_buckets, "DEFERRED_FREE_BYTES", 1024)
+        patch.setattr(room, "DEFERRED_FREE_BYTES", 1024)
         with make_engine(plan, optimizer, clip) as engine:
+            engine.states.data.keep_gradients()
             losses = going_on.train(engine, 0, STEPS)
             now = {name: each.clone() for name, each in engine.state_dict().items()}
             assert all(torch.equal(each, now[name]) for name, each in engine.numbers.items())
             gradients = {name: each.clone() for name, each in engine.gradients().items()}
             evaluated = engine.evaluate(going_on.batch(7))
             return losses, now, gradients, engine.optimizer_state_dict()["state"], evaluated, engine.host_bytes
+
+
+def test_gradients_that_were_not_kept_are_refused_with_what_keeps_them() -> None:
+    plan = "microbatches=2,offload.parameters=1"
+    with make_engine(plan) as engine:
+        going_on.train(engine, 0, 1)
+        with pytest.raises(ShardwiseError, match=r"is gone: with offload\.parameters a weight is updated as soon as"):
+            engine.gradients()
+    with make_engine(plan, clip=float("inf")) as engine:
+        going_on.train(engine, 0, 1)
+        assert engine.gradients().keys() == dict(engine.module.named_parameters()).keys()
 
 
 def assert_same(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> None:

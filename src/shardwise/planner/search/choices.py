@@ -36,14 +36,13 @@ class Schedules(NamedTuple):
     code: Ints
     chunks: Ints
     least: Ints
-    even_ranks: np.ndarray
-    even_microbatches: np.ndarray
+    even: np.ndarray
 
     def allowed(self, pp: Ints, num_microbatches: Ints, num_layers: int) -> np.ndarray:
         """Which schedules each pipeline may have: pipelines x schedules. One rank has no choice."""
         ranks, steps = pp[:, None], num_microbatches[:, None]
         allowed = (ranks > 1) & (ranks * self.chunks <= num_layers) & (steps >= self.least * ranks)
-        allowed &= ~(self.even_ranks & (ranks % 2 == 1)) & ~(self.even_microbatches & (steps % 2 == 1))
+        allowed &= ~(self.even & ((ranks % 2 == 1) | (steps % 2 == 1)))
         allowed[pp == 1] = np.arange(len(self.code)) == 0
         return allowed
 
@@ -63,8 +62,7 @@ def schedules(question: Question) -> Schedules:
                 continue
             if question.runnable and not _runs(dp=1, pp=2, schedule=name, chunks=chunks):
                 continue
-            rows.append((SCHEDULES.index(name), chunks, entry.least_microbatches, entry.even_ranks,
-                         entry.even_microbatches))  # fmt: skip
+            rows.append((SCHEDULES.index(name), chunks, entry.least_microbatches, entry.mirrored))
     return Schedules(*(np.array(column) for column in zip(*rows, strict=True)))
 
 

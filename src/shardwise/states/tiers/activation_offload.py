@@ -30,12 +30,14 @@ from shardwise.planner.host_memory import check_host_memory
 from shardwise.planner.plan import Plan
 from shardwise.stages.activation_bytes import Kept
 from shardwise.states.tiers.copy_streams import CopyStreams
-from shardwise.torch_private import storage_id, version_of
+from shardwise.states.tiers.packing import storage_of
+from shardwise.torch_private import version_of
 
 #: Less than this is not worth a copy of its own.
 LEAST_BYTES = 1024
 
-#: Memory by its address in torch, and how often it was written to when it was saved.
+#: Memory, by what tells its storage from others also where it comes and goes (ZeRO 3), and how often it was written to
+#: when it was saved.
 _Key = tuple[int, int]
 
 
@@ -75,7 +77,7 @@ class _Frame:
     """One forward. Half on the host is every other byte, not the first half: so copies are spread over the forward."""
 
     def __init__(self, stays: Iterable[Tensor], kept: Kept | None) -> None:
-        self.stays = {_memory_of(each) for each in stays}
+        self.stays = {storage_of(each) for each in stays}
         self.kept = kept
         self.saved: list[weakref.ref[_Offloaded]] = []
         #: What was seen. While it is referred to, weakly, no other memory can have its address.
@@ -171,7 +173,7 @@ class ActivationOffload:
 
     def _find_away(self, frame: _Frame, tensor: Tensor) -> _Offloaded | None:
         """The memory of a tensor on the host, to which it may go just now; None if it stays."""
-        key = (_memory_of(tensor), version_of(tensor))
+        key = (storage_of(tensor), version_of(tensor))
         if key[0] in frame.stays or not self._may_go(tensor):
             return None
         if key in frame.known:
@@ -265,8 +267,3 @@ class ActivationOffload:
             away.arrives = self._copies.to_device(away.here, away.host, [away.gone, *self._copies.computed()])
             self._brought.add(away)
             self.returned_bytes += away.host.numel()
-
-
-def _memory_of(tensor: Tensor) -> int:
-    """The address of the memory that a tensor looks into. It stays the same where memory comes and goes (ZeRO 3)."""
-    return int(storage_id(tensor.untyped_storage()))

@@ -5,8 +5,11 @@
     HandedGradient     device         handed over     nothing                   nothing
     MasterWeight       host, fp32     handed over     the master weight         the master weight
     HostResidency      host           host            weight, then gradient     the weight
+      in a backward    device         device          nothing                   the weight
 
-A `MasterWeight` is of a parameter on the device that is computed with, in less than full precision.
+A weight that lives on the host is on the device for its backward, and so is its gradient when that is over. If it is
+updated then, neither needs to come once more. A `MasterWeight` is of a parameter on the device that is computed with,
+in less than full precision.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,6 +34,11 @@ class WeightSlice(NamedTuple):
     weight: nn.Parameter
     rows: slice | None
 
+    @property
+    def first(self) -> int:
+        """The row that it begins with."""
+        return 0 if self.rows is None else int(self.rows.start)
+
     def of(self, tensor: Tensor) -> Tensor:
         """What belongs to it of the weight, or of something that has a number for each of the weight's."""
         return tensor if self.rows is None else tensor[self.rows]
@@ -53,6 +61,26 @@ class OffloadedWeight(Protocol):
     @property
     def scale(self) -> float: ...
 
+    #: Whether updates are expected while weight and gradient are on the device, for a backward that is just over.
+    @property
+    def hands_over_weight(self) -> bool: ...
+    @property
+    def hands_over_gradient(self) -> bool: ...
+
+    #: On the device: the weight, after `hold`, and the gradient, if it is there.
+    @property
+    def weight_here(self) -> Tensor: ...
+    @property
+    def gradient_here(self) -> Tensor | None: ...
+
+    def hold(self) -> bool:
+        """Have the weight on the device until it is updated; whether it was there."""
+        ...
+
+    def is_updated(self) -> None:
+        """All of it was updated in this step."""
+        ...
+
     def is_renewed(self, events: Sequence[Event]) -> None:
         """The numbers on the host are new once these events are reached."""
         ...
@@ -63,6 +91,8 @@ class Residency:
 
     #: Whether an update writes what is computed with.
     is_on_device = True
+    #: What the gradient is multiplied with, if it is not done yet.
+    _scale: float | None = None
 
     def __init__(self, weight: nn.Parameter) -> None:
         self.weight = weight
@@ -89,14 +119,18 @@ class Residency:
         """Have come what was not there before; events after which it is here."""
         return []
 
-    def stand_in(self, part: WeightSlice, places: Places) -> nn.Parameter:  # noqa: ARG002 - it is here
+    def stand_in(self, part: WeightSlice, places: Places) -> nn.Parameter:
         """What the optimizer sees of it, with its gradient. This runs where updates do."""
         gradient = self.gradient
         assert gradient is not None, "without a gradient nothing is updated"
-        found = nn.Parameter(part.of(self.weight.detach()))
-        found.grad = part.of(gradient)
+        found = nn.Parameter(self._numbers(part, places))
+        own = part.of(gradient).to(found.dtype)
+        found.grad = own if self._scale is None else own.mul(self._scale)
         _use_here(gradient)
         return found
+
+    def _numbers(self, part: WeightSlice, places: Places) -> Tensor:  # noqa: ARG002 - they are here
+        return part.of(self.weight.detach())
 
     def finish(self, part: WeightSlice, places: Places) -> None:
         """This part was updated, and this runs where that was."""
@@ -115,37 +149,70 @@ class Residency:
 class HostResidency(Residency):
     """A weight that lives on the host with its gradient."""
 
-    is_on_device = False
-
     def __init__(self, weight: nn.Parameter, offloaded: OffloadedWeight, copies: CopyStreams) -> None:
         super().__init__(weight)
         self._offloaded, self._copies = offloaded, copies
+        #: Gradients that were not on the device when they were expected to be, by where they begin in the weight.
+        self._brought: dict[int, Tensor] = {}
+        self._has_ended = False
+
+    @property
+    def is_on_device(self) -> bool:  # type: ignore[override]
+        return self._offloaded.hands_over_weight
 
     @property
     def has_gradient(self) -> bool:
         return self._offloaded.has_gradient
 
     def incoming(self, part: WeightSlice) -> dict[str, Tensor]:
-        return {WEIGHT: part.of(self._offloaded.host)}
+        return {} if self._offloaded.hands_over_weight else {WEIGHT: part.of(self._offloaded.host)}
 
     def reserved(self, part: WeightSlice) -> dict[str, Tensor]:
-        return {GRADIENT: part.of(self._offloaded.gradient)}
+        return {} if self._offloaded.hands_over_gradient else {GRADIENT: part.of(self._offloaded.gradient)}
 
     def bring(self, part: WeightSlice, places: Places) -> list[Event]:
-        return [self._copies.to_device(places[GRADIENT], part.of(self._offloaded.gradient), self._offloaded.sent)]
+        was_here = not self._offloaded.hands_over_weight or self._offloaded.hold()
+        events = [] if was_here else self._copies.computed()
+        if GRADIENT not in places and self._offloaded.gradient_here is not None:
+            return events
+        host, after = part.of(self._offloaded.gradient), list(self._offloaded.sent)
+        place = places.get(GRADIENT)
+        if place is None:
+            place = self._brought[part.first] = torch.empty_like(host, device=self._copies.device)
+            after += self._copies.computed()
+        return [*events, self._copies.to_device(place, host, after)]
 
-    def stand_in(self, part: WeightSlice, places: Places) -> nn.Parameter:  # noqa: ARG002 - all of it is staged
-        found = nn.Parameter(places[WEIGHT])
-        scale = self._offloaded.scale
-        gradient = places[GRADIENT] if scale == 1.0 else places[GRADIENT].mul_(scale)
-        found.grad = gradient.to(found.dtype)
+    def stand_in(self, part: WeightSlice, places: Places) -> nn.Parameter:
+        found = nn.Parameter(self._numbers(part, places))
+        found.grad = self._scaled(part, places).to(found.dtype)
         return found
 
+    def end(self) -> None:
+        self._has_ended = True
+
     def outgoing(self, part: WeightSlice, places: Places) -> list[tuple[Tensor, Tensor]]:
-        return [(part.of(self._offloaded.host), places[WEIGHT])]
+        return [(part.of(self._offloaded.host), self._numbers(part, places))]
 
     def is_sent(self, events: Sequence[Event]) -> None:
         self._offloaded.is_renewed(events)
+        if self._has_ended:
+            self._has_ended = False
+            self._offloaded.is_updated()
+
+    def _numbers(self, part: WeightSlice, places: Places) -> Tensor:
+        return places[WEIGHT] if WEIGHT in places else part.of(self._offloaded.weight_here)
+
+    def _scaled(self, part: WeightSlice, places: Places) -> Tensor:
+        scale = self._offloaded.scale
+        if GRADIENT in places:
+            return places[GRADIENT] if scale == 1.0 else places[GRADIENT].mul_(scale)
+        found = self._brought.pop(part.first, None)
+        if found is None:
+            here = self._offloaded.gradient_here
+            assert here is not None, "it was brought, or is on the device still"
+            found = part.of(here)
+        _use_here(found)
+        return found if scale == 1.0 else found * scale
 
 
 class HandedGradient(Residency):
@@ -155,7 +222,6 @@ class HandedGradient(Residency):
         super().__init__(weight)
         self.parameter = parameter
         self._gradient: Tensor | None = None
-        self._scale: float | None = None
 
     def take(self, gradient: Tensor | None, scale: float | None) -> None:
         """Have the gradient of a step, if there is one, until it was used."""
@@ -165,19 +231,12 @@ class HandedGradient(Residency):
     def gradient(self) -> Tensor | None:
         return self._gradient
 
-    def stand_in(self, part: WeightSlice, places: Places) -> nn.Parameter:
-        assert self._gradient is not None, "without a gradient nothing is updated"
-        found = nn.Parameter(self._numbers(part, places))
-        gradient = part.of(self._gradient).to(found.dtype)
-        found.grad = gradient if self._scale is None else gradient.mul(self._scale)
-        _use_here(self._gradient)
-        return found
+    def _numbers(self, part: WeightSlice, places: Places) -> Tensor:
+        # As `data`: backwards of others go on beside the update, and autograd need not know of it.
+        return places.get(WEIGHT, part.of(self.weight.data))
 
     def end(self) -> None:
         self._gradient = None
-
-    def _numbers(self, part: WeightSlice, places: Places) -> Tensor:  # noqa: ARG002 - they are here
-        return part.of(self.weight.data)
 
 
 class MasterWeight(HandedGradient):
@@ -192,9 +251,6 @@ class MasterWeight(HandedGradient):
 
     def outgoing(self, part: WeightSlice, places: Places) -> list[tuple[Tensor, Tensor]]:
         return [(part.of(self.weight.data), places[WEIGHT])]
-
-    def _numbers(self, part: WeightSlice, places: Places) -> Tensor:  # noqa: ARG002 - they are staged
-        return places[WEIGHT]
 
 
 def _use_here(gradient: Tensor) -> None:

@@ -248,15 +248,16 @@ class ActivationOffload:
     def _bring_before(self, frame: _Frame, number: int) -> None:
         """Have come what a forward saved before the memory of this number, as far as the window goes.
 
-        What was saved before it is needed after it.
+        What was saved before it is needed after it. Where copies to the host are late, at the end of a forward, what
+        has not left has its part of the window. One comes ahead even then, or each would be waited for.
         """
-        ahead_bytes = 0
+        ahead_bytes, num_ahead = self._leaving.num_bytes, 0
         for each in reversed(frame.saved[:number]):
             other = each()
-            if ahead_bytes >= self._window_bytes:
+            if num_ahead and ahead_bytes >= self._window_bytes:
                 break
             if other is not None:
-                ahead_bytes += other.host.numel()
+                ahead_bytes, num_ahead = ahead_bytes + other.host.numel(), num_ahead + 1
                 self._bring(other)
 
     def _bring(self, away: _Offloaded) -> None:

@@ -60,7 +60,7 @@ class Unit:
 def divide(places: Sequence[Place], host: str) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
     """The places that compute, and those that are memory for them.
 
-    StageStates GPUs that is the CPU. Where there are none it is the plain `cpu` beside `cpu:0`, if `host` says so.
+    Without GPUs that is the CPU. Where there are none it is the plain `cpu` beside `cpu:0`, if `host` says so.
     """
     if host == "compute":
         return tuple(places), ()

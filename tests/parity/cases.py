@@ -81,8 +81,6 @@ CASES: dict[int, list[tuple[str, str]]] = {
         ("balanced experts", "dp=2,pp=2,ep=2,microbatches=2,zero=3"),
         ("3 key heads", "tp=4,sp=true"),
         ("untied", "pp=4,schedule=zb-h2,microbatches=8,layers=1+2+1+1"),
-        ("tied", "dp=2,pp=2,schedule=pipedream-2bw,microbatches=2"),
-        ("experts", "dp=2,pp=2,ep=2,schedule=pipedream-2bw,microbatches=2"),
         ("3 key heads", "dp=2,tp=2,microbatches=2,zero=3,offload.optimizer=0.5,offload.activations=1"),
         ("gpt2", "dp=2,pp=2,schedule=zb-h1,microbatches=4,zero=2,offload.optimizer=1,offload.activations=0.5"),
         ("3 key heads", "dp=2,tp=2,microbatches=2,zero=3,offload.parameters=1"),

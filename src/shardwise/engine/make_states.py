@@ -14,16 +14,16 @@ from shardwise.engine.optimizer_state import OptimizerState
 from shardwise.engine.parts import Parts
 from shardwise.execution.interpreter import Tally
 from shardwise.execution.weight_stash import Stream
-from shardwise.planner.plan import Plan
+from shardwise.ranks.host_exchange import make_exchange
 from shardwise.ranks.wires import ManyProcesses, OneProcess, Wires
 from shardwise.schedule.instruction import Kind
 from shardwise.stages.stage import Stage
 from shardwise.states.batch_norm import SharedStatistics
-from shardwise.states.buckets.make import ZeroConfig
-from shardwise.states.buckets.tie_groups import make_ties
+from shardwise.states.buckets.make import HeldStages, ParameterOwners, ZeroConfig
+from shardwise.states.buckets.ties import make_ties
 from shardwise.states.data_parallel import DataParallel
+from shardwise.states.host import Host, make_host
 from shardwise.states.parameter_group import MakeOptimizer, Share
-from shardwise.states.tiers.host import Host, make_host
 
 
 class Update:
@@ -118,23 +118,26 @@ def make_states(parts: Parts, optimizer: MakeOptimizer | Sequence[Share], sharin
     pipelines = None if isinstance(wires, OneProcess) else wires.mesh.pipelines
     ties = () if pipelines is None else make_ties(schedule.placement, parts.split, pipelines, wires.mesh.rank)
     wires.connect([tie.group for tie in ties], parts.device)
-    data = DataParallel(
-        _stages_here(parts), schedule, wires.ranks, sharing=sharing,
-        replicas_of=lambda name: wires.experts if name in experts else wires.dense, optimizer=optimizer, ties=ties,
-        tensor=sharded.tensor, joining=sharded if sharded.is_in_parts else None, apart=experts, module=module,
-        parameter_of=parameter_of if schedule.staleness else None, watch=wires.watch,
+    held_stages = HeldStages(
+        stages=_stages_here(parts), schedule=schedule, ranks=wires.ranks, module=module,
+        parameter_of=parameter_of if schedule.staleness else None,
     )  # fmt: skip
-    offloaded = data.offloaded if plan.offload.parameters else None
+    owners = ParameterOwners(
+        replicas_of=lambda name: wires.experts if name in experts else wires.dense, ties=ties, tensor=sharded.tensor,
+        joining=sharded if sharded.is_in_parts else None, apart=experts,
+    )  # fmt: skip
+    exchange = make_exchange(held_stages.device, wires.watch)
+    data = DataParallel(held_stages, owners, sharing=sharing, optimizer=optimizer, exchange=exchange)
     has_copies = isinstance(wires, ManyProcesses) and (plan.dp > 1 or len(schedule.placement.pipes) > 1)
     states = States(
         parameters=parameters,
         buffers=buffers,
         data=data,
-        host=make_host(plan, parts.device, data.number_bytes, wires.gather, offloaded),
+        host=make_host(plan, parts.device, data, wires.gather),
         update=Update(data, wires, parts.options.clip),
         module=ModuleState(
             module, parameters, buffers, data=data, sharded=sharded, shapes=parts.shapes,
-            from_pipeline=lambda part: _from_pipeline(part, plan, wires),
+            from_pipeline=lambda part: _from_pipeline(part, parts),
         ),
         optimizers=OptimizerState(
             parameters, data=data, sharded=sharded, shapes=parts.shapes, order=parts.order,
@@ -174,12 +177,12 @@ def _stages_here(parts: Parts) -> dict[int, Stage]:
     return {number: stage for number, stage in every.items() if stage is not None}
 
 
-def _from_pipeline(part: dict[str, Any], plan: Plan, wires: OneProcess | ManyProcesses) -> list[dict[str, Any]]:
+def _from_pipeline(part: dict[str, Any], parts: Parts) -> list[dict[str, Any]]:
     """The parts of all ranks of this pipeline, on the CPU."""
-    if plan.pp == 1 or isinstance(wires, OneProcess):
+    if parts.plan.pp == 1 or isinstance(parts.wires, OneProcess):
         return []
     told = {name: each.cpu() if isinstance(each, Tensor) else each for name, each in part.items()}
-    return wires.gather(told, "pp")
+    return parts.wires.gather(told, "pp")
 
 
 def _from_copies(given: Any, wires: Wires) -> list[Any]:

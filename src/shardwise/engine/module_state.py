@@ -106,7 +106,7 @@ class ModuleState:
         experts = self._sharded.experts
         assert experts is not None, "there are experts"
         names = [name for name, owner in experts.parameters.items() if owner == layer and name in self._parameters]
-        weights = {name: experts.gather(name, self._data.whole_kept(name)) for name in names}
+        weights = {name: experts.gather(name, self._data.wholes.kept(name)) for name in names}
         states = optimizers.states_of(names) if names else {}
         experts.layers[layer].place(placement)
         if names:
@@ -120,11 +120,11 @@ class ModuleState:
     def _local(self, name: str) -> Tensor:
         if name not in self._in_buckets or self._data.is_always_here(name):
             return self._parameters[name].detach()
-        return self._data.whole(name)
+        return self._data.wholes.weight(name)
 
     def _at_home(self, name: str, numbers: Tensor) -> Tensor:
         """What lives on the host is given there."""
-        return numbers.cpu() if self._data.is_offloaded(name) else numbers
+        return numbers.cpu() if self._data.wholes.is_offloaded(name) else numbers
 
     def _named(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
         """Under all names that the module has for them, with the buffers."""

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.ranks.message_layout import HEADER_LENGTH, Layout, decode, describe, encode
+from shardwise.ranks.message_layout import HEADER_LENGTH, Key, Layout, decode, describe, encode
 from shardwise.ranks.spawn import Ranks
-from shardwise.ranks.transport import Key
 from tests.engine import programs
 
 KEY = Key(source=0, target=1, kind="B", maker=3, reader=2, microbatch=7)

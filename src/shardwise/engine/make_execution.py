@@ -108,7 +108,7 @@ def _make_executor(
         policy=policy,
         transport=transport,
         on_reduce=states.data.reduce,
-        watch=wires.waiter,
+        watch=wires.watch,
         beside=beside,
     )
 

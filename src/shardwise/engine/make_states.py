@@ -13,7 +13,7 @@ from shardwise.engine.parts import States
 from shardwise.engine.sharded import Sharded
 from shardwise.engine.update import Update
 from shardwise.planner.plan import Plan
-from shardwise.ranks.replicas import Replicas
+from shardwise.ranks.mesh import Replicas
 from shardwise.ranks.wires import ManyProcesses, OneProcess
 from shardwise.schedule.schedule import Schedule
 from shardwise.stages.stage import Split, Stage

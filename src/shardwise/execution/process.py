@@ -16,8 +16,9 @@ from shardwise.execution.compute_policy import ComputePolicy
 from shardwise.execution.continuous_calls import calls_of
 from shardwise.execution.interpreter import Interpreter, StageStates, Tally, check_kinds, compute_beside
 from shardwise.execution.local import TAKES_TIME, Record
-from shardwise.ranks.faults import Waiter
-from shardwise.ranks.transport import Key, Transport
+from shardwise.ranks.faults import Watch
+from shardwise.ranks.message_layout import Key
+from shardwise.ranks.transport import ProcessTransport
 from shardwise.schedule.garbage import collection_paused
 from shardwise.schedule.instruction import COMPUTE, OFFLOADS, RECEIVES, SENDS, Instruction, Kind
 from shardwise.schedule.needs import Needs
@@ -56,10 +57,10 @@ class ProcessExecutor:
         split: Split,
         loss: Loss,
         *,
-        transport: Transport,
+        transport: ProcessTransport,
         on_reduce: Callable[[Instruction], None],
         policy: ComputePolicy | None = None,
-        watch: Waiter | None = None,
+        watch: Watch | None = None,
         beside: StageStates | None = None,
     ) -> None:
         known = RUN | LEFT.keys() if beside is None else RUN | LEFT.keys() | RUN_BESIDE

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from shardwise.execution.device_clock import Clock
 from shardwise.ranks.collectives import Group
-from shardwise.ranks.transport import Key
+from shardwise.ranks.message_layout import Key
 from shardwise.schedule.instruction import RECEIVES, SENDS, Instruction, Kind, text_of
 from shardwise.schedule.prices import activations
 from shardwise.schedule.schedule import Schedule

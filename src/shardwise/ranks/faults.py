@@ -71,7 +71,7 @@ def encode(error: RankError) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankLocation:
     """Where a rank stands: since when, for whom it waits, and how long it has given no sign of life.
 
     It waits for one rank to send or to receive, or for several to come to the same place: a collective.
@@ -93,7 +93,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
-def find_stall(places: Sequence[Place], me: int, limit_seconds: float) -> RankError | None:
+def find_stall(places: Sequence[RankLocation], me: int, limit_seconds: float) -> RankError | None:
     """Say who holds up rank `me`, if anybody: follow who waits for whom, to one that has not moved for too long."""
     found = _find_culprit(places, [me], limit_seconds)
     if found is None:
@@ -106,7 +106,7 @@ def find_stall(places: Sequence[Place], me: int, limit_seconds: float) -> RankEr
     )
 
 
-def _find_culprit(places: Sequence[Place], chain: list[int], limit_seconds: float) -> tuple[int, str] | None:
+def _find_culprit(places: Sequence[RankLocation], chain: list[int], limit_seconds: float) -> tuple[int, str] | None:
     """The rank at fault and what is wrong with it. Each of `chain` waits for the next."""
     place = places[chain[-1]]
     if place.silent_seconds >= limit_seconds:
@@ -271,7 +271,7 @@ class Watch:
             self._stop(error)
         self._hurry.set()
 
-    def _mine(self) -> Place:
+    def _mine(self) -> RankLocation:
         place = self._board.mine(self._place, self._moves)
         waits = self._waits
         return replace(place, waits_for=waits[0] if waits else ())
@@ -317,52 +317,6 @@ class Watch:
             _break(group)
 
 
-class Waiter(Protocol):
-    """What those who wait for other ranks of a pipeline need of a watch."""
-
-    def at(self, place: object) -> None: ...
-
-    def wait(self, work: Waitable, what: object, peer: int) -> None: ...
-
-    def wait_for(self, event: threading.Event, where: Callable[[], tuple[object, int] | None]) -> None: ...
-
-    def explain(self, error: BaseException, peer: int) -> NoReturn: ...
-
-    def guard(self, group: dist.ProcessGroup | Connection) -> None: ...
-
-
-class PipelineWatch:
-    """The watch of a rank as its pipeline sees it, where the world has several: peers are places in the pipeline."""
-
-    def __init__(self, watch: Watch, ranks: Sequence[int]) -> None:
-        self._watch, self._ranks = watch, ranks
-
-    def at(self, place: object) -> None:
-        """See `Watch.at`."""
-        self._watch.at(place)
-
-    def guard(self, group: dist.ProcessGroup | Connection) -> None:
-        """See `Watch.guard`."""
-        self._watch.guard(group)
-
-    def wait(self, work: Waitable, what: object, peer: int) -> None:
-        """See `Watch.wait`."""
-        self._watch.wait(work, what, self._ranks[peer])
-
-    def wait_for(self, event: threading.Event, where: Callable[[], tuple[object, int] | None]) -> None:
-        """See `Watch.wait_for`."""
-
-        def in_world() -> tuple[object, int] | None:
-            found = where()
-            return None if found is None else (found[0], self._ranks[found[1]])
-
-        self._watch.wait_for(event, in_world)
-
-    def explain(self, error: BaseException, peer: int) -> NoReturn:
-        """See `Watch.explain`."""
-        self._watch.explain(error, self._ranks[peer])
-
-
 class _Board:
     """The places of all ranks in the store. Clocks of machines differ, so only the reader's own clock is used:
     a rank has been silent since the reader last saw its place change, and a place changes with every beat."""
@@ -374,30 +328,30 @@ class _Board:
         self._beats = 0
         self._moved = (-1, time.monotonic())
 
-    def mine(self, place: object, moves: int) -> Place:
+    def mine(self, place: object, moves: int) -> RankLocation:
         now = time.monotonic()
         if moves != self._moved[0]:
             self._moved = (moves, now)
-        return Place(rank=self._rank, at=str(place), at_seconds=now - self._moved[1])
+        return RankLocation(rank=self._rank, at=str(place), at_seconds=now - self._moved[1])
 
-    def write(self, mine: Place) -> None:
+    def write(self, mine: RankLocation) -> None:
         self._beats += 1
         record = {"beat": self._beats, "at": mine.at, "at_seconds": mine.at_seconds, "waits_for": mine.waits_for}
         self._store.set(self._keys[self._rank], json.dumps(record))
 
-    def read(self, mine: Place) -> list[Place]:
+    def read(self, mine: RankLocation) -> list[RankLocation]:
         return [mine if rank == self._rank else self._read(rank) for rank in range(len(self._keys))]
 
-    def _read(self, rank: int) -> Place:
+    def _read(self, rank: int) -> RankLocation:
         now = time.monotonic()
         found = self._store.get(self._keys[rank]) if self._store.check([self._keys[rank]]) else b""
         if rank not in self._seen or self._seen[rank][0] != found:
             self._seen[rank] = (found, now)
         silent = now - self._seen[rank][1]
         if not found:
-            return Place(rank=rank, at="nothing yet", at_seconds=silent, silent_seconds=silent)
+            return RankLocation(rank=rank, at="nothing yet", at_seconds=silent, silent_seconds=silent)
         record = json.loads(found)
-        return Place(
+        return RankLocation(
             rank=rank,
             at=record["at"],
             at_seconds=record["at_seconds"] + silent,

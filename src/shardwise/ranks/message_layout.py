@@ -1,6 +1,7 @@
-"""How the tensors of a message lie in one run of bytes, and how that is told to the other side in whole numbers."""
+"""Messages between stages: which value one carries, how its tensors lie in one run of bytes, and how that is told."""
 
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +29,25 @@ _DTYPES = (
     torch.float8_e4m3fn,
     torch.float8_e5m2,
 )
+
+
+class Key(NamedTuple):
+    """Which value: from rank to rank, an activation (`F`) or a gradient (`B`), made by a stage, read by another."""
+
+    source: int
+    target: int
+    kind: str
+    maker: int
+    reader: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.reader}RECV_{self.kind}{self.microbatch}<{self.maker}"
+
+    @property
+    def sending(self) -> str:
+        """The instruction at the other end."""
+        return f"{self.maker}SEND_{self.kind}{self.microbatch}>{self.reader}"
 
 
 def describe(tensors: list[Tensor]) -> Description:

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from shardwise.ranks.exchange import Exchange
 from shardwise.ranks.faults import Watch
 from shardwise.ranks.host_exchange import make_exchange
-from shardwise.ranks.replicas import Replicas
+from shardwise.ranks.mesh import Replicas
 from shardwise.schedule.instruction import Instruction, Kind
 from shardwise.schedule.schedule import Schedule
 from shardwise.stages.stage import Stage

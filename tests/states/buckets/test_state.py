@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.planner.plan import Plan
-from shardwise.ranks.mesh import make_mesh
-from shardwise.ranks.replicas import make_replicas
+from shardwise.ranks.mesh import make_mesh, make_replicas
 from shardwise.schedule.catalogue import make_schedule
 from shardwise.schedule.instruction import Instruction, Kind, backward
 from shardwise.schedule.passes.lower import lower

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardwise.ranks.replicas import Replicas
+from shardwise.ranks.mesh import Replicas
 
 #: A byte of a sum costs more in small buckets, between CPU processes; but the last bucket of a backward has nothing
 #: left to hide behind.

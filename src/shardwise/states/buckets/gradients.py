@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwise.ranks.buffer_pool import BufferPool
 from shardwise.ranks.exchange import Exchange, Ticket
-from shardwise.ranks.replicas import Replicas
+from shardwise.ranks.mesh import Replicas
 from shardwise.states.buckets.flat_layout import FlatLayout, Span
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwise.ranks.collectives import Group
 from shardwise.ranks.exchange import Exchange, Ticket
-from shardwise.ranks.replicas import Replicas
+from shardwise.ranks.mesh import Replicas
 from shardwise.states.buckets.flat_layout import FlatLayout
 from shardwise.states.buckets.gradients import Gradients
 from shardwise.torch_private import foreach_scale

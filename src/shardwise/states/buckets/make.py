@@ -8,7 +8,7 @@ from torch import nn
 
 from shardwise.ranks.buffer_pool import BufferPool
 from shardwise.ranks.exchange import Exchange
-from shardwise.ranks.replicas import Replicas
+from shardwise.ranks.mesh import Replicas
 from shardwise.states.buckets.bucket import Bucket
 from shardwise.states.buckets.bucketing import BUCKET_BYTES, Home, Members, share_out
 from shardwise.states.buckets.flat_layout import FlatLayout

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.ranks.collectives import Group
 from shardwise.ranks.exchange import Exchange, Ticket
-from shardwise.ranks.replicas import Replicas
+from shardwise.ranks.mesh import Replicas
 from shardwise.states.buckets.bucket import Bucket
 from shardwise.states.buckets.gradients import sum_over
 from shardwise.states.buckets.tie_groups import Tie

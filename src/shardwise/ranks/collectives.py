@@ -95,7 +95,7 @@ def start_all_reduce(tensor: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) 
     whole = tensor.contiguous()
     if group.size == 1 or whole.is_meta:
         return Pending(None, lambda: whole, group)
-    group.traffic.note("all_reduce", 2 * _others_part(whole, group))
+    group.traffic.note("all_reduce", 2 * others_bytes(whole, group))
     return Pending(dist.all_reduce(whole, op, group=group.handle, async_op=True), lambda: whole, group, "all_reduce")
 
 
@@ -107,7 +107,7 @@ def start_all_gather(tensor: Tensor, group: Group, dim: int = 0, *, length: int 
     stacked = piece.new_empty((group.size, *piece.shape))
     work = None
     if not piece.is_meta:
-        group.traffic.note("all_gather", _others_part(stacked, group))
+        group.traffic.note("all_gather", others_bytes(stacked, group))
         work = _all_gather(stacked.view(-1), piece.view(-1), group=group.handle, async_op=True)
     return Pending(work, lambda: _joined(stacked, dim, length), group, "all_gather")
 
@@ -121,7 +121,7 @@ def start_reduce_scatter(tensor: Tensor, group: Group, dim: int = 0) -> Pending:
     piece = torch.empty_like(stacked[0])
     work = None
     if not piece.is_meta:
-        group.traffic.note("reduce_scatter", _others_part(stacked, group))
+        group.traffic.note("reduce_scatter", others_bytes(stacked, group))
         work = _reduce_scatter(piece.view(-1), stacked.view(-1), group=group.handle, async_op=True)
     return Pending(work, lambda: piece.narrow(dim, 0, stop - start).contiguous(), group, "reduce_scatter")
 
@@ -232,18 +232,18 @@ def piece_of(tensor: Tensor, group: Group, dim: int) -> Tensor:
     return tensor.narrow(dim, start, stop - start)
 
 
-def filled(tensor: Tensor, dim: int, length: int) -> Tensor:
-    """A tensor with zeros at the end of a dim, up to a length."""
+def filled(tensor: Tensor, dim: int, length: int, value: float = 0) -> Tensor:
+    """A tensor with zeros, or another value, at the end of a dim, up to a length."""
     missing = length - tensor.shape[dim]
     if not missing:
         return tensor
     shape = list(tensor.shape)
     shape[dim] = missing
-    return torch.cat((tensor, tensor.new_zeros(shape)), dim)
+    return torch.cat((tensor, tensor.new_full(shape, value)), dim)
 
 
-def _others_part(whole: Tensor, group: Group) -> int:
-    """The bytes of all but one rank's piece: what a ring sends to bring a whole from rank to rank."""
+def others_bytes(whole: Tensor, group: Group) -> int:
+    """The bytes of all but one rank's piece: what a rank sends, round a ring or not, so that all have the whole."""
     return whole.numel() * whole.element_size() * (group.size - 1) // group.size
 
 

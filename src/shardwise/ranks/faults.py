@@ -18,8 +18,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -27,6 +28,7 @@ import torch.distributed as dist
 
 from shardwise import environment, torch_private
 from shardwise.errors import ShardwiseError
+from shardwise.ranks.shared_memory import Pair
 from shardwise.torch_private import PrefixStore, Store
 
 #: Where the process that started the ranks writes that one of them died.
@@ -49,11 +51,7 @@ class RankError(ShardwiseError):
         self.rank = rank
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuilt, (self.problem, self.remedy, self.rank)
-
-
-def _rebuilt(problem: str, remedy: str | None, rank: int | None) -> RankError:
-    return RankError(problem, remedy=remedy, rank=rank)
+        return partial(RankError, remedy=self.remedy, rank=self.rank), (self.problem,)
 
 
 def describe_failure(rank: int, error: BaseException) -> RankError:
@@ -137,17 +135,11 @@ class Waitable(Protocol):
     def wait(self, timeout: timedelta = ...) -> Any: ...
 
 
-class Connection(Protocol):
-    """What ranks talk over, if not a group: it can be made to end all waits for it, from any thread."""
-
-    def sever(self) -> None: ...
-
-
 class Watch:
     """One rank's part: tells where it stands, and waits on behalf of it.
 
-    `store` is one that all ranks share; by default that of the default process group. Everything but `at`, `wait` and
-    `check` happens in a side thread.
+    They talk over the store of the default process group. Everything but `at`, `wait` and `check` happens in a side
+    thread.
     """
 
     def __init__(
@@ -155,7 +147,6 @@ class Watch:
         rank: int,
         num_ranks: int,
         *,
-        store: Store | None = None,
         limit_seconds: float = LIMIT_SECONDS,
         beat_seconds: float = 0.5,
         name: str = "pipeline",
@@ -163,7 +154,7 @@ class Watch:
         self.rank, self.num_ranks = rank, num_ranks
         self._limit, self._beat = limit_seconds, beat_seconds
         # A client of its own: a store serves one call of a client at a time, and the main thread may be in one.
-        self._store: Store = (store if store is not None else default_store()).clone()  # type: ignore[attr-defined]
+        self._store: Store = default_store().clone()  # type: ignore[attr-defined]
         # Of one name, each rank's first watch belongs with the first of the others, its second with their second.
         number = self._store.add(f"shardwise/{name}/watches/{rank}", 1)
         self._name = f"shardwise/{name}/{number}"
@@ -177,7 +168,7 @@ class Watch:
         #: Called when something has moved beside the computation: what, and when. By any thread.
         self.note_beside: Callable[[str, float, float], None] | None = None
         #: What it ends the waits of when a rank fails.
-        self.guarded: list[dist.ProcessGroup | Connection] = []
+        self.guarded: list[dist.ProcessGroup | Pair] = []
         self._stopped, self._closed, self._hurry = threading.Event(), threading.Event(), threading.Event()
         self._board = _Board(self._store, self._name, rank, num_ranks)
         self._thread = threading.Thread(target=self._look, name="shardwise-watch", daemon=True)
@@ -250,7 +241,7 @@ class Watch:
         self.check()
         raise error
 
-    def guard(self, group: dist.ProcessGroup | Connection) -> None:
+    def guard(self, group: dist.ProcessGroup | Pair) -> None:
         """End waits for work of this group, and with it all its connections, when a rank fails."""
         if group not in self.guarded:
             self.guarded.append(group)
@@ -272,9 +263,8 @@ class Watch:
         self._hurry.set()
 
     def _mine(self) -> RankLocation:
-        place = self._board.mine(self._place, self._moves)
         waits = self._waits
-        return replace(place, waits_for=waits[0] if waits else ())
+        return self._board.mine(self._place, self._moves, waits[0] if waits else ())
 
     def _look(self) -> None:
         while not self._closed.is_set() and self._verdict is None:
@@ -328,11 +318,11 @@ class _Board:
         self._beats = 0
         self._moved = (-1, time.monotonic())
 
-    def mine(self, place: object, moves: int) -> RankLocation:
+    def mine(self, place: object, moves: int, waits_for: tuple[int, ...]) -> RankLocation:
         now = time.monotonic()
         if moves != self._moved[0]:
             self._moved = (moves, now)
-        return RankLocation(rank=self._rank, at=str(place), at_seconds=now - self._moved[1])
+        return RankLocation(rank=self._rank, at=str(place), at_seconds=now - self._moved[1], waits_for=waits_for)
 
     def write(self, mine: RankLocation) -> None:
         self._beats += 1
@@ -351,16 +341,13 @@ class _Board:
         if not found:
             return RankLocation(rank=rank, at="nothing yet", at_seconds=silent, silent_seconds=silent)
         record = json.loads(found)
+        at_seconds, waits_for = record["at_seconds"] + silent, tuple(record["waits_for"])
         return RankLocation(
-            rank=rank,
-            at=record["at"],
-            at_seconds=record["at_seconds"] + silent,
-            silent_seconds=silent,
-            waits_for=tuple(record["waits_for"]),
+            rank=rank, at=record["at"], at_seconds=at_seconds, silent_seconds=silent, waits_for=waits_for
         )
 
 
-def _break(group: dist.ProcessGroup | Connection) -> None:
+def _break(group: dist.ProcessGroup | Pair) -> None:
     """End every wait under way in a group. NCCL has a call for that. Of gloo one knows that when a wait times out, it
     closes all connections of the group; so one is made to, for what nobody ever sends."""
     with contextlib.suppress(RuntimeError):

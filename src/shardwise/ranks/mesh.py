@@ -15,6 +15,7 @@ Expert parallelism has no room of its own in the grid: its ranks are carved from
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -135,9 +136,7 @@ def _along(grid: torch.Tensor, axes: Sequence[str]) -> list[tuple[int, ...]]:
     """The ranks in groups that differ along some axes only."""
     inner = [ORDER.index(axis) for axis in axes]
     outer = [number for number in range(grid.dim()) if number not in inner]
-    length = 1
-    for number in inner:
-        length *= grid.shape[number]
+    length = prod(grid.shape[number] for number in inner)
     return [tuple(row) for row in grid.permute(*outer, *inner).reshape(-1, length).tolist()]
 
 

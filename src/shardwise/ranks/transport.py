@@ -23,9 +23,9 @@ from torch import Tensor
 
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.faults import Watch
-from shardwise.ranks.message_layout import HEADER_LENGTH, Description, Key, Layout, decode, describe, encode
+from shardwise.ranks.message_layout import HEADER_LENGTH, Description, Key, Layout, decode, describe, encode, length_of
 from shardwise.ranks.outbox import Sent, StreamOutbox, StreamWork, WaitingOutbox
-from shardwise.ranks.shared_memory import MOST_BYTES, Pair, Unsent, meet
+from shardwise.ranks.shared_memory import MOST_BYTES, Pair, meet
 from shardwise.torch_private import cpu_backend
 
 _PAYLOAD, _HEADER, _REST_OF_HEADER = 1, 2, 3  # Tags.
@@ -115,7 +115,12 @@ class ProcessTransport:
             self._send_header(key, layout.description)
         message = layout.pack(tensors)
         if message is None:
-            raise _changed(key, layout.description, describe(tensors))
+            before, now = _text_of(layout.description), _text_of(describe(tensors))
+            raise ShardwiseError(
+                f"{key.sending} sends {now}; with this signature it was {before}, and that is expected",
+                remedy="begin_step with all that shapes depend on in its signature, or with None if they depend on the"
+                " data",
+            )
         num_bytes = layout.num_bytes
         if num_bytes:
             sent = self.sent.get(key.target)
@@ -132,7 +137,7 @@ class ProcessTransport:
         layout = self._layouts.get(key)
         unknown = self._unknown.setdefault(key.source, deque())
         if layout is None:
-            header = torch.empty(HEADER_LENGTH, dtype=torch.int64)
+            header = torch.empty(HEADER_LENGTH, dtype=torch.uint8)
             unknown.append((key, header, self._receive(header, key, _HEADER)))
         elif unknown:
             unknown.append((key, None, None))
@@ -173,7 +178,7 @@ class ProcessTransport:
         assert not self._posted, f"posted and never received: {', '.join(map(str, self._posted))}"
         for rank, pair in self._near.items():
             if pair.pending:
-                self._wait_until(Unsent(pair), "the end of the step", rank)
+                self._wait_until(pair, "the end of the step", rank)
         self._outbox.drain()
         self._links_outbox.drain()
 
@@ -195,17 +200,17 @@ class ProcessTransport:
         key, header, work = unknown.popleft()
         if header is not None:
             self._wait_until(work, key, key.source)
-            missing = int(header[0]) + 1 - HEADER_LENGTH
+            missing = length_of(header) - HEADER_LENGTH
             if missing > 0:
-                rest = torch.empty(missing, dtype=torch.int64)
+                rest = torch.empty(missing, dtype=torch.uint8)
                 self._wait_until(self._receive(rest, key, _REST_OF_HEADER), key, key.source)
                 header = torch.cat([header, rest])
             self._layouts[key] = Layout(decode(header))
         self._post_payload(key, self._layouts[key])
 
     def _send_header(self, key: Key, description: Description) -> None:
-        numbers = encode(description)
-        for tag, part in ((_HEADER, numbers[:HEADER_LENGTH]), (_REST_OF_HEADER, numbers[HEADER_LENGTH:])):
+        header = encode(description)
+        for tag, part in ((_HEADER, header[:HEADER_LENGTH]), (_REST_OF_HEADER, header[HEADER_LENGTH:])):
             if part.numel():
                 self._send(part, key, tag)
 
@@ -255,13 +260,6 @@ def _on_host(message: Tensor) -> Tensor:
     """A copy in pinned memory, once all is computed that it is made of: gloo's threads know nothing of streams."""
     copy = torch.empty(message.shape, dtype=message.dtype, pin_memory=True)
     return copy.copy_(message.detach())
-
-
-def _changed(key: Key, before: Description, now: Description) -> ShardwiseError:
-    return ShardwiseError(
-        f"{key.sending} sends {_text_of(now)}; with this signature it was {_text_of(before)}, and that is expected",
-        remedy="begin_step with all that shapes depend on in its signature, or with None if they depend on the data",
-    )
 
 
 def _text_of(description: Description) -> str:

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.ranks.backend_exchange import make_exchange
 from shardwise.ranks.exchange import Exchange
 from shardwise.ranks.faults import Watch
-from shardwise.ranks.host_exchange import make_exchange
 from shardwise.ranks.mesh import Replicas
 from shardwise.schedule.instruction import Instruction, Kind
 from shardwise.schedule.schedule import Schedule

@@ -9,8 +9,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from shardwise.ranks.buffer_pool import BufferPool
-from shardwise.ranks.exchange import Exchange, Ticket
+from shardwise.ranks.exchange import BufferPool, Exchange, Ticket
 from shardwise.ranks.mesh import Replicas
 from shardwise.states.buckets.flat_layout import FlatLayout, Span
 

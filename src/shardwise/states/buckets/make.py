@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardwise.ranks.buffer_pool import BufferPool
-from shardwise.ranks.exchange import Exchange
+from shardwise.ranks.exchange import BufferPool, Exchange
 from shardwise.ranks.mesh import Replicas
 from shardwise.states.buckets.bucket import Bucket
 from shardwise.states.buckets.bucketing import BUCKET_BYTES, Home, Members, share_out

@@ -17,7 +17,6 @@ from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import ManyProcesses, OneProcess
 from shardwise.schedule.instruction import Kind
 from shardwise.schedule.schedule import Schedule
-from shardwise.sharding.context.stages import in_context
 from shardwise.stages.batch import cut_batch, home_of
 from shardwise.stages.losses import summed_only
 from shardwise.stages.stage import Batch, Loss, Split
@@ -49,7 +48,8 @@ def assemble(
     place = None if isinstance(wires, OneProcess) else wires.ranks[0]
     split, computed, callers = prepare(module, plan, loss=loss, example=rows, rank=place, options=options)
     context = sharded.attach_context(module, options)
-    split = split if context is None else in_context(split, context)
+    if context is not None:
+        context.attach_stages(split)
     return from_split(
         module, plan, split, computed, loss=loss, optimizer=optimizer, device=home_of(rows), options=options,
         callers=callers, sharded=sharded, original=original, wires=wires, owns_wires=owns_wires,

@@ -24,7 +24,7 @@ from shardwise.schedule.instruction import SENDS
 from shardwise.schedule.schedule import Schedule
 from shardwise.sharding.dropout import Dropouts
 from shardwise.sharding.rng_tracker import Channels
-from shardwise.sharding.tensor.columns import ColumnParallelLinear
+from shardwise.sharding.tensor.linear import ColumnParallelLinear
 from shardwise.stages.losses import by_rows
 from shardwise.stages.stage import Loss, Split
 

@@ -15,7 +15,7 @@ from shardwise.planner.plan import Plan
 from shardwise.schedule.schedule import Schedule
 from shardwise.sharding.context.mask import Mask
 from shardwise.sharding.context.sequence_shards import Entry
-from shardwise.sharding.functional_dropout import Finding
+from shardwise.sharding.dropout import Finding
 from shardwise.stages.batch import cut_batch, home_of
 from shardwise.stages.compiled import check_backend, compile_units
 from shardwise.stages.cut_sync import agree_on_costs

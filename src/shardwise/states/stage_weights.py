@@ -5,7 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import nn
 
 from shardwise.schedule.instruction import Instruction, Kind
-from shardwise.stages.stage import Stage, Wrappable
+from shardwise.stages.split.module_stage import ModuleStage
+from shardwise.stages.stage import Stage
 from shardwise.states.buckets.bucket import Bucket
 from shardwise.states.buckets.make import ZeroConfig
 from shardwise.states.buckets.offloaded_weights import OffloadedWhole
@@ -23,7 +24,7 @@ def make_unit_prefetch(
     comes = sharing.zero > 0 and (sharing.zero < 3 or sharing.layerwise)
     if module is None or not (comes or sharing.offloaded or sharing.updates_late):
         return {}
-    return {number: UnitPrefetch(stage) for number, stage in stages.items() if isinstance(stage, Wrappable)}
+    return {number: UnitPrefetch(stage) for number, stage in stages.items() if isinstance(stage, ModuleStage)}
 
 
 class StageWeights:

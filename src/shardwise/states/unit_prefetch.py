@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from shardwise.stages.stage import Call, Wrappable
+from shardwise.stages.split.module_stage import ModuleStage
+from shardwise.stages.stage import Call
 from shardwise.torch_private import pytree
 
 
@@ -43,9 +44,9 @@ class Prefetchable(Protocol):
 class UnitPrefetch:
     """The units of one stage, in the order in which they are called."""
 
-    def __init__(self, stage: Wrappable) -> None:
+    def __init__(self, stage: ModuleStage) -> None:
         self.units: list[str] = []
-        self.in_glue = stage.in_glue
+        self.in_glue = stage.flow.in_glue
         self._weights: Mapping[str, Sequence[Prefetchable]] = {}
         stage.wrap(self._around)
 

@@ -12,8 +12,7 @@ from shardwise.ranks.mesh import make_mesh, make_replicas
 from shardwise.schedule.catalogue import make_schedule
 from shardwise.schedule.instruction import Instruction, Kind, backward
 from shardwise.schedule.passes.lower import lower
-from shardwise.sharding.tensor.sharding import Sharding
-from shardwise.sharding.tensor.shards import Shards
+from shardwise.sharding.tensor.sharding import Sharding, Shards
 from shardwise.stages.stage import Batch, Values
 from shardwise.states.buckets.make import ZeroConfig
 from shardwise.states.data_parallel import DataParallel

@@ -138,28 +138,28 @@ class HostExchange(BackendExchange):
 
     def __init__(self, watch: Watch | None = None) -> None:
         super().__init__()
-        self._direct = CpuExchange(watch)
+        self._on_host = CpuExchange(watch)
 
     def settle(self) -> None:
         super().settle()
-        self._direct.settle()
+        self._on_host.settle()
 
     def close(self) -> None:
         super().close()
-        self._direct.close()
+        self._on_host.close()
 
     def _start_shards(self, flat: Tensor, group: Group, channel: int) -> Then:
         host = flat.cpu()
-        ticket = self._direct.sum_to_shards(host, _uncounted(group), channel)
+        ticket = self._on_host.sum_to_shards(host, _uncounted(group), channel)
         return _copied(ticket, *(each.view(group.size, -1)[group.rank] for each in (host, flat)))
 
     def _start_all(self, flat: Tensor, group: Group, channel: int) -> Then:
         host = flat.cpu()
-        return _copied(self._direct.sum_to_all(host, _uncounted(group), channel), host, flat)
+        return _copied(self._on_host.sum_to_all(host, _uncounted(group), channel), host, flat)
 
     def _start_gather(self, flat: Tensor, shard: Tensor, group: Group, channel: int) -> Then:
         host = torch.empty(flat.shape, dtype=flat.dtype)
-        return _copied(self._direct.gather(host, shard.cpu(), _uncounted(group), channel), host, flat)
+        return _copied(self._on_host.gather(host, shard.cpu(), _uncounted(group), channel), host, flat)
 
 
 def _copied(ticket: Ticket, host: Tensor, device: Tensor) -> Then:

@@ -41,9 +41,10 @@ _CHECK = """\
     shardwise check --plan dp=2,tp=2,zero=1                       a small transformer that has what the plan needs
     shardwise check --plan pp=4,microbatches=8 --model qwen3-8b   a known model made small, its structure kept
     shardwise check --plan dp=2 --module my_package.nets:factory  yours: factory() returns a module, a batch and a loss
+    shardwise check --plan dp=2,tp=2,pp=2 --device cuda           on GPUs, which ranks share if they are fewer
 
-It starts the ranks on this machine's CPU, trains the same steps on one device, and compares what is compared above at
-every step, and the weights as each forward uses them. It prints the tensors that are furthest off, the first one that
+It starts the ranks on this machine, trains the same steps on one device, and compares what is compared above at every
+step, and the weights as each forward uses them. It prints the tensors that are furthest off, the first one that
 differs in the order of the computation, and the ranks that hold it with their stage and part. It ends with status 1 if
 something differs. `--json` has `ok`, `max_relative_error` (`loss`, `gradient`, `norm`, `weight`), `first_difference`.
 

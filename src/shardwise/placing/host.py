@@ -24,8 +24,7 @@ from shardwise.placing.moving import settle
 from shardwise.placing.places import Place
 from shardwise.states.tiers.choose_offloaded import choose_for_room, choose_offloaded
 from shardwise.states.tiers.disk import Records
-from shardwise.states.tiers.disk_scratch import ScratchFile
-from shardwise.states.tiers.streamed_block import num_bytes_of
+from shardwise.states.tiers.streamed_block import ScratchFile, num_bytes_of
 from shardwise.states.tiers.streamed_weights import NUM_AHEAD, StreamedWeights, own_parameters, shared_parameters
 from shardwise.states.tiers.streaming import find_on_disk, make_scratches
 from shardwise.units import format_bytes
@@ -61,7 +60,7 @@ class Unit:
 def divide(places: Sequence[Place], host: str) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
     """The places that compute, and those that are memory for them.
 
-    StageStates GPUs that is the CPU. Where there are none it is the plain `cpu` beside `cpu:0`, if `host` says so.
+    Without GPUs that is the CPU. Where there are none it is the plain `cpu` beside `cpu:0`, if `host` says so.
     """
     if host == "compute":
         return tuple(places), ()

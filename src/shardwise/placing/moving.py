@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.placing.device_moves import CrossDeviceMode, moved
-from shardwise.stages.split.outline import leaves_of
-from shardwise.states.tiers.outputs import open_dataclasses
+from shardwise.stages.split.outline import leaves_of, open_dataclasses
 from shardwise.torch_private import buffer_slots
 
 

@@ -19,7 +19,7 @@ from shardwise.trace.doctor.finding import Finding
 from shardwise.trace.doctor.replicas import find_exposed_sum
 from shardwise.trace.events import Lane
 from shardwise.trace.run import Run
-from shardwise.training.recipes import get_recipe
+from shardwise.training.recipe import get_recipe
 from tests.trace.doctor.patients import with_end
 from tests.trace.doctor.real import Patient, examined_step, run_of, slowly_fed
 from tests.training.programs import make_job

@@ -68,7 +68,7 @@ def _tell_group(item: pytest.Item) -> None:
     group = item.get_closest_marker("xdist_group")
     structured = getattr(item, "_id", None)
     if group is not None and structured is not None:
-        item._id = type(structured).parse(f"{item.nodeid}@{group.args[0]}")  # type: ignore[attr-defined]
+        item._id = type(structured).parse(f"{item.nodeid}@{group.args[0]}")
 
 
 def pytest_collection_finish() -> None:

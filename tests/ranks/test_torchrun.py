@@ -16,10 +16,10 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 def launched(script: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     command = [sys.executable, *TORCHRUN, str(script), *arguments]
     return subprocess.run(
-        command, cwd=ROOT, env=surroundings, capture_output=True, text=True, timeout=600, check=False
+        command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=600, check=False
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Surroundings for tests whose matrices are small."""
+"""Settings for tests whose matrices are small."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -15,7 +15,6 @@ from shardwise.engine.sharded import Sharded
 from shardwise.execution.pipeline import complete
 from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import ManyProcesses, OneProcess
-from shardwise.sharding.context.stages import in_context
 from shardwise.stages.batch import cut_batch, home_of
 from shardwise.stages.losses import by_rows, summed_only, trial_of
 from shardwise.stages.stage import Batch, Loss
@@ -47,8 +46,10 @@ def assemble(
     probe = trial_of(loss, microbatch)
     split, computed, callers = prepare(module, plan, microbatch, probe=probe, rank=place, options=options)
     context = sharded.attach_context(module, options)
+    if context is not None:
+        context.attach_stages(split)
     parts = Parts(
-        module=module, plan=plan, split=split if context is None else in_context(split, context), schedule=computed,
+        module=module, plan=plan, split=split, schedule=computed,
         loss=by_rows(loss) if options.pad else loss, options=options, sharded=sharded, order=order, shapes=shapes,
         wires=wires, device=home_of(microbatch), callers=callers,
     )  # fmt: skip

@@ -79,7 +79,7 @@ def _make_executor(
         policy=policy,
         transport=transport,
         on_reduce=states.data.reduce,
-        watch=parts.wires.waiter,
+        watch=parts.wires.watch,
         beside=beside,
     )
 

@@ -14,7 +14,7 @@ from shardwise.engine.optimizer_state import OptimizerState
 from shardwise.engine.parts import Parts
 from shardwise.execution.interpreter import Tally
 from shardwise.execution.weight_stash import Stream
-from shardwise.ranks.host_exchange import make_exchange
+from shardwise.ranks.backend_exchange import make_exchange
 from shardwise.ranks.wires import ManyProcesses, OneProcess, Wires
 from shardwise.schedule.instruction import Kind
 from shardwise.stages.stage import Stage

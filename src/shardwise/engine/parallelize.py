@@ -19,8 +19,8 @@ from shardwise.planner.composition import check_composition
 from shardwise.planner.plan import Plan
 from shardwise.ranks.faults import LIMIT_SECONDS
 from shardwise.ranks.mesh import agree_on
-from shardwise.ranks.torchrun import join_if_launched
 from shardwise.ranks.wires import ManyProcesses, OneProcess, make_wires
+from shardwise.ranks.worker import join_if_launched
 from shardwise.sharding.context.mask import Mask
 from shardwise.sharding.context.sequence_shards import Entry
 from shardwise.stages.stage import Batch, Loss

@@ -17,7 +17,7 @@ from shardwise.planner.plan import Plan
 from shardwise.schedule.schedule import Schedule
 from shardwise.sharding.context.mask import Mask
 from shardwise.sharding.context.sequence_shards import Entry
-from shardwise.sharding.functional_dropout import Finding
+from shardwise.sharding.dropout import Finding
 from shardwise.stages.batch import home_of
 from shardwise.stages.compiled import check_backend, compile_units
 from shardwise.stages.split.choose import TooFewUnitsError

@@ -15,10 +15,9 @@ from shardwise.sharding.context.parallel import ContextParallel
 from shardwise.sharding.dropout import Dropouts
 from shardwise.sharding.expert.shard import shard_experts
 from shardwise.sharding.expert.sharding import ExpertSharding
-from shardwise.sharding.tensor.columns import ColumnParallelLinear
+from shardwise.sharding.tensor.linear import ColumnParallelLinear
 from shardwise.sharding.tensor.shard import shard
-from shardwise.sharding.tensor.sharding import Sharding
-from shardwise.sharding.tensor.shards import Shards
+from shardwise.sharding.tensor.sharding import Sharding, Shards
 from shardwise.stages.batch import home_of
 from shardwise.stages.stage import Batch
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from shardwise.execution.compute_policy import ComputePolicy
 from shardwise.execution.executor import TAKES_TIME, Executor, Record, calls_of
 from shardwise.execution.interpreter import Interpreter, StageStates
-from shardwise.ranks.faults import Waiter
-from shardwise.ranks.transport import Key, Transport
+from shardwise.ranks.faults import Watch
+from shardwise.ranks.message_layout import Key
+from shardwise.ranks.transport import ProcessTransport
 from shardwise.schedule.garbage import collection_paused
 from shardwise.schedule.instruction import COMPUTE, OFFLOADS, RECEIVES, SENDS, Instruction, Kind
 from shardwise.schedule.needs import Needs
@@ -54,10 +55,10 @@ class ProcessExecutor(Executor):
         split: Split,
         loss: Loss,
         *,
-        transport: Transport,
+        transport: ProcessTransport,
         on_reduce: Callable[[Instruction], None],
         policy: ComputePolicy | None = None,
-        watch: Waiter | None = None,
+        watch: Watch | None = None,
         beside: StageStates | None = None,
     ) -> None:
         name = "the executor of one rank" + ("" if beside else " without replicas")

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from shardwise.ranks.transport import Key
+from shardwise.ranks.message_layout import Key
 from shardwise.schedule.instruction import BACKWARD, RECEIVES, SENDS, Instruction, Kind
 from shardwise.schedule.prices import activations
 from shardwise.schedule.schedule import Schedule

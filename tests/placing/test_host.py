@@ -20,7 +20,7 @@ from shardwise.placing import arrange as arrange_module
 from shardwise.placing.host import divide, lay_out_streams
 from shardwise.placing.loads import find_loads
 from shardwise.placing.offload_planner import OffloadQuestion, decide
-from shardwise.placing.places import Place
+from shardwise.placing.places import Place, PlaceOptions
 from tests.stages.families import make_batch, make_family
 from tests.stages.nets import UNet
 from tests.stages.pieces import Net
@@ -265,10 +265,7 @@ def test_the_host_computes_what_has_no_room_only_where_that_is_faster(speed: flo
         loads=loads,
         devices=[device],
         memory=[host],
-        moments=2,
-        is_pipelined=False,
-        host="auto",
-        part=0.0,
+        options=PlaceOptions(activations_on_host=0.0),
     )
     choice = decide(question)
     assert [way.host_computes for way in choice.ways] == [not streams, streams]

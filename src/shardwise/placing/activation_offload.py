@@ -17,8 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise.cluster.local import available_bytes
 from shardwise.errors import ShardwiseError
-from shardwise.placing.activation_share import window_bytes
-from shardwise.placing.layout import NoRoomError
+from shardwise.placing.layout import NoRoomError, window_bytes
 from shardwise.placing.places import Place
 from shardwise.planner.plan import Offload, Plan
 from shardwise.states.tiers.activation_offload import ActivationOffload

@@ -9,7 +9,7 @@ must not hold up the thread of a GPU that a place needs: what flows there is a n
 caller's own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,32 +17,31 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shardwise.errors import ShardwiseError
-from shardwise.execution.pipeline import complete, forward_only
+from shardwise.execution.pipeline import complete, forward_only, schedule_of
 from shardwise.placing.activation_offload import PlacedActivationOffload
 from shardwise.placing.batch_rows import cut_rows, home_of, inputs_with_gradient, rows_of
 from shardwise.placing.microbatch_pass import MicrobatchPass
 from shardwise.placing.outputs import Joint
-from shardwise.placing.places import Place
+from shardwise.placing.places import Place, PlaceOptions
 from shardwise.placing.rng_state import RngState
+from shardwise.planner.plan import Plan
 from shardwise.schedule.schedule import Schedule
 from shardwise.stages.stage import Batch, Split
 
 
 class Pipeline:
-    """A module in stages over places. `make_schedule` gives the schedule for a number of microbatches."""
+    """A module in stages over places."""
 
     def __init__(
         self,
         module: nn.Module,
         split: Split,
         places: Sequence[Place],
-        *,
-        num_microbatches: int,
-        make_schedule: Callable[[int], Schedule],
+        options: PlaceOptions,
         activations: PlacedActivationOffload | None = None,
     ) -> None:
         self.split, self.places, self._activations = split, places, activations
-        self._module, self._make, self._most = module, make_schedule, num_microbatches
+        self._module, self._options = module, options
         self._num_host = sum(place.device.type == "cpu" for place in places)
         self._schedules: dict[int, tuple[Schedule, Schedule]] = {}
         #: Whether stages draw random numbers, by the modes that their modules are in.
@@ -53,7 +52,7 @@ class Pipeline:
         given = inputs_with_gradient(batch) if torch.is_grad_enabled() else []
         trained = any(each.requires_grad for each in self._module.parameters())
         trains = torch.is_grad_enabled() and (trained or bool(given))
-        microbatches = _cut(batch, min(self._most, rows_of(batch)), given if trains else [])
+        microbatches = _cut(batch, min(self._options.microbatches, rows_of(batch)), given if trains else [])
         schedule, forwards = self._schedule(len(microbatches))
         flight = _Flight(microbatches, {name: batch[name] for name in given if trains}, home_of(batch))
         modes = self._modes()
@@ -76,13 +75,24 @@ class Pipeline:
 
     def _schedule(self, count: int) -> tuple[Schedule, Schedule]:
         if count not in self._schedules:
-            whole = complete(self._make(count), self.split)
+            whole = complete(make_schedule(self._options, len(self.places), count), self.split)
             self._schedules[count] = whole, forward_only(whole)
         return self._schedules[count]
 
     def _modes(self) -> tuple[Any, ...]:
         """What decides whether modules draw: training or not, and the probabilities of dropouts."""
         return tuple((each.training, each.__dict__.get("p")) for each in self._module.modules())
+
+
+def make_schedule(options: PlaceOptions, num_places: int, count: int) -> Schedule:
+    """The schedule for so many microbatches, computation only. Those that hold the weights twice are refused."""
+    schedule = schedule_of(Plan(pp=num_places, microbatches=count, schedule=options.schedule, chunks=options.chunks))
+    if len(schedule.placement.pipes) > 1 or schedule.staleness:
+        raise ShardwiseError(
+            f"{options.schedule} holds the weights twice, and a placed module has one of each",
+            remedy='schedule="zb-v"',
+        )
+    return schedule
 
 
 class _Flight:

@@ -1,8 +1,9 @@
-"""The places that a user names: which device each is, how much room it has, and how fast it is."""
+"""The places that a user names: which device each is, how much room it has, how fast it is; and how to use them."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
 
 import torch
@@ -26,6 +27,21 @@ class Place:
     device: torch.device
     room_bytes: int
     speed: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceOptions:
+    """How a module is to be placed."""
+
+    microbatches: int = 1
+    schedule: str = "1f1b"
+    chunks: int | None = None
+    moments: int = 2
+    through_blocks: bool = False
+    host: str = "auto"
+    folder: Path | str | None = None
+    #: The part of activations on the host; None is what there is no room for.
+    activations_on_host: float | None = None
 
 
 def find_places(

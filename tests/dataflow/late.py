@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.dataflow import assembly, buffers, choice, cuda, graphs, mover
+from shardwise.dataflow import buffers, choice, cuda, graphs, mover, place
 from shardwise.dataflow.cuda import CudaStream
 from shardwise.dataflow.streams import Event, Run
 
@@ -245,10 +245,10 @@ def play_late(monkeypatch: pytest.MonkeyPatch, seed: int) -> LateGpu:
         (torch.cuda, "graph", gpu.capture),
         (torch.cuda, "CUDAGraph", lambda: LateGraph(gpu)),
         (cuda, "raw_stream", lambda _: gpu.current.cuda_stream),
-        (assembly, "device_memory", lambda device: gpu.memory() if device.type == "cuda" else plain),
-        (assembly, "host_memory", lambda is_pinned: gpu.memory()),  # noqa: ARG005
+        (place, "device_memory", lambda device: gpu.memory() if device.type == "cuda" else plain),
+        (place, "host_memory", lambda is_pinned: gpu.memory()),  # noqa: ARG005
         *((module, "new_event", lambda times=False: LateEvent(gpu)) for module in (cuda, choice)),  # noqa: ARG005
-        *((module, "new_stream", gpu.new_stream) for module in (assembly, mover, graphs)),
+        *((module, "new_stream", gpu.new_stream) for module in (place, mover, graphs)),
     ]
     for owner, name, value in replaced:
         monkeypatch.setattr(owner, name, value)

@@ -59,10 +59,11 @@ class CudaStream:
         self.device_index: int = stream.device_index
         return before
 
-    def put(self, run: Run, after: Sequence[Event], blame: Blame) -> Event:
+    def put(self, run: Run, after: Sequence[Event], blame: Blame, *, is_captured: bool = False) -> Event:
         self._num_put += 1
         event = CudaEvent(self, self._num_put)
-        if self.can_issue(after):
+        # Whoever captures issues: what a thread issued later would be in no graph, and run.
+        if is_captured or self.can_issue(after):
             try:
                 self._issue(event, run, after)
             except Exception as error:
@@ -112,16 +113,6 @@ class CudaStream:
         self._num_put += 1
         event.number = self._num_put
         self.last = event
-
-    def put_captured(self, run: Run, after: Sequence[Event], blame: Blame) -> Event:
-        """Put into a capture. Whoever captures issues: what a thread issued later would be in no graph, and run."""
-        self._num_put += 1
-        event = self.last = CudaEvent(self, self._num_put)
-        try:
-            self._issue(event, run, after)
-        except Exception as error:
-            raise blame(error) from error
-        return event
 
     def is_done(self, event: Event) -> bool:
         return event.cuda_event is not None and bool(cast(Any, event.cuda_event).query())

@@ -8,15 +8,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from shardwise.dataflow.blame import blame_task
 from shardwise.dataflow.cuda import CudaStream
 from shardwise.dataflow.data import Copy, Data, Keeper
 from shardwise.dataflow.dependencies import add_dependencies, note_task
 from shardwise.dataflow.launch import Launch
-from shardwise.dataflow.mistakes import PLAIN
 from shardwise.dataflow.mover import Mover
 from shardwise.dataflow.place import Place
 from shardwise.dataflow.streams import Event
+from shardwise.dataflow.task_errors import PLAIN, blame_task
 
 
 class DirectLaunches:

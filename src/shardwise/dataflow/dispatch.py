@@ -14,20 +14,18 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise.dataflow.assembly import Budget, MakeStream, make_places
-from shardwise.dataflow.blame import blame_task
 from shardwise.dataflow.choice import Chooser
-from shardwise.dataflow.data import Copy, Data
+from shardwise.dataflow.data import Copy, Data, run_guarded
 from shardwise.dataflow.dependencies import add_dependencies, note_task
 from shardwise.dataflow.direct_launch import DirectLaunches
 from shardwise.dataflow.journal import Journal, Work
 from shardwise.dataflow.launch import Call, Launch, by_position, set_accesses
 from shardwise.dataflow.links import GivenLinks, Routes
-from shardwise.dataflow.mistakes import check_call
 from shardwise.dataflow.mover import CHUNK_BYTES, Mover
-from shardwise.dataflow.place import Place
+from shardwise.dataflow.place import Budget, MakeStream, Place, make_places
 from shardwise.dataflow.store import Store
-from shardwise.dataflow.streams import Event, Failures, Run, ThreadStream
+from shardwise.dataflow.streams import Event, Failures, ThreadStream
+from shardwise.dataflow.task_errors import blame_task, check_call
 from shardwise.errors import ShardwiseError
 from shardwise.trace.events import Lane
 
@@ -97,10 +95,8 @@ class Dispatcher(Store):
         if launch.is_kernel:
             args, options = by_position(launch, args, options)
         frame = sys._getframe(1)
-        call = Call(launch, args, options, grid, place, frame.f_code, frame.f_lineno)
-        call.seconds = seconds
-        if name is not None:
-            call.name = name
+        called = launch.kernel if name is None else name
+        call = Call(launch, args, options, grid, place, frame.f_code, frame.f_lineno, called, seconds)
         if into != ():
             call.into = (into,) if isinstance(into, Data) else tuple(into)
         if launch.is_module:
@@ -186,7 +182,7 @@ class Dispatcher(Store):
             # Users' tensors lie there, and until a thread comes to this one they are in reach of everybody.
             copies = zip(call.reads, read, strict=True)
             guards = [found for data, copy in copies if (found := copy.guard(data.name)) is not None]
-            run = _guarded(run, guards) if guards else run
+            run = partial(run_guarded, run, guards) if guards else run
         if call.place == "auto":
             run = self._chooser.measured(call, place, run)
         # The call itself is not kept: data live as long as their user wants, not until a thread has got that far.
@@ -210,15 +206,6 @@ class Dispatcher(Store):
 def _hold(copy: Copy, held: list[Copy]) -> None:
     copy.held += 1
     held.append(copy)
-
-
-def _guarded(run: Run, guards: Sequence[Run]) -> Run:
-    def guarded() -> None:
-        for guard in guards:
-            guard()
-        run()
-
-    return guarded
 
 
 def _assign(target: Tensor, value: Tensor) -> None:

@@ -6,6 +6,7 @@ used more often are two lists, and what was evicted too early from one of them m
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import chain
 from typing import Protocol
 
@@ -124,13 +125,10 @@ class NextUse:
 
 def make_policy(name: str, position: Callable[[], tuple[int, int]]) -> Policy:
     """A policy by its name: `lru`, `arc` or `next-use`."""
-    if name == "lru":
-        return LeastRecentlyUsed()
-    if name == "arc":
-        return AdaptiveReplacement()
-    if name == "next-use":
-        return NextUse(position)
-    raise unknown("eviction", name, ["lru", "arc", "next-use"])
+    makers = {"lru": LeastRecentlyUsed, "arc": AdaptiveReplacement, "next-use": partial(NextUse, position)}
+    if name not in makers:
+        raise unknown("eviction", name, list(makers))
+    return makers[name]()
 
 
 def _next_use(data: Data | None, position: int, length: int) -> float:

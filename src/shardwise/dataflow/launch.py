@@ -6,8 +6,9 @@ task: its arguments, with data in them, and what it reads and writes.
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from types import CodeType, MappingProxyType
+from types import CodeType
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,22 +25,6 @@ _INTERPRETER = threading.Lock()
 
 class Launch:
     """A function, kernel or module as the machine knows it."""
-
-    __slots__ = (
-        "fn",
-        "is_interpreted",
-        "is_kernel",
-        "is_module",
-        "kernel",
-        "key",
-        "lock",
-        "members",
-        "names",
-        "positions",
-        "problem",
-        "run",
-        "stores",
-    )
 
     def __init__(self, fn: Any) -> None:
         self.fn = fn
@@ -74,33 +59,23 @@ class Launch:
         return partial(self.run, *tensors, grid=grid, warmup=False, **options)
 
 
+@dataclass(slots=True, eq=False)
 class Call:
-    """One task. What most tasks do not have is said once, for the class: calls are made by the thousand."""
+    """One task."""
 
-    seconds: float | None = None
+    launch: Launch
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    grid: Any
+    place: str
+    code: CodeType  # With the line, where it was submitted.
+    line: int
+    name: str
+    seconds: float | None
     reads: Sequence[Data] = ()
     writes: Sequence[Data] = ()
     into: tuple[Data, ...] = ()
-    members: Mapping[str, Data] = MappingProxyType({})  # A module's parameters and buffers.
-
-    def __init__(
-        self,
-        launch: Launch,
-        args: tuple[Any, ...],
-        options: dict[str, Any],
-        grid: Any,
-        place: str,
-        code: CodeType,
-        line: int,
-    ) -> None:
-        self.launch = launch
-        self.args = args
-        self.options = options
-        self.grid = grid
-        self.place = place
-        self.code = code  # With the line, where it was submitted.
-        self.line = line
-        self.name = launch.kernel
+    members: Mapping[str, Data] = field(default_factory=dict)  # A module's parameters and buffers.
 
     def bind(self, place: int) -> Run:
         """Put the tensors of a place where the arguments have data, and return what is to be run."""

@@ -73,7 +73,7 @@ class Program:
             self._replay()
         if self._fixed is not None:
             self._machine.mover.num_transfers += self._fixed.num_transfers
-        for data in self._written_lent:
+        for data in self._written_imported:
             self._machine.imports.changed[data.number] = data
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class Program:
         self._fixed, self._graphs, self._relaunch, self.kind = None, None, None, "tasks"
 
     @cached_property
-    def _written_lent(self) -> list[Data]:
+    def _written_imported(self) -> list[Data]:
         return [data for data in self._written if data.is_imported]
 
     def _capture(self, fixed: _Fixed) -> None:

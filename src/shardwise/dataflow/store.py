@@ -116,7 +116,16 @@ class Store(ABC):
 
     def _made(self, like: Tensor, name: str | None) -> Data:
         self._num_data += 1
-        made = Data(self, name or f"data{self._num_data}", self._num_data, like)
+        made = Data(
+            keeper=self,
+            name=name or f"data{self._num_data}",
+            number=self._num_data,
+            shape=tuple(like.shape),
+            strides=tuple(like.stride()),
+            dtype=like.dtype,
+            num_bytes=like.numel() * like.element_size(),
+            copies=[None] * len(self.places),
+        )
         self._known.add(made)
         return made
 

@@ -1,57 +1,57 @@
-"""What a report reads off a run, computed once: stretches, parts, hidden communication, memory."""
+"""A run in numbers, as its report shows them and its doctor looks at them, each computed when it is first asked for."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+from shardwise.trace.events import Trace
 from shardwise.trace.hidden import hidden_of_ranks
-from shardwise.trace.memory import peaks
-from shardwise.trace.owners import peak_by_owner
+from shardwise.trace.memory import peak_by_owner, peaks
 from shardwise.trace.run import Run
-from shardwise.trace.stretches import BUBBLE, Part, Stretch, stretches
+from shardwise.trace.stretches import BUBBLE, Part, Stretch, parts_of_ranks, stretches
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True)
 class Summary:
-    """A run in numbers. `parts` and `hidden` are of each rank, in seconds; `held` is at each rank's fullest moment."""
+    """A run in numbers. What is of each rank is a sequence; times are in seconds."""
 
     run: Run
-    cut: Sequence[Sequence[Stretch]]
-    parts: Sequence[Mapping[Part, float]]
-    hidden: Sequence[float]
-    held: Sequence[Mapping[str, float]]
+
+    @property
+    def trace(self) -> Trace:
+        return self.run.trace
 
     @property
     def step_seconds(self) -> float:
-        return self.run.trace.makespan
+        return self.trace.makespan
 
-    def mean(self, *parts: Part) -> float:
-        """Seconds of some parts, on average over the ranks."""
-        return sum(rank[part] for rank in self.parts for part in parts) / max(len(self.parts), 1)
+    @cached_property
+    def cut(self) -> Sequence[Sequence[Stretch]]:
+        return stretches(self.trace)
 
-    @property
-    def bubble_seconds(self) -> float:
-        return self.mean(*BUBBLE)
+    @cached_property
+    def parts(self) -> Sequence[Mapping[Part, float]]:
+        return parts_of_ranks(self.trace, self.cut)
+
+    @cached_property
+    def hidden(self) -> Sequence[float]:
+        """Communication beside work."""
+        return hidden_of_ranks(self.trace, self.cut)
+
+    @cached_property
+    def held(self) -> Sequence[Mapping[str, float]]:
+        """The bytes of each owner at the rank's fullest moment; nothing where none were measured."""
+        return peak_by_owner(self.trace)
 
     @property
     def peaks(self) -> list[float]:
         """What each rank holds at most: bytes where they were measured, else microbatches of a stage."""
-        if self.run.trace.holdings:
-            return [sum(owners.values()) for owners in self.held]
-        return list(peaks(self.run.trace))
+        return [sum(owners.values()) for owners in self.held] if self.trace.holdings else list(peaks(self.trace))
 
+    def mean(self, *parts: Part) -> float:
+        """Seconds of some parts, on average over the ranks."""
+        return sum(rank[part] for rank in self.parts for part in parts) / self.trace.num_ranks
 
-def summarize(run: Run) -> Summary:
-    cut = stretches(run.trace)
-    parts = []
-    for rank in cut:
-        seconds = dict.fromkeys(Part, 0.0)
-        for stretch in rank:
-            seconds[stretch.part] += stretch.seconds
-        parts.append(seconds)
-    return Summary(
-        run=run,
-        cut=cut,
-        parts=parts,
-        hidden=hidden_of_ranks(run.trace, cut),
-        held=peak_by_owner(run.trace) if run.trace.holdings else [{} for _ in range(run.trace.num_ranks)],
-    )
+    @property
+    def bubble_seconds(self) -> float:
+        return self.mean(*BUBBLE)

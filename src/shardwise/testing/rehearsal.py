@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardwise.dataflow.assembly import MakeStream
 from shardwise.dataflow.data import Data
 from shardwise.dataflow.machine import Machine
+from shardwise.dataflow.place import MakeStream
 from shardwise.dataflow.streams import ThreadStream
 
 _SIZES = (16, 16, 16, 24, 40)  # Numbers in a value: mostly alike, as layers are, and some not.

@@ -44,13 +44,11 @@ _BESIDE = frozenset({Lane.COLLECTIVE, Lane.OFFLOAD, Lane.RELOAD})
 _CAUSES = {Lane.SEND: Cause.TRANSFER, **dict.fromkeys(_BESIDE, Cause.COLLECTIVE)}
 
 
-def gaps(trace: Trace, rank: int) -> tuple[Gap, ...]:
-    """The idle time of one rank between the start and the end of the trace, in order."""
-    return all_gaps(trace)[rank]
+def gaps(trace: Trace) -> tuple[tuple[Gap, ...], ...]:
+    """The idle time of every rank between the start and the end of the trace, in order.
 
-
-def all_gaps(trace: Trace) -> tuple[tuple[Gap, ...], ...]:
-    """The gaps of every rank: two passes over the events, however many ranks there are."""
+    It takes two passes over the events, however many ranks there are.
+    """
     beside: list[list[Event]] = [[] for _ in range(trace.num_ranks)]
     for event in trace.events:
         if event.lane in _BESIDE:
@@ -63,7 +61,7 @@ def all_gaps(trace: Trace) -> tuple[tuple[Gap, ...], ...]:
 def idle_by_cause(trace: Trace) -> tuple[dict[Cause, float], ...]:
     """For each rank, its idle seconds by cause. With what it computed and stepped they make up the makespan."""
     ranks = []
-    for found in all_gaps(trace):
+    for found in gaps(trace):
         seconds = dict.fromkeys(Cause, 0.0)
         for gap in found:
             seconds[gap.cause] += gap.seconds

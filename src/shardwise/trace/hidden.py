@@ -24,7 +24,7 @@ def hidden_of_ranks(trace: Trace, cut: Sequence[Sequence[Stretch]] | None = None
     moving: list[list[tuple[float, float]]] = [[] for _ in range(trace.num_ranks)]
     for rank, start, end in _moving(trace):
         moving[rank].append((start, end))
-    return tuple(_overlap(mine, _joined(moves)) for mine, moves in zip(work, moving, strict=True))
+    return tuple(overlap(mine, joined(moves)) for mine, moves in zip(work, moving, strict=True))
 
 
 def _moving(trace: Trace) -> Iterator[tuple[int, float, float]]:
@@ -50,18 +50,19 @@ def _flights(trace: Trace) -> Iterator[tuple[int, float, float]]:
             yield target, send.start, min(receive.end, send.start + usual)
 
 
-def _joined(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
+def joined(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """The same moments, none of them twice."""
-    joined: list[tuple[float, float]] = []
+    found: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
         else:
-            joined.append((start, end))
-    return joined
+            found.append((start, end))
+    return found
 
 
-def _overlap(work: Sequence[tuple[float, float]], moves: Sequence[tuple[float, float]]) -> float:
+def overlap(work: Sequence[tuple[float, float]], moves: Sequence[tuple[float, float]]) -> float:
+    """For how long both went on, each move for itself. Of work, which is in order, no two are at once."""
     starts = [start for start, _ in work]
     total = 0.0
     for start, end in moves:

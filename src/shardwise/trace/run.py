@@ -18,7 +18,7 @@ from typing import Any
 from shardwise.errors import ShardwiseError
 from shardwise.trace.events import Trace
 from shardwise.trace.file import load_trace, save_trace, write_whole
-from shardwise.units import format_number
+from shardwise.units import format_number, format_seconds
 
 TRACE, PREDICTED, PLAN, MANIFEST = "trace.json", "predicted.json", "plan.toml", "manifest.json"
 
@@ -46,6 +46,10 @@ class Run:
     facts: Mapping[str, str] = field(default_factory=dict)
     unit: str = "s"
     memory_bytes: float | None = None
+
+    def time(self, seconds: float) -> str:
+        """A time as one reads it; where it has no unit, a number."""
+        return format_seconds(seconds) if self.unit == "s" else format_number(seconds, 4)
 
 
 def load_run(path: Path) -> Run:

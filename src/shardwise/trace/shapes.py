@@ -1,5 +1,7 @@
 """The few SVG elements that our drawings are made of, as text. Coordinates are pixels."""
 
+from html import escape
+
 #: Colours that read on our own light ground. For each kind, those of a rank's first and last chunk.
 KINDS = {
     "F": ("#6aa5f2", "#b9d6fb"),
@@ -43,14 +45,8 @@ def number(value: float) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
-def escape(words: str) -> str:
-    """Words as XML has them. The library's own function for it brings half of `urllib` along."""
-    return words.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-
-
-def rect(x: float, y: float, width: float, height: float, fill: str, *, kind: str = "", radius: float = 0) -> str:
-    """A box; `kind` is its class."""
-    extra = (f' class="{kind}"' if kind else "") + (f' rx="{number(radius)}"' if radius else "")
+def rect(x: float, y: float, width: float, height: float, fill: str, *, radius: float = 0) -> str:
+    extra = f' rx="{number(radius)}"' if radius else ""
     place = f'x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}"'
     return f'<rect{extra} {place} fill="{fill}"/>'
 
@@ -61,7 +57,7 @@ def line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
 
 def text(x: float, y: float, words: str, *, kind: str = "") -> str:
     extra = f' class="{kind}"' if kind else ""
-    return f'<text{extra} x="{number(x)}" y="{number(y)}">{escape(words)}</text>'
+    return f'<text{extra} x="{number(x)}" y="{number(y)}">{escape(words, quote=False)}</text>'
 
 
 def path(commands: str, kind: str) -> str:
@@ -70,7 +66,7 @@ def path(commands: str, kind: str) -> str:
 
 def group(kind: str, tip: str, *elements: str) -> str:
     """Elements that belong together; a reader who points at them sees the tip."""
-    return f'<g class="{kind}"><title>{escape(tip)}</title>{"".join(elements)}</g>'
+    return f'<g class="{kind}"><title>{escape(tip, quote=False)}</title>{"".join(elements)}</g>'
 
 
 def page(width: float, height: float, title: str, elements: list[str]) -> str:
@@ -78,7 +74,7 @@ def page(width: float, height: float, title: str, elements: list[str]) -> str:
     size = f'width="{number(width)}" height="{number(height)}" viewBox="0 0 {number(width)} {number(height)}"'
     head = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">',
-        f"<title>{escape(title)}</title>",
+        f"<title>{escape(title, quote=False)}</title>",
         f"<style>\n{_STYLE}</style>",
         f"<defs>{_hatch('idle', '#f3f5f7', '#e1e5ea')}{_hatch('exposed', '#fdeeee', '#f3bcbc')}</defs>",
         f'<rect x="0.5" y="0.5" width="{number(width - 1)}" height="{number(height - 1)}" rx="10" '

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from shardwise.trace.attribution import Cause, all_gaps, work_of_ranks
+from shardwise.trace.attribution import Cause, gaps, work_of_ranks
 from shardwise.trace.events import Event, Lane, Trace
 
 
@@ -70,10 +70,10 @@ def stretches(trace: Trace) -> tuple[tuple[Stretch, ...], ...]:
     return _measured(trace) if trace.is_measured else _predicted(trace)
 
 
-def parts_of_ranks(trace: Trace) -> tuple[dict[Part, float], ...]:
-    """For each rank, the seconds of each part. Their sum is the makespan."""
+def parts_of_ranks(trace: Trace, cut: Sequence[Sequence[Stretch]] | None = None) -> tuple[dict[Part, float], ...]:
+    """For each rank, the seconds of each part. Their sum is the makespan. `cut` are the trace's stretches."""
     ranks = []
-    for found in stretches(trace):
+    for found in stretches(trace) if cut is None else cut:
         seconds = dict.fromkeys(Part, 0.0)
         for stretch in found:
             seconds[stretch.part] += stretch.seconds
@@ -83,9 +83,9 @@ def parts_of_ranks(trace: Trace) -> tuple[dict[Part, float], ...]:
 
 def _predicted(trace: Trace) -> tuple[tuple[Stretch, ...], ...]:
     found = []
-    for work, gaps in zip(work_of_ranks(trace), all_gaps(trace), strict=True):
+    for work, idle in zip(work_of_ranks(trace), gaps(trace), strict=True):
         mine = [Stretch(each.rank, each.start, each.end, _OF_LANE[each.lane]) for each in work]
-        mine += [Stretch(gap.rank, gap.start, gap.end, _OF_CAUSE[gap.cause], gap.on, gap.on_rank) for gap in gaps]
+        mine += [Stretch(gap.rank, gap.start, gap.end, _OF_CAUSE[gap.cause], gap.on, gap.on_rank) for gap in idle]
         found.append(tuple(sorted(mine, key=lambda stretch: stretch.start)))
     return tuple(found)
 

@@ -3,15 +3,17 @@
 Nothing in it runs or is fetched. Whoever points at a box or a gap is told what it is, by the file itself.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass
+from itertools import chain
 from math import ceil, floor, log10
+from typing import NamedTuple
 
 from shardwise.trace import shapes
-from shardwise.trace.attribution import Cause, Gap, all_gaps, work_of_ranks
-from shardwise.trace.events import Event, Trace
-from shardwise.trace.labels import Chunks, chunks_of_ranks, parts_of
-from shardwise.trace.memory import Curve, all_held_over_time
-from shardwise.trace.transfers import transfers
+from shardwise.trace.attribution import Cause, Gap, gaps, work_of_ranks
+from shardwise.trace.events import Event, Lane, Trace
+from shardwise.trace.labels import WORDS, Chunks, chunks_of_ranks, parts_of, stages_of
+from shardwise.trace.memory import Curve, held_over_time
 from shardwise.units import format_number, format_percent
 
 _LEFT, _RIGHT, _TOP = 76.0, 64.0, 104.0
@@ -22,14 +24,13 @@ _DIGIT = 6.6
 _MOST_TRANSFERS = 600
 _MOST_CURVES = 32
 _EXPOSED = frozenset({Cause.TRANSFER, Cause.COLLECTIVE})
-_WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "S": "step"}
 
 
 def to_svg(trace: Trace, *, title: str) -> str:
     """Return the text of the file."""
     chunks = chunks_of_ranks(trace)
     work = [[event for event in events if event.end > event.start] for events in work_of_ranks(trace)]
-    found = [gap for rank_gaps in all_gaps(trace) for gap in rank_gaps]
+    found = [gap for rank in gaps(trace) for gap in rank]
     frame = _Frame(start=trace.start, seconds=trace.makespan, width=_plot_width(trace, work), num_ranks=trace.num_ranks)
     elements = [*_head(trace, title), *_legend(work, chunks, found), *_axis(frame)]
     elements += [_gap(gap, frame) for gap in found]
@@ -37,7 +38,7 @@ def to_svg(trace: Trace, *, title: str) -> str:
     for rank, events in enumerate(work):
         elements.append(shapes.text(_LEFT - 12, frame.y(rank) + _ROW / 2 + 4, f"rank {rank}", kind="end"))
         elements += [_box(event, chunks[rank], frame) for event in events]
-    curves = all_held_over_time(trace) if trace.num_ranks <= _MOST_CURVES else ()
+    curves = held_over_time(trace) if trace.num_ranks <= _MOST_CURVES else ()
     elements += _curves(curves, frame)
     height = frame.bottom + 48 + (len(curves) * _CURVE_PITCH + 30 if any(curves) else 0)
     return shapes.page(_LEFT + frame.width + _RIGHT, height, title, elements)
@@ -88,10 +89,10 @@ def _legend(work: list[list[Event]], chunks: tuple[Chunks, ...], found: list[Gap
     kinds = {
         part.kind for rank, events in enumerate(work) for event in events for part in parts_of(event, chunks[rank])
     }
-    entries = [(shapes.colour_of(kind, 0, 1), word) for kind, word in _WORDS.items() if kind in kinds]
+    entries = [(shapes.colour_of(kind, 0, 1), word) for kind, word in WORDS.items() if kind in kinds]
     num_chunks = max(map(len, chunks))
     if entries and num_chunks > 1:
-        kind = next(kind for kind in _WORDS if kind in kinds)
+        kind = next(kind for kind in WORDS if kind in kinds)
         entries.append((shapes.colour_of(kind, 1, 2), "second chunk" if num_chunks == 2 else "later chunks"))
     if any(gap.cause not in _EXPOSED for gap in found):
         entries.append((shapes.IDLE, "idle"))
@@ -152,19 +153,41 @@ def _times(start: float, end: float) -> str:
     return f"{format_number(start, 6)} to {format_number(end, 6)}"
 
 
+class Transfer(NamedTuple):
+    """A value that went from rank to rank. `reader` is the first computation on it after it came, if there was one."""
+
+    send: Event
+    receive: Event
+    reader: Event | None
+
+
+def transfers(trace: Trace) -> list[Transfer]:
+    """Every transfer whose both ends are in the trace, in the order of the receives."""
+    readers: dict[tuple[int, int, int], list[Event]] = defaultdict(list)
+    for event in chain.from_iterable(trace.compute):
+        for stage, microbatch in stages_of(event):
+            readers[event.rank, stage, microbatch].append(event)
+    found = []
+    for receive in trace.events:
+        if receive.lane is Lane.RECEIVE and receive.after is not None:
+            later = readers[receive.rank, receive.stage, receive.microbatch]
+            reader = next((event for event in later if event.start >= receive.end), None)
+            found.append(Transfer(trace.events[receive.after], receive, reader))
+    return found
+
+
 def _transfers(trace: Trace, frame: _Frame) -> list[str]:
-    """A thin line for each value that went from rank to rank. More than a few hundred would hide the boxes."""
+    """A thin line for each of them. More than a few hundred would hide the boxes."""
     found = transfers(trace)
     if len(found) >= _MOST_TRANSFERS:
         return []
     elements = []
-    for transfer in found:
-        source, target = transfer.send.rank, transfer.receive.rank
-        down = target > source
-        end = transfer.send.end if transfer.reader is None else transfer.reader.start
-        y1 = frame.y(source) + (_ROW if down else 0)
-        y2 = frame.y(target) + (0 if down else _ROW)
-        elements.append(shapes.line(frame.x(transfer.send.start), y1, frame.x(end), y2, "transfer"))
+    for send, receive, reader in found:
+        down = receive.rank > send.rank
+        end = send.end if reader is None else reader.start
+        y1 = frame.y(send.rank) + (_ROW if down else 0)
+        y2 = frame.y(receive.rank) + (0 if down else _ROW)
+        elements.append(shapes.line(frame.x(send.start), y1, frame.x(end), y2, "transfer"))
     return elements
 
 

@@ -3,9 +3,8 @@
 from collections.abc import Iterator, Sequence
 from statistics import mean, median
 
-from shardwise.trace.doctor.case import Case
-from shardwise.trace.doctor.finding import Finding
-from shardwise.trace.doctor.usual import alike, least_busy, medians, usual_busy
+from shardwise.explain.doctor.case import Case, alike, least_busy, medians, usual_busy
+from shardwise.explain.doctor.finding import Finding
 from shardwise.trace.stretches import Part
 
 #: How much more than the others one must have before it is called slow.
@@ -20,7 +19,7 @@ _LOOK_THERE = "ps -eo pid,pcpu,comm --sort=-pcpu | head"
 def find_slow_stage(case: Case) -> Iterator[Finding]:
     """A rank whose stages take longer than those of the others, and that not because of its device."""
     busy = _usual_busy(case)
-    if case.player is None or len(busy) < 2:
+    if case.replay is None or len(busy) < 2:
         return
     slow = max(busy, key=lambda rank: busy[rank])
     others = mean(seconds for rank, seconds in busy.items() if rank != slow)
@@ -29,7 +28,7 @@ def find_slow_stage(case: Case) -> Iterator[Finding]:
     even = mean(busy.values())
     stages = {rank: {event.stage for event in case.trace.compute[rank]} for rank in busy}
     factors = {stage: even / busy[rank] for rank in busy for stage in stages[rank] if busy[rank] > 0}
-    gain = case.player.usual_seconds - case.player.with_stages(factors)
+    gain = case.replay.usual_seconds - case.replay.with_stages(factors)
     if not case.is_worth(gain):
         return
     waiting = mean(
@@ -55,15 +54,15 @@ def find_straggler(case: Case) -> Iterator[Finding]:
     for rank, factor, against in _slow_devices(case):
         stages = {event.stage for event in case.trace.compute[rank]}
         gain = case.trace.busy[rank] * (1 - 1 / factor)
-        if case.player is not None:
-            gain = case.player.usual_seconds - case.player.with_stages(dict.fromkeys(stages, 1 / factor))
+        if case.replay is not None:
+            gain = case.replay.usual_seconds - case.replay.with_stages(dict.fromkeys(stages, 1 / factor))
         if case.is_worth(gain):
             yield Finding(
                 kind="straggler",
                 problem=f"rank {rank} is slower than {against}",
                 evidence=(
                     f"its instructions take {factor:.2f} times as long: it computes for "
-                    f"{case.time(case.trace.busy[rank])} of a step of {case.time(case.step)}"
+                    f"{case.time(case.trace.busy[rank])} of a step of {case.time(case.step_seconds)}"
                 ),
                 fix=f"{_LOOK_THERE}   (on the machine of rank {rank}: what else runs there)",
                 gain_seconds=gain,
@@ -73,14 +72,14 @@ def find_straggler(case: Case) -> Iterator[Finding]:
 
 def find_stalls(case: Case) -> Iterator[Finding]:
     """Single instructions that take far longer than others of their kind."""
-    if case.player is None:
+    if case.replay is None:
         return
     for rank, events in enumerate(case.trace.compute):
         usual = medians(events)
         late = [event for event in events if event.seconds > _STALLED * usual[alike(event)] > 0]
         if not late or len(late) > 0.4 * len(events):
             continue
-        gain = case.player.seconds - case.player.with_even_instructions([rank])
+        gain = case.replay.seconds - case.replay.with_even_instructions([rank])
         longest = max(late, key=lambda event: event.seconds)
         if case.is_worth(gain):
             yield Finding(
@@ -137,12 +136,12 @@ def _slow_devices(case: Case) -> list[tuple[int, float, str]]:
 
 def _layers_fix(case: Case, slow: int, busy: dict[int, float], stages: dict[int, set[int]]) -> str:
     layers = case.layers
-    if layers is None or len(layers) != sum(map(len, stages.values())) or case.player is None:
+    if layers is None or len(layers) != sum(map(len, stages.values())) or case.replay is None:
         fewer = 1 - mean(busy.values()) / busy[slow]
         return f"layers=A+B+... in the plan, with {fewer:.0%} fewer on stage {min(stages[slow])}"
     costs = [
         seconds / units
-        for seconds, units in zip(case.player.stage_seconds, layers, strict=True)
+        for seconds, units in zip(case.replay.stage_seconds, layers, strict=True)
         for _ in range(units)
         if units
     ]

@@ -1,38 +1,32 @@
-"""What the doctor looks at: a run, where its time went, and somebody who can play it again."""
+"""What the doctor looks at: a run, where its time went, its step played again, what instructions usually take."""
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import median
 
-from shardwise.trace.doctor.player import Player
-from shardwise.trace.events import Lane, Trace
-from shardwise.trace.owners import peak_by_owner
-from shardwise.trace.run import Run
-from shardwise.trace.stretches import BUBBLE, Part, Stretch, stretches
-from shardwise.units import format_number, format_percent, format_seconds
+from shardwise.explain.summary import Summary
+from shardwise.schedule.replay import Replay
+from shardwise.trace.events import Event, Lane
+from shardwise.trace.stretches import Part
+from shardwise.units import format_percent
 
 #: What is worth a word: a finding that would gain less than this part of the step is kept to oneself.
 WORTH = 0.03
 
+#: What instructions that are alike have in common: the letters of their parts, and their stage.
+Alike = tuple[str, int]
+
 
 @dataclass(frozen=True)
-class Case:
-    """A run on the table. `player` is None where the step cannot be played again."""
-
-    run: Run
-    player: Player | None = None
-
-    @property
-    def trace(self) -> Trace:
-        return self.run.trace
+class Case(Summary):
+    """A run on the table."""
 
     @cached_property
-    def cut(self) -> Sequence[Sequence[Stretch]]:
-        return stretches(self.trace)
-
-    @cached_property
-    def step(self) -> float:
-        return self.trace.makespan
+    def replay(self) -> Replay | None:
+        """None where the step cannot be played again: then bubbles and slow stages have no gain."""
+        return Replay.of(self.trace)
 
     @cached_property
     def plan(self) -> Mapping[str, str]:
@@ -55,19 +49,6 @@ class Case:
         return tuple(map(int, parts)) if all(part.isdecimal() for part in parts) else None
 
     @cached_property
-    def peaks(self) -> Sequence[Mapping[str, float]]:
-        """For each rank, the bytes of each owner at its fullest moment."""
-        return peak_by_owner(self.trace) if self.trace.holdings else ()
-
-    def mean(self, *parts: Part) -> float:
-        """Seconds of some parts, on average over the ranks."""
-        return sum(each.seconds for rank in self.cut for each in rank if each.part in parts) / self.trace.num_ranks
-
-    @cached_property
-    def bubble(self) -> float:
-        return self.mean(*BUBBLE)
-
-    @cached_property
     def same(self) -> Sequence[Sequence[int]]:
         """Ranks that compute the same stages, together."""
         found: dict[tuple[int, ...], list[int]] = {}
@@ -82,39 +63,68 @@ class Case:
         is the least.
         """
         together = [range(self.trace.num_ranks)] if by_all else self.same
-        spent = [
-            sum(
-                each.seconds
-                for each in rank
-                if each.part is Part.EXPOSED and each.on is not None and each.on.startswith(beginnings)
-            )
-            for rank in self.cut
-        ]
+        spent = self._exposed(lambda on: on.startswith(beginnings))
         return sum(len(ranks) * min(spent[rank] for rank in ranks) for ranks in together) / self.trace.num_ranks
 
     @cached_property
     def transfer_seconds(self) -> float:
         """Seconds, on average over the ranks, of standing still while values move between stages."""
-        return (
+        return sum(self._exposed(lambda on: "SEND_" in on or "RECV_" in on)) / self.trace.num_ranks
+
+    def _exposed(self, is_meant: Callable[[str], bool]) -> list[float]:
+        """For each rank, the seconds of standing still while the bytes of what is called so move."""
+        return [
             sum(
-                each.seconds
-                for rank in self.cut
-                for each in rank
-                if each.part is Part.EXPOSED and each.on is not None and ("SEND_" in each.on or "RECV_" in each.on)
+                each.seconds for each in rank if each.part is Part.EXPOSED and each.on is not None and is_meant(each.on)
             )
-            / self.trace.num_ranks
-        )
+            for rank in self.cut
+        ]
 
     @cached_property
     def num_transfers(self) -> int:
         return sum(event.lane is Lane.SEND for event in self.trace.events)
 
     def is_worth(self, gain: float | None) -> bool:
-        return gain is not None and gain >= WORTH * self.step
+        return gain is not None and gain >= WORTH * self.step_seconds
 
     def time(self, seconds: float) -> str:
-        return format_seconds(seconds) if self.run.unit == "s" else format_number(seconds, 4)
+        return self.run.time(seconds)
 
     def share(self, seconds: float) -> str:
         """A part of the step in per cent."""
-        return format_percent(seconds / self.step) if self.step > 0 else "0 %"
+        return format_percent(seconds / self.step_seconds) if self.step_seconds > 0 else "0 %"
+
+
+def alike(event: Event) -> Alike:
+    """What an instruction is like."""
+    return "".join(_letter(part) for part in event.name.split("&")), event.stage
+
+
+def medians(events: Sequence[Event]) -> dict[Alike, float]:
+    """The usual time of each kind of instruction."""
+    return {key: median(values) for key, values in _by_kind(events).items()}
+
+
+def usual_busy(events: Sequence[Event]) -> float:
+    """What a rank would compute for if nothing stalled."""
+    usual = medians(events)
+    return sum(usual[alike(event)] for event in events)
+
+
+def least_busy(events: Sequence[Event]) -> float:
+    """What a rank would compute for if all instructions of a kind were as quick as the quickest quarter of them.
+
+    What else a machine has to do makes some instructions longer, and a slow device all of them.
+    """
+    return sum(len(values) * sorted(values)[(len(values) - 1) // 4] for values in _by_kind(events).values())
+
+
+def _by_kind(events: Sequence[Event]) -> dict[Alike, list[float]]:
+    found: dict[Alike, list[float]] = defaultdict(list)
+    for event in events:
+        found[alike(event)].append(event.seconds)
+    return found
+
+
+def _letter(name: str) -> str:
+    return next((each for each in name if not each.isdecimal()), "?")

@@ -6,8 +6,7 @@ from base64 import b64encode
 from collections.abc import Iterable, Sequence
 
 from shardwise.trace.events import Event, Lane, Trace
-from shardwise.trace.memory import Curve, all_held_over_time
-from shardwise.trace.owners import held_by_owner
+from shardwise.trace.memory import Curve, held_by_owner, held_over_time
 from shardwise.trace.stretches import BUSY, Part, Stretch
 
 #: Ticks of a step: fine enough for a nanosecond in a second, and they fit in 32 bits.
@@ -99,4 +98,4 @@ def _reason(gap: Stretch) -> str:
 def _curves(trace: Trace) -> list[tuple[int, str, Curve]]:
     if trace.holdings:
         return [(rank, owner, curve) for (rank, owner), curve in held_by_owner(trace).items()]
-    return [(rank, ACTIVATIONS, curve) for rank, curve in enumerate(all_held_over_time(trace)) if curve]
+    return [(rank, ACTIVATIONS, curve) for rank, curve in enumerate(held_over_time(trace)) if curve]

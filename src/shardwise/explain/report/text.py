@@ -1,19 +1,8 @@
-"""Small pieces of HTML. What a user wrote goes through `words`, so that nothing of it is read as markup."""
+"""Small pieces of HTML. What a user wrote is escaped before, so that nothing of it is read as markup."""
 
 from collections.abc import Iterable, Sequence
-from html import escape
 
-from shardwise.units import format_number, format_percent, format_seconds
-
-
-def words(text: str) -> str:
-    """Text as it is, whatever is in it."""
-    return escape(text)
-
-
-def time_of(seconds: float, unit: str) -> str:
-    """A time; where it has no unit, a number."""
-    return format_seconds(seconds) if unit == "s" else format_number(seconds, 4)
+from shardwise.units import format_percent
 
 
 def share_of(seconds: float, whole: float) -> str:

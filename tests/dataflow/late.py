@@ -214,17 +214,14 @@ def play_late(monkeypatch: pytest.MonkeyPatch, seed: int) -> LateGpu:
     issue, launch, relaunch = CudaStream._issue, CudaStream.launch, CudaStream.relaunch
     plain = buffers.device_memory(torch.device("cpu"))
 
-    def issue_late(stream: CudaStream, event: Event, run: Run, after: Sequence[Event]) -> None:
-        issue(stream, event, partial(gpu.enqueue, run), after)
+    def issue_late(
+        stream: CudaStream, event: Event, run: Any, after: Sequence[Event], args: Any = (), options: Any = None
+    ) -> None:
+        issue(stream, event, partial(gpu.enqueue, partial(run, *args, **(options or {}))), after)
 
-    def launch_late(
-        stream: CudaStream, run: Any, tensors: Any, options: dict[str, Any], grid: Any, after: Sequence[Event]
-    ) -> Event:
-        def later(*args: Any, **others: Any) -> None:
-            gpu.enqueue(partial(run, *args, **others))
-
+    def launch_late(stream: CudaStream, *args: Any) -> Event:
         gpu.num_launched += 1
-        return launch(stream, later, tensors, options, grid, after)
+        return launch(stream, *args)
 
     def relaunch_late(stream: CudaStream, replay: Run, event: Event) -> None:
         gpu.num_relaunched += 1

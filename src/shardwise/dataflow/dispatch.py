@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.dataflow.choice import Chooser
+from shardwise.dataflow.cuda import CudaStream
 from shardwise.dataflow.data import Copy, Data, run_guarded
 from shardwise.dataflow.dependencies import add_dependencies, note_task
-from shardwise.dataflow.direct_launch import DirectLaunches
 from shardwise.dataflow.journal import Journal, Work
 from shardwise.dataflow.launch import Call, Launch, by_position, set_accesses
 from shardwise.dataflow.links import GivenLinks, Routes
@@ -25,7 +25,7 @@ from shardwise.dataflow.mover import CHUNK_BYTES, Mover
 from shardwise.dataflow.place import Budget, MakeStream, Place, make_places
 from shardwise.dataflow.store import Store
 from shardwise.dataflow.streams import Event, Failures, ThreadStream
-from shardwise.dataflow.task_errors import blame_task, check_call
+from shardwise.dataflow.task_errors import PLAIN, blame_task, check_call
 from shardwise.errors import ShardwiseError
 from shardwise.trace.events import Lane
 
@@ -61,7 +61,12 @@ class Dispatcher(Store):
         super().__init__(places, Mover(places, Routes(places, links), journal, chunk_bytes), failures)
         self._launches: dict[Any, Launch] = {}
         self._chooser = Chooser(self.mover)
-        self._direct = DirectLaunches(self, self.places, self.mover, self.imports.changed)
+        #: GPUs at which kernels may be launched at once: nothing is evicted there, and nothing noted.
+        self._direct = {
+            place.name: (place.index, place.compute)
+            for place in self.places
+            if isinstance(place.compute, CudaStream) and place.memory.budget_bytes is None and journal is None
+        }
 
     def submit(
         self,
@@ -90,7 +95,7 @@ class Dispatcher(Store):
                 self._launches[fn] = launch
         is_plain = reads is None and writes is None and seconds is None and name is None and self.calls is None
         is_plain = is_plain and launch.positions is not None and not self._forgotten and self.failures.first is None
-        if is_plain and self._direct.launch(launch, args, options, grid, place):
+        if is_plain and self._launch_directly(launch, args, options, grid, place):
             return
         if launch.is_kernel:
             args, options = by_position(launch, args, options)
@@ -104,6 +109,55 @@ class Dispatcher(Store):
         set_accesses(call, reads, writes)
         check_call(call, self)
         self.issue(call)
+
+    def _launch_directly(
+        self, launch: Launch, args: tuple[Any, ...], options: dict[str, Any], grid: Any, name: str
+    ) -> bool:
+        """Launch a kernel if all of its data are at its GPU already, and say whether it was.
+
+        It is what `issue` does, by the same rule, without what it would find nothing to do for: to submit a small
+        kernel takes as long as the kernel itself. The caller's caller submitted it.
+        """
+        found = self._direct.get(name)
+        if found is None or grid is None or self.mover.tape is not None:
+            return False
+        stores = launch.stores
+        if len(args) > len(stores):
+            return False
+        index, stream = found
+        tensors: list[Any] = list(args)
+        after: list[Event] = []
+        read: list[Copy] = []
+        written: list[Data] = []
+        for position, value in enumerate(args):
+            if type(value) is not Data:
+                if type(value) not in PLAIN:
+                    return False
+                continue
+            copy = value.copies[index]
+            if copy is None or not copy.valid or copy.imported is not None or value.keeper is not self:
+                return False
+            if stores[position]:
+                if value.unwritable is not None:
+                    return False
+                written.append(value)
+            else:
+                read.append(copy)
+            add_dependencies(copy, stream, after, stores[position])
+            tensors[position] = copy.tensor
+        for option in options.values():
+            if type(option) is Data:
+                return False
+        if not stream.can_issue(after):
+            return False
+        self.mover.num_changes += 1
+        try:
+            event = stream.launch(launch.run, tensors, options, grid, after)
+        except Exception as error:
+            frame = sys._getframe(2)
+            raise blame_task(launch.kernel, launch.kernel, name, frame.f_code, frame.f_lineno, error) from error
+        note_task(event, index, read, written, self.imports.changed)
+        return True
 
     def issue(self, call: Call) -> None:
         """Put a call behind what it depends on, at its place or the best one."""

@@ -146,11 +146,11 @@ def _captured(segment: Segment, steps: Sequence[Step]) -> Segment:
     with torch.cuda.device(segment.device):
         # A stream that is somebody's current one cannot be captured: what computes is captured on a side stream.
         side = new_stream(torch.device("cuda", segment.device))
-        before = [(each, each.turn_to(side), each.last) for each in computing]
-        others = [(each, each.last) for each in beside]
-        spare = [(each, each.spare) for each in used]
+        before = [(each, each.cuda, each.last, each.spare) for each in used]
         for each in used:
             each.spare = None  # Events of a capture mean nothing outside of it.
+        for each in computing:
+            each.turn_to(side)
         try:
             with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
                 for each in beside:
@@ -159,14 +159,9 @@ def _captured(segment: Segment, steps: Sequence[Step]) -> Segment:
                 for each in beside:
                     side.wait_stream(each.cuda)
         finally:
-            for each, stream, last in before:
-                assert stream is not None, "a stream has always been turned somewhere"
+            for each, stream, last, spare in before:
                 each.turn_to(stream)
-                each.last = last
-            for each, last in others:
-                each.last = last
-            for each, events in spare:
-                each.spare = events
+                each.last, each.spare = last, spare
     return replace(segment, stream=(computing or beside)[0], graph=graph)
 
 

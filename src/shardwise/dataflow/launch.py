@@ -115,8 +115,8 @@ def set_accesses(call: Call, reads: Sequence[Data] | None, writes: Sequence[Data
         members = list(call.members.values())
         call.reads = [*(data for data in used if data not in written), *members, *(reads or ())]
         # What a module does with its buffers is not known, so they are both read and written.
-        buffers = [data for name, data in call.members.items() if _is_buffer(launch.fn, name)]
-        call.writes = [*written, *call.into, *buffers]
+        buffers = [name for name, _ in launch.fn.named_buffers()] if launch.is_module else []
+        call.writes = [*written, *call.into, *(call.members[name] for name in buffers)]
         return
     if reads is None and writes is None and used:
         raise ShardwiseError(
@@ -216,10 +216,6 @@ def _run_function(
                 f"it returned {list(value.shape)} of {value.dtype}, but into= is {list(target.shape)} of {target.dtype}"
             )
         target.copy_(value)
-
-
-def _is_buffer(module: nn.Module, name: str) -> bool:
-    return name in dict(module.named_buffers())
 
 
 def _innermost(fn: Any) -> Any:

@@ -54,6 +54,10 @@ class Place:
     memory: Memory
 
     @property
+    def streams(self) -> tuple[Stream, ...]:
+        return self.compute, self.inward, self.outward
+
+    @property
     def is_device(self) -> bool:
         """Whether it is there to compute, unlike the host and a disk."""
         return self.kind in (Kind.GPU, Kind.CPU)

@@ -9,7 +9,6 @@ The first two need every buffer to stay where it is, so a program holds on to it
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 from shardwise.dataflow.data import Copy, Data
 from shardwise.dataflow.dispatch import Dispatcher
@@ -50,6 +49,7 @@ class Program:
         self._calls = calls
         self._data = list(dict.fromkeys(data for call in calls for data in (*call.reads, *call.writes)))
         self._written = [data for data in self._data if any(data in call.writes for call in calls)]
+        self._written_imported = [data for data in self._written if data.is_imported]
         self._fixed = _fix(machine, calls, self._data)
         self._graphs: Graphs | None = None
         self._relaunch: Relaunch | None = None  # How to replay it if nothing has happened meanwhile.
@@ -82,10 +82,6 @@ class Program:
             for left in self._fixed.left:
                 left.copy.held -= 1
         self._fixed, self._graphs, self._relaunch, self.kind = None, None, None, "tasks"
-
-    @cached_property
-    def _written_imported(self) -> list[Data]:
-        return [data for data in self._written if data.is_imported]
 
     def _capture(self, fixed: _Fixed) -> None:
         self._machine.wait()  # Nobody else may talk to the GPU meanwhile.

@@ -76,7 +76,7 @@ class Store(ABC):
     def wait(self) -> None:
         """Wait until everything submitted is done, and raise what failed."""
         for place in self.places:
-            for stream in (place.compute, place.inward, place.outward):
+            for stream in place.streams:
                 if stream.last is not None:
                     self._wait_for(stream.last)
         self._raise_failure()
@@ -109,7 +109,7 @@ class Store(ABC):
             self._is_closed = True
             self.failures.note(ShardwiseError("the machine is closed", remedy="get() and submit() before close()"))
             for place in self.places:
-                for stream in (place.compute, place.inward, place.outward):
+                for stream in place.streams:
                     stream.close()
                 place.memory.close()
             self.imports.close()

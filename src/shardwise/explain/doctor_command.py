@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Sequence
 
 from shardwise.answer import Answer, Canvas
+from shardwise.explain.doctor.case import Finding
 from shardwise.explain.doctor.examine import examine
-from shardwise.explain.doctor.finding import Finding
 from shardwise.explain.runs_by_name import find_run
 from shardwise.trace.run import Run
 from shardwise.units import format_percent

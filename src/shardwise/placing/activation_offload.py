@@ -76,10 +76,6 @@ class _Site:
         self._one_at_a_time = threading.Lock()
         weakref.finalize(self, _close, self.offload, self.copies)
 
-    def hooks(self, stays: list[Tensor]) -> Any:
-        """What the offload has autograd call in one forward."""
-        return self.offload.saving(stays, None)
-
     def pack(self, hooks: Any, tensor: Tensor) -> _Saved:
         # Not as torch functions: where a placed module's tensors meet, a copy between devices would be one on a device.
         with self._one_at_a_time, without_torch_function():
@@ -139,7 +135,8 @@ class PlacedActivationOffload:
 
 
 def _saving(sites: Iterable[_Site], stays: list[Tensor]) -> AbstractContextManager[Any]:
-    pairs = {site.device: (site, site.hooks(stays)) for site in sites}
+    # What each place's offload has autograd call in one forward.
+    pairs = {site.device: (site, site.offload.saving(stays, None)) for site in sites}
 
     def pack(tensor: Tensor) -> _Saved:
         if tensor.device not in pairs:

@@ -130,7 +130,7 @@ def _on_their_way(units: Sequence[Unit], *, trains: bool) -> Load:
 
 
 class HostWeights:
-    """A module on devices, with what has no room there on the host, or in a folder beside it."""
+    """A module on devices, with what has no room there on the host, or in a folder beside it. Some unit is streamed."""
 
     def __init__(
         self, module: nn.Module, units: Sequence[Unit], room_bytes: int, memory: Place, folder: Path | str | None = None
@@ -145,17 +145,15 @@ class HostWeights:
         self.host_bytes = sum(unit.own_bytes for unit in streamed) - sum(
             streamed[number].disk_bytes for number in (*records, *scratches)
         )
-        self._streamed: StreamedWeights | None = None
-        if streamed:
-            self._streamed = StreamedWeights(
-                [unit.module for unit in streamed],
-                machine,
-                [unit.place.name for unit in streamed],
-                stays=stays,
-                records=records,
-                scratches=scratches,
-                wraps=not trains(module),
-            )
+        self._streamed = StreamedWeights(
+            [unit.module for unit in streamed],
+            machine,
+            [unit.place.name for unit in streamed],
+            stays=stays,
+            records=records,
+            scratches=scratches,
+            wraps=not trains(module),
+        )
         places: dict[int, Place] = {id(each): memory for parameters in own for each in parameters}
         for unit in units:
             for each in [*unit.module.parameters(), *unit.module.buffers()]:
@@ -168,23 +166,18 @@ class HostWeights:
         settle(module, {name: place.device for name, place in self.where.items()})
 
     @property
-    def streamed_bytes(self) -> int:
-        """What crosses the links in every pass."""
-        return 0 if self._streamed is None else self._streamed.host_bytes + self._streamed.disk_bytes
-
-    @property
     def swapped(self) -> list[Tensor]:
         """Memory on the devices that weights come to and leave again."""
-        return [] if self._streamed is None else self._streamed.swapped
+        return self._streamed.swapped
 
     def refuse(self, what: str, remedy: str) -> None:
         """What cannot be done with weights that come and go."""
-        if self._streamed is not None:
-            raise ShardwiseError(
-                f"{what} after `place`: {format_bytes(self.streamed_bytes)} of weights are on the host and only pass"
-                " through the devices",
-                remedy=remedy,
-            )
+        num_bytes = self._streamed.host_bytes + self._streamed.disk_bytes
+        raise ShardwiseError(
+            f"{what} after `place`: {format_bytes(num_bytes)} of weights are on the host and only pass through the"
+            " devices",
+            remedy=remedy,
+        )
 
 
 def _computing_places(

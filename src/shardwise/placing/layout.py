@@ -17,7 +17,6 @@ from shardwise.placing.loads import Load, total_bytes
 from shardwise.placing.places import Place
 from shardwise.units import format_bytes
 
-_NEVER = float("inf")
 #: Of a small place's room, what the window may take.
 _WINDOW = 1 / 12
 
@@ -78,32 +77,25 @@ def lay_out(
     """
     count, num_stages = len(loads), len(ranks)
     may_cut = [not any(first < at <= last for first, last in inseparable) for at in range(count + 1)]
-    best: list[float] = [0.0] + [_NEVER] * count
-    back: list[list[int]] = []
+    # For each number of units that the stages until now have, how long the slowest takes, and which are whose.
+    best: dict[int, tuple[float, list[range]]] = {0: (0.0, [])}
     for stage, rank in enumerate(ranks):
         place, num_sharing = places[rank], ranks.count(rank)
         room, window = place.room_bytes / num_sharing, window_bytes(place) / num_sharing
-        after, choice = [_NEVER] * (count + 1), [0] * (count + 1)
-        for first in range(stage, count):
-            if best[first] == _NEVER or not may_cut[first]:
-                continue
+        after: dict[int, tuple[float, list[range]]] = {}
+        for first in sorted(best):
+            slowest, runs = best[first]
             for end in range(first + 1, count - (num_stages - stage - 1) + 1):
                 some = loads[first:end]
                 if least_bytes(part, some, num_in_flight, window) > room:
                     break
-                seconds = max(best[first], sum(load.cost for load in some) * num_sharing / place.speed)
-                if may_cut[end] and seconds < after[end]:
-                    after[end], choice[end] = seconds, first
+                seconds = max(slowest, sum(load.cost for load in some) * num_sharing / place.speed)
+                if may_cut[end] and (end not in after or seconds < after[end][0]):
+                    after[end] = seconds, [*runs, range(first, end)]
         best = after
-        back.append(choice)
-    if best[count] == _NEVER:
+    if count not in best:
         raise no_room(loads, places, ranks, num_in_flight=num_in_flight, part=part)
-    stages: list[range] = []
-    end = count
-    for choice in reversed(back):
-        stages.append(range(choice[end], end))
-        end = choice[end]
-    return stages[::-1]
+    return best[count][1]
 
 
 def no_room(

@@ -12,7 +12,6 @@ Links work beside the computation, both directions at once: a pass takes as long
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import NamedTuple
 
 from torch import nn
 
@@ -43,13 +42,6 @@ class Way:
     host_computes: bool = False
     #: Whether weights are read from disk: what that takes is not known, so it is for want of another way.
     reads_disk: bool = False
-
-
-class OffloadChoice(NamedTuple):
-    """The ways that there is room for, the best first, and what each would take."""
-
-    ways: Sequence[Way]
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +122,8 @@ class _Prices:
         return self._links[device.name]
 
 
-def decide(question: OffloadQuestion) -> OffloadChoice:
-    """The ways that there is room for, the fastest first, those that read a disk last."""
+def decide(question: OffloadQuestion) -> tuple[Sequence[Way], str]:
+    """The ways that there is room for, the fastest first, those that read a disk last; and what each would take."""
     prices = _Prices(question)
     candidates: list[Callable[[], Way | None]] = []
     for part in _parts_to_try(question):
@@ -152,7 +144,7 @@ def decide(question: OffloadQuestion) -> OffloadChoice:
     if not ways:
         raise refusals[-1]
     ways.sort(key=lambda way: (way.reads_disk, way.seconds))
-    return OffloadChoice(ways, _reason(question, ways, refusals, prices))
+    return ways, _reason(question, ways, refusals, prices)
 
 
 def _parts_to_try(question: OffloadQuestion) -> list[float | None]:

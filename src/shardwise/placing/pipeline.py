@@ -10,6 +10,7 @@ caller's own.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -54,10 +55,9 @@ class Pipeline:
         trains = torch.is_grad_enabled() and (trained or bool(given))
         microbatches = _cut(batch, min(self._options.microbatches, rows_of(batch)), given if trains else [])
         schedule, forwards = self._schedule(len(microbatches))
-        flight = _Flight(microbatches, {name: batch[name] for name in given if trains}, home_of(batch))
         modes = self._modes()
         rng = RngState(trains=trains) if self._draws.get(modes, True) else None
-        flight.microbatch_pass = MicrobatchPass(
+        microbatch_pass = MicrobatchPass(
             schedule if trains else forwards,
             self.split,
             self.places,
@@ -66,12 +66,14 @@ class Pipeline:
             rng=rng,
             activations=self._activations,
         )
-        joint = flight.microbatch_pass.forward()
+        joint, home = microbatch_pass.forward(), home_of(batch)
         if rng is not None:
             self._draws[modes] = rng.have_drawn
             if not rng.have_drawn:
                 rng.forget()
-        return flight.output(joint) if trains else _plain_output(joint, flight.home)
+        if not trains:
+            return joint.filled({number: joint.joined(number, home) for number in joint.tensors})
+        return _InFlight(microbatch_pass, microbatches, {name: batch[name] for name in given}, home).output(joint)
 
     def _schedule(self, count: int) -> tuple[Schedule, Schedule]:
         if count not in self._schedules:
@@ -95,13 +97,15 @@ def make_schedule(options: PlaceOptions, num_places: int, count: int) -> Schedul
     return schedule
 
 
-class _Flight:
+@dataclass(slots=True, eq=False)
+class _InFlight:
     """A pass between its forward and its backward, as autograd's two nodes see it."""
 
-    def __init__(self, microbatches: Sequence[Batch], inputs: dict[str, Tensor], home: torch.device) -> None:
-        self.microbatches, self.inputs, self.home = microbatches, inputs, home
-        self.microbatch_pass: MicrobatchPass | None = None
-        self.gradients: dict[int, Tensor] = {}
+    microbatch_pass: MicrobatchPass | None
+    microbatches: Sequence[Batch]
+    inputs: dict[str, Tensor]
+    home: torch.device
+    gradients: dict[int, Tensor] = field(default_factory=dict)
 
     def output(self, joint: Joint) -> Any:
         """The joined output, in autograd's graph."""
@@ -137,7 +141,7 @@ class _Backwards(torch.autograd.Function):
     """Its backward is that of all places."""
 
     @staticmethod
-    def forward(ctx: Any, flight: _Flight, anchor: Tensor, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, flight: _InFlight, anchor: Tensor, *inputs: Tensor) -> Tensor:
         ctx.flight = flight
         del inputs
         return anchor.clone()
@@ -152,7 +156,7 @@ class _Outputs(torch.autograd.Function):
     """The outputs of all microbatches, joined."""
 
     @staticmethod
-    def forward(ctx: Any, flight: _Flight, joint: Joint, numbers: list[int], trigger: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, flight: _InFlight, joint: Joint, numbers: list[int], trigger: Tensor) -> tuple[Tensor, ...]:
         del trigger
         ctx.flight, ctx.numbers = flight, numbers
         ctx.set_materialize_grads(False)
@@ -172,7 +176,3 @@ def _cut(batch: Batch, count: int, wanted: Sequence[str]) -> list[Batch]:
         {name: each.detach().requires_grad_() if name in wanted else each for name, each in microbatch.items()}
         for microbatch in cut_rows(batch, count)
     ]
-
-
-def _plain_output(joint: Joint, home: torch.device) -> Any:
-    return joint.filled({number: joint.joined(number, home) for number in joint.tensors})

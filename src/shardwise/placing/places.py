@@ -59,7 +59,10 @@ def find_places(
     """
     names = [_full_name(each) for each in ([devices] if isinstance(devices, str) else devices)]
     _check_names(names)
-    budgets = {_known(name, names, "budget"): _parsed(size) for name, size in (budget or {}).items()}
+    budgets = {
+        _known(name, names, "budget"): parse_bytes(size) if isinstance(size, str) else size
+        for name, size in (budget or {}).items()
+    }
     given = {_known(name, names, "speeds"): speed for name, speed in (speeds or {}).items()}
     for name, speed in given.items():
         if not speed > 0:
@@ -100,10 +103,6 @@ def _known(name: str, names: Sequence[str], what: str) -> str:
     if full not in names:
         raise unknown(f"device in {what}", name, names)
     return full
-
-
-def _parsed(size: str | int) -> int:
-    return parse_bytes(size) if isinstance(size, str) else size
 
 
 def _device(name: str) -> torch.device:

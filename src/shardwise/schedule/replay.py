@@ -201,11 +201,17 @@ def _read(event: Event) -> Instruction | None:
     return None
 
 
+def ranks_by_stages(trace: Trace) -> dict[tuple[int, ...], list[int]]:
+    """Ranks that compute the same stages, together, by these stages."""
+    found: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for rank, events in enumerate(trace.compute):
+        found[tuple(sorted({event.stage for event in events}))].append(rank)
+    return found
+
+
 def pipelines_of(trace: Trace) -> list[tuple[int, ...]]:
     """Ranks that hold the same stages are replicas: the first of each are a pipeline, and so on."""
-    alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for rank, events in enumerate(trace.compute):
-        alike[tuple(sorted({event.stage for event in events}))].append(rank)
+    alike = ranks_by_stages(trace)
     alike.pop((), None)
     return list(zip(*(alike[stages] for stages in sorted(alike)), strict=False))
 

@@ -24,6 +24,10 @@ class Cause(StrEnum):
     COLLECTIVE = "collective"  # It waits for a gather, a reduction, or activations on their way off or on the device.
 
 
+#: Bytes are on their way.
+EXPOSED = frozenset({Cause.TRANSFER, Cause.COLLECTIVE})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
     """An idle stretch of a rank. `on` names the event that it waits for and `on_rank` that event's rank, if known."""
@@ -40,8 +44,8 @@ class Gap:
         return self.end - self.start
 
 
-_BESIDE = frozenset({Lane.COLLECTIVE, Lane.OFFLOAD, Lane.RELOAD})
-_CAUSES = {Lane.SEND: Cause.TRANSFER, **dict.fromkeys(_BESIDE, Cause.COLLECTIVE)}
+BESIDE = frozenset({Lane.COLLECTIVE, Lane.OFFLOAD, Lane.RELOAD})
+_CAUSES = {Lane.SEND: Cause.TRANSFER, **dict.fromkeys(BESIDE, Cause.COLLECTIVE)}
 
 
 def gaps(trace: Trace) -> tuple[tuple[Gap, ...], ...]:
@@ -51,7 +55,7 @@ def gaps(trace: Trace) -> tuple[tuple[Gap, ...], ...]:
     """
     beside: list[list[Event]] = [[] for _ in range(trace.num_ranks)]
     for event in trace.events:
-        if event.lane in _BESIDE:
+        if event.lane in BESIDE:
             beside[event.rank].append(event)
     return tuple(
         tuple(_gaps_between(trace, rank, events, beside[rank])) for rank, events in enumerate(work_of_ranks(trace))

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from shardwise.errors import ShardwiseError
@@ -15,22 +16,9 @@ from shardwise.trace.events import Event, Holding, Lane, Trace, Traffic
 _FORMAT, _VERSION = "shardwise trace", 1
 _COLUMNS = Event._fields
 
-_Kinds = frozenset[type]
-_TEXT, _COUNT, _NUMBER = _Kinds({str}), _Kinds({int}), _Kinds({int, float})
-_COUNT_OR_NONE = _Kinds({int, type(None)})
-_KINDS: Mapping[str, _Kinds] = {
-    "name": _TEXT,
-    "rank": _COUNT,
-    "lane": _TEXT,
-    "start": _NUMBER,
-    "end": _NUMBER,
-    "stage": _COUNT,
-    "microbatch": _COUNT,
-    "held_at_start": _NUMBER,
-    "held_at_end": _NUMBER,
-    "after": _COUNT_OR_NONE,
-    "peer": _COUNT_OR_NONE,
-}
+#: What JSON has for the type of each field of an event.
+_JSON = {str: {str}, Lane: {str}, int: {int}, float: {int, float}, int | None: {int, NoneType}}
+_KINDS = {name: _JSON[hint] for name, hint in Event.__annotations__.items()}
 
 
 def save_trace(trace: Trace, path: Path) -> None:

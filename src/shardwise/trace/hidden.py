@@ -5,10 +5,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from statistics import median
 
+from shardwise.trace.attribution import BESIDE
 from shardwise.trace.events import Event, Lane, Trace
 from shardwise.trace.stretches import BUSY, Stretch, stretches
-
-_BESIDE = frozenset({Lane.COLLECTIVE, Lane.OFFLOAD, Lane.RELOAD})
 
 
 def hidden_of_ranks(trace: Trace, cut: Sequence[Sequence[Stretch]] | None = None) -> tuple[float, ...]:
@@ -29,7 +28,7 @@ def hidden_of_ranks(trace: Trace, cut: Sequence[Sequence[Stretch]] | None = None
 
 def _moving(trace: Trace) -> Iterator[tuple[int, float, float]]:
     for event in trace.events:
-        if event.lane in _BESIDE:
+        if event.lane in BESIDE:
             yield event.rank, event.start, event.end
         elif event.lane is Lane.SEND and event.peer is not None and not trace.is_measured:
             yield event.peer, event.start, event.end

@@ -10,7 +10,7 @@ from math import ceil, floor, log10
 from typing import NamedTuple
 
 from shardwise.trace import shapes
-from shardwise.trace.attribution import Cause, Gap, gaps, work_of_ranks
+from shardwise.trace.attribution import EXPOSED, Gap, gaps, work_of_ranks
 from shardwise.trace.events import Event, Lane, Trace
 from shardwise.trace.labels import WORDS, Chunks, chunks_of_ranks, parts_of, stages_of
 from shardwise.trace.memory import Curve, held_over_time
@@ -23,7 +23,6 @@ _LEAST_WIDTH, _MOST_WIDTH, _WIDEST_BOX = 640.0, 4800.0, 96.0
 _DIGIT = 6.6
 _MOST_TRANSFERS = 600
 _MOST_CURVES = 32
-_EXPOSED = frozenset({Cause.TRANSFER, Cause.COLLECTIVE})
 
 
 def to_svg(trace: Trace, *, title: str) -> str:
@@ -94,9 +93,9 @@ def _legend(work: list[list[Event]], chunks: tuple[Chunks, ...], found: list[Gap
     if entries and num_chunks > 1:
         kind = next(kind for kind in WORDS if kind in kinds)
         entries.append((shapes.colour_of(kind, 1, 2), "second chunk" if num_chunks == 2 else "later chunks"))
-    if any(gap.cause not in _EXPOSED for gap in found):
+    if any(gap.cause not in EXPOSED for gap in found):
         entries.append((shapes.IDLE, "idle"))
-    if any(gap.cause in _EXPOSED for gap in found):
+    if any(gap.cause in EXPOSED for gap in found):
         entries.append((shapes.EXPOSED, "exposed communication"))
     elements, x = [], 24.0
     for fill, word in entries:
@@ -142,7 +141,7 @@ def _box(event: Event, chunks: Chunks, frame: _Frame) -> str:
 
 def _gap(gap: Gap, frame: _Frame) -> str:
     x, width = frame.x(gap.start), frame.x(gap.end) - frame.x(gap.start)
-    fill = shapes.EXPOSED if gap.cause in _EXPOSED else shapes.IDLE
+    fill = shapes.EXPOSED if gap.cause in EXPOSED else shapes.IDLE
     tip = f"{gap.cause}: {_times(gap.start, gap.end)}"
     if gap.on is not None:
         tip += f", {gap.on} of rank {gap.on_rank}"

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
+from shardwise.explain.doctor.case import Finding
 from shardwise.explain.doctor.examine import examine
-from shardwise.explain.doctor.finding import Finding
 from shardwise.trace.run import Run
 from tests.explain.doctor.corpus import FAULTS, HEALTHY
 from tests.explain.doctor.patients import a_run, played

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.explain.doctor.case import Case
+from shardwise.explain.doctor.case import Case, Finding
 from shardwise.explain.doctor.examine import examine
-from shardwise.explain.doctor.finding import Finding
 from shardwise.explain.doctor.replicas import find_exposed_sum
 from shardwise.ranks.spawn import Ranks
 from shardwise.trace.events import Lane

@@ -1,10 +1,11 @@
 """Bubbles, and which schedule would shrink them; transfers between stages, too many or too small."""
 
 from collections.abc import Iterator
+from itertools import islice
 
-from shardwise.explain.doctor.case import Case
-from shardwise.explain.doctor.finding import Finding
-from shardwise.schedule.replay import Alternative, Replay
+from shardwise.explain.doctor.case import Case, Finding
+from shardwise.schedule.replay import Alternative
+from shardwise.trace.events import Lane
 from shardwise.units import format_bytes, format_number
 
 #: A bubble of less is what pipelines have.
@@ -20,8 +21,8 @@ def find_bubble(case: Case) -> Iterator[Finding]:
     replay = case.replay
     if replay is None or case.bubble_seconds < _LARGE_BUBBLE * case.step_seconds or len(replay.stage_seconds) < 2:
         return
-    found = _best_alternative(replay)
-    options = [] if found is None else [(found.plan, found.seconds)]
+    fitting = (each for each in replay.alternatives if each.held <= _NO_MORE_MEMORY * replay.held)
+    options = [(each.plan, each.seconds) for each in islice(fitting, 1)]
     doubled = replay.with_microbatches(2)
     if doubled is not None:
         options.append((f"microbatches={2 * case.num_microbatches}", doubled))
@@ -49,7 +50,8 @@ def find_transfers(case: Case) -> Iterator[Finding]:
     if replay is None or exposed < _MUCH_EXPOSED * case.step_seconds:
         return
     sent = [each for each in case.trace.traffic if each.peer is not None]
-    num_messages = sum(each.num_messages for each in sent) or case.num_transfers
+    sends = sum(event.lane is Lane.SEND for event in case.trace.events)
+    num_messages = sum(each.num_messages for each in sent) or sends
     mean_bytes = sum(each.num_bytes for each in sent) / num_messages if sent else None
     size = "" if mean_bytes is None else f" of {format_bytes(mean_bytes)} on average"
     evidence = (
@@ -61,8 +63,9 @@ def find_transfers(case: Case) -> Iterator[Finding]:
         single = [each for each in replay.alternatives if each.plan in ("schedule=1f1b", "schedule=zb-h1")]
         yield from _told(case, "many transfers", "activations are sent too often", evidence, single)
     elif mean_bytes is not None and mean_bytes < _SMALL_MESSAGE and case.num_microbatches >= 4:
-        half = _halved(replay)
-        options = [] if half is None else [Alternative(f"microbatches={case.num_microbatches // 2}", half, 0.0)]
+        # Half as many microbatches, each twice as large, cost half as many hops.
+        half = Alternative(f"microbatches={case.num_microbatches // 2}", replay.with_hops(0.5), 0.0)
+        options = [half] if half.seconds < replay.usual_seconds else []
         yield from _told(case, "small messages", "messages between stages are too small", evidence, options)
     else:
         eager = [each for each in replay.alternatives if each.plan == "schedule=eager-1f1b"]
@@ -77,14 +80,3 @@ def _told(case: Case, kind: str, problem: str, evidence: str, options: list[Alte
     if case.is_worth(gain):
         more = f"; a rank would hold {format_number(best.held, 3)} microbatches at most" if best.held else ""
         yield Finding(kind=kind, problem=problem, evidence=evidence + more, fix=best.plan, gain_seconds=gain)
-
-
-def _halved(replay: Replay) -> float | None:
-    """Half as many microbatches, each twice as large, cost half as many hops."""
-    seconds = replay.with_hops(0.5)
-    return seconds if seconds < replay.usual_seconds else None
-
-
-def _best_alternative(replay: Replay) -> Alternative | None:
-    fitting = [each for each in replay.alternatives if each.held <= _NO_MORE_MEMORY * replay.held]
-    return fitting[0] if fitting else None

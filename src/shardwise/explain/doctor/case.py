@@ -1,4 +1,4 @@
-"""What the doctor looks at: a run, where its time went, its step played again, what instructions usually take."""
+"""What the doctor looks at (a run, its step played again, what instructions usually take), and what it finds."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -7,8 +7,8 @@ from functools import cached_property
 from statistics import median
 
 from shardwise.explain.summary import Summary
-from shardwise.schedule.replay import Replay
-from shardwise.trace.events import Event, Lane
+from shardwise.schedule.replay import Replay, ranks_by_stages
+from shardwise.trace.events import Event
 from shardwise.trace.stretches import Part
 from shardwise.units import format_percent
 
@@ -17,6 +17,24 @@ WORTH = 0.03
 
 #: What instructions that are alike have in common: the letters of their parts, and their stage.
 Alike = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What is wrong, the numbers that say so, what to type, and what it would gain.
+
+    `kind` is one of the doctor's words for faults. `gain_seconds` is by how much the step would be shorter, from the
+    trace played again with the fix; None where a fix is for memory, or its gain cannot be played. `about` says what
+    kind of gain it is then.
+    """
+
+    kind: str
+    problem: str
+    evidence: str
+    fix: str
+    gain_seconds: float | None = None
+    about: str = ""
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,10 +69,7 @@ class Case(Summary):
     @cached_property
     def same(self) -> Sequence[Sequence[int]]:
         """Ranks that compute the same stages, together."""
-        found: dict[tuple[int, ...], list[int]] = {}
-        for rank, events in enumerate(self.trace.compute):
-            found.setdefault(tuple(sorted({event.stage for event in events})), []).append(rank)
-        return list(found.values())
+        return list(ranks_by_stages(self.trace).values())
 
     def waits(self, *beginnings: str, by_all: bool = False) -> float:
         """Seconds of standing still for what ranks that do the same, or all, do together and is called so; on average.
@@ -79,10 +94,6 @@ class Case(Summary):
             )
             for rank in self.cut
         ]
-
-    @cached_property
-    def num_transfers(self) -> int:
-        return sum(event.lane is Lane.SEND for event in self.trace.events)
 
     def is_worth(self, gain: float | None) -> bool:
         return gain is not None and gain >= WORTH * self.step_seconds

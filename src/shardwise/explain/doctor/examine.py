@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from shardwise.explain.doctor import balance, bubbles, host, memory, replicas
-from shardwise.explain.doctor.case import Case
-from shardwise.explain.doctor.finding import Finding
+from shardwise.explain.doctor.case import Case, Finding
 from shardwise.trace.run import Run
 
 Rule = Callable[[Case], Iterator[Finding]]

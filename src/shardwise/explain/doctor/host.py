@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from shardwise.explain.doctor.case import Case, usual_busy
-from shardwise.explain.doctor.finding import Finding
+from shardwise.explain.doctor.case import Case, Finding, usual_busy
 from shardwise.trace.stretches import Part
 
 _MUCH_HOST = 0.15

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from statistics import mean, median
 
-from shardwise.explain.doctor.case import Case
-from shardwise.explain.doctor.finding import Finding
+from shardwise.explain.doctor.case import Case, Finding, alike
 from shardwise.trace.stretches import Part
 from shardwise.units import format_bytes, format_percent
 
@@ -26,7 +25,9 @@ def find_imbalance(case: Case) -> Iterator[Finding]:
     total = max(sum(peak.values()) for peak in case.held)
     if usual <= 0 or state[fullest] < _UNEVEN * usual or state[fullest] - usual < 0.1 * total:
         return
-    owner = max(_STATE, key=lambda each: case.held[fullest].get(each, 0.0) - _usual_of(case, each, fullest))
+    others = [held for rank, held in enumerate(case.held) if rank != fullest]
+    more = {each: case.held[fullest].get(each, 0.0) - median(peak.get(each, 0.0) for peak in others) for each in _STATE}
+    owner = max(more, key=more.__getitem__)
     layers = case.layers
     stage = min((event.stage for event in case.trace.compute[fullest]), default=0)
     fix = f"layers=A+B+... in the plan, with fewer on stage {stage}"
@@ -46,10 +47,6 @@ def find_imbalance(case: Case) -> Iterator[Finding]:
         about=f"about {format_bytes((state[fullest] - usual) / 2)} less on rank {fullest}",
         ranks=(fullest,),
     )
-
-
-def _usual_of(case: Case, owner: str, but: int) -> float:
-    return median(peak.get(owner, 0.0) for rank, peak in enumerate(case.held) if rank != but)
 
 
 def find_nearly_full(case: Case) -> Iterator[Finding]:
@@ -88,7 +85,7 @@ def find_needless_recomputation(case: Case) -> Iterator[Finding]:
     factors = {}
     for rank, found in enumerate(case.cut):
         spent = sum(each.seconds for each in found if each.part is Part.RECOMPUTATION)
-        backward = sum(event.seconds for event in case.trace.compute[rank] if not _is_forward(event.name))
+        backward = sum(event.seconds for event in case.trace.compute[rank] if alike(event)[0] != "F")
         factors[rank] = 1 - spent / backward if backward > 0 else 1.0
     gain = case.replay.usual_seconds - case.replay.with_backward(factors)
     if case.is_worth(gain):
@@ -123,7 +120,3 @@ def find_idle_optimizer_memory(case: Case) -> Iterator[Finding]:
             fix="offload.optimizer=0",
             gain_seconds=optimizer * float(share),
         )
-
-
-def _is_forward(name: str) -> bool:
-    return next((each for each in name if not each.isdecimal()), "") == "F" and "&" not in name

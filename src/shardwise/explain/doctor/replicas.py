@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from shardwise.explain.doctor.case import Case
-from shardwise.explain.doctor.finding import Finding
+from shardwise.explain.doctor.case import Case, Finding
 from shardwise.units import format_bytes
 
 _MUCH_EXPOSED = 0.05

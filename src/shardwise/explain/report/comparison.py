@@ -4,8 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from html import escape as words
 
-from shardwise.explain.report.sections import held_text
-from shardwise.explain.report.text import caption, change_of, table
+from shardwise.explain.report.sections import caption, change_of, held_text, table
 from shardwise.explain.summary import Summary
 from shardwise.trace.events import Trace
 from shardwise.trace.labels import WORDS, chunks_of_ranks, parts_of

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from html import escape as words
 from importlib.resources import files
 
-from shardwise.explain.doctor.finding import Finding
+from shardwise.explain.doctor.case import Finding
 from shardwise.explain.report import sections
 from shardwise.explain.report.comparison import comparison
 from shardwise.explain.report.encode import LANES, PARTS, encode

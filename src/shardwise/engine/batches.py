@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from shardwise.engine.rank_device import batch_on
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
 from shardwise.ranks.mesh import Mesh
@@ -19,12 +20,15 @@ from shardwise.stages.stage import Batch
 class Batches:
     """Takes the part of this process. Every process is given the same batch."""
 
-    def __init__(self, plan: Plan, mesh: Mesh, *, pad: bool, context: ContextParallel | None) -> None:
-        self._plan, self._mesh, self._pad, self._context = plan, mesh, pad, context
+    def __init__(
+        self, plan: Plan, mesh: Mesh, *, device: torch.device, pad: bool, context: ContextParallel | None
+    ) -> None:
+        self._plan, self._mesh, self._device, self._pad, self._context = plan, mesh, device, pad, context
 
     def cut(self, batch: Batch) -> list[Batch]:
-        """The microbatches of this process."""
-        microbatches = cut_batch(rows_of(batch, self._plan, self._mesh), self._plan.microbatches, pad=self._pad)
+        """The microbatches of this process, on its device."""
+        rows = batch_on(rows_of(batch, self._plan, self._mesh), self._device)
+        microbatches = cut_batch(rows, self._plan.microbatches, pad=self._pad)
         return microbatches if self._context is None else [self._context.cut(each) for each in microbatches]
 
     def place(self, batch: Batch, microbatch: Batch, step: int) -> Place:

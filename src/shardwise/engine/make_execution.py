@@ -60,7 +60,7 @@ def make_execution(
         trainer=trainer,
         evaluator=evaluator,
         transport=transport,
-        batches=Batches(plan, wires.mesh, pad=options.pad, context=sharded.context),
+        batches=Batches(plan, wires.mesh, device=device, pad=options.pad, context=sharded.context),
         losses=losses,
         recorder=Recorder(
             schedule, wires, trainer.interpreters, transport, data=states.data, host=states.host,

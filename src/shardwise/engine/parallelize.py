@@ -13,6 +13,7 @@ from shardwise.engine.device_check import check_example
 from shardwise.engine.engine import Engine
 from shardwise.engine.preflight import check_alone, check_arguments, check_bucket_bytes, check_compiles, check_module
 from shardwise.engine.prepare import Options
+from shardwise.engine.rank_device import batch_on, device_of_rank, put_on
 from shardwise.planner.composition import check_composition
 from shardwise.planner.plan import Plan
 from shardwise.ranks.faults import LIMIT_SECONDS
@@ -86,6 +87,7 @@ def parallelize(
         masks=masks,
         bucket_bytes=bucket_bytes,
     )
+    example = _put_together(module, example)
     made = wires or make_wires(chosen, limit_seconds=_COMPILING_SECONDS if compile else LIMIT_SECONDS)
     try:
         return assemble(
@@ -96,6 +98,15 @@ def parallelize(
         if wires is None and made.watch is not None:
             made.watch.close()
         raise
+
+
+def _put_together(module: nn.Module, example: Batch) -> Batch:
+    """Have all of the module on this rank's device, and the example that is returned."""
+    device = device_of_rank(module, example)
+    put_on(module, device)
+    example = batch_on(example, device)
+    check_example(module, example)
+    return example
 
 
 def _checked(
@@ -122,6 +133,5 @@ def _checked(
     if not are_many:
         check_alone(chosen)
     check_module(module)
-    check_example(module, example)
     check_bucket_bytes(bucket_bytes)
     return chosen

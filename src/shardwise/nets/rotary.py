@@ -22,7 +22,9 @@ class Rotary(nn.Module):
         super().__init__()
         self.rope, self.dim = rope, dim
         self.scale = magnitude_of(rope)
-        self.register_buffer("frequencies", frequencies_of(rope, dim), persistent=False)
+        frequencies, device = frequencies_of(rope, dim), torch.get_default_device()
+        # Nobody would give them their numbers later, on the meta device.
+        self.register_buffer("frequencies", frequencies if device.type == "meta" else frequencies.to(device), False)
 
     def forward(self, positions: Tensor) -> Rotation:
         angles = positions[..., None].float() * self.frequencies.to(positions.device)

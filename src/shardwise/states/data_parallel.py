@@ -37,7 +37,7 @@ from shardwise.states.buckets.local_gradients import scale_all
 from shardwise.states.buckets.make import CHANNELS_OF_A_BUCKET, ParameterOwners, ZeroConfig, make_buckets
 from shardwise.states.buckets.offloaded_backward import OffloadedBackward
 from shardwise.states.buckets.offloaded_buckets import OffloadedBuckets
-from shardwise.states.buckets.optimizer_in_backward import OptimizerInBackward
+from shardwise.states.buckets.optimizer_in_backward import OptimizerInBackward, hands_over, refuse_gone
 from shardwise.states.buckets.reducer import Reducer
 from shardwise.states.buckets.state_bytes import Held, measure
 from shardwise.states.buckets.tensor_interface import Joining, TensorInterface, counted_places, sum_partial
@@ -215,6 +215,8 @@ class DataParallel:
             self._norm.measure_on_the_way()
         else:
             self._in_backward = OptimizerInBackward(states, find_scale)
+            for bucket in self._trained:
+                bucket.hands_over = hands_over(bucket)
 
     def held(self) -> Held:
         """What this rank holds now."""
@@ -226,8 +228,15 @@ class DataParallel:
         """A parameter of a stage of this rank, from the shards of all replicas."""
         return self._wholes.weight(name)
 
+    def keep_gradients(self) -> None:
+        """Have those of every step until the next one begins, also of weights that are updated in the backward."""
+        if self._in_backward is not None:
+            self._in_backward.keeps_gradients = True
+
     def whole_gradient(self, name: str) -> Tensor | None:
         """The gradient of a parameter in the last step, as it was given to the optimizer."""
+        if self._in_backward is not None and not self._in_backward.keeps_gradients:
+            refuse_gone(self._in_backward.done, name)
         return self._wholes.gradient(name, self._used)
 
     def whole_kept(self, name: str) -> Tensor:
@@ -284,9 +293,9 @@ class DataParallel:
         """The gradients of a bucket are on their way: its unit's backward is done."""
         if bucket.home.unit is not None:
             bucket.weights.let_go(bucket.home.unit)
-        self._backward.started(bucket)
         if is_last and self._in_backward is not None:
             self._in_backward.begun(bucket)
+        self._backward.started(bucket)
 
     def _is_final(self, bucket: Bucket) -> bool:
         """Whether gradients whose sum has begun are gone from here: a later one would be lost, or added to too much."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwise.dataflow.deferred_free import DeferredFree
 from shardwise.states.buckets.flat_layout import FlatLayout
 from shardwise.states.buckets.offloaded_weights import OffloadedShards, OffloadedWhole, Source
 from shardwise.states.buckets.weights import Presence
@@ -46,7 +47,7 @@ def make(kind: Any, dtype: torch.dtype, *, has_master: bool, seed: int) -> tuple
     exchange: Any = peers
     weights = kind(layout, [parameter], group, exchange, 0, dtype=dtype, is_sharded=kind is OffloadedShards)
     own = weights.shard
-    weights.move_in(copies, own.float() if has_master else None)
+    weights.move_in(copies, DeferredFree(0), own.float() if has_master else None)
     return weights, peers, copies
 
 

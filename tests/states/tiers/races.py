@@ -55,13 +55,15 @@ class BookEvent(Event):
 class RacyCopyStreams(CopyStreams):
     """A way to the host whose streams are books."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, beside: "RacyCopyStreams | None" = None) -> None:
+        """Those `beside` others have the same books and streams of their own to and from the host."""
         self.device, self._side = torch.device("cpu"), None
         self.die = random.Random(seed)
-        self._books = threading.RLock()
-        self._streams: defaultdict[str, Clock] = defaultdict(dict)
-        self._host: Clock = {}
-        self._noted: list[_Noted] = []
+        self._called = "" if beside is None else " beside"
+        self._books = threading.RLock() if beside is None else beside._books
+        self._streams: defaultdict[str, Clock] = defaultdict(dict) if beside is None else beside._streams
+        self._host: Clock = {} if beside is None else beside._host
+        self._noted: list[_Noted] = [] if beside is None else beside._noted
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype)
@@ -69,12 +71,12 @@ class RacyCopyStreams(CopyStreams):
     def to_device(self, here: Tensor, home: Tensor, after: Sequence[Event] = ()) -> Event:
         with self._books, torch.no_grad():
             here.view(-1).copy_(home.view(-1))
-            return self._note("in", [Touch(here, writes=True), Touch(home, writes=False)], after)
+            return self._note(f"in{self._called}", [Touch(here, writes=True), Touch(home, writes=False)], after)
 
     def to_host_after(self, home: Tensor, here: Tensor, after: Sequence[Event] = ()) -> Event:
         with self._books, torch.no_grad():
             home.view(-1).copy_(here.view(-1))
-            return self._note("out", [Touch(home, writes=True), Touch(here, writes=False)], after)
+            return self._note(f"out{self._called}", [Touch(home, writes=True), Touch(here, writes=False)], after)
 
     def computed(self) -> list[Event]:
         with self._books:

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from shardwise.dataflow.deferred_free import DeferredFree
 from shardwise.dataflow.streams import Event
 from shardwise.states.tiers import host_states as states
 from shardwise.states.tiers.host_states import HostStates
 from shardwise.states.tiers.residency import HandedGradient, MasterWeight
 from shardwise.states.tiers.state_prefetch import StatePrefetch
+from shardwise.states.tiers.swapped_storage import HostStorage, Swap
 from tests.states.tiers.races import RacyCopyStreams
 
 STEPS = 4
@@ -114,12 +116,21 @@ class Offloaded:
     """A weight that lives on the host with its gradient, and comes for each use."""
 
     has_gradient, scale = False, 0.5
+    hands_over_weight = hands_over_gradient = False
+    gradient_here: Tensor | None = None
+    weight_here: Tensor
 
     def __init__(self, weight: nn.Parameter, copies: RacyCopyStreams) -> None:
         self._copies = copies
         self.host, self.gradient = weight.detach().clone(), torch.empty_like(weight)
         self.sent: list[Event] = []
         self._renewed: list[Event] = []
+
+    def hold(self) -> bool:
+        raise AssertionError("nothing is handed over")
+
+    def is_updated(self) -> None:
+        """Nobody waits for that."""
 
     def is_renewed(self, events: Sequence[Event]) -> None:
         self._renewed += events
@@ -157,6 +168,100 @@ def test_updates_of_weights_that_live_on_the_host_are_ordered(seed: int, monkeyp
         host.step()
         other.step()
     host.wait()
+    assert all(torch.equal(offloaded[one].host, another) for one, another in zip(weights, plain, strict=True))
+    host.close()
+
+
+class BookedStorage(HostStorage):
+    """Whoever computes next may write to memory that was given back: that is noted."""
+
+    def _take_memory(self) -> None:
+        """It is there."""
+
+    def _give_memory(self) -> None:
+        assert isinstance(self._copies, RacyCopyStreams)
+        self._copies.compute(writes=[self.device])
+
+
+class HandedOver:
+    """A weight that lives on the host, and is updated where its backward has had it."""
+
+    scale = 0.5
+    hands_over_weight = hands_over_gradient = True
+
+    def __init__(self, weight: nn.Parameter, copies: RacyCopyStreams, leaving: DeferredFree) -> None:
+        self._copies, self._leaving = copies, leaving
+        self.storage = BookedStorage(weight.detach().clone(), copies, leaving)
+        self.gradient = torch.empty_like(weight)
+        self.sent: list[Event] = []
+        self.has_gradient = False
+        self.gradient_here: Tensor | None = None
+
+    @property
+    def host(self) -> Tensor:
+        return self.storage.host
+
+    @property
+    def weight_here(self) -> Tensor:
+        return self.storage.device
+
+    def hold(self) -> bool:
+        was_here = self.storage.state is Swap.HERE
+        self.storage.follow()
+        return was_here
+
+    def is_renewed(self, events: Sequence[Event]) -> None:
+        self.storage.is_written(events)
+        self.sent = [*self.sent, *events]
+
+    def is_updated(self) -> None:
+        self.storage.leave()
+        self.gradient_here = None
+
+    def use(self) -> None:
+        self.storage.follow()
+        self._copies.compute(reads=[self.storage.device])
+        self.storage.leave()
+
+    def backward(self, gradient: Tensor, *, stays: bool) -> None:
+        self.storage.follow()
+        self._copies.compute(reads=[self.storage.device], writes=[gradient])
+        self.sent, self.has_gradient = [self._copies.to_host(self.gradient, gradient, self.sent)], True
+        self._leaving.hold(self.sent[0], gradient)
+        if stays:
+            self.gradient_here = gradient
+        else:
+            self.storage.leave()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_updates_where_a_backward_has_left_weight_and_gradient_are_ordered(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    die = random.Random(seed)
+    monkeypatch.setattr(states, "SLOT_BYTES", die.choice([64, 200, 2**20]))
+    monkeypatch.setattr(states, "NUM_SLOTS", die.choice([1, 3]))
+    copies, weights = RacyCopyStreams(seed), make_weights()
+    beside, leaving = RacyCopyStreams(seed, beside=copies), DeferredFree(die.choice([0, 100, 10**6]))
+    plain = [nn.Parameter(each.detach().clone()) for each in weights]
+    offloaded = {each: HandedOver(each, copies, leaving) for each in weights}
+    host, other = HostStates({AdamW(weights): 8.0}, 0.0, beside, offloaded), AdamW(plain)
+    for _ in range(STEPS):
+        host.begin()
+        for each in weights:
+            offloaded[each].use()
+        for number in reversed(range(len(weights))):
+            gradient = torch.randn(weights[number].shape)
+            plain[number].grad = gradient * 0.5
+            offloaded[weights[number]].backward(gradient, stays=die.random() < 0.7)
+            if die.random() < 0.8:
+                host.ready([weights[number]])
+        host.step()
+        host.follow()
+        other.step()
+    host.wait()
+    for each in offloaded.values():
+        each.storage.wait()
     assert all(torch.equal(offloaded[one].host, another) for one, another in zip(weights, plain, strict=True))
     host.close()
 

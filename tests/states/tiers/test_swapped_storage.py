@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from shardwise.dataflow.deferred_free import DeferredFree
 from shardwise.dataflow.streams import Event
 from shardwise.states.tiers.swapped_storage import HostStorage, SourcedStorage, Swap
 from tests.states.tiers.late import LateCopyStreams
@@ -11,7 +12,7 @@ from tests.states.tiers.late import LateCopyStreams
 @pytest.mark.parametrize("seed", range(5))
 def test_a_storage_walks_through_the_states_of_the_table(seed: int) -> None:
     copies, device = LateCopyStreams(seed), torch.arange(6.0)
-    storage = HostStorage(device, copies)
+    storage = HostStorage(device, copies, DeferredFree(0))
     seen: list[tuple[Swap, bool]] = []
     # Whoever reserves memory writes it, so it is here; one that leaves twice is away all the same.
     for call in (None, storage.start, storage.follow, storage.leave, storage.reserve, storage.leave, storage.leave):
@@ -27,7 +28,7 @@ def test_a_storage_walks_through_the_states_of_the_table(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_what_is_written_on_the_device_is_there_when_it_comes_again(seed: int) -> None:
     copies, device = LateCopyStreams(seed), torch.zeros(6)
-    storage = HostStorage(device, copies)
+    storage = HostStorage(device, copies, DeferredFree(0))
     for number in range(1, 4):
         storage.start_part(slice(2, 4))
         storage.follow()
@@ -41,7 +42,7 @@ def test_what_is_written_on_the_device_is_there_when_it_comes_again(seed: int) -
 @pytest.mark.parametrize("seed", range(5))
 def test_numbers_that_are_renewed_on_the_host_come_after_they_are_there(seed: int) -> None:
     copies, device = LateCopyStreams(seed), torch.zeros(4)
-    storage, newer = HostStorage(device, copies), torch.ones(4)
+    storage, newer = HostStorage(device, copies, DeferredFree(0)), torch.ones(4)
     storage.follow()
     storage.is_renewed([copies.to_host_after(storage.host, newer)])
     assert storage.state is Swap.AWAY, "what is here is old"
@@ -72,7 +73,7 @@ class LazyCopyStreams(LateCopyStreams):
 
 def test_memory_is_freed_after_the_copy_into_it_though_nobody_has_used_it() -> None:
     copies, device = LazyCopyStreams(0), torch.arange(4.0)
-    storage = HostStorage(device, copies)
+    storage = HostStorage(device, copies, DeferredFree(0))
     storage.start()
     assert copies.num_waiting == 1
     storage.leave()
@@ -81,7 +82,7 @@ def test_memory_is_freed_after_the_copy_into_it_though_nobody_has_used_it() -> N
 
 def test_what_was_written_is_on_the_host_before_the_memory_goes_and_comes_again() -> None:
     copies, device = LazyCopyStreams(0), torch.arange(4.0)
-    storage = HostStorage(device, copies)
+    storage = HostStorage(device, copies, DeferredFree(0))
     storage.follow()
     device += 1
     storage.write_back([slice(0, 4)])

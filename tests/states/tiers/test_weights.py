@@ -51,12 +51,24 @@ def run(plan: str, optimizer: str = "adamw", clip: float | None = None) -> tuple
         patch.setattr(states, "SLOT_BYTES", 2048)
         patch.setattr(offloaded_buckets, "DEFERRED_FREE_BYTES", 1024)
         with make_engine(plan, optimizer, clip) as engine:
+            engine.states.data.keep_gradients()
             losses = going_on.train(engine, 0, STEPS)
             now = {name: each.clone() for name, each in engine.state_dict().items()}
             assert all(torch.equal(each, now[name]) for name, each in engine.numbers.items())
             gradients = {name: each.clone() for name, each in engine.gradients().items()}
             evaluated = engine.evaluate(going_on.batch(7))
             return losses, now, gradients, engine.optimizer_state_dict()["state"], evaluated, engine.host_bytes
+
+
+def test_gradients_that_were_not_kept_are_refused_with_what_keeps_them() -> None:
+    plan = "microbatches=2,offload.parameters=1"
+    with make_engine(plan) as engine:
+        going_on.train(engine, 0, 1)
+        with pytest.raises(ShardwiseError, match=r"is gone: with offload\.parameters a weight is updated as soon as"):
+            engine.gradients()
+    with make_engine(plan, clip=float("inf")) as engine:
+        going_on.train(engine, 0, 1)
+        assert engine.gradients().keys() == dict(engine.module.named_parameters()).keys()
 
 
 def assert_same(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> None:

@@ -10,7 +10,7 @@ from shardwise.states.buckets.bucketing import Home
 from shardwise.states.buckets.flat_layout import FlatLayout, Slot, Span
 from shardwise.states.buckets.gradients import ScatteredGradients, WholeGradients
 from shardwise.states.buckets.local_gradients import LocalGradients
-from shardwise.states.buckets.offloaded_weights import OffloadedWeights
+from shardwise.states.buckets.offloaded_weights import OffloadedWeights, OffloadedWhole
 from shardwise.states.buckets.weights import Weights
 
 
@@ -60,6 +60,10 @@ class Bucket:
         self.factor = 1.0
         #: Whether a step has a gradient for each piece, where gradients live on the host.
         self.gives = [False] * len(self.pieces)
+        #: Whether it lives on the host, and is updated in the backward: then its gradients are on the device still.
+        self.hands_over = False
+        #: How many of its pieces were updated in this step, where it lives on the host.
+        self.num_updated = 0
 
     @property
     def is_offloaded(self) -> bool:
@@ -71,6 +75,12 @@ class Bucket:
         if self.updates_whole:
             return [Span(slot, 0, slot.shape.numel(), slot.start) for slot in self.layout.slots]
         return self.layout.spans(rank)
+
+    @property
+    def stays_for_update(self) -> bool:
+        """Whether its weights are updated where the backward has had them, before they go home."""
+        weights, is_alone = self.weights, self.home.replicas.count == 1
+        return self.hands_over and isinstance(weights, OffloadedWhole) and weights.master is None and is_alone
 
     @property
     def kept(self) -> Tensor:
@@ -138,7 +148,7 @@ class Bucket:
     def give(self, used: list[bool]) -> None:
         """Give each piece its gradient. One that no replica used gets none, as on one device."""
         if self.is_offloaded:
-            self.gives = [used[piece.number] for piece in self.pieces]
+            self.gives, self.num_updated = [used[piece.number] for piece in self.pieces], 0
             return
         if self.local is not None:
             for piece in self.pieces:

@@ -59,8 +59,17 @@ class Gradients:
         self.used[number] = True
         return was_missing and not self._missing
 
-    def has_passed(self) -> None:
-        """A backward that is not the last of a step has added all its gradients."""
+    def has_passed(self) -> bool:
+        """A backward that is not the last of a step has added all its gradients; whether any have left."""
+        return False
+
+    def hand_over(self, *, keeps: bool) -> None:  # noqa: ARG002 - they stay in any case
+        """Have the sum here, to be updated with in the backward."""
+        self.finish(0)
+
+    def finish(self, step: int) -> None:
+        """Let the sum of a step be the result."""
+        raise NotImplementedError
 
     def settle(self) -> None:
         """Have sums that were begun go where they live: they are there already."""

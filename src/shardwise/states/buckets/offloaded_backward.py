@@ -25,6 +25,8 @@ class OffloadedBackward:
         self._first = {stage: each for each in reversed(order) for stage in each.home.stages}
         self._next = {one: after for one, after in itertools.pairwise(order) if one.home.stages == after.home.stages}
         self._summed: deque[Bucket] = deque()
+        #: Those that this backward is done with. A unit's gradients arrive in an order of their own.
+        self._over: set[Bucket] = set()
 
     def begin_step(self) -> None:
         """Nothing is under way."""
@@ -32,7 +34,8 @@ class OffloadedBackward:
 
     def begin(self, stage: int) -> None:
         """A stage's backward begins."""
-        _fetch(self._first.get(stage))
+        self._over.clear()
+        self._fetch(self._first.get(stage))
 
     def started(self, bucket: Bucket) -> None:
         """The sum of a bucket has begun: its unit's backward is done."""
@@ -44,17 +47,19 @@ class OffloadedBackward:
 
     def passed(self, bucket: Bucket) -> None:
         """A backward has added to a bucket that is not summed yet."""
-        bucket.trained.has_passed()
-        self._is_over(bucket)
+        if bucket.trained.has_passed():
+            self._is_over(bucket)
 
     def _is_over(self, bucket: Bucket) -> None:
         """A unit's backward is done with what lives on the host, unless it is there for a whole stage."""
         if isinstance(bucket.weights, OffloadedWhole):
             bucket.weights.leave()
-        _fetch(self._next.get(bucket))
+        self._over.add(bucket)
+        self._fetch(self._next.get(bucket))
 
-
-def _fetch(bucket: Bucket | None) -> None:
-    """Have come what the gradients of a bucket are added to, whose turn is next."""
-    if bucket is not None:
-        bucket.trained.fetch()
+    def _fetch(self, bucket: Bucket | None) -> None:
+        """Have come what gradients are added to, of the bucket whose turn is next."""
+        while bucket is not None and bucket in self._over:
+            bucket = self._next.get(bucket)
+        if bucket is not None:
+            bucket.trained.fetch()

@@ -9,10 +9,11 @@ from shardwise.cost.memory import DEFERRED_FREE_BYTES
 from shardwise.dataflow.deferred_free import DeferredFree
 from shardwise.dataflow.streams import Event
 from shardwise.states.buckets.bucket import Bucket
-from shardwise.states.buckets.offloaded_gradients import HostGradients, OffloadedGradients
+from shardwise.states.buckets.offloaded_gradients import HostGradients, OffloadedGradients, OffloadedWholeGradients
 from shardwise.states.buckets.offloaded_weights import OffloadedWeights
 from shardwise.states.tiers.copy_streams import CopyStreams
 from shardwise.states.tiers.residency import OffloadedWeight
+from shardwise.states.tiers.staging import spare_bytes
 
 
 class OffloadedPiece:
@@ -42,9 +43,42 @@ class OffloadedPiece:
     def sent(self) -> list[Event]:
         return host_gradients(self._bucket).sent
 
+    @property
+    def hands_over_weight(self) -> bool:
+        return self._bucket.stays_for_update
+
+    @property
+    def hands_over_gradient(self) -> bool:
+        return self._bucket.hands_over
+
+    @property
+    def gradient_here(self) -> Tensor | None:
+        gradients = self._bucket.gradients
+        here = gradients.here if isinstance(gradients, OffloadedWholeGradients) else None
+        return None if here is None else self._of(here)
+
+    def hold(self) -> bool:
+        return _weights_of(self._bucket).hold_for_update()
+
+    @property
+    def weight_here(self) -> Tensor:
+        return self._of(_weights_of(self._bucket).whole)
+
     def is_renewed(self, events: Sequence[Event]) -> None:
-        _weights_of(self._bucket).is_renewed(events)
         host_gradients(self._bucket).is_read(events)
+        if self.hands_over_weight:
+            _weights_of(self._bucket).storage.is_written(events)
+        else:
+            _weights_of(self._bucket).is_renewed(events)
+
+    def is_updated(self) -> None:
+        bucket = self._bucket
+        bucket.num_updated += 1
+        if bucket.num_updated == sum(bucket.gives):
+            if bucket.stays_for_update:
+                _weights_of(bucket).is_updated()
+            if isinstance(bucket.gradients, OffloadedWholeGradients):
+                bucket.gradients.here = None
 
     def _of(self, host: Tensor) -> Tensor:
         """Its numbers of what the bucket has on the host: of all of it, or of this rank's piece."""
@@ -95,13 +129,19 @@ class OffloadedBuckets:
 
     def move_in(self, copies: CopyStreams) -> None:
         """Take the host's memory."""
-        self._leaving = DeferredFree(DEFERRED_FREE_BYTES)
+        self._leaving, self._device, self._num_steps = DeferredFree(DEFERRED_FREE_BYTES), copies.device, 0
         for bucket in self.buckets:
-            _weights_of(bucket).move_in(copies, bucket.master)
+            _weights_of(bucket).move_in(copies, self._leaving, bucket.master)
             if isinstance(bucket.gradients, OffloadedGradients):
                 bucket.gradients.move_in(copies, self._leaving)
         for owners in self._owners:
             owners.move_in(copies, self._leaving)
+
+    def begin_step(self) -> None:
+        """A step begins. From the second one on, more memory may wait for its copies: part of what nobody needed."""
+        self._num_steps += 1
+        if self._num_steps == 2:
+            self._leaving.grow(spare_bytes(self._device))
 
     def wait(self) -> None:
         """Wait until what is on the host is the newest."""
@@ -110,10 +150,11 @@ class OffloadedBuckets:
         self._leaving.wait()
 
     def close(self) -> None:
-        """Bring all weights back for good."""
+        """Leave all weights on the host for good: the module's parameters are those from now on."""
         self.wait()
         for bucket in self.buckets:
-            _weights_of(bucket).come_back()
+            _weights_of(bucket).stay_home()
+        self._leaving.wait()
         for owners in self._owners:
             owners.close()
 

@@ -5,7 +5,8 @@
     zero 2 and 3    in every backward   gradients are summed to shards, which are added to what went home before
 
 On the device there is memory for one backward of a bucket. What is computed is what is computed without a host, in the
-same order: so are the sums, to the last bit. What a norm needs is computed by the device, on the way out.
+same order: so are the sums, to the last bit. What a norm needs is computed by the device, on the way out. If a bucket
+is updated in the backward, its gradients are handed over `here` when they are final, and do not go home at all.
 """
 
 from collections.abc import Callable, Sequence
@@ -85,6 +86,7 @@ class OffloadedWholeGradients(WholeGradients):
     """Those that are summed at the end of a step (zero 0 and 1)."""
 
     host: HostGradients
+    here: Tensor | None = None
     _lent: Tensor | None = None
     _arrives: Event | None = None
     _is_begun = False
@@ -100,7 +102,7 @@ class OffloadedWholeGradients(WholeGradients):
 
     def begin(self) -> None:
         super().begin()
-        self._lent, self._arrives, self._is_begun = None, None, False
+        self.here, self._lent, self._arrives, self._is_begun = None, None, None, False
 
     def fetch(self) -> None:
         if self._is_begun and self._lent is None:
@@ -128,15 +130,17 @@ class OffloadedWholeGradients(WholeGradients):
             self.used[number] = True
         parameter.grad = place
 
-    def has_passed(self) -> None:
+    def has_passed(self) -> bool:
         """They go home, also those that nobody was told of."""
         told = [number for number, each in enumerate(self.parameters) if each.grad is not None]
         for number in told:
             self._take(number, self.parameters[number], 0)
-        if self._lent is not None:
-            lent = self._let_go()
-            self.host.send(lent, slice(0, len(lent)))
-            self._is_begun = True
+        if self._lent is None:
+            return False
+        lent = self._let_go()
+        self.host.send(lent, slice(0, len(lent)))
+        self._is_begun = True
+        return True
 
     def start(self, step: int = 0) -> None:
         super().start(step)
@@ -151,6 +155,15 @@ class OffloadedWholeGradients(WholeGradients):
             own, length = lent.view(shard.size, -1)[shard.rank], self.layout.shard_length
             at = slice(0, len(lent)) if self._to_all else slice(shard.rank * length, (shard.rank + 1) * length)
             self.host.send(lent[at], at, own)
+
+    def hand_over(self, *, keeps: bool) -> None:
+        """Have the sum here, to be updated with; `keeps`: it goes home too."""
+        self.wait()
+        if keeps or self._lent is None:
+            self.here = self._lent
+            self.settle()
+        else:
+            self.here = self._let_go()
 
     def finish(self, step: int) -> None:  # noqa: ARG002 - there is one version of the weights
         self.settle()
@@ -207,6 +220,10 @@ class OffloadedScatteredGradients(ScatteredGradients):
             own = lent.view(self.replicas.shard.size, -1)[self.replicas.shard.rank].clone()
             self._pool.give_back(lent)
             self.host.send(own, slice(0, len(own)), own) if is_first else self.host.add(own)
+
+    def hand_over(self, *, keeps: bool) -> None:  # noqa: ARG002 - they are on their way home in every backward
+        """Have the sum where it lives, to be updated with."""
+        self.settle()
 
     def finish(self, step: int) -> None:  # noqa: ARG002 - there is one version of the weights
         """Let the sum of a step be the result: over the copies too, now that it is complete."""

@@ -24,6 +24,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from shardwise.dataflow.deferred_free import DeferredFree
 from shardwise.dataflow.streams import Event
 from shardwise.ranks.exchange import Ticket
 from shardwise.states.buckets.weights import Presence, Weights
@@ -46,11 +47,13 @@ class OffloadedWeights(Weights):
     #: Master weights of what this rank updates, if there are any.
     master: HostStorage | None = None
     own_source = Source.HOST
+    #: Whether they are here until they are updated, however many units let go of them.
+    is_held_for_update = False
 
-    def move_in(self, copies: CopyStreams, master: Tensor | None) -> None:
+    def move_in(self, copies: CopyStreams, leaving: DeferredFree, master: Tensor | None) -> None:
         """Take the host's memory, and give back the device's; so of master weights."""
-        self._storage = HostStorage(self.shard if self.is_sharded else self._flat, copies)
-        self.master = None if master is None else HostStorage(master, copies)
+        self._storage = HostStorage(self.shard if self.is_sharded else self._flat, copies, leaving)
+        self.master = None if master is None else HostStorage(master, copies, leaving)
 
     @property
     def storage(self) -> HostStorage:
@@ -70,9 +73,22 @@ class OffloadedWeights(Weights):
 
     def is_renewed(self, events: Sequence[Event]) -> None:
         """The numbers that this rank updates are new on the host once these events are reached."""
+        self.is_held_for_update = False
         self.leave()
         (self.master or self.storage).is_renewed(events)
         self.own_source = Source.HOST if self.master is None else Source.MASTER
+
+    def hold_for_update(self) -> bool:
+        """Have them here until all of them are updated; whether they were."""
+        was_here = self.presence is Presence.HERE
+        self.wait()
+        self.is_held_for_update = True
+        return was_here
+
+    def is_updated(self) -> None:
+        """All of them were updated here, and are on their way home."""
+        self.is_held_for_update = False
+        self.leave()
 
     def _bring_own(self, part: slice) -> None:
         """Have come what this rank updates of them."""
@@ -93,10 +109,9 @@ class OffloadedWeights(Weights):
         self._holders.clear()
         self.release()
 
-    def come_back(self) -> None:
-        """Be on the device for good."""
-        if self.master is not None:
-            self.master.follow()
+    def stay_home(self) -> None:
+        """Have the newest numbers on the host for good, and nothing on the device: no run of an engine follows."""
+        self.settle()
 
 
 class OffloadedWhole(OffloadedWeights):
@@ -104,9 +119,9 @@ class OffloadedWhole(OffloadedWeights):
 
     others_source = Source.HOST
 
-    def move_in(self, copies: CopyStreams, master: Tensor | None) -> None:
+    def move_in(self, copies: CopyStreams, leaving: DeferredFree, master: Tensor | None) -> None:
         self.wait()
-        super().move_in(copies, master)
+        super().move_in(copies, leaving, master)
         self.presence = Presence.AWAY
 
     def expire(self) -> None:
@@ -129,16 +144,20 @@ class OffloadedWhole(OffloadedWeights):
             self.others_source = Source.HOST
 
     def release(self) -> None:
-        if self._storage is None:
+        if self._storage is None or self.is_held_for_update:
             return
         if self.presence is Presence.COMING:
             self.wait()
         self._storage.leave()
         self.presence = Presence.AWAY
 
-    def come_back(self) -> None:
-        self.hold(self)
-        super().come_back()
+    def stay_home(self) -> None:
+        if self.own_source is Source.MASTER or self.others_source is Source.PEERS:
+            self.wait()  # What is newer elsewhere comes by way of the device, and goes home.
+        self.leave()
+        super().stay_home()
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            parameter.data = self.storage.host[slot.start : slot.stop].view(slot.shape)
 
     @property
     def _own(self) -> slice:
@@ -166,10 +185,6 @@ class OffloadedShards(OffloadedWeights):
         for each in (self._storage, self.master):
             if each is not None:
                 each.leave()
-
-    def come_back(self) -> None:
-        self._bring_own(slice(0, self.layout.shard_length))
-        super().come_back()
 
 
 class _Arrival:

@@ -28,6 +28,9 @@ class OwnedWeight:
 
     #: Gradients are multiplied before they go to owners.
     scale = 1.0
+    #: Wholes are made for updates alone: no backward has them.
+    hands_over_weight = hands_over_gradient = False
+    gradient_here = None
     gradient: Tensor
     storage: HostStorage
 
@@ -36,14 +39,24 @@ class OwnedWeight:
         self.has_gradient = False
         self.sent: list[Event] = []
 
-    def move_in(self, copies: CopyStreams) -> None:
+    def move_in(self, copies: CopyStreams, leaving: DeferredFree) -> None:
         """Take the host's memory, and give back the device's."""
-        self.storage = HostStorage(self.weight.detach(), copies)
+        self.storage = HostStorage(self.weight.detach(), copies, leaving)
         self.gradient = copies.pinned(self.weight.shape, self.weight.dtype)
 
     @property
     def host(self) -> Tensor:
         return self.storage.host
+
+    @property
+    def weight_here(self) -> Tensor:
+        return self.storage.device
+
+    def hold(self) -> bool:
+        raise NotImplementedError("nothing is handed over")
+
+    def is_updated(self) -> None:
+        """Nothing waits for that."""
 
     def is_renewed(self, events: Sequence[Event]) -> None:
         self.storage.is_renewed(events)
@@ -72,7 +85,7 @@ class OffloadedOwners(Owners):
         """Take the host's memory."""
         self._copies, self._leaving = copies, leaving
         for each in self.offloaded.values():
-            each.move_in(copies)
+            each.move_in(copies, leaving)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -106,9 +119,10 @@ class OffloadedOwners(Owners):
             self._send_back(some, wholes)
 
     def close(self) -> None:
-        """Bring the wholes back for good."""
+        """Leave the wholes on the host for good."""
         for each in self.offloaded.values():
-            each.storage.follow()
+            each.storage.wait()
+            each.weight.data = each.host
 
     def _wholes(self, read: Read) -> Iterator[tuple[Owned, Tensor]]:
         """This rank's parameters, whole, on the device: a few at a time."""

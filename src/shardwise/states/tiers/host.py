@@ -30,12 +30,14 @@ class OffloadedParameters(Protocol):
 
     def move_in(self, copies: CopyStreams) -> None: ...
 
+    def begin_step(self) -> None: ...
+
     def wait(self) -> None:
         """Wait until what is on the host is the newest."""
         ...
 
     def close(self) -> None:
-        """Bring all weights back for good."""
+        """Leave all weights on the host for good."""
         ...
 
 
@@ -56,10 +58,12 @@ class Host:
         offloaded: OffloadedParameters | None,
     ) -> None:
         self.copies, self._offloaded, share = CopyStreams(device), offloaded, plan.offload
+        # States wait for staging buffers, and must not keep weights waiting that come for the next unit.
+        self._state_copies = CopyStreams(device)
         self.states: HostStates | None = None
         if share.optimizer or share.parameters:
             weights = {} if offloaded is None else offloaded.weights
-            states = HostStates(optimizers, share.optimizer, self.copies, weights)
+            states = HostStates(optimizers, share.optimizer, self._state_copies, weights)
             num_bytes = 0 if offloaded is None else offloaded.num_bytes
             check_room(plan, states.planned_bytes + num_bytes, gather)
             self.states = states
@@ -69,6 +73,8 @@ class Host:
 
     def begin_step(self) -> None:
         """A step begins."""
+        if self._offloaded is not None:
+            self._offloaded.begin_step()
         if self.states is not None:
             self.states.begin()
 
@@ -84,11 +90,12 @@ class Host:
                 each.wait()
 
     def close(self) -> None:
-        """Wait for what is under way, and end threads. State stays where it is, weights come back."""
+        """Wait for what is under way, and end threads. State and weights stay where they are."""
         for each in (self.states, self._offloaded, self.activations):
             if each is not None:
                 each.close()
         self.copies.close()
+        self._state_copies.close()
 
 
 def make_host(

@@ -41,6 +41,11 @@ _LEAST_BUFFERS = 3
 _LARGER_IF_PACED = 2
 
 
+#: Where weights come over the same link, states that come ahead keep the first units waiting (Llama-3B on an H200, the
+#: batch at once: 14,700 tokens/s, and 13,900 with as many buffers as there was memory for).
+_MOST_BESIDE_WEIGHTS = 8
+
+
 class HostStates:
     """The state of a part of the weights of some optimizers, on the host.
 
@@ -206,11 +211,12 @@ class HostStates:
             event for part, each in staged for event in self._states[part.weight].residency.bring(part, each)
         ]  # fmt: skip
         outgoing: list[tuple[Tensor, Tensor]] = []
-        events = self._copies.run_after(partial(self._run, one, staged, outgoing), [*after, *brought[-1:]])
+        weights: list[tuple[Tensor, Tensor]] = []
+        events = self._copies.run_after(partial(self._run, one, staged, weights, outgoing), [*after, *brought])
         for state in {self._states[part.weight] for part, _ in staged}:
             if state.residency.is_on_device:
                 state.renewed.extend(events)
-        return Written(events, outgoing)
+        return Written(events, [*weights, *outgoing], [here for _, here in weights])
 
     def is_sent(self, one: Chunk, events: list[Event]) -> None:
         """Tell those that live on the host."""
@@ -247,13 +253,19 @@ class HostStates:
             self._may_grow = False
             every = [self.incoming(each) for each in self._chunks]
             largest = max(Packing.of([*each.host, *each.reserved]).num_bytes for each in every)
-            self._buffers.grow(min(NUM_SLOTS + spare_bytes(self._copies.device) // max(largest, 1), len(every)))
+            comes_with_weights = any(isinstance(state.residency, HostResidency) for state in self._states.values())
+            most = min(len(every), _MOST_BESIDE_WEIGHTS if comes_with_weights else len(every))
+            self._buffers.grow(min(NUM_SLOTS + spare_bytes(self._copies.device) // max(largest, 1), most))
 
     @torch.no_grad()
     def _run(
-        self, one: Chunk, staged: Sequence[tuple[WeightSlice, Places]], outgoing: list[tuple[Tensor, Tensor]]
+        self,
+        one: Chunk,
+        staged: Sequence[tuple[WeightSlice, Places]],
+        weights: list[tuple[Tensor, Tensor]],
+        outgoing: list[tuple[Tensor, Tensor]],
     ) -> None:
-        """Step on what is here, and say what goes home."""
+        """Step on what is here, and say what goes home of weights and of states."""
         states = [self._states[part.weight] for part, _ in staged]
         substitutes = [
             Substitute(part.weight, state.residency.stand_in(part, places), state.given(places))
@@ -263,7 +275,7 @@ class HostStates:
         found = step_on(one.optimizer, substitutes)
         for state, (part, places) in zip(states, staged, strict=True):
             state.residency.finish(part, places)
-            outgoing += state.residency.outgoing(part, places)
+            weights += state.residency.outgoing(part, places)
         new = [
             (state, key, value)
             for state, entries in zip(states, found, strict=True)

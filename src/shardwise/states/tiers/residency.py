@@ -5,8 +5,11 @@
     HandedGradient     device         handed over     nothing                   nothing
     MasterWeight       host, fp32     handed over     the master weight         the master weight
     HostResidency      host           host            weight, then gradient     the weight
+      in a backward    device         device          nothing                   the weight
 
-A `MasterWeight` is of a parameter on the device that is computed with, in less than full precision.
+A weight that lives on the host is on the device for its backward, and so is its gradient when that is over. If it is
+updated then, neither needs to come once more. A `MasterWeight` is of a parameter on the device that is computed with,
+in less than full precision.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,6 +34,11 @@ class WeightSlice(NamedTuple):
     weight: nn.Parameter
     rows: slice | None
 
+    @property
+    def first(self) -> int:
+        """The row that it begins with."""
+        return 0 if self.rows is None else int(self.rows.start)
+
     def of(self, tensor: Tensor) -> Tensor:
         """What belongs to it of the weight, or of something that has a number for each of the weight's."""
         return tensor if self.rows is None else tensor[self.rows]
@@ -52,6 +60,26 @@ class OffloadedWeight(Protocol):
     def sent(self) -> Sequence[Event]: ...
     @property
     def scale(self) -> float: ...
+
+    #: Whether updates are expected while weight and gradient are on the device, for a backward that is just over.
+    @property
+    def hands_over_weight(self) -> bool: ...
+    @property
+    def hands_over_gradient(self) -> bool: ...
+
+    #: On the device: the weight, after `hold`, and the gradient, if it is there.
+    @property
+    def weight_here(self) -> Tensor: ...
+    @property
+    def gradient_here(self) -> Tensor | None: ...
+
+    def hold(self) -> bool:
+        """Have the weight on the device until it is updated; whether it was there."""
+        ...
+
+    def is_updated(self) -> None:
+        """All of it was updated in this step."""
+        ...
 
     def is_renewed(self, events: Sequence[Event]) -> None:
         """The numbers on the host are new once these events are reached."""
@@ -115,37 +143,70 @@ class Residency:
 class HostResidency(Residency):
     """A weight that lives on the host with its gradient."""
 
-    is_on_device = False
-
     def __init__(self, weight: nn.Parameter, offloaded: OffloadedWeight, copies: CopyStreams) -> None:
         super().__init__(weight)
         self._offloaded, self._copies = offloaded, copies
+        #: Gradients that were not on the device when they were expected to be, by where they begin in the weight.
+        self._brought: dict[int, Tensor] = {}
+        self._has_ended = False
+
+    @property
+    def is_on_device(self) -> bool:  # type: ignore[override]
+        return self._offloaded.hands_over_weight
 
     @property
     def has_gradient(self) -> bool:
         return self._offloaded.has_gradient
 
     def incoming(self, part: WeightSlice) -> dict[str, Tensor]:
-        return {WEIGHT: part.of(self._offloaded.host)}
+        return {} if self._offloaded.hands_over_weight else {WEIGHT: part.of(self._offloaded.host)}
 
     def reserved(self, part: WeightSlice) -> dict[str, Tensor]:
-        return {GRADIENT: part.of(self._offloaded.gradient)}
+        return {} if self._offloaded.hands_over_gradient else {GRADIENT: part.of(self._offloaded.gradient)}
 
     def bring(self, part: WeightSlice, places: Places) -> list[Event]:
-        return [self._copies.to_device(places[GRADIENT], part.of(self._offloaded.gradient), self._offloaded.sent)]
+        was_here = not self._offloaded.hands_over_weight or self._offloaded.hold()
+        events = [] if was_here else self._copies.computed()
+        if GRADIENT not in places and self._offloaded.gradient_here is not None:
+            return events
+        host, after = part.of(self._offloaded.gradient), list(self._offloaded.sent)
+        place = places.get(GRADIENT)
+        if place is None:
+            place = self._brought[part.first] = torch.empty_like(host, device=self._copies.device)
+            after += self._copies.computed()
+        return [*events, self._copies.to_device(place, host, after)]
 
-    def stand_in(self, part: WeightSlice, places: Places) -> nn.Parameter:  # noqa: ARG002 - all of it is staged
-        found = nn.Parameter(places[WEIGHT])
-        scale = self._offloaded.scale
-        gradient = places[GRADIENT] if scale == 1.0 else places[GRADIENT].mul_(scale)
-        found.grad = gradient.to(found.dtype)
+    def stand_in(self, part: WeightSlice, places: Places) -> nn.Parameter:
+        found = nn.Parameter(self._numbers(part, places))
+        found.grad = self._scaled(part, places).to(found.dtype)
         return found
 
+    def end(self) -> None:
+        self._has_ended = True
+
     def outgoing(self, part: WeightSlice, places: Places) -> list[tuple[Tensor, Tensor]]:
-        return [(part.of(self._offloaded.host), places[WEIGHT])]
+        return [(part.of(self._offloaded.host), self._numbers(part, places))]
 
     def is_sent(self, events: Sequence[Event]) -> None:
         self._offloaded.is_renewed(events)
+        if self._has_ended:
+            self._has_ended = False
+            self._offloaded.is_updated()
+
+    def _numbers(self, part: WeightSlice, places: Places) -> Tensor:
+        return places[WEIGHT] if WEIGHT in places else part.of(self._offloaded.weight_here)
+
+    def _scaled(self, part: WeightSlice, places: Places) -> Tensor:
+        scale = self._offloaded.scale
+        if GRADIENT in places:
+            return places[GRADIENT] if scale == 1.0 else places[GRADIENT].mul_(scale)
+        found = self._brought.pop(part.first, None)
+        if found is None:
+            here = self._offloaded.gradient_here
+            assert here is not None, "it was brought, or is on the device still"
+            found = part.of(here)
+        _use_here(found)
+        return found if scale == 1.0 else found * scale
 
 
 class HandedGradient(Residency):

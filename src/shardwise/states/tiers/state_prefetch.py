@@ -48,10 +48,14 @@ class Incoming(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Marks behind an update, and what it has written: where it lives, and where it is."""
+    """Events behind an update, and what it has written: where it lives, and where it is.
+
+    `lasting` is of that what stays where it is until somebody else lets go of it.
+    """
 
     events: list[Event]
     outgoing: list[tuple[Tensor, Tensor]]
+    lasting: Sequence[Tensor] = ()
 
 
 class Owner(Protocol[_OfOwner]):
@@ -211,7 +215,9 @@ class StatePrefetch(Generic[R]):
 
     def _own_memory_of(self, item: Item[R], written: Written) -> list[Tensor]:
         """Memory that an optimizer has taken by itself, as in its first step. It is nobody's when it was copied."""
-        return [here for _, here in written.outgoing if not self._buffers.has(item.buffer, here)]
+        lasting = {id(each) for each in written.lasting}
+        every = [here for _, here in written.outgoing if id(here) not in lasting]
+        return [here for here in every if not self._buffers.has(item.buffer, here)]
 
     def _next(self) -> Item[R] | None:
         """The chunk that is to come next: one that was asked for, or else the one that is expected to be."""

@@ -1,0 +1,59 @@
+"""The device of a rank, and a module put there: all of it, whatever was left elsewhere.
+
+Where a module or its batches are on an accelerator, that is the rank's device. Where both are on the CPU it is the CPU;
+unless processes talk over NCCL: then each has a GPU of its own, and means to use it.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.engine.device_check import check_devices
+from shardwise.torch_private import buffer_slots
+
+_CPU = torch.device("cpu")
+
+
+def device_of_rank(module: nn.Module, example: Any) -> torch.device:
+    """Where this process computes. A module on several accelerators is refused: a plan has one for a rank."""
+    sizes: Counter[torch.device] = Counter()
+    for each in module.parameters():
+        sizes[each.device] += each.numel()
+    places = [each for each, _ in sizes.most_common() if each.type not in ("cpu", "meta")]
+    if len(places) > 1:
+        check_devices(module)
+    entries = example.values() if isinstance(example, Mapping) else ()
+    places += [each.device for each in entries if isinstance(each, Tensor) and each.device.type not in ("cpu", "meta")]
+    if places:
+        return places[0]
+    if torch.cuda.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
+        return torch.device("cuda", torch.cuda.current_device())
+    return _CPU
+
+
+@torch.no_grad()
+def put_on(module: nn.Module, device: torch.device) -> None:
+    """Put the parameters and buffers that have numbers on a device. The parameters stay the same objects."""
+    for each in module.parameters():
+        if _is_elsewhere(each, device):
+            each.data = each.data.to(device)
+            each.grad = None
+    for owner in module.modules():
+        held = buffer_slots(owner)
+        held.update({key: each.to(device) for key, each in held.items() if _is_elsewhere(each, device)})
+
+
+def batch_on(batch: Any, device: torch.device) -> Any:
+    """A batch whose tensors are on a device."""
+    if not isinstance(batch, Mapping):
+        return batch
+    moved = {key: each.to(device, non_blocking=True) for key, each in batch.items() if _is_elsewhere(each, device)}
+    return type(batch)({**batch, **moved}) if moved else batch
+
+
+def _is_elsewhere(each: Any, device: torch.device) -> bool:
+    return isinstance(each, Tensor) and not each.is_meta and each.device != device

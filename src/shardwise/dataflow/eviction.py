@@ -111,7 +111,11 @@ Policy = LeastRecentlyUsed | AdaptiveReplacement
 
 def make_policy(name: str, position: Callable[[], tuple[int, int]]) -> Policy:
     """A policy by its name: `lru`, `arc` or `next-use`."""
-    makers = {"lru": LeastRecentlyUsed, "arc": AdaptiveReplacement, "next-use": partial(NextUse, position)}
+    makers: dict[str, Callable[[], Policy]] = {
+        "lru": LeastRecentlyUsed,
+        "arc": AdaptiveReplacement,
+        "next-use": partial(NextUse, position),
+    }
     if name not in makers:
         raise unknown("eviction", name, list(makers))
     return makers[name]()

@@ -17,7 +17,7 @@ _FORMAT, _VERSION = "shardwise trace", 1
 _COLUMNS = Event._fields
 
 #: What JSON has for the type of each field of an event.
-_JSON = {str: {str}, Lane: {str}, int: {int}, float: {int, float}, int | None: {int, NoneType}}
+_JSON: dict[object, set[type]] = {str: {str}, Lane: {str}, int: {int}, float: {int, float}, int | None: {int, NoneType}}
 _KINDS = {name: _JSON[hint] for name, hint in Event.__annotations__.items()}
 
 

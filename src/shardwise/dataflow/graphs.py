@@ -93,13 +93,13 @@ class Graphs:
         self._end = ends[-1][-1]
         return [events[number] for number in range(len(self._steps))]
 
-    def relaunch(self, failures: Failures, imported: Sequence[Copy]) -> "Relaunch | None":
+    def relaunch(self, failures: Failures, needs: Sequence[Copy]) -> "Relaunch | None":
         """How to launch the one graph again if nothing happens meanwhile; None if there are several, or it waits."""
         segment, end = self._segments[0], self._end
         if len(self._segments) > 1 or segment.graph is None or end is None or end.cuda_event is None:
             return None
         assert isinstance(segment.stream, CudaStream), "only a GPU's steps are in a graph"
-        watched = [(copy.imported, copy.imported_version) for copy in imported if copy.imported is not None]
+        watched = [(copy.imported, copy.imported_version) for copy in needs if copy.imported is not None]
         mover = self._mover
         return Relaunch(segment.graph.replay, segment.stream, end, mover, failures, watched, mover.num_changes)
 

@@ -53,7 +53,7 @@ class Machine(Dispatcher):
 
     def measure(self) -> dict[tuple[str, str], Link]:
         """Measure every link but the disk's, by copying, and return what was found."""
-        if self.mover.journal is None or not self.mover.journal.is_reckoned:
+        if self.mover.reckoned is None:
             measure_links(self.mover)
         names = self.place_names
         return {(names[one], names[other]): link for (one, other), link in self.mover.routes.links.items()}

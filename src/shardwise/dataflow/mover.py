@@ -63,6 +63,8 @@ class Mover:
         self.chunk_bytes = chunk_bytes
         self._host = next(place for place in places if place.kind is Kind.HOST)
         self._disk = next(place for place in places if place.kind is Kind.DISK)
+        #: The journal by which time is reckoned, where it is.
+        self.reckoned = journal if journal is not None and journal.is_reckoned else None
         if journal is not None:
             for place in places:
                 place.memory.on_wait = journal.host_waited
@@ -82,7 +84,7 @@ class Mover:
         if work.num_bytes:
             self._count(work)
         if self.journal is not None:
-            return self.journal.put(stream, run, after, work, lambda run: stream.put(run, after, blame))
+            return self.journal.put(stream, run, after, blame, work)
         return stream.put(run, after, blame)
 
     def fetch(self, data: Data, target: Place) -> Copy:
@@ -228,7 +230,7 @@ class Mover:
 
     def _arrival_seconds(self, copy: Copy, target: Place) -> float:
         ready = 0.0
-        if self.journal is not None and self.journal.is_reckoned:
+        if self.reckoned is not None:
             ready = copy.writer.end_seconds if copy.writer is not None else 0.0
             ready = max(ready, _stream_for(self.places[copy.place], target).tail_seconds)
         return ready + self.routes.seconds(self.places[copy.place], target, copy.num_bytes)

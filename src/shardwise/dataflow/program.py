@@ -35,8 +35,7 @@ class _Fixed:
     """A program whose steps are the same each time."""
 
     steps: list[Step]
-    needs: list[Copy]
-    imported: list[Copy]  # Those of them that are users' tensors.
+    needs: list[tuple[Data, Copy]]
     left: list[_Left]
     num_transfers: int
 
@@ -112,20 +111,16 @@ class Program:
         if fixed is None:
             self._dispatch()
             return
-        for copy in fixed.imported:
-            data = copy.owner()
-            assert data is not None, "a program keeps its data"
+        for data, copy in fixed.needs:
             copy.check_unchanged(data.name)
         self._put(fixed)
         if self._graphs is not None:
-            self._relaunch = self._graphs.relaunch(machine.failures, fixed.imported)
+            self._relaunch = self._graphs.relaunch(machine.failures, [copy for _, copy in fixed.needs])
 
     def _put(self, fixed: _Fixed) -> None:
         """Bring what is missing, put the steps, and leave copies as the steps do."""
         mover = self._machine.mover
-        for copy in fixed.needs:
-            data = copy.owner()
-            assert data is not None, "a program keeps its data"
+        for data, copy in fixed.needs:
             if not copy.valid:
                 mover.fetch(data, mover.places[copy.place])
         start = latest([event for left in fixed.left for event in left.copy.busy_until()])
@@ -180,11 +175,9 @@ def _fix(machine: Dispatcher, calls: list[Call], used: list[Data]) -> _Fixed | N
             for call in calls:
                 machine.issue(call)
             if [copy.valid for copy in copies] == start:
-                needs = _needed(calls, copies)
                 return _Fixed(
                     steps=mover.tape,
-                    needs=needs,
-                    imported=[copy for copy in needs if copy.imported is not None],
+                    needs=_needed(calls),
                     left=[_left_of(copy) for copy in copies],
                     num_transfers=mover.num_transfers,
                 )
@@ -197,14 +190,14 @@ def _fix(machine: Dispatcher, calls: list[Call], used: list[Data]) -> _Fixed | N
             copy.valid, copy.writer, copy.reader, copy.copied = valid, writer, reader, copied
 
 
-def _needed(calls: list[Call], copies: list[Copy]) -> list[Copy]:
+def _needed(calls: list[Call]) -> list[tuple[Data, Copy]]:
     """Copies that have to be valid before the first step: of all data that are read before they are written."""
-    needed: set[Data] = set()
+    needed: dict[Data, None] = {}
     made: set[Data] = set()
     for call in calls:
-        needed |= set(call.reads) - made
+        needed |= dict.fromkeys(data for data in call.reads if data not in made)
         made |= set(call.writes)
-    return [copy for copy in copies if copy.valid and copy.owner() in needed]
+    return [(data, copy) for data in needed for copy in data.valid_copies]
 
 
 def _left_of(copy: Copy) -> _Left:

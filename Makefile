@@ -6,7 +6,7 @@ TORCH := 2.13.0
 # Older than pyproject.toml, or absent: the environment is made or brought up to date.
 INSTALLED := $(VENV)/.installed
 
-.PHONY: run test browser lint format bench clean
+.PHONY: run test test-gpu browser lint format bench clean
 
 run: $(INSTALLED)
 	$(BIN)/shardwise train
@@ -21,6 +21,18 @@ test: $(INSTALLED) browser
 	cat "$$said"; rm -f "$$said"; \
 	[ $$lint = 0 ] || echo "error: the linter, the formatter or the type checker is not content: see above" >&2; \
 	[ $$tests = 0 ] && [ $$lint = 0 ]
+
+# On a machine with a GPU, with the torch that it has: every plan over NCCL against one device, then the tests that need
+# a GPU. Nothing is installed; what cannot be run is said.
+GPU_PYTHON := $(or $(PYTHON),python3)
+GPU_TESTS := $(wildcard tests/*/test_gpu*.py tests/*/*/test_gpu*.py)
+test-gpu:
+	PYTHONPATH=src:. $(GPU_PYTHON) -m tests.gpu.every_plan --write
+	@if $(GPU_PYTHON) -c 'import pytest' 2>/dev/null; then \
+	    PYTHONPATH=src:. $(GPU_PYTHON) -m pytest -q -p no:cacheprovider $(GPU_TESTS); \
+	else \
+	    echo "skipped, as pytest is not installed: $(GPU_TESTS)"; \
+	fi
 
 # Tests of the report page open it in a real browser. Where none can be installed they are skipped, and say so.
 browser:

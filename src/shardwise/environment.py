@@ -47,13 +47,33 @@ def replace_all(variables: dict[str, str]) -> None:
     os.environ.update(variables)
 
 
-def allow_many_streams() -> None:
-    """Let a GPU keep the streams of this process apart, unless somebody has said otherwise. Before CUDA starts.
+def keep_streams_apart() -> None:
+    """Let nothing in one stream of a GPU wait for another, unless somebody has said otherwise. Before CUDA starts.
 
-    By default it has 8 queues for all streams. Two streams in one queue wait for each other's events: seen on an H200
-    (torch 2.11), a pipeline stood still for good, whose next send was queued behind a wait for what it was to bring.
+    A receive over NCCL is a kernel that runs until the other rank has sent. What must not wait for it:
+
+    - Streams in its queue. By default there are 8 for all streams, and two in one queue wait for each other's events:
+      a pipeline stood still for good, whose next send was queued behind a wait for what it was to bring.
+    - Kernels that are used for the first time. By default each is loaded then, which waits for all that runs: two
+      pipelines with experts, whose shapes change, stood still (both seen on an H200, torch 2.11).
     """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+
+
+def share_gpu(rank: int) -> None:
+    """Let this rank talk over NCCL with others on the same GPU. Before NCCL starts.
+
+    It refuses two ranks on one device of a machine. Told that each is a machine of its own it goes over sockets, which
+    is slow and right.
+    """
+    os.environ.update(
+        NCCL_HOSTID=f"host{rank}",
+        NCCL_SOCKET_IFNAME="lo",
+        NCCL_IB_DISABLE="1",
+        NCCL_SHM_DISABLE="1",
+        NCCL_P2P_DISABLE="1",
+    )
 
 
 def num_cores() -> int:

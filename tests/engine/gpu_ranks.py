@@ -1,17 +1,10 @@
-"""What ranks do that share one GPU: they join over NCCL, and train a small tied model under many plans.
+"""What ranks do that share one GPU: they train a small tied model under many plans."""
 
-NCCL refuses two ranks on one device. Told that each rank is a machine of its own, it goes over sockets, which is slow
-and right: what is tried is the order of everything, and the numbers.
-"""
-
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import FileStore
 from torch.nn import functional
 from torch.optim import AdamW
 
@@ -85,22 +78,6 @@ def make_batches() -> list[dict[str, Tensor]]:
     drawn = torch.Generator().manual_seed(1)
     found = [torch.randint(WORDS, (ROWS, LENGTH + 1), generator=drawn).cuda() for _ in range(STEPS)]
     return [{"input_ids": each[:, :-1].contiguous(), "labels": each[:, 1:].contiguous()} for each in found]
-
-
-def join_over(backend: str, folder: str) -> None:
-    """Leave the group that `spawn` has made, and join one over `backend`, with all ranks on the first GPU."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    os.environ.update(
-        NCCL_HOSTID=f"host{rank}",
-        NCCL_SOCKET_IFNAME="lo",
-        NCCL_IB_DISABLE="1",
-        NCCL_SHM_DISABLE="1",
-        NCCL_P2P_DISABLE="1",
-    )
-    torch.cuda.set_device(0)
-    dist.destroy_process_group()
-    store = FileStore(f"{folder}/{backend.replace(':', '-').replace(',', '-')}", size)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
 def train_plain() -> tuple[list[float], dict[str, Tensor]]:

@@ -52,7 +52,7 @@ def batch_on(batch: Any, device: torch.device) -> Any:
     if not isinstance(batch, Mapping):
         return batch
     moved = {key: each.to(device, non_blocking=True) for key, each in batch.items() if _is_elsewhere(each, device)}
-    return type(batch)({**batch, **moved}) if moved else batch
+    return {**batch, **moved} if moved else batch
 
 
 def _is_elsewhere(each: Any, device: torch.device) -> bool:

@@ -18,6 +18,7 @@ from shardwise.planner.composition import check_composition
 from shardwise.planner.plan import Plan
 from shardwise.ranks.faults import RankError
 from shardwise.ranks.spawn import Ranks
+from shardwise.ranks.worker import Gpus
 from shardwise.stages.split.lines import line_of_error
 
 #: Each rank is a process with a torch of its own.
@@ -43,21 +44,24 @@ def check(
     fault: str | None = None,
     vocabulary: int | None = None,
     ranks: Ranks | None = None,
+    device: str = "cpu",
 ) -> Verdict:
-    """Train the same steps on one device and on the ranks of a plan, each a process on this machine's CPU.
+    """Train the same steps on one device and on the ranks of a plan, each a process on this machine.
 
-    All is computed in fp32, whatever the plan says: rounding would hide what is sought. With `fault` the ranks make it.
+    They compute on the CPU, or (`device="cuda"`) on the GPUs that there are, which they share if these are fewer. All
+    is computed in fp32, whatever the plan says: rounding would hide what is sought. With `fault` the ranks make it.
     `ranks` may be up already.
     """
     check_composition(plan)
     _check_size(plan)
     exact = replace(plan, precision="fp32")
+    gpus: Gpus = "shared" if device == "cuda" else "none"
     with torch.random.fork_rng(devices=[]), small_matrices():
-        problem = make()
+        problem = make().on(device)
         check_module(problem.module)
         broken = None if fault is None else get_fault(fault, _subject(plan, problem, vocabulary)).breaks
         expected = _alone(problem, exact)
-    with nullcontext(ranks) if ranks is not None else Ranks(plan.num_ranks) as crowd:
+    with nullcontext(ranks) if ranks is not None else Ranks(plan.num_ranks, gpus=gpus) as crowd:
         try:
             found = crowd.run(train_on_rank, exact, make, broken, timeout_seconds=_LIMIT_SECONDS)
         except RankError as error:

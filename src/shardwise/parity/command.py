@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from shardwise.parity.check import Verdict
     from shardwise.parity.compare import Difference
 
-DESCRIPTION = """Train a few steps under a plan, every rank a process on this machine's CPU, and the same steps on one
-device; compare the loss, every gradient, their norm and the next weights, by the names of the module. The model is
-small: one that has what the plan needs, a known one (--model) made small with its structure kept, or your own
+DESCRIPTION = """Train a few steps under a plan, every rank a process on this machine, and the same steps on one
+device; compare the loss, every gradient, their norm and the next weights, by the names of the module. Ranks compute on
+the CPU, or (--device cuda) on the GPUs that there are, over NCCL, sharing them where they are fewer than ranks. The
+model is small: one that has what the plan needs, a known one (--model) made small with its structure kept, or your own
 (--module). --inject breaks the run on purpose, to see that it is noticed.
 """
 
@@ -39,6 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--module", metavar="PKG.MOD:FACTORY", help="a function that returns a module, a batch and a loss"
     )
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="how many steps to train (3)")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="what ranks compute on (cpu); they share GPUs"
+    )
     parser.add_argument("--inject", metavar="FAULT", help=f"break the run on purpose: {_FAULTS}")
 
 
@@ -50,6 +54,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     plan, steps = _read_plan(arguments.plan), arguments.steps
     if steps < 1:
         raise ShardwiseError(f"--steps {steps}: at least 1 is needed", remedy="--steps 3")
+    _check_device(arguments.device, plan)
     start = perf_counter()
     if arguments.module is not None:
         make, vocabulary, what = problem_from(arguments.module, steps), None, arguments.module
@@ -62,9 +67,23 @@ def run(arguments: argparse.Namespace) -> Answer:
             )
         make, vocabulary = problem_of(settings, plan, steps), settings.vocabulary
         what = f"{arguments.model or 'a small transformer'}: {describe(settings)}"
-    verdict = check(plan, make, fault=arguments.inject, vocabulary=vocabulary)
+    verdict = check(plan, make, fault=arguments.inject, vocabulary=vocabulary, device=arguments.device)
     data = _data(verdict, what, arguments.inject, steps, perf_counter() - start)
+    data["device"], data["devices"] = arguments.device, _num_devices(arguments.device, plan)
     return Answer(data=data, render=lambda canvas: _draw(data, canvas), status=0 if verdict.comparison.is_same else 1)
+
+
+def _check_device(device: str, plan: Plan) -> None:
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ShardwiseError("--device cuda: torch finds no GPU on this machine", remedy=f"--device cpu --plan {plan}")
+
+
+def _num_devices(device: str, plan: Plan) -> int:
+    import torch
+
+    return min(plan.num_ranks, torch.cuda.device_count()) if device == "cuda" else plan.num_ranks
 
 
 def _read_plan(text: str) -> Plan:
@@ -112,6 +131,9 @@ def _finite(value: float) -> float | None:
 
 def _draw(data: Mapping[str, Any], canvas: Canvas) -> None:
     canvas.print(f"{data['plan']} on {counted(data['ranks'], 'rank')}, {counted(data['steps'], 'step')}")
+    if data["devices"] < data["ranks"]:
+        shared = f"{counted(data['ranks'], 'rank')} share {counted(data['devices'], 'GPU')}, over NCCL's sockets"
+        canvas.print(canvas.paint(f"{shared}: that is for checking, and says nothing of speed", "yellow"))
     canvas.print(f"{data['model']} ({data['parameters']:,} parameters)")
     if data["injected"]:
         canvas.print(canvas.paint(f"injected: {data['injected']}", "yellow"))

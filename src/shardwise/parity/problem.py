@@ -1,13 +1,14 @@
 """What is trained twice: a module, a batch for each step, and a loss."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from shardwise.engine.rank_device import batch_on, put_on
 from shardwise.planner.plan import Plan
 from shardwise.stages.batch import cut_batch, length_of
 from shardwise.stages.stage import Batch, Loss
@@ -31,6 +32,11 @@ class Problem:
     batches: Sequence[Batch]
     loss: Loss
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    def on(self, device: str) -> "Problem":
+        """The same on a device."""
+        put_on(self.module, torch.device(device))
+        return replace(self, batches=[batch_on(each, torch.device(device)) for each in self.batches])
 
 
 #: Makes the same problem in every process: it is sent to ranks, which make their own.

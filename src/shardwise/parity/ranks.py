@@ -57,8 +57,8 @@ def _step(engine: Engine, loss: float, found: Mapping[str, Tensor]) -> Step:
         loss=loss,
         norm=_norm(engine),
         gradients={name: each.detach().cpu() / factor for name, each in engine.gradients().items()},
-        weights={name: each.clone() for name, each in engine.state_dict().items() if isinstance(each, Tensor)},
-        used=engine.assembled(used) if used else {},
+        weights={name: each.cpu().clone() for name, each in engine.state_dict().items() if isinstance(each, Tensor)},
+        used={name: each.cpu() for name, each in engine.assembled(used).items()} if used else {},
     )
 
 
@@ -80,7 +80,7 @@ def _digest(engine: Engine, steps: Sequence[Step]) -> str:
     """Of all losses and norms, and of every bit of the weights that this rank updates."""
     found = hashlib.sha256(repr([(step.loss, step.norm) for step in steps]).encode())
     for *_, each in engine.states.data.pieces():
-        found.update(each.contiguous().view(torch.uint8).numpy().tobytes())
+        found.update(each.contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return found.hexdigest()
 
 

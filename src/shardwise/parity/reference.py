@@ -55,12 +55,14 @@ def train_reference(problem: Problem, plan: Plan, looks: Looks = "every step") -
         norm = float(nn.utils.get_total_norm(gradients.values()))
         step = Step(loss=loss, norm=norm)
         if are_looked_at(looks, len(steps), len(problem.batches)):
-            step = replace(step, gradients={name: each.clone() for name, each in gradients.items()}, used=uses.found)
+            found = {name: each.cpu().clone() for name, each in gradients.items()}
+            step = replace(step, gradients=found, used={name: each.cpu() for name, each in uses.found.items()})
         for each in gradients.values():
             each.mul_(clip_factor(norm))
         optimizer.step()
         older, newest = newest, _weights(module)
-        steps.append(replace(step, weights=newest) if step.gradients else step)
+        weights = {name: each.cpu() for name, each in newest.items()}
+        steps.append(replace(step, weights=weights) if step.gradients else step)
         if is_stale:
             _put(module, older)
     return Course(steps=steps, first_use=list(uses.found))

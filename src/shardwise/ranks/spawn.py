@@ -27,7 +27,7 @@ from typing import Any
 from shardwise import environment
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.faults import LOST, RankError, encode
-from shardwise.ranks.worker import Failure, serve
+from shardwise.ranks.worker import Failure, Gpus, serve
 from shardwise.torch_private import TCPStore
 
 # What ranks need, imported once for all of them. torch's optimizers load its compiler: 2 s of a core (torch 2.13).
@@ -37,21 +37,27 @@ _GRACE_SECONDS = 5.0
 
 
 def spawn(
-    fn: Callable[..., Any], devices: int = 4, args: Sequence[Any] = (), timeout_seconds: float | None = None
+    fn: Callable[..., Any],
+    devices: int = 4,
+    args: Sequence[Any] = (),
+    timeout_seconds: float | None = None,
+    *,
+    gpus: Gpus = "own",
 ) -> list[Any]:
     """Run `fn(*args)` on `devices` ranks, each a process, and return what each returned, in the order of the ranks.
 
-    In `fn`, `torch.distributed` is ready: with NCCL if there is a GPU for each rank, else with gloo on CPUs. `fn`, its
-    arguments and its results are pickled on the way.
+    In `fn`, `torch.distributed` is ready: with NCCL if there is a GPU for each rank, else with gloo on CPUs. With
+    `gpus="shared"` ranks share those that there are, over NCCL too: slow, and with the numbers of many GPUs. With
+    `gpus="none"` they compute on CPUs. `fn`, its arguments and its results are pickled on the way.
     """
-    with Ranks(devices) as ranks:
+    with Ranks(devices, gpus=gpus) as ranks:
         return ranks.run(fn, *args, timeout_seconds=timeout_seconds)
 
 
 class Ranks:
     """Processes that stay up from one function to the next. After a failure the next function gets new ones."""
 
-    def __init__(self, devices: int) -> None:
+    def __init__(self, devices: int, *, gpus: Gpus = "own") -> None:
         if devices < 1:
             raise ShardwiseError(f"{devices} devices: at least 1 rank is needed", remedy="devices=2")
         if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -59,7 +65,7 @@ class Ranks:
                 "a rank that is starting reads the script, and the script starts ranks again",
                 remedy='if __name__ == "__main__": before what starts them',
             )
-        self.devices = devices
+        self.devices, self.gpus = devices, gpus
         self._processes: list[Any] = []
         self._calls: list[Any] = []
         self._store: TCPStore | None = None
@@ -119,7 +125,9 @@ class Ranks:
         for rank in range(self.devices):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=serve, args=(rank, self.devices, port, variables, theirs), name=f"shardwise-rank-{rank}"
+                target=serve,
+                args=(rank, self.devices, port, variables, self.gpus, theirs),
+                name=f"shardwise-rank-{rank}",
             )
             self._calls.append(ours)
             process.start()

@@ -17,7 +17,7 @@ def join_if_launched() -> None:
     place = environment.place_under_torchrun()
     if place is None or not dist.is_available() or dist.is_initialized():
         return
-    environment.allow_many_streams()
+    environment.keep_streams_apart()
     store, rank, size = next(rendezvous("env://"))
     dist.init_process_group(
         choose_backend(*place),

@@ -12,7 +12,7 @@ import threading
 import time
 from dataclasses import dataclass
 from multiprocessing import connection, parent_process
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,9 @@ from shardwise import environment
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.faults import RankError, describe_failure
 from shardwise.torch_private import TCPStore
+
+#: Which GPUs ranks of one machine compute on.
+Gpus = Literal["own", "shared", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +38,14 @@ class Failure:
     follows: bool
 
 
-def serve(rank: int, num_ranks: int, port: int, variables: dict[str, str], calls: "connection.Connection") -> None:  # type: ignore[type-arg, unused-ignore]
+def serve(
+    rank: int,
+    num_ranks: int,
+    port: int,
+    variables: dict[str, str],
+    gpus: Gpus,
+    calls: "connection.Connection",  # type: ignore[type-arg, unused-ignore]
+) -> None:
     """Join the ranks; then run what comes over `calls` until it is closed, or until something fails.
 
     What goes back is one pickle for each call: a `Failure`, or the result in a tuple of one.
@@ -43,10 +53,10 @@ def serve(rank: int, num_ranks: int, port: int, variables: dict[str, str], calls
     os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, name="shardwise-parent", daemon=True).start()
     environment.replace_all(variables)
-    environment.allow_many_streams()
+    environment.keep_streams_apart()
     report: object = None
     try:
-        _join(rank, num_ranks, port)
+        _join(rank, num_ranks, port, gpus)
         while not isinstance(report, Failure):
             call = calls.recv_bytes()
             report = _run(rank, call)
@@ -71,18 +81,25 @@ def _end_group() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _join(rank: int, num_ranks: int, port: int) -> None:
+def _join(rank: int, num_ranks: int, port: int, gpus: Gpus) -> None:
     torch.set_num_threads(max(1, environment.num_cores() // num_ranks))
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    dist.init_process_group(choose_backend(rank, num_ranks), store=store, rank=rank, world_size=num_ranks)
+    backend = choose_backend(rank, num_ranks, gpus)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
 
 
-def choose_backend(place: int, num_places: int) -> str:
-    """How processes of one machine talk: over NCCL too if there is a GPU for each, and then this one takes its own."""
-    if dist.is_nccl_available() and torch.cuda.is_available() and num_places <= torch.cuda.device_count():
-        torch.cuda.set_device(place)
-        return "cpu:gloo,cuda:nccl"
-    return "gloo"
+def choose_backend(place: int, num_places: int, gpus: Gpus = "own") -> str:
+    """How processes of one machine talk: over NCCL too if there is a GPU for each, and then this one takes its own.
+
+    Where they are `shared`, there may be fewer than processes.
+    """
+    num_gpus = torch.cuda.device_count() if dist.is_nccl_available() and torch.cuda.is_available() else 0
+    if not num_gpus or gpus == "none" or (num_places > num_gpus and gpus == "own"):
+        return "gloo"
+    if num_places > num_gpus:
+        environment.share_gpu(place)
+    torch.cuda.set_device(place % num_gpus)
+    return "cpu:gloo,cuda:nccl"
 
 
 def _run(rank: int, call: bytes) -> object:

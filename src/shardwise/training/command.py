@@ -16,6 +16,7 @@ from shardwise.training.recipes import RECIPES, get_recipe
 from shardwise.units import format_seconds
 
 if TYPE_CHECKING:
+    from shardwise.ranks.worker import Gpus
     from shardwise.training.finish import Result
 
 DESCRIPTION = f"""Train a model. A recipe says what: {", ".join(RECIPES)}, or a TOML file of the same keys. Without one,
@@ -37,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help=f"{', '.join(RECIPES)}, or a TOML file (bytes)")
     parser.add_argument("--plan", default="auto", metavar="P", help="a plan like pp=2,microbatches=8, a file, or auto")
     parser.add_argument("--devices", type=int, metavar="N", help="how many ranks (all GPUs, or else up to 4 processes)")
+    parser.add_argument(
+        "--share-gpus", action="store_true", help="more ranks than GPUs: to check a plan, not for speed"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the recipe")
     parser.add_argument("--folder", metavar="FOLDER", help="where it all goes; a run that is there goes on")
     parser.add_argument("--show", action="store_true", help="show recipe and plan, and train nothing")
@@ -61,8 +65,9 @@ def run(arguments: argparse.Namespace) -> Answer:
         )
     folder = Path(arguments.folder) if arguments.folder else new_folder(recipe)
     check_same(folder, recipe)
+    gpus: Gpus = "shared" if arguments.share_gpus else "own"
     command = shlex.join(["shardwise", *sys.argv[1:]])
-    result = train(Job(recipe=recipe, plan=plan, folder=folder, command=command), num_devices)
+    result = train(Job(recipe=recipe, plan=plan, folder=folder, command=command), num_devices, gpus=gpus)
     return Answer(data={}, render=lambda _: None) if result is None else _answer(result)
 
 

@@ -6,15 +6,16 @@ from typing import TypeVar
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.faults import RankError
 from shardwise.ranks.spawn import Ranks
+from shardwise.ranks.worker import Gpus
 from shardwise.training.job import Job
 from shardwise.training.stop import Forwarded
 
 RankNotes = TypeVar("RankNotes")
 
 
-def run_here(train_rank: Callable[[Job], RankNotes], job: Job, num_devices: int) -> RankNotes:
+def run_here(train_rank: Callable[[Job], RankNotes], job: Job, num_devices: int, gpus: Gpus = "own") -> RankNotes:
     """Run a job on ranks of this machine. A mistake of the user's that one of them has found is told as it is."""
-    with Ranks(num_devices) as ranks, Forwarded(ranks) as stop:
+    with Ranks(num_devices, gpus=gpus) as ranks, Forwarded(ranks) as stop:
         try:
             told: RankNotes = ranks.run(train_rank, job)[0]
         except RankError as error:

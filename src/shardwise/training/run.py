@@ -4,6 +4,7 @@ import torch
 
 from shardwise import environment
 from shardwise.errors import ShardwiseError
+from shardwise.ranks.worker import Gpus
 from shardwise.training.finish import Result, finish
 from shardwise.training.folder import make_folder, write_recipe_and_plan
 from shardwise.training.host_room import check_host
@@ -30,22 +31,23 @@ def count_devices() -> int:
     return torch.cuda.device_count() or min(_MOST_PROCESSES, environment.num_cores())
 
 
-def train(job: Job, num_devices: int) -> Result | None:
+def train(job: Job, num_devices: int, *, gpus: Gpus = "own") -> Result | None:
     """Run a job. Under `torchrun`, None on all ranks but the first."""
     check_inputs(job.recipe)
     make_folder(job.folder)
     num_gpus = torch.cuda.device_count()
-    if 0 < num_gpus < num_devices and environment.place_under_torchrun() is None:
+    if 0 < num_gpus < num_devices and gpus == "own" and environment.place_under_torchrun() is None:
         raise ShardwiseError(
             f"the plan {job.plan} has {num_devices} ranks, and this machine has {counted(num_gpus, 'GPU')}",
-            remedy=f"--devices {num_gpus}, or on processors: CUDA_VISIBLE_DEVICES= shardwise train ...",
+            remedy=f"--devices {num_gpus}; or --share-gpus, to check the plan on what is here; or on processors:"
+            " CUDA_VISIBLE_DEVICES= shardwise train ...",
         )
     if environment.place_under_torchrun() is None:
         check_host(job)
     if environment.place_under_torchrun() is not None or num_devices == 1:
         told = train_rank(job)
     else:
-        told = run_here(train_rank, job, num_devices)
+        told = run_here(train_rank, job, num_devices, gpus)
     if isinstance(told, StoppedError):
         raise ShardwiseError(told.problem, remedy=told.remedy)
     return told
@@ -69,6 +71,9 @@ def train_rank(job: Job) -> Result | StoppedError | None:
                 f"{format_bytes(setup.tokens.tokens.nbytes, decimal=True)} of tokens, plan {job.plan} on "
                 f"{world.size} x {world.device.type}, in {job.folder}"
             )
+            num_gpus = torch.cuda.device_count()
+            if world.device.type == "cuda" and environment.place_under_torchrun() is None and world.size > num_gpus:
+                progress.say(f"{world.size} ranks share {counted(num_gpus, 'GPU')}: for checking, and slow")
             loop = Loop(job, world, setup, stop, progress)
             try:
                 outcome = loop.run()

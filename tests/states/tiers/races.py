@@ -60,7 +60,7 @@ class RacyCopyStreams(CopyStreams):
         self.device, self._side = torch.device("cpu"), None
         self.die = random.Random(seed)
         self._called = "" if beside is None else " beside"
-        self._books = threading.RLock() if beside is None else beside._books
+        self._books: threading.RLock = threading.RLock() if beside is None else beside._books
         self._streams: defaultdict[str, Clock] = defaultdict(dict) if beside is None else beside._streams
         self._host: Clock = {} if beside is None else beside._host
         self._noted: list[_Noted] = [] if beside is None else beside._noted

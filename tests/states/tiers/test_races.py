@@ -260,8 +260,8 @@ def test_updates_where_a_backward_has_left_weight_and_gradient_are_ordered(
         host.follow()
         other.step()
     host.wait()
-    for each in offloaded.values():
-        each.storage.wait()
+    for one in offloaded.values():
+        one.storage.wait()
     assert all(torch.equal(offloaded[one].host, another) for one, another in zip(weights, plain, strict=True))
     host.close()
 

@@ -4,8 +4,7 @@ import pytest
 
 from shardwise.trace.attribution import gaps
 from shardwise.trace.events import Lane, Trace
-from shardwise.trace.shapes import colour_of
-from shardwise.trace.svg import to_svg, transfers
+from shardwise.trace.svg import colour_of, to_svg, transfers
 from tests.trace.played import GENERATORS, event, played, trace_of
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -2,12 +2,20 @@
 
 submit      what the task is, reads and writes      `launch.py`
 issue       where it runs, if nobody says           `choice.py`
-_gather     what it reads is brought, room is made, and what it waits for is found      `mover.py`, `dependencies.py`
+_gather     what it reads is brought, room is made, and what it waits for is found      `mover.py`
 _put        it goes into its place's stream, and its data are noted as read and written
+
+What a task waits for follows from the data (`data.py`), copy by copy at the task's own place:
+
+    it reads    the copy's writer: the task or the transfer that made it          read after write
+    it writes   that, and whoever still copies from there                         write after write, after read
+
+Tasks of one place run in one stream, so among themselves they are in order anyway. A writer at another place has a
+buffer of its own to write to: it waits for no reader of this one.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,14 +25,13 @@ from torch import Tensor
 from shardwise.dataflow.choice import Chooser
 from shardwise.dataflow.cuda import CudaStream
 from shardwise.dataflow.data import Copy, Data, run_guarded
-from shardwise.dataflow.dependencies import add_dependencies, note_task
 from shardwise.dataflow.journal import Journal, Work
 from shardwise.dataflow.launch import Call, Launch, by_position, set_accesses
 from shardwise.dataflow.links import GivenLinks, Routes
 from shardwise.dataflow.mover import CHUNK_BYTES, Mover
 from shardwise.dataflow.place import Budget, MakeStream, Place, make_places
 from shardwise.dataflow.store import Store
-from shardwise.dataflow.streams import Event, Failures, ThreadStream
+from shardwise.dataflow.streams import Event, Failures, Stream, ThreadStream
 from shardwise.dataflow.task_errors import PLAIN, blame_task, check_call
 from shardwise.errors import ShardwiseError
 from shardwise.trace.events import Lane
@@ -143,7 +150,7 @@ class Dispatcher(Store):
                 written.append(value)
             else:
                 read.append(copy)
-            add_dependencies(copy, stream, after, stores[position])
+            _add_dependencies(copy, stream, after, stores[position])
             tensors[position] = copy.tensor
         for option in options.values():
             if type(option) is Data:
@@ -156,7 +163,7 @@ class Dispatcher(Store):
         except Exception as error:
             frame = sys._getframe(2)
             raise blame_task(launch.kernel, launch.kernel, name, frame.f_code, frame.f_lineno, error) from error
-        note_task(event, index, read, written, self.imports.changed)
+        _note_task(event, index, read, written, self.imports.changed)
         return True
 
     def issue(self, call: Call) -> None:
@@ -217,7 +224,7 @@ class Dispatcher(Store):
                     _hold(copy, held)
             elif copy.imported is not None:
                 copy.check_unchanged(data.name)
-            add_dependencies(copy, stream, after, False, is_noted)
+            _add_dependencies(copy, stream, after, False, is_noted)
             read.append(copy)
         for data in call.writes:
             copy = data.copies[index]
@@ -225,7 +232,7 @@ class Dispatcher(Store):
                 copy = mover.buffer(data, place)
                 if held is not None:
                     _hold(copy, held)
-            add_dependencies(copy, stream, after, True)
+            _add_dependencies(copy, stream, after, True)
         return after, read
 
     def _put(self, call: Call, place: Place, after: list[Event], read: list[Copy]) -> None:
@@ -247,7 +254,7 @@ class Dispatcher(Store):
         else:
             work = Work(name=call.name, lane=Lane.COMPUTE, place=index, seconds=call.seconds or 0.0)
             event = mover.put(stream, run, after, blame, work)
-        note_task(event, index, read, call.writes, self.imports.changed)
+        _note_task(event, index, read, call.writes, self.imports.changed)
 
     def _members(self, launch: Launch) -> dict[str, Data]:
         """A module's parameters and buffers as data: the same each time, for they are the same tensors."""
@@ -255,6 +262,38 @@ class Dispatcher(Store):
             tensors = {**dict(launch.fn.named_parameters()), **dict(launch.fn.named_buffers())}
             launch.members = {name: self.data(tensor, name=name) for name, tensor in tensors.items()}
         return launch.members
+
+
+def _add_dependencies(copy: Copy, stream: Stream, after: list[Event], writes: bool, in_order_too: bool = False) -> None:
+    """Add what a task of a stream waits for before it reads or writes a copy.
+
+    `in_order_too`: also a writer of the same stream, where a report wants to know what the task depends on.
+    """
+    event = copy.writer
+    if event is not None and (in_order_too or event.stream is not stream):
+        after.append(event)
+    if writes and copy.copied:
+        after += copy.copied
+
+
+def _note_task(
+    event: Event, place: int, reads: Iterable[Copy], writes: Iterable[Data], changed: dict[int, Data]
+) -> None:
+    """Note that a task, which ends with an event, reads and writes: a written copy is the only valid one.
+
+    `changed` gets the data of users' tensors that have a new value elsewhere.
+    """
+    for copy in reads:
+        copy.reader = event
+    for data in writes:
+        for each in data.copies:
+            if each is not None:
+                if each.place == place:
+                    each.written(event)
+                else:
+                    each.valid = False
+        if data.is_imported:
+            changed[data.number] = data
 
 
 def _hold(copy: Copy, held: list[Copy]) -> None:

@@ -14,7 +14,7 @@ from shardwise.ranks.spawn import Ranks
 from shardwise.trace.stretches import parts_of_ranks
 from shardwise.training.job import Job
 from shardwise.training.profile import Measured, measure_rank
-from shardwise.training.recipes import get_recipe
+from shardwise.training.recipe import get_recipe
 
 PLANS = (
     "pp=2,microbatches=4",

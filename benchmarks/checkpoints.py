@@ -16,13 +16,12 @@ from record import record
 from shardwise.planner.plan import Plan
 from shardwise.ranks.spawn import Ranks
 from shardwise.training.checkpoint.index import find_last
-from shardwise.training.checkpoint.random import random_parts
+from shardwise.training.checkpoint.parts import random_parts
 from shardwise.training.checkpoint.read import Reader, load
 from shardwise.training.checkpoint.write import Writer
 from shardwise.training.folder import CHECKPOINTS
 from shardwise.training.job import Job
-from shardwise.training.recipe import Recipe
-from shardwise.training.recipes import get_recipe
+from shardwise.training.recipe import Recipe, get_recipe
 from shardwise.training.run import train_rank
 from shardwise.training.setup import make_ready, on_device
 from shardwise.training.world import World

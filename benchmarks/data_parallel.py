@@ -24,13 +24,14 @@ from torch.optim import AdamW
 from shardwise.execution.pipeline import complete, schedule_of
 from shardwise.execution.process import ProcessExecutor
 from shardwise.planner.plan import Plan
+from shardwise.ranks.cpu_exchange import CpuExchange
 from shardwise.ranks.links import make_groups
 from shardwise.ranks.mesh import make_mesh
 from shardwise.ranks.replicas import Replicas, make_replicas
 from shardwise.ranks.spawn import spawn
 from shardwise.ranks.transport import ProcessTransport
 from shardwise.stages.split import split
-from shardwise.states.buckets.make import ZeroConfig
+from shardwise.states.buckets.make import HeldStages, ParameterOwners, ZeroConfig
 from shardwise.states.data_parallel import DataParallel
 
 _RANKS, _STEPS_OF_A_TURN = 2, 2
@@ -86,9 +87,9 @@ def ours(zero: int, example: Batch) -> Train:
     held = stages.stages[0]
     assert held is not None
     data = DataParallel(
-        {0: held}, schedule, [0], module=module, optimizer=make_optimizer,
-        sharing=ZeroConfig(zero=zero, layerwise=True),
-        replicas_of=partial(_always, make_replicas(mesh.ranks("gradients"))),
+        HeldStages(stages={0: held}, schedule=schedule, ranks=[0], module=module),
+        ParameterOwners(replicas_of=partial(_always, make_replicas(mesh.ranks("gradients")))),
+        sharing=ZeroConfig(zero=zero, layerwise=True), optimizer=make_optimizer, exchange=CpuExchange(),
     )  # fmt: skip
     transport = ProcessTransport(make_groups(mesh.pipelines))
     executor = ProcessExecutor(

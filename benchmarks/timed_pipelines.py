@@ -39,7 +39,7 @@ from shardwise.schedule.prices import StageTimes, stage_prices
 from shardwise.schedule.question import Question
 from shardwise.schedule.schedule import Schedule
 from shardwise.schedule.simulate import simulate
-from shardwise.states.buckets.tie_groups import make_ties
+from shardwise.states.buckets.ties import make_ties
 from shardwise.testing.timed import (
     Seconds,
     TimedModule,

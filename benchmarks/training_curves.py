@@ -10,7 +10,7 @@ from shardwise.planner.plan import Plan
 from shardwise.ranks.spawn import Ranks
 from shardwise.training.job import Job
 from shardwise.training.metrics import read_metrics
-from shardwise.training.recipes import get_recipe
+from shardwise.training.recipe import get_recipe
 from shardwise.training.run import train_rank
 
 PLANS = (

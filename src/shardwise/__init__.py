@@ -7,41 +7,25 @@ nor numpy, so that a command, an editor or a login node can ask small questions 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardwise.engine.parallelize import parallelize
-    from shardwise.errors import ShardwiseError
-    from shardwise.placing.place import place
-    from shardwise.planner.plan import Plan
-    from shardwise.planner.planning import plan
-    from shardwise.ranks.spawn import spawn
-    from shardwise.schedule.catalogue import make_schedule
-    from shardwise.schedule.instruction import Instruction
-    from shardwise.schedule.placement import Placement
-    from shardwise.schedule.prices import Prices
-    from shardwise.schedule.schedule import Schedule
-    from shardwise.schedule.simulate import simulate
-    from shardwise.schedule.verify import verify
-    from shardwise.trace.events import Trace
+    from shardwise.engine.parallelize import parallelize as parallelize
+    from shardwise.errors import ShardwiseError as ShardwiseError
+    from shardwise.placing.place import place as place
+    from shardwise.planner.plan import Plan as Plan
+    from shardwise.planner.planning import plan as plan
+    from shardwise.ranks.spawn import spawn as spawn
+    from shardwise.schedule.catalogue import make_schedule as make_schedule
+    from shardwise.schedule.instruction import Instruction as Instruction
+    from shardwise.schedule.placement import Placement as Placement
+    from shardwise.schedule.prices import Prices as Prices
+    from shardwise.schedule.schedule import Schedule as Schedule
+    from shardwise.schedule.simulate import simulate as simulate
+    from shardwise.schedule.verify import verify as verify
+    from shardwise.trace.events import Trace as Trace
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Instruction",
-    "Placement",
-    "Plan",
-    "Prices",
-    "Schedule",
-    "ShardwiseError",
-    "Trace",
-    "make_schedule",
-    "parallelize",
-    "place",
-    "plan",
-    "simulate",
-    "spawn",
-    "verify",
-]
-
-# Where each public name lives. The imports above say the same to type checkers, and a test holds the two together.
+# Where each public name lives. The imports above say the same to type checkers (`as`: they are given on), and a test
+# holds the two together.
 _HOMES = {
     "Instruction": "shardwise.schedule.instruction",
     "Placement": "shardwise.schedule.placement",
@@ -58,6 +42,8 @@ _HOMES = {
     "spawn": "shardwise.ranks.spawn",
     "verify": "shardwise.schedule.verify",
 }
+
+__all__ = list(_HOMES)
 
 
 if not TYPE_CHECKING:  # Seeing this function, a type checker would take any misspelt name for a public one.

@@ -9,18 +9,16 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from io import TextIOWrapper
-from typing import NoReturn, Protocol, cast
+from typing import NamedTuple, NoReturn, Protocol, cast
 
 from shardwise import __version__
 from shardwise.answer import Answer, Canvas, canvas_on, json_text
 from shardwise.errors import ShardwiseError, nearest, unknown
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
+class Command(NamedTuple):
     """A row of the table: what to type, the module that does it, and what it is for in one line."""
 
     name: str
@@ -40,61 +38,17 @@ class CommandModule(Protocol):
 
 
 COMMANDS = (
-    Command(
-        name="plan",
-        module="shardwise.planner.plan_command",
-        help="the best plan for a model on a cluster, and why",
-    ),
-    Command(
-        name="fit",
-        module="shardwise.planner.fit_command",
-        help="will a plan fit, rank by rank, and how long is a step",
-    ),
-    Command(
-        name="schedule",
-        module="shardwise.schedule.command",
-        help="draw, price and compare pipeline schedules",
-    ),
-    Command(
-        name="validate",
-        module="shardwise.planner.validate_command",
-        help="predictions against published measurements",
-    ),
-    Command(
-        name="check",
-        module="shardwise.parity.command",
-        help="a plan against one device: loss, gradients, next weights",
-    ),
-    Command(
-        name="train",
-        module="shardwise.training.command",
-        help="train a model: recipes, checkpoints, a report",
-    ),
-    Command(
-        name="profile",
-        module="shardwise.training.profile_command",
-        help="measure some steps: where the time and the memory go",
-    ),
-    Command(
-        name="report",
-        module="shardwise.explain.report_command",
-        help="one page that shows a run, or two beside each other",
-    ),
-    Command(
-        name="doctor",
-        module="shardwise.explain.doctor_command",
-        help="what holds a run up, and what to type against it",
-    ),
-    Command(
-        name="data",
-        module="shardwise.training.data.command",
-        help="token files from text, JSON lines and Parquet",
-    ),
-    Command(
-        name="convert",
-        module="shardwise.training.convert_command",
-        help="checkpoints to Hugging Face folders and back",
-    ),
+    Command("plan", "shardwise.planner.plan_command", "the best plan for a model on a cluster, and why"),
+    Command("fit", "shardwise.planner.fit_command", "will a plan fit, rank by rank, and how long is a step"),
+    Command("schedule", "shardwise.schedule.command", "draw, price and compare pipeline schedules"),
+    Command("validate", "shardwise.planner.validate_command", "predictions against published measurements"),
+    Command("check", "shardwise.parity.command", "a plan against one device: loss, gradients, next weights"),
+    Command("train", "shardwise.training.command", "train a model: recipes, checkpoints, a report"),
+    Command("profile", "shardwise.training.profile_command", "measure some steps: where the time and the memory go"),
+    Command("report", "shardwise.explain.report_command", "one page that shows a run, or two beside each other"),
+    Command("doctor", "shardwise.explain.doctor_command", "what holds a run up, and what to type against it"),
+    Command("data", "shardwise.training.data.command", "token files from text, JSON lines and Parquet"),
+    Command("convert", "shardwise.training.convert_command", "checkpoints to Hugging Face folders and back"),
 )
 
 
@@ -155,14 +109,11 @@ def _obey(words: list[str]) -> int:
 
 def _draw_overview(canvas: Canvas) -> None:
     width = max(len(command.name) for command in COMMANDS)
-    canvas.print("Shardwise makes many GPUs work as one larger GPU.")
-    canvas.print()
-    canvas.print(f"{canvas.paint('usage:', 'bold')} shardwise COMMAND ...")
-    canvas.print()
+    canvas.print("Shardwise makes many GPUs work as one larger GPU.\n")
+    canvas.print(f"{canvas.paint('usage:', 'bold')} shardwise COMMAND ...\n")
     for command in COMMANDS:
         canvas.print(f"  {canvas.paint(command.name.ljust(width), 'bold')}  {command.help}")
-    canvas.print()
-    canvas.print("  shardwise COMMAND --help   what it takes, with an example")
+    canvas.print("\n  shardwise COMMAND --help   what it takes, with an example")
     canvas.print("  shardwise --version        which Shardwise this is")
 
 

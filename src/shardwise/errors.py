@@ -4,7 +4,10 @@ A user's mistake is a `ShardwiseError`: a sentence with the numbers in it, and a
 ours is an `assert` with a sentence, and comes with its traceback.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+_MOST_NAMES = 3
 
 
 class ShardwiseError(Exception):
@@ -28,6 +31,15 @@ def _rebuilt(kind: type[ShardwiseError], problem: str, remedy: str | None) -> Sh
     return kind(problem, remedy=remedy)
 
 
+@contextmanager
+def os_errors_as(problem: str, *, remedy: str) -> Iterator[None]:
+    """Within it, what the system refuses is a mistake of the user's: `problem`, and the system's own reason."""
+    try:
+        yield
+    except OSError as error:
+        raise ShardwiseError(f"{problem}: {error.strerror}", remedy=remedy) from None
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word that `word` was most likely meant to be, if any is near."""
     from difflib import get_close_matches  # Only ever needed on the way to an error.
@@ -35,6 +47,12 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     by_lower_case = {candidate.lower(): candidate for candidate in known}
     matches = get_close_matches(word.lower(), by_lower_case, n=1, cutoff=0.6)
     return by_lower_case[matches[0]] if matches else None
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few of the names that an error is about, and how many more there are."""
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
 
 
 def unknown(what: str, word: str, known: Iterable[str]) -> ShardwiseError:

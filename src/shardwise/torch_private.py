@@ -1,8 +1,8 @@
 """Every private name of torch that Shardwise stands on, and nothing else.
 
 Private names may go with any release. Here each has a line that says what it is for and what the public way would be;
-`tests/promises/test_torch_private.py` finds those that are used elsewhere. All of them were tried on torch 2.11 (on a
-GPU machine) and on torch 2.13 (on the CPU): `docs/hooks.md` says which rooms reach into a user's module with them.
+`tests/promises/test_torch_private.py` finds those that are used elsewhere. All of them were tried on torch 2.11 (on an
+H200) and on torch 2.13 (on the CPU): `docs/hooks.md` says which rooms reach into a user's module with them.
 
 Not here, because they cannot be: methods of torch that our classes override (`nn.Module._apply` in `nets/rotary.py`,
 `nets/router.py` and `placing/placed.py`), and names of operators in tables of strings (`"_softmax"`), which are data.
@@ -151,11 +151,6 @@ def buffer_slots(module: nn.Module) -> dict[str, Any]:
     return cast(dict[str, Any], module._buffers)
 
 
-def child_slots(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The dictionary in which a module holds its children. `named_children` is public and cannot be written."""
-    return module._modules
-
-
 def share_slots(module: nn.Module, other: nn.Module) -> None:
     """Let a module hold what another holds, under the same names, with nothing between them. No public way."""
     module._parameters, module._buffers, module._modules = other._parameters, other._buffers, other._modules
@@ -262,15 +257,15 @@ def saved_tensor_hooks() -> object:
 # ---------------------------------------------------------------------------------------------------------------------
 # CUDA and process groups.
 
-#: The current stream of a GPU as a number; -1 without CUDA. `torch.cuda.current_stream` is public and makes an object,
-#: which for each launch of a kernel is too slow.
+#: The current stream of a GPU as a number; -1 without CUDA. `torch.cuda.current_stream` is public, and makes an object
+#: at every call: this is asked at every launch of a kernel.
 raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (lambda _: -1)
 #: The current GPU. `torch.cuda.current_device` is public, and asks first whether CUDA was begun.
 current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", None) or (lambda: -1)
 
 
 def cpu_backend(group: torch.distributed.ProcessGroup) -> Any:
-    """What a group sends tensors of the CPU with. Through the public group a small message takes half as long again."""
+    """What a group sends tensors of the CPU with. The public group does too, after a way through torch's dispatcher."""
     return group._get_backend(torch.device("cpu"))
 
 

@@ -52,12 +52,12 @@ def format_seconds(seconds: float) -> str:
     return f"{format_number(seconds / _SECONDS[unit], 3)} {unit}"
 
 
-def format_flops(flops: float, *, per_second: bool = False) -> str:
-    """`312 TFLOP` of work, or `989 TFLOP/s` of speed if `per_second`: three significant digits."""
+def format_flops(flops: float) -> str:
+    """`312 TFLOP` of work: three significant digits."""
     flops = round_significant(flops, 3)
     fitting = [unit for unit, size in _FLOPS.items() if abs(flops) >= size]
     unit = fitting[-1] if fitting else "FLOP"
-    return f"{format_number(flops / _FLOPS[unit], 3)} {unit}{'/s' if per_second else ''}"
+    return f"{format_number(flops / _FLOPS[unit], 3)} {unit}"
 
 
 def format_percent(fraction: float, *, decimals: int = 1) -> str:

@@ -69,7 +69,7 @@ def layouts(schedule: str) -> Iterator[tuple[int, int | None, int]]:
     for num_stages in NUM_STAGES:
         for num_ranks in range(1, num_stages * entry.num_weight_copies + 1):
             chunks, rest = divmod(num_stages * entry.num_weight_copies, num_ranks)
-            if rest or (entry.even_ranks and num_ranks % 2):
+            if rest or (entry.mirrored and num_ranks % 2):
                 continue
             if entry.any_chunks_from is None:
                 fits = chunks == entry.chunks
@@ -78,7 +78,7 @@ def layouts(schedule: str) -> Iterator[tuple[int, int | None, int]]:
                 fits = chunks >= max(2, entry.any_chunks_from) and not (entry.even_chunks and chunks % 2)
             if fits:
                 given = chunks if entry.any_chunks_from is not None else None
-                least = 3 if num_ranks < 3 and not entry.even_microbatches else 4
+                least = 3 if num_ranks < 3 and not entry.mirrored else 4
                 yield num_ranks, given, max(least, entry.least_microbatches * num_ranks)
 
 

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from tests.conformance.cases import MODELS, ONE_PROCESS, PROCESSES, RUNNERS, SCHEDULES, Case, case_of, cases_of
-from tests.conformance.covering import met_on_ranks
+from tests.conformance.covering import is_met_alone, met_on_ranks, schedule_kind
 from tests.conformance.outcomes import Runner, in_one_process
 from tests.conformance.processes import run_on_ranks
 from tests.conformance.table import PAGE, Table
@@ -36,7 +36,7 @@ def _writes(config: pytest.Config) -> bool:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give a test that takes a `case` each case of the matrix, with each runner, and whether to run it twice.
 
-    One that takes a `runner` alone gets each.
+    One that takes a `schedule` and a `runner` gets each with each; ranks, without `--whole`, one schedule of each kind.
     """
     if "case" in metafunc.fixturenames:
         config = metafunc.config
@@ -48,7 +48,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                 pytest.param(
                     case,
                     runner,
-                    whole or (MODELS.index(case.model) + SCHEDULES.index(case.schedule)) % 3 == 0,
+                    # A second run of every schedule is in `test_five_failures.py`.
+                    whole or (MODELS.index(case.model) + SCHEDULES.index(case.schedule)) % 12 == 0,
                     id=f"{case}-{runner.replace(' ', '-')}",
                     marks=_MARKS[runner],
                 )
@@ -56,7 +57,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             ],
         )
     elif "runner_name" in metafunc.fixturenames:
-        metafunc.parametrize("runner_name", [pytest.param(each, marks=_MARKS[each]) for each in RUNNERS])
+        metafunc.parametrize(
+            ("runner_name", "schedule"),
+            [
+                pytest.param(runner, schedule, marks=(*_MARKS[runner], *_marks_of(runner, schedule)))
+                for runner in RUNNERS
+                for schedule in SCHEDULES
+            ],
+        )
+
+
+def _marks_of(runner: str, schedule: str) -> tuple[pytest.MarkDecorator, ...]:
+    first = {schedule_kind(each): each for each in reversed(SCHEDULES)}
+    return () if runner == ONE_PROCESS or schedule in first.values() else (pytest.mark.whole,)
 
 
 def _whole(all_layouts: bool) -> list[tuple[Case, str]]:
@@ -71,19 +84,12 @@ def _whole(all_layouts: bool) -> list[tuple[Case, str]]:
 
 
 def _covering() -> list[tuple[Case, str]]:
-    """Every other cell in one process, and what is enough where ranks are processes. Two steps show what a third would.
-
-    Like the white squares of a chessboard: a model meets every other schedule, its neighbour the others.
-    """
-    alone = [(case, runner) for case, runner in _whole(False) if runner == ONE_PROCESS and _is_white(case)]
+    """Two cells of seven in one process, and what is enough on ranks. Two steps show what a third would."""
+    alone = [(case, runner) for case, runner in _whole(False) if runner == ONE_PROCESS and is_met_alone(case)]
     met = met_on_ranks().items()
     several = alone + [(case_of(model, schedule, turn), PROCESSES) for (model, schedule), turn in met]
     # Of weights that are a step old the third step is the first to have other ones than the plain module's second.
     return [(case if case.is_stale else replace(case, lengths=case.lengths[:2]), runner) for case, runner in several]
-
-
-def _is_white(case: Case) -> bool:
-    return (MODELS.index(case.model) + SCHEDULES.index(case.schedule)) % 2 == 0
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -23,7 +23,7 @@ it is that of a weight after three steps, over all schedules. 1e-5 is what we pr
 cell has one of the numbers of stages that are named at the bottom, another for each model.
 
 This page is written by the tests: `pytest tests/conformance --write-docs` runs every cell, for all models, or with `-k`
-for some. With `--every-layout` each cell is the worst of all its numbers of stages. `make test` runs every other cell
+for some. With `--every-layout` each cell is the worst of all its numbers of stages. `make test` runs two cells of seven
 of the first table, of two steps; of the second it runs three schedules for each model, and at least three models for
 each schedule, so that every kind of model meets every kind of schedule (`tests/conformance/covering.py`). All cells are
 run by `pytest --whole`.

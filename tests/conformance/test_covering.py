@@ -3,8 +3,8 @@
 from collections import Counter
 from itertools import product
 
-from tests.conformance.cases import MODELS, PROCESSES, SCHEDULES, case_of, layouts_for
-from tests.conformance.covering import MODEL_KINDS, NUM_MET, met_on_ranks, schedule_kind
+from tests.conformance.cases import MODELS, ONE_PROCESS, PROCESSES, SCHEDULES, case_of, cases_of, layouts_for
+from tests.conformance.covering import MODEL_KINDS, NUM_MET, is_met_alone, met_on_ranks, schedule_kind
 
 
 def test_each_model_meets_three_schedules_and_each_schedule_at_least_three_models() -> None:
@@ -27,3 +27,15 @@ def test_each_schedule_runs_in_all_its_layouts_of_several_ranks() -> None:
         cases = [case_of(model, each, turn) for (model, each), turn in met_on_ranks().items() if each == schedule]
         ran = {(case.num_ranks, case.num_chunks, case.num_microbatches) for case in cases}
         assert ran == set(layouts_for(PROCESSES, schedule))
+
+
+def test_in_one_process_each_model_meets_four_schedules_and_each_schedule_five_models_in_all_its_layouts() -> None:
+    cells = (cases_of(*cell, ONE_PROCESS, all_layouts=False) for cell in product(MODELS, SCHEDULES))
+    cases = [case for (case,) in cells if is_met_alone(case)]
+    assert min(Counter(case.model for case in cases).values()) >= 4
+    for schedule in SCHEDULES:
+        met = [case for case in cases if case.schedule == schedule]
+        assert len(met) >= 5
+        assert {(case.num_ranks, case.num_chunks, case.num_microbatches) for case in met} == set(
+            layouts_for(PROCESSES, schedule)
+        )

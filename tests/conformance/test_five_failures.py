@@ -11,7 +11,7 @@ import torch
 
 from shardwise.errors import ShardwiseError
 from shardwise.schedule.catalogue import CATALOGUE
-from tests.conformance.cases import SCHEDULES, Case, layouts, loss_of, make_batches, make_module
+from tests.conformance.cases import Case, layouts, loss_of, make_batches, make_module
 from tests.conformance.outcomes import Runner, plain
 from tests.same import worst
 from tests.stages.pieces import Net
@@ -33,10 +33,6 @@ def deepest(schedule: str) -> Case:
     )
 
 
-every_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
-
-
-@every_schedule
 def test_a_tied_weight_gets_the_sum_of_what_its_stages_give_it(schedule: str, outcome_of: Runner) -> None:
     case = deepest(schedule)
     wanted = plain(case).gradients[TIED]
@@ -59,7 +55,6 @@ def _gradient_without_the_embedding(case: Case) -> torch.Tensor:
     return gradient
 
 
-@every_schedule
 def test_a_skip_goes_from_its_maker_to_its_reader_over_the_stages_between(schedule: str, outcome_of: Runner) -> None:
     case = deepest(schedule)
     expected, found = plain(case), outcome_of(case)
@@ -68,7 +63,6 @@ def test_a_skip_goes_from_its_maker_to_its_reader_over_the_stages_between(schedu
     assert found.losses == pytest.approx(expected.losses, rel=1e-6)
 
 
-@every_schedule
 def test_the_sequence_length_may_change_from_step_to_step(schedule: str, runner: Runner) -> None:
     case = replace(deepest(schedule), lengths=(8, 12, 5))
     expected, found = plain(case), runner(case)
@@ -76,7 +70,6 @@ def test_the_sequence_length_may_change_from_step_to_step(schedule: str, runner:
     assert worst(found.weights, expected.weights)[0] <= 1e-6
 
 
-@every_schedule
 def test_a_weight_in_two_groups_of_stages_stays_one_weight(schedule: str, runner: Runner) -> None:
     """Sharded data parallelism raises there; a pipeline would let the two copies drift apart."""
     case = replace(deepest(schedule), lengths=(6,) * 5, optimizer="sgd")
@@ -85,13 +78,11 @@ def test_a_weight_in_two_groups_of_stages_stays_one_weight(schedule: str, runner
     assert worst(found.weights, expected.weights)[0] <= 1e-6
 
 
-@every_schedule
 def test_a_second_run_is_the_same_bit_for_bit(schedule: str, runner: Runner, outcome_of: Runner) -> None:
     case = deepest(schedule)
     assert runner(case).is_same(outcome_of(case))
 
 
-@every_schedule
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_fewer_microbatches_than_stages_run_or_are_refused(
     schedule: str, num_microbatches: int, runner: Runner
@@ -99,9 +90,7 @@ def test_fewer_microbatches_than_stages_run_or_are_refused(
     case = replace(deepest(schedule), num_microbatches=num_microbatches)
     assert num_microbatches < 4
     entry = CATALOGUE[schedule]
-    if num_microbatches < entry.least_microbatches * case.num_ranks or (
-        entry.even_microbatches and num_microbatches % 2
-    ):
+    if num_microbatches < entry.least_microbatches * case.num_ranks or (entry.mirrored and num_microbatches % 2):
         with pytest.raises(ShardwiseError, match=f"{schedule} .*microbatches.*, not {num_microbatches}"):
             runner(case)
         return

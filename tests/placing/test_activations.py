@@ -3,7 +3,7 @@
 import copy
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from shardwise.placing.loads import Load, find_loads, total_bytes
 from shardwise.placing.offload_planner import OffloadQuestion, decide
 from shardwise.placing.places import Place, PlaceOptions
 from shardwise.states.tiers import activation_offload
+from shardwise.states.tiers.copy_streams import CopyStreams
 from tests.engine.same import assert_same
 from tests.stages.families import make_batch, make_family
 from tests.stages.nets import UNet
@@ -224,7 +225,12 @@ def test_what_is_changed_after_it_was_saved_is_told_as_torch_tells_it() -> None:
         loss.backward()
 
 
-def test_no_more_is_brought_back_than_the_window_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("copies", [CopyStreams, lambda _: LateCopyStreams(0)], ids=["on time", "late"])
+def test_no_more_is_brought_back_than_the_window_holds(
+    monkeypatch: pytest.MonkeyPatch, copies: Callable[[torch.device], CopyStreams]
+) -> None:
+    """Also not where a backward begins before all that its forward saved has left."""
+    monkeypatch.setattr(placed_offload, "CopyStreams", copies)
     size = 64 * 32 * 4
     module = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(20)))
     net = sw.place(module, HERE, activations_on_host=1, budget={"cpu:0": 12 * 3 * size}, moments=0)

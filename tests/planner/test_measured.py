@@ -11,10 +11,10 @@ from tests.planner.measured import LENGTH, ROWS, make_module, measure
 
 TWO = [
     ("llama", "dp=2"),
-    ("llama", "dp=2,zero=1,microbatches=2"),
+    pytest.param("llama", "dp=2,zero=1,microbatches=2", marks=pytest.mark.whole),
     ("llama", "dp=2,zero=2,microbatches=2"),
     ("llama", "dp=2,zero=3"),
-    ("llama", "tp=2"),
+    pytest.param("llama", "tp=2", marks=pytest.mark.whole),
     ("llama", "tp=2,sp=true"),
     ("llama", "pp=2,microbatches=4,layers=4+2"),
     ("llama", "pp=2,microbatches=4,schedule=interleaved,layers=2+2+1+1"),
@@ -24,7 +24,7 @@ TWO = [
 FOUR = [
     ("llama", "dp=2,tp=2,zero=1"),
     ("llama", "dp=2,pp=2,zero=1,microbatches=4,layers=2+4"),
-    ("llama", "tp=2,pp=2,microbatches=4,layers=3+3"),
+    pytest.param("llama", "tp=2,pp=2,microbatches=4,layers=3+3", marks=pytest.mark.whole),
 ]
 #: Modules of Hugging Face as they are: elementwise operations and norms one by one.
 PLAIN = Software(fused=False, fused_norms=False, gathered_once=True)

@@ -16,12 +16,12 @@ from tests.schedule.playing import played_schedule, texts
 def settings_of(name: str) -> Iterator[tuple[int, int, int | None]]:
     """Ranks, microbatches and chunks that a schedule allows: few, many, and numbers that do not divide each other."""
     entry = CATALOGUE[name]
-    for num_ranks in (2, 4, 6) if entry.even_ranks else (1, 2, 3, 5):
+    for num_ranks in (2, 4, 6) if entry.mirrored else (1, 2, 3, 5):
         counts = {1, 2, num_ranks - 1, num_ranks, num_ranks + 1, 2 * num_ranks - 1, 2 * num_ranks, 3 * num_ranks + 1}
         for num_microbatches in sorted(counts):
             if num_microbatches < max(1, entry.least_microbatches * num_ranks):
                 continue
-            if entry.even_microbatches and num_microbatches % 2:
+            if entry.mirrored and num_microbatches % 2:
                 continue
             yield num_ranks, num_microbatches, None
     if entry.any_chunks_from is not None:

@@ -44,7 +44,7 @@ SCHEDULES = {
     "chimera": lower(make_schedule("chimera", 2, 4)),
     "pipedream-2bw": lower(make_schedule("pipedream-2bw", 2, 2)),
     "gathered": lower(insert_gathers(make_schedule("interleaved", 2, 4, 3), max_gathered=2)),
-    "offloaded": lower(insert_offloads(make_schedule("gpipe", 2, 4), which=lambda _: True, lead=2)),
+    "offloaded": lower(insert_offloads(make_schedule("gpipe", 2, 4))),
     "skip and tie": with_a_skip_and_a_tie(),
 }
 

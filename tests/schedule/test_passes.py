@@ -14,7 +14,7 @@ from shardwise.schedule.catalogue import CATALOGUE, make_schedule
 from shardwise.schedule.generators.pipedream_2bw import pipedream_2bw
 from shardwise.schedule.instruction import BACKWARD, RECEIVES, SENDS, Instruction, Kind, forward
 from shardwise.schedule.needs import Needs
-from shardwise.schedule.passes.backward import merge_backward, split_backward
+from shardwise.schedule.passes.backward import split_backward
 from shardwise.schedule.passes.communication import insert_communication
 from shardwise.schedule.passes.lower import lower
 from shardwise.schedule.passes.offload import insert_offloads
@@ -260,34 +260,16 @@ def test_the_transfers_of_a_pair_stand_behind_the_pair() -> None:
 # Backwards
 
 
-@pytest.mark.parametrize("name", [name for name in CATALOGUE if not name.startswith("dualpipe")])
-def test_splitting_takes_every_backward_apart_and_merging_joins_what_lies_together(name: str) -> None:
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_splitting_takes_every_backward_apart_once_and_leaves_the_rest(name: str) -> None:
     schedule = make_schedule(name, 4, 8)
     apart = split_backward(schedule)
-    assert not any(instruction.kind is Kind.B for order in apart.orders for instruction in order)
-    merged = merge_backward(schedule)
-    assert split_backward(merged) == apart
-    assert merge_backward(apart) == merged
-    assert merge_backward(merged) == merged
+    for order, split in zip(schedule.orders, apart.orders, strict=True):
+        parts = [part for each in order for part in each.parts]
+        assert len(split) == len(parts) + sum(part.kind is Kind.B for part in parts)
+        assert [each for each in split if each.kind is Kind.F] == [part for part in parts if part.kind is Kind.F]
+        assert not any(each.kind is Kind.B for each in split)
     assert split_backward(apart) == apart
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b", "interleaved", "looped-bfs", "chimera", "hanayo"])
-def test_merging_undoes_splitting(name: str) -> None:
-    schedule = make_schedule(name, 4, 8)
-    assert merge_backward(split_backward(schedule)) == schedule
-
-
-def test_the_picture_of_the_backward_pass_is_true() -> None:
-    apart = written(loop(2), "", "1I0 1W0 1F1 1I1 1F2 1W1", num_microbatches=3)
-    joined = written(loop(2), "", "1B0 1F1 1I1 1F2 1W1", num_microbatches=3)
-    assert merge_backward(apart) == joined
-    assert split_backward(joined) == apart
-
-
-def test_gradients_of_different_microbatches_or_stages_are_not_joined() -> None:
-    schedule = written(vee(1), "1I0 1W1 1I1 0W1 0I2 1W0", num_microbatches=3)
-    assert merge_backward(schedule) == schedule
 
 
 def test_a_pair_is_taken_apart_into_its_three_parts() -> None:
@@ -509,8 +491,7 @@ def offload_prices(schedule: Schedule, seconds_each_way: float) -> Prices:
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h2", "zb-v", "dualpipe-v"])
 def test_offloading_over_a_fast_link_takes_memory_away_and_no_time(name: str) -> None:
     schedule = make_schedule(name, 4, 8)
-    offloaded = insert_offloads(schedule, which=lambda _: True)
-    trace = simulate(offloaded, offload_prices(schedule, 0.01))
+    trace = simulate(insert_offloads(schedule), offload_prices(schedule, 1e-9))
     plain = played_schedule(schedule)
     assert trace.makespan == pytest.approx(plain.makespan)
     assert all(less <= more + 1e-9 for less, more in zip(peaks(trace), peaks(plain), strict=True))
@@ -519,52 +500,19 @@ def test_offloading_over_a_fast_link_takes_memory_away_and_no_time(name: str) ->
 
 def test_gpipe_with_everything_offloaded_holds_one_that_computes_one_that_leaves_and_one_that_comes() -> None:
     schedule = make_schedule("gpipe", 2, 8)
-    trace = simulate(insert_offloads(schedule, which=lambda _: True), offload_prices(schedule, 0.5))
+    trace = simulate(insert_offloads(schedule), offload_prices(schedule, 0.5))
     assert peaks(trace) == (3, 3)
 
 
-def test_a_reload_is_issued_so_many_computations_before_its_backward() -> None:
+def test_a_reload_is_issued_one_computation_before_its_backward() -> None:
     schedule = written(loop(1), "0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0", num_microbatches=4)
-
-    def first(instruction: Instruction) -> bool:
-        return instruction.microbatch == 0
-
-    assert texts(insert_offloads(schedule, which=first)) == ["0F0 0OFFLOAD0 0F1 0F2 0F3 0B3 0B2 0RELOAD0 0B1 0B0"]
-    assert texts(insert_offloads(schedule, which=first, lead=3)) == [
-        "0F0 0OFFLOAD0 0F1 0F2 0F3 0RELOAD0 0B3 0B2 0B1 0B0"
-    ]
-    assert texts(insert_offloads(schedule, which=first, lead=0)) == [
-        "0F0 0OFFLOAD0 0F1 0F2 0F3 0B3 0B2 0B1 0RELOAD0 0B0"
-    ]
+    offloaded = insert_offloads(schedule, which=lambda each: each.microbatch == 0)
+    assert texts(offloaded) == ["0F0 0OFFLOAD0 0F1 0F2 0F3 0B3 0B2 0RELOAD0 0B1 0B0"]
 
 
-def test_what_would_come_back_before_anything_else_is_computed_stays_on_the_device() -> None:
-    schedule = written(loop(1), "0F0 0F1 0F2 0B2 0B1 0B0", num_microbatches=3)
-    assert texts(insert_offloads(schedule, which=lambda _: True, lead=2)) == [
-        "0F0 0OFFLOAD0 0F1 0F2 0RELOAD0 0B2 0B1 0B0"
-    ]
-    assert texts(insert_offloads(schedule, which=lambda _: True, lead=5)) == texts(schedule)
-
-
-def test_what_leaves_in_its_forward_already_is_reloaded_directly_before_its_backward_at_the_latest() -> None:
+def test_nothing_is_reloaded_before_it_has_left() -> None:
     schedule = written(loop(1), "0F0 0F1 0B1 0B0", num_microbatches=2)
-    assert texts(insert_offloads(schedule, which=lambda _: True, lead=2, only_apart=False)) == [
-        "0F0 0OFFLOAD0 0RELOAD0 0F1 0OFFLOAD1 0RELOAD1 0B1 0B0"
-    ]
-
-
-def test_a_slow_link_is_seen_less_the_sooner_the_reload_is_issued() -> None:
-    schedule = make_schedule("gpipe", 1, 8)
-
-    def first(instruction: Instruction) -> bool:
-        return instruction.microbatch == 0
-
-    def start_of_backward(lead: int) -> float:
-        trace = simulate(insert_offloads(schedule, which=first, lead=lead), offload_prices(schedule, 3))
-        return event_of(trace, "0B0").start
-
-    # The first backward is due at 8. Its reload takes 3 and is issued with that many forwards still to come.
-    assert [start_of_backward(lead) for lead in (0, 1, 2, 3)] == [11, 10, 9, 8]
+    assert texts(insert_offloads(schedule)) == ["0F0 0OFFLOAD0 0F1 0OFFLOAD1 0RELOAD1 0RELOAD0 0B1 0B0"]
 
 
 def test_an_offload_of_one_half_of_a_pair_stands_behind_the_pair() -> None:

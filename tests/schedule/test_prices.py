@@ -1,7 +1,7 @@
 import pytest
 
 from shardwise.errors import ShardwiseError
-from shardwise.schedule.instruction import Kind, backward, forward, input_gradient, overlapped, parse
+from shardwise.schedule.instruction import Kind, backward, forward, overlapped, parse
 from shardwise.schedule.placement import loop, mirrored, vee
 from shardwise.schedule.prices import StageTimes, free, stage_prices
 from tests.schedule.playing import stage_times
@@ -11,20 +11,20 @@ TIMES = StageTimes(forward=1, input_gradient=1.25, weight_gradient=0.75, pair=2.
 
 def test_a_full_backward_costs_its_two_parts() -> None:
     assert (TIMES.backward, TIMES.total) == (2, 3)
-    assert [TIMES.of(parse(text)) for text in ("0F0", "0I0", "0W0", "0B0", "0STEP0", "0GATHER0")] == [
+    prices = stage_prices(loop(1), [TIMES])
+    assert [prices.seconds(parse(text), 0) for text in ("0F0", "0I0", "0W0", "0B0", "0STEP0", "0GATHER0")] == [
         1, 1.25, 0.75, 2, 0, 0,
     ]  # fmt: skip
 
 
 def test_a_pair_costs_what_is_said_or_its_halves() -> None:
     pair = overlapped(forward(1, 1), backward(0, 0))
-    assert TIMES.of(pair) == 2.5
-    assert stage_times((1, 1.25, 0.75)).of(pair) == 3
+    assert stage_prices(mirrored(1), [TIMES]).seconds(pair, 0) == 2.5
+    assert stage_prices(mirrored(1), [stage_times((1, 1.25, 0.75))]).seconds(pair, 0) == 3
 
 
 def test_the_time_of_a_pair_is_that_of_a_forward_and_a_whole_backward_only() -> None:
-    pair = overlapped(forward(1, 1), input_gradient(0, 0))
-    assert TIMES.of(pair) == 2.25
+    pair = overlapped(forward(1, 1), parse("0I0"))
     assert stage_prices(mirrored(1), [TIMES]).seconds(pair, 0) == 2.25
 
 

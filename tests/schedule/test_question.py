@@ -29,7 +29,6 @@ def test_what_is_not_said_is_unit_times_no_hop_and_no_limit() -> None:
     assert question.times == (StageTimes(),) * 3
     assert question.hops == ()
     assert question.memory == (inf,) * 3
-    assert not question.limits_memory
 
 
 @pytest.mark.parametrize("text", ["1,1.2,0.8", "1, 1.2, 0.8", "1 1.2 .8", "1;1.2;8e-1", " 1,1.2,0.8 "])
@@ -74,8 +73,7 @@ def test_one_hop_serves_every_boundary_and_several_are_for_each() -> None:
 def test_one_limit_serves_every_rank_and_several_are_for_each() -> None:
     assert ask(3, memory="2.5").memory == (2.5, 2.5, 2.5)
     assert ask(3, memory="4,inf,2").memory == (4, inf, 2)
-    assert ask(3, memory="4,inf,2").limits_memory
-    assert not ask(3, memory="inf").limits_memory
+    assert ask(3, memory="inf").memory == (inf,) * 3
 
 
 @pytest.mark.parametrize(

@@ -354,7 +354,7 @@ NAMES = [name for name in CATALOGUE if name != "pipedream-2bw"]
 def test_no_schedule_is_done_before_its_busiest_rank_nor_sooner_when_a_price_rises(
     data: st.DataObject, name: str, num_ranks: int
 ) -> None:
-    num_ranks += num_ranks % 2 if CATALOGUE[name].even_ranks else 0
+    num_ranks += num_ranks % 2 if CATALOGUE[name].mirrored else 0
     schedule = insert_communication(make_schedule(name, num_ranks, 2 * num_ranks))
     placement = schedule.placement
     times, hops = data.draw(uneven_prices(placement))

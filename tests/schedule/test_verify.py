@@ -545,7 +545,7 @@ def test_the_memory_that_the_remedy_names_is_the_smallest_that_fits(name: str) -
         verify(schedule, memory=[smallest - 0.01] * 4)
 
 
-def test_what_is_put_away_is_not_held() -> None:
+def test_offloaded_activations_are_not_held() -> None:
     schedule = make_schedule("gpipe", 2, 4)
     away = insert_offloads(schedule, which=lambda each: each.microbatch == 2)
     assert [peak_held(schedule, 0)[0], peak_held(away, 0)[0]] == [4, 3]

@@ -14,12 +14,12 @@ NAMES = tuple(CATALOGUE)
 
 
 def variants(name: str, num_ranks: int, num_microbatches: int) -> dict[str, Schedule]:
-    """Computation alone, and ready to run: plainly, replicated, with sharded parameters, with activations put away."""
+    """Computation alone, and ready to run: plainly, replicated, with sharded parameters, with activations offloaded."""
     raw = make_schedule(name, num_ranks, num_microbatches)
     return {
         "raw": raw,
         "lowered": lower(raw),
         "replicated": insert_communication(insert_steps(raw, reduce_gradients=True)),
         "gathered": lower(insert_gathers(raw, max_gathered=2)),
-        "offloaded": lower(insert_offloads(raw, which=lambda each: each.microbatch % 2 == 0, lead=2)),
+        "offloaded": lower(insert_offloads(raw, which=lambda each: each.microbatch % 2 == 0)),
     }

@@ -71,7 +71,7 @@ def trained(module: nn.Module, plan: str, batches: list[dict[str, Tensor]], **ch
     return train(an_engine(module, plan, example=batches[0], **changed), batches)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "dualpipe-v"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", pytest.param("dualpipe-v", marks=pytest.mark.whole)])
 def test_a_compiled_pipeline_trains_as_the_plain_one_does(schedule: str) -> None:
     plan = f"pp=2,microbatches=4,schedule={schedule}"
     batches = [tokens(), tokens(length=7), tokens(length=9), tokens()]
@@ -207,7 +207,7 @@ def on_rank(compile: str | bool, schedule: str) -> Trained:
         return train(engine, batches)
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", "interleaved,chunks=2"])
+@pytest.mark.parametrize("schedule", ["zb-h1", pytest.param("interleaved,chunks=2", marks=pytest.mark.whole)])
 def test_two_processes_train_compiled_as_they_do_plain(schedule: str, two: Ranks) -> None:
     plain, compiled = (two.run(on_rank, compile, schedule) for compile in (False, "aot_eager"))
     for found, expected in zip(compiled, plain, strict=True):

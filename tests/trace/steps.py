@@ -1,6 +1,7 @@
 """Real steps under real plans, to see whether what is said of them adds up."""
 
 import time
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -38,7 +39,9 @@ def traced_step(plan: str, sleeps: dict[int, float] | None = None, data_wait: fl
     """A trace of one of a few steps. A rank may sleep in its forwards."""
     torch.set_num_threads(1)
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
-    module = Transformer(SETTINGS)
+    # Four layers where there are as many stages, and where layers sleep.
+    is_deep = sleeps is not None or "zb-v" in plan or "pp=4" in plan
+    module = Transformer(replace(SETTINGS, num_layers=4 if is_deep else 2))
     initialise(module, seed=5)
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     seconds = (sleeps or {}).get(rank, 0.0)

@@ -14,12 +14,12 @@ from shardwise.planner.plan import Plan
 from shardwise.ranks.spawn import Ranks
 from shardwise.training.checkpoint.index import saved_steps
 from shardwise.training.job import Job
-from shardwise.training.recipes import get_recipe
+from shardwise.training.recipe import get_recipe
 from tests.training import test_restart as restart
 from tests.training.programs import losses_of
 from tests.training.test_restart import ROOT, undisturbed, workers
 
-STEPS = 60
+STEPS = 30
 PLAN = "dp=2,zero=1"
 CHANGES = {**restart.CHANGES, "steps": STEPS}
 #: Who does not answer for eight seconds is gone, and others are waited for no longer than five.

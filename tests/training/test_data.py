@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from shardwise.cli import main
 from shardwise.errors import ShardwiseError
 from shardwise.training.data.documents import documents_of
-from shardwise.training.data.make import make_tokens
 from shardwise.training.data.order import Order
-from shardwise.training.data.prefetch import Prefetcher
-from shardwise.training.data.rows import IGNORED, Batch, Batches, training_and_held_out
+from shardwise.training.data.rows import IGNORED, Batch, Batches, Prefetcher, training_and_held_out
+from shardwise.training.data.source import make_tokens
 from shardwise.training.data.tokenizer import ByteTokenizer
 from shardwise.training.data.tokens import BLOCK_BYTES, Tokens, TokenWriter, open_tokens
 

@@ -18,8 +18,8 @@ from shardwise.cli import main
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.spawn import Ranks
 from shardwise.training.checkpoint.index import find_last
-from shardwise.training.checkpoint.torch_folder import TorchFolder, write_torch_folder
 from shardwise.training.convert import convert
+from shardwise.training.convert_dcp import TorchFolder, write_torch_folder
 from shardwise.training.run import train_rank
 from tests.nets.families import save_theirs
 from tests.training.programs import make_job, saved_state

@@ -21,4 +21,4 @@ def test_a_run_that_drops_is_the_same_under_every_plan_and_goes_on_to_the_bit(tw
     for steps in (1, 3):
         train_rank(make_job(tmp_path / "parts", "dp=1", steps=steps, model__dropout=0.2))
     assert losses_of(tmp_path / "parts") == wet
-    assert convert(tmp_path / "wet", tmp_path / "hf").kind == "huggingface"
+    assert convert(tmp_path / "wet", tmp_path / "hf")[0] == "huggingface"

@@ -14,10 +14,10 @@ import pytest
 from shardwise.cli import main
 from shardwise.errors import ShardwiseError
 from shardwise.training.checkpoint.index import saved_steps
-from shardwise.training.finish import Result, finish
+from shardwise.training.finish import finish
 from shardwise.training.loop import Loop
 from shardwise.training.metrics import Metrics, read_metrics
-from shardwise.training.outcome import Outcome
+from shardwise.training.outcome import Outcome, Result
 from shardwise.training.progress import Progress
 from shardwise.training.run import train_rank
 from tests.training.programs import losses_of, make_job
@@ -45,7 +45,7 @@ def no_room_for(work: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def test_every_line_is_json_whatever_the_numbers_are(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path / "metrics.jsonl", after=0)
+    metrics = Metrics(tmp_path, after=0)
     metrics.add({"step": 1, "loss": float("nan"), "gradient_norm": float("inf"), "rate": 0.5})
     metrics.close()
 
@@ -58,7 +58,7 @@ def test_every_line_is_json_whatever_the_numbers_are(tmp_path: Path) -> None:
 
 def test_a_row_that_does_not_fit_on_the_disk_is_left_out_whole(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    metrics = Metrics(path, after=0)
+    metrics = Metrics(tmp_path, after=0)
     assert metrics.add({"step": 1, "loss": 1.0}) is None
     with room_for(path.stat().st_size + 5):
         problem = metrics.add({"step": 2, "loss": 2.0})

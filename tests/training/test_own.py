@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.cli import main
 from shardwise.ranks.spawn import Ranks
-from shardwise.training.recipes import get_recipe
+from shardwise.training.recipe import get_recipe
 from shardwise.training.run import train_rank
 from tests.training.programs import losses_of, make_job, saved_state
 

@@ -6,9 +6,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ShardwiseError
-from shardwise.training.lr_schedule import learning_rate_at
-from shardwise.training.recipe import DataChoice, ModelChoice, OptimizerChoice, Recipe, read_recipe
-from shardwise.training.recipes import RECIPES, get_recipe
+from shardwise.training.recipe import RECIPES, DataChoice, ModelChoice, OptimizerChoice, Recipe, get_recipe, read_recipe
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -85,7 +83,7 @@ def test_wrong_types_and_unknown_keys_of_a_file_are_told_with_its_name(tmp_path:
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
 def test_rates_rise_to_their_highest_and_fall_to_the_final_part_of_it(schedule: str) -> None:
     choice = Recipe().changed({"optimizer.schedule": schedule, "optimizer.warmup": 10, "optimizer.rate": 1.0}).optimizer
-    rates = [learning_rate_at(step, 101, choice) for step in range(101)]
+    rates = [choice.learning_rate_at(step, 101) for step in range(101)]
     assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
     assert max(rates) == pytest.approx(1.0)
     assert all(after <= before + 1e-12 for before, after in pairwise(rates[9:]))

@@ -13,7 +13,7 @@ from shardwise.planner.plan import Plan
 from shardwise.ranks.spawn import Ranks
 from shardwise.training.checkpoint.index import saved_steps
 from shardwise.training.job import Job
-from shardwise.training.recipes import get_recipe
+from shardwise.training.recipe import get_recipe
 from shardwise.training.run import train_rank
 from tests.training.programs import losses_of, saved_state
 

@@ -27,10 +27,9 @@ from shardwise.training.checkpoint.index import Entry, find_last, saved_steps
 from shardwise.training.checkpoint.parts import Part
 from shardwise.training.checkpoint.write import write_parts
 from shardwise.training.data.rows import Batch, Batches
-from shardwise.training.finish import Result
 from shardwise.training.job import Job
 from shardwise.training.metrics import read_metrics
-from shardwise.training.outcome import StoppedError
+from shardwise.training.outcome import Result, StoppedError
 from shardwise.training.run import train_rank
 from tests.training.programs import losses_of, make_job
 
@@ -142,8 +141,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_step_rank_and_layer(
         block.register_module("mlp", _Spoilt(block.mlp, 10))
         return module
 
-    monkeypatch.setattr("shardwise.training.subject.make_module", spoilt)
-    monkeypatch.setattr("shardwise.training.subject.draw", lambda *_: None)
+    monkeypatch.setattr("shardwise.training.model.make_module", spoilt)
+    monkeypatch.setattr("shardwise.training.model.draw", lambda *_: None)
     stopped = train_rank(make_job(tmp_path, "dp=1", steps=50, checkpoint__every=1))
     assert isinstance(stopped, StoppedError)
     step = saved_steps(tmp_path / "checkpoints")[-1] + 1
@@ -188,8 +187,8 @@ def poisoned_run(job: Job) -> Result | StoppedError | None:
         return module
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardwise.training.subject.make_module", poisoned)
-        patch.setattr("shardwise.training.subject.draw", lambda *_: None)
+        patch.setattr("shardwise.training.model.make_module", poisoned)
+        patch.setattr("shardwise.training.model.draw", lambda *_: None)
         return train_rank(job)
 
 

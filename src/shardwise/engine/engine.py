@@ -173,7 +173,7 @@ class Engine:
     @property
     def optimizers(self) -> Sequence[Optimizer]:
         """Those of this process."""
-        return self.states.data.optimizers
+        return self.states.data.updates.optimizers
 
     def optimizer_state_dict(self, *, sharded: bool = False) -> dict[str, Any]:
         """What the optimizers remember, under the names of the original module: see `states/optimizers/state.py`.

@@ -13,16 +13,17 @@ from shardwise.engine.parts import States
 from shardwise.engine.sharded import Sharded
 from shardwise.engine.update import Update
 from shardwise.planner.plan import Plan
+from shardwise.ranks.host_exchange import make_exchange
 from shardwise.ranks.replicas import Replicas
 from shardwise.ranks.wires import ManyProcesses, OneProcess
 from shardwise.schedule.schedule import Schedule
 from shardwise.stages.stage import Split, Stage
 from shardwise.states.batch_norm import SharedStatistics
-from shardwise.states.buckets.make import ZeroConfig
-from shardwise.states.buckets.tie_groups import make_ties
+from shardwise.states.buckets.make import HeldStages, ParameterOwners, ZeroConfig
+from shardwise.states.buckets.ties import make_ties
 from shardwise.states.data_parallel import DataParallel
+from shardwise.states.host import make_host
 from shardwise.states.parameter_group import MakeOptimizer, Share
-from shardwise.states.tiers.host import make_host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +66,6 @@ def make_states(
         stream = found[0].stream
         return parameters[name] if stream is None else stream.parameter_of(name, step)
 
-    stages = _stages_here(split, schedule, wires.ranks)
     experts = sharded.experts.parameters if sharded.experts is not None else {}
 
     def replicas_of(name: str) -> Replicas:
@@ -77,13 +77,17 @@ def make_states(
         else make_ties(schedule.placement, split, wires.mesh.pipelines, wires.mesh.rank)
     )
     wires.connect([tie.group for tie in ties], device)
-    data = DataParallel(
-        stages, schedule, wires.ranks, sharing=sharing, replicas_of=replicas_of, optimizer=optimizer, ties=ties,
-        tensor=sharded.tensor, joining=sharded if sharded.is_in_parts else None, apart=experts, module=module,
-        parameter_of=parameter_of if schedule.staleness else None, watch=wires.watch,
+    held_stages = HeldStages(
+        stages=_stages_here(split, schedule, wires.ranks), schedule=schedule, ranks=wires.ranks, module=module,
+        parameter_of=parameter_of if schedule.staleness else None,
     )  # fmt: skip
-    offloaded = data.offloaded if plan.offload.parameters else None
-    host = make_host(plan, device, data.number_bytes, wires.gather, offloaded)
+    owners = ParameterOwners(
+        replicas_of=replicas_of, ties=ties, tensor=sharded.tensor, joining=sharded if sharded.is_in_parts else None,
+        apart=experts,
+    )  # fmt: skip
+    exchange = make_exchange(held_stages.device, wires.watch)
+    data = DataParallel(held_stages, owners, sharing=sharing, optimizer=optimizer, exchange=exchange)
+    host = make_host(plan, device, data, wires.gather)
     has_copies = plan.dp > 1 or len(schedule.placement.pipes) > 1
     states = States(
         parameters=parameters,

@@ -49,7 +49,7 @@ def place_experts(
     `parameters` are those of this rank's stages. Of a layer that has none of them the placement is noted alone.
     """
     names = [name for name, owner in experts.parameters.items() if owner == layer and name in parameters]
-    weights = {name: experts.gather(name, data.whole_kept(name)) for name in names}
+    weights = {name: experts.gather(name, data.wholes.kept(name)) for name in names}
     states = optimizers.states_of(names) if names else {}
     experts.layers[layer].place(placement)
     mine = {name: experts.local(name, whole) for name, whole in weights.items()}

@@ -74,11 +74,11 @@ class ModuleState:
     def _local(self, name: str) -> Tensor:
         if name not in self._in_buckets or self._data.is_always_here(name):
             return self._parameters[name].detach()
-        return self._data.whole(name)
+        return self._data.wholes.weight(name)
 
     def _at_home(self, name: str, numbers: Tensor) -> Tensor:
         """What lives on the host is given there."""
-        return numbers.cpu() if self._data.is_offloaded(name) else numbers
+        return numbers.cpu() if self._data.wholes.is_offloaded(name) else numbers
 
     def _named(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
         """Under all names that the module has for them, with the buffers."""

@@ -65,7 +65,7 @@ class OptimizerState:
     ) -> None:
         self._parameters, self._data, self._tensor, self._experts = parameters, data, tensor, experts
         self._shapes, self._order, self._gather, self._home_of = shapes, order, gather, home_of
-        self._names: dict[Tensor, str] = {each.weight: each.name for each in data.updated}
+        self._names: dict[Tensor, str] = {each.weight: each.name for each in data.updates.updated}
 
     def whole(self) -> dict[str, Any]:
         """What all optimizers remember, on every rank; on the CPU what others hold."""
@@ -75,7 +75,7 @@ class OptimizerState:
 
     def part(self, *, joins: bool = False) -> dict[str, Any]:
         """What they remember of this rank's stages, in the parts that it has; or with `joins` from the parts of all."""
-        groups = groups_of(self._data.optimizers, self._names)
+        groups = groups_of(self._data.updates.optimizers, self._names)
         every = self._pieces()
         if self._data.sharing.zero:
             groups = [group for part in self._gather(groups, "gradients") for group in part]
@@ -89,9 +89,9 @@ class OptimizerState:
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over the state of all parameters; a rank uses what it has pieces of."""
         check_states(state, self._order)
-        check_shapes(state["state"], {each.name: self._shapes[each.name] for each in self._data.updated})
-        load_settings(self._data.optimizers, self._names, state["param_groups"])
-        for updated in self._data.updated:
+        check_shapes(state["state"], {each.name: self._shapes[each.name] for each in self._data.updates.updated})
+        load_settings(self._data.updates.optimizers, self._names, state["param_groups"])
+        for updated in self._data.updates.updated:
             updated.optimizer.state.pop(updated.weight, None)
         self.put(state["state"])
 
@@ -102,7 +102,7 @@ class OptimizerState:
 
     def put(self, states: States) -> None:
         """Take over what they remembered of some parameters."""
-        for updated in self._data.updated:
+        for updated in self._data.updates.updated:
             if updated.name in states:
                 mine = {key: self._cut(updated, each) for key, each in states[updated.name].items()}
                 home = self._home_of(updated.weight)
@@ -111,7 +111,7 @@ class OptimizerState:
     def _pieces(self, names: Collection[str] | None = None) -> dict[str, list[_Piece]]:
         """By parameter, of all or some: the pieces of all replicas, in order, each once."""
         kinds: dict[str, dict[str, list[_Piece]]] = {"gradients": {}, "expert_gradients": {}}
-        for updated in self._data.updated:
+        for updated in self._data.updates.updated:
             state = updated.optimizer.state.get(updated.weight)
             if state and (names is None or updated.name in names):
                 each = frozenset(key for key, value in state.items() if is_of_each_number(value, updated.weight))
@@ -134,7 +134,9 @@ class OptimizerState:
         for key in first.state:
             value = first.state[key]
             if key in first.each and not first.is_joined:
-                value = torch.cat([piece.state[key].reshape(-1) for piece in pieces]).view(self._data.shape_of(name))
+                value = torch.cat([piece.state[key].reshape(-1) for piece in pieces]).view(
+                    self._data.wholes.shape_of(name)
+                )
             if joins and not first.is_joined:
                 value = self._joined(name, value, is_piece=key in first.each)
             found[key] = value

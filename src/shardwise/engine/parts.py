@@ -19,7 +19,7 @@ from shardwise.ranks.transport import ProcessTransport
 from shardwise.sharding.dropout import Dropouts
 from shardwise.states.batch_norm import SharedStatistics
 from shardwise.states.data_parallel import DataParallel
-from shardwise.states.tiers.host import Host
+from shardwise.states.host import Host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

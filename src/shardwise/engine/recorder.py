@@ -18,7 +18,7 @@ from shardwise.schedule.garbage import collection_paused
 from shardwise.schedule.schedule import Schedule
 from shardwise.stages.activation_bytes import KeptBytes
 from shardwise.states.data_parallel import DataParallel
-from shardwise.states.tiers.host import Host
+from shardwise.states.host import Host
 from shardwise.trace.events import Trace, Traffic
 
 
@@ -127,7 +127,7 @@ class Recorder:
 
     def _groups(self) -> list[Group]:
         """All that this rank sends in, but for its pipeline."""
-        replicas = [bucket.home.replicas for bucket in self._data.buckets]
+        replicas = [bucket.key.replicas for bucket in self._data.buckets]
         every = [*self._wires.mesh.groups.values(), *(each for pair in replicas for each in (pair.shard, pair.copies))]
         return list({id(each): each for each in every if each.handle is not None}.values())
 

@@ -97,7 +97,7 @@ def complete(
         staleness=schedule.staleness,
     )
     if offloads_activations:
-        connected = insert_offloads(connected, which=lambda _: True, only_apart=False)
+        connected = insert_offloads(connected)
     finished = lower(connected, reduce_gradients=reduce_gradients, max_gathered=max_gathered)
     verify(finished)
     return finished

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from shardwise.execution.device_clock import Clock
 from shardwise.ranks.collectives import Group
 from shardwise.ranks.transport import Key
-from shardwise.schedule.instruction import RECEIVES, SENDS, Instruction, Kind, text_of
+from shardwise.schedule.instruction import RECEIVES, SENDS, Instruction, Kind
 from shardwise.schedule.prices import activations
 from shardwise.schedule.schedule import Schedule
 from shardwise.schedule.simulate import LANES
@@ -201,7 +201,7 @@ class Recording:
                 numbers[note.lane, note.name] += 1
             else:
                 instruction = order[note.position]
-                name, stage, microbatch = text_of(instruction), instruction.stage, instruction.microbatch
+                name, stage, microbatch = str(instruction), instruction.stage, instruction.microbatch
                 if note.lane is LANES[instruction.kind]:
                     change = held(instruction)
                 if instruction.peer is not None and instruction.kind in SENDS | RECEIVES:

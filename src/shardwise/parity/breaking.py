@@ -121,7 +121,7 @@ def _some_matrix(engine: Engine) -> tuple[Bucket, Slot]:
         (bucket, slot)
         for bucket in engine.states.data.buckets
         for slot in bucket.layout.slots
-        if bucket.gradients is not None and bucket.home.tie is None and bucket.home.replicas.count > 1
+        if bucket.gradients is not None and bucket.key.tie is None and bucket.key.replicas.count > 1
     ]
     matrices = [each for each in shared if len(each[1].shape) > 1] or shared
     return matrices[len(matrices) // 2]

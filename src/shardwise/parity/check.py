@@ -10,10 +10,9 @@ from shardwise.errors import ShardwiseError
 from shardwise.parity.compare import Comparison, compare
 from shardwise.parity.course import Course
 from shardwise.parity.faults import Subject, get_fault
-from shardwise.parity.problem import MakeProblem, Problem
+from shardwise.parity.problem import MakeProblem, Problem, small_matrices
 from shardwise.parity.ranks import train_on_rank
 from shardwise.parity.reference import train_reference
-from shardwise.parity.small import small_matrices
 from shardwise.planner.composition import check_composition
 from shardwise.planner.plan import Plan
 from shardwise.ranks.faults import RankError

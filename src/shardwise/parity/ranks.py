@@ -10,10 +10,8 @@ from torch import Tensor
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.parallelize import parallelize
-from shardwise.parity.course import Course, Looks, Step, are_looked_at
-from shardwise.parity.problem import CLIP, MakeProblem, clip_factor, make_optimizer
-from shardwise.parity.small import small_matrices
-from shardwise.parity.uses import Uses
+from shardwise.parity.course import Course, Looks, Step, Uses, are_looked_at
+from shardwise.parity.problem import CLIP, MakeProblem, clip_factor, make_optimizer, small_matrices
 from shardwise.planner.plan import Plan
 
 #: Breaks an engine that is ready to train.
@@ -79,7 +77,7 @@ def _norm(engine: Engine) -> float:
 def _digest(engine: Engine, steps: Sequence[Step]) -> str:
     """Of all losses and norms, and of every bit of the weights that this rank updates."""
     found = hashlib.sha256(repr([(step.loss, step.norm) for step in steps]).encode())
-    for *_, each in engine.states.data.pieces():
+    for *_, each in engine.states.data.wholes.pieces():
         found.update(each.contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return found.hexdigest()
 

@@ -22,8 +22,7 @@ from shardwise.placing.moving import settle
 from shardwise.placing.places import Place
 from shardwise.states.tiers.choose_offloaded import choose_for_room, choose_offloaded
 from shardwise.states.tiers.disk import Records
-from shardwise.states.tiers.disk_scratch import ScratchFile
-from shardwise.states.tiers.streamed_block import num_bytes_of
+from shardwise.states.tiers.streamed_block import ScratchFile, num_bytes_of
 from shardwise.states.tiers.streamed_weights import NUM_AHEAD, StreamedWeights, own_parameters, shared_parameters
 from shardwise.states.tiers.streaming import find_on_disk, make_scratches
 from shardwise.units import format_bytes

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shardwise.stages.split.outline import leaves_of
-from shardwise.states.tiers.outputs import open_dataclasses
+from shardwise.stages.split.outline import leaves_of, open_dataclasses
 from shardwise.torch_private import buffer_slots, pytree
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import ShardwiseError
-from shardwise.states.tiers.outputs import open_dataclasses
+from shardwise.stages.split.outline import open_dataclasses
 from shardwise.torch_private import pytree
 
 

@@ -145,10 +145,10 @@ def _speeds(where: Mapping[str, torch.device], dtype: torch.dtype) -> dict[str, 
     return {name: of_kind[kind] / first for name, kind in kinds.items()}
 
 
-def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOPs a second in matmuls, the best of a few."""
-    on_gpu = device.type != "cpu"
-    size, count = (_TRIED_SIZE_OF_GPUS, _TRIED_AT_ONCE) if on_gpu else (_TRIED_SIZE, 1)
+def matmul_flops(device: torch.device, dtype: torch.dtype, size: int | None = None) -> float:
+    """FLOPs a second in square matmuls, the best of a few."""
+    usual, count = (_TRIED_SIZE, 1) if device.type == "cpu" else (_TRIED_SIZE_OF_GPUS, _TRIED_AT_ONCE)
+    size = size or usual
     tried = torch.ones(size, size, device=device, dtype=dtype)
     made = torch.empty_like(tried)
     seconds = []

@@ -15,9 +15,9 @@ from shardwise.units import counted
 class Entry:
     """One named schedule.
 
-    It needs `least_microbatches` for each rank (0: any number will do), an even number of ranks if `even_ranks`, and of
-    microbatches if `even_microbatches`. `chunks` is how many chunks a rank holds: a fixed number, or, if
-    `any_chunks_from` is given, that many or more (and even, if `even_chunks`).
+    It needs `least_microbatches` for each rank (0: any number will do). One that is `mirrored` holds the model twice,
+    in opposite directions, and needs an even number of ranks and of microbatches. `chunks` is how many chunks a rank
+    holds: a fixed number, or, if `any_chunks_from` is given, that many or more (and even, if `even_chunks`).
     """
 
     name: str
@@ -26,9 +26,11 @@ class Entry:
     any_chunks_from: int | None = None
     even_chunks: bool = False
     least_microbatches: int = 0
-    even_ranks: bool = False
-    even_microbatches: bool = False
-    num_weight_copies: int = 1
+    mirrored: bool = False
+
+    @property
+    def num_weight_copies(self) -> int:
+        return 2 if self.mirrored else 1
 
     @property
     def module(self) -> str:
@@ -57,18 +59,9 @@ CATALOGUE = {
             idea="forwards overlap backwards, the model held twice",
             chunks=2,
             least_microbatches=2,
-            even_ranks=True,
-            even_microbatches=True,
-            num_weight_copies=2,
+            mirrored=True,
         ),
-        Entry(
-            name="chimera",
-            idea="two pipes in opposite directions, the model held twice",
-            chunks=2,
-            even_ranks=True,
-            even_microbatches=True,
-            num_weight_copies=2,
-        ),
+        Entry(name="chimera", idea="two pipes in opposite directions, the model held twice", chunks=2, mirrored=True),
         Entry(name="hanayo", idea="waves over the ranks", chunks=4, any_chunks_from=2, even_chunks=True),
     )
 }
@@ -102,7 +95,7 @@ def check_counts(num_ranks: int, num_microbatches: int) -> None:
 def check(entry: Entry, num_ranks: int, num_microbatches: int, num_chunks: int | None) -> None:
     """Refuse what a schedule cannot be made for, with what it can."""
     check_counts(num_ranks, num_microbatches)
-    if entry.even_ranks and num_ranks % 2:
+    if entry.mirrored and num_ranks % 2:
         raise ShardwiseError(
             f"{entry.name} needs an even number of stages, not {num_ranks}: microbatches meet in the middle",
             remedy=f"--stages {num_ranks + 1}",
@@ -114,7 +107,7 @@ def check(entry: Entry, num_ranks: int, num_microbatches: int, num_chunks: int |
             f"{entry.name} over {stages} needs at least {least} microbatches, not {num_microbatches}",
             remedy=f"--microbatches {least}",
         )
-    if entry.even_microbatches and num_microbatches % 2:
+    if entry.mirrored and num_microbatches % 2:
         raise ShardwiseError(
             f"{entry.name} needs an even number of microbatches, not {num_microbatches}: half enter at each end",
             remedy=f"--microbatches {num_microbatches + 1}",

@@ -1,12 +1,13 @@
 """`shardwise schedule`: draw, price, prove, save and compare pipeline schedules."""
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from shardwise.answer import Answer, Canvas, table
 from shardwise.errors import ShardwiseError, unknown
-from shardwise.schedule.outcome import Outcome, make, names, play_out
+from shardwise.schedule.catalogue import CATALOGUE
+from shardwise.schedule.outcome import Outcome, make, names, play_out, save
 from shardwise.schedule.question import Question, make_question
 from shardwise.schedule.schedule import Schedule
 from shardwise.schedule.text import load_schedule
@@ -62,10 +63,8 @@ def run(arguments: argparse.Namespace) -> Answer:
     schedule, question = _get_schedule(arguments)
     outcome = play_out(schedule, question)
     if arguments.save:
-        from shardwise.schedule.save import save  # Drawing to a file is not always wanted.
-
         save(outcome, [Path(path) for path in arguments.save])
-    return Answer(data=_data(outcome), render=_renderer(outcome, arguments.save))
+    return Answer(data=_data(outcome), render=lambda canvas: _render(outcome, arguments.save, canvas))
 
 
 def _get_schedule(arguments: argparse.Namespace) -> tuple[Schedule, Question]:
@@ -95,23 +94,13 @@ def _is_file(path: Path) -> bool:
 
 
 def _get_question(arguments: argparse.Namespace, num_ranks: int | None, num_microbatches: int | None) -> Question:
-    for option, value in (("--stages", num_ranks), ("--microbatches", num_microbatches)):
-        if value is None:
-            raise ShardwiseError(f"{option} is missing", remedy=f"{option} {4 if option == '--stages' else 8}")
-    assert num_ranks is not None, "was just checked"
-    assert num_microbatches is not None, "was just checked"
-    return make_question(
-        num_ranks=num_ranks,
-        num_microbatches=num_microbatches,
-        times=arguments.times,
-        stage_times=arguments.stage_times,
-        pair=arguments.pair,
-        hop=arguments.hop,
-        memory=arguments.memory,
-        kept_for_weights=arguments.kept_for_weights,
-        slowdown=arguments.slowdown,
-        num_chunks=arguments.chunks,
-    )
+    if num_ranks is None:
+        raise ShardwiseError("--stages is missing", remedy="--stages 4")
+    if num_microbatches is None:
+        raise ShardwiseError("--microbatches is missing", remedy="--microbatches 8")
+    names = ("times", "stage_times", "pair", "hop", "memory", "kept_for_weights", "slowdown")
+    options: dict[str, Any] = {name: getattr(arguments, name) for name in names}
+    return make_question(num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=arguments.chunks, **options)
 
 
 def _data(outcome: Outcome) -> dict[str, object]:
@@ -136,26 +125,21 @@ def _data(outcome: Outcome) -> dict[str, object]:
     }
 
 
-def _renderer(outcome: Outcome, saved: list[str]) -> Callable[[Canvas], None]:
-    def render(canvas: Canvas) -> None:
-        schedule, trace = outcome.schedule, outcome.trace
-        chunks = schedule.placement.num_chunks
-        canvas.print(
-            f"{canvas.paint(schedule.name, 'bold')}: {counted(schedule.num_ranks, 'stage')}, "
-            f"{counted(schedule.num_microbatches, 'microbatch')}" + (f", {chunks} chunks a rank" if chunks > 1 else "")
-        )
-        canvas.print()
-        if sum(map(len, trace.compute)) <= _MOST_DRAWN:
-            for line in [*draw(trace, width=canvas.width, paint=canvas.paint), "", legend(canvas.paint)]:
-                canvas.print(line)
-        else:
-            canvas.print("too many computations to draw here: --save FILE.svg, or FILE.json for Perfetto")
-        canvas.print()
-        _render_numbers(outcome, canvas)
-        for path in saved:
-            canvas.print(f"saved {path}")
-
-    return render
+def _render(outcome: Outcome, saved: list[str], canvas: Canvas) -> None:
+    schedule, trace = outcome.schedule, outcome.trace
+    chunks = schedule.placement.num_chunks
+    canvas.print(
+        f"{canvas.paint(schedule.name, 'bold')}: {counted(schedule.num_ranks, 'stage')}, "
+        f"{counted(schedule.num_microbatches, 'microbatch')}{f', {chunks} chunks a rank' if chunks > 1 else ''}\n"
+    )
+    if sum(map(len, trace.compute)) <= _MOST_DRAWN:
+        for line in [*draw(trace, width=canvas.width, paint=canvas.paint), "", legend(canvas.paint), ""]:
+            canvas.print(line)
+    else:
+        canvas.print("too many computations to draw here: --save FILE.svg, or FILE.json for Perfetto\n")
+    _render_numbers(outcome, canvas)
+    for path in saved:
+        canvas.print(f"saved {path}")
 
 
 def _render_numbers(outcome: Outcome, canvas: Canvas) -> None:
@@ -173,17 +157,15 @@ def _render_numbers(outcome: Outcome, canvas: Canvas) -> None:
     canvas.print(
         "critical path: "
         + ", ".join(f"{format_number(seconds, 6)} {lane}" for seconds, lane in on_path)
-        + f", over ranks {_ranks_of([event.rank for event in path])}"
+        + f", over ranks {_ranks_of([event.rank for event in path])}\n"
     )
-    canvas.print()
     causes = [cause for cause in Cause if any(idle[cause] > 1e-12 for idle in idle_by_cause(trace))]
     rows = [
         [f"rank {rank}", *(format_number(value, 6) for value in (busy, *(idle[cause] for cause in causes)))]
         for rank, (busy, idle) in enumerate(zip(trace.busy, idle_by_cause(trace), strict=True))
     ]
     table(["", "busy", *map(str, causes)], rows, canvas)
-    canvas.print()
-    canvas.print("activations held at most, in microbatch-stages")
+    canvas.print("\nactivations held at most, in microbatch-stages")
     for line in memory_bars(trace, width=canvas.width, paint=canvas.paint):
         canvas.print(line)
 
@@ -197,11 +179,73 @@ def _ranks_of(ranks: list[int]) -> str:
 
 
 def _compare(arguments: argparse.Namespace) -> Answer:
-    from shardwise.schedule.compare import compare  # The whole catalogue is not always wanted.
-
+    """Make and play every schedule; those that cannot be made for the question are listed with the reason."""
     if arguments.name is not None or arguments.save:
         extra = arguments.name if arguments.name is not None else "--save"
         raise ShardwiseError(
             f"--compare is about all schedules and does not go with {extra}", remedy=f"--compare without {extra}"
         )
-    return compare(_get_question(arguments, arguments.stages, arguments.microbatches))
+    question = _get_question(arguments, arguments.stages, arguments.microbatches)
+    outcomes: list[tuple[str, Outcome]] = []
+    refused: list[tuple[str, str]] = []
+    for name in names():
+        try:
+            outcomes.append((name, play_out(make(name, question), question)))
+        except ShardwiseError as error:
+            refused.append((name, error.problem.splitlines()[0]))
+            if len(refused) == len(names()):
+                raise  # What even `auto` cannot do, nothing can.
+    outcomes.sort(key=lambda entry: (entry[1].span, entry[1].makespan))
+    data = {
+        "num_stages": question.num_ranks,
+        "num_microbatches": question.num_microbatches,
+        "schedules": [_row(name, outcome) for name, outcome in outcomes],
+        "refused": [{"name": name, "why": why} for name, why in refused],
+    }
+    return Answer(data=data, render=lambda canvas: _render_table(outcomes, refused, question, canvas))
+
+
+def _row(name: str, outcome: Outcome) -> dict[str, object]:
+    return {
+        "name": name,
+        "makespan": outcome.makespan,
+        "span": outcome.span,
+        "bubble": outcome.bubble,
+        "peak_activations": outcome.peaks,
+        "num_chunks": outcome.schedule.placement.num_chunks,
+        "num_transfers": outcome.num_transfers,
+        "num_weight_copies": _weight_copies(name),
+        "num_instructions": outcome.schedule.num_instructions,
+    }
+
+
+def _weight_copies(name: str) -> int:
+    if name == "auto":
+        return 1
+    return CATALOGUE[name].num_weight_copies + (name == "pipedream-2bw")
+
+
+def _render_table(
+    outcomes: list[tuple[str, Outcome]], refused: list[tuple[str, str]], question: Question, canvas: Canvas
+) -> None:
+    stages, microbatches = counted(question.num_ranks, "stage"), counted(question.num_microbatches, "microbatch")
+    canvas.print(f"{stages}, {microbatches}, shortest span first\n")
+    columns = ["schedule", "makespan", "span", "bubble", "holds", "weights", "chunks", "sends", "idea"]
+    rows = [
+        [
+            name,
+            format_number(outcome.makespan, 6),
+            format_number(outcome.span, 6),
+            format_percent(outcome.bubble),
+            format_number(max(outcome.peaks), 4),
+            f"{_weight_copies(name)}x",
+            outcome.schedule.placement.num_chunks,
+            outcome.num_transfers,
+            CATALOGUE[name].idea if name in CATALOGUE else "made for these times and this memory",
+        ]
+        for name, outcome in outcomes
+    ]
+    table(columns, rows, canvas)
+    canvas.print("\nholds: microbatch-stages on the fullest rank; weights: copies of the parameters")
+    for name, why in refused:
+        canvas.print(f"{canvas.paint('left out', 'dim')} {name}: {why}")

@@ -49,7 +49,6 @@ COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.STEP})
 BACKWARD = frozenset({Kind.B, Kind.I})
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
-COLLECTIVES = frozenset({Kind.GATHER, Kind.REDUCE})
 OFFLOADS = frozenset({Kind.OFFLOAD, Kind.RELOAD})
 
 
@@ -69,7 +68,12 @@ class Instruction(NamedTuple):
     beside: "Instruction | None" = None
 
     def __str__(self) -> str:
-        return text_of(self)
+        """The text form, which `parse` reads back."""
+        kind, stage, microbatch, peer, beside = self
+        text = f"{stage}{kind}{microbatch}"
+        if peer is not None:
+            text += f"{_PEER_MARK[kind]}{peer}"
+        return text if beside is None else f"{text}&{beside}"
 
     @property
     def parts(self) -> "tuple[Instruction, ...]":
@@ -89,16 +93,6 @@ def backward(stage: int, microbatch: int) -> Instruction:
     return Instruction(Kind.B, stage, microbatch)
 
 
-def input_gradient(stage: int, microbatch: int) -> Instruction:
-    """`2I0`."""
-    return Instruction(Kind.I, stage, microbatch)
-
-
-def weight_gradient(stage: int, microbatch: int) -> Instruction:
-    """`2W0`."""
-    return Instruction(Kind.W, stage, microbatch)
-
-
 def overlapped(ahead: Instruction, back: Instruction) -> Instruction:
     """`4F3&3B1`: a forward and a backward priced and run as one, both results at its end."""
     assert ahead.kind is Kind.F, f"{ahead} is not a forward"
@@ -108,15 +102,6 @@ def overlapped(ahead: Instruction, back: Instruction) -> Instruction:
 
 _PEER_MARK = {Kind.SEND_F: ">", Kind.SEND_B: ">", Kind.RECV_F: "<", Kind.RECV_B: "<", Kind.REDUCE: "~"}
 _PATTERN = re.compile(r"(\d+)([A-Z_]+)(\d+)(?:([<>~])(\d+))?")
-
-
-def text_of(instruction: Instruction) -> str:
-    """Return the text form, which `parse` reads back."""
-    kind, stage, microbatch, peer, beside = instruction
-    text = f"{stage}{kind}{microbatch}"
-    if peer is not None:
-        text += f"{_PEER_MARK[kind]}{peer}"
-    return text if beside is None else f"{text}&{text_of(beside)}"
 
 
 def parse(text: str) -> Instruction:

@@ -59,8 +59,8 @@ class Needs:
         #: What is needed and made by nobody: (node, the instruction that it needs).
         self.missing: list[tuple[int, Instruction]] = []
         #: The nodes, by what they are without their microbatch: a pair by its forward, and once more by its backward.
-        self.alike: dict[Made, Alike] = defaultdict(_none_yet)
-        self.beside: dict[Made, Alike] = defaultdict(_none_yet)
+        self.alike: dict[Made, Alike] = defaultdict(lambda: Alike([], []))
+        self.beside: dict[Made, Alike] = defaultdict(lambda: Alike([], []))
         for node, (kind, stage, microbatch, peer, back) in enumerate(self.nodes):
             nodes, microbatches = self.alike[kind, stage, peer]
             nodes.append(node)
@@ -82,7 +82,7 @@ class Needs:
         return None if makers is None else makers.get(microbatch)
 
     def _find_makers(self) -> None:
-        claims: dict[Made, Alike] = defaultdict(_none_yet)
+        claims: dict[Made, Alike] = defaultdict(lambda: Alike([], []))
         for (kind, stage, peer), (nodes, microbatches) in chain(self.alike.items(), self.beside.items()):
             for made in _made_by(kind, stage, peer):
                 claims[made].nodes.extend(nodes)
@@ -181,7 +181,7 @@ class Needs:
         return wanted
 
     def _resolve_weights(self) -> None:
-        """Add what a computation needs besides its microbatch's values: its weights, and saved values put away."""
+        """Add what a computation needs besides its microbatch's values: its weights, and what was offloaded."""
         gathered: dict[int, int] = {}
         for node, instruction in enumerate(self.nodes):
             if instruction.kind is Kind.GATHER:
@@ -199,7 +199,3 @@ class Needs:
 def _made_by(kind: Kind, stage: int, peer: int | None) -> tuple[Made, ...]:
     """What comes of an instruction: a full backward makes both gradients."""
     return ((Kind.I, stage, None), (Kind.W, stage, None)) if kind is Kind.B else ((kind, stage, peer),)
-
-
-def _none_yet() -> Alike:
-    return Alike([], [])

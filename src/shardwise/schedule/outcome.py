@@ -1,6 +1,9 @@
-"""A schedule made, proven, played and measured for one question."""
+"""A schedule made, proven, played and measured for one question, and written to files."""
 
+import json
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from shardwise.errors import ShardwiseError
 from shardwise.schedule.catalogue import CATALOGUE, make_schedule
@@ -9,12 +12,15 @@ from shardwise.schedule.passes.lower import lower
 from shardwise.schedule.question import Question
 from shardwise.schedule.schedule import Schedule
 from shardwise.schedule.simulate import simulate
+from shardwise.schedule.text import print_schedule
 from shardwise.schedule.verify import peak_held, verify
 from shardwise.trace.events import Lane, Trace
 from shardwise.units import counted
 
 #: A larger schedule takes minutes to make and play, and says no more: a long step repeats itself.
 _MOST_FORWARDS = 200_000
+
+_SUFFIXES = (".svg", ".json", ".schedule", ".txt", "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +81,7 @@ def _check_size(question: Question) -> None:
 def play_out(schedule: Schedule, question: Question) -> Outcome:
     """Prove a schedule, play it against the question's prices, and measure it."""
     complete = schedule if schedule.communicates else lower(schedule)
-    memory = question.memory if question.limits_memory else None
-    verify(complete, memory=memory, kept_for_weights=question.kept_for_weights)
+    verify(complete, memory=question.memory, kept_for_weights=question.kept_for_weights)
     trace = simulate(complete, question.prices(complete.placement))
     if complete.staleness == 0:
         makespan, span = trace.makespan, trace.span
@@ -97,3 +102,57 @@ def _steady_step(trace: Trace, num_steps: int) -> float:
 def names() -> list[str]:
     """Every schedule that can be asked for."""
     return [*CATALOGUE, "auto"]
+
+
+def save(outcome: Outcome, paths: list[Path]) -> None:
+    """Write one file for each path, in the form that its ending names. All of them are there whole, or none at all."""
+    written: list[tuple[Path, Path]] = []
+    path = paths[0]
+    try:
+        for path in paths:
+            _check_path(path)
+        # Each is first written beside its place; when all have gone well, they are put there.
+        for path in paths:
+            beside = path.with_name(f".{len(written)}.{os.getpid()}.tmp")
+            written.append((beside, path))
+            beside.write_text(_text(outcome, path.suffix.lower()), encoding="utf-8")
+        for beside, path in written:
+            beside.replace(path)
+    except OSError as error:
+        raise ShardwiseError(
+            f"{path} cannot be written: {error.strerror}", remedy="--save in a folder that may be written to"
+        ) from None
+    finally:
+        for beside, _ in written:
+            beside.unlink(missing_ok=True)
+
+
+def _check_path(path: Path) -> None:
+    """Refuse what cannot be written, before anything is."""
+    if path.is_dir():
+        raise ShardwiseError(
+            f"{path} cannot be written: it is a folder", remedy=f"--save {path / 'schedule.svg'}, a file in it"
+        )
+    if not path.parent.is_dir():
+        raise ShardwiseError(
+            f"{path} cannot be written: there is no folder {path.parent}", remedy=f"mkdir -p {path.parent}"
+        )
+    if path.suffix.lower() not in _SUFFIXES:
+        raise ShardwiseError(
+            f"{path.name}: nothing is known to be saved as '{path.suffix}'",
+            remedy=f"{path.stem}.svg, {path.stem}.json (for Perfetto) or {path.stem}.schedule",
+        )
+
+
+def _text(outcome: Outcome, suffix: str) -> str:
+    schedule, question = outcome.schedule, outcome.question
+    if suffix == ".svg":
+        from shardwise.trace.svg import to_svg
+
+        stages, microbatches = counted(question.num_ranks, "stage"), counted(question.num_microbatches, "microbatch")
+        return to_svg(outcome.trace, title=f"{schedule.name}: {stages}, {microbatches}")
+    if suffix == ".json":
+        from shardwise.trace.perfetto import to_perfetto
+
+        return json.dumps(to_perfetto(outcome.trace))
+    return print_schedule(schedule)

@@ -63,21 +63,11 @@ class StageTimes:
     def total(self) -> float:
         return self.forward + self.backward
 
-    def of(self, instruction: Instruction) -> float:
-        """Seconds of a compute instruction on a whole stage; 0 for everything else."""
-        if instruction.beside is not None:
-            ahead, back = instruction.parts
-            if self.pair is not None and back.kind is Kind.B:
-                return self.pair
-            return self.of(ahead) + self.of(back)
-        kind = instruction.kind
-        if kind is Kind.F:
-            return self.forward
-        if kind is Kind.I:
-            return self.input_gradient
-        if kind is Kind.W:
-            return self.weight_gradient
-        return self.backward if kind is Kind.B else 0.0
+    @property
+    def by_kind(self) -> dict[Kind, float]:
+        """Seconds of each kind of instruction on a whole stage: what does not compute takes none."""
+        computed = {Kind.F: self.forward, Kind.B: self.backward, Kind.I: self.input_gradient}
+        return {**dict.fromkeys(Kind, 0.0), **computed, Kind.W: self.weight_gradient}
 
 
 def stage_prices(
@@ -94,18 +84,9 @@ def stage_prices(
     between ranks r and r + 1 (one entry serves all); a transfer over several boundaries takes as long as the slowest.
     `kept_for_weights` is the part of an activation that is still held between I and W.
     """
-    share = placement.share
-    of_stage = (
-        [times[stage] for stage in range(placement.num_stages)]
-        if len(times) == placement.num_stages
-        else [times[rank] for rank in placement.ranks]
-    )
-    scale = 1.0 if len(times) == placement.num_stages != placement.num_ranks else share
-    cost = {
-        (kind, stage): scale * of_stage[stage].of(Instruction(kind, stage, 0))
-        for kind in Kind
-        for stage in range(placement.num_stages)
-    }
+    of_stage = times if len(times) == placement.num_stages else [times[rank] for rank in placement.ranks]
+    scale = 1.0 if len(times) == placement.num_stages != placement.num_ranks else placement.share
+    cost = {(kind, stage): scale * taken for stage, each in enumerate(of_stage) for kind, taken in each.by_kind.items()}
 
     def seconds(instruction: Instruction, rank: int) -> float:  # noqa: ARG001 - a stage has one rank
         kind, stage, _, _, back = instruction

@@ -48,16 +48,8 @@ class Question:
                 remedy=f"a line of times for each rank, {placement.num_ranks} in all",
             )
         return stage_prices(
-            placement,
-            self.times,
-            hops=self.hops,
-            kept_for_weights=self.kept_for_weights,
-            slowdown=self.slowdown,
+            placement, self.times, hops=self.hops, kept_for_weights=self.kept_for_weights, slowdown=self.slowdown
         )
-
-    @property
-    def limits_memory(self) -> bool:
-        return any(limit < inf for limit in self.memory)
 
 
 def make_question(
@@ -111,14 +103,8 @@ def read_times(text: str, pair: float | None = None) -> StageTimes:
 
 def read_stage_times(path: Path, num_ranks: int, pair: float | None = None) -> tuple[StageTimes, ...]:
     """Read a file with a line `F,I,W` for each rank (or each stage), or the same as a JSON list."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ShardwiseError(
-            f"the stage times in {path} cannot be read: {reason}",
-            remedy=f"a file with {counted(num_ranks, 'line')} like 1,1.2,0.8",
-        ) from None
+    remedy = f"a file with {counted(num_ranks, 'line')} like 1,1.2,0.8"
+    text = read_file(path, f"the stage times in {path}", remedy)
     rows = _json_rows(text, path) if text.lstrip().startswith(("[", "{")) else _text_rows(text)
     times = tuple(_times(row, f"{path.name}, {where}", "1,1.2,0.8", pair) for where, row in rows)
     if not times or len(times) % num_ranks:
@@ -128,6 +114,15 @@ def read_stage_times(path: Path, num_ranks: int, pair: float | None = None) -> t
             remedy=f"{counted(num_ranks, 'line')} like 1,1.2,0.8, one for each rank",
         )
     return times
+
+
+def read_file(path: Path, what: str, remedy: str) -> str:
+    """The text of a file that a user names. `what` is what errors call it."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ShardwiseError(f"{what} cannot be read: {reason}", remedy=remedy) from None
 
 
 def _text_rows(text: str) -> list[tuple[str, list[str]]]:

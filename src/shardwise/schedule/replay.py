@@ -53,17 +53,17 @@ class Replay:
     def of(trace: Trace) -> "Replay | None":
         """None where a trace does not say what a schedule is made of, or is too large to be played while one waits."""
         ranks = _slowest_pipeline(trace)
-        orders = [[_read(event) for event in trace.compute[rank]] for rank in ranks]
-        if not orders or not all(orders) or any(each is None for order in orders for each in order):
+        try:
+            orders = [[parse(event.name) for event in trace.compute[rank]] for rank in ranks]
+        except ShardwiseError:
             return None
-        if sum(map(len, orders)) > _MOST_COMPUTATIONS:
+        if not orders or not all(orders) or sum(map(len, orders)) > _MOST_COMPUTATIONS:
             return None
-        known = [[each for each in order if each is not None] for order in orders]
-        schedule = _schedule_of(trace.name, known)
+        schedule = _schedule_of(trace.name, orders)
         measured = {
             (place, event.name): event.seconds for place, rank in enumerate(ranks) for event in trace.compute[rank]
         }
-        return Replay(schedule, measured, _usual(known, measured), _hop(trace, set(ranks)), ranks)
+        return Replay(schedule, measured, _usual(orders, measured), _hop(trace, set(ranks)), ranks)
 
     @cached_property
     def seconds(self) -> float:
@@ -193,12 +193,6 @@ def predict(trace: Trace) -> Trace | None:
     """The step of a trace as it would be if every instruction took its usual time; None as in `Replay.of`."""
     replay = Replay.of(trace)
     return None if replay is None else replay.predicted(trace)
-
-
-def _read(event: Event) -> Instruction | None:
-    with suppress(ShardwiseError):
-        return parse(event.name)
-    return None
 
 
 def ranks_by_stages(trace: Trace) -> dict[tuple[int, ...], list[int]]:

@@ -16,8 +16,9 @@ import re
 from pathlib import Path
 
 from shardwise.errors import ShardwiseError, unknown
-from shardwise.schedule.instruction import COMPUTE, Instruction, Kind, parse, text_of
+from shardwise.schedule.instruction import COMPUTE, Instruction, Kind, parse
 from shardwise.schedule.placement import Placement
+from shardwise.schedule.question import read_file
 from shardwise.schedule.schedule import Schedule
 
 _EXAMPLE = "rank 0: 0F0 0F1 0B0 0B1"
@@ -52,21 +53,14 @@ def print_schedule(schedule: Schedule) -> str:
     if schedule.staleness:
         lines.append(f"staleness: {schedule.staleness}")
     lines.append("")
-    lines += [f"rank {rank}: {' '.join(map(text_of, order))}" for rank, order in enumerate(schedule.orders)]
+    lines += [f"rank {rank}: {' '.join(map(str, order))}" for rank, order in enumerate(schedule.orders)]
     return "\n".join(lines) + "\n"
 
 
 def load_schedule(path: Path) -> Schedule:
     """Read a schedule from a file."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ShardwiseError(
-            f"the schedule file {path} cannot be read: {reason}",
-            remedy="shardwise schedule 1f1b --stages 4 --microbatches 8 --save 1f1b.schedule, which writes one",
-        ) from None
-    return read_schedule(text, source=path.name)
+    remedy = "shardwise schedule 1f1b --stages 4 --microbatches 8 --save 1f1b.schedule, which writes one"
+    return read_schedule(read_file(path, f"the schedule file {path}", remedy), source=path.name)
 
 
 def read_schedule(text: str, *, source: str = "schedule") -> Schedule:

@@ -8,5 +8,5 @@ buckets/                parameters in runs of memory, shared out over replicas (
      |
 tiers/                  pinned host memory and disk beneath the device
      |
-unit_prefetch, parameter_group, batch_norm
+parameter_group, muon
 """

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn, optim
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from shardwise.errors import ShardwiseError
@@ -32,6 +32,9 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 )  # fmt: skip
 #: Those that must see each parameter whole.
 MATRIXWISE: frozenset[type[Optimizer]] = frozenset({optim.Adafactor, optim.Muon, Muon})
+
+# The probe's size along each dim: state of a matrix's rows and columns is then half of a number for each of its own.
+_PROBED = 4
 
 
 def everything(name: str, parameter: nn.Parameter) -> bool:  # noqa: ARG001 - a rule that takes all
@@ -76,18 +79,6 @@ def sort_out(shares: Sequence[Share], parameters: Mapping[str, nn.Parameter]) ->
     return taken
 
 
-def make_all(
-    optimizer: MakeOptimizer | Sequence[Share], parameters: Mapping[str, nn.Parameter]
-) -> dict[Optimizer, MakeOptimizer]:
-    """The optimizers of whole parameters, with what made each. A share that has none of them has no optimizer."""
-    shares = shares_of(optimizer)
-    return {
-        share.make([parameters[name] for name in names]): share.make
-        for share, names in zip(shares, sort_out(shares, parameters), strict=True)
-        if names
-    }
-
-
 def make_on_pieces(share: Share, pieces: Sequence[nn.Parameter]) -> Optimizer | None:
     """The optimizer of pieces of parameters; None if it must see them whole."""
     if share.whole:
@@ -104,15 +95,31 @@ def make_on_pieces(share: Share, pieces: Sequence[nn.Parameter]) -> Optimizer | 
     if share.whole is None and type(made) in MATRIXWISE:
         return None
     if share.whole is None and type(made) not in ELEMENTWISE:
-        raise unfit(made)
+        kind = type(made).__name__
+        raise ShardwiseError(
+            f"parameters are in pieces under this plan, and whether {kind} can update a piece by itself is not known",
+            remedy=f"optimizer=[Share(make=..., whole=True)] if {kind} looks at whole matrices, whole=False if every"
+            " number is treated by itself; or zero=0",
+        )
     return made
 
 
-def unfit(made: Optimizer) -> ShardwiseError:
-    """An optimizer of which nobody said whether it can work on pieces."""
-    kind = type(made).__name__
-    return ShardwiseError(
-        f"parameters are in pieces under this plan, and whether {kind} can update a piece by itself is not known",
-        remedy=f"optimizer=[Share(make=..., whole=True)] if {kind} looks at whole matrices, whole=False if every number"
-        " is treated by itself; or zero=0",
-    )
+def number_bytes_of(make: MakeOptimizer, weights: Sequence[nn.Parameter]) -> float:
+    """The bytes that an optimizer keeps for a number, seen by stepping one on small weights like these.
+
+    Counts of steps, which are single numbers, are none. Where state is of rows and columns, this is more than it takes.
+    """
+    dims = sorted({each.dim() for each in weights} or {1})
+    with torch.random.fork_rng(devices=[]):
+        device = weights[0].device if weights else torch.device("cpu")
+        probes = [nn.Parameter(torch.zeros([_PROBED] * dim, device=device)) for dim in dims]
+        optimizer = make(probes)
+        for each in probes:
+            each.grad = torch.zeros_like(each)
+        optimizer.step()
+    return max(_state_bytes(optimizer, each) / each.numel() for each in probes)
+
+
+def _state_bytes(optimizer: Optimizer, weight: nn.Parameter) -> int:
+    state = optimizer.state.get(weight, {})
+    return sum(each.nbytes for each in state.values() if isinstance(each, Tensor) and each.dim())

@@ -1,50 +1,128 @@
-"""When the weights of a rank's stages come, and who waits for them: each unit for its own, the stage for the rest."""
+"""When the weights of a rank's stages come, and who waits for them: each unit for its own, the stage for the rest.
+
+Weights are gathered unit by unit while a stage computes (zero 3), or waited for unit by unit (zero 1 and 2). A unit's
+come in while the unit before it computes, forwards and backwards, and go when it has been computed:
+
+    forward      gather 0   run 0, gather 1    run 1, gather 2    run 2
+                            release 0          release 1          release 2
+    backward     gather 2   back 2, gather 1   back 1, gather 0   back 0
+
+So the weights of two units are there at most. A backward begins at a unit when the gradient of one of its outputs is
+there; it is done with the unit when all gradients of its weights have arrived.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from shardwise.schedule.instruction import Instruction, Kind
-from shardwise.stages.stage import Stage, Wrappable
+from shardwise.stages.stage import Call, Wrappable
 from shardwise.states.buckets.bucket import Bucket
-from shardwise.states.buckets.make import ZeroConfig
+from shardwise.states.buckets.make import HeldStages, Users, ZeroConfig
 from shardwise.states.buckets.offloaded_weights import OffloadedWhole
+from shardwise.states.buckets.reducer import MAKES_GRADIENTS
 from shardwise.states.buckets.weights import Weights
-from shardwise.states.unit_prefetch import UnitPrefetch
+from shardwise.torch_private import pytree
 
 _HALVES_OF_BACKWARD = (Kind.I, Kind.W)
-_MAKES_GRADIENTS = (Kind.B, Kind.W)
 
 
-def make_unit_prefetch(
-    stages: Mapping[int, Stage], sharing: ZeroConfig, module: nn.Module | None
-) -> dict[int, UnitPrefetch]:
+class UnitPrefetch:
+    """The units of one stage, in the order in which they are called."""
+
+    def __init__(self, stage: Wrappable) -> None:
+        self.units: list[str] = []
+        self.in_glue = stage.in_glue
+        #: The weights that come for each unit, or that it waits for.
+        self.weights: Mapping[str, Sequence[Weights]] = {}
+        stage.wrap(self._around)
+
+    def _around(self, unit: str, call: Call) -> Call:
+        self.units.append(unit)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._enter(unit, ahead=1)
+            output = call(*args, **kwargs)
+            if torch.is_grad_enabled():
+                for leaf in pytree.tree_leaves(output):
+                    if isinstance(leaf, Tensor) and leaf.requires_grad:
+                        leaf.register_hook(lambda _: self._enter(unit, ahead=-1))  # type: ignore[no-untyped-call]
+            self.leave(unit)
+            return output
+
+        return run
+
+    def _enter(self, unit: str, *, ahead: int) -> None:
+        """Have a unit's weights here, and those of the unit that is computed after it on the way."""
+        place = self.units.index(unit)
+        for each in self.weights.get(unit, ()):
+            each.hold(unit)
+        for each in self._at(place + ahead):
+            each.start()
+        for each in self._at(place + 2 * ahead):
+            each.fetch()
+
+    def _at(self, place: int) -> Sequence[Weights]:
+        return self.weights.get(self.units[place], ()) if 0 <= place < len(self.units) else ()
+
+    def leave(self, unit: str) -> None:
+        """A unit needs its weights no longer."""
+        for each in self.weights.get(unit, ()):
+            each.let_go(unit)
+
+    def enter_all(self) -> None:
+        """Have the weights of all units here."""
+        for unit in self.units:
+            self._enter(unit, ahead=1)
+
+    def leave_all(self) -> None:
+        """The computation has ended, whatever it used."""
+        for unit in self.units:
+            self.leave(unit)
+
+
+def make_unit_prefetch(held: HeldStages, sharing: ZeroConfig) -> dict[int, UnitPrefetch]:
     """By stage, where weights come unit by unit, may live on the host, or are updated under the next forward."""
     comes = sharing.zero > 0 and (sharing.zero < 3 or sharing.layerwise)
-    if module is None or not (comes or sharing.offloaded or sharing.updates_late):
+    if held.module is None or not (comes or sharing.offloaded or sharing.updates_late):
         return {}
-    return {number: UnitPrefetch(stage) for number, stage in stages.items() if isinstance(stage, Wrappable)}
+    return {number: UnitPrefetch(stage) for number, stage in held.stages.items() if isinstance(stage, Wrappable)}
+
+
+def find_users(layers: Iterable[UnitPrefetch], module: nn.Module | None) -> dict[int, list[str]]:
+    """The units, of whichever stages, that use each parameter, by its id: where nothing else does."""
+    if module is None:
+        return {}
+    found: dict[int, list[str]] = {}
+    every = list(layers)
+    in_glue = {name for each in every for name in each.in_glue}
+    for unit in [unit for each in every for unit in each.units]:
+        for parameter in module.get_submodule(unit).parameters():
+            found.setdefault(id(parameter), []).append(unit)
+    outside = {id(each) for name, each in module.named_parameters(remove_duplicate=False) if name in in_glue}
+    return {identity: units for identity, units in found.items() if identity not in outside}
 
 
 class StageWeights:
-    """The buckets of each stage. `users` are the units that use a parameter, by its id, where nothing else does."""
+    """The buckets of each stage."""
 
     def __init__(
-        self,
-        stages: Iterable[int],
-        units: Mapping[int, UnitPrefetch],
-        buckets: Sequence[Bucket],
-        users: Mapping[int, Sequence[str]],
+        self, stages: Iterable[int], units: Mapping[int, UnitPrefetch], buckets: Sequence[Bucket], users: Users
     ) -> None:
         self._units = units
-        self._buckets = {number: [each for each in buckets if number in each.home.stages] for number in stages}
+        self._buckets = {number: [each for each in buckets if number in each.key.stages] for number in stages}
         #: What is not waited for by a unit is waited for by its stage.
         self._loose = {
             number: [each for each in mine if number not in units or not _units_of(each, users)]
             for number, mine in self._buckets.items()
         }
-        for number, mine in units.items():
-            mine.attach(_by_unit(mine, self._buckets[number], users))
+        for number, prefetch in units.items():
+            prefetch.weights = {
+                unit: [each.weights for each in self._buckets[number] if unit in _units_of(each, users)]
+                for unit in prefetch.units
+            }
         self._has_offloaded = any(bucket.is_offloaded for bucket in buckets)
 
     def gather(self, stage: int) -> None:
@@ -61,7 +139,7 @@ class StageWeights:
         """Something is about to be computed on a stage."""
         for bucket in self._loose[instruction.stage]:
             bucket.weights.wait()
-        if instruction.kind in _MAKES_GRADIENTS:
+        if instruction.kind in MAKES_GRADIENTS:
             for bucket in self._buckets[instruction.stage]:
                 # The last update may still read the memory that gradients are written to, of a unit that was not run.
                 if bucket.is_renewed_late:
@@ -78,7 +156,7 @@ class StageWeights:
                 bucket.weights.let_go(stage)
 
 
-def _units_of(bucket: Bucket, users: Mapping[int, Sequence[str]]) -> set[str]:
+def _units_of(bucket: Bucket, users: Users) -> set[str]:
     """The units that a bucket comes for, or that wait for it; none if it comes for its stage."""
     every = [users.get(id(each), ()) for each in bucket.weights.parameters]
     # What several units use is gathered once for their stage. It comes from the host, or is waited for, for each.
@@ -86,14 +164,3 @@ def _units_of(bucket: Bucket, users: Mapping[int, Sequence[str]]) -> set[str]:
     if all(len(each) == 1 or (each and can_come) for each in every):
         return {unit for each in every for unit in each}
     return set()
-
-
-def _by_unit(
-    prefetch: UnitPrefetch, buckets: Sequence[Bucket], users: Mapping[int, Sequence[str]]
-) -> dict[str, list[Weights]]:
-    """The weights of the buckets that come for each unit, or that it waits for."""
-    found: dict[str, list[Weights]] = {unit: [] for unit in prefetch.units}
-    for bucket in buckets:
-        for unit in _units_of(bucket, users) & found.keys():
-            found[unit].append(bucket.weights)
-    return found

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from shardwise.ranks.exchange import Exchange
 from shardwise.states.buckets.bucket import Bucket
-from shardwise.states.buckets.make import CHANNELS_OF_A_BUCKET
 
 
 class WholeParameters:
@@ -43,7 +42,7 @@ class WholeParameters:
             return self._parameters[name].detach().clone()
         bucket, slot = self._places[name]
         self._exchange.settle()
-        return self._gathered(bucket, bucket.kept)[slot.start : slot.stop].view(slot.shape).clone()
+        return bucket.gather(bucket.kept.to(bucket.key.device))[slot.start : slot.stop].view(slot.shape).clone()
 
     @torch.no_grad()
     def gradient(self, name: str, used: Mapping[Bucket, Sequence[bool]]) -> Tensor | None:
@@ -55,7 +54,7 @@ class WholeParameters:
         if bucket.local is not None:
             found = bucket.local.find(number)
             return None if found is None else found.clone()
-        return self._gathered(bucket, bucket.given)[slot.start : slot.stop].view(slot.shape).clone()
+        return bucket.gather(bucket.given)[slot.start : slot.stop].view(slot.shape).clone()
 
     def pieces(self) -> Iterator[tuple[str, torch.Size, int, Tensor]]:
         """What this rank updates: name, shape of the whole, where the piece begins in it, and its numbers."""
@@ -69,13 +68,3 @@ class WholeParameters:
         for name, whole in values.items():
             bucket, slot = self._places[name]
             bucket.load(slot, whole)
-
-    def _gathered(self, bucket: Bucket, own: Tensor) -> Tensor:
-        """All numbers of a bucket, from those of which each replica updates some."""
-        own = own.to(bucket.home.device)
-        if bucket.updates_whole:
-            return own
-        whole = own.new_empty(bucket.layout.length)
-        channel = self._buckets.index(bucket) * CHANNELS_OF_A_BUCKET + 3
-        self._exchange.gather(whole, own.clone(), bucket.sharing, channel).wait()
-        return whole

@@ -6,7 +6,6 @@ was never stopped would.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from shardwise.engine.engine import Engine
@@ -18,22 +17,17 @@ from shardwise.training.recipe import BalanceChoice
 _KEY = "experts"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Balanced:
-    """What was found and done after a step. `imbalance` is None where nobody counts."""
-
-    imbalance: float | None = None
-    num_moved: int = 0
-
-
 class Balancer:
     """The balance of one engine. All ranks call it alike."""
 
     def __init__(self, engine: Engine, choice: BalanceChoice) -> None:
         self._engine, self._choice = engine, choice
 
-    def after_step(self, step: int) -> Balanced:
-        """Look at the load of a step, the `step`-th of the run, and do what the recipe says."""
+    def after_step(self, step: int) -> tuple[float | None, int]:
+        """Look at the load of a step, the `step`-th of the run, and do what the recipe says.
+
+        Returns the imbalance, None where nobody counts, and how many experts were moved.
+        """
         engine, choice = self._engine, self._choice
         load = engine.expert_load()
         if choice.bias_rate:
@@ -41,7 +35,7 @@ class Balancer:
         moved: Mapping[str, int] = {}
         if choice.place_every and step % choice.place_every == 0:
             moved = engine.rebalance_experts()
-        return Balanced(imbalance=imbalance_of(load), num_moved=sum(moved.values()))
+        return imbalance_of(load), sum(moved.values())
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint says of it, in JSON's types."""

@@ -4,10 +4,9 @@ Of a GPU that the catalogue knows, everything stays as it is there but what was 
 here: its matmuls and copies are timed.
 """
 
-from collections.abc import Callable
+import timeit
 from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
 
 import torch
 
@@ -18,102 +17,65 @@ from shardwise.cluster.device import Device
 from shardwise.cluster.file import to_toml
 from shardwise.cluster.local import memory_bytes
 from shardwise.cluster.topology import Fabric, Host, Link, NodeKind
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, os_errors_as
+from shardwise.placing.places import copied_bytes_per_second, matmul_flops
+from shardwise.training.machine import find_device
 from shardwise.training.profile import Measured
 
-_MATMUL, _COPY_BYTES, _REPEATS = 512, 64 * 2**20, 5
+
+def calibrate(measured: Measured, path: Path) -> None:
+    """Write `cluster.toml`."""
+    with os_errors_as(f"{path} cannot be written", remedy="--calibrate cluster.toml"):
+        path.write_text(to_toml(_cluster_of(measured)), encoding="utf-8")
 
 
-def calibrate(measured: Measured, path: Path) -> Cluster:
-    """Write `cluster.toml`, and return what it says."""
-    cluster = cluster_of(measured)
-    try:
-        path.write_text(to_toml(cluster), encoding="utf-8")
-    except OSError as error:
-        raise ShardwiseError(f"{path} cannot be written: {error.strerror}", remedy="--calibrate cluster.toml") from None
-    return cluster
-
-
-def cluster_of(measured: Measured) -> Cluster:
+def _cluster_of(measured: Measured) -> Cluster:
     """The devices of a profile as one node."""
     device = _known_gpu() if measured.device == "cuda" else _processor()
     node = NODES.get(device.name)
     link = node.link if node else _own_link(device)
     if measured.link is not None:
-        latency, speed = measured.link
-        link = replace(link, name="measured", latency_seconds=latency, bytes_per_second=speed)
+        latency, rate = measured.link
+        link = replace(link, name="measured", latency_seconds=latency, bytes_per_second=rate)
+    speed = device.memory_bytes_per_second
+    host = Host(memory_bytes=memory_bytes(), device_bytes_per_second=speed, num_cores=environment.num_cores())
+    # There is one machine: nothing goes further than its link.
+    fabric = Fabric(name="none", bytes_per_second=link.bytes_per_second, latency_seconds=link.latency_seconds)
     kind = NodeKind(
         devices_per_node=measured.num_ranks,
         domain=measured.num_ranks,
         link=link,
-        fabric=node.fabric if node else _fabric(link),
-        host=node.host if node else _host(device),
+        fabric=node.fabric if node else fabric,
+        host=node.host if node else host,
     )
     return Cluster(pools=(Pool(device=device, num_nodes=1, node=kind),))
 
 
 def _known_gpu() -> Device:
-    called = torch.cuda.get_device_name().lower().replace(" ", "-")
-    names = [name for name in DEVICES if name in called or name.split("-")[0] in called.split("-")]
-    if not names:
+    called = torch.cuda.get_device_name()
+    name = find_device(called)
+    if name is None:
         raise ShardwiseError(f"the catalogue knows no GPU {called}", remedy="a cluster.toml written by hand")
-    known = DEVICES[max(names, key=len)]
-    rate = _matmul_rate(torch.device("cuda"), torch.bfloat16, size=8192)
+    known = DEVICES[name]
+    rate = matmul_flops(torch.device("cuda"), torch.bfloat16, size=8192)
     return replace(known, matmul_efficiency=min(rate / known.peak("bf16"), 1.0))
 
 
 def _processor() -> Device:
     """One process of this machine, with one thread."""
-    rate = _matmul_rate(torch.device("cpu"), torch.float32, size=_MATMUL)
+    rate = matmul_flops(torch.device("cpu"), torch.float32, size=512)
     return Device(
         name="processor",
         memory_bytes=memory_bytes() // environment.num_cores(),
         flops_per_second={"fp32": rate},
-        memory_bytes_per_second=_copy_rate(),
+        memory_bytes_per_second=copied_bytes_per_second(),
         num_units=1,
         matmul_efficiency=1.0,
         memory_efficiency=1.0,
     )
 
 
-def _matmul_rate(device: torch.device, dtype: torch.dtype, *, size: int) -> float:
-    """FLOP/s of a square matmul."""
-    left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
-    return 2 * size**3 / _best(lambda: left @ right, device)
-
-
-def _copy_rate() -> float:
-    """Bytes/s of memory that a long copy reads and writes."""
-    source, target = (torch.ones(_COPY_BYTES // 4) for _ in range(2))
-    return 2 * _COPY_BYTES / _best(lambda: target.copy_(source), torch.device("cpu"))
-
-
-def _best(work: Callable[[], object], device: torch.device) -> float:
-    """The shortest of a few times: what else runs can only make them longer."""
-    seconds = []
-    for _ in range(_REPEATS + 1):
-        start = perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(perf_counter() - start)
-    return min(seconds[1:])
-
-
 def _own_link(device: Device) -> Link:
     """One process alone sends to itself."""
-    seconds = _best(torch.zeros(2).clone, torch.device("cpu"))
+    seconds = min(timeit.repeat(torch.zeros(2).clone, number=1))
     return Link(name="memory", bytes_per_second=device.memory_bytes_per_second / 2, latency_seconds=seconds)
-
-
-def _fabric(link: Link) -> Fabric:
-    """There is one machine: nothing goes further than its link."""
-    return Fabric(name="none", bytes_per_second=link.bytes_per_second, latency_seconds=link.latency_seconds)
-
-
-def _host(device: Device) -> Host:
-    return Host(
-        memory_bytes=memory_bytes(),
-        device_bytes_per_second=device.memory_bytes_per_second,
-        num_cores=environment.num_cores(),
-    )

@@ -1,28 +1,44 @@
-"""The plan of a run that was given none: what the planner finds for this machine."""
+"""The plan of a run: what the planner finds for this machine where none was given, and what it says of the host."""
 
-from pathlib import Path
+from dataclasses import replace
+from typing import Any
 
-from shardwise.planner.plan import Plan
+from shardwise.cluster.local import available_bytes, local_cluster
+from shardwise.planner.account import hold
+from shardwise.planner.host_memory import check_host_memory
+from shardwise.planner.plan import Offload, Plan
 from shardwise.planner.planning import plan
-from shardwise.training.data.documents import STDLIB
-from shardwise.training.data.tokenizer import ByteTokenizer
-from shardwise.training.data.tokens import open_tokens
+from shardwise.planner.question import make_question, usual_software
+from shardwise.training.data.source import check_data
+from shardwise.training.job import Job
 from shardwise.training.machine import cluster_here
 from shardwise.training.recipe import Recipe
 from shardwise.training.subject import subject_of
 
+#: Bytes of a number's state in full precision, with the number itself: one moment, or Adam's two.
+_STATE_BYTES = {"sgd": 8, "adamw": 12}
+
 
 def choose_plan(recipe: Recipe, num_devices: int) -> Plan:
     """The fastest plan for a recipe's step on so many devices, with its reasons."""
-    return plan(
-        **subject_of(recipe, vocabulary_of(recipe)).for_planner(),
-        cluster=cluster_here(num_devices),
-        batch=recipe.batch,
-        fixed={"precision": recipe.precision},
-    )
+    return plan(**_asked(recipe), cluster=cluster_here(num_devices), fixed={"precision": recipe.precision})
 
 
-def vocabulary_of(recipe: Recipe) -> int:
-    """How many tokens the data of a recipe may have."""
-    source = recipe.data.source
-    return ByteTokenizer.vocabulary if source == STDLIB else open_tokens(Path(source)).vocabulary
+def check_host(job: Job) -> None:
+    """Refuse a plan whose ranks, all of them here, keep more on the host by the planner's count than is available.
+
+    It is asked before any rank is started. Each engine counts its own state again, exactly, before it takes any memory.
+    """
+    if job.plan.offload == Offload():
+        return
+    cluster = local_cluster(job.plan.num_ranks)
+    software = replace(usual_software(cluster.pools[0].device), state_bytes=_STATE_BYTES[job.recipe.optimizer.name])
+    question = make_question(**_asked(job.recipe), cluster=cluster, software=software)
+    needed = sum(rank.hosted * rank.num_ranks for rank in hold(question, job.plan))
+    check_host_memory(job.plan, needed, num_ranks=job.plan.num_ranks, available=available_bytes())
+
+
+def _asked(recipe: Recipe) -> dict[str, Any]:
+    """The model and the batch of a recipe, as the planner takes them."""
+    subject = subject_of(recipe, check_data(recipe.data, verify=False))
+    return {**subject.for_planner(), "batch": recipe.batch}

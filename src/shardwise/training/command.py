@@ -11,13 +11,12 @@ from shardwise import environment
 from shardwise.answer import Answer, Canvas
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
-from shardwise.training.recipe import Recipe, read_recipe
-from shardwise.training.recipes import RECIPES, get_recipe
+from shardwise.training.recipe import RECIPES, Recipe, get_recipe, read_recipe
 from shardwise.units import format_seconds
 
 if TYPE_CHECKING:
     from shardwise.ranks.worker import Gpus
-    from shardwise.training.finish import Result
+    from shardwise.training.outcome import Result
 
 DESCRIPTION = f"""Train a model. A recipe says what: {", ".join(RECIPES)}, or a TOML file of the same keys. Without one,
 a small transformer that reads bytes is trained on Python's own sources. Everything lands in the folder of the run; a
@@ -97,9 +96,8 @@ def plan_of(arguments: argparse.Namespace, recipe: Recipe, num_here: int) -> tup
         return choose_plan(recipe, count), count
     plan = _in_precision(Plan.load(Path(word)) if word.endswith(".toml") else Plan.parse(word), recipe)
     launched = environment.find_world_size()
-    if launched not in (None, plan.num_ranks) and _has_begun(arguments.folder):
+    if launched is not None and launched != plan.num_ranks and _has_begun(arguments.folder):
         # A run that `torchrun` has brought back with fewer ranks than it began with.
-        assert launched is not None, "was just compared"
         return choose_plan(recipe, launched), launched
     count = launched or num_devices or plan.num_ranks
     if count != 1 or plan.num_ranks != plan.pp:  # One process can run all ranks of a pipeline.
@@ -124,8 +122,7 @@ def _has_begun(run: str | None) -> bool:
 def _shown(recipe: Recipe, plan: Plan) -> Answer:
     def render(canvas: Canvas) -> None:
         canvas.print(canvas.paint(f"# {recipe.name}", "bold"))
-        canvas.print(recipe.to_toml().rstrip())
-        canvas.print()
+        canvas.print(recipe.to_toml())
         canvas.print(canvas.paint("# plan", "bold"))
         canvas.print(plan.to_toml().rstrip())
 
@@ -142,14 +139,11 @@ def _answer(result: "Result") -> Answer:
             f"{format_seconds(result.seconds)}, {result.tokens_per_second:.0f} tokens/s"
         )
         if result.sample is not None:
-            canvas.print()
-            canvas.print(result.sample.rstrip())
-            canvas.print()
+            canvas.print(f"\n{result.sample.rstrip()}\n")
         for name, path in (("run", result.run), ("checkpoint", result.checkpoint), ("report", result.report)):
             if path is not None:
                 canvas.print(f"{canvas.paint(name, 'bold')} {path}")
         if result.stopped_by:
             canvas.print(f"it goes on with: shardwise train --folder {result.run}")
 
-    status = _STATUS.get(result.stopped_by or "", 0)
-    return Answer(data=asdict(result), render=render, status=status)
+    return Answer(data=asdict(result), render=render, status=_STATUS.get(result.stopped_by or "", 0))

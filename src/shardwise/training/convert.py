@@ -7,7 +7,7 @@ All go tensor by tensor, never the whole model at once. Those of Hugging Face st
 
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,13 +17,12 @@ from torch import Tensor
 from shardwise.errors import ShardwiseError
 from shardwise.nets.hf import Checkpoint, save
 from shardwise.nets.hf.entries import CONFIG
-from shardwise.training.checkpoint.boxes import whole_box
+from shardwise.nets.hf.save import in_shards
 from shardwise.training.checkpoint.index import FORMAT, INDEX, SAVING, Entry, find_last, told, write_json
-from shardwise.training.checkpoint.parts import Part
+from shardwise.training.checkpoint.parts import Part, whole_part
 from shardwise.training.checkpoint.read import Reader
-from shardwise.training.checkpoint.torch_folder import METADATA
 from shardwise.training.checkpoint.write import write_parts
-from shardwise.training.convert_dcp import copy_beside, from_dcp, to_dcp
+from shardwise.training.convert_dcp import METADATA, copy_beside, from_dcp, to_dcp
 from shardwise.training.folder import CHECKPOINTS
 from shardwise.training.model import check_sayable, described, settings_from
 
@@ -35,15 +34,6 @@ OURS, THEIRS, DCP = "shardwise", "huggingface", "dcp"
 KINDS = {OURS: INDEX, DCP: METADATA, THEIRS: CONFIG}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Converted:
-    """What was made of what."""
-
-    target: Path
-    kind: str
-    num_bytes: int
-
-
 def convert(
     source: Path,
     target: Path,
@@ -52,11 +42,11 @@ def convert(
     config: Path | None = None,
     dtype: str | None = None,
     file_bytes: int = 10**9,
-) -> Converted:
+) -> tuple[str, int]:
     """Make a folder of another kind: `to`, or else Hugging Face's, and of one of those ours.
 
     Files have at most `file_bytes`, or one tensor: so much is held at a time. `config` is where the `config.json` of
-    tensors lies that have none beside them.
+    tensors lies that have none beside them. Returns the kind of folder, and the bytes of its tensors.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ShardwiseError(f"{target} is not empty", remedy="a folder that is not there yet")
@@ -65,12 +55,11 @@ def convert(
     if goal == kind:
         others = " or ".join(f"--to {each}" for each in KINDS if each != kind)
         raise ShardwiseError(f"{source} is a {kind} folder already", remedy=others)
-    chosen = None if dtype is None else _DTYPES[dtype]
     making = target.with_name(target.name + SAVING)
     shutil.rmtree(making, ignore_errors=True)
     try:
         making.mkdir(parents=True)
-        _convert(source, making, kind, goal, config, chosen, file_bytes)
+        _convert(source, making, kind, goal, config, _DTYPES[dtype] if dtype else None, file_bytes)
         if target.exists():
             target.rmdir()
         making.rename(target)
@@ -79,7 +68,7 @@ def convert(
     finally:
         shutil.rmtree(making, ignore_errors=True)
     num_bytes = sum(path.stat().st_size for path in target.iterdir() if path.suffix in (".safetensors", ".distcp"))
-    return Converted(target=target, kind=goal, num_bytes=num_bytes)
+    return goal, num_bytes
 
 
 def _find_source(source: Path) -> tuple[Path, str]:
@@ -101,13 +90,7 @@ def _find_source(source: Path) -> tuple[Path, str]:
 
 
 def _convert(
-    source: Path,
-    target: Path,
-    kind: str,
-    goal: str,
-    config: Path | None,
-    dtype: torch.dtype | None,
-    file_bytes: int,
+    source: Path, target: Path, kind: str, goal: str, config: Path | None, dtype: torch.dtype | None, file_bytes: int
 ) -> None:
     if THEIRS not in (kind, goal):
         # The other two meet in the middle, in a folder that is deleted again.
@@ -134,31 +117,20 @@ def _to_ours(source: Path, target: Path, dtype: torch.dtype | None, file_bytes: 
             entries |= write_parts(target / f"rank-{number:05}.safetensors", parts)
     (target / _BESIDE).mkdir()
     copy_beside(source, target / _BESIDE)
-    write_json(
-        target / INDEX,
-        {
-            "format": FORMAT,
-            "step": 0,
-            "extra": {"model": described(settings, str(source))},
-            "entries": told(entries),
-        },
-    )
+    extra = {"model": described(settings, str(source))}
+    write_json(target / INDEX, {"format": FORMAT, "step": 0, "extra": extra, "entries": told(entries)})
 
 
 def _files(checkpoint: Checkpoint, dtype: torch.dtype | None, file_bytes: int) -> Iterator[list[Part]]:
     """The weights, as many at a time as go into one file."""
-    parts: list[Part] = []
-    held = 0
-    for name, shape in checkpoint.shapes.items():
-        weight = checkpoint.read(name)
-        weight = weight if dtype is None else weight.to(dtype)
-        size = weight.numel() * weight.element_size()
-        if parts and held + size > file_bytes:
-            yield parts
-            parts, held = [], 0
-        parts.append(Part(name, shape, whole_box(shape), weight))
-        held += size
-    yield parts
+
+    def parts() -> Iterator[tuple[Part, int]]:
+        for name in checkpoint.shapes:
+            weight = checkpoint.read(name)
+            part = whole_part(name, weight if dtype is None else weight.to(dtype))
+            yield part, part.numbers.nbytes
+
+    return in_shards(parts(), file_bytes)
 
 
 def _to_theirs(source: Path, target: Path, dtype: torch.dtype | None, file_bytes: int) -> None:
@@ -166,13 +138,8 @@ def _to_theirs(source: Path, target: Path, dtype: torch.dtype | None, file_bytes
         description = reader.index.extra.get("model", {})
         check_sayable(description, origin=source)
         settings = settings_from(description, origin=source)
-        save(
-            _Weights(reader, dtype),
-            target,
-            settings=settings,
-            family=description["family"],
-            shard_bytes=file_bytes,
-        )
+        weights = _Weights(reader, dtype)
+        save(weights, target, settings=settings, family=description["family"], shard_bytes=file_bytes)
         stored: torch.dtype = getattr(torch, reader.weights["embed.weight"].dtype)
     # What was fine-tuned keeps its tokenizer, and what its own configuration says beyond ours.
     begun = Path(description.get("folder", source / _BESIDE))
@@ -184,15 +151,12 @@ class _Weights(Mapping[str, Tensor]):
     """The weights of a checkpoint by name, each read when it is asked for."""
 
     def __init__(self, reader: Reader, dtype: torch.dtype | None) -> None:
-        self._reader, self._names, self._dtype = reader, list(reader.weights), dtype
-        # Experts are asked for one after the other, and are one weight of ours.
-        self._last: tuple[str, Tensor] | None = None
+        self._names = list(reader.weights)
+        # Experts are asked for one after the other, and are one weight of ours: the last is kept.
+        self._read = lru_cache(1)(lambda name: reader.whole(name) if dtype is None else reader.whole(name).to(dtype))
 
     def __getitem__(self, name: str) -> Tensor:
-        if self._last is None or self._last[0] != name:
-            weight = self._reader.whole(name)
-            self._last = name, weight if self._dtype is None else weight.to(self._dtype)
-        return self._last[1]
+        return self._read(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

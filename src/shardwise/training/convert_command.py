@@ -44,21 +44,19 @@ def run(arguments: argparse.Namespace) -> Answer:
             raise ShardwiseError(f"{name.upper()} is missing", remedy="shardwise convert SOURCE TARGET")
     from shardwise.training.convert import convert  # Loads torch.
 
-    made = convert(
+    kind, num_bytes = convert(
         Path(arguments.source),
         Path(arguments.target),
         to=arguments.to,
         config=None if arguments.config is None else Path(arguments.config),
         dtype=arguments.dtype,
     )
-    data = {"target": str(made.target), "kind": made.kind, "num_bytes": made.num_bytes}
+    target = str(Path(arguments.target))
 
     def render(canvas: Canvas) -> None:
-        canvas.print(
-            f"{canvas.paint(str(made.target), 'bold')} is {_KINDS[made.kind]}, of {format_bytes(made.num_bytes)}"
-        )
+        canvas.print(f"{canvas.paint(target, 'bold')} is {_KINDS[kind]}, of {format_bytes(num_bytes)}")
 
-    return Answer(data=data, render=render)
+    return Answer(data={"target": target, "kind": kind, "num_bytes": num_bytes}, render=render)
 
 
 def _families() -> Answer:

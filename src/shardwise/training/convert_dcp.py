@@ -3,27 +3,96 @@
 A folder of torch does not say which model it is of. We write `config.json` and the tokenizer beside the tensors; of a
 folder that others have written, the `config.json` is given. Its tensors may be within something (`{"model": ...}`), and
 beside others: those that the model does not have, like an optimizer's, are left out.
+
+`.metadata` says which tensors there are and where their pieces lie; `__0_0.distcp` and the like hold them. The planners
+and file formats are torch's own; what is ours is that no more than one tensor is ever in memory.
 """
 
 import json
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, some
 from shardwise.nets.hf import Checkpoint
 from shardwise.nets.hf.catalogue import family_of
 from shardwise.nets.hf.entries import CONFIG, read_entries
-from shardwise.nets.hf.files import INDEX, ONE_FILE, Files
+from shardwise.nets.hf.files import Files
+from shardwise.nets.hf.save import write_shards
 from shardwise.nets.weights import shapes_of
-from shardwise.training.checkpoint.torch_folder import Outline, TorchFolder, write_torch_folder
 
-_MOST_NAMES = 3
+METADATA = ".metadata"
 _BESIDE = (".json", ".txt", ".model", ".jinja")
+
+#: The shape and type of a tensor.
+Outline = tuple[tuple[int, ...], torch.dtype]
+
+
+class TorchFolder:
+    """One that is open. `tensors` are what is in it; what is no tensor, like a count of steps, is left alone."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._reader = folder, FileSystemReader(folder)
+        try:
+            self._metadata = self._reader.read_metadata()
+            self._reader.set_up_storage_reader(self._metadata, True)
+            known = self._metadata.state_dict_metadata
+        except Exception as error:  # It is a pickle: one that is damaged may raise anything.
+            raise ShardwiseError(
+                f"{folder / METADATA} cannot be read: {type(error).__name__}: {error}",
+                remedy="a folder that torch.distributed.checkpoint has completed",
+            ) from None
+        self.tensors: dict[str, Outline] = {
+            name: (tuple(each.size), each.properties.dtype)
+            for name, each in known.items()
+            if isinstance(each, TensorStorageMetadata)
+        }
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor, put together from its pieces."""
+        shape, dtype = self.tensors[name]
+        target = torch.empty(shape, dtype=dtype)
+        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        planner.set_up_planner({name: target}, self._metadata, True)
+        try:
+            self._reader.read_data(planner.create_local_plan(), planner).wait()
+        except Exception as error:  # Of pieces that are cut short torch raises one thing or another.
+            raise ShardwiseError(
+                f"{name} cannot be read from {self.folder}: {type(error).__name__}: {error}",
+                remedy="a folder that torch.distributed.checkpoint has completed",
+            ) from None
+        return target
+
+
+class _OneByOne(DefaultSavePlanner):
+    """Plans with outlines, and asks for each tensor when it is written."""
+
+    def __init__(self, read: Callable[[str], Tensor]) -> None:
+        super().__init__()
+        self._read = read
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self._read(index.fqn)
+
+
+def write_torch_folder(folder: Path, tensors: Mapping[str, Outline], read: Callable[[str], Tensor]) -> None:
+    """Write a folder that `dcp.load` reads: the steps of `dcp.save`, on one process."""
+    planner, writer = _OneByOne(read), FileSystemWriter(folder)
+    outlines = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in tensors.items()}
+    planner.set_up_planner(outlines, writer.storage_meta(), True)
+    writer.set_up_storage_writer(True)
+    local = writer.prepare_local_plan(planner.create_local_plan())
+    plans, metadata = planner.create_global_plan([local])
+    (plan,) = writer.prepare_global_plan(plans)
+    written = writer.write_data(planner.finish_plan(plan), planner).wait()
+    writer.finish(metadata, [written])
 
 
 def to_dcp(source: Path, target: Path, dtype: torch.dtype | None) -> None:
@@ -46,20 +115,10 @@ def from_dcp(source: Path, target: Path, config: Path | None, dtype: torch.dtype
     """Make a folder of Hugging Face of one of torch."""
     folder, home = TorchFolder(source), _home_of(source, config)
     names = _find_names(folder.tensors, home, source)
-    files = list(_files(folder, names, dtype, file_bytes))
+    outlines = {name: folder.tensors[called] for name, called in names.items()}
+    sizes = {name: torch.Size(shape).numel() * (dtype or stored).itemsize for name, (shape, stored) in outlines.items()}
     target.mkdir(parents=True, exist_ok=True)
-    homes: dict[str, str] = {}
-    total = 0
-    for number, some in enumerate(files, start=1):
-        file = ONE_FILE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
-        tensors = {name: folder.read(names[name]) for name in some}
-        tensors = tensors if dtype is None else {name: each.to(dtype) for name, each in tensors.items()}
-        save_file(tensors, target / file, metadata={"format": "pt"})
-        homes |= dict.fromkeys(some, file)
-        total += sum(each.numel() * each.element_size() for each in tensors.values())
-    if len(files) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": homes}
-        (target / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    write_shards(target, sizes, lambda name: folder.read(names[name]).to(dtype or outlines[name][1]), file_bytes)
     copy_beside(home, target, dtype)
     with Checkpoint(target) as made:
         made.check()
@@ -103,26 +162,7 @@ def _find_names(there: Collection[str], home: Path, source: Path) -> dict[str, s
         missing = [name for name in wanted if name not in set(within)]
         if not missing:
             return {name: prefix + name for name in wanted}
-    shown = ", ".join(missing[:_MOST_NAMES])
-    more = f" and {len(missing) - _MOST_NAMES} more" if len(missing) > _MOST_NAMES else ""
     raise ShardwiseError(
-        f"{source} lacks {shown}{more}, which a {family.name} model of {home / CONFIG} has",
+        f"{source} lacks {some(missing)}, which a {family.name} model of {home / CONFIG} has",
         remedy=f"--config FOLDER, one with the {CONFIG} of this model; tensors are found by Hugging Face's names",
     )
-
-
-def _files(
-    folder: TorchFolder, names: dict[str, str], dtype: torch.dtype | None, file_bytes: int
-) -> Iterator[list[str]]:
-    """The tensors of each file, in order."""
-    current: list[str] = []
-    held = 0
-    for name, called in names.items():
-        shape, stored = folder.tensors[called]
-        size = torch.Size(shape).numel() * (dtype or stored).itemsize
-        if current and held + size > file_bytes:
-            yield current
-            current, held = [], 0
-        current.append(name)
-        held += size
-    yield current

@@ -5,9 +5,9 @@ and their keys are written with dots: `optimizer.rate`.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from shardwise.errors import ShardwiseError, nearest, unknown
 
@@ -15,18 +15,32 @@ _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 _EXAMPLES = {int: "4", float: "0.1", bool: "true", str: '"text"'}
 
 
-def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Every key with its value, dotted, in the order of the fields."""
-    found: dict[str, Any] = {}
+class Leaf(NamedTuple):
+    """What a key has: its value, its type, and what `Annotated` says beside that."""
+
+    value: Any
+    kind: Any
+    mark: Any
+
+
+def leaves(value: Any, prefix: str = "") -> dict[str, Leaf]:
+    """Every key, dotted, in the order of the fields."""
+    found: dict[str, Leaf] = {}
+    plain, marked = (get_type_hints(type(value), include_extras=extras) for extras in (False, True))
     for each in fields(value):
-        inner = getattr(value, each.name)
-        found |= flat(inner, f"{prefix}{each.name}.") if is_dataclass(inner) else {f"{prefix}{each.name}": inner}
+        key, inner, kind = f"{prefix}{each.name}", getattr(value, each.name), marked[each.name]
+        if is_dataclass(inner):
+            found |= leaves(inner, f"{key}.")
+            continue
+        # Of what may be None the mark is within.
+        marks = (mark for part in (kind, *get_args(kind)) for mark in getattr(part, "__metadata__", ()))
+        found[key] = Leaf(inner, plain[each.name], next(marks, None))
     return found
 
 
 def updated(value: Any, entries: Mapping[str, Any], *, source: str) -> Any:
     """The value with some keys changed. What is typed as text is read as the key's type. `source` is for errors."""
-    known = flat(value)
+    known = leaves(value)
     for key in entries:
         if key not in known:
             error = unknown("key", key, known)
@@ -34,19 +48,17 @@ def updated(value: Any, entries: Mapping[str, Any], *, source: str) -> Any:
             last = {name.rpartition(".")[2]: name for name in known}
             meant = error.remedy or last.get(nearest(key.rpartition(".")[2], last) or "")
             raise ShardwiseError(f"{error.problem} (in {source})", remedy=meant)
-    return _replaced(value, entries, "", source)
+    changes = {key: read(key, given, known[key].kind, source=source) for key, given in entries.items()}
+    return _replaced(value, changes)
 
 
-def _replaced(value: Any, entries: Mapping[str, Any], prefix: str, source: str) -> Any:
-    hints = get_type_hints(type(value))
-    changes: dict[str, Any] = {}
-    for each in fields(value):
-        key, inner = f"{prefix}{each.name}", getattr(value, each.name)
-        if is_dataclass(inner):
-            changes[each.name] = _replaced(inner, entries, f"{key}.", source)
-        elif key in entries:
-            changes[each.name] = read(key, entries[key], hints[each.name], source=source)
-    return replace(value, **changes)
+def _replaced(value: Any, changes: Mapping[str, Any], prefix: str = "") -> Any:
+    before = {each.name: getattr(value, each.name) for each in fields(value)}
+    after = {
+        name: _replaced(old, changes, f"{prefix}{name}.") if is_dataclass(old) else changes.get(f"{prefix}{name}", old)
+        for name, old in before.items()
+    }
+    return replace(value, **after)
 
 
 def read(key: str, given: Any, kind: Any, *, source: str) -> Any:
@@ -101,19 +113,13 @@ def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def to_toml(value: Any) -> str:
     """The value as TOML: plain keys first, then a table for each dataclass within. What is None is left out."""
-    return "\n".join(_lines(value, "")) + "\n"
-
-
-def _lines(value: Any, table: str) -> Iterator[str]:
-    tables = []
-    for each in fields(value):
-        inner = getattr(value, each.name)
-        if is_dataclass(inner):
-            tables.append((f"{table}{each.name}", inner))
-        elif inner is not None:
+    lines, table = list[str](), ""
+    for key, leaf in sorted(leaves(value).items(), key=lambda item: item[0].count(".")):
+        home, _, name = key.rpartition(".")
+        if home != table:
+            lines += ["", f"[{home}]"]
+            table = home
+        if leaf.value is not None:
             # JSON's texts, numbers and switches are TOML's too.
-            yield f"{each.name} = {json.dumps(inner)}"
-    for name, inner in tables:
-        yield ""
-        yield f"[{name}]"
-        yield from _lines(inner, f"{name}.")
+            lines.append(f"{name} = {json.dumps(leaf.value)}")
+    return "\n".join(lines) + "\n"

@@ -1,61 +1,27 @@
 """What a run leaves behind when its steps are done: a sample, the manifest, the trace, and the page."""
 
-from dataclasses import asdict, dataclass, replace
+import json
+from dataclasses import asdict, replace
 from typing import Any
 
 from shardwise.errors import ShardwiseError
 from shardwise.explain.report_command import write_report
-from shardwise.schedule.replay import predict
-from shardwise.trace.run import Run, load_run, save_run
-from shardwise.training.folder import MANIFEST, manifest_of, write_manifest
+from shardwise.trace.file import write_whole
+from shardwise.training.folder import MANIFEST, manifest_of, save_step
 from shardwise.training.job import Job
-from shardwise.training.outcome import Outcome
+from shardwise.training.outcome import Outcome, Result
 from shardwise.training.progress import Progress
 from shardwise.training.sample import sample_of
 
 REPORT = "report.html"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """A run that is over, in plain values. `sample` has the prompt before what the model wrote."""
-
-    run: str
-    step: int
-    loss: float | None
-    held_out_loss: float | None
-    seconds: float
-    tokens_per_second: float
-    num_parameters: int
-    plan: str
-    checkpoint: str | None
-    expert_imbalance: float | None = None
-    stopped_by: str | None = None
-    sample: str | None = None
-    report: str | None = None
-
-
 def finish(job: Job, outcome: Outcome, num_ranks: int, progress: Progress) -> Result:
     """Write all that is left to write. The first rank alone calls this."""
-    result = Result(
-        run=str(job.folder),
-        step=outcome.step,
-        loss=outcome.loss,
-        held_out_loss=outcome.held_out_loss,
-        seconds=outcome.seconds,
-        tokens_per_second=outcome.num_tokens / outcome.seconds,
-        num_parameters=outcome.num_parameters,
-        plan=str(job.plan),
-        checkpoint=None if outcome.checkpoint is None else str(outcome.checkpoint),
-        expert_imbalance=outcome.expert_imbalance,
-        stopped_by=outcome.stopped_by,
-    )
-    wanted = job.recipe.evaluation.sample
-    if wanted and outcome.stopped_by is None and outcome.checkpoint is not None:
+    result, wanted = outcome.result, job.recipe.evaluation.sample
+    if wanted and result.stopped_by is None:
         result = replace(result, sample=sample_of(outcome, wanted, job.recipe.seed))
-    manifest: dict[str, Any] = manifest_of(
-        job.recipe, job.plan, command=job.command, data=outcome.data, num_ranks=num_ranks
-    )
+    manifest = manifest_of(job, outcome.data, num_ranks)
     manifest |= {key: value for key, value in asdict(result).items() if value is not None}
     manifest["layers"] = outcome.layers
     try:
@@ -73,10 +39,8 @@ def _write(job: Job, outcome: Outcome, manifest: dict[str, Any]) -> str | None:
     if outcome.trace is None:
         # Nothing was left to do, or it was stopped before its first line: what is there stays.
         if not (job.folder / MANIFEST).exists():
-            write_manifest(job.folder, manifest)
+            write_whole(job.folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
         return None
-    run = Run(name=job.folder.name, trace=outcome.trace, predicted=predict(outcome.trace))
-    save_run(run, job.folder, plan=job.plan.to_toml(), manifest=manifest)
     page = job.folder / REPORT
-    write_report(load_run(job.folder), page)
+    write_report(save_step(job, outcome.trace, manifest), page)
     return str(page)

@@ -11,60 +11,46 @@ RUN/
     report.html     all of it as a page
 """
 
-import json
 import platform
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from shardwise import environment
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, os_errors_as
 from shardwise.planner.plan import Plan
+from shardwise.schedule.replay import predict
+from shardwise.trace.events import Trace
 from shardwise.trace.file import write_whole
+from shardwise.trace.run import Run, load_run, save_run
+from shardwise.training.job import Job
 from shardwise.training.recipe import Recipe, read_recipe
 
-RECIPE, PLAN, MANIFEST, METRICS, TENSORBOARD, CHECKPOINTS = (
-    "recipe.toml",
-    "plan.toml",
-    "manifest.json",
-    "metrics.jsonl",
-    "tensorboard",
-    "checkpoints",
-)
+RECIPE, PLAN, MANIFEST = "recipe.toml", "plan.toml", "manifest.json"
+METRICS, TENSORBOARD, CHECKPOINTS = "metrics.jsonl", "tensorboard", "checkpoints"
+#: Keys of a recipe, or beginnings of them, that may differ when a run goes on: how long it goes, how often it speaks,
+#: and what changes no number.
+_MAY_CHANGE = ("name", "steps", "log", "tensorboard", "bucket_bytes", "balance.place_every", "checkpoint", "evaluation")
 _PACKAGES = ("shardwise", "torch", "numpy", "safetensors")
 
 
 def new_folder(recipe: Recipe) -> Path:
     """A place for a run that was given none."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    path = Path("runs") / f"{recipe.name}-{stamp}"
-    number = 1
-    while path.exists():
-        number += 1
-        path = Path("runs") / f"{recipe.name}-{stamp}-{number}"
-    return path
+    tails = chain([""], (f"-{number}" for number in count(2)))
+    return next(path for tail in tails if not (path := Path("runs") / f"{recipe.name}-{stamp}{tail}").exists())
 
 
 def check_same(folder: Path, recipe: Recipe) -> None:
-    """Refuse to go on with a run under another recipe. How long it goes, how often it speaks, and what changes no
-    number may change."""
+    """Refuse to go on with a run under another recipe."""
     if not (folder / RECIPE).is_file():
         return
     before = read_recipe(folder / RECIPE)
-    may_change = (
-        "name",
-        "steps",
-        "log",
-        "tensorboard",
-        "bucket_bytes",
-        "balance.place_every",
-        "checkpoint.",
-        "evaluation.",
-    )
-    other = {key: both for key, both in recipe.differing(before).items() if not key.startswith(may_change)}
+    other = {key: both for key, both in recipe.differing(before).items() if not key.startswith(_MAY_CHANGE)}
     if other:
         said = ", ".join(f"{key}={here} (there {there})" for key, (here, there) in other.items())
         raise ShardwiseError(
@@ -74,34 +60,27 @@ def check_same(folder: Path, recipe: Recipe) -> None:
 
 def make_folder(folder: Path) -> None:
     """The folder, if it is not there yet, and may be written to."""
-    try:
+    with os_errors_as(f"the folder {folder} cannot be written to", remedy="another --folder"):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ".writable").touch()
         (folder / ".writable").unlink(missing_ok=True)
-    except OSError as error:
-        raise ShardwiseError(
-            f"the folder {folder} cannot be written to: {error.strerror}", remedy="another --folder"
-        ) from None
 
 
 def write_recipe_and_plan(folder: Path, recipe: Recipe, plan: Plan) -> None:
     for name, text in ((RECIPE, recipe.to_toml()), (PLAN, plan.to_toml())):
-        try:
+        with os_errors_as(f"{folder / name} cannot be written", remedy="room on its disk, or another --folder"):
             write_whole(folder / name, text)
-        except OSError as error:
-            raise ShardwiseError(
-                f"{folder / name} cannot be written: {error.strerror}", remedy="room on its disk, or another --folder"
-            ) from None
 
 
-def manifest_of(recipe: Recipe, plan: Plan, *, command: str, data: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
+def manifest_of(job: Job, data: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
     """Enough to run it again. Plain entries at the top are what the report shows."""
+    recipe = job.recipe
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     processor = environment.processor_name()
     return {
-        "command": command,
+        "command": job.command,
         "recipe": recipe.name,
-        "plan": str(plan),
+        "plan": str(job.plan),
         "num_ranks": num_ranks,
         "seed": recipe.seed,
         "batch": recipe.batch,
@@ -117,5 +96,8 @@ def manifest_of(recipe: Recipe, plan: Plan, *, command: str, data: Mapping[str, 
     }
 
 
-def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    write_whole(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+def save_step(job: Job, trace: Trace, manifest: Mapping[str, Any]) -> Run:
+    """Write one step of a run, measured and predicted; give it back as reports and the doctor read it."""
+    run = Run(name=job.folder.name, trace=trace, predicted=predict(trace))
+    save_run(run, job.folder, plan=job.plan.to_toml(), manifest=manifest)
+    return load_run(job.folder)

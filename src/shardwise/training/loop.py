@@ -4,21 +4,19 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
 from shardwise.trace.events import Trace
-from shardwise.training.balance import Balanced
-from shardwise.training.data.prefetch import Prefetcher
-from shardwise.training.data.rows import Batch
+from shardwise.training.data.rows import Batch, Prefetcher
 from shardwise.training.finite import explain
 from shardwise.training.job import Job
-from shardwise.training.lr_schedule import learning_rate_at
 from shardwise.training.machine import peak_share
-from shardwise.training.notes import Notes
-from shardwise.training.outcome import Outcome, StoppedError
-from shardwise.training.progress import Line, Progress
-from shardwise.training.saving import Saver, described_data
+from shardwise.training.metrics import MetricLog
+from shardwise.training.outcome import Outcome, Result, StoppedError
+from shardwise.training.progress import Progress, line_of
+from shardwise.training.saving import Saver
 from shardwise.training.setup import Setup, on_device
 from shardwise.training.stop import StopSignals, name_of
 from shardwise.training.world import World
@@ -35,12 +33,12 @@ class Loop:
     def __init__(self, job: Job, world: World, setup: Setup, stop: StopSignals, progress: Progress) -> None:
         self._job, self._world, self._setup, self._stop, self._progress = job, world, setup, stop, progress
         self._saver = Saver(job, world, setup, progress)
-        self._notes = Notes(job, world, progress, after=setup.step)
+        self._log = MetricLog(job, world, progress, after=setup.step)
         self._traces: deque[Trace] = deque(maxlen=_LAST_TRACES)
         self._held_out_loss: float | None = None
         self._evaluated = setup.step
         self._loss: float | None = None
-        self._balanced = Balanced()
+        self._imbalance: float | None = None
 
     def run(self) -> Outcome:
         """Go round until the recipe's last step, a signal, or an error."""
@@ -66,32 +64,36 @@ class Loop:
         if stopped_by is None and recipe.data.held_out and self._evaluated != step:
             self._evaluate(step)
         self._saver.save(step)
-        self._saver.finish()
-        return Outcome(
+        result = Result(
+            run=str(self._job.folder),
             step=step,
             loss=self._loss,
             held_out_loss=self._held_out_loss,
             seconds=seconds,
-            num_tokens=(step - setup.step) * recipe.batch * recipe.data.sequence,
+            tokens_per_second=(step - setup.step) * recipe.batch * recipe.data.sequence / seconds,
             num_parameters=setup.num_parameters,
+            plan=str(self._job.plan),
+            checkpoint=self._saver.finish(),
+            expert_imbalance=self._imbalance,
+            stopped_by=stopped_by,
+        )
+        return Outcome(
+            result=result,
             model=setup.model,
-            data=described_data(self._job, setup),
-            checkpoint=self._saver.find_last(),
+            data=setup.data,
             trace=_usual(self._traces),
             layers="+".join(str(len(units)) for units in setup.engine.split.units),
-            expert_imbalance=self._balanced.imbalance,
-            stopped_by=stopped_by,
         )
 
     def close(self) -> None:
         """Let go of files and of the writer's thread."""
         self._saver.close()
-        self._notes.close()
+        self._log.close()
 
     def _step(self, step: int, batch: Batch, *, traced: bool, data_wait: float) -> None:
         """One step, which leaves the weights alone if its numbers are not finite."""
         recipe, engine, scale = self._job.recipe, self._setup.engine, self._setup.scale
-        rate = learning_rate_at(step, recipe.steps, recipe.optimizer)
+        rate = recipe.optimizer.learning_rate_at(step, recipe.steps)
         for optimizer in engine.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
@@ -104,15 +106,15 @@ class Loop:
                 remedy=f"a lower rate (--set optimizer.rate={recipe.optimizer.rate / 3:.1g}); nothing of this step was"
                 " applied, and the last checkpoint is from before it",
             )
-        self._balanced = self._setup.balancer.after_step(step + 1)
-        self._notes.add(
+        self._imbalance, num_moved = self._setup.balancer.after_step(step + 1)
+        self._log.add(
             step=step + 1,
             loss=self._loss,
             rate=rate,
             gradient_norm=engine.gradient_norm,
             seconds=perf_counter() - start,
-            expert_imbalance=self._balanced.imbalance,
-            experts_moved=self._balanced.num_moved or None,
+            expert_imbalance=self._imbalance,
+            experts_moved=num_moved or None,
             **({} if scale.is_fixed else {"loss_scale": scale.factor, "skipped": not engine.was_finite}),
         )
 
@@ -125,20 +127,17 @@ class Loop:
         num_tokens = (step - window[0]) * recipe.batch * recipe.data.sequence
         speed = num_tokens / (perf_counter() - window[1])
         assert self._loss is not None, "there was a step"
-        bubble = trace.bubble if trace is not None else 0.0
-        line = Line(
-            step=step,
-            num_steps=recipe.steps,
-            loss=self._loss,
-            rate=learning_rate_at(step - 1, recipe.steps, recipe.optimizer),
-            tokens_per_second=speed,
-            memory_bytes=memory,
-            bubble=bubble,
-            imbalance=self._balanced.imbalance,
-            used=peak_share(speed * setup.flops_per_token, recipe.precision, self._world),
+        measured: dict[str, Any] = {
+            "tokens_per_second": speed,
+            "memory_bytes": memory,
+            "bubble": trace.bubble if trace is not None else 0.0,
+            "used": peak_share(speed * setup.flops_per_token, recipe.precision, self._world),
+        }
+        rate = recipe.optimizer.learning_rate_at(step - 1, recipe.steps)
+        self._progress.say(
+            line_of(step, recipe.steps, loss=self._loss, rate=rate, imbalance=self._imbalance, **measured)
         )
-        self._progress.say(str(line))
-        self._notes.add(step=step, tokens_per_second=speed, memory_bytes=memory, bubble=bubble, used=line.used)
+        self._log.add(step=step, **measured)
 
     def _look_up(self, step: int) -> None:
         """Between two steps: evaluate and save, where it is time to."""
@@ -157,7 +156,7 @@ class Loop:
         self._held_out_loss = math.fsum(losses) / len(losses)
         self._evaluated = step
         self._progress.say(f"step {step}: held-out loss {self._held_out_loss:.4f}")
-        self._notes.add(step=step, held_out_loss=self._held_out_loss)
+        self._log.add(step=step, held_out_loss=self._held_out_loss)
 
 
 def _usual(traces: Sequence[Trace]) -> Trace | None:

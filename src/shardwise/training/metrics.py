@@ -1,6 +1,7 @@
 """What is noted of a run while it trains: `metrics.jsonl`, a row a line, and the same for TensorBoard if it is wanted.
 
-A disk without room must not end a run: a row that cannot be written is left out whole, and told of.
+The first rank alone writes. A disk without room must not end a run: a row that cannot be written is left out whole, and
+told of.
 """
 
 import json
@@ -9,8 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, os_errors_as
 from shardwise.training.folder import METRICS, TENSORBOARD
+from shardwise.training.job import Job
+from shardwise.training.progress import Progress
+from shardwise.training.world import World
 
 Row = Mapping[str, Any]
 
@@ -18,13 +22,11 @@ Row = Mapping[str, Any]
 class Metrics:
     """`metrics.jsonl`. A run that goes on keeps the rows of the steps before, and writes those after anew."""
 
-    def __init__(self, path: Path, *, after: int) -> None:
-        kept = [json.dumps(row) for row in _rows(path) if row["step"] <= after]
+    def __init__(self, folder: Path, *, after: int) -> None:
+        kept, path = [json.dumps(row) for row in read_metrics(folder) if row["step"] <= after], folder / METRICS
         beside = path.with_name(path.name + ".part")
-        try:
+        with os_errors_as(f"{path} cannot be written", remedy="room on its disk"):
             beside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        except OSError as error:
-            raise ShardwiseError(f"{path} cannot be written: {error.strerror}", remedy="room on its disk") from None
         beside.rename(path)
         # Not buffered: what could not be written must not be tried again beside the next row.
         self._file = path.open("ab", buffering=0)
@@ -50,17 +52,9 @@ class Metrics:
         self._file.close()
 
 
-def _is_plain(value: Any) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)
-
-
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The rows of a run."""
-    return _rows(folder / METRICS)
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
+    rows, path = list[dict[str, Any]](), folder / METRICS
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         try:
             row = json.loads(line)
@@ -72,11 +66,39 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+class MetricLog:
+    """Rows of metrics after a step. `add` is called by every rank."""
+
+    def __init__(self, job: Job, world: World, progress: Progress, *, after: int) -> None:
+        self._progress, self._is_noting = progress, True
+        self._metrics = Metrics(job.folder, after=after) if world.is_first else None
+        wants_board = world.is_first and job.recipe.tensorboard
+        self._board = Board(job.folder, after=after) if wants_board else None
+
+    def add(self, **row: Any) -> None:
+        """Keep a row. Of a disk without room a warning tells, once until there is room again."""
+        if self._metrics is None:
+            return
+        known = {key: each for key, each in row.items() if each is not None}
+        problem = self._metrics.add(known)
+        if problem is not None and self._is_noting:
+            self._progress.warn(f"{problem}; they are left out until there is room, and training goes on")
+        self._is_noting = problem is None
+        if self._board is not None:
+            self._board.add(known)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for each in (self._metrics, self._board):
+            if each is not None:
+                each.close()
+
+
 class Board:
     """The same rows as curves of TensorBoard. Those of steps that a run takes again after a restart are shown once."""
 
     def __init__(self, folder: Path, *, after: int) -> None:
-        self._writer = _find_writer()(str(folder / TENSORBOARD), purge_step=after + 1 if after else None)
+        self._writer = find_board()(str(folder / TENSORBOARD), purge_step=after + 1 if after else None)
 
     def add(self, row: Row) -> None:
         for key, each in row.items():
@@ -87,12 +109,8 @@ class Board:
         self._writer.close()
 
 
-def check_board() -> None:
-    """Refuse to begin a run that wants TensorBoard where it is not installed."""
-    _find_writer()
-
-
-def _find_writer() -> Any:
+def find_board() -> Any:
+    """What writes for TensorBoard. Asked before a run begins that wants it."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:

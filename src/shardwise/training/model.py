@@ -1,4 +1,4 @@
-"""The module of a recipe, without numbers, and its first values: drawn from the seed, or read from a folder."""
+"""A transformer of ours: its module, without numbers, and its first values, drawn from the seed or read from files."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,10 +13,12 @@ from shardwise.nets.hf import Checkpoint
 from shardwise.nets.hf.catalogue import FAMILIES, config_for
 from shardwise.nets.hf.entries import Entries
 from shardwise.nets.initialise import initial_value
+from shardwise.nets.loss import next_token_loss
 from shardwise.nets.router import Router
 from shardwise.nets.settings import Dropout, Heads, Mixture, Mlp, Settings
 from shardwise.nets.transformer import Transformer
 from shardwise.nets.weights import place
+from shardwise.stages.stage import Loss
 from shardwise.training.checkpoint.parts import Held
 from shardwise.training.recipe import Recipe
 
@@ -108,34 +110,17 @@ def draw(held: Held, settings: Settings, seed: int) -> None:
 
 
 @torch.no_grad()
-def read_folder(held: Held, folder: str) -> int:
-    """The weights of a folder of Hugging Face. Each rank reads its own parts; returns the bytes that it read."""
+def read_folder(held: Held, folder: str) -> None:
+    """The weights of a folder of Hugging Face. Each rank reads its own parts."""
     with Checkpoint(folder) as checkpoint:
         checkpoint.check()
         for part in held.weights():
             checkpoint.fill(part.entry, part.numbers, tuple(map(slice, part.box.start, part.box.stop)))
-        bytes_read = checkpoint.bytes_read
     held.take_over()
-    return bytes_read
 
 
 def num_parameters(module: nn.Module) -> int:
     return sum(each.numel() for each in module.parameters())
-
-
-def flops_per_token(module: Transformer, sequence: int) -> float:
-    """Of a forward and its backward: 6 a weight, without those that are looked up; causal attention at half."""
-    looked_up = sum(each.weight.numel() for each in (module.embed, module.positions) if each is not None)
-    weights = num_parameters(module) - (0 if module.settings.tied else looked_up)
-    settings = module.settings
-    mixture = settings.mixture
-    if mixture is not None:
-        idle = mixture.num_experts - mixture.num_chosen
-        layers = settings.num_layers - len(mixture.dense_layers)
-        weights -= layers * idle * 3 * settings.width * mixture.width
-    heads = settings.attention
-    attended = heads.num_heads * (heads.head_dim if isinstance(heads, Heads) else heads.nope_dim + heads.rope_dim)
-    return 6.0 * weights + 6.0 * settings.num_layers * sequence * attended
 
 
 def described(settings: Settings, folder: str | None, *, has_bias: bool = False) -> dict[str, Any]:
@@ -177,3 +162,51 @@ def check_sayable(description: Mapping[str, Any], *, origin: Path) -> None:
             remedy="a run with balance.loss=0.01 instead, or torch.distributed.checkpoint, which reads it as it is:"
             " HuggingFaceStorageReader of that folder",
         )
+
+
+class Ours:
+    """A transformer of ours: by its sizes, or with the weights of a folder."""
+
+    def __init__(self, recipe: Recipe, vocabulary: int) -> None:
+        self._recipe = recipe
+        self.loss: Loss = next_token_loss
+        self._plain = settings_of(recipe, vocabulary)
+        self.settings = in_training(self._plain, recipe)
+
+    def make(self, *, tp: int, device: torch.device) -> nn.Module:
+        """The module, with or without numbers."""
+        return make_module(self.settings, tp=tp, device=device)
+
+    def fill(self, held: Held) -> None:
+        """First values for what a rank holds."""
+        folder = self._recipe.model.folder
+        if folder is None:
+            draw(held, self.settings, self._recipe.seed)
+        else:
+            read_folder(held, folder)
+
+    def flops_per_token(self, module: nn.Module) -> float:
+        """Of a forward and its backward: 6 a weight, without those that are looked up; causal attention at half."""
+        assert isinstance(module, Transformer), "a transformer of ours"
+        looked_up = sum(each.weight.numel() for each in (module.embed, module.positions) if each is not None)
+        weights = num_parameters(module) - (0 if module.settings.tied else looked_up)
+        settings = module.settings
+        mixture = settings.mixture
+        if mixture is not None:
+            idle = mixture.num_experts - mixture.num_chosen
+            layers = settings.num_layers - len(mixture.dense_layers)
+            weights -= layers * idle * 3 * settings.width * mixture.width
+        heads = settings.attention
+        attended = heads.num_heads * (heads.head_dim if isinstance(heads, Heads) else heads.nope_dim + heads.rope_dim)
+        return 6.0 * weights + 6.0 * settings.num_layers * self._recipe.data.sequence * attended
+
+    def description(self) -> dict[str, Any]:
+        """What makes the model again, in JSON's types."""
+        folder = self._recipe.model.folder
+        begun = {} if folder is None else {"folder": str(Path(folder).resolve())}
+        has_bias = self.settings.has_correction and not self._plain.has_correction
+        return {**described(self._plain, folder, has_bias=has_bias), **begun}
+
+    def for_planner(self) -> dict[str, Any]:
+        """The model as `planner.plan` takes it."""
+        return {"model": self.description()["config"], "sequence": self._recipe.data.sequence}

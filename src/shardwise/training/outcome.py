@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ShardwiseError
@@ -14,19 +13,30 @@ class StoppedError(ShardwiseError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What became of a run, as its first rank tells it."""
+class Result:
+    """A run that is over, in plain values. `sample` has the prompt before what the model wrote."""
 
+    run: str
     step: int
     loss: float | None
     held_out_loss: float | None
     seconds: float
-    num_tokens: int
+    tokens_per_second: float
     num_parameters: int
-    model: Mapping[str, Any]
-    data: Mapping[str, Any]
-    checkpoint: Path | None
-    trace: Trace | None
-    layers: str
+    plan: str
+    checkpoint: str | None
     expert_imbalance: float | None = None
     stopped_by: str | None = None
+    sample: str | None = None
+    report: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of a run, as its first rank tells it. `layers` are the units of each stage."""
+
+    result: Result
+    model: Mapping[str, Any]
+    data: Mapping[str, Any]
+    trace: Trace | None
+    layers: str

@@ -5,7 +5,6 @@ Nothing is saved but what a report is made of. The trace is of the step whose ti
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -15,16 +14,14 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from shardwise import environment
-from shardwise.errors import ShardwiseError
+from shardwise.errors import os_errors_as
 from shardwise.ranks.spawn import Ranks
-from shardwise.schedule.replay import predict
 from shardwise.trace.events import Trace
-from shardwise.trace.run import Run, load_run, save_run
-from shardwise.training.data.prefetch import Prefetcher
-from shardwise.training.folder import manifest_of
-from shardwise.training.inputs import check_inputs
+from shardwise.trace.run import Run
+from shardwise.training.data.rows import Prefetcher
+from shardwise.training.folder import manifest_of, save_step
 from shardwise.training.job import Job
-from shardwise.training.setup import Setup, make_ready, on_device
+from shardwise.training.setup import Setup, check_inputs, make_ready, on_device
 from shardwise.training.world import World
 
 #: Steps before the first that is measured: memory is allocated in them, and kernels are chosen.
@@ -62,7 +59,7 @@ class Measured:
 
 def measure(job: Job, num_devices: int, num_steps: int) -> Measured | None:
     """Measure some steps of a job. Under `torchrun`, None on all ranks but the first."""
-    check_inputs(job.recipe)
+    check_inputs(job)
     if environment.place_under_torchrun() is not None or num_devices == 1:
         return measure_rank(job, num_steps)
     with Ranks(num_devices) as ranks:
@@ -107,7 +104,7 @@ def _measure(job: Job, world: World, setup: Setup, num_steps: int) -> Measured:
         num_ranks=world.size,
         layers=tuple(map(len, engine.split.units)),
         device=world.device.type,
-        data={"digest": setup.tokens.digest, "source": job.recipe.data.source},
+        data={key: setup.data[key] for key in ("digest", "source")},
         device_seconds=device_seconds,
         link=_measure_link(world),
     )
@@ -144,8 +141,7 @@ def _timed(engine: Any, ahead: Prefetcher, world: World, *, trace: bool) -> floa
     world.wait()
     start = perf_counter()
     batch = on_device(ahead.next(), world)
-    waited = perf_counter() - start
-    engine.train_step(batch, trace=trace, data_wait=waited)
+    engine.train_step(batch, trace=trace, data_wait=perf_counter() - start)
     _finish(world)
     return perf_counter() - start
 
@@ -191,9 +187,7 @@ def kind_of(name: str) -> str:
 
 def write_run(job: Job, measured: Measured) -> Run:
     """The folder of a profile: what `shardwise report` and `shardwise doctor` read. Gives it back as they see it."""
-    manifest: dict[str, Any] = manifest_of(
-        job.recipe, job.plan, command=job.command, data=measured.data, num_ranks=measured.num_ranks
-    )
+    manifest = manifest_of(job, measured.data, measured.num_ranks)
     manifest |= {
         "step_seconds": median(measured.step_seconds),
         "tokens_per_second": measured.tokens / median(measured.step_seconds),
@@ -202,11 +196,5 @@ def write_run(job: Job, measured: Measured) -> Run:
         "predicted": "the schedule, played with the usual time of each instruction",
         **{f"device {kind}": f"{seconds:.6f} s" for kind, seconds in measured.device_seconds.items()},
     }
-    run = Run(name=job.folder.name, trace=measured.trace, predicted=predict(measured.trace))
-    try:
-        save_run(run, job.folder, plan=job.plan.to_toml(), manifest=manifest)
-    except OSError as error:
-        raise ShardwiseError(
-            f"the profile cannot be written to {job.folder}: {error.strerror}", remedy="--folder FOLDER, another one"
-        ) from None
-    return load_run(Path(job.folder))
+    with os_errors_as(f"the profile cannot be written to {job.folder}", remedy="--folder FOLDER, another one"):
+        return save_step(job, measured.trace, manifest)

@@ -3,6 +3,7 @@
 import argparse
 import shlex
 import sys
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -69,10 +70,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 def _folder(arguments: argparse.Namespace, name: str) -> Path:
     """Where it goes. A training run's folder is not a profile's: its trace would be lost."""
     if arguments.folder is None:
-        number = 1
-        while (folder := Path("runs") / f"profile-{name}-{number}").exists():
-            number += 1
-        return folder
+        return next(path for n in count(1) if not (path := Path("runs") / f"profile-{name}-{n}").exists())
     folder = Path(arguments.folder)
     if (folder / "checkpoints").is_dir():
         raise ShardwiseError(
@@ -116,9 +114,8 @@ def _answer(run: Run, measured: "Measured", page: Path, calibrated: str | None) 
         canvas.print(
             f"{canvas.paint(f'a step takes {step}', 'bold')}, {data['tokens_per_second']:.0f} tokens/s "
             f"(median of {len(measured.step_seconds)}); the step shown took {format_seconds(run.trace.makespan)}"
-            f"{beside}"
+            f"{beside}\n"
         )
-        canvas.print()
         render_parts(canvas, run)
         for kind, seconds in measured.device_seconds.items():
             share = format_percent(seconds / median(measured.step_seconds))

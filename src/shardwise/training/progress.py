@@ -2,40 +2,36 @@
 
 import contextlib
 import sys
-from dataclasses import dataclass
 
 from shardwise.answer import canvas_on
 from shardwise.units import format_bytes, format_percent
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+def line_of(
+    step: int,
+    num_steps: int,
+    *,
+    loss: float,
+    rate: float,
+    tokens_per_second: float,
+    memory_bytes: float,
+    bubble: float,
+    imbalance: float | None = None,
+    used: float | None = None,
+) -> str:
     """What is known after a step. `used` is the part of the devices' peak that is used (MFU), where that is known;
     `imbalance` the load of the busiest expert over the mean, where there are experts."""
-
-    step: int
-    num_steps: int
-    loss: float
-    rate: float
-    tokens_per_second: float
-    memory_bytes: float
-    bubble: float
-    imbalance: float | None = None
-    used: float | None = None
-
-    def __str__(self) -> str:
-        width = len(str(self.num_steps))
-        parts = [
-            f"step {self.step:>{width}}/{self.num_steps}",
-            f"loss {self.loss:.4f}",
-            f"rate {self.rate:.1e}",
-            f"{_thousands(self.tokens_per_second)} tokens/s",
-            *([] if self.used is None else [f"MFU {format_percent(self.used)}"]),
-            f"fullest {format_bytes(self.memory_bytes)}",
-            f"bubble {format_percent(self.bubble)}",
-            *([] if self.imbalance is None else [f"imbalance {self.imbalance:.2f}"]),
-        ]
-        return "  ".join(parts)
+    parts = [
+        f"step {step:>{len(str(num_steps))}}/{num_steps}",
+        f"loss {loss:.4f}",
+        f"rate {rate:.1e}",
+        f"{_thousands(tokens_per_second)} tokens/s",
+        *([] if used is None else [f"MFU {format_percent(used)}"]),
+        f"fullest {format_bytes(memory_bytes)}",
+        f"bubble {format_percent(bubble)}",
+        *([] if imbalance is None else [f"imbalance {imbalance:.2f}"]),
+    ]
+    return "  ".join(parts)
 
 
 class Progress:

@@ -4,7 +4,7 @@
     shardwise train bytes --set optimizer.rate=1e-3
     shardwise train mine.toml                         the same fields in a file; what is left out is as in `bytes`
 
-`recipes.py` has those with names.
+`RECIPES` are those with names.
 """
 
 import math
@@ -12,10 +12,19 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, os_errors_as, unknown
 from shardwise.training import fields
+
+#: Types with what values may be beside: `_check` refuses others.
+Positive = Annotated[int, "positive"]
+Count = Annotated[int, "not negative"]
+Amount = Annotated[float, "not negative"]
+Share = Annotated[float, "share"]
+
+#: The part of a `wsd` run in which the rate falls.
+_LAST_PART = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,15 +38,15 @@ class ModelChoice:
 
     folder: str | None = None
     source: str | None = None
-    width: int = 128
-    layers: int = 4
-    heads: int = 4
-    kv_heads: int | None = None
-    mlp: int | None = None
-    experts: int = 0
-    chosen_experts: int = 2
+    width: Positive = 128
+    layers: Positive = 4
+    heads: Positive = 4
+    kv_heads: Positive | None = None
+    mlp: Positive | None = None
+    experts: Count = 0
+    chosen_experts: Positive = 2
     tied: bool = False
-    dropout: float | None = None
+    dropout: Share | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +58,10 @@ class DataChoice:
     """
 
     source: str = "stdlib"
-    sequence: int = 128
+    sequence: Positive = 128
     masks: bool = True
-    held_out: float = 0.02
-    limit_bytes: int = 4_000_000
+    held_out: Share = 0.02
+    limit_bytes: Positive = 4_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,14 +73,29 @@ class OptimizerChoice:
     """
 
     name: Literal["adamw", "sgd"] = "adamw"
-    rate: float = 3e-3
+    rate: Amount = 3e-3
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    warmup: int = 20
-    final: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    decay: float = 0.01
-    clip: float = 1.0
+    warmup: Count = 20
+    final: Share = 0.1
+    beta1: Share = 0.9
+    beta2: Share = 0.95
+    decay: Amount = 0.01
+    clip: Amount = 1.0
+
+    def learning_rate_at(self, step: int, num_steps: int) -> float:
+        """The rate of a step, counted from 0: of the step alone, so that a run which goes on has the same ones.
+
+        cosine   /‾‾\\__        linear   /\\.        constant  /‾‾‾‾‾        wsd   /‾‾‾‾\\
+        """
+        if step < self.warmup:
+            return self.rate * (step + 1) / self.warmup
+        done = (step - self.warmup) / max(1, num_steps - self.warmup)
+        if self.schedule == "constant":
+            return self.rate
+        if self.schedule == "wsd":
+            done = max(0.0, done - (1 - _LAST_PART)) / _LAST_PART
+        height = 0.5 * (1 + math.cos(math.pi * done)) if self.schedule == "cosine" else 1 - done
+        return self.rate * (self.final + (1 - self.final) * height)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +108,9 @@ class BalanceChoice:
     places between the ranks of ep, by the load measured since; the numbers stay.
     """
 
-    bias_rate: float = 0.0
-    loss: float | None = None
-    place_every: int = 0
+    bias_rate: Amount = 0.0
+    loss: Amount | None = None
+    place_every: Count = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +118,8 @@ class CheckpointChoice:
     """A checkpoint every `every` steps (0: at the end alone), the last `keep` kept. `on_failure`: if one cannot be
     written, go on with a warning, or stop."""
 
-    every: int = 100
-    keep: int = 2
+    every: Count = 100
+    keep: Positive = 2
     on_failure: Literal["warn", "stop"] = "warn"
 
 
@@ -104,9 +128,9 @@ class EvaluationChoice:
     """Every `every` steps (0: at the end alone) the loss of `batches` held-out batches; at the end a text of `sample`
     tokens."""
 
-    every: int = 100
-    batches: int = 4
-    sample: int = 160
+    every: Count = 100
+    batches: Positive = 4
+    sample: Count = 160
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,13 +139,13 @@ class Recipe:
     metrics are written for it too. `bucket_bytes` is how much of the gradients is summed over replicas at a time."""
 
     name: str = "bytes"
-    steps: int = 200
-    batch: int = 32
-    seed: int = 0
+    steps: Positive = 200
+    batch: Positive = 32
+    seed: Count = 0
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    log: int = 10
+    log: Positive = 10
     tensorboard: bool = False
-    bucket_bytes: int = 16 * 2**20
+    bucket_bytes: Positive = 16 * 2**20
     model: ModelChoice = field(default_factory=ModelChoice)
     data: DataChoice = field(default_factory=DataChoice)
     optimizer: OptimizerChoice = field(default_factory=OptimizerChoice)
@@ -142,78 +166,53 @@ class Recipe:
 
     def differing(self, other: "Recipe") -> dict[str, tuple[Any, Any]]:
         """The keys in which two recipes differ, with both values."""
-        mine, theirs = fields.flat(self), fields.flat(other)
-        return {key: (mine[key], theirs[key]) for key in mine if mine[key] != theirs[key]}
+        mine, theirs = fields.leaves(self), fields.leaves(other)
+        return {key: (mine[key].value, theirs[key].value) for key in mine if mine[key] != theirs[key]}
 
 
-def read_recipe(path: Path, *, begin: Recipe | None = None) -> Recipe:
-    """The recipe in a TOML file; what it leaves out is as in `begin`."""
+def read_recipe(path: Path) -> Recipe:
+    """The recipe in a TOML file; what it leaves out is as by default."""
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ShardwiseError(
-            f"the recipe {path} cannot be read: {error.strerror}",
-            remedy="shardwise train bytes, or a file that is there",
-        ) from None
+        with os_errors_as(f"the recipe {path} cannot be read", remedy="shardwise train bytes, or a file that is there"):
+            tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         raise ShardwiseError(f"the recipe {path} is no text: {error}", remedy="a TOML file in UTF-8") from None
     except tomllib.TOMLDecodeError as error:
         raise ShardwiseError(f"the recipe {path} is no TOML: {error}", remedy="lines like: steps = 100") from None
-    return (begin or Recipe()).changed(fields.dotted(tree), source=path.name)
+    return Recipe().changed(fields.dotted(tree), source=path.name)
 
 
-_POSITIVE = (
-    "steps",
-    "batch",
-    "log",
-    "bucket_bytes",
-    "model.width",
-    "model.layers",
-    "model.heads",
-    "model.kv_heads",
-    "model.mlp",
-    "model.chosen_experts",
-    "data.sequence",
-    "data.limit_bytes",
-    "checkpoint.keep",
-    "evaluation.batches",
-)
-_NOT_NEGATIVE = (
-    "seed",
-    "optimizer.rate",
-    "optimizer.warmup",
-    "optimizer.decay",
-    "optimizer.clip",
-    "checkpoint.every",
-    "evaluation.every",
-    "evaluation.sample",
-    "model.experts",
-    "balance.bias_rate",
-    "balance.loss",
-    "balance.place_every",
-)
-_SHARES = ("optimizer.final", "optimizer.beta1", "optimizer.beta2", "data.held_out", "model.dropout")
+def get_recipe(word: str) -> Recipe:
+    """The recipe of this name, or in this file."""
+    if word in RECIPES:
+        return RECIPES[word]
+    path = Path(word)
+    if path.suffix or "/" in word or path.is_file():
+        return read_recipe(path)
+    error = unknown("recipe", word, RECIPES)
+    raise ShardwiseError(
+        error.problem, remedy=f"shardwise train {error.remedy or next(iter(RECIPES))}, or the path of a TOML file"
+    )
 
 
 def _check(recipe: Recipe) -> None:
     """Refuse what cannot be trained, whatever the data and the machine."""
-    values = fields.flat(recipe)
-    for key, value in values.items():
+    leaves = fields.leaves(recipe)
+    for key, (value, _, _) in leaves.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise ShardwiseError(f"{key}={value} is no finite number", remedy=f"{key}=0.1")
-    for key in _POSITIVE:
-        if values[key] is not None and values[key] < 1:
-            raise ShardwiseError(f"{key}={values[key]}: there is at least 1", remedy=f"{key}=1")
-    for key in _NOT_NEGATIVE:
-        if values[key] is not None and values[key] < 0:
-            raise ShardwiseError(f"{key}={values[key]} is negative", remedy=f"{key}=0")
-    for key in _SHARES:
-        if values[key] is None or (key == "optimizer.final" and values[key] == 1):
+    for key, (value, _, bound) in leaves.items():
+        if value is None or (key == "optimizer.final" and value == 1):
             continue
-        if not 0 <= values[key] < 1:
-            raise ShardwiseError(f"{key}={values[key]} is a share from 0 to 1", remedy=f"{key}=0.1")
+        if bound == "positive" and value < 1:
+            raise ShardwiseError(f"{key}={value}: there is at least 1", remedy=f"{key}=1")
+        if bound == "not negative" and value < 0:
+            raise ShardwiseError(f"{key}={value} is negative", remedy=f"{key}=0")
+        if bound == "share" and not 0 <= value < 1:
+            raise ShardwiseError(f"{key}={value} is a share from 0 to 1", remedy=f"{key}=0.1")
     _check_model(recipe.model)
-    _check_balance(recipe.model, {key: each for key, each in values.items() if key.startswith("balance.") and each})
+    balance = {key: each.value for key, each in leaves.items() if key.startswith("balance.") and each.value}
+    _check_balance(recipe.model, balance)
 
 
 def _check_model(model: ModelChoice) -> None:
@@ -255,3 +254,22 @@ def _check_balance(model: ModelChoice, asked: Mapping[str, Any]) -> None:
                 f"{key}={value} is for routers of ours, and the module of model.source={model.source} has its own",
                 remedy=f"{key}=0, or a loss in that module",
             )
+
+
+#: Those with names. `bytes` is what `shardwise train` does when nothing is said: a small transformer that reads bytes,
+#: of text that every machine has; 0.86 million parameters, about two minutes on two cores. `tiny` is the smallest that
+#: still has every part: the same in seconds, to try things with.
+RECIPES: Mapping[str, Recipe] = {
+    "bytes": Recipe(),
+    "tiny": Recipe(
+        name="tiny",
+        steps=8,
+        batch=8,
+        log=2,
+        model=ModelChoice(width=32, layers=2, heads=2),
+        data=DataChoice(sequence=32, limit_bytes=100_000),
+        optimizer=OptimizerChoice(warmup=2),
+        checkpoint=CheckpointChoice(every=4),
+        evaluation=EvaluationChoice(every=4, batches=1, sample=16),
+    ),
+}

@@ -5,16 +5,15 @@ import torch
 from shardwise import environment
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.worker import Gpus
-from shardwise.training.finish import Result, finish
+from shardwise.training.choose import check_host
+from shardwise.training.finish import finish
 from shardwise.training.folder import make_folder, write_recipe_and_plan
-from shardwise.training.host_room import check_host
-from shardwise.training.inputs import check_inputs
 from shardwise.training.job import Job
 from shardwise.training.local_ranks import run_here
 from shardwise.training.loop import Loop
-from shardwise.training.outcome import StoppedError
+from shardwise.training.outcome import Result, StoppedError
 from shardwise.training.progress import Progress
-from shardwise.training.setup import make_ready
+from shardwise.training.setup import check_inputs, make_ready
 from shardwise.training.stop import StopSignals
 from shardwise.training.world import World
 from shardwise.units import counted, format_bytes
@@ -33,21 +32,18 @@ def count_devices() -> int:
 
 def train(job: Job, num_devices: int, *, gpus: Gpus = "own") -> Result | None:
     """Run a job. Under `torchrun`, None on all ranks but the first."""
-    check_inputs(job.recipe)
+    check_inputs(job)
     make_folder(job.folder)
-    num_gpus = torch.cuda.device_count()
-    if 0 < num_gpus < num_devices and gpus == "own" and environment.place_under_torchrun() is None:
+    num_gpus, is_launched = torch.cuda.device_count(), environment.place_under_torchrun() is not None
+    if 0 < num_gpus < num_devices and gpus == "own" and not is_launched:
         raise ShardwiseError(
             f"the plan {job.plan} has {num_devices} ranks, and this machine has {counted(num_gpus, 'GPU')}",
             remedy=f"--devices {num_gpus}; or --share-gpus, to check the plan on what is here; or on processors:"
             " CUDA_VISIBLE_DEVICES= shardwise train ...",
         )
-    if environment.place_under_torchrun() is None:
+    if not is_launched:
         check_host(job)
-    if environment.place_under_torchrun() is not None or num_devices == 1:
-        told = train_rank(job)
-    else:
-        told = run_here(train_rank, job, num_devices, gpus)
+    told = train_rank(job) if is_launched or num_devices == 1 else run_here(train_rank, job, num_devices, gpus)
     if isinstance(told, StoppedError):
         raise ShardwiseError(told.problem, remedy=told.remedy)
     return told
@@ -68,7 +64,7 @@ def train_rank(job: Job) -> Result | StoppedError | None:
             begun = f" from step {setup.step}" if setup.step else ""
             progress.say(
                 f"{job.recipe.name}{begun}: {setup.num_parameters / 1e6:.2f} M parameters, "
-                f"{format_bytes(setup.tokens.tokens.nbytes, decimal=True)} of tokens, plan {job.plan} on "
+                f"{format_bytes(setup.data_bytes, decimal=True)} of tokens, plan {job.plan} on "
                 f"{world.size} x {world.device.type}, in {job.folder}"
             )
             num_gpus = torch.cuda.device_count()

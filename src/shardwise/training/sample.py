@@ -3,11 +3,12 @@
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from shardwise.errors import ShardwiseError
-from shardwise.nets.cache import Cache
+from shardwise.nets.generate import generate
 from shardwise.nets.initialise import initialise
-from shardwise.nets.transformer import Output, Transformer
+from shardwise.nets.transformer import Transformer
 from shardwise.nets.weights import place
 from shardwise.training.checkpoint.read import Reader
 from shardwise.training.data.documents import STDLIB
@@ -23,31 +24,27 @@ _PROMPT = "def "
 _TEMPERATURE = 0.8
 
 
-@torch.no_grad()
 def continued(model: Transformer, prompt: list[int], num_tokens: int, seed: int) -> list[int]:
     """`num_tokens` tokens that follow a prompt."""
     generator = torch.Generator().manual_seed(seed)
-    cache, new, found = Cache(), torch.tensor([prompt]), list[int]()
-    for _ in range(num_tokens):
-        output = model(new, cache=cache)
-        logits = output.logits if isinstance(output, Output) else output
-        likelihoods = torch.softmax(logits[0, -1].float() / _TEMPERATURE, dim=0)
-        new = torch.multinomial(likelihoods, 1, generator=generator)[None]
-        found.append(int(new))
-    return found
+
+    def draw(logits: Tensor) -> Tensor:
+        return torch.multinomial(torch.softmax(logits.float() / _TEMPERATURE, dim=-1), 1, generator=generator)
+
+    written: list[int] = generate(model, torch.tensor([prompt]), num_tokens, draw)[0, len(prompt) :].tolist()
+    return written
 
 
 def sample_of(outcome: Outcome, num_tokens: int, seed: int) -> str | None:
     """A text by the model of the last checkpoint, if it is small, a transformer of ours, and its tokens can be read."""
-    word = outcome.data["tokenizer"]
-    is_ours = "family" in outcome.model
-    if not is_ours or outcome.num_parameters > _LARGEST_SAMPLED or outcome.checkpoint is None:
+    is_ours, checkpoint = "family" in outcome.model, outcome.result.checkpoint
+    if not is_ours or outcome.result.num_parameters > _LARGEST_SAMPLED or checkpoint is None:
         return None
     try:
-        tokenizer = get_tokenizer(word)
+        tokenizer = get_tokenizer(outcome.data["tokenizer"])
     except ShardwiseError:  # It is no longer where it was, or cannot be read here: the run is whole without a sample.
         return None
-    model = _load_transformer(outcome.checkpoint)
+    model = _load_transformer(Path(checkpoint))
     prompt = _PROMPT if outcome.data["source"] == STDLIB else "The "
     tokens = list(tokenizer.encode(prompt.encode()))
     if not tokens:  # A tokenizer may have no word for the prompt.

@@ -1,10 +1,7 @@
 """Checkpoints of a run: begun between two steps, written while the next ones go on."""
 
-from pathlib import Path
-from typing import Any
-
 from shardwise.training.checkpoint.index import find_last
-from shardwise.training.checkpoint.random import random_parts
+from shardwise.training.checkpoint.parts import random_parts
 from shardwise.training.checkpoint.write import Writer
 from shardwise.training.folder import CHECKPOINTS
 from shardwise.training.job import Job
@@ -34,20 +31,18 @@ class Saver:
         parts = [*held.weights(), *held.optimizer_states(), *random_parts(self._world)]
         extra = {
             "model": self._setup.model,
-            "data": described_data(self._job, self._setup),
+            "data": self._setup.data,
             **self._setup.scale.state(),
             **self._setup.balancer.state(),
         }
         self._warn(self._writer.save(step, parts, extra))
         self._saved = step
 
-    def finish(self) -> None:
-        """Wait until what was begun is written."""
+    def finish(self) -> str | None:
+        """Wait until what was begun is written; return the newest checkpoint that is whole."""
         self._warn(self._writer.finish())
-
-    def find_last(self) -> Path | None:
-        """The newest checkpoint that is whole."""
-        return find_last(self._root)
+        last = find_last(self._root)
+        return None if last is None else str(last)
 
     def close(self) -> None:
         """Let go of the writer's thread."""
@@ -64,13 +59,3 @@ class Saver:
                 f"{problem}; {kept}", remedy="room on the disk, then the same command goes on from there"
             )
         self._progress.warn(f"{problem}; {kept}, and training goes on")
-
-
-def described_data(job: Job, setup: Setup) -> dict[str, Any]:
-    """What a run says of its data."""
-    return {
-        "source": job.recipe.data.source,
-        "digest": setup.tokens.digest,
-        "num_tokens": setup.tokens.num_tokens,
-        "tokenizer": setup.tokens.tokenizer,
-    }

@@ -4,31 +4,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from shardwise.engine.engine import Engine
-from shardwise.planner.plan import Plan
 from shardwise.training.balance import Balancer
+from shardwise.training.checkpoint.index import clean, find_last
 from shardwise.training.checkpoint.parts import Held, shapes_of
+from shardwise.training.checkpoint.read import Reader, load, load_random
 from shardwise.training.data.rows import Batch, Batches, Rows, training_and_held_out
-from shardwise.training.data.source import open_data
-from shardwise.training.data.tokens import Tokens
+from shardwise.training.data.source import check_data, open_data
 from shardwise.training.folder import CHECKPOINTS
 from shardwise.training.job import Job
 from shardwise.training.make_engine import make_engine
+from shardwise.training.metrics import find_board
 from shardwise.training.model import num_parameters
 from shardwise.training.precision import LossScale
-from shardwise.training.restore import fill
-from shardwise.training.subject import subject_of
+from shardwise.training.subject import Subject, subject_of
 from shardwise.training.world import World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What a loop goes round with. `step` is how many steps the checkpoint had done, `model` what one says of it."""
+    """What a loop goes round with. `step` is how many steps the checkpoint had done; `model` and `data` what it says of
+    these."""
 
     engine: Engine
     held: Held
     model: Mapping[str, Any]
-    tokens: Tokens
+    data: Mapping[str, Any]
+    data_bytes: int
     batches: Batches
     held_out: Rows
     scale: LossScale
@@ -36,6 +40,13 @@ class Setup:
     step: int
     num_parameters: int
     flops_per_token: float
+
+
+def check_inputs(job: Job) -> None:
+    """Before any rank is started: refuse data or a model that cannot be read, and curves that nothing here can draw."""
+    subject_of(job.recipe, check_data(job.recipe.data))
+    if job.recipe.tensorboard:
+        find_board()
 
 
 def make_ready(job: Job, world: World) -> Setup:
@@ -54,16 +65,22 @@ def make_ready(job: Job, world: World) -> Setup:
     module = subject.make(tp=job.plan.tp, device=world.device)
     shapes, count, flops = shapes_of(module), num_parameters(module), subject.flops_per_token(module)
     scale = LossScale.of(recipe.precision, subject.loss)
-    engine = make_engine(job, module, on_device(_example(job.plan, batches), world), scale)
+    engine = make_engine(job, module, on_device(_example(job, batches), world), scale)
     held, balancer = Held(engine, shapes), Balancer(engine, recipe.balance)
-    step = fill(job.folder / CHECKPOINTS, world, held, subject, scale, balancer, seed=recipe.seed)
+    step = _restore(job, world, held, subject, scale, balancer)
     # Masks of dropout follow the step, so that a run which goes on has the same.
     engine.num_steps = step
     return Setup(
         engine=engine,
         held=held,
         model=subject.description(),
-        tokens=tokens,
+        data={
+            "source": recipe.data.source,
+            "digest": tokens.digest,
+            "num_tokens": tokens.num_tokens,
+            "tokenizer": tokens.tokenizer,
+        },
+        data_bytes=tokens.tokens.nbytes,
         batches=batches,
         held_out=held_out,
         scale=scale,
@@ -74,9 +91,29 @@ def make_ready(job: Job, world: World) -> Setup:
     )
 
 
-def _example(plan: Plan, batches: Batches) -> Batch:
+def _restore(job: Job, world: World, held: Held, subject: Subject, scale: LossScale, balancer: Balancer) -> int:
+    """Clear away what was not finished, and give the engine its first numbers: of the newest checkpoint, or of the
+    recipe's subject. Returns how many steps they have had."""
+    root = job.folder / CHECKPOINTS
+    if world.is_first:
+        clean(root)
+    # The first rank alone looks, so that all go on from the same one.
+    last = world.first(find_last(root))
+    if last is not None:
+        with Reader(last) as reader:
+            balancer.take(reader.index.extra)
+            load(reader, held)
+            load_random(reader, world)
+            scale.take(reader.index.extra)
+            return reader.index.step
+    subject.fill(held)
+    torch.manual_seed(job.recipe.seed * 1000 + world.rank)
+    return 0
+
+
+def _example(job: Job, batches: Batches) -> Batch:
     """A batch to split the module by. Tensor parallelism follows every number of it, and sees as much in few rows."""
-    batch = batches.at(0)
+    batch, plan = batches.at(0), job.plan
     return batch if plan.tp == 1 else {name: each[: plan.dp * plan.microbatches] for name, each in batch.items()}
 
 

@@ -4,8 +4,8 @@ import contextlib
 import os
 import signal
 import threading
-from types import FrameType, TracebackType
-from typing import Any
+from types import FrameType
+from typing import Any, Self
 
 from shardwise.ranks.faults import RankError
 from shardwise.ranks.spawn import Ranks
@@ -20,15 +20,13 @@ class StopSignals:
         self.number = 0
         self._before: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> "StopSignals":
+    def __enter__(self) -> Self:
         # Python lets only the main thread listen.
         if threading.current_thread() is threading.main_thread():
             self._before = {each: signal.signal(each, self._hear) for each in _HEARD}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, story: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._restore()
 
     def _hear(self, number: int, _: FrameType | None) -> None:
@@ -50,10 +48,6 @@ class Forwarded(StopSignals):
     def __init__(self, ranks: Ranks) -> None:
         super().__init__()
         self._ranks = ranks
-
-    def __enter__(self) -> "Forwarded":
-        super().__enter__()
-        return self
 
     def has_ended(self, error: RankError) -> bool:
         """Whether a rank has failed because it did not listen yet."""

@@ -8,7 +8,6 @@ each [rows, sequence], and with data.masks `documents`; the module's `forward` t
 
 import inspect
 import sys
-from abc import ABC, abstractmethod
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,19 +17,9 @@ from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError, unknown
 from shardwise.nets.loss import next_token_loss
-from shardwise.nets.transformer import Transformer
 from shardwise.stages.stage import Batch, Loss
 from shardwise.training.checkpoint.parts import Held
-from shardwise.training.model import (
-    described,
-    draw,
-    flops_per_token,
-    in_training,
-    make_module,
-    num_parameters,
-    read_folder,
-    settings_of,
-)
+from shardwise.training.model import Ours, num_parameters
 from shardwise.training.recipe import Recipe
 
 _EXAMPLE = "--set model.source=my_package.my_module:factory"
@@ -39,71 +28,11 @@ _DOCUMENTS = "documents"
 _ENTRIES = ("input_ids", "labels", _DOCUMENTS)
 
 
-class Subject(ABC):
-    """How the module of a run is made, where its first values come from, and what a checkpoint says of it."""
+class Own:
+    """A module of the user's, whole on every rank until it is cut: its first values are those that it has.
 
-    loss: Loss
-
-    @abstractmethod
-    def make(self, *, tp: int, device: torch.device) -> nn.Module:
-        """The module, with or without numbers."""
-
-    @abstractmethod
-    def fill(self, held: Held) -> None:
-        """First values for what a rank holds."""
-
-    @abstractmethod
-    def flops_per_token(self, module: nn.Module) -> float:
-        """Of a forward and its backward."""
-
-    @abstractmethod
-    def description(self) -> dict[str, Any]:
-        """What makes the model again, in JSON's types."""
-
-    @abstractmethod
-    def for_planner(self) -> dict[str, Any]:
-        """The model as `planner.plan` takes it."""
-
-
-def subject_of(recipe: Recipe, vocabulary: int) -> Subject:
-    """What a recipe trains, on tokens of a vocabulary."""
-    return Own(recipe) if recipe.model.source is not None else Ours(recipe, vocabulary)
-
-
-class Ours(Subject):
-    """A transformer of ours: by its sizes, or with the weights of a folder."""
-
-    def __init__(self, recipe: Recipe, vocabulary: int) -> None:
-        self._recipe, self.loss = recipe, next_token_loss
-        self._plain = settings_of(recipe, vocabulary)
-        self.settings = in_training(self._plain, recipe)
-
-    def make(self, *, tp: int, device: torch.device) -> nn.Module:
-        return make_module(self.settings, tp=tp, device=device)
-
-    def fill(self, held: Held) -> None:
-        folder = self._recipe.model.folder
-        if folder is None:
-            draw(held, self.settings, self._recipe.seed)
-        else:
-            read_folder(held, folder)
-
-    def flops_per_token(self, module: nn.Module) -> float:
-        assert isinstance(module, Transformer), "a transformer of ours"
-        return flops_per_token(module, self._recipe.data.sequence)
-
-    def description(self) -> dict[str, Any]:
-        folder = self._recipe.model.folder
-        begun = {} if folder is None else {"folder": str(Path(folder).resolve())}
-        has_bias = self.settings.has_correction and not self._plain.has_correction
-        return {**described(self._plain, folder, has_bias=has_bias), **begun}
-
-    def for_planner(self) -> dict[str, Any]:
-        return {"model": self.description()["config"], "sequence": self._recipe.data.sequence}
-
-
-class Own(Subject):
-    """A module of the user's, whole on every rank until it is cut: its first values are those that it has."""
+    It is asked the same as `Ours`.
+    """
 
     def __init__(self, recipe: Recipe) -> None:
         assert recipe.model.source is not None, "an own module has a source"
@@ -145,6 +74,15 @@ class Own(Subject):
                 remedy="--set data.masks=false",
             )
         return module, loss
+
+
+#: How the module of a run is made, where its first values come from, and what a checkpoint says of it.
+Subject = Ours | Own
+
+
+def subject_of(recipe: Recipe, vocabulary: int) -> Subject:
+    """What a recipe trains, on tokens of a vocabulary."""
+    return Own(recipe) if recipe.model.source is not None else Ours(recipe, vocabulary)
 
 
 def _next_token_loss(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from shardwise.explain.doctor.replicas import find_exposed_sum
 from shardwise.ranks.spawn import Ranks
 from shardwise.trace.events import Lane
 from shardwise.trace.run import Run
-from shardwise.training.recipes import get_recipe
+from shardwise.training.recipe import get_recipe
 from tests.explain.doctor.patients import with_end
 from tests.explain.doctor.real import Patient, examined_step, run_of, slowly_fed
 from tests.training.programs import make_job

@@ -43,14 +43,21 @@ def test_a_rank_that_no_token_comes_to_takes_part_and_has_zero_gradients(four: R
     assert all(not any(load[3:]) and all(load[:3]) for load in outcomes[0].load.values())
 
 
-@pytest.mark.parametrize("model", ["mixtral", "deepseek-v3"])
+@pytest.mark.parametrize("model", [pytest.param("mixtral", marks=pytest.mark.whole), "deepseek-v3"])
 def test_experts_that_are_cut_inside_are_shared_out_too(four: Ranks, model: str) -> None:
     same(four.run(programs.parity, model, "dp=2,tp=2,ep=2", False, True, timeout_seconds=120))
 
 
 # 36 rows of a replica in two parts; with the correction all of them go to the first rank of each pair.
-@pytest.mark.parametrize("to_the_first", [False, True])
-@pytest.mark.parametrize("model", ["ours like deepseek", "deepseek-v3"])
+@pytest.mark.parametrize(
+    ("model", "to_the_first"),
+    [
+        ("ours like deepseek", False),
+        ("deepseek-v3", True),
+        pytest.param("ours like deepseek", True, marks=pytest.mark.whole),
+        pytest.param("deepseek-v3", False, marks=pytest.mark.whole),
+    ],
+)
 def test_ranks_with_the_same_tokens_send_a_part_each(four: Ranks, model: str, to_the_first: bool) -> None:
     outcomes = four.run(programs.parity, model, "dp=2,tp=2,ep=2", to_the_first, False, True, timeout_seconds=120)
     same(outcomes)

@@ -19,10 +19,9 @@ def test_gradients_are_those_of_the_whole_whatever_stands_between(num_ranks: int
     """Five heads and 25 channels, which neither 2 nor 3 ranks divide, and as odd a number of tokens."""
     kinds: list[tuple[str, ...]] = [(each,) for each in between.BETWEEN]
     kinds += [("glu", each) for each in between.BESIDE]
-    # Every other with shared sequences where two ranks have seen both.
-    ways = [[False, True] if num_ranks == 2 else [index % 2 == 0] for index in range(len(kinds))]
+    # Sequences are shared or not, in turn; where two ranks have seen the one, three see the other.
     cases: list[Any] = [
-        (between.net, kind, {"sequence": shared}) for kind, both in zip(kinds, ways, strict=True) for shared in both
+        (between.net, kind, {"sequence": (index + num_ranks) % 2 == 0}) for index, kind in enumerate(kinds)
     ]
     for outcomes in crowds.of(num_ranks).run(programs.parities, cases):
         for case, outcome in zip(cases, outcomes, strict=True):

@@ -105,15 +105,13 @@ def test_a_layer_of_fewer_rows_than_chunks_has_as_many_chunks_as_rows() -> None:
 def test_in_chunks_gradients_are_those_of_the_whole_module(two: Ranks, sequence: bool) -> None:
     """Of several sequences some, of one alone some tokens; odd numbers of either; and blocks without a dim for them."""
     shapes = [(7, 1), (12, 1), (1, 1), (5, 3)]
+    # 2 and 3 chunks in turn: what has 2 with shared sequences has 3 without.
     cases: list[Any] = [
-        (programs.net, (97, 24, 4, 2, 0.0, length, rows), {"sequence": sequence, "num_chunks": chunks})
-        for length, rows in shapes
-        for chunks in (2, 3)
+        (programs.net, (97, 24, 4, 2, 0.0, length, rows), {"sequence": sequence, "num_chunks": 2 + (at + sequence) % 2})
+        for at, (length, rows) in enumerate(shapes)
     ]
-    cases += [
-        (programs.family, (family, 7), {"sequence": sequence, "num_chunks": 2})
-        for family in ("opt", "gpt2", "llama", "t5")
-    ]
+    families = ("opt", "t5") if sequence else ("gpt2", "llama")
+    cases += [(programs.family, (family, 7), {"sequence": sequence, "num_chunks": 2}) for family in families]
     for outcomes in two.run(programs.parities, cases):
         for outcome in outcomes:
             assert outcome.loss < 1e-5

@@ -23,9 +23,8 @@ EXPERTS = Mixture(num_experts=4, num_chosen=2, width=16, auxiliary=0.01)
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_pieces_of_unequal_lengths_and_empty_ones_give_the_same_gradients(num_ranks: int, crowds: Crowds) -> None:
-    cases: list[Any] = [
-        (programs.net, (97, 24, 4, 4, 0.0, length), {"sequence": True}) for length in (1, 2, 3, 5, 13)
-    ]  # fmt: skip
+    sizes = (1, 5) if num_ranks == 2 else (2, 3, 13)
+    cases: list[Any] = [(programs.net, (97, 24, 4, 4, 0.0, length), {"sequence": True}) for length in sizes]
     for outcomes in crowds.of(num_ranks).run(programs.parities, cases):
         for outcome in outcomes:
             assert outcome.loss < 1e-5
@@ -38,7 +37,13 @@ def test_pieces_of_unequal_lengths_and_empty_ones_give_the_same_gradients(num_ra
     [
         ("tp=2,sp=true,microbatches=2,recompute=full", partial(lengths.dropping, family="gpt2"), {}),
         ("tp=4,sp=true", lengths.ours, {"mixture": EXPERTS}),
-        ("tp=2,sp=true,pp=2,microbatches=4,schedule=zb-v", partial(lengths.dropping, family="gpt2"), {}),
+        # In chunks it is run by `test_communication.py`.
+        pytest.param(
+            "tp=2,sp=true,pp=2,microbatches=4,schedule=zb-v",
+            partial(lengths.dropping, family="gpt2"),
+            {},
+            marks=pytest.mark.whole,
+        ),
         ("tp=2,sp=true,pp=2,microbatches=2,schedule=zb-h1", lengths.ours, {"through_blocks": True}),
         ("dp=2,tp=2,sp=true,zero=3", partial(lengths.dropping, family="mixtral"), {}),
         # Six of twelve tokens are a rank's of cp, and four ranks share them out.

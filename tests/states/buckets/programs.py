@@ -14,18 +14,18 @@ from shardwise.execution.pipeline import complete, forward_only, schedule_of
 from shardwise.execution.process import ProcessExecutor
 from shardwise.planner.plan import Plan
 from shardwise.ranks.backend_exchange import BackendExchange
-from shardwise.ranks.host_exchange import HostExchange
+from shardwise.ranks.host_exchange import HostExchange, make_exchange
 from shardwise.ranks.links import make_groups
 from shardwise.ranks.mesh import make_mesh
 from shardwise.ranks.replicas import make_replicas
 from shardwise.ranks.transport import ProcessTransport
 from shardwise.stages.batch import cut_batch
 from shardwise.stages.split import split
-from shardwise.states.buckets.make import ZeroConfig
-from shardwise.states.buckets.state_bytes import Held
-from shardwise.states.buckets.tie_groups import make_ties
+from shardwise.states.buckets.make import HeldStages, ParameterOwners, ZeroConfig
+from shardwise.states.buckets.ties import make_ties
 from shardwise.states.data_parallel import DataParallel
 from shardwise.states.muon import Muon
+from shardwise.states.optimizers.updates import Held
 from shardwise.states.parameter_group import MakeOptimizer, Share, is_hidden_matrix
 
 IGNORED = -100
@@ -162,14 +162,17 @@ def train(case: Case) -> Outcome:
     gathers = plan.zero == 3 and not sharing.layerwise
     complete_schedule = complete(schedule, stages, reduce_gradients=True, max_gathered=2 if gathers else None)
     replicas = make_replicas(mesh.ranks("gradients"), shard_size=case.shard_size)
-    held_stages = {stage: stages.stages[stage % count] for stage in mine}
     for each in module.parameters() if case.precision is not None else ():
         each.data = each.data.to(case.precision)
+    held_stages = HeldStages(
+        stages={stage: held for stage in mine if (held := stages.stages[stage % count]) is not None},
+        schedule=complete_schedule, ranks=[place], module=module,
+    )  # fmt: skip
+    ties = make_ties(complete_schedule.placement, stages, mesh.pipelines, mesh.rank)
     data = DataParallel(
-        {stage: each for stage, each in held_stages.items() if each is not None}, complete_schedule, [place],
-        sharing=sharing, replicas_of=lambda _: replicas, optimizer=OPTIMIZERS[case.optimizer], module=module,
-        ties=make_ties(complete_schedule.placement, stages, mesh.pipelines, mesh.rank),
-        exchange=None if case.exchange is None else EXCHANGES[case.exchange](),
+        held_stages, ParameterOwners(replicas_of=lambda _: replicas, ties=ties), sharing=sharing,
+        optimizer=OPTIMIZERS[case.optimizer],
+        exchange=make_exchange(held_stages.device, None) if case.exchange is None else EXCHANGES[case.exchange](),
     )  # fmt: skip
     transport = ProcessTransport(make_groups(mesh.pipelines))
     trainer, evaluator = (
@@ -194,19 +197,20 @@ def train(case: Case) -> Outcome:
         data.step(factor / tokens)
     sent = {kind: replicas.shard.traffic.bytes[kind] + replicas.copies.traffic.bytes[kind]
             for kind in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")}  # fmt: skip
-    held = data.held()
+    held_bytes = data.held()
     names = [slot.name for bucket in data.buckets for slot in bucket.layout.slots]
     gradients = {name: data.whole_gradient(name) for name in names}
     with torch.no_grad():
         tally = evaluator.run(cut_batch(batches[-1], plan.microbatches), signature="evaluate")
     numbers = torch.tensor([tally.total, tally.count], dtype=torch.float64)
     dist.all_reduce(numbers)
-    weights = {name: data.whole(name) for name in names}
+    weights = {name: data.wholes.weight(name) for name in names}
     data.close()
     transport.close()
     return Outcome(
         losses=losses, norms=norms, weights=weights, gradients=gradients, evaluated=float(numbers[0] / numbers[1]),
-        held=held, sent=sent, num_parameters=sum(b.layout.num_parameters for b in data.buckets if b.gradients),
+        held=held_bytes, sent=sent,
+        num_parameters=sum(slot.shape.numel() for b in data.buckets if b.gradients for slot in b.layout.slots),
     )  # fmt: skip
 
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.dataflow.deferred_free import DeferredFree
-from shardwise.states.buckets.flat_layout import FlatLayout
+from shardwise.ranks.replicas import Replicas
+from shardwise.states.buckets.flat_layout import BucketSpec, FlatLayout
 from shardwise.states.buckets.offloaded_weights import OffloadedShards, OffloadedWhole, Source
-from shardwise.states.buckets.weights import Presence
+from shardwise.states.tiers.swapped_storage import Presence
 from tests.states.tiers.late import LateCopyStreams
 
 #: What this rank, the first of two, has and updates, and what the other one has.
@@ -45,7 +46,8 @@ def make(kind: Any, dtype: torch.dtype, *, has_master: bool, seed: int) -> tuple
     layout = FlatLayout.of([("a", parameter.shape)], dtype, 2)
     group: Any = TwoRanks()
     exchange: Any = peers
-    weights = kind(layout, [parameter], group, exchange, 0, dtype=dtype, is_sharded=kind is OffloadedShards)
+    spec = BucketSpec(layout=layout, parameters=[parameter], replicas=Replicas(shard=group), exchange=exchange)
+    weights = kind(spec, is_sharded=kind is OffloadedShards)
     own = weights.shard
     weights.move_in(copies, DeferredFree(0), own.float() if has_master else None)
     return weights, peers, copies

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.planner.plan import Plan
+from shardwise.ranks.cpu_exchange import CpuExchange
 from shardwise.ranks.mesh import make_mesh
 from shardwise.ranks.replicas import make_replicas
 from shardwise.schedule.catalogue import make_schedule
@@ -16,7 +17,7 @@ from shardwise.schedule.passes.lower import lower
 from shardwise.sharding.tensor.sharding import Sharding
 from shardwise.sharding.tensor.shards import Shards
 from shardwise.stages.stage import Batch, Values
-from shardwise.states.buckets.make import ZeroConfig
+from shardwise.states.buckets.make import HeldStages, ParameterOwners, ZeroConfig
 from shardwise.states.data_parallel import DataParallel
 from shardwise.states.muon import Muon
 from shardwise.states.parameter_group import MakeOptimizer, Share, is_hidden_matrix
@@ -85,13 +86,14 @@ def train_with_tensor_ranks(zero: int) -> tuple[float, dict[str, Tensor]]:
     schedule = lower(make_schedule("1f1b", 1, 1), reduce_gradients=True)
     replicas = make_replicas(mesh.ranks("gradients"))
     data = DataParallel(
-        {0: stage}, schedule, [0], sharing=ZeroConfig(zero=zero), replicas_of=lambda _: replicas, optimizer=MAKE,
-        tensor=sharding,
+        HeldStages(stages={0: stage}, schedule=schedule, ranks=[0]),
+        ParameterOwners(replicas_of=lambda _: replicas, tensor=sharding),
+        sharing=ZeroConfig(zero=zero), optimizer=MAKE, exchange=CpuExchange(),
     )  # fmt: skip
     mine = numbers(1 + mesh.coordinates["dp"])
     part = mine[NORM] * (0.25 if group.rank == 0 else 0.75)
     norm = step(data, stage, {MATRIX: sharding.local(MATRIX, mine[MATRIX]), NORM: part})
-    found = {name: sharding.gather(name, data.whole(name)) for name in stage.parameters}
+    found = {name: sharding.gather(name, data.wholes.weight(name)) for name in stage.parameters}
     data.close()
     return norm, found
 
@@ -117,19 +119,20 @@ def read_and_put_back(zero: int, make: MakeOptimizer | list[Share]) -> tuple[lis
     stage = Stage({name: each.bfloat16() for name, each in numbers(0).items()})
     schedule = lower(make_schedule("1f1b", 1, 1), reduce_gradients=True)
     data = DataParallel(
-        {0: stage}, schedule, [0], sharing=ZeroConfig(zero=zero, masters=True), optimizer=make,
-        replicas_of=lambda _: replicas,
+        HeldStages(stages={0: stage}, schedule=schedule, ranks=[0]),
+        ParameterOwners(replicas_of=lambda _: replicas),
+        sharing=ZeroConfig(zero=zero, masters=True), optimizer=make, exchange=CpuExchange(),
     )  # fmt: skip
     step(data, stage, numbers(1))
-    once = {name: data.whole(name) for name in stage.parameters}
+    once = {name: data.wholes.weight(name) for name in stage.parameters}
     wanted = {name: each.bfloat16().float() for name, each in numbers(9).items()}
     data.load(wanted)
     for name, each in wanted.items():
-        assert torch.equal(data.whole(name).float(), each), name
+        assert torch.equal(data.wholes.weight(name).float(), each), name
     data.load(numbers(0))
-    states = [each.name for each in data.updated if each.optimizer.state.get(each.weight)]
-    pieces = [(name, start, each.numel()) for name, _, start, each in data.pieces()]
-    assert not any(torch.equal(once[name], data.whole(name)) for name in once)
+    states = [each.name for each in data.updates.updated if each.optimizer.state.get(each.weight)]
+    pieces = [(name, start, each.numel()) for name, _, start, each in data.wholes.pieces()]
+    assert not any(torch.equal(once[name], data.wholes.weight(name)) for name in once)
     data.close()
     return pieces, states
 

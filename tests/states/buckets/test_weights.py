@@ -5,14 +5,17 @@ from torch import nn
 
 from shardwise.ranks.collectives import Group
 from shardwise.ranks.cpu_exchange import CpuExchange
-from shardwise.states.buckets.flat_layout import FlatLayout
+from shardwise.ranks.replicas import Replicas
+from shardwise.states.buckets.flat_layout import BucketSpec, FlatLayout
 from shardwise.states.buckets.weights import Weights
 
 
 def test_gathered_weights_stay_until_the_last_of_their_holders_lets_go() -> None:
     parameter = nn.Parameter(torch.arange(6.0).view(2, 3))
     layout = FlatLayout.of([("weight", parameter.shape)], torch.float32, 1)
-    weights = Weights(layout, [parameter], Group(), CpuExchange(), 0, dtype=torch.float32, is_sharded=True)
+    replicas = Replicas(shard=Group())
+    spec = BucketSpec(layout=layout, parameters=[parameter], replicas=replicas, exchange=CpuExchange())
+    weights = Weights(spec, is_sharded=True)
     own_bytes = weights.num_bytes
     weights.hold("a stage")
     weights.hold("another")

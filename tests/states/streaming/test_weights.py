@@ -14,7 +14,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.states.tiers import StreamedWeights, stream
 from shardwise.states.tiers.choose_offloaded import spread
 from shardwise.states.tiers.streamed_weights import own_parameters, shared_parameters
-from shardwise.states.tiers.swapped_storage import Swap
+from shardwise.states.tiers.swapped_storage import Presence
 from tests.stages.families import make_batch, make_family
 
 WIDTH = 16
@@ -95,7 +95,7 @@ def test_a_pass_moves_each_block_once_and_holds_few(machine: Machine) -> None:
         net(torch.randn(5, 4))
     assert sum(machine.mover.moved_bytes.values()) - before == 8 * block_bytes
     assert weights.device_bytes == 3 * block_bytes
-    here = [each for each in weights._storages if each.state is not Swap.AWAY]
+    here = [each for each in weights._storages if each.state is not Presence.AWAY]
     assert len(here) == 3
 
 
@@ -234,7 +234,7 @@ def test_a_step_brings_each_block_twice_but_for_the_last_and_takes_each_gradient
             each.zero_grad()
             each(x).square().sum().backward()
         assert sum(machine.mover.moved_bytes.values()) - before == (8 + 8 - 3) * block_bytes + gradient_bytes
-        assert all(each.state is Swap.AWAY for each in weights._storages)
+        assert all(each.state is Presence.AWAY for each in weights._storages)
         with torch.no_grad():
             for each in (net, plain):
                 for parameter in each.parameters():

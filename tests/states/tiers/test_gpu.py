@@ -91,7 +91,7 @@ def test_a_loop_of_ones_own_trains_to_the_same_bits_with_its_state_on_the_host(
                 "cuda:0",
                 on_host=on_host,
                 clip=clip,
-                visiting_bytes=4 * buffer_bytes,
+                staging_bytes=4 * buffer_bytes,
             )
             for _ in range(8):
                 loss = module(torch.randn(64, 256, device="cuda", dtype=dtype)).square().mean()

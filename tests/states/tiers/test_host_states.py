@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adagrad, AdamW, Optimizer
 
 from shardwise.states.muon import Muon
+from shardwise.states.parameter_group import number_bytes_of
 from shardwise.states.tiers import host_states as states
 from shardwise.states.tiers.choose_offloaded import choose_last
 from shardwise.states.tiers.copy_streams import CopyStreams
-from shardwise.states.tiers.host_memory import number_bytes_of
 from shardwise.states.tiers.host_states import HostStates
 from tests.states.tiers.late import LateCopyStreams
 

@@ -17,7 +17,7 @@ from shardwise.states.tiers import HostUpdates
 from shardwise.states.tiers import host_states as states
 from shardwise.states.tiers import host_updates as updates
 from shardwise.states.tiers.copy_streams import CopyStreams
-from shardwise.states.tiers.update_bucket import UpdateBucket, residencies_of
+from shardwise.states.tiers.host_updates import UpdateBucket, residencies_of
 from tests.states.streaming.test_weights import Net
 
 Make = Callable[[Iterable[Tensor]], Optimizer]
@@ -218,7 +218,7 @@ def test_matrices_are_updated_whole(machine: Machine, make: Make, monkeypatch: p
     monkeypatch.setattr(states, "SLOT_BYTES", 64)
     net = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(5)))
     plain = copy.deepcopy(net)
-    updates = HostUpdates(net, list(net), make, machine, "cpu:0", visiting_bytes=1)
+    updates = HostUpdates(net, list(net), make, machine, "cpu:0", staging_bytes=1)
     for step in range(STEPS):
         net(batch_of(step)).square().sum().backward()
         updates.step()

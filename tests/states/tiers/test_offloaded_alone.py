@@ -11,7 +11,7 @@ from shardwise.engine.assemble import assemble
 from shardwise.engine.prepare import Options
 from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import OneProcess
-from shardwise.states.buckets import offloaded_buckets
+from shardwise.states import host as room
 from shardwise.states.tiers import host_states as states
 from tests.crowd import Crowds
 from tests.engine import going_on
@@ -32,7 +32,7 @@ def train(plan: str, device: str, clip: float | None) -> tuple[list[float], dict
     batches = [{"x": torch.randn(64, *rows().shape[1:], device=device)} for _ in range(3)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(states, "SLOT_BYTES", 1024)
-        patch.setattr(offloaded_buckets, "DEFERRED_FREE_BYTES", 1024)
+        patch.setattr(room, "DEFERRED_FREE_BYTES", 1024)
         wires = OneProcess(Plan.parse(plan))
         engine = assemble(
             module,

@@ -17,9 +17,8 @@ from shardwise.planner.account import hold
 from shardwise.planner.plan import Plan
 from shardwise.planner.question import make_question
 from shardwise.ranks.spawn import Ranks
-from shardwise.states.buckets import offloaded_buckets
-from shardwise.states.optimizers import offloaded_owners
-from shardwise.states.tiers import host_memory as room
+from shardwise.states import host as room
+from shardwise.states.optimizers import owners
 from shardwise.states.tiers import host_states as states
 from tests.engine import going_on
 from tests.stages.small import small_matrices
@@ -51,8 +50,8 @@ def run(plan: str, model: str, optimizer: str, clip: float | None) -> tuple[Any,
     """Losses, an evaluation, norms; weights, gradients, what optimizers remember; and the bytes on the host."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(states, "SLOT_BYTES", 2048)
-        patch.setattr(offloaded_buckets, "DEFERRED_FREE_BYTES", 1024)
-        patch.setattr(offloaded_owners, "EXCHANGED_BYTES", 2048)
+        patch.setattr(room, "DEFERRED_FREE_BYTES", 1024)
+        patch.setattr(owners, "EXCHANGED_BYTES", 2048)
         with make_engine(plan, model, optimizer, clip) as engine:
             engine.states.data.keep_gradients()
             losses = going_on.train(engine, 0, 1)
@@ -217,7 +216,7 @@ def test_weights_and_gradients_are_on_the_device_for_their_use_and_for_no_longer
 
 def test_one_process_has_them_there_for_their_use_and_for_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(states, "SLOT_BYTES", 2048)
-    monkeypatch.setattr(offloaded_buckets, "DEFERRED_FREE_BYTES", 0)
+    monkeypatch.setattr(room, "DEFERRED_FREE_BYTES", 0)
     seen = look("microbatches=2")
     # What is updated in the backward stays until all of its chunk is: a bucket of the layer before.
     assert 0 < seen.weights <= 2 * seen.layer + 2 * seen.outside + seen.largest
@@ -227,7 +226,9 @@ def test_one_process_has_them_there_for_their_use_and_for_no_longer(monkeypatch:
 def offloaded_layers(plan: str) -> list[str]:
     engine = make_engine(plan)
     with engine:
-        names = [slot.name for bucket in engine.states.data.offloaded.buckets for slot in bucket.layout.slots]
+        names = [
+            slot.name for bucket in engine.states.data.buckets if bucket.is_offloaded for slot in bucket.layout.slots
+        ]
         return sorted({".".join(name.split(".")[:2]) for name in names if name.startswith("layers.")})
 
 
@@ -263,7 +264,7 @@ def go_on(first: str, second: str) -> tuple[list[float], dict[str, Tensor]]:
         engine.load_state_dict(weights)
         engine.load_optimizer_state_dict(state)
         losses += going_on.train(engine, 1, 2)
-        pieces = {f"{name}+{start}": numbers.clone() for name, _, start, numbers in engine.states.data.pieces()}
+        pieces = {f"{name}+{start}": numbers.clone() for name, _, start, numbers in engine.states.data.wholes.pieces()}
         parts = {name: each.clone() for name, each in engine.state_dict(sharded=True).items()}
         return losses, pieces | parts
 
@@ -303,17 +304,17 @@ def test_a_step_that_is_not_finite_leaves_all_as_it_was(two: Ranks) -> None:
     assert all(torch.equal(each, theirs[0][name]) for name, each in ours[0].items())
 
 
-def back(plan: str) -> bool:
-    """Whether all weights are back when it is over."""
+def left(plan: str) -> bool:
+    """Whether the module has the newest weights when it is over: those on the host."""
     engine = make_engine(plan, "two layers")
     with engine:
         engine.train_step(going_on.batch(0))
-    return all(bucket.weights.num_bytes for bucket in engine.states.data.buckets)
+        newest = {name: each.clone() for name, each in engine.numbers.items()}
+    return all(torch.equal(each.detach(), newest[name]) for name, each in engine.parameters.items())
 
 
-def test_when_it_is_over_weights_are_back(two: Ranks) -> None:
-    for zero in (1, 3):
-        assert all(two.run(back, f"dp=2,zero={zero},offload.parameters=1"))
+def test_when_it_is_over_the_module_has_the_weights_on_the_host(two: Ranks) -> None:
+    assert all(two.run(left, "dp=2,zero=1,offload.parameters=1"))
 
 
 def refused(plan: str) -> str:

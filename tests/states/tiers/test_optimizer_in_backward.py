@@ -16,10 +16,12 @@ from shardwise.engine.parallelize import parallelize
 from shardwise.errors import ShardwiseError
 from shardwise.execution.interpreter import Tally
 from shardwise.nets.loss import next_token_loss
+from shardwise.planner.plan import Plan
 from shardwise.ranks.spawn import Ranks
 from shardwise.states.buckets.make import ZeroConfig
 from shardwise.states.tiers import host_states as states
 from shardwise.states.tiers.host_states import HostStates
+from tests.crowd import Crowds
 from tests.engine import going_on
 from tests.stages.small import small_matrices
 
@@ -34,7 +36,8 @@ def quick() -> Iterator[None]:
 
 def make_engine(plan: str, optimizer: str = "adamw", clip: float | None = None) -> Engine:
     return parallelize(
-        going_on.make_module("dense", 0),
+        # Four layers where there are as many stages, and where most of them count.
+        going_on.make_module("dense" if "zb-v" in plan or "recompute" in plan else "two layers", 0),
         plan,
         loss=next_token_loss,
         optimizer=going_on.OPTIMIZERS[optimizer],
@@ -98,13 +101,14 @@ def test_one_process_updates_under_its_backwards_to_the_same_bits(plan: str, lea
     ("plan", "optimizer"),
     [
         ("dp=4,microbatches=2", "sgd"),
-        ("dp=4,zero=3", "adamw"),
+        ("dp=2,zero=3", "adamw"),
         ("dp=2,pp=2,microbatches=2,zero=1", "adamw"),
-        ("pp=4,microbatches=4", "sgd"),
+        ("pp=2,microbatches=4", "sgd"),
     ],
 )
-def test_ranks_update_under_their_backwards_to_the_same_bits(plan: str, optimizer: str, four: Ranks) -> None:
-    ours, theirs = four.run(run, f"{plan},offload.optimizer=1", optimizer), four.run(run, plan, optimizer)
+def test_ranks_update_under_their_backwards_to_the_same_bits(plan: str, optimizer: str, crowds: Crowds) -> None:
+    ranks = crowds.of(Plan.parse(plan).num_ranks)
+    ours, theirs = ranks.run(run, f"{plan},offload.optimizer=1", optimizer), ranks.run(run, plan, optimizer)
     for mine, other in zip(ours, theirs, strict=True):
         assert_same(mine, other)
     if "pp" not in plan:

@@ -15,7 +15,7 @@ from shardwise.states.tiers import host_states as states
 from shardwise.states.tiers.host_states import HostStates
 from shardwise.states.tiers.residency import HandedGradient, MasterWeight
 from shardwise.states.tiers.state_prefetch import StatePrefetch
-from shardwise.states.tiers.swapped_storage import HostStorage, Swap
+from shardwise.states.tiers.swapped_storage import HostStorage, Presence
 from tests.states.tiers.races import RacyCopyStreams
 
 STEPS = 4
@@ -206,7 +206,7 @@ class HandedOver:
         return self.storage.device
 
     def hold(self) -> bool:
-        was_here = self.storage.state is Swap.HERE
+        was_here = self.storage.state is Presence.HERE
         self.storage.follow()
         return was_here
 

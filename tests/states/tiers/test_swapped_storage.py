@@ -5,7 +5,7 @@ import torch
 
 from shardwise.dataflow.deferred_free import DeferredFree
 from shardwise.dataflow.streams import Event
-from shardwise.states.tiers.swapped_storage import HostStorage, SourcedStorage, Swap
+from shardwise.states.tiers.swapped_storage import HostStorage, Presence, SourcedStorage
 from tests.states.tiers.late import LateCopyStreams
 
 
@@ -13,7 +13,7 @@ from tests.states.tiers.late import LateCopyStreams
 def test_a_storage_walks_through_the_states_of_the_table(seed: int) -> None:
     copies, device = LateCopyStreams(seed), torch.arange(6.0)
     storage = HostStorage(device, copies, DeferredFree(0))
-    seen: list[tuple[Swap, bool]] = []
+    seen: list[tuple[Presence, bool]] = []
     # Whoever reserves memory writes it, so it is here; one that leaves twice is away all the same.
     for call in (None, storage.start, storage.follow, storage.leave, storage.reserve, storage.leave, storage.leave):
         if call is not None:
@@ -21,7 +21,7 @@ def test_a_storage_walks_through_the_states_of_the_table(seed: int) -> None:
         if call == storage.follow:
             assert device.tolist() == [0, 1, 2, 3, 4, 5]
         seen.append((storage.state, device.untyped_storage().nbytes() > 0))
-    away, coming, here = (Swap.AWAY, False), (Swap.COMING, True), (Swap.HERE, True)
+    away, coming, here = (Presence.AWAY, False), (Presence.COMING, True), (Presence.HERE, True)
     assert seen == [away, coming, here, away, here, away, away]
 
 
@@ -45,7 +45,7 @@ def test_numbers_that_are_renewed_on_the_host_come_after_they_are_there(seed: in
     storage, newer = HostStorage(device, copies, DeferredFree(0)), torch.ones(4)
     storage.follow()
     storage.is_renewed([copies.to_host_after(storage.host, newer)])
-    assert storage.state is Swap.AWAY, "what is here is old"
+    assert storage.state is Presence.AWAY, "what is here is old"
     storage.follow()
     assert device.tolist() == [1, 1, 1, 1]
 
@@ -57,7 +57,7 @@ def test_one_whose_source_fails_is_still_away() -> None:
     storage = SourcedStorage(torch.zeros(3), LateCopyStreams(0), fail)
     with pytest.raises(ValueError, match="no such luck"):
         storage.start()
-    assert storage.state is Swap.AWAY
+    assert storage.state is Presence.AWAY
 
 
 class LazyCopyStreams(LateCopyStreams):

@@ -17,8 +17,7 @@ from shardwise.planner.account import hold
 from shardwise.planner.plan import Plan
 from shardwise.planner.question import make_question
 from shardwise.ranks.spawn import Ranks
-from shardwise.states.buckets import offloaded_buckets
-from shardwise.states.tiers import host_memory as room
+from shardwise.states import host as room
 from shardwise.states.tiers import host_states as states
 from shardwise.states.tiers.choose_offloaded import choose_fraction
 from tests.engine import going_on
@@ -49,7 +48,7 @@ def run(plan: str, optimizer: str = "adamw", clip: float | None = None) -> tuple
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(states, "SLOT_BYTES", 2048)
-        patch.setattr(offloaded_buckets, "DEFERRED_FREE_BYTES", 1024)
+        patch.setattr(room, "DEFERRED_FREE_BYTES", 1024)
         with make_engine(plan, optimizer, clip) as engine:
             engine.states.data.keep_gradients()
             losses = going_on.train(engine, 0, STEPS)

@@ -7,14 +7,12 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from shardwise.errors import ShardwiseError, unknown
+from shardwise.errors import ShardwiseError, some, unknown
 from shardwise.nets.hf.catalogue import family_of
 from shardwise.nets.hf.entries import read_entries
 from shardwise.nets.hf.files import Files
 from shardwise.nets.hf.pieces import Region
 from shardwise.nets.weights import shapes_of
-
-_MOST_NAMES = 3
 
 
 class Checkpoint:
@@ -113,6 +111,4 @@ class Checkpoint:
         self.close()
 
     def _error(self, verb: str, tensors: list[str], remedy: str) -> ShardwiseError:
-        shown = ", ".join(tensors[:_MOST_NAMES])
-        more = f" and {len(tensors) - _MOST_NAMES} more" if len(tensors) > _MOST_NAMES else ""
-        return ShardwiseError(f"{self.folder} {verb} {shown}{more}", remedy=remedy)
+        return ShardwiseError(f"{self.folder} {verb} {some(tensors)}", remedy=remedy)

@@ -1,9 +1,9 @@
 """A model into a folder that transformers reads: safetensors of bounded size, an index, and `config.json`."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -17,6 +17,8 @@ from shardwise.nets.hf.pieces import Piece
 from shardwise.nets.settings import Settings
 from shardwise.nets.transformer import Transformer
 from shardwise.nets.weights import shapes_of, weights_of
+
+Item = TypeVar("Item")
 
 #: A tensor of a file: the weights of ours that it is made of, and where each lies in it.
 _Recipe = list[tuple[str, Piece]]
@@ -51,7 +53,11 @@ def save(
     for name in names:
         for piece in chosen.naming(()).pieces(name, shapes[name]):
             recipes.setdefault(piece.tensor, []).append((name, piece))
-    _write_files(folder, weights, recipes, shard_bytes)
+    sizes = {
+        tensor: sum(torch.Size(piece.size).numel() * weights[name].element_size() for name, piece in recipe)
+        for tensor, recipe in recipes.items()
+    }
+    write_shards(folder, sizes, lambda tensor: _put_together(weights, recipes[tensor]), shard_bytes)
     config["torch_dtype"] = str(weights["embed.weight"].dtype).removeprefix("torch.")
     _write_json(folder / CONFIG, {**config, **(extra or {})})
 
@@ -76,13 +82,14 @@ def _check(weights: Mapping[str, Tensor], names: list[str], settings: Settings) 
     return shapes
 
 
-def _write_files(folder: Path, weights: Mapping[str, Tensor], recipes: dict[str, _Recipe], shard_bytes: int) -> None:
-    shards = list(_shards(weights, recipes, shard_bytes))
+def write_shards(folder: Path, sizes: Mapping[str, int], make: Callable[[str], Tensor], shard_bytes: int) -> None:
+    """Write tensors, of so many bytes each, to safetensors of at most `shard_bytes`, and of several files an index."""
+    shards = list(in_shards(sizes.items(), shard_bytes))
     homes: dict[str, str] = {}
     total = 0
     for number, tensors in enumerate(shards, start=1):
         file = ONE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        made = {tensor: _put_together(weights, recipes[tensor]) for tensor in tensors}
+        made = {tensor: make(tensor) for tensor in tensors}
         save_file(made, folder / file, metadata={"format": "pt"})
         total += sum(each.numel() * each.element_size() for each in made.values())
         homes |= dict.fromkeys(tensors, file)
@@ -90,22 +97,17 @@ def _write_files(folder: Path, weights: Mapping[str, Tensor], recipes: dict[str,
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": homes})
 
 
-def _shards(weights: Mapping[str, Tensor], recipes: dict[str, _Recipe], shard_bytes: int) -> Iterator[list[str]]:
-    """The tensors of each file, in order."""
-    current: list[str] = []
+def in_shards(sized: Iterable[tuple[Item, int]], shard_bytes: int) -> Iterator[list[Item]]:
+    """Things with their bytes, in order, as many at a time as go into one file: one at least."""
+    current: list[Item] = []
     held = 0
-    for tensor, recipe in recipes.items():
-        size = sum(_box_bytes(weights[name], piece) for name, piece in recipe)
+    for item, size in sized:
         if current and held + size > shard_bytes:
             yield current
             current, held = [], 0
-        current.append(tensor)
+        current.append(item)
         held += size
     yield current
-
-
-def _box_bytes(weight: Tensor, piece: Piece) -> int:
-    return torch.Size(piece.size).numel() * weight.element_size()
 
 
 def _put_together(weights: Mapping[str, Tensor], recipe: _Recipe) -> Tensor:

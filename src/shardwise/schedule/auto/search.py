@@ -12,9 +12,9 @@ microbatches, and the most promising on all.
     rank 2  .  .  F0 f0 F1 f1 F2 .  i0 I0 w0 f2 W0 i1 I1 F3 w1 f3 i2 I2 W1 F4 w2 f4 i3 I3 W2 w3 i4 I4 W3 w4 W4
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import lru_cache
 from math import inf
 
 from shardwise.errors import ShardwiseError
@@ -22,6 +22,7 @@ from shardwise.schedule.catalogue import make_schedule
 from shardwise.schedule.generators.building_block import repeat_block, spaced_block
 from shardwise.schedule.instruction import Kind
 from shardwise.schedule.packing import Packed, Policy, Sequences, pack
+from shardwise.schedule.passes.backward import split_backward
 from shardwise.schedule.placement import Placement, loop, vee
 from shardwise.schedule.question import Question
 from shardwise.schedule.schedule import Schedule
@@ -49,14 +50,17 @@ _NUM_FINALISTS = 4
 _NUM_SOONEST = 2
 
 
+#: An order to follow: that of a named schedule, or of a building block of such spacings.
+_Order = str | tuple[int, int, int, int]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
     """A way to make a schedule of any number of microbatches: an order, if it follows one, and a policy."""
 
-    name: str
     placement: Placement
     policy: Policy
-    order: Callable[[int, int], Schedule] | None = None
+    order: _Order | None = None
     keeps_weights: bool = False
 
     def pack(self, question: Question, num_microbatches: int) -> Packed | None:
@@ -110,7 +114,7 @@ def _overlapped(question: Question) -> list[_Found]:
     trace = simulate(schedule, prices)
     orders = [list(order) for order in schedule.orders]
     packed = Packed(orders=orders, span=trace.span, makespan=trace.makespan, pace=0.0)
-    return [(_Candidate(name=schedule.name, placement=placement, policy=Policy()), packed)]
+    return [(_Candidate(placement=placement, policy=Policy()), packed)]
 
 
 def _rounded(found: _Found) -> tuple[float, float]:
@@ -170,12 +174,9 @@ def _check(question: Question) -> None:
 def _named_candidates(question: Question) -> Iterator[_Candidate]:
     """The named schedules as they are, backwards split: that makes none of them slower."""
     for name in _NAMED:
-        make = _named_order(name)
-        example = make(question.num_ranks, 1)
-        if _is_allowed(example.placement, question):
-            yield _Candidate(
-                name=example.name, placement=example.placement, policy=Policy(), order=make, keeps_weights=True
-            )
+        placement = _make(name, question.num_ranks, 1).placement
+        if _is_allowed(placement, question):
+            yield _Candidate(placement=placement, policy=Policy(), order=name, keeps_weights=True)
 
 
 def _free_candidates(question: Question) -> Iterator[_Candidate]:
@@ -185,39 +186,32 @@ def _free_candidates(question: Question) -> Iterator[_Candidate]:
             for backward_first in (False, True):
                 for deepest in (True, False) if placement.num_chunks > 1 else (True,):
                     policy = Policy(gap_share=gap_share, backward_first=backward_first, deepest_backward_first=deepest)
-                    yield _Candidate(name="free", placement=placement, policy=policy)
+                    yield _Candidate(placement=placement, policy=policy)
 
 
 def _repacked_candidates(question: Question) -> Iterator[_Candidate]:
     """Orders of the named schedules and of building blocks between them, with weight gradients wherever a gap is."""
-    orders: list[tuple[Callable[[int, int], Schedule], tuple[int, ...]]] = [
-        (_named_order(name), (1, 3, 6) if name in ("v-min", "v-half") else (1,)) for name in _NAMED[:6]
+    orders: list[tuple[_Order, tuple[int, ...]]] = [
+        (name, (1, 3, 6) if name in ("v-min", "v-half") else (1,)) for name in _NAMED[:6]
     ]
     # With memory for more than ZB-V the tight blocks have nothing to offer.
     spacings = _SPACINGS if min(question.memory) < question.num_ranks else _SPACINGS[-2:]
-    orders += [(_block_order(steps), (1, 3) if steps[:2] == (1, 1) else (1,)) for steps in spacings]
-    for make, look_aheads in orders:
-        example = make(question.num_ranks, 1)
-        if not _is_allowed(example.placement, question):
+    orders += [(steps, (1, 3) if steps[:2] == (1, 1) else (1,)) for steps in spacings]
+    for order, look_aheads in orders:
+        placement = _make(order, question.num_ranks, 1).placement
+        if not _is_allowed(placement, question):
             continue
         for look_ahead in look_aheads:
             for gap_share in (0.0, 0.5, 1.0):
                 for patience in (0.0, 1.0) if look_ahead > 1 else (1.0,):
                     policy = Policy(gap_share=gap_share, look_ahead=look_ahead, patience=patience)
-                    yield _Candidate(name=example.name, placement=example.placement, policy=policy, order=make)
+                    yield _Candidate(placement=placement, policy=policy, order=order)
 
 
-@cache
-def _named_order(name: str) -> Callable[[int, int], Schedule]:
-    return partial(make_schedule, name)
-
-
-@cache
-def _block_order(steps: tuple[int, int, int, int]) -> Callable[[int, int], Schedule]:
-    def make(num_ranks: int, num_microbatches: int) -> Schedule:
-        return repeat_block("block", num_ranks, num_microbatches, spaced_block(steps))
-
-    return make
+def _make(order: _Order, num_ranks: int, num_microbatches: int) -> Schedule:
+    if isinstance(order, str):
+        return make_schedule(order, num_ranks, num_microbatches)
+    return repeat_block("block", num_microbatches, spaced_block(num_ranks, order))
 
 
 def _max_chunks(question: Question) -> int:
@@ -239,18 +233,7 @@ def _is_allowed(placement: Placement, question: Question) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _sequences(
-    make: Callable[[int, int], Schedule], num_ranks: int, num_microbatches: int, with_weights: bool
-) -> Sequences:
+def _sequences(order: _Order, num_ranks: int, num_microbatches: int, with_weights: bool) -> Sequences:
     """What each rank does one after the other, backwards split, with the weight gradients or without."""
-    sequences = []
-    for order in make(num_ranks, num_microbatches).orders:
-        sequence = []
-        for instruction in order:
-            for part in instruction.parts:
-                if part.kind is not Kind.W:
-                    sequence.append(part._replace(kind=Kind.I) if part.kind is Kind.B else part)
-                if with_weights and part.kind in (Kind.W, Kind.B):
-                    sequence.append(part._replace(kind=Kind.W))
-        sequences.append(tuple(sequence))
-    return tuple(sequences)
+    split = split_backward(_make(order, num_ranks, num_microbatches))
+    return tuple(tuple(each for each in mine if with_weights or each.kind is not Kind.W) for mine in split.orders)

@@ -10,15 +10,15 @@ rank comes to hold more than the fullest one already does.
 """
 
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import cache
 
 from shardwise.schedule.instruction import Instruction, Kind
 from shardwise.schedule.placement import vee
 from shardwise.schedule.schedule import Schedule
 
-#: (rank, number of ranks) to the slots of microbatch 0 on that rank.
-Block = Callable[[int, int], tuple[int, int, int, int]]
+#: The slots of microbatch 0, for each rank four.
+Block = Sequence[Sequence[int]]
 
 #: One rank's slots: `slots[part][microbatch]`. Part 4, where there is one, are the weight gradients, counted in order.
 Slots = list[list[int]]
@@ -27,18 +27,9 @@ _DOWN, _UP, _UP_GRADIENT, _DOWN_GRADIENT, _WEIGHTS = range(5)
 _INTERVAL = 6
 
 
-def spaced_block(steps: tuple[int, int, int, int]) -> Block:
-    """Return the block whose four parts go from rank to rank in steps of so many slots, or the next that is free."""
-
-    def block(rank: int, num_ranks: int) -> tuple[int, int, int, int]:
-        down, up, up_gradient, down_gradient = _spaced_slots(num_ranks, steps)[rank]
-        return down, up, up_gradient, down_gradient
-
-    return block
-
-
 @cache
-def _spaced_slots(num_ranks: int, steps: tuple[int, int, int, int]) -> list[list[int]]:
+def spaced_block(num_ranks: int, steps: tuple[int, int, int, int]) -> Block:
+    """Return the block whose four parts go from rank to rank in steps of so many slots, or the next that is free."""
     slots: list[list[int]] = [[] for _ in range(num_ranks)]
     slot = -steps[_DOWN]
     for part, step in enumerate(steps):
@@ -53,21 +44,18 @@ def _spaced_slots(num_ranks: int, steps: tuple[int, int, int, int]) -> list[list
     return slots
 
 
-def repeat_block(name: str, num_ranks: int, num_microbatches: int, block: Block) -> Schedule:
+def repeat_block(name: str, num_microbatches: int, block: Block) -> Schedule:
     """Return the schedule that a building block makes, squeezed."""
     ranks = [
-        [
-            [offset + _INTERVAL * microbatch for microbatch in range(num_microbatches)]
-            for offset in block(rank, num_ranks)
-        ]
-        for rank in range(num_ranks)
+        [[offset + _INTERVAL * microbatch for microbatch in range(num_microbatches)] for offset in offsets]
+        for offsets in block
     ]
     # First with the weight gradients in place, at both ends of the pipe; then without them at its emptying end, where
     # they give way to everything else and take whatever slots are left.
     ranks = _play(_squeeze([_with_weights(slots) for slots in ranks]))
     ranks = _squeeze([slots[:_WEIGHTS] for slots in ranks])
     ranks = _play([_with_weights(slots) for slots in ranks])
-    placement = vee(num_ranks)
+    placement = vee(len(block))
     orders = [_order(slots, placement.stages[rank]) for rank, slots in enumerate(ranks)]
     return Schedule.of(name, placement, num_microbatches, orders)
 
@@ -118,8 +106,8 @@ def _squeeze(ranks: list[Slots]) -> list[Slots]:
     """
     with_weights = len(ranks[0]) > _WEIGHTS
     ranks = [[list(row) for row in slots] for slots in ranks]
-    holdings = [_Holdings(slots) for slots in ranks]
-    limit = max(holding.peak for holding in holdings)
+    memories = [_SlotMemory(slots) for slots in ranks]
+    limit = max(memory.peak for memory in memories)
     last = len(ranks[0][_DOWN]) - 1
     gradients: list[list[int]] = [[] for _ in ranks]  # Where the input gradients of each rank have come to lie.
     filling, emptying = True, False
@@ -130,7 +118,7 @@ def _squeeze(ranks: list[Slots]) -> list[Slots]:
             if part == _WEIGHTS:
                 need = max(need, gradients[rank][microbatch])
             for place in range(need + 1, slot):
-                if holdings[rank].move(slot, place, limit):
+                if memories[rank].move(slot, place, limit):
                     ranks[rank][part][microbatch] = place
                     break
         if part in (_UP_GRADIENT, _DOWN_GRADIENT):
@@ -139,7 +127,7 @@ def _squeeze(ranks: list[Slots]) -> list[Slots]:
     return ranks
 
 
-class _Holdings:
+class _SlotMemory:
     """What a rank holds after each slot, and how many weight gradients are due. Those without a slot take free ones."""
 
     def __init__(self, slots: Slots) -> None:

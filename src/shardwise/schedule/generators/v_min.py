@@ -20,10 +20,10 @@ from shardwise.schedule.schedule import Schedule
 
 
 def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
-    return repeat_block("v-min", num_ranks, num_microbatches, _block)
+    return repeat_block("v-min", num_microbatches, [_slots(rank, num_ranks) for rank in range(num_ranks)])
 
 
-def _block(rank: int, num_ranks: int) -> tuple[int, int, int, int]:
+def _slots(rank: int, num_ranks: int) -> tuple[int, int, int, int]:
     # Everything goes down and up without a pause, so activations live as shortly as they can. A multiple of three
     # ranks would put two things into one slot, two slots later it does not.
     gap = 0 if num_ranks % 3 else 2

@@ -11,7 +11,7 @@ are ranks above it: then every rank holds what rank 0 of 1F1B holds, and the pip
 """
 
 from shardwise.schedule.generators.one_f_one_b import alternate
-from shardwise.schedule.instruction import Instruction, Kind, input_gradient, weight_gradient
+from shardwise.schedule.instruction import Instruction, Kind
 from shardwise.schedule.placement import loop
 from shardwise.schedule.schedule import Schedule
 
@@ -32,8 +32,8 @@ def split_backward(order: list[Instruction], *, lag: int) -> list[Instruction]:
         if instruction.kind is not Kind.B:
             out.append(instruction)
             continue
-        out.append(input_gradient(instruction.stage, instruction.microbatch))
-        pending.append(weight_gradient(instruction.stage, instruction.microbatch))
+        out.append(instruction._replace(kind=Kind.I))
+        pending.append(instruction._replace(kind=Kind.W))
         if len(pending) > lag:
             out.append(pending.pop(0))
     return out + pending

@@ -43,10 +43,10 @@ def _with_gathers(order: tuple[Instruction, ...], max_gathered: int) -> list[Ins
         if stage in gathered:
             continue
         if len(gathered) == max_gathered:
-            leaving = max(gathered, key=lambda each: _worth_leaving(uses[each], position))
-            gathered.remove(leaving)
-            room_since = _last_before(uses[leaving], position) + 1
-            before.setdefault(room_since, []).append(Instruction(Kind.RELEASE, leaving, num_gathers[leaving] - 1))
+            evicted = max(gathered, key=lambda each: _next_use(uses[each], position))
+            gathered.remove(evicted)
+            room_since = _last_before(uses[evicted], position) + 1
+            before.setdefault(room_since, []).append(Instruction(Kind.RELEASE, evicted, num_gathers[evicted] - 1))
         gathered.add(stage)
         before.setdefault(room_since, []).append(Instruction(Kind.GATHER, stage, num_gathers[stage]))
         num_gathers[stage] += 1
@@ -58,11 +58,11 @@ def _with_gathers(order: tuple[Instruction, ...], max_gathered: int) -> list[Ins
     return out + before.get(len(order), [])
 
 
-def _worth_leaving(positions: list[int], now: int) -> tuple[float, int]:
+def _next_use(positions: list[int], now: int) -> tuple[float, int]:
     """How far off the next use is; of two that are not used again, the one that has been idle for longer."""
     coming = bisect_left(positions, now)
-    next_use = positions[coming] if coming < len(positions) else inf
-    return next_use, -_last_before(positions, now)
+    next_position = positions[coming] if coming < len(positions) else inf
+    return next_position, -_last_before(positions, now)
 
 
 def _last_before(positions: list[int], now: int) -> int:

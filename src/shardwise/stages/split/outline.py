@@ -5,7 +5,7 @@ given placeholders: tensors of the right shape that take up no memory.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -132,3 +132,16 @@ def signature_of(arguments: list[Any]) -> tuple[Any, ...]:
         (each.shape, each.dtype) if isinstance(each, Tensor) else each if isinstance(each, _PLAIN) else type(each)
         for each in arguments
     )
+
+
+def open_dataclasses(given: Any) -> None:
+    """Have torch look into dataclasses with tensors in them, as it looks into tuples: it knows those it was told of."""
+    for each in leaves_of(given):
+        if is_dataclass(each) and any(isinstance(getattr(each, field.name), Tensor) for field in fields(each)):
+            pytree.register_dataclass(type(each))
+
+
+def tensors_in(given: Any) -> list[Tensor]:
+    """All tensors, in order."""
+    open_dataclasses(given)
+    return [each for each in leaves_of(given) if isinstance(each, Tensor)]

@@ -6,12 +6,34 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.ranks.collectives import Group
-from shardwise.states.buckets.bucketing import Home
-from shardwise.states.buckets.flat_layout import FlatLayout, Slot, Span
-from shardwise.states.buckets.gradients import ScatteredGradients, WholeGradients
-from shardwise.states.buckets.local_gradients import LocalGradients
+from shardwise.ranks.replicas import Replicas
+from shardwise.states.buckets.flat_layout import BucketSpec, Slot, Span
+from shardwise.states.buckets.gradients import LocalGradients, ScatteredGradients, WholeGradients
+from shardwise.states.buckets.offloaded_gradients import HostGradients, OffloadedGradients
 from shardwise.states.buckets.offloaded_weights import OffloadedWeights, OffloadedWhole
 from shardwise.states.buckets.weights import Weights
+
+AnyGradients = WholeGradients | ScatteredGradients | LocalGradients
+#: The channels of each bucket: gathers, sums over shards, sums over copies, and other transfers.
+CHANNELS_OF_A_BUCKET, OTHER_TRANSFERS = 4, 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketKey:
+    """What the parameters of a bucket have in common.
+
+    `stages` of this rank use them, `unit` calls them where weights are gathered unit by unit; `tie` is the number of
+    the tie that other ranks' stages share them by. `is_partial`: tensor parallel ranks each have a part of their sums.
+    """
+
+    stages: frozenset[int]
+    unit: str | None
+    tie: int | None
+    replicas: Replicas
+    dtype: torch.dtype
+    device: torch.device
+    trains: bool
+    is_partial: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,7 +54,7 @@ class Piece:
 
 
 class Bucket:
-    """The parameters of one home.
+    """The parameters of one key.
 
     `updates_whole`: every rank updates all of them alike. `updates_late`: that may go on under the next forward.
     `master`: the optimizer works on a copy in full precision.
@@ -40,20 +62,21 @@ class Bucket:
 
     def __init__(
         self,
-        home: Home,
-        layout: FlatLayout,
+        key: BucketKey,
+        spec: BucketSpec,
         weights: Weights,
-        gradients: WholeGradients | ScatteredGradients | LocalGradients | None,
+        gradients: AnyGradients | None,
         *,
         updates_whole: bool,
         updates_late: bool,
         master: bool,
     ) -> None:
-        self.home, self.layout, self.weights, self.gradients = home, layout, weights, gradients
+        self.key, self.layout, self.weights, self.gradients = key, spec.layout, weights, gradients
+        self._exchange, self._channel = spec.exchange, spec.channel + OTHER_TRANSFERS
         self.updates_whole = updates_whole
         #: Whether who uses the weights waits for their update, and not the step.
         self.is_renewed_late = updates_late and updates_whole and not self.is_offloaded and gradients is not None
-        self.sharing = Group() if updates_whole else home.replicas.shard
+        self.sharing = Group() if updates_whole else key.replicas.shard
         self.master = self._follower.float() if master and gradients is not None else None
         self.pieces = [self._piece(span) for span in self.updated(self.sharing.rank)] if gradients is not None else []
         #: What a step's gradients are multiplied with, where that is done when they are used.
@@ -70,6 +93,18 @@ class Bucket:
         """Whether weights and gradients live on the host."""
         return isinstance(self.weights, OffloadedWeights)
 
+    @property
+    def host_weights(self) -> OffloadedWeights:
+        """The weights, of a bucket that lives on the host."""
+        assert isinstance(self.weights, OffloadedWeights), "it lives on the host"
+        return self.weights
+
+    @property
+    def host_gradients(self) -> HostGradients:
+        """What is on the host of its gradients."""
+        assert isinstance(self.gradients, OffloadedGradients), "its gradients live there too"
+        return self.gradients.host
+
     def updated(self, rank: int) -> list[Span]:
         """What a rank of those that share the updating updates."""
         if self.updates_whole:
@@ -79,7 +114,7 @@ class Bucket:
     @property
     def stays_for_update(self) -> bool:
         """Whether its weights are updated where the backward has had them, before they go home."""
-        weights, is_alone = self.weights, self.home.replicas.count == 1
+        weights, is_alone = self.weights, self.key.replicas.count == 1
         return self.hands_over and isinstance(weights, OffloadedWhole) and weights.master is None and is_alone
 
     @property
@@ -97,13 +132,12 @@ class Bucket:
     def _follower(self) -> Tensor:
         """The same in the parameters' own precision."""
         kept = self.weights.kept
-        return kept if self.updates_whole or self.weights.is_sharded else self._own(kept)
-
-    def _own(self, whole: Tensor) -> Tensor:
-        return whole.view(self.sharing.size, -1)[self.sharing.rank]
+        if self.updates_whole or self.weights.is_sharded:
+            return kept
+        return kept.view(self.sharing.size, -1)[self.sharing.rank]
 
     @property
-    def trained(self) -> WholeGradients | ScatteredGradients | LocalGradients:
+    def trained(self) -> AnyGradients:
         """The gradients, of a bucket that has some."""
         assert self.gradients is not None, "frozen parameters have no gradient"
         return self.gradients
@@ -142,7 +176,7 @@ class Bucket:
     def given(self) -> Tensor:
         """The gradients as an optimizer was given them, on the device."""
         result = self.result
-        return result.to(self.home.device, copy=True).mul_(self.factor) if self.is_offloaded else result
+        return result.to(self.key.device, copy=True).mul_(self.factor) if self.is_offloaded else result
 
     @torch.no_grad()
     def give(self, used: list[bool]) -> None:
@@ -171,6 +205,14 @@ class Bucket:
                 piece.weight.grad = None
         if not self.updates_whole:
             self.weights.expire()
+
+    def gather(self, own: Tensor) -> Tensor:
+        """All numbers of the bucket, from those of which each replica updates some."""
+        if self.updates_whole:
+            return own
+        whole = own.new_empty(self.layout.length)
+        self._exchange.gather(whole, own.clone(), self.sharing, self._channel).wait()
+        return whole
 
     @torch.no_grad()
     def load(self, slot: Slot, whole: Tensor) -> None:

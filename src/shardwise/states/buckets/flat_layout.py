@@ -8,11 +8,14 @@ without regard to parameters: every rank keeps the same number of bytes, however
 is zero for ever, and no piece has a part of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
+from shardwise.ranks.exchange import Exchange
+from shardwise.ranks.replicas import Replicas
 from shardwise.states.tiers.packing import pack
 
 # Parameters begin where the fastest matrix kernels want them to. Not further apart: padding is sent between ranks too.
@@ -45,10 +48,6 @@ class Span:
     def length(self) -> int:
         return self.stop - self.start
 
-    @property
-    def is_whole(self) -> bool:
-        return self.length == self.slot.shape.numel()
-
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
@@ -68,11 +67,6 @@ class FlatLayout:
     def shard_length(self) -> int:
         return self.length // self.num_ranks
 
-    @property
-    def num_parameters(self) -> int:
-        """The numbers in it that are parameters."""
-        return sum(slot.shape.numel() for slot in self.slots)
-
     def spans(self, rank: int) -> list[Span]:
         """What a rank keeps, parameter by parameter."""
         first = rank * self.shard_length
@@ -82,3 +76,19 @@ class FlatLayout:
             if start < stop:
                 found.append(Span(slot, start - slot.start, stop - slot.start, start - first))
         return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BucketSpec:
+    """What the weights and the gradients of a bucket are both made from.
+
+    `channel` is the first of the bucket's channels of the exchange. `parameter_of(name, step)` is what a step's
+    gradients are added to, where weights have two versions and so two steps are under way at a time.
+    """
+
+    layout: FlatLayout
+    parameters: list[nn.Parameter]
+    replicas: Replicas
+    exchange: Exchange
+    channel: int = 0
+    parameter_of: Callable[[str, int], nn.Parameter] | None = None

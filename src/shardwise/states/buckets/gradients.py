@@ -1,18 +1,31 @@
-"""The gradients of a bucket: held whole until the end of a step, or never whole (zero 2 and 3).
+"""The gradients of a bucket: held whole until the end of a step, never whole (zero 2 and 3), or where they are.
 
 A gradient *arrives* when autograd has added it to its parameter. Held whole, it is moved into the bucket when it first
 arrives, and later microbatches add to it there. Scattered, it goes into memory that is lent for one backward: as soon
 as the bucket is full it is summed over the replicas, each rank adds its piece to its shard, and the memory is free.
+Where one replica alone has a parameter, nothing is summed over replicas, so its gradient stays where autograd put it.
+
+Where weights have two versions, two steps are under way at a time: one whose gradients are being summed, and the next
+one, whose backwards have begun. So what is kept of a step is kept by its number, until the step is finished:
+
+    begin     of the step after next     the result of the last finished step is forgotten; steps under way are not
+    start     all gradients are there    a run of memory for the step, and its sums
+    finish                               waits for the sums of this step alone; they are the result
+    pop_used                             which parameters had a gradient in the step
 """
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Iterable
 
+import torch
 from torch import Tensor, nn
 
 from shardwise.ranks.buffer_pool import BufferPool
+from shardwise.ranks.collectives import Group
 from shardwise.ranks.exchange import Exchange, Ticket
 from shardwise.ranks.replicas import Replicas
-from shardwise.states.buckets.flat_layout import FlatLayout, Span
+from shardwise.states.buckets.flat_layout import BucketSpec
+from shardwise.torch_private import foreach_scale
 
 
 def sum_over(flat: Tensor, replicas: Replicas, exchange: Exchange, channel: int) -> list[Ticket]:
@@ -26,23 +39,27 @@ def sum_over(flat: Tensor, replicas: Replicas, exchange: Exchange, channel: int)
 
 
 class Gradients:
-    """What both ways have alike: which parameters had a gradient in this step, and the result."""
+    """What all ways have alike: which parameters had a gradient in a step, and what is being summed of it.
 
-    def __init__(
-        self, layout: FlatLayout, parameters: list[nn.Parameter], replicas: Replicas, exchange: Exchange, channel: int
-    ) -> None:
-        self.layout, self.parameters, self.replicas = layout, parameters, replicas
-        self._exchange, self._channel = exchange, channel
-        self.used = [False] * len(parameters)
+    Without versions of the weights there is one step at a time, of number 0.
+    """
+
+    def __init__(self, spec: BucketSpec) -> None:
+        self.layout, self.parameters, self.replicas = spec.layout, spec.parameters, spec.replicas
+        self._parameter_of = spec.parameter_of
+        self._exchange, self._channel = spec.exchange, spec.channel + 1
+        self._used: dict[int, list[bool]] = {}
+        self._under_way: defaultdict[int, list[Ticket]] = defaultdict(list)
         self._missing: set[int] = set()
-        self._under_way: list[Ticket] = []
         self.expect()
 
     def begin(self) -> None:
         """Forget the last step's."""
-        self.used = [False] * len(self.parameters)
         for parameter in self.parameters:
             parameter.grad = None
+        if self._parameter_of is None:  # Else another step is under way.
+            self._used.clear()
+            self._under_way.clear()
         self.expect()
 
     def expect(self) -> None:
@@ -56,8 +73,19 @@ class Gradients:
         """The gradient of a parameter has been added to. Returns whether it was the last that was awaited."""
         was_missing = number in self._missing
         self._missing.discard(number)
-        self.used[number] = True
+        self.used_in(0)[number] = True
         return was_missing and not self._missing
+
+    def used_in(self, step: int) -> list[bool]:
+        """Whether each parameter has had a gradient in a step."""
+        return self._used.setdefault(step, [False] * len(self.parameters))
+
+    def pop_used(self, step: int) -> list[bool]:
+        """The same of a step that is finished, whose number the next one may have."""
+        return self._used.pop(step, [False] * len(self.parameters))
+
+    def start(self, step: int = 0) -> None:
+        """All gradients of a step, or of a backward, have been added: begin to sum them. Local ones are not."""
 
     def has_passed(self) -> bool:
         """A backward that is not the last of a step has added all its gradients; whether any have left."""
@@ -74,49 +102,45 @@ class Gradients:
     def settle(self) -> None:
         """Have sums that were begun go where they live: they are there already."""
 
-    def wait(self) -> None:
-        """Wait until all sums are there."""
-        while self._under_way:
-            self._under_way.pop(0).wait()
+    def wait(self, step: int = 0) -> None:
+        """Wait until all sums of a step are there."""
+        for ticket in self._under_way.pop(step, ()):
+            ticket.wait()
 
     @property
     def own(self) -> Tensor:
         """This rank's piece of the sum."""
         raise NotImplementedError
 
-    def of(self, span: Span) -> Tensor:
-        """This rank's piece of a parameter's gradient."""
-        return self.own[span.at : span.at + span.length]
+    def _piece(self, flat: Tensor) -> Tensor:
+        """This rank's piece of a run of memory that replicas share."""
+        return flat.view(self.replicas.shard.size, -1)[self.replicas.shard.rank]
+
+    def _targets(self, step: int) -> list[nn.Parameter]:
+        """What the gradients of a step were added to."""
+        if self._parameter_of is None:
+            return self.parameters
+        return [self._parameter_of(slot.name, step) for slot in self.layout.slots]
 
 
 class WholeGradients(Gradients):
-    """Held whole on every rank until the step (zero 0 and 1). `to_all`: every rank has the whole sum then.
+    """Held whole on every rank until the step (zero 0 and 1). `to_all`: every rank has the whole sum then."""
 
-    `parameter_of(name, step)` is what a step's gradients are added to, if not to the module's own parameters.
-    """
-
-    def __init__(
-        self,
-        layout: FlatLayout,
-        parameters: list[nn.Parameter],
-        replicas: Replicas,
-        exchange: Exchange,
-        channel: int,
-        *,
-        to_all: bool,
-        parameter_of: Callable[[str, int], nn.Parameter] | None = None,
-    ) -> None:
-        super().__init__(layout, parameters, replicas, exchange, channel)
-        self._to_all, self._parameter_of = to_all, parameter_of
-        # By step: where weights have two versions, two steps are under way at a time.
+    def __init__(self, spec: BucketSpec, *, to_all: bool) -> None:
+        super().__init__(spec)
+        self._to_all = to_all
+        # By step, of those under way. Then the one of the result, and those that nobody has.
         self._flats: dict[int, Tensor] = {}
+        self._result: list[Tensor] = []
         self._spare: list[Tensor] = []
-        self._step = 0
 
     def begin(self) -> None:
         super().begin()
-        self._spare += self._flats.values()
-        self._flats.clear()
+        self._spare += self._result
+        self._result = []
+        if self._parameter_of is None:
+            self._spare += self._flats.values()
+            self._flats.clear()
 
     def flat(self, step: int) -> Tensor:
         """The gradients of a step. Nothing is said of the numbers of those that have not arrived."""
@@ -128,8 +152,7 @@ class WholeGradients(Gradients):
         return self.parameters[0].detach().new_zeros(self.layout.length)
 
     def arrive(self, number: int) -> bool:
-        parameter = self.parameters[number]
-        self._take(number, parameter, 0)
+        self._take(number, self.parameters[number], 0)
         return super().arrive(number)
 
     def _take(self, number: int, parameter: nn.Parameter, step: int) -> None:
@@ -140,57 +163,48 @@ class WholeGradients(Gradients):
             place.zero_()
         elif parameter.grad.data_ptr() != place.data_ptr():
             place.copy_(parameter.grad)
-            self.used[number] = True
+            self.used_in(step)[number] = True
         parameter.grad = place
 
     def start(self, step: int = 0) -> None:
         """All gradients of a step have been added: begin to sum them over the replicas."""
-        for number, slot in enumerate(self.layout.slots):
-            given = self._parameter_of(slot.name, step) if self._parameter_of is not None else self.parameters[number]
+        for number, given in enumerate(self._targets(step)):
             self._take(number, given, step)
-        self._step = step
         flat, shard, copies = self.flat(step), self.replicas.shard, self.replicas.copies
         if self._to_all:
-            self._under_way += sum_over(flat, self.replicas, self._exchange, self._channel)
+            self._under_way[step] += sum_over(flat, self.replicas, self._exchange, self._channel)
         else:
-            self._under_way.append(self._exchange.sum_to_shards(flat, shard, self._channel))
-            own = flat.view(shard.size, -1)[shard.rank]
-            self._under_way.append(self._exchange.sum_to_all(own, copies, self._channel + 1, follows=True))
+            self._under_way[step] += [
+                self._exchange.sum_to_shards(flat, shard, self._channel),
+                self._exchange.sum_to_all(self._piece(flat), copies, self._channel + 1, follows=True),
+            ]
 
     def finish(self, step: int) -> None:
         """Let the sum of a step be the result."""
-        self.wait()
-        self._step = step
+        self.wait(step)
+        self._spare += self._result
+        self._result = [self._flats.pop(step)]
 
     @property
     def whole(self) -> Tensor:
         """The sum on every rank."""
         assert self._to_all, "each rank has its own piece only"
-        return self._flats[self._step]
+        return self._result[0]
 
     @property
     def own(self) -> Tensor:
-        return self._flats[self._step].view(self.replicas.shard.size, -1)[self.replicas.shard.rank]
+        return self._piece(self._result[0])
 
     @property
     def num_bytes(self) -> int:
-        return sum(each.numel() * each.element_size() for each in [*self._flats.values(), *self._spare])
+        return sum(each.nbytes for each in [*self._flats.values(), *self._result, *self._spare])
 
 
 class ScatteredGradients(Gradients):
     """Summed over the replicas in each backward, and kept in shards (zero 2 and 3)."""
 
-    def __init__(
-        self,
-        layout: FlatLayout,
-        parameters: list[nn.Parameter],
-        replicas: Replicas,
-        exchange: Exchange,
-        channel: int,
-        *,
-        pool: BufferPool,
-    ) -> None:
-        super().__init__(layout, parameters, replicas, exchange, channel)
+    def __init__(self, spec: BucketSpec, *, pool: BufferPool) -> None:
+        super().__init__(spec)
         self._pool = pool
         self._lent: Tensor | None = None
         self._arrived: set[int] = set()
@@ -221,7 +235,7 @@ class ScatteredGradients(Gradients):
             place += parameter.grad
         else:
             place.copy_(parameter.grad)
-            self.used[number] = True
+            self.used_in(0)[number] = True
             self._arrived.add(number)
         parameter.grad = None
 
@@ -238,14 +252,13 @@ class ScatteredGradients(Gradients):
 
     def _sum(self, lent: Tensor, *, is_first: bool) -> None:
         """Begin to sum what is in memory that was lent, and to add this rank's piece to its shard."""
-        shard = self.replicas.shard
 
         def add() -> None:
-            own = lent.view(shard.size, -1)[shard.rank]
+            own = self._piece(lent)
             self._shard.copy_(own) if is_first else self._shard.add_(own)
             self._pool.give_back(lent)
 
-        self._under_way.append(self._exchange.sum_to_shards(lent, shard, self._channel, add))
+        self._under_way[0].append(self._exchange.sum_to_shards(lent, self.replicas.shard, self._channel, add))
 
     def _fill_gaps(self, lent: Tensor) -> None:
         """Zeros between parameters: memory that was lent before has anything there."""
@@ -260,7 +273,7 @@ class ScatteredGradients(Gradients):
         if not self._is_begun:
             self._shard.zero_()
         copies = self.replicas.copies
-        self._under_way.append(self._exchange.sum_to_all(self._shard, copies, self._channel + 1, follows=True))
+        self._under_way[0].append(self._exchange.sum_to_all(self._shard, copies, self._channel + 1, follows=True))
         self.wait()
 
     @property
@@ -269,4 +282,54 @@ class ScatteredGradients(Gradients):
 
     @property
     def num_bytes(self) -> int:
-        return self._shard.numel() * self._shard.element_size()
+        return self._shard.nbytes
+
+
+class LocalGradients(Gradients):
+    """Those of parameters that one replica alone has. Each stays where autograd has put it.
+
+    What tied stages on several ranks share is summed tensor by tensor, begun as soon as a rank has its part. Where
+    weights have two versions, gradients are moved to the module's own parameters before the step is taken
+    (`execution/weight_stash.py`), and are theirs from then on.
+    """
+
+    @torch.no_grad()
+    def start_sum(self, group: Group, step: int) -> None:
+        """Begin to sum them over the stages of a tie. A rank that used one nowhere still takes part in its sum.
+
+        So each counts as used: to ask the others would be another message, in an order that two steps under way at a
+        time do not share.
+        """
+        if step in self._under_way:
+            return
+        self._used[step] = [True] * len(self.parameters)
+        for number, each in enumerate(self._targets(step)):
+            if each.grad is None:
+                each.grad = torch.zeros_like(each)
+            self._under_way[step].append(self._exchange.sum_to_all(each.grad, group, self._channel + number))
+
+    def finish(self, step: int) -> None:
+        """All gradients of a step have been added: let them, or their sums, be the result."""
+        self.wait(step)
+        if step not in self._used:
+            self._used[step] = [each.grad is not None for each in self._targets(step)]
+
+    def find(self, number: int) -> Tensor | None:
+        """The gradient of a parameter, if it has one."""
+        return self.parameters[number].grad
+
+    @property
+    def found(self) -> list[Tensor]:
+        """Those that are there."""
+        return [each.grad for each in self.parameters if each.grad is not None]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.nbytes for each in self.found)
+
+
+def scale_all(every: Iterable[LocalGradients], factor: float) -> None:
+    """Multiply gradients, all of them at once."""
+    found = [each for local in every for each in local.found]
+    if factor != 1.0 and found:
+        foreach_scale(found, factor)

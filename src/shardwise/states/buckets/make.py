@@ -1,6 +1,12 @@
-"""From the stages of a rank to its buckets."""
+"""From the stages of a rank to its buckets.
 
-from collections.abc import Callable, Mapping, Sequence
+Only those parameters share a bucket that are alike in all that happens to it as a whole: the stages that use them, the
+ranks that hold them too, their type. They stand in it in the reverse of the order in which a module names them, which
+is about the order in which a backward is done with them; and a bucket is no larger than it must be for its transfer to
+be worth while, so that the first can be on its way while the others fill.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,20 +15,25 @@ from torch import nn
 from shardwise.ranks.buffer_pool import BufferPool
 from shardwise.ranks.exchange import Exchange
 from shardwise.ranks.replicas import Replicas
-from shardwise.states.buckets.bucket import Bucket
-from shardwise.states.buckets.bucketing import BUCKET_BYTES, Home, Members, share_out
-from shardwise.states.buckets.flat_layout import FlatLayout
-from shardwise.states.buckets.gradients import ScatteredGradients, WholeGradients
-from shardwise.states.buckets.local_gradients import LocalGradients
+from shardwise.schedule.schedule import Schedule
+from shardwise.stages.stage import Stage
+from shardwise.states.buckets.bucket import CHANNELS_OF_A_BUCKET, AnyGradients, Bucket, BucketKey
+from shardwise.states.buckets.flat_layout import BucketSpec, FlatLayout
+from shardwise.states.buckets.gradients import LocalGradients, ScatteredGradients, WholeGradients
 from shardwise.states.buckets.offloaded_gradients import OffloadedScatteredGradients, OffloadedWholeGradients
 from shardwise.states.buckets.offloaded_weights import OffloadedShards, OffloadedWhole
-from shardwise.states.buckets.tie_groups import Tie
+from shardwise.states.buckets.tensor_interface import Joining, TensorInterface
+from shardwise.states.buckets.ties import Tie
 from shardwise.states.buckets.weights import Weights
 from shardwise.states.tiers.choose_offloaded import choose_fraction
 
-#: Of each bucket: gathers, sums over shards, sums over copies, and other transfers of the bucket.
-CHANNELS_OF_A_BUCKET = 4
+#: A byte of a sum costs more in small buckets, between CPU processes; but the last bucket of a backward has nothing
+#: left to hide behind.
+BUCKET_BYTES = 16 * 2**20
 _HALVES = (torch.bfloat16, torch.float16)
+
+#: The units that use a parameter, by its id, where nothing else does.
+Users = Mapping[int, Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,116 +62,176 @@ class ZeroConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeldStages:
+    """The stages of one process, by their numbers in the schedule.
+
+    `ranks` are the ranks of the pipeline that it runs: one, or all of them. `module` is needed where weights are
+    gathered unit by unit. `parameter_of(name, step)` says where a step's gradients are, where there are several
+    versions of the weights.
+    """
+
+    stages: Mapping[int, Stage]
+    schedule: Schedule
+    ranks: Sequence[int]
+    module: nn.Module | None = None
+    parameter_of: Callable[[str, int], nn.Parameter] | None = None
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return {name: each for stage in self.stages.values() for name, each in stage.parameters.items()}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are; without any, the process's part in sums is of no numbers."""
+        devices = (each.device for each in self.parameters.values())
+        return next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterOwners:
-    """What is known of parameters by their names: who else holds them."""
+    """What is known of parameters by their names: who else holds them, or other parts of them.
+
+    `replicas_of` says which ranks hold one too, `ties` which of them stages on other ranks share, `tensor` how they lie
+    on tensor parallel ranks. `joining` makes whole parameters where ranks of tp or ep have parts, and `apart` are those
+    that ranks of ep have.
+    """
 
     replicas_of: Callable[[str], Replicas]
-    ties: Sequence[Tie]
-    partial: frozenset[str]
-    #: The units that use a parameter and all of whose uses it has, by its id.
-    users: Mapping[int, Sequence[str]]
+    ties: Sequence[Tie] = ()
+    tensor: TensorInterface | None = None
+    joining: Joining | None = None
+    apart: Collection[str] = ()
 
-    def find_tie(self, name: str) -> int | None:
-        """The tie that other ranks have a part in."""
-        numbers = (number for number, tie in enumerate(self.ties) if tie.group.size > 1 and name in tie.names)
-        return next(numbers, None)
 
-    def find_unit(self, parameter: nn.Parameter) -> str | None:
-        """The one unit that uses it, if there is one."""
-        users = self.users.get(id(parameter), ())
-        return users[0] if len(users) == 1 else None
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Members:
+    """A bucket to be: its parameters by their original names."""
 
-    def can_offload(self, members: Members) -> bool:
-        """Whether a bucket can live on the host: what nobody adds gradients to later, and only units use."""
-        home = members.home
-        is_own = home.tie is None and not home.is_partial and len(home.stages) == 1
-        return is_own and all(id(each) in self.users for each in members.parameters.values())
+    key: BucketKey
+    parameters: Mapping[str, nn.Parameter]
+
+    @property
+    def nbytes(self) -> int:
+        """What they take on every rank that has them whole."""
+        return sum(each.nbytes for each in self.parameters.values())
+
+    def can_offload(self, users: Users) -> bool:
+        """Whether it can live on the host: what nobody adds gradients to later, and only units use."""
+        is_own = self.key.tie is None and not self.key.is_partial and len(self.key.stages) == 1
+        return is_own and all(id(each) in users for each in self.parameters.values())
 
 
 def make_buckets(
-    parameters: Mapping[int, Mapping[str, nn.Parameter]],
-    sharing: ZeroConfig,
-    owners: ParameterOwners,
-    exchange: Exchange,
-    parameter_of: Callable[[str, int], nn.Parameter] | None,
+    held: HeldStages, owners: ParameterOwners, sharing: ZeroConfig, users: Users, exchange: Exchange
 ) -> list[Bucket]:
     """Move the parameters of this rank's stages into buckets. Frozen ones only where weights are not always here."""
     is_layered = sharing.zero == 3 and sharing.layerwise
+    partial = owners.tensor.partial if owners.tensor is not None else frozenset()
 
-    def home_of(name: str, parameter: nn.Parameter, stages: frozenset[int]) -> Home:
-        tie = owners.find_tie(name)
+    def key_of(name: str, parameter: nn.Parameter, stages: frozenset[int]) -> BucketKey:
+        own = users.get(id(parameter), ())
+        tie = next((at for at, each in enumerate(owners.ties) if each.group.size > 1 and name in each.names), None)
         # Tied ranks have the same buckets, though their units differ.
         in_units = is_layered and (tie is None or owners.ties[tie].is_copy)
-        return Home(
+        return BucketKey(
             stages=stages,
-            unit=owners.find_unit(parameter) if in_units else None,
+            unit=own[0] if in_units and len(own) == 1 else None,
             tie=tie,
             replicas=owners.replicas_of(name),
             dtype=parameter.dtype,
             device=parameter.device,
             trains=parameter.requires_grad,
-            is_partial=name in owners.partial,
+            is_partial=name in partial,
         )
 
     wanted = {
-        stage: {
-            name: each for name, each in held.items() if each.requires_grad or sharing.zero == 3 or sharing.offloaded
+        number: {
+            name: each
+            for name, each in stage.parameters.items()
+            if each.requires_grad or sharing.zero == 3 or sharing.offloaded
         }
-        for stage, held in parameters.items()
+        for number, stage in held.stages.items()
     }
     pool = BufferPool()
     # Where nothing is sent each parameter is by itself, in the memory that it has.
     most_bytes = 1 if sharing.local else sharing.bucket_bytes
-    every = share_out(wanted, home_of, None if is_layered else most_bytes)
-    offloaded = _choose(every, owners, sharing.offloaded) if sharing.offloaded else []
+    every = _share_out(wanted, key_of, None if is_layered else most_bytes)
+    offloaded = _choose(every, users, sharing.offloaded) if sharing.offloaded else []
+    made = []
+    for number, members in enumerate(every):
+        shapes = [(name, each.shape) for name, each in members.parameters.items()]
+        spec = BucketSpec(
+            layout=FlatLayout.of(shapes, members.key.dtype, members.key.replicas.shard.size),
+            parameters=list(members.parameters.values()),
+            replicas=members.key.replicas,
+            exchange=exchange,
+            channel=number * CHANNELS_OF_A_BUCKET,
+            parameter_of=held.parameter_of,
+        )
+        made.append(_make(members.key, spec, sharing, pool, is_offloaded=members in offloaded))
+    return made
+
+
+def _share_out(
+    parameters: Mapping[int, Mapping[str, nn.Parameter]],
+    key_of: Callable[[str, nn.Parameter, frozenset[int]], BucketKey],
+    most_bytes: int | None,
+) -> list[_Members]:
+    """Put the parameters of each stage into buckets; `most_bytes` None puts all of a key into one.
+
+    The buckets of later stages come first, as their backwards do.
+    """
+    stages_of: dict[str, set[int]] = {}
+    found: dict[str, nn.Parameter] = {}
+    for stage in sorted(parameters, reverse=True):
+        for name, parameter in reversed(list(parameters[stage].items())):
+            stages_of.setdefault(name, set()).add(stage)
+            found.setdefault(name, parameter)
+    keys: dict[BucketKey, list[str]] = {}
+    for name, parameter in found.items():
+        keys.setdefault(key_of(name, parameter, frozenset(stages_of[name])), []).append(name)
     return [
-        _make(number, members, sharing, exchange, pool, parameter_of, is_offloaded=members in offloaded)
-        for number, members in enumerate(every)
+        _Members(key=key, parameters={name: found[name] for name in names})
+        for key, mine in keys.items()
+        for names in _cut(mine, [found[name].nbytes for name in mine], most_bytes)
     ]
 
 
-def _choose(every: Sequence[Members], owners: ParameterOwners, fraction: float) -> list[Members]:
+def _cut(names: Sequence[str], sizes: Sequence[int], most_bytes: int | None) -> list[list[str]]:
+    """Names in runs of about that many bytes, each of at least one."""
+    runs: list[list[str]] = [[]]
+    held = 0
+    for name, size in zip(names, sizes, strict=True):
+        if most_bytes is not None and runs[-1] and held + size > most_bytes:
+            runs.append([])
+            held = 0
+        runs[-1].append(name)
+        held += size
+    return runs
+
+
+def _choose(every: Sequence[_Members], users: Users, fraction: float) -> list[_Members]:
     """The buckets that live on the host. One of several units goes with the first of them."""
-    units: dict[str, list[Members]] = {users[0]: [] for users in owners.users.values()}
+    units: dict[str, list[_Members]] = {own[0]: [] for own in users.values()}
     for members in every:
-        if owners.can_offload(members):
-            first = min(members.parameters.values(), key=lambda each: list(owners.users).index(id(each)))
-            units[owners.users[id(first)][0]].append(members)
+        if members.can_offload(users):
+            first = min(members.parameters.values(), key=lambda each: list(users).index(id(each)))
+            units[users[id(first)][0]].append(members)
     return choose_fraction(units, fraction)
 
 
-def _make(
-    number: int,
-    members: Members,
-    sharing: ZeroConfig,
-    exchange: Exchange,
-    pool: BufferPool,
-    parameter_of: Callable[[str, int], nn.Parameter] | None,
-    *,
-    is_offloaded: bool,
-) -> Bucket:
-    home, parameters = members.home, list(members.parameters.values())
-    shapes = [(name, each.shape) for name, each in members.parameters.items()]
-    shard, channel = home.replicas.shard, number * CHANNELS_OF_A_BUCKET
-    layout = FlatLayout.of(shapes, home.dtype, shard.size)
+def _make(key: BucketKey, spec: BucketSpec, sharing: ZeroConfig, pool: BufferPool, *, is_offloaded: bool) -> Bucket:
     is_sharded = sharing.zero == 3
     kind = Weights if not is_offloaded else OffloadedShards if is_sharded else OffloadedWhole
-    weights = kind(layout, parameters, shard, exchange, channel, dtype=home.dtype, is_sharded=is_sharded)
-    gradients: WholeGradients | ScatteredGradients | LocalGradients | None = None
-    if home.trains and sharing.local and not is_offloaded:
-        gradients = LocalGradients(
-            layout, parameters, home.replicas, exchange, channel + 1, parameter_of=parameter_of
-        )  # fmt: skip
-    elif home.trains and sharing.scatters:
-        scattered = OffloadedScatteredGradients if is_offloaded else ScatteredGradients
-        gradients = scattered(layout, parameters, home.replicas, exchange, channel + 1, pool=pool)
-    elif home.trains:
-        whole = OffloadedWholeGradients if is_offloaded else WholeGradients
-        gradients = whole(
-            layout, parameters, home.replicas, exchange, channel + 1, to_all=sharing.zero == 0,
-            parameter_of=parameter_of,
-        )  # fmt: skip
+    weights = kind(spec, is_sharded=is_sharded)
+    gradients: AnyGradients | None = None
+    if key.trains and sharing.local and not is_offloaded:
+        gradients = LocalGradients(spec)
+    elif key.trains and sharing.scatters:
+        gradients = (OffloadedScatteredGradients if is_offloaded else ScatteredGradients)(spec, pool=pool)
+    elif key.trains:
+        gradients = (OffloadedWholeGradients if is_offloaded else WholeGradients)(spec, to_all=sharing.zero == 0)
     return Bucket(
-        home, layout, weights, gradients, updates_whole=sharing.zero == 0, updates_late=sharing.updates_late,
-        master=home.dtype in _HALVES and sharing.masters,
+        key, spec, weights, gradients, updates_whole=sharing.zero == 0, updates_late=sharing.updates_late,
+        master=key.dtype in _HALVES and sharing.masters,
     )  # fmt: skip

@@ -54,7 +54,8 @@ class HostGradients:
         """Have numbers added, on the device and beside the computation, to all that is there."""
         total = torch.empty_like(more)
         arrives = self.bring(total)
-        self._go(total, slice(0, len(total)), self._copies.run_beside(partial(self._add, total, more), [arrives]), more)
+        added = self._copies.run_after(partial(self._add, total, more), [*self._copies.computed(), arrives])
+        self._go(total, slice(0, len(total)), added, more)
 
     def is_read(self, events: Sequence[Event]) -> None:
         """It was used, once these events are reached: what goes there next comes after them."""
@@ -120,14 +121,14 @@ class OffloadedWholeGradients(WholeGradients):
         return self._lent
 
     def _take(self, number: int, parameter: nn.Parameter, step: int) -> None:
-        slot, had = self.layout.slots[number], self.used[number]
+        slot, had = self.layout.slots[number], self.used_in(0)[number]
         place = self.flat(step)[slot.start : slot.stop].view(slot.shape)
         if parameter.grad is None:
             if not had:
                 place.zero_()
         elif parameter.grad.data_ptr() != place.data_ptr():
             place.add_(parameter.grad) if had else place.copy_(parameter.grad)
-            self.used[number] = True
+            self.used_in(0)[number] = True
         parameter.grad = place
 
     def has_passed(self) -> bool:
@@ -152,9 +153,9 @@ class OffloadedWholeGradients(WholeGradients):
         self.wait()
         if self._lent is not None:
             lent, shard = self._let_go(), self.replicas.shard
-            own, length = lent.view(shard.size, -1)[shard.rank], self.layout.shard_length
+            length = self.layout.shard_length
             at = slice(0, len(lent)) if self._to_all else slice(shard.rank * length, (shard.rank + 1) * length)
-            self.host.send(lent[at], at, own)
+            self.host.send(lent[at], at, self._piece(lent))
 
     def hand_over(self, *, keeps: bool) -> None:
         """Have the sum here, to be updated with; `keeps`: it goes home too."""
@@ -175,7 +176,7 @@ class OffloadedWholeGradients(WholeGradients):
 
     @property
     def own(self) -> Tensor:
-        return self.whole.view(self.replicas.shard.size, -1)[self.replicas.shard.rank]
+        return self._piece(self.whole)
 
     @property
     def num_bytes(self) -> int:
@@ -217,7 +218,7 @@ class OffloadedScatteredGradients(ScatteredGradients):
         sums, self._sums = self._sums, ()
         for ticket, lent, is_first in sums:
             ticket.wait()
-            own = lent.view(self.replicas.shard.size, -1)[self.replicas.shard.rank].clone()
+            own = self._piece(lent).clone()
             self._pool.give_back(lent)
             self.host.send(own, slice(0, len(own)), own) if is_first else self.host.add(own)
 

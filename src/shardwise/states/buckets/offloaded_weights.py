@@ -27,9 +27,9 @@ from torch import Tensor
 from shardwise.dataflow.deferred_free import DeferredFree
 from shardwise.dataflow.streams import Event
 from shardwise.ranks.exchange import Ticket
-from shardwise.states.buckets.weights import Presence, Weights
+from shardwise.states.buckets.weights import Weights
 from shardwise.states.tiers.copy_streams import CopyStreams
-from shardwise.states.tiers.swapped_storage import HostStorage
+from shardwise.states.tiers.swapped_storage import HostStorage, Presence
 
 
 class Source(Enum):
@@ -52,7 +52,7 @@ class OffloadedWeights(Weights):
 
     def move_in(self, copies: CopyStreams, leaving: DeferredFree, master: Tensor | None) -> None:
         """Take the host's memory, and give back the device's; so of master weights."""
-        self._storage = HostStorage(self.shard if self.is_sharded else self._flat, copies, leaving)
+        self._storage = HostStorage(self.shard if self.is_sharded else self.whole, copies, leaving)
         self.master = None if master is None else HostStorage(master, copies, leaving)
 
     @property
@@ -131,7 +131,7 @@ class OffloadedWhole(OffloadedWeights):
     def _bring(self) -> Ticket:
         if self.others_source is Source.PEERS:
             self._bring_own(self._own)
-            return self._exchange.gather(self._flat, self.shard, self._group, self._channel, lends=True)
+            return self._exchange.gather(self.whole, self.shard, self._group, self._channel, lends=True)
         if self.own_source is Source.MASTER:
             self._bring_own(slice(0, self.layout.length))
         self.storage.start()
@@ -174,8 +174,8 @@ class OffloadedShards(OffloadedWeights):
 
     def _bring(self) -> Ticket:
         self._bring_own(slice(0, self.layout.shard_length))
-        self._flat.untyped_storage().resize_(self.whole_bytes)
-        return self._exchange.gather(self._flat, self.shard, self._group, self._channel, lends=True)
+        self.whole.untyped_storage().resize_(self.whole_bytes)
+        return self._exchange.gather(self.whole, self.shard, self._group, self._channel, lends=True)
 
     def _has_come(self) -> None:
         self.storage.leave()

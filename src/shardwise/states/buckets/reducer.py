@@ -18,7 +18,8 @@ from shardwise.schedule.instruction import Instruction, Kind
 from shardwise.schedule.schedule import Schedule
 from shardwise.states.buckets.bucket import Bucket
 
-_MAKES_GRADIENTS = (Kind.B, Kind.W)
+#: The computations that make gradients of weights.
+MAKES_GRADIENTS = (Kind.B, Kind.W)
 _BACKWARDS = (Kind.B, Kind.I, Kind.W)
 
 
@@ -48,14 +49,16 @@ class Reducer:
         last: dict[tuple[int, int], Instruction] = {}
         for instruction in order:
             for part in instruction.parts:
-                if part.kind in _MAKES_GRADIENTS:
+                if part.kind in MAKES_GRADIENTS:
                     last[part.stage, schedule.step_of(part.microbatch)] = part
         self._last = frozenset(last.values())
         reduces = [each.stage for each in order if each.kind is Kind.REDUCE and each.peer is None]
         # A bucket that several stages use is complete with the last of them.
         done = {stage: position for position, stage in enumerate(reduces)}
-        self._order = sorted(buckets, key=lambda bucket: max(done.get(stage, 0) for stage in bucket.home.stages))
+        self._order = sorted(buckets, key=lambda bucket: max(done.get(stage, 0) for stage in bucket.key.stages))
+        #: By bucket and step, the stages that have not said yet that their gradients are complete.
         self._left: dict[tuple[Bucket, int], set[int]] = {}
+        self._listens = listens
         self._queue: deque[Bucket] = deque()
         self._ready: set[Bucket] = set()
         #: Those whose sum has begun, in this step or, where each backward is summed, in this backward.
@@ -73,7 +76,8 @@ class Reducer:
 
     def begin_step(self) -> None:
         """Nothing has been summed yet."""
-        self._left.clear()
+        if self._listens:  # Else another step may be under way.
+            self._left.clear()
         self._ready.clear()
         self._started.clear()
         self._closing = None
@@ -81,9 +85,9 @@ class Reducer:
 
     def begin(self, instruction: Instruction) -> None:
         """A computation begins: if it makes gradients, these are awaited."""
-        if instruction.kind not in _MAKES_GRADIENTS:
+        if instruction.kind not in MAKES_GRADIENTS:
             return
-        mine = [bucket for bucket in self._buckets if instruction.stage in bucket.home.stages]
+        mine = [bucket for bucket in self._buckets if instruction.stage in bucket.key.stages]
         for bucket in mine:
             bucket.trained.expect()
         if not (self._scatters or instruction in self._last):
@@ -95,12 +99,12 @@ class Reducer:
 
     def end(self, instruction: Instruction) -> None:
         """A computation has ended: if its gradients are scattered, all are summed now."""
-        if self._scatters and instruction.kind in _MAKES_GRADIENTS:
+        if self._scatters and instruction.kind in MAKES_GRADIENTS:
             self._ready.update(self._queue)
             self._launch()
         elif not self._scatters and instruction.kind in _BACKWARDS and instruction not in self._last:
             for bucket in self._buckets:
-                if instruction.stage in bucket.home.stages:
+                if instruction.stage in bucket.key.stages:
                     self._on_pass(bucket)
         self._closing = None
 
@@ -110,13 +114,14 @@ class Reducer:
             return
         stage, step = instruction.stage, instruction.microbatch
         for bucket in self._order:
-            if stage in bucket.home.stages:
-                left = self._left.setdefault((bucket, step), set(bucket.home.stages))
+            if stage in bucket.key.stages:
+                left = self._left.setdefault((bucket, step), set(bucket.key.stages))
                 left.discard(stage)
-                if not left and not self._handles:
-                    self._start(bucket, step)
-                elif not left:
+                if not left and self._listens:
                     self._ready.add(bucket)
+                elif not left:
+                    del self._left[bucket, step]
+                    self._start(bucket, step)
         self._launch()
 
     def close(self) -> None:
@@ -131,7 +136,7 @@ class Reducer:
                 remedy="torch.utils.checkpoint with use_reentrant=False, or one replica and no offload",
             )
         is_full = bucket.trained.arrive(number)
-        if is_full and self._closing is not None and (self._scatters or len(bucket.home.stages) == 1):
+        if is_full and self._closing is not None and (self._scatters or len(bucket.key.stages) == 1):
             self._ready.add(bucket)
             self._launch()
         elif is_full and self._closing is None and not self._scatters:

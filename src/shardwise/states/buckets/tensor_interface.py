@@ -1,12 +1,11 @@
 """What data parallelism has to know of tensor parallelism: `sharding.tensor.sharding.Sharding` is one of these."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.ranks.exchange import Exchange
 from shardwise.states.buckets.bucket import Bucket
 
 
@@ -22,7 +21,7 @@ class Joining(Protocol):
     def local(self, name: str, whole: Tensor) -> Tensor: ...
 
 
-class TensorInterface(Protocol):
+class TensorInterface(Joining, Protocol):
     """How parameters lie on tensor parallel ranks."""
 
     @property
@@ -30,41 +29,17 @@ class TensorInterface(Protocol):
         """Parameters of whose gradients each rank has a part only."""
         ...
 
-    def of(self, name: str) -> Any:
-        """How one lies; its `shape` is that of the whole."""
-        ...
-
-    def gather(self, name: str, local: Tensor) -> Tensor: ...
-
-    def local(self, name: str, whole: Tensor) -> Tensor: ...
-
     def counted(self, name: str, local: Tensor) -> Tensor: ...
 
     def finish_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None: ...
 
 
-def counted_places(tensor: TensorInterface | None, name: str, shape: torch.Size) -> Tensor | None:
-    """The places of a parameter that this rank counts, where every number is counted once; None for all of them."""
-    if tensor is None:
-        return None
-    numbers = torch.arange(shape.numel()).view(shape)
-    kept = tensor.counted(name, numbers).reshape(-1)
-    return None if len(kept) == len(numbers.view(-1)) else kept
-
-
 @torch.no_grad()
-def sum_partial(
-    tensor: TensorInterface, buckets: list[Bucket], exchange: Exchange, channel_of: Callable[[Bucket], int]
-) -> None:
+def sum_partial(tensor: TensorInterface, buckets: list[Bucket]) -> None:
     """Sum the gradients of which each tensor parallel rank has a part. They are few and small: norms, key heads."""
     carriers: dict[str, nn.Parameter] = {}
-    wholes: list[Tensor] = []
-    for bucket in buckets:
-        whole = bucket.result
-        if not bucket.updates_whole:
-            whole = bucket.result.new_empty(bucket.layout.length)
-            exchange.gather(whole, bucket.result.clone(), bucket.sharing, channel_of(bucket)).wait()
-        wholes.append(whole)
+    wholes = [bucket.gather(bucket.result) for bucket in buckets]
+    for bucket, whole in zip(buckets, wholes, strict=True):
         for slot in bucket.layout.slots:
             place = whole[slot.start : slot.stop].view(slot.shape)
             carriers[slot.name] = nn.Parameter(torch.empty_like(place))

@@ -15,54 +15,34 @@ the memory that is taken and given back. So a backward finds its weights where i
 gathered again.
 """
 
-from enum import Enum
+from torch import Tensor
 
-import torch
-from torch import Tensor, nn
-
-from shardwise.ranks.collectives import Group
-from shardwise.ranks.exchange import Exchange, Ticket
-from shardwise.states.buckets.flat_layout import FlatLayout
-
-
-class Presence(Enum):
-    """Whether weights are there to be computed with: the table above."""
-
-    AWAY = "away"
-    COMING = "coming"
-    HERE = "here"
+from shardwise.ranks.exchange import Ticket
+from shardwise.states.buckets.flat_layout import BucketSpec
+from shardwise.states.tiers.swapped_storage import Presence
 
 
 class Weights:
     """The parameters of one bucket, which are made to look into its memory."""
 
-    def __init__(
-        self,
-        layout: FlatLayout,
-        parameters: list[nn.Parameter],
-        group: Group,
-        exchange: Exchange,
-        channel: int,
-        *,
-        dtype: torch.dtype,
-        is_sharded: bool,
-    ) -> None:
-        self.layout, self.parameters, self.is_sharded = layout, parameters, is_sharded
-        self._group, self._exchange, self._channel = group, exchange, channel
-        only = parameters[0].data
+    def __init__(self, spec: BucketSpec, *, is_sharded: bool) -> None:
+        self.layout, self.parameters, self.is_sharded = spec.layout, spec.parameters, is_sharded
+        self._group, self._exchange, self._channel = spec.replicas.shard, spec.exchange, spec.channel
+        layout, group, only = spec.layout, self._group, spec.parameters[0].data
         # One alone is a run of memory already, if it has all of its own.
-        is_own = only.is_contiguous() and only.untyped_storage().nbytes() == layout.length * dtype.itemsize
-        if len(parameters) == 1 and is_own and only.dtype is dtype:
-            self._flat = only.view(-1)
+        is_own = only.is_contiguous() and only.untyped_storage().nbytes() == layout.length * only.element_size()
+        if len(self.parameters) == 1 and is_own:
+            #: All of them, where they are here.
+            self.whole = only.view(-1)
         else:
-            self._flat = only.new_zeros(layout.length, dtype=dtype)
-            for slot, parameter in zip(layout.slots, parameters, strict=True):
-                place = self._flat[slot.start : slot.stop].view(slot.shape)
+            self.whole = only.new_zeros(layout.length)
+            for slot, parameter in zip(layout.slots, self.parameters, strict=True):
+                place = self.whole[slot.start : slot.stop].view(slot.shape)
                 place.copy_(parameter.data)
                 # Through `data`: what is written to the bucket must not count as written to the parameter, of which
                 # autograd may have saved the old numbers, to find the same ones there later.
                 parameter.data = place
-        own = self._flat.view(group.size, -1)[group.rank]
+        own = self.whole.view(group.size, -1)[group.rank]
         #: What this rank keeps, and its optimizer writes.
         self.shard: Tensor = own.clone() if is_sharded else own
         self.presence = Presence.HERE
@@ -73,22 +53,17 @@ class Weights:
     @property
     def num_bytes(self) -> int:
         """What they take now."""
-        whole = self._flat.untyped_storage().nbytes()
+        whole = self.whole.untyped_storage().nbytes()
         return whole + self.shard.untyped_storage().nbytes() if self.is_sharded else whole
-
-    @property
-    def whole(self) -> Tensor:
-        """All of them, where they are here."""
-        return self._flat
 
     @property
     def kept(self) -> Tensor:
         """What this rank keeps: all of them, or its shard."""
-        return self.shard if self.is_sharded else self._flat
+        return self.shard if self.is_sharded else self.whole
 
     @property
     def whole_bytes(self) -> int:
-        return self.layout.length * self._flat.element_size()
+        return self.layout.length * self.whole.element_size()
 
     def expire(self) -> None:
         """The shards have been written: what was gathered is no longer true."""
@@ -117,8 +92,8 @@ class Weights:
     def _bring(self) -> Ticket:
         """Begin to gather."""
         if self.is_sharded:
-            self._flat.untyped_storage().resize_(self.whole_bytes)
-        return self._exchange.gather(self._flat, self.shard, self._group, self._channel)
+            self.whole.untyped_storage().resize_(self.whole_bytes)
+        return self._exchange.gather(self.whole, self.shard, self._group, self._channel)
 
     def claim(self, holder: object) -> None:
         """Begin to gather, for `holder` and until it lets go."""
@@ -154,5 +129,5 @@ class Weights:
             return
         if self.presence is Presence.COMING:
             self.wait()
-        self._flat.untyped_storage().resize_(0)
+        self.whole.untyped_storage().resize_(0)
         self.presence = Presence.AWAY

@@ -8,18 +8,29 @@ whole weight and the optimizer's state for it, and pieces of the new weight come
 
 Under tensor parallelism a rank's whole is itself a piece, and of experts it has some; those are joined before the step,
 on every such rank alike.
+
+Where the ranks' pieces live on the host, the wholes live there too, each with its gradient on its owner's host. Pieces
+go to the owners and come back by way of the device, a few parameters at a time, so that it never holds more of them
+than that.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.dataflow.deferred_free import DeferredFree
+from shardwise.dataflow.streams import Event
 from shardwise.ranks.collectives import Group, start_all_to_all
 from shardwise.states.buckets.bucket import Bucket
 from shardwise.states.buckets.flat_layout import Slot, Span
 from shardwise.states.buckets.tensor_interface import Joining
+from shardwise.states.tiers.copy_streams import CopyStreams
+from shardwise.states.tiers.swapped_storage import HostStorage
+
+#: About so many bytes are exchanged at a time where pieces live on the host, and at least one parameter.
+EXCHANGED_BYTES = 256 * 2**20
 
 #: Gives some numbers of a bucket that this rank has, on the device.
 Read = Callable[[Bucket, Span], Tensor]
@@ -37,44 +48,62 @@ class Owners:
     """The parameters of some buckets that are shared out over one group."""
 
     def __init__(self, entries: Sequence[Owned], group: Group, costs: Sequence[int], joining: Joining | None) -> None:
-        self._group, self._joining = group, joining
+        self._entries, self._group, self._costs, self._joining = entries, group, costs, joining
         self._of = _share_out(entries, costs, group.size)
-        self._mine = self._of[group.rank]
         #: What each rank has of each parameter.
         self._spans = [_spans_by_slot((entry.bucket for entry in entries), rank) for rank in range(group.size)]
-        self.weights = [nn.Parameter(self._joined(entry, part)) for entry, part in self._to_owners(_weight, self._of)]
+        self._weight_of = {entry: nn.Parameter(whole) for entry, whole in self._wholes(_weight)}
 
     @property
-    def names(self) -> list[tuple[str, int]]:
-        """What the weights are called: all begin at their first number."""
-        return [(entry.slot.name, 0) for entry in self._mine]
+    def weights(self) -> list[nn.Parameter]:
+        """The wholes that this rank owns."""
+        return list(self._weight_of.values())
+
+    @property
+    def named(self) -> list[tuple[nn.Parameter, str, int]]:
+        """The weights, what they are called, and where they begin: all at their first number."""
+        return [(weight, entry.slot.name, 0) for entry, weight in self._weight_of.items()]
 
     @torch.no_grad()
     def refresh(self) -> None:
         """The ranks' pieces were changed from outside: take them over."""
-        for weight, (entry, part) in zip(self.weights, self._to_owners(_weight, self._of), strict=True):
-            weight.copy_(self._joined(entry, part))
+        for entry, whole in self._wholes(_weight):
+            self._weight_of[entry].copy_(whole)
 
     @torch.no_grad()
     def give(self, used: Callable[[Bucket], Sequence[bool]]) -> None:
         """Bring the gradients to the owners."""
-        for weight, (entry, part) in zip(self.weights, self._to_owners(_gradient, self._of), strict=True):
-            whole = self._joined(entry, part).to(weight.dtype)
-            weight.grad = whole if used(entry.bucket)[entry.number] else None
+        for entry, whole in self._wholes(_gradient):
+            weight = self._weight_of[entry]
+            weight.grad = whole.to(weight.dtype) if used(entry.bucket)[entry.number] else None
 
     @torch.no_grad()
     def take_back(self) -> None:
         """Bring the new weights to the ranks' pieces."""
-        wholes = [self._cut(entry, weight) for entry, weight in zip(self._mine, self.weights, strict=True)]
-        for weight in self.weights:
-            weight.grad = None
-        self._send_back(self._of, wholes)
+        for some in self._turns():
+            self._send_back(some, self._flattened(some[self._group.rank]))
+
+    def _turns(self) -> Iterator[list[list[Owned]]]:
+        """The parameters that are exchanged at a time, each by owner: all of them."""
+        yield self._of
+
+    def _wholes(self, read: Read) -> Iterator[tuple[Owned, Tensor]]:
+        """This rank's parameters, whole, on the device."""
+        for some in self._turns():
+            for entry, part in self._to_owners(read, some):
+                yield entry, self._joined(entry, part)
+
+    def _flattened(self, entries: Sequence[Owned]) -> list[Tensor]:
+        """This rank's part of new weights that it owns."""
+        for entry in entries:
+            self._weight_of[entry].grad = None
+        return [self._cut(entry, self._weight_of[entry]) for entry in entries]
 
     def _send_back(self, of: Sequence[Sequence[Owned]], wholes: Sequence[Tensor]) -> None:
         """Bring the parameters of some owners, of which this rank's are `wholes`, to the ranks' pieces."""
         size, rank = self._group.size, self._group.rank
         bucket = next(entry for entries in of for entry in entries).bucket
-        like = torch.empty(0, dtype=bucket.kept.dtype, device=bucket.home.device)
+        like = torch.empty(0, dtype=bucket.kept.dtype, device=bucket.key.device)
         sent = [[w[s.start : s.stop] for e, w in zip(of[rank], wholes, strict=True) for s in self._part(e, other)]
                 for other in range(size)]  # fmt: skip
         lengths = [sum(s.length for e in of[other] for s in self._part(e, rank)) for other in range(size)]
@@ -83,7 +112,7 @@ class Owners:
             at = 0
             for entry in of[other]:
                 for span in self._part(entry, rank):
-                    _weight(entry.bucket, span).copy_(arrived[other][at : at + span.length])
+                    entry.bucket.kept[span.at : span.at + span.length].copy_(arrived[other][at : at + span.length])
                     at += span.length
 
     def _to_owners(self, read: Read, of: Sequence[Sequence[Owned]]) -> list[tuple[Owned, Tensor]]:
@@ -122,6 +151,122 @@ class Owners:
         return local.detach().reshape(-1)
 
 
+class OwnedWeight:
+    """A whole weight that lives on its owner's host. It is an `OffloadedWeight`."""
+
+    #: Gradients are multiplied before they go to owners.
+    scale = 1.0
+    #: Wholes are made for updates alone: no backward has them.
+    hands_over_weight = hands_over_gradient = False
+    gradient_here = None
+    gradient: Tensor
+    storage: HostStorage
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        self.weight = weight
+        self.has_gradient = False
+        self.sent: list[Event] = []
+
+    def move_in(self, copies: CopyStreams, leaving: DeferredFree) -> None:
+        """Take the host's memory, and give back the device's."""
+        self.storage = HostStorage(self.weight.detach(), copies, leaving)
+        self.gradient = copies.pinned(self.weight.shape, self.weight.dtype)
+
+    @property
+    def host(self) -> Tensor:
+        return self.storage.host
+
+    @property
+    def weight_here(self) -> Tensor:
+        return self.storage.device
+
+    def hold(self) -> bool:
+        raise NotImplementedError("nothing is handed over")
+
+    def is_updated(self) -> None:
+        """Nothing waits for that."""
+
+    def is_renewed(self, events: Sequence[Event]) -> None:
+        self.storage.is_renewed(events)
+        # What goes there next comes after it was read.
+        self.sent = [*self.sent, *events]
+
+
+class OffloadedOwners(Owners):
+    """The parameters of some buckets that live on the host, and are shared out over one group."""
+
+    _copies: CopyStreams
+    _leaving: DeferredFree
+
+    def __init__(self, entries: Sequence[Owned], group: Group, costs: Sequence[int], joining: Joining | None) -> None:
+        super().__init__(entries, group, costs, joining)
+        self.offloaded = {weight: OwnedWeight(weight) for weight in self.weights}
+
+    @property
+    def num_bytes(self) -> int:
+        """What is on the host of the wholes, once they have moved in."""
+        return sum(2 * each.nbytes for each in self.weights)
+
+    def move_in(self, copies: CopyStreams, leaving: DeferredFree) -> None:
+        """Take the host's memory."""
+        self._copies, self._leaving = copies, leaving
+        for each in self.offloaded.values():
+            each.move_in(copies, leaving)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        for entry, whole in self._wholes(_weight):
+            offloaded = self.offloaded[self._weight_of[entry]]
+            offloaded.storage.wait()
+            offloaded.host.copy_(whole)
+
+    @torch.no_grad()
+    def give(self, used: Callable[[Bucket], Sequence[bool]]) -> None:
+        for entry, whole in self._wholes(_gradient):
+            offloaded = self.offloaded[self._weight_of[entry]]
+            offloaded.has_gradient = used(entry.bucket)[entry.number]
+            if offloaded.has_gradient:
+                numbers = whole.to(offloaded.weight.dtype).contiguous()
+                offloaded.sent = [self._copies.to_host(offloaded.gradient, numbers, offloaded.sent)]
+                self._leaving.hold(offloaded.sent[0], numbers)
+                self._leaving.sweep()
+
+    def close(self) -> None:
+        """Leave the wholes on the host for good."""
+        for each in self.offloaded.values():
+            each.storage.wait()
+            each.weight.data = each.host
+
+    def _flattened(self, entries: Sequence[Owned]) -> list[Tensor]:
+        mine = [(entry, self._weight_of[entry]) for entry in entries]
+        for _, weight in mine:
+            self.offloaded[weight].storage.start()
+        wholes = []
+        for entry, weight in mine:
+            storage = self.offloaded[weight].storage
+            storage.follow()
+            wholes.append(self._cut(entry, weight).clone())
+            storage.leave()
+        return wholes
+
+    def _turns(self) -> Iterator[list[list[Owned]]]:
+        """The parameters in turns of about so many bytes, each by owner."""
+        turn: list[Owned] = []
+        num_bytes = 0
+        for entry, cost in zip(self._entries, self._costs, strict=True):
+            size = cost * entry.bucket.key.dtype.itemsize
+            if turn and num_bytes + size > EXCHANGED_BYTES:
+                yield self._by_owner(turn)
+                turn, num_bytes = [], 0
+            turn.append(entry)
+            num_bytes += size
+        if turn:
+            yield self._by_owner(turn)
+
+    def _by_owner(self, some: Sequence[Owned]) -> list[list[Owned]]:
+        return [[entry for entry in mine if entry in some] for mine in self._of]
+
+
 def _share_out(entries: Sequence[Owned], costs: Sequence[int], num_ranks: int) -> list[list[Owned]]:
     """Give the next largest to whom has least so far; each rank's stay in their order."""
     owners: dict[int, int] = {}
@@ -142,8 +287,10 @@ def _spans_by_slot(buckets: Iterable[Bucket], rank: int) -> dict[Slot, list[Span
 
 
 def _weight(bucket: Bucket, span: Span) -> Tensor:
-    return bucket.kept[span.at : span.at + span.length]
+    return bucket.kept[span.at : span.at + span.length].to(bucket.key.device)
 
 
 def _gradient(bucket: Bucket, span: Span) -> Tensor:
-    return bucket.result[span.at : span.at + span.length]
+    """Multiplied, where it was not because it lives on the host."""
+    numbers = bucket.result[span.at : span.at + span.length]
+    return numbers.to(bucket.key.device, copy=True).mul_(bucket.factor) if bucket.is_offloaded else numbers

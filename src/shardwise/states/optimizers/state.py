@@ -7,11 +7,11 @@ It is the form of `torch.distributed.checkpoint.state_dict`. Groups with the sam
 found again by the name of a parameter, not by the place of its group.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.errors import ShardwiseError, unknown
@@ -22,22 +22,12 @@ States = Mapping[str, Mapping[str, Any]]
 Names = Mapping[Tensor, str]
 
 
-def states_of(optimizers: Iterable[Optimizer], names: Names) -> dict[str, dict[str, Any]]:
-    """What optimizers remember of whole parameters. Those that never had a gradient have nothing."""
-    return {
-        names[weight]: dict(state)
-        for optimizer in optimizers
-        for weight, state in optimizer.state.items()
-        if weight in names and state
-    }
-
-
 def groups_of(optimizers: Iterable[Optimizer], names: Names) -> list[dict[str, Any]]:
     """The settings, and the parameters that have them."""
-    found = []
-    for _, group, named in _named_groups(optimizers, names):
-        found.append({"params": list(dict.fromkeys(named)), **_settings(group)})
-    return found
+    return [
+        {"params": list(dict.fromkeys(named)), **_settings(group)}
+        for _, group, named in _named_groups(optimizers, names)
+    ]
 
 
 def joined_states(parts: Iterable[Mapping[str, Any]], order: Iterable[str]) -> dict[str, Any]:
@@ -122,25 +112,6 @@ def taken(state: Mapping[str, Any], weight: Tensor, optimizer: Optimizer, home: 
         return value.to(weight.device if counts_there else "cpu", copy=True)
 
     return {key: copied(each) for key, each in state.items()}
-
-
-@torch.no_grad()
-def load_whole(
-    optimizers: Sequence[Optimizer],
-    state: Mapping[str, Any],
-    parameters: Mapping[str, nn.Parameter],
-    home_of: Callable[[nn.Parameter], torch.device],
-) -> None:
-    """Take over what was remembered of whole parameters, by name: of these at least, and into these homes."""
-    check_shapes(state["state"], {name: each.shape for name, each in parameters.items()})
-    names: dict[Tensor, str] = {each: name for name, each in parameters.items()}
-    load_settings(optimizers, names, state["param_groups"])
-    for optimizer in optimizers:
-        for parameter in [each for group in optimizer.param_groups for each in group["params"]]:
-            optimizer.state.pop(parameter, None)
-            own = state["state"].get(names[parameter])
-            if own is not None:
-                optimizer.state[parameter] = taken(own, parameter, optimizer, home_of(parameter))
 
 
 def on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:

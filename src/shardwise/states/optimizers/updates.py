@@ -4,16 +4,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.ranks.collectives import Group
 from shardwise.states.buckets.bucket import Bucket
-from shardwise.states.buckets.tensor_interface import Joining
-from shardwise.states.optimizers.offloaded_owners import OffloadedOwners
-from shardwise.states.optimizers.owners import Owned, Owners
-from shardwise.states.parameter_group import Share, make_on_pieces, sort_out
-from shardwise.states.tiers.host_memory import number_bytes_of
+from shardwise.states.buckets.flat_layout import Slot
+from shardwise.states.buckets.make import ParameterOwners
+from shardwise.states.optimizers.owners import OffloadedOwners, Owned, Owners
+from shardwise.states.parameter_group import MakeOptimizer, Share, make_on_pieces, number_bytes_of, shares_of, sort_out
 from shardwise.states.tiers.host_states import HostStates
 
 
@@ -31,6 +31,20 @@ class Updated:
     is_joined: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Bytes on this rank. `optimizer` has its states, and the weights in full precision that it works on.
+
+    Of parameters that are trained, at 2 bytes each with Adam, that is 16 a parameter in all under zero=0 (2 + 2 + 12),
+    4 + 12/N under 1, 2 + 14/N under 2 and 16/N under 3 on N ranks. In full precision only it is 4 + 4 + 8: 16, then
+    8 + 8/N, 4 + 12/N and 16/N.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+
 class _Update:
     """The update of a bucket, beside what is computed. It is a `Ticket`: whoever waits computes after it."""
 
@@ -45,24 +59,21 @@ class _Update:
 class Updates:
     """The optimizers of this rank. A share that has nothing here has none.
 
-    `are_cut`: whether ranks hold pieces of parameters; of those `apart` they do anyway. `cost_of(name)` is how much
-    work a whole parameter is, the same on all ranks that have a piece of it.
+    `are_cut`: whether replicas hold pieces of parameters; tensor parallel ranks do in any case.
     """
 
     def __init__(
         self,
-        shares: Sequence[Share],
+        optimizer: MakeOptimizer | Sequence[Share],
         buckets: Sequence[Bucket],
+        owners: ParameterOwners,
         *,
         are_cut: bool,
-        cost_of: Callable[[str], int],
-        joining: Joining | None = None,
-        apart: Collection[str] = (),
     ) -> None:
         self._buckets = list(buckets)
         self.optimizers: list[Optimizer] = []
         self._owners: list[Owners] = []
-        self._cost_of, self._joining, self._apart = cost_of, joining, frozenset(apart)
+        self._joining, self._apart = owners.joining or owners.tensor, frozenset(owners.apart)
         #: What the optimizers have, and for each what tells the bytes that it keeps for a number.
         self.updated: list[Updated] = []
         self.number_bytes: dict[Optimizer, Callable[[], float]] = {}
@@ -73,9 +84,10 @@ class Updates:
             for bucket in self._buckets
             for slot, parameter in zip(bucket.layout.slots, bucket.weights.parameters, strict=True)
         }
+        shares = shares_of(optimizer)
         for share, names in zip(shares, sort_out(shares, parameters), strict=True):
             if names:
-                self._add(share, set(names), are_cut=are_cut)
+                self._add(share, set(names), are_cut=are_cut or owners.tensor is not None)
 
     def _add(self, share: Share, names: set[str], *, are_cut: bool) -> None:
         pieces = [piece for bucket in self._buckets for piece in bucket.pieces if piece.name in names]
@@ -84,8 +96,8 @@ class Updates:
         cut = names if are_cut else names & self._apart
         made = make_on_pieces(share, weights) if cut else share.make(weights)
         if made is not None:
-            self._note(made, weights, [(piece.name, piece.span.start) for piece in pieces], is_joined=False)
-            self.number_bytes[made] = partial(number_bytes_of, share.make, weights)
+            named = [(piece.weight, piece.name, piece.span.start) for piece in pieces]
+            self._note(share, made, named, is_joined=False)
             return
         if cut != names:
             self._add(share, names - cut, are_cut=False)
@@ -95,25 +107,29 @@ class Updates:
                 if slot.name in cut:
                     key = (bucket.sharing, bucket.is_offloaded)
                     by_group.setdefault(key, []).append(Owned(bucket, slot, number))
-        owned: list[nn.Parameter] = []
-        called: list[tuple[str, int]] = []
+        owned: list[tuple[nn.Parameter, str, int]] = []
         for (group, is_offloaded), entries in by_group.items():
-            costs = [self._cost_of(entry.slot.name) for entry in entries]
+            costs = [self._cost_of(entry.slot) for entry in entries]
             owners = (OffloadedOwners if is_offloaded else Owners)(entries, group, costs, self._joining)
             self._owners.append(owners)
-            owned += owners.weights
-            called += owners.names
+            owned += owners.named
         if owned:
-            self._note(share.make(owned), owned, called, is_joined=True)
-            self.number_bytes[self.optimizers[-1]] = partial(number_bytes_of, share.make, owned)
+            self._note(share, share.make([weight for weight, _, _ in owned]), owned, is_joined=True)
+
+    def _cost_of(self, slot: Slot) -> int:
+        """How much work a whole parameter is: the same on all ranks that have a piece of it."""
+        shape = slot.shape if self._joining is None else self._joining.of(slot.name).shape
+        return int(torch.Size(shape).numel())
 
     def _note(
-        self, made: Optimizer, weights: Sequence[nn.Parameter], called: Sequence[tuple[str, int]], *, is_joined: bool
+        self, share: Share, made: Optimizer, named: Sequence[tuple[nn.Parameter, str, int]], *, is_joined: bool
     ) -> None:
+        """An optimizer of weights, each with the parameter's name and where it begins in that."""
         self.optimizers.append(made)
+        self.number_bytes[made] = partial(number_bytes_of, share.make, [weight for weight, _, _ in named])
         self.updated += [
             Updated(name=name, start=start, weight=weight, optimizer=made, is_joined=is_joined)
-            for weight, (name, start) in zip(weights, called, strict=True)
+            for weight, name, start in named
         ]
 
     def step(self, used: Mapping[Bucket, list[bool]], done: Collection[Bucket] = ()) -> None:
@@ -155,7 +171,19 @@ class Updates:
         """What makes parameters whole of pieces that live on the host."""
         return [each for each in self._owners if isinstance(each, OffloadedOwners)]
 
-    @property
-    def owned(self) -> list[nn.Parameter]:
-        """Whole weights that this rank has on the device for its optimizers, beside its pieces."""
-        return [weight for each in self._owners if not isinstance(each, OffloadedOwners) for weight in each.weights]
+    def held(self, buckets: Sequence[Bucket]) -> Held:
+        """What this rank holds now, with all of its buckets."""
+        states = [
+            each for optimizer in self.optimizers for state in optimizer.state.values() for each in state.values()
+        ]
+        masters = [bucket.master for bucket in buckets if bucket.master is not None]
+        # Beside its pieces: of those that live on the host the wholes do too.
+        owned = [each for one in self._owners if not isinstance(one, OffloadedOwners) for each in one.weights]
+        return Held(
+            parameters=sum(bucket.weights.num_bytes for bucket in buckets),
+            gradients=sum(bucket.gradients.num_bytes for bucket in buckets if bucket.gradients is not None),
+            # A count of steps is one number and no state to speak of, but it is there.
+            optimizer=sum(each.nbytes for each in [*states, *owned] if isinstance(each, Tensor))
+            # They may live on the host.
+            + sum(each.untyped_storage().nbytes() for each in masters),
+        )

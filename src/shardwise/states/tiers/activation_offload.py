@@ -26,16 +26,18 @@ from shardwise.cluster.local import available_bytes
 from shardwise.cost.memory import DEFERRED_FREE_BYTES
 from shardwise.dataflow.deferred_free import DeferredFree
 from shardwise.dataflow.streams import Event
-from shardwise.planner.host_room import check_host_room
+from shardwise.planner.host_memory import check_host_memory
 from shardwise.planner.plan import Plan
 from shardwise.stages.activation_bytes import Kept
 from shardwise.states.tiers.copy_streams import CopyStreams
-from shardwise.torch_private import storage_id, version_of
+from shardwise.states.tiers.packing import storage_of
+from shardwise.torch_private import version_of
 
 #: Less than this is not worth a copy of its own.
 LEAST_BYTES = 1024
 
-#: Memory by its address in torch, and how often it was written to when it was saved.
+#: Memory, by what tells its storage from others also where it comes and goes (ZeRO 3), and how often it was written to
+#: when it was saved.
 _Key = tuple[int, int]
 
 
@@ -75,7 +77,7 @@ class _Frame:
     """One forward. Half on the host is every other byte, not the first half: so copies are spread over the forward."""
 
     def __init__(self, stays: Iterable[Tensor], kept: Kept | None) -> None:
-        self.stays = {_memory_of(each) for each in stays}
+        self.stays = {storage_of(each) for each in stays}
         self.kept = kept
         self.saved: list[weakref.ref[_Offloaded]] = []
         #: What was seen. While it is referred to, weakly, no other memory can have its address.
@@ -171,7 +173,7 @@ class ActivationOffload:
 
     def _find_away(self, frame: _Frame, tensor: Tensor) -> _Offloaded | None:
         """The memory of a tensor on the host, to which it may go just now; None if it stays."""
-        key = (_memory_of(tensor), version_of(tensor))
+        key = (storage_of(tensor), version_of(tensor))
         if key[0] in frame.stays or not self._may_go(tensor):
             return None
         if key in frame.known:
@@ -227,7 +229,7 @@ class ActivationOffload:
 
     def _check_host(self, num_bytes: int) -> None:
         free = available_bytes()
-        check_host_room(self._plan, self.num_bytes + num_bytes, num_ranks=1, available=self.num_bytes + free)
+        check_host_memory(self._plan, self.num_bytes + num_bytes, num_ranks=1, available=self.num_bytes + free)
 
     def _unpack(self, saved: "Tensor | _View") -> Tensor:
         if isinstance(saved, Tensor):
@@ -246,15 +248,16 @@ class ActivationOffload:
     def _bring_before(self, frame: _Frame, number: int) -> None:
         """Have come what a forward saved before the memory of this number, as far as the window goes.
 
-        What was saved before it is needed after it.
+        What was saved before it is needed after it. Where copies to the host are late, at the end of a forward, what
+        has not left has its part of the window. One comes ahead even then, or each would be waited for.
         """
-        ahead_bytes = 0
+        ahead_bytes, num_ahead = self._leaving.num_bytes, 0
         for each in reversed(frame.saved[:number]):
             other = each()
-            if ahead_bytes >= self._window_bytes:
+            if num_ahead and ahead_bytes >= self._window_bytes:
                 break
             if other is not None:
-                ahead_bytes += other.host.numel()
+                ahead_bytes, num_ahead = ahead_bytes + other.host.numel(), num_ahead + 1
                 self._bring(other)
 
     def _bring(self, away: _Offloaded) -> None:
@@ -265,8 +268,3 @@ class ActivationOffload:
             away.arrives = self._copies.to_device(away.here, away.host, [away.gone, *self._copies.computed()])
             self._brought.add(away)
             self.returned_bytes += away.host.numel()
-
-
-def _memory_of(tensor: Tensor) -> int:
-    """The address of the memory that a tensor looks into. It stays the same where memory comes and goes (ZeRO 3)."""
-    return int(storage_id(tensor.untyped_storage()))

@@ -1,14 +1,18 @@
-"""Chunks: what is staged and updated together, of the weights whose optimizer state is on the host."""
+"""Chunks: what is staged and updated together, of the weights whose optimizer state is on the host.
 
-from collections.abc import Collection, Iterator
+A chunk has some of what its optimizer has, or rows of it. So the optimizer steps on stand-ins in their place.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.states.parameter_group import ELEMENTWISE
 from shardwise.states.tiers.packing import ALIGNMENT
-from shardwise.states.tiers.partial_step import weights_of
 from shardwise.states.tiers.residency import WeightSlice
 
 #: A weight is not cut for the sake of less than this part of a chunk.
@@ -77,3 +81,56 @@ def _part_of(weight: nn.Parameter, start: int, left: int, most: int, *, can_cut:
     if start == num_rows:
         return None
     return WeightSlice(weight, slice(start, stop) if (start, stop) != (0, num_rows) else None)
+
+
+class Substitute(NamedTuple):
+    """What an optimizer steps on in place of a weight, or of some rows of it; and its state, if it has one yet."""
+
+    weight: nn.Parameter
+    stand_in: nn.Parameter
+    state: Mapping[str, Any]
+
+
+def step_on(optimizer: Optimizer, rate: float | None, substitutes: Sequence[Substitute]) -> list[dict[str, Any]]:
+    """Step on substitutes, each as its weight would be, with a learning rate if one is given; return their states."""
+    set_rate(optimizer, rate)
+    stand_ins: dict[nn.Parameter, list[nn.Parameter]] = {}
+    for weight, stand_in, state in substitutes:
+        stand_ins.setdefault(weight, []).append(stand_in)
+        if state:
+            optimizer.state[stand_in] = dict(state)
+    groups = [[one for each in group["params"] for one in stand_ins.get(each, ())] for group in optimizer.param_groups]
+    with only(optimizer, groups):
+        optimizer.step()
+    return [optimizer.state.pop(each.stand_in, {}) for each in substitutes]
+
+
+@contextmanager
+def only(optimizer: Optimizer, params: Sequence[list[nn.Parameter]]) -> Iterator[None]:
+    """An optimizer that has these alone, by group."""
+    before = [group["params"] for group in optimizer.param_groups]
+    try:
+        for group, mine in zip(optimizer.param_groups, params, strict=True):
+            group["params"] = mine
+        yield
+    finally:
+        for group, mine in zip(optimizer.param_groups, before, strict=True):
+            group["params"] = mine
+
+
+def weights_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    """What an optimizer has, in order."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def set_rate(optimizer: Optimizer, rate: float | None) -> None:
+    """Have an optimizer use a learning rate, if one is given."""
+    if rate is not None:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+
+
+def is_many(value: Any) -> bool:
+    """Whether an entry of a state has numbers of a weight. Counts of steps are one number, and may be anywhere."""
+    return isinstance(value, Tensor) and value.dim() > 0

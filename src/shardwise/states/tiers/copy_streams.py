@@ -8,7 +8,6 @@ on the host is kept apart and moved on a laptop as it is beside a GPU.
     to_device         host -> device            the given events
     to_host           device -> host            the given events and all that is computed by now
     to_host_after     device -> host            the given events
-    run_beside        in a stream of its own    the given events and all that is computed by now
     run_after         in a stream of its own    the given events
     follow            what is computed next     the given event
 
@@ -76,15 +75,11 @@ class CopyStreams:
         with self._lock:
             return [self._machine.mark(self._place)]
 
-    def run_beside(self, run: Callable[[], object], after: Sequence[Event]) -> list[Event]:
-        """Compute after some events and all that is computed by now, but beside what comes next; events behind it.
+    def run_after(self, run: Callable[[], object], after: Sequence[Event]) -> list[Event]:
+        """Compute after some events and nothing else that is put to compute; events behind it.
 
         Whatever it reads has to stay until then. The CPU computes at once.
         """
-        return self.run_after(run, [*self.computed(), *after])
-
-    def run_after(self, run: Callable[[], object], after: Sequence[Event]) -> list[Event]:
-        """Compute after some events and nothing else that is put to compute; events behind it."""
         if self._on_cpu:
             for event in after:
                 event.wait()

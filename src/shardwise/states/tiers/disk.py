@@ -1,4 +1,4 @@
-"""Blocks whose weights stay in files: safetensors, read into pinned memory ahead of their use.
+"""Blocks whose weights stay in files: safetensors, read into pinned memory ahead of their use; and gradients written.
 
     disk      [ 3 | 7 | 11 | ... ]        files of a checkpoint, or written here
     pinned    [ 3 ] [ 7 ] [ 11 ]          as many buffers as blocks are on their way
@@ -6,6 +6,13 @@
 
 Blocks are read one after the other, each by several threads at once, straight into its buffer; a buffer is written
 again when its copy to the device is done.
+
+    device    [ g ]
+    pinned        [ 0 ] [ 1 ] [ 2 ] [ 3 ]     in turn
+    mapped              [ gradients of the block ]
+
+Gradients go the other way. A GPU copies straight into mapped memory only while the host waits for it. So it copies into
+a buffer, which is written to again when a thread has emptied it.
 """
 
 import json
@@ -14,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,12 +34,12 @@ from shardwise.dataflow.machine import Machine
 from shardwise.dataflow.streams import Event, ThreadStream
 from shardwise.errors import ShardwiseError
 from shardwise.states.tiers.copy_streams import CopyStreams
-from shardwise.states.tiers.pinned_ring import PinnedRing
 from shardwise.states.tiers.streamed_block import StreamedBlock
 
 #: One thread asks a disk for so much at once, and so many threads ask.
 _PART_BYTES = 8 * 2**20
 _NUM_READERS = 8
+_NUM_WRITE_BUFFERS = 4
 
 
 class Record(NamedTuple):
@@ -41,10 +49,24 @@ class Record(NamedTuple):
     name: str
     start: int
     dtype: torch.dtype
+    shape: torch.Size
 
 
 #: For each parameter of a block that is on disk.
 Records = Mapping[nn.Parameter, Record]
+
+
+class PinnedBuffer:
+    """Pinned memory for one copy at a time, and events after which it may be written again."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.free: list[Event] = []
+
+
+def _pinned_ring(machine: Machine, count: int, num_bytes: int) -> Iterator[PinnedBuffer]:
+    """So many buffers, in turn. Whoever takes one says with `free` when it may be written again."""
+    return cycle([PinnedBuffer(machine.pinned((num_bytes,), torch.uint8)) for _ in range(count)])
 
 
 class DiskReader:
@@ -57,23 +79,23 @@ class DiskReader:
         # An error in it is the machine's: what is computed after it would be rubbish.
         self._stream = ThreadStream("weights from disk", machine.failures)
         self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="shardwise disk")
-        self._buffers = PinnedRing(machine.pinned, num_buffers, num_bytes)
+        self._buffers = _pinned_ring(machine, num_buffers, num_bytes)
 
     def fetch(self, block: StreamedBlock, copies: CopyStreams, after: Sequence[Event]) -> Event:
         """Have a block read, and copied to the device after some events."""
-        buffer = self._buffers.take()
+        buffer = next(self._buffers)
         memory = buffer.memory[: block.num_bytes]
-        read = self._stream.put(partial(self._read, block, memory), buffer.free, _blame)
+        read = self._stream.put(partial(self._read, block, memory), buffer.free, _blame_reading)
         arrives = copies.to_device(block.device, memory, [*after, read])
         buffer.free = [arrives]
         return arrives
 
     def weights(self, parameter: nn.Parameter) -> Tensor:
         """The weights of a parameter, mapped into memory as they lie in their file: read when they are used."""
-        path, name, _, _ = self._records[parameter]
-        if path not in self._maps:
-            self._maps[path] = safe_open(path, "pt")
-        found: Tensor = self._maps[path].get_tensor(name)
+        record = self._records[parameter]
+        if record.path not in self._maps:
+            self._maps[record.path] = safe_open(record.path, "pt")
+        found: Tensor = self._maps[record.path].get_tensor(record.name)
         return found
 
     def close(self) -> None:
@@ -106,6 +128,28 @@ class DiskReader:
         if path not in self._files:
             self._files[path] = os.open(path, os.O_RDONLY)
         return self._files[path]
+
+
+class DiskWriter:
+    """Copies gradients into memory of files. None is larger than `most_bytes`."""
+
+    def __init__(self, machine: Machine, most_bytes: int) -> None:
+        # An error in it is the machine's, as one in reading is.
+        self._stream = ThreadStream("gradients to disk", machine.failures)
+        self._buffers = _pinned_ring(machine, _NUM_WRITE_BUFFERS, most_bytes)
+
+    def write(self, target: Tensor, gradient: Tensor, copies: CopyStreams) -> tuple[Event, Event]:
+        """Have what is computed by now written; return when it has left the device, and when it has arrived."""
+        buffer = next(self._buffers)
+        staged = buffer.memory[: gradient.nbytes].view(gradient.dtype)
+        left = copies.to_host(staged, gradient, buffer.free)
+        arrived = self._stream.put(lambda: target.copy_(staged), [left], _blame_writing)
+        buffer.free = [arrived]
+        return left, arrived
+
+    def close(self) -> None:
+        """End the thread once it has written everything."""
+        self._stream.close()
 
 
 def _parts_of(file: int, first: int, memory: Tensor) -> Iterator[Callable[[], object]]:
@@ -141,9 +185,7 @@ def find_records(
     files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
     if not files:
         return _write(folder, blocks, names)
-    written: dict[str, Path] = {}
-    for path in files:
-        written.update(dict.fromkeys(_starts(path), path))
+    written = {name: record for path in files for name, record in _records_in(path).items()}
     wanted = [parameter for block in blocks for parameter in block]
     lacking = [names[each][0] for each in wanted if not any(name in written for name in names[each])]
     if lacking:
@@ -152,39 +194,28 @@ def find_records(
             f" {lacking[0]} for one",
             remedy="a folder that has all of them, or an empty one: then they are written into it",
         )
-    starts = {path: _starts(path) for path in set(written.values())}
-    return [{each: _checked(each, written, starts, names[each]) for each in block} for block in blocks]
+    found = {each: next(written[name] for name in names[each] if name in written) for each in wanted}
+    for parameter, record in found.items():
+        if record.shape != parameter.shape:
+            raise ShardwiseError(
+                f"{record.name} is {list(record.shape)} in {record.path} and {list(parameter.shape)} in the module",
+                remedy="the checkpoint of this very model",
+            )
+    return [{each: found[each] for each in block} for block in blocks]
 
 
-def _starts(path: Path) -> dict[str, int]:
-    """Where each tensor of a file begins: after 8 bytes with the length of a header, and the header."""
+def _records_in(path: Path) -> dict[str, Record]:
+    """Where each tensor of a file is: after 8 bytes with the length of a header, and the header."""
     try:
-        with safe_open(path, "pt"):  # Is it whole?
-            pass
+        with safe_open(path, "pt") as mapped:  # Is it whole? A tensor is a map of the file: nothing is read.
+            tensors = {name: mapped.get_tensor(name) for name in mapped.keys()}  # noqa: SIM118 - it is no dict
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
     except (SafetensorError, OSError) as error:
         raise ShardwiseError(f"{path} cannot be read: {error}", remedy="a whole file in its place") from error
-    return {name: 8 + length + each["data_offsets"][0] for name, each in header.items() if name != "__metadata__"}
-
-
-def _checked(
-    parameter: nn.Parameter,
-    written: Mapping[str, Path],
-    starts: Mapping[Path, Mapping[str, int]],
-    names: Sequence[str],
-) -> Record:
-    name = next(name for name in names if name in written)
-    path = written[name]
-    with safe_open(path, "pt") as file:
-        found = file.get_tensor(name)  # It is a map of the file: nothing is read.
-    if found.shape != parameter.shape:
-        raise ShardwiseError(
-            f"{name} is {list(found.shape)} in {path} and {list(parameter.shape)} in the module",
-            remedy="the checkpoint of this very model",
-        )
-    return Record(path, name, starts[path][name], found.dtype)
+    starts = {name: 8 + length + header[name]["data_offsets"][0] for name in tensors}
+    return {name: Record(path, name, starts[name], each.dtype, each.shape) for name, each in tensors.items()}
 
 
 def _write(
@@ -203,12 +234,16 @@ def _write(
             raise ShardwiseError(
                 f"a block's weights cannot be written to {path}: {error}", remedy="another folder, with room for them"
             ) from error
-        starts = _starts(path)
-        found.append({each: Record(path, names[each][0], starts[names[each][0]], each.dtype) for each in block})
+        records = _records_in(path)
+        found.append({each: records[names[each][0]] for each in block})
     return found
 
 
-def _blame(error: Exception) -> Exception:
+def _blame_reading(error: Exception) -> Exception:
     return ShardwiseError(
         f"weights could not be read from disk: {error}", remedy="the file back in its place, and the run again"
     )
+
+
+def _blame_writing(error: Exception) -> Exception:
+    return ShardwiseError(f"gradients could not be written to disk: {error}", remedy="a disk that can be written to")

@@ -23,11 +23,10 @@ from shardwise.cost.memory import NUM_SLOTS, SLOT_BYTES
 from shardwise.dataflow.streams import Event
 from shardwise.ranks.exchange import Ticket
 from shardwise.states.tiers.choose_offloaded import choose_last
-from shardwise.states.tiers.chunks import Chunk, plan_chunks
+from shardwise.states.tiers.chunks import Chunk, Substitute, is_many, only, plan_chunks, step_on, weights_of
 from shardwise.states.tiers.copy_streams import CopyStreams
 from shardwise.states.tiers.paced_prefetch import PacedStatePrefetch
 from shardwise.states.tiers.packing import Packing
-from shardwise.states.tiers.partial_step import Substitute, is_many, only, set_rate, step_on, weights_of
 from shardwise.states.tiers.residency import HostResidency, OffloadedWeight, Places, Residency, WeightSlice
 from shardwise.states.tiers.staging import StagingBuffers, spare_bytes
 from shardwise.states.tiers.state_prefetch import Incoming, StatePrefetch, Written
@@ -271,8 +270,7 @@ class HostStates:
             Substitute(part.weight, state.residency.stand_in(part, places), state.given(places))
             for state, (part, places) in zip(states, staged, strict=True)
         ]
-        set_rate(one.optimizer, one.rate)
-        found = step_on(one.optimizer, substitutes)
+        found = step_on(one.optimizer, one.rate, substitutes)
         for state, (part, places) in zip(states, staged, strict=True):
             state.residency.finish(part, places)
             weights += state.residency.outgoing(part, places)

@@ -44,7 +44,10 @@ class PacedStatePrefetch(StatePrefetch[R]):
 
     def wait(self) -> None:
         with self.lock:
-            self.lock.wait_for(lambda: self._is_over() or not (self._asked or self._are_leaving()))
+            left = self._items.values()
+            self.lock.wait_for(
+                lambda: self._is_over() or not (self._asked or any(each.state is State.LEAVING for each in left))
+            )
         super().wait()
 
     def close(self) -> None:
@@ -76,9 +79,6 @@ class PacedStatePrefetch(StatePrefetch[R]):
             return
         self._leaving.append((item, written))
         self.lock.notify_all()
-
-    def _are_leaving(self) -> bool:
-        return any(item.state is State.LEAVING for item in self._items.values())
 
     def _is_over(self) -> bool:
         return self._is_closed or self.error is not None

@@ -91,6 +91,8 @@ class Residency:
 
     #: Whether an update writes what is computed with.
     is_on_device = True
+    #: What the gradient is multiplied with, if it is not done yet.
+    _scale: float | None = None
 
     def __init__(self, weight: nn.Parameter) -> None:
         self.weight = weight
@@ -117,14 +119,18 @@ class Residency:
         """Have come what was not there before; events after which it is here."""
         return []
 
-    def stand_in(self, part: WeightSlice, places: Places) -> nn.Parameter:  # noqa: ARG002 - it is here
+    def stand_in(self, part: WeightSlice, places: Places) -> nn.Parameter:
         """What the optimizer sees of it, with its gradient. This runs where updates do."""
         gradient = self.gradient
         assert gradient is not None, "without a gradient nothing is updated"
-        found = nn.Parameter(part.of(self.weight.detach()))
-        found.grad = part.of(gradient)
+        found = nn.Parameter(self._numbers(part, places))
+        own = part.of(gradient).to(found.dtype)
+        found.grad = own if self._scale is None else own.mul(self._scale)
         _use_here(gradient)
         return found
+
+    def _numbers(self, part: WeightSlice, places: Places) -> Tensor:  # noqa: ARG002 - they are here
+        return part.of(self.weight.detach())
 
     def finish(self, part: WeightSlice, places: Places) -> None:
         """This part was updated, and this runs where that was."""
@@ -216,7 +222,6 @@ class HandedGradient(Residency):
         super().__init__(weight)
         self.parameter = parameter
         self._gradient: Tensor | None = None
-        self._scale: float | None = None
 
     def take(self, gradient: Tensor | None, scale: float | None) -> None:
         """Have the gradient of a step, if there is one, until it was used."""
@@ -226,19 +231,12 @@ class HandedGradient(Residency):
     def gradient(self) -> Tensor | None:
         return self._gradient
 
-    def stand_in(self, part: WeightSlice, places: Places) -> nn.Parameter:
-        assert self._gradient is not None, "without a gradient nothing is updated"
-        found = nn.Parameter(self._numbers(part, places))
-        gradient = part.of(self._gradient).to(found.dtype)
-        found.grad = gradient if self._scale is None else gradient.mul(self._scale)
-        _use_here(self._gradient)
-        return found
+    def _numbers(self, part: WeightSlice, places: Places) -> Tensor:
+        # As `data`: backwards of others go on beside the update, and autograd need not know of it.
+        return places.get(WEIGHT, part.of(self.weight.data))
 
     def end(self) -> None:
         self._gradient = None
-
-    def _numbers(self, part: WeightSlice, places: Places) -> Tensor:  # noqa: ARG002 - they are here
-        return part.of(self.weight.data)
 
 
 class MasterWeight(HandedGradient):
@@ -253,9 +251,6 @@ class MasterWeight(HandedGradient):
 
     def outgoing(self, part: WeightSlice, places: Places) -> list[tuple[Tensor, Tensor]]:
         return [(part.of(self.weight.data), places[WEIGHT])]
-
-    def _numbers(self, part: WeightSlice, places: Places) -> Tensor:  # noqa: ARG002 - they are staged
-        return places[WEIGHT]
 
 
 def _use_here(gradient: Tensor) -> None:

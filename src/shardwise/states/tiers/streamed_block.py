@@ -12,18 +12,56 @@ back it has memory again. So what autograd has kept of one in the forward is the
     pinned memory    views of it                 it
     scratch file     views of the mapped file    a buffer that the file is read into
     checkpoint       views of the mapped file    a buffer that the file is read into, in the module's own precision
+
+A scratch file has weights on disk that can be trained. It is reserved whole before it is used, and without a name:
+nothing is left of it.
+
+    file      [ weights | gradients ]
+    mapped      parameters  their grad         pages come and go as the kernel likes; what is written is written back
+    pinned    [ 3 ] [ 7 ] [ 11 ]              read ahead of their use, as blocks of a checkpoint are (`disk.py`)
+
+The parameters are the mapped memory, so that an optimizer updates them where they are, in the order of its own. What is
+read from the file is what was written to the mapping: they are the same pages.
 """
 
+import os
+import tempfile
+import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.dataflow.buffers import reserve_file
 from shardwise.errors import ShardwiseError
-from shardwise.states.tiers.disk_scratch import ScratchFile
 from shardwise.states.tiers.packing import Packed, Packing
 from shardwise.torch_private import parameter_slots, version_of
+from shardwise.units import format_bytes
+
+_PAGE_BYTES = 4096
+
+
+class ScratchFile:
+    """A file for the weights of one block and for their gradients."""
+
+    def __init__(self, folder: Path, num_bytes: int) -> None:
+        self._folder, self._num_bytes = folder, num_bytes
+        pages = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+        memory, self.file = _make_file(folder, 2 * pages)
+        weakref.finalize(self, os.close, self.file)
+        self.weights = memory[:num_bytes]
+        self._gradients: Tensor | None = memory[pages : pages + num_bytes]
+
+    def take_memory(self) -> Tensor:
+        """Memory for the gradients of the block. Those that are added to others take a file of their own."""
+        found, self._gradients = self._gradients, None
+        if found is not None:
+            return found
+        memory, file = _make_file(self._folder, self._num_bytes)
+        os.close(file)
+        return memory
 
 
 class BlockParameter(NamedTuple):
@@ -149,3 +187,28 @@ def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         parameter_slots(module)[name] = parameter
     else:
         setattr(module, name, parameter)  # It keeps lists of its weights, as recurrent layers do.
+
+
+def _make_file(folder: Path, num_bytes: int) -> tuple[Tensor, int]:
+    """A file of so many bytes as memory, and open. The mapping keeps it alive, its name is gone."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file, name = tempfile.mkstemp(prefix="shardwise-", suffix=".scratch", dir=folder)
+    except OSError as error:
+        raise _refused(folder, num_bytes, error) from error
+    try:
+        reserve_file(file, max(num_bytes, 1))
+        return torch.from_file(name, shared=True, size=num_bytes, dtype=torch.uint8), file
+    except (OSError, RuntimeError) as error:
+        os.close(file)
+        raise _refused(folder, num_bytes, error) from error
+    finally:
+        Path(name).unlink()
+
+
+def _refused(folder: Path, num_bytes: int, error: Exception) -> ShardwiseError:
+    return ShardwiseError(
+        f"{format_bytes(num_bytes)} for weights that are trained cannot be had in {folder}:"
+        f" {getattr(error, 'strerror', None) or error}",
+        remedy="a folder on a disk with room for what the host has none for, or a larger budget for the host",
+    )

@@ -18,7 +18,7 @@ from shardwise.dataflow.deferred_free import DeferredFree
 from shardwise.dataflow.machine import Machine
 from shardwise.dataflow.streams import Event
 from shardwise.states.tiers.copy_streams import CopyStreams
-from shardwise.states.tiers.disk_writer import DiskWriter
+from shardwise.states.tiers.disk import DiskWriter
 from shardwise.states.tiers.streamed_block import BlockParameter, StreamedBlock
 from shardwise.torch_private import accumulated_hooks, gradient_hooks
 

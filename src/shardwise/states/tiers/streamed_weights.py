@@ -13,6 +13,7 @@ for stays on disk, and is read in the same order (`disk.py`).
 """
 
 import threading
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -23,13 +24,12 @@ from torch import Tensor, nn
 from shardwise.dataflow.machine import Machine
 from shardwise.dataflow.streams import Event
 from shardwise.errors import ShardwiseError
+from shardwise.stages.split.outline import tensors_in
 from shardwise.states.tiers.copy_streams import CopyStreams, device_of
 from shardwise.states.tiers.disk import DiskReader, Records
-from shardwise.states.tiers.disk_scratch import ScratchFile
-from shardwise.states.tiers.outputs import tensors_in
-from shardwise.states.tiers.streamed_block import StreamedBlock, num_bytes_of
+from shardwise.states.tiers.streamed_block import ScratchFile, StreamedBlock, num_bytes_of
 from shardwise.states.tiers.streamed_gradients import StreamedGradients
-from shardwise.states.tiers.swapped_storage import SourcedStorage, Swap
+from shardwise.states.tiers.swapped_storage import Presence, SourcedStorage
 from shardwise.torch_private import backward_id, call_after_backward, without_torch_function
 
 #: Blocks on the device at once: one is computed, the others are on their way. More take room and bring nothing.
@@ -68,11 +68,13 @@ class StreamedWeights:
         places = [place] * len(blocks) if isinstance(place, str) else place
         by_place = {name: CopyStreams(device_of(name), machine, name) for name in places}
         self._copies = [by_place[name] for name in places]
-        own = own_parameters(blocks, stays)
-        self._blocks = [
-            self._take(block, own[number], number, scratches.get(number), is_kept=number not in on_disk)
-            for number, block in enumerate(blocks)
-        ]
+        self._blocks: list[StreamedBlock] = []
+        for number, (module, own) in enumerate(zip(blocks, own_parameters(blocks, stays), strict=True)):
+            with torch.inference_mode(False):  # It may be trained later.
+                source: Tensor | ScratchFile | None = scratches.get(number)
+                if source is None and number not in on_disk:
+                    source = machine.pinned((num_bytes_of(own),), torch.uint8)
+                self._blocks.append(StreamedBlock(module, own, source, self._copies[number].device))
         self._storages = [
             SourcedStorage(block.device, copies, partial(self._fetch, number))
             for number, (block, copies) in enumerate(zip(self._blocks, self._copies, strict=True))
@@ -81,8 +83,9 @@ class StreamedWeights:
         if on_disk or scratches:
             largest = max((block.num_bytes for block in self._blocks if block.is_on_disk), default=0)
             self._reader = DiskReader(list(on_disk.values()), largest, self._num_ahead, machine)
-            for number in on_disk:
-                _map(self._blocks[number], self._reader)
+            for parameter in [each for number in on_disk for each in self._blocks[number].parameters]:
+                # It looks into its file, in the file's own precision, and takes no memory.
+                parameter.data = self._reader.weights(parameter)
         self._versions_on_disk = {number: self._blocks[number].version for number in on_disk}
         #: What the weights were when they last came, and when autograd last saw them in a forward.
         self._versions_here: dict[int, int] = {}
@@ -93,7 +96,12 @@ class StreamedWeights:
         for block, copies in zip(self._blocks, self._copies, strict=True):
             self._gradients.watch(block, copies)
         self._backwards: set[int] = set()  # Passes of autograd that are under way: one may run inside of another.
-        self._hooks = [hook for number, block in enumerate(blocks) for hook in self._hook(number, block)]
+        self._hooks: list[Any] = []
+        for number, module in enumerate(blocks):
+            self._hooks += [
+                module.register_forward_pre_hook(partial(self._before_forward, number)),
+                module.register_forward_hook(partial(self._after_forward, number), always_call=True),
+            ]
 
     @property
     def host_bytes(self) -> int:
@@ -109,10 +117,7 @@ class StreamedWeights:
     def device_bytes(self) -> int:
         """The most weights that are on devices at once. In a backward there may be as many gradients."""
         sizes = [block.num_bytes for block in self._blocks]
-        return max(
-            (sum((sizes + sizes)[at : at + self._num_ahead]) for at in range(len(sizes))),
-            default=0,
-        )
+        return max((sum((sizes + sizes)[at : at + self._num_ahead]) for at in range(len(sizes))), default=0)
 
     @property
     def swapped(self) -> list[Tensor]:
@@ -140,31 +145,10 @@ class StreamedWeights:
                 member.parameter.data = member.parameter.data.to(member.packed.dtype)
             self._reader.close()
 
-    def _take(
-        self,
-        block: nn.Module,
-        parameters: list[nn.Parameter],
-        number: int,
-        scratch: ScratchFile | None,
-        *,
-        is_kept: bool,
-    ) -> StreamedBlock:
-        with torch.inference_mode(False):  # It may be trained later.
-            source: Tensor | ScratchFile | None = scratch
-            if scratch is None and is_kept:
-                source = self._machine.pinned((num_bytes_of(parameters),), torch.uint8)
-            return StreamedBlock(block, parameters, source, self._copies[number].device)
-
-    def _hook(self, number: int, block: nn.Module) -> list[Any]:
-        return [
-            block.register_forward_pre_hook(partial(self._before_forward, number)),
-            block.register_forward_hook(partial(self._after_forward, number), always_call=True),
-        ]
-
     def _before_forward(self, number: int, *_: object) -> None:
         # Not as torch functions: where a placed module's tensors meet, a copy between devices would be one on a device.
         with without_torch_function():
-            if is_in_backward():  # It is computed once more, for what it has not kept.
+            if backward_id() != -1:  # In a backward of this thread: it is computed once more, for what it has not kept.
                 self._note_backward()
                 self._want(number, self._downward(number))
             else:
@@ -221,7 +205,7 @@ class StreamedWeights:
         keep = list(window)
         with self._one_at_a_time:
             for other, storage in enumerate(self._storages):
-                if storage.state is not Swap.AWAY and (other not in keep or self._is_old(other)):
+                if storage.state is not Presence.AWAY and (other not in keep or self._is_old(other)):
                     storage.leave()
             for each in keep:
                 self._storages[each].start()
@@ -251,17 +235,6 @@ class StreamedWeights:
         return self._reader.fetch(block, copies, after)
 
 
-def _map(block: StreamedBlock, reader: DiskReader) -> None:
-    """Let the parameters of a block on disk look into its files, in the files' own precision, and take no memory."""
-    for parameter in block.parameters:
-        parameter.data = reader.weights(parameter)
-
-
-def is_in_backward() -> bool:
-    """Whether autograd is at work in this thread."""
-    return backward_id() != -1
-
-
 def own_parameters(blocks: Sequence[nn.Module], stays: Collection[nn.Parameter]) -> list[list[nn.Parameter]]:
     """The parameters of each block, but for those that stay."""
     kept = set(stays)
@@ -271,13 +244,7 @@ def own_parameters(blocks: Sequence[nn.Module], stays: Collection[nn.Parameter])
 def shared_parameters(module: nn.Module, blocks: Sequence[nn.Module]) -> set[nn.Parameter]:
     """Parameters of blocks that somebody else has too, another block or what is in none: an embedding that a block
     is tied to, say."""
-    owners: dict[nn.Parameter, int] = {}
     inside = {each for block in blocks for each in block.modules()}
-    for block in blocks:
-        for parameter in block.parameters():
-            owners[parameter] = owners.get(parameter, 0) + 1
-    for each in module.modules():
-        for one in each.parameters(recurse=False) if each not in inside else ():
-            owners[one] = owners.get(one, 0) + 1
-    mine = {parameter for block in blocks for parameter in block.parameters()}
-    return {parameter for parameter in mine if owners[parameter] > 1}
+    mine = Counter(parameter for block in blocks for parameter in block.parameters())
+    others = {one for each in module.modules() if each not in inside for one in each.parameters(recurse=False)}
+    return {parameter for parameter, count in mine.items() if count > 1 or parameter in others}

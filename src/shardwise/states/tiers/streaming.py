@@ -11,8 +11,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.states.tiers.choose_offloaded import choose_for_room, choose_offloaded
 from shardwise.states.tiers.copy_streams import device_of
 from shardwise.states.tiers.disk import Records, find_records
-from shardwise.states.tiers.disk_scratch import ScratchFile
-from shardwise.states.tiers.streamed_block import num_bytes_of
+from shardwise.states.tiers.streamed_block import ScratchFile, num_bytes_of
 from shardwise.states.tiers.streamed_weights import NUM_AHEAD, StreamedWeights, own_parameters, shared_parameters
 from shardwise.torch_private import buffer_slots
 from shardwise.units import format_bytes
@@ -37,13 +36,14 @@ def stream(
     `scratch`, with its gradients. Returns None if everything fits.
     """
     stays = shared_parameters(module, blocks)
-    sizes = [num_bytes_of(own) for own in own_parameters(blocks, stays)]
+    every = own_parameters(blocks, stays)
+    sizes = [num_bytes_of(own) for own in every]
     on_host = list(range(len(blocks)))
     if room_bytes is not None:
-        rest = sum(each.nbytes for each in module.parameters()) - _weight_bytes(blocks, stays)
+        rest = sum(each.nbytes for each in module.parameters()) - sum(each.nbytes for own in every for each in own)
         on_host = _choose(rest, sizes, room_bytes, place)
     streamed = [blocks[number] for number in on_host]
-    own = own_parameters(streamed, stays)
+    own = [every[number] for number in on_host]
     held = {each for mine in own for each in mine}
     records, scratches = {}, {}
     if scratch is None:
@@ -93,11 +93,6 @@ def find_on_disk(
 def make_scratches(chosen: Iterable[int], sizes: Sequence[int], folder: Path | str) -> dict[int, ScratchFile]:
     """Files for blocks that are trained on disk: all of them before anything moves, so that a full disk says so."""
     return {number: ScratchFile(Path(folder), sizes[number]) for number in chosen}
-
-
-def _weight_bytes(blocks: Sequence[nn.Module], stays: Collection[nn.Parameter]) -> int:
-    """What the blocks' own parameters take, without padding between them."""
-    return sum(each.nbytes for own in own_parameters(blocks, stays) for each in own)
 
 
 def _choose(rest: int, sizes: Sequence[int], room_bytes: int, place: str) -> list[int]:

@@ -29,8 +29,9 @@ from shardwise.states.tiers.copy_streams import CopyStreams
 Fetch = Callable[[Sequence[Event]], Event]
 
 
-class Swap(Enum):
-    """Where the numbers of a storage are: the table above."""
+class Presence(Enum):
+    """Where numbers are: the table above. Of the weights of a bucket, which never leave by themselves, that of
+    `buckets/weights.py`."""
 
     AWAY = "away"
     COMING = "coming"
@@ -44,16 +45,16 @@ class SwappedStorage:
     def __init__(self, device: Tensor, copies: CopyStreams) -> None:
         self.device, self._copies = device, copies
         self._num_bytes = device.nbytes
-        self.state = Swap.AWAY
+        self.state = Presence.AWAY
         self._arrives: Event | None = None
         self._give_memory()
 
     def reserve(self) -> None:
         """Have memory on the device, for numbers that come from elsewhere."""
-        if self.state is Swap.AWAY:
+        if self.state is Presence.AWAY:
             self._take_memory()
-            self.state = Swap.HERE
-        elif self.state is Swap.LEAVING:
+            self.state = Presence.HERE
+        elif self.state is Presence.LEAVING:
             self._take_back()
 
     def start(self) -> None:
@@ -65,17 +66,17 @@ class SwappedStorage:
         raise NotImplementedError
 
     def _start(self, fetch: Fetch) -> None:
-        if self.state is Swap.LEAVING:
+        if self.state is Presence.LEAVING:
             self._take_back()
-        elif self.state is Swap.AWAY:
+        elif self.state is Presence.AWAY:
             self._take_memory()
             # The memory was somebody else's until all that is computed by now is.
             self._arrives = fetch(self._copies.computed())
-            self.state = Swap.COMING
+            self.state = Presence.COMING
 
     def _take_back(self) -> None:
         """LEAVING to HERE."""
-        self.state = Swap.HERE
+        self.state = Presence.HERE
 
     def _take_memory(self) -> None:
         self.device.untyped_storage().resize_(self._num_bytes)
@@ -88,16 +89,16 @@ class SwappedStorage:
         self.start()
         if self._arrives is not None:
             self._copies.follow(self._arrives)
-        self._arrives, self.state = None, Swap.HERE
+        self._arrives, self.state = None, Presence.HERE
 
     def leave(self) -> None:
         """Nobody needs it."""
-        if self.state in (Swap.AWAY, Swap.LEAVING):
+        if self.state in (Presence.AWAY, Presence.LEAVING):
             return
         # Memory is used again in the order of what is computed: that has to come after the copy into it.
         self.follow()
         self._give_memory()
-        self.state = Swap.AWAY
+        self.state = Presence.AWAY
 
 
 class SourcedStorage(SwappedStorage):
@@ -139,10 +140,10 @@ class HostStorage(SwappedStorage):
         self._written += events
 
     def leave(self) -> None:
-        if not self._written or self.state is not Swap.HERE:
+        if not self._written or self.state is not Presence.HERE:
             super().leave()
             return
-        self.state = Swap.LEAVING
+        self.state = Presence.LEAVING
         self._num_left += 1
         self._going, self._written = self._written, []
         self._renewed += self._going
@@ -159,9 +160,9 @@ class HostStorage(SwappedStorage):
 
     def _has_left(self, number: int) -> None:
         """All that was written is at home, of the leaving of this number: it may have been taken back since."""
-        if self.state is Swap.LEAVING and number == self._num_left:
+        if self.state is Presence.LEAVING and number == self._num_left:
             self._give_memory()
-            self.state = Swap.AWAY
+            self.state = Presence.AWAY
 
     def is_renewed(self, events: Sequence[Event]) -> None:
         """The numbers on the host are new once these events are reached; what is here is old."""

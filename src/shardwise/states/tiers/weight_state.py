@@ -1,16 +1,15 @@
 """The optimizer state of one weight on the host, and how far a step is with it.
 
-    state       an optimizer has for the weight       left by
-    EMPTY       nothing yet                           its first part is updated: PARTLY
-    WHOLE       all entries, on the host              a part is updated: PARTLY, or WHOLE if it is the only one
-    PARTLY      the entries of the step before        the last of its parts is updated: WHOLE
+    state     an optimizer has for the weight     left by
+    empty     nothing yet                         its first part is updated: partly
+    whole     all entries, on the host            a part is updated: partly, or whole if it is the only one
+    partly    the entries of the step before      the last of its parts is updated: whole
 
 A large weight is updated some rows at a time, in several chunks. Its parts all begin with the same count of steps, so
 the optimizer is told of new entries only when all of them were updated.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from enum import Enum
 from typing import Any
 
 import torch
@@ -18,19 +17,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.dataflow.streams import Event
-from shardwise.states.tiers.chunks import Chunk
+from shardwise.states.tiers.chunks import Chunk, is_many
 from shardwise.states.tiers.copy_streams import CopyStreams
 from shardwise.states.tiers.packing import Packing
-from shardwise.states.tiers.partial_step import is_many
 from shardwise.states.tiers.residency import Places, Residency, WeightSlice
-
-
-class Progress(Enum):
-    """How far a step is with a weight: the table above."""
-
-    EMPTY = "empty"
-    WHOLE = "whole"
-    PARTLY = "partly"
 
 
 class WeightState:
@@ -45,12 +35,6 @@ class WeightState:
         self.renewed: list[Event] = []
         self._num_updated = 0
         self._new: dict[str, Any] = {}
-
-    @property
-    def progress(self) -> Progress:
-        if self._num_updated:
-            return Progress.PARTLY
-        return Progress.WHOLE if self.optimizer.state.get(self.weight) else Progress.EMPTY
 
     @property
     def is_whole(self) -> bool:

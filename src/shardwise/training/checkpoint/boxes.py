@@ -62,23 +62,17 @@ def run_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
         yield Box((), ())
         return
     inner = prod(shape[1:])
-    first, last = start // inner, (stop - 1) // inner
-    head = start - first * inner
-    tail = stop - last * inner
-    if first == last and (head or tail < inner):
-        for box in run_boxes(shape[1:], head, tail):
-            yield Box((first, *box.start), (1, *box.size))
-        return
-    if head:
-        for box in run_boxes(shape[1:], head, inner):
-            yield Box((first, *box.start), (1, *box.size))
-        first += 1
-    end = last + 1 if tail == inner else last
-    if end > first:
-        yield Box((first, *(0 for _ in shape[1:])), (end - first, *shape[1:]))
-    if tail < inner:
-        for box in run_boxes(shape[1:], 0, tail):
-            yield Box((last, *box.start), (1, *box.size))
+    first, last = -(-start // inner), stop // inner  # The rows from `first` to before `last` are whole.
+
+    def within(row: int, begin: int, end: int) -> Iterator[Box]:
+        for box in run_boxes(shape[1:], begin - row * inner, end - row * inner):
+            yield Box((row, *box.start), (1, *box.size))
+
+    yield from within(first - 1, start, min(first * inner, stop))
+    if first < last:
+        yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+    if first <= last:
+        yield from within(last, last * inner, stop)
 
 
 def placed(local: Box, numbers: Tensor, places: Sequence[Places]) -> Iterator[tuple[Box, Tensor]]:

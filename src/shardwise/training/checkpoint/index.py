@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, os_errors_as
 from shardwise.training.checkpoint.boxes import Box
 
 FORMAT = "shardwise checkpoint 1"
@@ -63,8 +63,13 @@ class Index:
 
 def checksum_of(numbers: Tensor) -> int:
     """CRC-32 of the bytes of a tensor on the CPU."""
+    return zlib.crc32(bytes_of(numbers))
+
+
+def bytes_of(numbers: Tensor) -> Any:
+    """Those of a tensor on the CPU; copied only if it has gaps."""
     flat = numbers.detach().contiguous().view(-1)
-    return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
+    return flat.view(torch.uint8).numpy().data if flat.numel() else b""
 
 
 def folder_of(root: Path, step: int) -> Path:
@@ -141,14 +146,10 @@ def without(folder: Path) -> str:
 
 def read_index(folder: Path) -> Index:
     """The index of a checkpoint."""
-    path = folder / INDEX
+    path, like = folder / INDEX, "a folder like runs/NAME/checkpoints/step-00000100"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ShardwiseError(
-            f"{folder} is no checkpoint: {path.name} cannot be read: {error.strerror}",
-            remedy="a folder like runs/NAME/checkpoints/step-00000100",
-        ) from None
+        with os_errors_as(f"{folder} is no checkpoint: {path.name} cannot be read", remedy=like):
+            content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ShardwiseError(f"{path} is damaged: {error}", remedy=without(folder)) from None
     said = content.get("format") if isinstance(content, dict) else None

@@ -7,6 +7,7 @@ gathered for either. Weights are those that the optimizer updates, in its precis
     layers.0.mlp.up_proj.weight                    a parameter, or a buffer that the module saves
     optimizer/exp_avg/layers.0.mlp.up_proj.weight  what the optimizer remembers of each number of it
     optimizer/step/layers.0.mlp.up_proj.weight     and of all of them together
+    random/cpu/0                                   the state of rank 0's random numbers
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,9 +20,10 @@ from torch.optim import Optimizer
 
 from shardwise.engine.engine import Engine
 from shardwise.sharding.tensor.shards import places as places_of_runs
-from shardwise.training.checkpoint.boxes import Box, Places, all_places, views
+from shardwise.training.checkpoint.boxes import Box, Places, all_places, views, whole_box
+from shardwise.training.world import World
 
-OPTIMIZER = "optimizer/"
+OPTIMIZER, RANDOM = "optimizer/", "random/"
 
 
 class Part(NamedTuple):
@@ -31,6 +33,12 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
     box: Box
     numbers: Tensor
+
+
+def whole_part(entry: str, numbers: Tensor) -> Part:
+    """A tensor that no rank has but in one piece."""
+    shape = tuple(numbers.shape)
+    return Part(entry, shape, whole_box(shape), numbers)
 
 
 class Updated(NamedTuple):
@@ -58,10 +66,6 @@ class Held:
     def __init__(self, engine: Engine, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._engine, self.shapes = engine, shapes
 
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        return list(self._engine.optimizers)
-
     def home_of(self, weight: nn.Parameter) -> torch.device:
         """Where the state of a weight lives."""
         return self._engine.home_of(weight)
@@ -70,7 +74,7 @@ class Held:
         """Parameters and saved buffers."""
         engine, data = self._engine, self._engine.states.data
         in_buckets = {slot.name for bucket in data.buckets for slot in bucket.layout.slots}
-        for name, shape, start, numbers in data.pieces():
+        for name, shape, start, numbers in data.wholes.pieces():
             yield from self._parts(name, numbers, tuple(shape), start)
         for name, held in engine.parameters.items():
             if name not in in_buckets:
@@ -82,8 +86,8 @@ class Held:
     def updated(self) -> Iterator[Updated]:
         """The weights that optimizers have."""
         data = self._engine.states.data
-        for each in data.updated:
-            local = tuple(each.weight.shape if each.is_joined else data.shape_of(each.name))
+        for each in data.updates.updated:
+            local = tuple(each.weight.shape if each.is_joined else data.wholes.shape_of(each.name))
             places = self._places(each.name, joined=each.is_joined)
             yield Updated(each.name, self.shapes[each.name], local, each.start, places, each.weight, each.optimizer)
 
@@ -95,8 +99,7 @@ class Held:
                 if number.shape == each.weight.shape and number.dim():
                     yield from each.parts(key, number)
                 else:
-                    shape = tuple(number.shape)
-                    yield Part(f"{OPTIMIZER}{key}/{each.name}", shape, Box((0,) * len(shape), shape), number)
+                    yield whole_part(f"{OPTIMIZER}{key}/{each.name}", number)
 
     def settle(self) -> None:
         """Finish what is under way, before parts are read."""
@@ -125,6 +128,14 @@ class Held:
             mine = experts.layers[experts.parameters[name]].placement.ranks[experts.group.rank]
             places[0] = places[0][np.array(mine, dtype=np.int64)]
         return places
+
+
+def random_parts(world: World) -> list[Part]:
+    """The states of this rank's random numbers."""
+    parts = [whole_part(f"{RANDOM}cpu/{world.rank}", torch.get_rng_state())]
+    if world.device.type == "cuda":
+        parts.append(whole_part(f"{RANDOM}cuda/{world.rank}", torch.cuda.get_rng_state(world.device)))
+    return parts
 
 
 def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:

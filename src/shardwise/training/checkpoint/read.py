@@ -1,21 +1,19 @@
 """A checkpoint read under any plan: each rank reads, of the boxes that overlap what it holds, only that part."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, some
 from shardwise.states.optimizers.state import taken
 from shardwise.training.checkpoint.boxes import Box, whole_box
 from shardwise.training.checkpoint.index import Entry, Stored, checksum_of, read_index, without
-from shardwise.training.checkpoint.parts import OPTIMIZER, Held, Part
-
-_MOST_NAMES = 3
+from shardwise.training.checkpoint.parts import OPTIMIZER, Held, Part, random_parts
+from shardwise.training.world import World
 
 
 class Reader:
@@ -29,9 +27,7 @@ class Reader:
     def __enter__(self) -> "Reader":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, story: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._files.clear()
 
     @property
@@ -50,7 +46,7 @@ class Reader:
             if name in there and there[name] != tuple(shapes[name])
         ]
         found = [("lacks", lacking), ("also has", extra), ("has in another shape", other)]
-        said = "; ".join(f"it {verb} {_some(names)}" for verb, names in found if names)
+        said = "; ".join(f"it {verb} {some(names)}" for verb, names in found if names)
         if said:
             raise ShardwiseError(
                 f"the checkpoint {self.folder} is of another model: {said}",
@@ -85,12 +81,6 @@ class Reader:
         target = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
         self.fill(Part(name, entry.shape, box, target))
         return target
-
-    def verify(self) -> None:
-        """Read all, and compare with the checksums."""
-        for entry in self.index.entries.values():
-            for stored in entry.boxes:
-                self._read(stored, stored.box)
 
     def _read(self, stored: Stored, box: Box) -> Tensor:
         """A part of a stored box. If it is all of it, its checksum is compared."""
@@ -152,7 +142,13 @@ def load_optimizers(reader: Reader, held: Held) -> None:
             each.optimizer.state[each.weight] = taken(state, each.weight, each.optimizer, home)
 
 
-def _some(names: Iterable[str]) -> str:
-    names = list(names)
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more
+def load_random(reader: Reader, world: World) -> None:
+    """Random numbers go on as they were. A rank that was not there before has its own, from the step."""
+    torch.manual_seed(reader.index.step * 1000 + world.rank)
+    for part in random_parts(world):
+        if part.entry in reader.index.entries:
+            state = reader.whole(part.entry).clone()
+            if "/cuda/" in part.entry:
+                torch.cuda.set_rng_state(state, world.device)
+            else:
+                torch.set_rng_state(state)

@@ -16,12 +16,10 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shardwise.training.checkpoint.boxes import Box
 from shardwise.training.checkpoint.index import (
@@ -30,6 +28,7 @@ from shardwise.training.checkpoint.index import (
     SAVING,
     Entry,
     Stored,
+    bytes_of,
     checksum_of,
     folder_of,
     prune,
@@ -52,26 +51,20 @@ _PATIENCE_SECONDS = 600.0
 Description = tuple[str, Box, int]
 
 
-@dataclass(kw_only=True)
-class Snapshot:
-    """Copies of the parts that this rank writes, in memory that is used again."""
-
-    parts: list[Part] = field(default_factory=list)
-
-    def take(self, parts: Iterable[Part]) -> None:
-        """Copy the parts' numbers. Those on a GPU come over together."""
-        fresh: list[Part] = []
-        before = {(part.entry, part.box): part.numbers for part in self.parts}
-        for part in parts:
-            memory = before.get((part.entry, part.box))
-            source = part.numbers.detach()
-            if memory is None or memory.dtype != source.dtype:
-                memory = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-            memory.copy_(source, non_blocking=True)
-            fresh.append(part._replace(numbers=memory))
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
-        self.parts = fresh
+def copied(parts: Iterable[Part], before: Sequence[Part]) -> list[Part]:
+    """Copies of parts, in the memory of those before where it fits. Those on a GPU come over together."""
+    fresh: list[Part] = []
+    memories = {(part.entry, part.box): part.numbers for part in before}
+    for part in parts:
+        memory = memories.get((part.entry, part.box))
+        source = part.numbers.detach()
+        if memory is None or memory.dtype != source.dtype:
+            memory = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+        memory.copy_(source, non_blocking=True)
+        fresh.append(part._replace(numbers=memory))
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
+    return fresh
 
 
 def share_out(described: Sequence[Sequence[Description]]) -> list[set[tuple[str, Box]]]:
@@ -92,10 +85,6 @@ def share_out(described: Sequence[Sequence[Description]]) -> list[set[tuple[str,
     return chosen
 
 
-def describe(parts: Iterable[Part]) -> list[Description]:
-    return [(part.entry, part.box, part.numbers.numel() * part.numbers.element_size()) for part in parts]
-
-
 class Writer:
     """Writes this rank's share of checkpoints, one at a time, in a thread of its own.
 
@@ -105,7 +94,7 @@ class Writer:
     def __init__(self, root: Path, *, rank: int, num_ranks: int, keep: int, gather: Callable[[Any], list[Any]]) -> None:
         self._root, self._rank, self._num_ranks, self._keep, self._gather = root, rank, num_ranks, keep, gather
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardwise-checkpoint")
-        self._snapshot = Snapshot()
+        self._snapshot: list[Part] = []  # Of what this rank writes; its memory is used again.
         self._under_way: Future[str | None] | None = None
         self._described: list[Description] = []
         self._mine: set[tuple[str, Box]] = set()
@@ -114,7 +103,8 @@ class Writer:
         """Begin to save. Returns what went wrong with the one before, on whichever rank. Every rank calls this."""
         problem = self.finish()
         self._agree(parts)
-        self._snapshot.take(part for part in parts if (part.entry, part.box) in self._mine)
+        mine = (part for part in parts if (part.entry, part.box) in self._mine)
+        self._snapshot = copied(mine, self._snapshot)
         self._under_way = self._thread.submit(self._write, step, dict(extra))
         return problem
 
@@ -131,7 +121,7 @@ class Writer:
 
     def _agree(self, parts: Sequence[Part]) -> None:
         """Who writes what. It is asked anew only if some rank holds other parts than last time."""
-        described = describe(parts)
+        described: list[Description] = [(part.entry, part.box, part.numbers.nbytes) for part in parts]
         if any(self._gather(described != self._described)):
             self._described = described
             self._mine = share_out(self._gather(described))[self._rank]
@@ -141,7 +131,7 @@ class Writer:
         folder = final.with_name(final.name + SAVING)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            entries = write_files(folder, f"rank-{self._rank:05}", self._snapshot.parts)
+            entries = write_files(folder, f"rank-{self._rank:05}", self._snapshot)
             write_json(folder / f"rank-{self._rank:05}.json", told(entries))
         except OSError as error:
             problem = f"the checkpoint of step {step} cannot be written to {self._root}: {error.strerror or error}"
@@ -207,7 +197,7 @@ def write_parts(path: Path, parts: Sequence[Part]) -> dict[str, Entry]:
     at = 0
     for part in parts:
         assert part.entry not in entries, f"two boxes of {part.entry} in one file"
-        num_bytes = part.numbers.numel() * part.numbers.element_size()
+        num_bytes = part.numbers.nbytes
         header[part.entry] = {
             "dtype": _TYPES[part.numbers.dtype],
             "shape": list(part.box.size),
@@ -222,15 +212,10 @@ def write_parts(path: Path, parts: Sequence[Part]) -> dict[str, Entry]:
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for part in parts:
-            file.write(_bytes_of(part.numbers))
+            file.write(bytes_of(part.numbers))
         file.flush()
         os.fsync(file.fileno())
     return entries
-
-
-def _bytes_of(numbers: Tensor) -> Any:
-    flat = numbers.contiguous().view(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else b""
 
 
 def _merge(entries: dict[str, Entry], more: Mapping[str, Entry]) -> None:

@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         return _answer(tokens, verb="is whole", path=arguments.check)
     if not arguments.sources:
         raise ShardwiseError("there is nothing to read", remedy="shardwise data stdlib, or a file of text")
-    from shardwise.training.data.make import make_tokens
+    from shardwise.training.data.source import make_tokens
     from shardwise.training.data.tokenizer import get_tokenizer
 
     limit = None if arguments.limit is None else parse_bytes(arguments.limit)

@@ -8,7 +8,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, os_errors_as
 
 #: The source that every machine has.
 STDLIB = "stdlib"
@@ -56,10 +56,8 @@ def _of_file(path: Path, field: str) -> Iterator[bytes]:
     elif path.suffix == ".parquet":
         yield from _of_parquet(path, field)
     else:
-        try:
+        with os_errors_as(f"{path} cannot be read", remedy="a file of text"):
             content = path.read_bytes()
-        except OSError as error:
-            raise ShardwiseError(f"{path} cannot be read: {error.strerror}", remedy="a file of text") from None
         if not content:
             raise ShardwiseError(f"{path} is empty, at byte 0", remedy="a file with text in it")
         yield content
@@ -67,14 +65,11 @@ def _of_file(path: Path, field: str) -> Iterator[bytes]:
 
 def _of_lines(path: Path, field: str) -> Iterator[bytes]:
     offset = 0
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield _text_of(line, field, f"line {number} of {path}, at byte {offset},")
-                offset += len(line)
-    except OSError as error:
-        raise ShardwiseError(f"{path} cannot be read: {error.strerror}", remedy="a file of JSON lines") from None
+    with os_errors_as(f"{path} cannot be read", remedy="a file of JSON lines"), path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield _text_of(line, field, f"line {number} of {path}, at byte {offset},")
+            offset += len(line)
     if not offset:
         raise ShardwiseError(f"{path} is empty, at byte 0", remedy=f'lines like {{"{field}": "..."}}')
 

@@ -6,7 +6,11 @@ row 1       b b b b                      labels  b b b b       what follows is i
 row 2       b b c c                      labels  b - c -       positions begin anew at c, which sees no b
 """
 
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,6 +23,8 @@ from shardwise.training.data.tokens import Tokens
 
 #: A label that is not learned.
 IGNORED = -100
+#: Batches that are read before they are asked for.
+_NUM_AHEAD = 3
 
 Batch = dict[str, Tensor]
 
@@ -64,11 +70,8 @@ def training_and_held_out(
             f" with and not {batch} to train on",
             remedy=f"at least {sequence * (batch + max(batch, kept))} tokens, or a smaller batch or data.sequence",
         )
-
-    def rows(first: int, number: int) -> Rows:
-        return Rows(source=source, sequence=sequence, first_row=first, num_rows=number, masks=masks)
-
-    return rows(0, count - kept), rows(count - kept, kept)
+    rows = partial(Rows, source=source, sequence=sequence, masks=masks)
+    return rows(first_row=0, num_rows=count - kept), rows(first_row=count - kept, num_rows=kept)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,3 +85,31 @@ class Batches:
     def at(self, step: int) -> Batch:
         order = Order(size=self.rows.num_rows, seed=self.seed)
         return self.rows.batch(order.samples(step * self.size, self.size))
+
+
+class Prefetcher:
+    """The batches of steps `first` and on, in order, read ahead by a thread. An error while reading is raised where the
+    batch is asked for."""
+
+    def __init__(self, read: Callable[[int], Batch], first: int, last: int) -> None:
+        self._read, self._steps = read, iter(range(first, last))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardwise-data")
+        self._ahead: deque[Future[Batch]] = deque()
+        for _ in range(_NUM_AHEAD):
+            self._read_one()
+
+    def __enter__(self) -> "Prefetcher":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def next(self) -> Batch:
+        found = self._ahead.popleft().result()
+        self._read_one()
+        return found
+
+    def _read_one(self) -> None:
+        step = next(self._steps, None)
+        if step is not None:
+            self._ahead.append(self._thread.submit(self._read, step))

@@ -1,11 +1,12 @@
-"""The token file of a run: the user's own, or one made of the standard library."""
+"""Token files from documents, and that of a run: the user's own, or one made of the standard library."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from shardwise.training.data.documents import STDLIB
-from shardwise.training.data.make import make_tokens
-from shardwise.training.data.tokenizer import ByteTokenizer
-from shardwise.training.data.tokens import Tokens, open_tokens
+from shardwise.errors import ShardwiseError, os_errors_as
+from shardwise.training.data.documents import STDLIB, documents_of
+from shardwise.training.data.tokenizer import BYTES, ByteTokenizer, Tokenizer
+from shardwise.training.data.tokens import Tokens, TokenWriter, open_tokens
 from shardwise.training.recipe import DataChoice
 from shardwise.training.world import World
 
@@ -13,12 +14,12 @@ from shardwise.training.world import World
 _VERIFIED_BYTES = 1 << 28
 
 
-def check_data(choice: DataChoice) -> int:
-    """Refuse data that cannot be read; how many words it has."""
+def check_data(choice: DataChoice, *, verify: bool = True) -> int:
+    """Refuse data that cannot be read; how many words it has. Without `verify` its header alone is looked at."""
     if choice.source == STDLIB:
         return ByteTokenizer.vocabulary
     tokens = open_tokens(Path(choice.source))
-    if tokens.tokens.nbytes <= _VERIFIED_BYTES:
+    if verify and tokens.tokens.nbytes <= _VERIFIED_BYTES:
         tokens.verify()
     return tokens.vocabulary
 
@@ -32,3 +33,32 @@ def open_data(choice: DataChoice, folder: Path, world: World) -> Tokens:
         make_tokens([STDLIB], path, ByteTokenizer(), limit_bytes=choice.limit_bytes)
     world.wait()
     return open_tokens(path)
+
+
+def make_tokens(
+    sources: Sequence[str], path: Path, tokenizer: Tokenizer, *, field: str = "text", limit_bytes: int | None = None
+) -> Tokens:
+    """Write the documents of some sources, one after the other, and open the file. At most `limit_bytes` are read."""
+    left = limit_bytes
+    writer = TokenWriter(path, vocabulary=tokenizer.vocabulary, tokenizer=tokenizer.name)
+    with os_errors_as(f"{path} cannot be written", remedy="another place for it"), writer:
+        for source in sources:
+            for document in documents_of(source, field=field):
+                taken = document if left is None else _beginning(document, left, tokenizer)
+                writer.add(tokenizer.encode(taken))
+                if left is not None:
+                    left -= len(document)
+                    if left <= 0:
+                        break
+        if not writer.num_tokens:
+            raise ShardwiseError(f"there is no text in {', '.join(sources)}", remedy="a file with text in it")
+    return open_tokens(path)
+
+
+def _beginning(document: bytes, num_bytes: int, tokenizer: Tokenizer) -> bytes:
+    """So many bytes of a document; where tokens are made of characters, no half of one at the end."""
+    taken = document[: max(0, num_bytes)]
+    if tokenizer.name != BYTES and len(taken) < len(document):
+        while taken and document[len(taken)] & 0b1100_0000 == 0b1000_0000:
+            taken = taken[:-1]
+    return taken

@@ -2,26 +2,15 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from shardwise.errors import ShardwiseError
 
 BYTES = "bytes"
 
 
-class Tokenizer(Protocol):
-    """`name` is how it is found again; `vocabulary` is one more than the largest token."""
-
-    name: str
-    vocabulary: int
-
-    def encode(self, document: bytes) -> bytes | Sequence[int]: ...
-
-    def decode(self, tokens: Sequence[int]) -> str: ...
-
-
 class ByteTokenizer:
-    """Every byte is a token."""
+    """Every byte is a token. `name` is how it is found again; `vocabulary` is one more than the largest token."""
 
     name = BYTES
     vocabulary = 256
@@ -65,6 +54,9 @@ class FileTokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._loaded.decode(list(tokens)))
+
+
+Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def get_tokenizer(word: str) -> Tokenizer:

@@ -12,18 +12,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, os_errors_as
 
 FORMAT = "shardwise tokens 1"
 BLOCK_BYTES = 1 << 20
 # The header is written last, when the sizes are known, into room that was left for it.
 _HEADER_BYTES = 4096
+_AGAIN = "shardwise data INPUT --save FILE makes it again"
 _TYPES: dict[str, type[np.unsignedinteger[Any]]] = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32}
 _WORDS = {np.dtype(kind).str: word for word, kind in _TYPES.items()}
 
@@ -52,13 +52,12 @@ class Tokens:
 
     def verify(self) -> None:
         """Read all, and compare with the checksums, the digest and the vocabulary."""
-        again = "shardwise data INPUT --save FILE makes it again"
         if _digest_of(self.tokens.dtype.str, self.ends, self.checksums) != self.digest:
             at = self.offset + self.tokens.nbytes
             raise ShardwiseError(
                 f"{self.path} is damaged after byte {at}, where it says where documents end: that is not as it was"
                 " written",
-                remedy=again,
+                remedy=_AGAIN,
             )
         size = BLOCK_BYTES // self.tokens.itemsize
         for block, checksum in enumerate(self.checksums):
@@ -68,7 +67,7 @@ class Tokens:
                 raise ShardwiseError(
                     f"{self.path} is damaged between the bytes {at} and {at + part.nbytes}: they are not as they were"
                     " written",
-                    remedy=again,
+                    remedy=_AGAIN,
                 )
             beyond = np.flatnonzero(part >= self.vocabulary)
             if len(beyond):
@@ -79,7 +78,7 @@ class Tokens:
         return ShardwiseError(
             f"{self.path} has the token {self.tokens[place]} at byte {self.offset + place * self.tokens.itemsize}, and"
             f" its vocabulary has {self.vocabulary}",
-            remedy="shardwise data INPUT --save FILE makes it again, with the tokenizer that it is for",
+            remedy=f"{_AGAIN}, with the tokenizer that it is for",
         )
 
 
@@ -93,7 +92,7 @@ class TokenWriter:
         self._ends: list[int] = []
         self._checksums: list[int] = []
         self._rest = b""
-        self._num_tokens = 0
+        self.num_tokens = 0
         self._file: BinaryIO | None = None
 
     def __enter__(self) -> "TokenWriter":
@@ -102,9 +101,7 @@ class TokenWriter:
         self._file.write(b" " * _HEADER_BYTES)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, story: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, story: object) -> None:
         assert self._file is not None, "a writer is used in a with statement"
         try:
             if error is None:
@@ -126,16 +123,12 @@ class TokenWriter:
             data = np.fromiter(document, dtype=np.int64).astype(kind).tobytes()
         if not data:
             return
-        self._num_tokens += len(data) // np.dtype(kind).itemsize
-        self._ends.append(self._num_tokens)
+        self.num_tokens += len(data) // np.dtype(kind).itemsize
+        self._ends.append(self.num_tokens)
         self._rest += data
         while len(self._rest) >= BLOCK_BYTES:
             self._block(self._file, self._rest[:BLOCK_BYTES])
             self._rest = self._rest[BLOCK_BYTES:]
-
-    @property
-    def num_tokens(self) -> int:
-        return self._num_tokens
 
     def _block(self, file: BinaryIO, data: bytes) -> None:
         file.write(data)
@@ -144,12 +137,13 @@ class TokenWriter:
     def _end(self, file: BinaryIO) -> None:
         if self._rest:
             self._block(file, self._rest)
-        num_bytes = self._num_tokens * np.dtype(_TYPES[self._word]).itemsize
+        num_bytes = self.num_tokens * np.dtype(_TYPES[self._word]).itemsize
         padding = -num_bytes % 8
         ends, checksums = np.array(self._ends, "<i8"), np.array(self._checksums, "<u4")
         file.write(b"\0" * padding + ends.tobytes() + checksums.tobytes())
         digest = _digest_of(np.dtype(_TYPES[self._word]).str, ends, checksums)
         first = num_bytes + padding
+        second = first + ends.nbytes
         header = {
             "__metadata__": {
                 "format": FORMAT,
@@ -157,15 +151,11 @@ class TokenWriter:
                 "tokenizer": self._tokenizer,
                 "digest": digest,
             },
-            "tokens": {"dtype": self._word, "shape": [self._num_tokens], "data_offsets": [0, num_bytes]},
+            "tokens": _outline(self._word, self.num_tokens, 0, num_bytes),
             # Not a tensor of anybody's: safetensors wants every byte to be somebody's.
-            "padding": {"dtype": "U8", "shape": [padding], "data_offsets": [num_bytes, first]},
-            "ends": {"dtype": "I64", "shape": [len(ends)], "data_offsets": [first, first + ends.nbytes]},
-            "checksums": {
-                "dtype": "U32",
-                "shape": [len(checksums)],
-                "data_offsets": [first + ends.nbytes, first + ends.nbytes + checksums.nbytes],
-            },
+            "padding": _outline("U8", padding, num_bytes, first),
+            "ends": _outline("I64", len(ends), first, second),
+            "checksums": _outline("U32", len(checksums), second, second + checksums.nbytes),
         }
         text = json.dumps(header).encode()
         assert len(text) <= _HEADER_BYTES - 8, f"a header of {len(text)} bytes"
@@ -173,6 +163,10 @@ class TokenWriter:
         file.write(struct.pack("<Q", _HEADER_BYTES - 8) + text.ljust(_HEADER_BYTES - 8))
         file.flush()
         os.fsync(file.fileno())
+
+
+def _outline(word: str, length: int, start: int, stop: int) -> dict[str, object]:
+    return {"dtype": word, "shape": [length], "data_offsets": [start, stop]}
 
 
 def _digest_of(kind: str, ends: NDArray[np.int64], checksums: NDArray[np.uint32]) -> str:
@@ -196,13 +190,13 @@ def open_tokens(path: Path) -> Tokens:
     except (KeyError, TypeError, ValueError) as error:
         raise ShardwiseError(
             f"{path} is damaged in its header, which are its first {_HEADER_BYTES} bytes: {error}",
-            remedy="shardwise data INPUT --save FILE makes it again",
+            remedy=_AGAIN,
         ) from None
     if size != needed:
         raise ShardwiseError(
             f"{path} has {size} bytes, and by its header it would have {needed}: it was cut short or added to at byte"
             f" {min(size, needed)}",
-            remedy="shardwise data INPUT --save FILE makes it again",
+            remedy=_AGAIN,
         )
 
     def part(name: str) -> NDArray[Any]:
@@ -229,12 +223,8 @@ def open_tokens(path: Path) -> Tokens:
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
     remedy = "shardwise data INPUT --save FILE makes a token file"
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            start = file.read(_HEADER_BYTES)
-    except OSError as error:
-        raise ShardwiseError(f"the token file {path} cannot be read: {error.strerror}", remedy=remedy) from None
+    with os_errors_as(f"the token file {path} cannot be read", remedy=remedy), path.open("rb") as file:
+        size, start = path.stat().st_size, file.read(_HEADER_BYTES)
     if not start:
         raise ShardwiseError(f"{path} is empty, at byte 0", remedy=remedy)
     try:

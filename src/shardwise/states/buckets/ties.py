@@ -1,7 +1,8 @@
 """Parameters that stages on several ranks share: whose gradients are summed over those stages too.
 
 They have buckets of their own, alike on all of those ranks. So the sum over replicas comes first, where it runs beside
-the computation, and what is left to be summed over stages is a rank's own shard of it.
+the computation, and what is left to be summed over stages, at the step's end, is a rank's own shard of it. What one
+replica alone has (`LocalGradients`) is summed as soon as this rank has its part: the others may come to it later.
 """
 
 from collections.abc import Sequence
@@ -10,8 +11,13 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from shardwise.ranks.collectives import Group
+from shardwise.ranks.exchange import Exchange, Ticket
 from shardwise.schedule.placement import Placement
 from shardwise.stages.stage import Split
+from shardwise.states.buckets.bucket import Bucket
+
+# Channels of ties: these are numbered alike on ranks whose buckets are not.
+_TIES, _BUCKETS_OF_A_TIE = 20_000, 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,11 +30,6 @@ class Tie:
     names: tuple[str, ...]
     group: Group
     is_copy: bool = False
-
-    @property
-    def is_counted_here(self) -> bool:
-        """Whether it is this rank that counts them, where all are counted once."""
-        return self.group.rank == 0
 
 
 def make_ties(placement: Placement, split: Split, pipelines: Sequence[Sequence[int]], rank: int) -> list[Tie]:
@@ -70,3 +71,41 @@ def names_of_ties(placement: Placement, split: Split) -> list[tuple[str, ...]]:
             names = stage.parameters if stage is not None else ()
             found.append(tuple(name for name in names if name not in split.ties))
     return found
+
+
+class TieSums:
+    """The ties of one rank, in the order that all ranks have them in."""
+
+    def __init__(self, ties: Sequence[Tie], buckets: Sequence[Bucket], exchange: Exchange) -> None:
+        self._ties, self._buckets, self._exchange = ties, buckets, exchange
+
+    def is_counted(self, bucket: Bucket) -> bool:
+        """Whether it is this rank that counts a bucket, where all are counted once."""
+        return bucket.key.tie is None or self._ties[bucket.key.tie].group.rank == 0
+
+    def start(self, number: int, step: int) -> None:
+        """Begin to sum what one replica alone has of a tie. A tie that is not of this rank's has nothing here."""
+        tie = self._ties[number] if number < len(self._ties) else None
+        for bucket in self._buckets if tie is not None and tie.group.size > 1 else ():
+            if tie is not None and bucket.key.tie == number and bucket.local is not None:
+                bucket.local.start_sum(tie.group, step)
+
+    def finish_local(self, step: int) -> None:
+        """Let gradients that stay where they are be those of a step."""
+        for number in range(len(self._ties)):
+            self.start(number, step)
+        for bucket in self._buckets:
+            if bucket.local is not None:
+                bucket.local.finish(step)
+
+    def sum_shards(self) -> None:
+        """Sum what replicas share out."""
+        under_way: list[Ticket] = []
+        for number, tie in enumerate(self._ties):
+            mine = [bucket for bucket in self._buckets if bucket.key.tie == number and bucket.local is None]
+            assert len(mine) <= _BUCKETS_OF_A_TIE, f"tie {number} has {len(mine)} buckets"
+            for place, bucket in enumerate(mine):
+                channel = _TIES + number * _BUCKETS_OF_A_TIE + place
+                under_way.append(self._exchange.sum_to_all(bucket.result, tie.group, channel))
+        for ticket in under_way:
+            ticket.wait()

@@ -7,7 +7,7 @@ from shardwise.planner.plan import Plan
 from shardwise.units import counted, format_bytes
 
 
-def check_host_room(plan: Plan, needed: float, *, num_ranks: int, available: float) -> None:
+def check_host_memory(plan: Plan, needed: float, *, num_ranks: int, available: float) -> None:
     """Refuse a plan whose `num_ranks` on one machine keep more on its host than is available there."""
     if needed <= available:
         return

@@ -7,9 +7,9 @@ import pytest
 from shardwise.cli import main
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.spawn import Ranks
-from shardwise.training import host_room
-from shardwise.training.choose import vocabulary_of
-from shardwise.training.host_room import check_host
+from shardwise.training import choose
+from shardwise.training.choose import check_host
+from shardwise.training.data.source import check_data
 from shardwise.training.model import make_module, num_parameters, settings_of
 from shardwise.training.run import train_rank
 from shardwise.units import format_bytes
@@ -43,10 +43,10 @@ def test_a_host_without_room_is_refused_before_a_rank_is_started(
     host: str, optimizer: str, bytes_of_a_number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = make_job(tmp_path, f"dp=2,{host}", optimizer__name=optimizer)
-    module = make_module(settings_of(job.recipe, vocabulary_of(job.recipe)))
+    module = make_module(settings_of(job.recipe, check_data(job.recipe.data)))
     needed = 2 * bytes_of_a_number * num_parameters(module)
     for available in (needed, needed - 10):
-        monkeypatch.setattr(host_room, "available_bytes", lambda available=available: available)
+        monkeypatch.setattr(choose, "available_bytes", lambda available=available: available)
         if available == needed:
             check_host(job)
     said = f"{host} of 2 ranks of this machine needs {format_bytes(needed)} of pinned memory on its host"

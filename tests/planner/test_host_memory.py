@@ -6,14 +6,14 @@ import pytest
 
 from shardwise.cluster.local import available_bytes
 from shardwise.errors import ShardwiseError
-from shardwise.planner.host_room import check_host_room
+from shardwise.planner.host_memory import check_host_memory
 from shardwise.planner.plan import Plan
 
 GIB = 2**30
 
 
 def test_what_fits_is_not_spoken_of() -> None:
-    check_host_room(Plan.parse("offload.optimizer=1"), GIB, num_ranks=1, available=GIB)
+    check_host_memory(Plan.parse("offload.optimizer=1"), GIB, num_ranks=1, available=GIB)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_what_fits_is_not_spoken_of() -> None:
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_with_what_would(plan: str, num_ranks: int, problem: str, remedy: str) -> None:
     with pytest.raises(ShardwiseError) as caught:
-        check_host_room(Plan.parse(plan), 1.5 * GIB, num_ranks=num_ranks, available=GIB)
+        check_host_memory(Plan.parse(plan), 1.5 * GIB, num_ranks=num_ranks, available=GIB)
     assert (caught.value.problem, caught.value.remedy) == (problem, remedy)
     Plan.parse(f"{plan.split(',offload')[0]},{remedy.split(', or')[0]}" if "dp" in plan else remedy)
 

@@ -6,10 +6,11 @@ REFUSED = {
         "zero=1 shards states over replicas, but with dp=1 and cp=1 there is only one",
         "pp=2",
     ),
-    "two weight versions on a mesh": (
-        "dp=2,pp=2,schedule=pipedream-2bw,microbatches=2",
-        "schedule=pipedream-2bw keeps two versions of the weights, which dp=2 does not support yet",
-        "dp=2,pp=2,microbatches=2",
+    "two weight versions under ZeRO": (
+        "dp=2,pp=2,schedule=pipedream-2bw,microbatches=2,zero=1",
+        "schedule=pipedream-2bw steps on two versions of the weights in turn, and with zero=1 a rank updates its shard"
+        " of one",
+        "dp=2,pp=2,microbatches=2,zero=1",
     ),
     "weights twice on the host": (
         "pp=2,schedule=dualpipe,microbatches=4,offload.parameters=0.5",

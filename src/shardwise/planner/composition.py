@@ -32,10 +32,6 @@ def _holds_twice(plan: Plan) -> bool:
     return plan.schedule in CATALOGUE and CATALOGUE[plan.schedule].num_weight_copies > 1
 
 
-def _other_axes(plan: Plan) -> str:
-    return ",".join(f"{axis}={getattr(plan, axis)}" for axis in ("dp", "tp", "cp") if getattr(plan, axis) > 1)
-
-
 RULES: tuple[Rule, ...] = (
     Rule(
         name="zero without replicas",
@@ -44,10 +40,11 @@ RULES: tuple[Rule, ...] = (
         instead=lambda plan: replace(plan, zero=0, zero_group=None),
     ),
     Rule(
-        name="two weight versions on a mesh",
-        applies=lambda plan: _is_stale(plan) and plan.num_ranks > plan.pp,
+        name="two weight versions under ZeRO",
+        applies=lambda plan: _is_stale(plan) and plan.zero > 0,
         problem=lambda plan: (
-            f"schedule=pipedream-2bw keeps two versions of the weights, which {_other_axes(plan)} does not support yet"
+            "schedule=pipedream-2bw steps on two versions of the weights in turn, and with"
+            f" zero={plan.zero} a rank updates its shard of one"
         ),
         instead=lambda plan: replace(plan, schedule="1f1b"),
     ),

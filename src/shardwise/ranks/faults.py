@@ -12,6 +12,7 @@ A rank that waits for long because another one is busy, and moves on, is no faul
 says that it is complete only after it was waited for), so the side thread breaks the connections, and that ends it.
 """
 
+import atexit
 import contextlib
 import json
 import threading
@@ -182,6 +183,9 @@ class Watch:
         self._board = _Board(self._store, self._name, rank, num_ranks)
         self._thread = threading.Thread(target=self._look, name="shardwise-watch", daemon=True)
         self._thread.start()
+        # Python ends a thread that comes back from a call of the store while the process ends, and C++ takes that for
+        # a crash (exit code -6). So whoever forgets to close, or ends with an error, is closed for.
+        atexit.register(self.close)
 
     def at(self, place: object) -> None:
         """Say where this rank stands now, as a text or anything that prints as one; raises if another rank failed."""
@@ -256,11 +260,12 @@ class Watch:
             self.guarded.append(group)
 
     def close(self) -> None:
-        """Stop looking. The rank stands at the end from now on."""
+        """Stop looking. The rank stands at the end from now on. Where the store no longer answers, that is all."""
         self._place, self._moves = "the end", self._moves + 1
         self._closed.set()
         self._hurry.set()
-        self._thread.join()
+        self._thread.join(_SETTLE_SECONDS)
+        atexit.unregister(self.close)
 
     def _publish(self, error: RankError) -> None:
         """The first one wins; later ones are what came of it."""
@@ -289,7 +294,8 @@ class Watch:
             else:
                 self._hurry.wait(self._beat)
         if self._closed.is_set() and self._verdict is None:
-            self._board.write(self._mine())
+            with contextlib.suppress(RuntimeError):  # The rank that has the store may have ended before this one.
+                self._board.write(self._mine())
 
     def _tick(self) -> None:
         mine = self._mine()

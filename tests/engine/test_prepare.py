@@ -6,9 +6,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.engine.parallelize import parallelize
+from shardwise.engine.prepare import agree_on_costs
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.spawn import Ranks
-from shardwise.stages.cut_sync import agree_on_costs
 from shardwise.stages.split.flow import UnitCall
 from shardwise.stages.split.outline import outline_of
 from tests.ranks import telling

@@ -1,11 +1,10 @@
 """Ranks that others wait for: a stage with too much on it, a slower device, a rank that stalls now and then."""
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from statistics import mean, median
 
-from shardwise.trace.doctor.case import Case
-from shardwise.trace.doctor.finding import Finding
-from shardwise.trace.doctor.usual import alike, least_busy, medians, usual_busy
+from shardwise.explain.doctor.case import Case, Finding, alike, least_busy, medians, usual_busy
 from shardwise.trace.stretches import Part
 
 #: How much more than the others one must have before it is called slow.
@@ -19,17 +18,18 @@ _LOOK_THERE = "ps -eo pid,pcpu,comm --sort=-pcpu | head"
 
 def find_slow_stage(case: Case) -> Iterator[Finding]:
     """A rank whose stages take longer than those of the others, and that not because of its device."""
-    busy = _usual_busy(case)
-    if case.player is None or len(busy) < 2:
+    # Of one rank of each set of replicas: the seconds that it would compute if nothing stalled.
+    busy = {rank: usual_busy(events) for rank, *_ in case.same if (events := case.trace.compute[rank])}
+    if case.replay is None or len(busy) < 2:
         return
     slow = max(busy, key=lambda rank: busy[rank])
     others = mean(seconds for rank, seconds in busy.items() if rank != slow)
-    if busy[slow] < _SLOWER * others or _is_device(case, slow):
+    if busy[slow] < _SLOWER * others or slow in [rank for rank, _, _ in _slow_devices(case)]:
         return
     even = mean(busy.values())
     stages = {rank: {event.stage for event in case.trace.compute[rank]} for rank in busy}
     factors = {stage: even / busy[rank] for rank in busy for stage in stages[rank] if busy[rank] > 0}
-    gain = case.player.usual_seconds - case.player.with_stages(factors)
+    gain = case.replay.usual_seconds - case.replay.with_stages(factors)
     if not case.is_worth(gain):
         return
     waiting = mean(
@@ -55,15 +55,15 @@ def find_straggler(case: Case) -> Iterator[Finding]:
     for rank, factor, against in _slow_devices(case):
         stages = {event.stage for event in case.trace.compute[rank]}
         gain = case.trace.busy[rank] * (1 - 1 / factor)
-        if case.player is not None:
-            gain = case.player.usual_seconds - case.player.with_stages(dict.fromkeys(stages, 1 / factor))
+        if case.replay is not None:
+            gain = case.replay.usual_seconds - case.replay.with_stages(dict.fromkeys(stages, 1 / factor))
         if case.is_worth(gain):
             yield Finding(
                 kind="straggler",
                 problem=f"rank {rank} is slower than {against}",
                 evidence=(
                     f"its instructions take {factor:.2f} times as long: it computes for "
-                    f"{case.time(case.trace.busy[rank])} of a step of {case.time(case.step)}"
+                    f"{case.time(case.trace.busy[rank])} of a step of {case.time(case.step_seconds)}"
                 ),
                 fix=f"{_LOOK_THERE}   (on the machine of rank {rank}: what else runs there)",
                 gain_seconds=gain,
@@ -73,14 +73,14 @@ def find_straggler(case: Case) -> Iterator[Finding]:
 
 def find_stalls(case: Case) -> Iterator[Finding]:
     """Single instructions that take far longer than others of their kind."""
-    if case.player is None:
+    if case.replay is None:
         return
     for rank, events in enumerate(case.trace.compute):
         usual = medians(events)
         late = [event for event in events if event.seconds > _STALLED * usual[alike(event)] > 0]
         if not late or len(late) > 0.4 * len(events):
             continue
-        gain = case.player.seconds - case.player.with_even_instructions([rank])
+        gain = case.replay.seconds - case.replay.with_even_instructions([rank])
         longest = max(late, key=lambda event: event.seconds)
         if case.is_worth(gain):
             yield Finding(
@@ -95,23 +95,6 @@ def find_stalls(case: Case) -> Iterator[Finding]:
                 gain_seconds=gain,
                 ranks=(rank,),
             )
-
-
-def _usual_busy(case: Case) -> dict[int, float]:
-    """Of one rank of each set of replicas: the seconds that it would compute if nothing stalled."""
-    busy: dict[int, float] = {}
-    seen: set[tuple[int, ...]] = set()
-    for rank, events in enumerate(case.trace.compute):
-        stages = tuple(sorted({event.stage for event in events}))
-        if not stages or stages in seen:
-            continue
-        seen.add(stages)
-        busy[rank] = usual_busy(events)
-    return busy
-
-
-def _is_device(case: Case, rank: int) -> bool:
-    return any(slow == rank for slow, _, _ in _slow_devices(case))
 
 
 def _slow_devices(case: Case) -> list[tuple[int, float, str]]:
@@ -137,12 +120,12 @@ def _slow_devices(case: Case) -> list[tuple[int, float, str]]:
 
 def _layers_fix(case: Case, slow: int, busy: dict[int, float], stages: dict[int, set[int]]) -> str:
     layers = case.layers
-    if layers is None or len(layers) != sum(map(len, stages.values())) or case.player is None:
+    if layers is None or len(layers) != sum(map(len, stages.values())) or case.replay is None:
         fewer = 1 - mean(busy.values()) / busy[slow]
         return f"layers=A+B+... in the plan, with {fewer:.0%} fewer on stage {min(stages[slow])}"
     costs = [
         seconds / units
-        for seconds, units in zip(case.player.stage_seconds, layers, strict=True)
+        for seconds, units in zip(case.replay.stage_seconds, layers, strict=True)
         for _ in range(units)
         if units
     ]
@@ -151,21 +134,15 @@ def _layers_fix(case: Case, slow: int, busy: dict[int, float], stages: dict[int,
 
 def even_cut(costs: Sequence[float], num_stages: int) -> list[int]:
     """Units of each stage, in order, so that the dearest stage is as cheap as can be."""
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    count = len(costs)
-    best = [[float("inf")] * (count + 1) for _ in range(num_stages + 1)]
-    where = [[0] * (count + 1) for _ in range(num_stages + 1)]
-    best[0][0] = 0.0
-    for stage in range(1, num_stages + 1):
-        for end in range(stage, count + 1):
-            for start in range(stage - 1, end):
-                dearest = max(best[stage - 1][start], sums[end] - sums[start])
-                if dearest < best[stage][end] - 1e-12:
-                    best[stage][end], where[stage][end] = dearest, start
-    cuts, end = [], count
-    for stage in range(num_stages, 0, -1):
-        cuts.append(end - where[stage][end])
-        end = where[stage][end]
-    return cuts[::-1]
+    sums = [0.0, *accumulate(costs)]
+    # For each number of units, what the dearest stage costs that they make, and how they are cut.
+    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
+    for _ in range(num_stages):
+        after: dict[int, tuple[float, list[int]]] = {}
+        for start, (so_far, cut) in best.items():
+            for end in range(start + 1, len(sums)):
+                dearest = max(so_far, sums[end] - sums[start])
+                if end not in after or dearest < after[end][0] - 1e-12:
+                    after[end] = dearest, [*cut, end - start]
+        best = after
+    return best[len(costs)][1]

@@ -2,10 +2,8 @@
 
 from collections.abc import Callable, Iterator
 
-from shardwise.trace.doctor import balance, bubbles, host, memory, replicas
-from shardwise.trace.doctor.case import Case
-from shardwise.trace.doctor.finding import Finding
-from shardwise.trace.doctor.player import Player
+from shardwise.explain.doctor import balance, bubbles, host, memory, replicas
+from shardwise.explain.doctor.case import Case, Finding
 from shardwise.trace.run import Run
 
 Rule = Callable[[Case], Iterator[Finding]]
@@ -31,10 +29,10 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def examine(run: Run, player: Player | None = None) -> list[Finding]:
-    """Return what holds a run up. `player` plays its step again; without one, bubbles and slow stages have no gain."""
-    case = Case(run, player)
-    if not case.trace.events or case.step <= 0:
+def examine(run: Run) -> list[Finding]:
+    """Return what holds a run up."""
+    case = Case(run)
+    if not case.trace.events or case.step_seconds <= 0:
         return []
     found = [finding for rule in RULES for finding in rule(case)]
     return sorted(found, key=lambda finding: -(finding.gain_seconds or 0.0))

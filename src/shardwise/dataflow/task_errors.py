@@ -1,4 +1,9 @@
-"""What a user may get wrong with a task, said before anything of it is put anywhere."""
+"""What can be wrong with a task: refused before anything of it is put anywhere, or blamed on it long after.
+
+Work runs long after it was submitted: its errors name the task, the kernel, the place and the line.
+"""
+
+from types import CodeType
 
 from torch import Tensor
 
@@ -8,6 +13,10 @@ from shardwise.errors import ShardwiseError
 
 #: Arguments of these types are taken as they are. Asking whether something is a tensor takes a while.
 PLAIN = frozenset({Data, int, float, bool, str, type(None)})
+
+
+class TaskError(ShardwiseError):
+    """A task failed. What it raised is the cause."""
 
 
 def check_call(call: Call, keeper: object) -> None:
@@ -42,3 +51,25 @@ def _check_kernel(call: Call) -> None:
 
 def _of_another_machine(data: Data) -> ShardwiseError:
     return ShardwiseError(f"{data.name} is of another machine", remedy=f"machine.data({data.name}.get())")
+
+
+def blame_task(name: str, kernel: str, place: str, code: CodeType, line: int, error: Exception) -> Exception:
+    """Turn what a task raised into an error that says which task it was."""
+    what = name if name == kernel else f"{name} ({kernel})"
+    where = f"{code.co_filename}, line {line}"
+    return _caused(TaskError(f"task {what} failed at {place}: {_text(error)}; it was submitted in {where}"), error)
+
+
+def blame_copy(name: str, source: str, target: str, error: Exception) -> Exception:
+    """Turn what a copy raised into an error that says which copy it was."""
+    return _caused(TaskError(f"the copy of {name} from {source} to {target} failed: {_text(error)}"), error)
+
+
+def _text(error: Exception) -> str:
+    first = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def _caused(made: TaskError, error: Exception) -> TaskError:
+    made.__cause__ = error
+    return made

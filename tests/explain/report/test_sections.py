@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.trace.doctor.finding import Finding
+from shardwise.explain.doctor.case import Finding
+from shardwise.explain.report.comparison import mean_seconds
+from shardwise.explain.report.page import make_page
+from shardwise.explain.report.sections import change_of, share_of
 from shardwise.trace.events import Holding
-from shardwise.trace.report.comparison import mean_seconds
-from shardwise.trace.report.page import make_page
-from shardwise.trace.report.text import change_of, share_of
 from shardwise.trace.run import Run
-from tests.report.pages import a_large_run, a_run
+from tests.explain.report.pages import a_large_run, a_run
 
 
 def words_of(page: str) -> str:

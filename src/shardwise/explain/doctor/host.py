@@ -2,9 +2,7 @@
 
 from collections.abc import Iterator
 
-from shardwise.trace.doctor.case import Case
-from shardwise.trace.doctor.finding import Finding
-from shardwise.trace.doctor.usual import usual_busy
+from shardwise.explain.doctor.case import Case, Finding, usual_busy
 from shardwise.trace.stretches import Part
 
 _MUCH_HOST = 0.15
@@ -29,7 +27,7 @@ def find_host_overhead(case: Case) -> Iterator[Finding]:
     """Instructions so short that what starts them takes a good part of the step."""
     host = case.mean(Part.HOST)
     count = sum(map(len, case.trace.compute)) / case.trace.num_ranks
-    if host < _MUCH_HOST * case.step or case.num_microbatches < 2:
+    if host < _MUCH_HOST * case.step_seconds or case.num_microbatches < 2:
         return
     fewer = max(case.num_microbatches // 2, 1)
     yield Finding(
@@ -47,7 +45,7 @@ def find_host_overhead(case: Case) -> Iterator[Finding]:
 def find_long_optimizer(case: Case) -> Iterator[Finding]:
     """Replicas that each make the same step with all of the weights."""
     spent, replicas = case.mean(Part.OPTIMIZER), case.size("dp") * case.size("cp")
-    if spent >= _LONG_OPTIMIZER * case.step and replicas > 1 and case.plan.get("zero", "0") == "0":
+    if spent >= _LONG_OPTIMIZER * case.step_seconds and replicas > 1 and case.plan.get("zero", "0") == "0":
         yield Finding(
             kind="long optimizer",
             problem=f"{replicas} replicas each update all of the weights",

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from statistics import mean, median
 
-from shardwise.trace.doctor.case import Case
-from shardwise.trace.doctor.finding import Finding
+from shardwise.explain.doctor.case import Case, Finding, alike
 from shardwise.trace.stretches import Part
 from shardwise.units import format_bytes, format_percent
 
@@ -18,15 +17,17 @@ _REMEDIES = {"activations": "recompute=full", "optimizer": "zero=1", "gradients"
 
 def find_imbalance(case: Case) -> Iterator[Finding]:
     """A rank with more of the model on it than the others: an embedding or a head counts too."""
-    if len(case.peaks) < 2:
+    if len(case.held) < 2:
         return
-    state = [sum(peak.get(owner, 0.0) for owner in _STATE) for peak in case.peaks]
+    state = [sum(peak.get(owner, 0.0) for owner in _STATE) for peak in case.held]
     fullest = max(range(len(state)), key=lambda rank: state[rank])
     usual = median(held for rank, held in enumerate(state) if rank != fullest)
-    total = max(sum(peak.values()) for peak in case.peaks)
+    total = max(sum(peak.values()) for peak in case.held)
     if usual <= 0 or state[fullest] < _UNEVEN * usual or state[fullest] - usual < 0.1 * total:
         return
-    owner = max(_STATE, key=lambda each: case.peaks[fullest].get(each, 0.0) - _usual_of(case, each, fullest))
+    others = [held for rank, held in enumerate(case.held) if rank != fullest]
+    more = {each: case.held[fullest].get(each, 0.0) - median(peak.get(each, 0.0) for peak in others) for each in _STATE}
+    owner = max(more, key=more.__getitem__)
     layers = case.layers
     stage = min((event.stage for event in case.trace.compute[fullest]), default=0)
     fix = f"layers=A+B+... in the plan, with fewer on stage {stage}"
@@ -48,20 +49,16 @@ def find_imbalance(case: Case) -> Iterator[Finding]:
     )
 
 
-def _usual_of(case: Case, owner: str, but: int) -> float:
-    return median(peak.get(owner, 0.0) for rank, peak in enumerate(case.peaks) if rank != but)
-
-
 def find_nearly_full(case: Case) -> Iterator[Finding]:
     """A device with hardly any room left, and who owns most of it."""
     limit = case.run.memory_bytes
-    if limit is None or not case.peaks:
+    if limit is None or not case.trace.holdings:
         return
-    totals = [sum(peak.values()) for peak in case.peaks]
+    totals = [sum(peak.values()) for peak in case.held]
     fullest = max(range(len(totals)), key=lambda rank: totals[rank])
     if totals[fullest] < _NEARLY_FULL * limit:
         return
-    owner = max(case.peaks[fullest], key=lambda each: case.peaks[fullest][each])
+    owner = max(case.held[fullest], key=lambda each: case.held[fullest][each])
     has_replicas = case.size("dp") > 1
     fix = _REMEDIES[owner] if owner == "activations" or has_replicas else f"pp={2 * case.size('pp')}"
     yield Finding(
@@ -69,7 +66,7 @@ def find_nearly_full(case: Case) -> Iterator[Finding]:
         problem=f"rank {fullest} is {format_percent(totals[fullest] / limit, decimals=0)} full",
         evidence=(
             f"it holds {format_bytes(totals[fullest])} of {format_bytes(limit)} at its fullest, "
-            f"{format_bytes(case.peaks[fullest][owner])} of them {owner}"
+            f"{format_bytes(case.held[fullest][owner])} of them {owner}"
         ),
         fix=fix,
         about=f"{format_bytes(limit - totals[fullest])} are left",
@@ -80,17 +77,17 @@ def find_nearly_full(case: Case) -> Iterator[Finding]:
 def find_needless_recomputation(case: Case) -> Iterator[Finding]:
     """Forwards that are made again though there is room to keep what they made."""
     again, limit = case.mean(Part.RECOMPUTATION), case.run.memory_bytes
-    if case.player is None or again < 0.02 * case.step or limit is None or not case.peaks:
+    if case.replay is None or again < 0.02 * case.step_seconds or limit is None or not case.trace.holdings:
         return
-    fullest = max(sum(peak.values()) for peak in case.peaks)
+    fullest = max(sum(peak.values()) for peak in case.held)
     if fullest > _TO_SPARE * limit:
         return
     factors = {}
     for rank, found in enumerate(case.cut):
         spent = sum(each.seconds for each in found if each.part is Part.RECOMPUTATION)
-        backward = sum(event.seconds for event in case.trace.compute[rank] if not _is_forward(event.name))
+        backward = sum(event.seconds for event in case.trace.compute[rank] if alike(event)[0] != "F")
         factors[rank] = 1 - spent / backward if backward > 0 else 1.0
-    gain = case.player.usual_seconds - case.player.with_backward(factors)
+    gain = case.replay.usual_seconds - case.replay.with_backward(factors)
     if case.is_worth(gain):
         yield Finding(
             kind="needless recomputation",
@@ -107,15 +104,15 @@ def find_needless_recomputation(case: Case) -> Iterator[Finding]:
 def find_idle_optimizer_memory(case: Case) -> Iterator[Finding]:
     """Optimizer state on the host while its device has room for it."""
     share, limit = case.plan.get("offload.optimizer", "0"), case.run.memory_bytes
-    if share in ("0", "0.0") or limit is None or not case.peaks:
+    if share in ("0", "0.0") or limit is None or not case.trace.holdings:
         return
-    state = mean(peak.get("optimizer", 0.0) for peak in case.peaks)
-    fullest = max(sum(peak.values()) for peak in case.peaks)
+    state = mean(peak.get("optimizer", 0.0) for peak in case.held)
+    fullest = max(sum(peak.values()) for peak in case.held)
     optimizer = case.mean(Part.OPTIMIZER)
     if fullest + state <= _NEARLY_FULL * limit and case.is_worth(optimizer):
         yield Finding(
-            kind="optimizer away",
-            problem="the optimizer's state is on the host, away from its parameters, though there is room for it",
+            kind="optimizer state offloaded",
+            problem="optimizer state is offloaded to the host though the device has room for it",
             evidence=(
                 f"offload.optimizer={share}; the optimizer takes {case.time(optimizer)} ({case.share(optimizer)} "
                 f"of the step), and the fullest rank holds {format_bytes(fullest)} of {format_bytes(limit)}"
@@ -123,7 +120,3 @@ def find_idle_optimizer_memory(case: Case) -> Iterator[Finding]:
             fix="offload.optimizer=0",
             gain_seconds=optimizer * float(share),
         )
-
-
-def _is_forward(name: str) -> bool:
-    return next((each for each in name if not each.isdecimal()), "") == "F" and "&" not in name

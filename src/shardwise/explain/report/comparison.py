@@ -2,25 +2,26 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
+from html import escape as words
 
+from shardwise.explain.report.sections import caption, change_of, held_text, table
+from shardwise.explain.summary import Summary
 from shardwise.trace.events import Trace
-from shardwise.trace.labels import chunks_of_ranks, parts_of
-from shardwise.trace.report.sections import held_text
-from shardwise.trace.report.summary import Summary
-from shardwise.trace.report.text import caption, change_of, table, time_of, words
+from shardwise.trace.labels import WORDS, chunks_of_ranks, parts_of
+from shardwise.trace.run import Run
 from shardwise.trace.stretches import Part
 from shardwise.units import format_number
-
-_WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 
 def comparison(one: Summary, other: Summary) -> str:
     """The section that compares, as HTML."""
-    rows = [_row("step", one.step_seconds, other.step_seconds, one.run.unit)]
-    rows.append(_row("bubble", one.bubble_seconds, other.bubble_seconds, one.run.unit))
+    rows = [
+        _row("step", one.step_seconds, other.step_seconds, one.run),
+        _row("bubble", one.bubble_seconds, other.bubble_seconds, one.run),
+    ]
     for part in Part:
         if one.mean(part) > 0 or other.mean(part) > 0:
-            rows.append(_row(str(part), one.mean(part), other.mean(part), one.run.unit))
+            rows.append(_row(str(part), one.mean(part), other.mean(part), one.run))
     if any(one.peaks) and bool(one.run.trace.holdings) == bool(other.run.trace.holdings):
         most, then = max(one.peaks), max(other.peaks)
         rows.append(["most held", held_text(most, one), held_text(then, other), change_of(then, most)])
@@ -33,9 +34,8 @@ def comparison(one: Summary, other: Summary) -> str:
     )
 
 
-def _row(name: str, value: float, before: float, unit: str) -> list[str]:
-    worse = name not in ("compute",)
-    return [name, time_of(value, unit), time_of(before, unit), change_of(before, value, more_is_worse=worse)]
+def _row(name: str, value: float, before: float, run: Run) -> list[str]:
+    return [name, run.time(value), run.time(before), change_of(before, value, more_is_worse=name != "compute")]
 
 
 def _by_stage(one: Summary, other: Summary) -> str:
@@ -46,9 +46,9 @@ def _by_stage(one: Summary, other: Summary) -> str:
     rows = [
         [
             f"stage {format_number(stage)}",
-            _WORDS.get(kind, kind),
-            time_of(mine[stage, kind], one.run.unit),
-            time_of(theirs[stage, kind], other.run.unit),
+            WORDS.get(kind, kind),
+            one.run.time(mine[stage, kind]),
+            other.run.time(theirs[stage, kind]),
             change_of(theirs[stage, kind], mine[stage, kind]),
         ]
         for stage, kind in sorted(both)

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from shardwise.trace.doctor.case import Case
-from shardwise.trace.doctor.finding import Finding
+from shardwise.explain.doctor.case import Case, Finding
 from shardwise.units import format_bytes
 
 _MUCH_EXPOSED = 0.05
@@ -17,7 +16,7 @@ _IN_LAYERS = ("all_reduce of", "all_gather of", "reduce_scatter of", "all_to_all
 def find_exposed_sum(case: Case) -> Iterator[Finding]:
     """Gradients whose sums over replicas are not hidden behind the backward."""
     exposed = case.waits(_SUM)
-    if exposed < _MUCH_EXPOSED * case.step:
+    if exposed < _MUCH_EXPOSED * case.step_seconds:
         return
     evidence = f"ranks stand still for {case.time(exposed)} each ({case.share(exposed)}) while gradients are summed"
     # Layers that are cut have sums of their own, and traffic does not say whose a sum is.
@@ -64,7 +63,7 @@ def find_exposed_gather(case: Case) -> Iterator[Finding]:
     """Sharded weights that are waited for."""
     exposed = case.waits(_GATHER)
     zero = case.size("zero") if "zero" in case.plan else 0
-    if exposed >= _MUCH_EXPOSED * case.step:
+    if exposed >= _MUCH_EXPOSED * case.step_seconds:
         yield Finding(
             kind="exposed gather",
             problem="weights are waited for",
@@ -77,7 +76,7 @@ def find_exposed_gather(case: Case) -> Iterator[Finding]:
 def find_exposed_layers(case: Case) -> Iterator[Finding]:
     """Tensor, context and expert parallel ranks that wait for each other inside of layers."""
     exposed = case.waits(*_IN_LAYERS)
-    if exposed < 2 * _MUCH_EXPOSED * case.step:
+    if exposed < 2 * _MUCH_EXPOSED * case.step_seconds:
         return
     axis = next((axis for axis in ("tp", "cp", "ep") if case.size(axis) > 1), "tp")
     size = max(case.size(axis), 2)
@@ -98,7 +97,7 @@ def find_exposed_layers(case: Case) -> Iterator[Finding]:
 def find_synchronisation(case: Case) -> Iterator[Finding]:
     """A sum over all ranks between the backward and the step, which clipping wants."""
     exposed = case.waits(_NORM, by_all=True)
-    if exposed >= _MUCH_EXPOSED * case.step:
+    if exposed >= _MUCH_EXPOSED * case.step_seconds:
         yield Finding(
             kind="synchronisation",
             problem="all ranks wait for the norm of the gradients",

@@ -6,8 +6,7 @@ from base64 import b64encode
 from collections.abc import Iterable, Sequence
 
 from shardwise.trace.events import Event, Lane, Trace
-from shardwise.trace.memory import Curve, all_held_over_time
-from shardwise.trace.owners import held_by_owner
+from shardwise.trace.memory import held_by_owner, held_over_time
 from shardwise.trace.stretches import BUSY, Part, Stretch
 
 #: Ticks of a step: fine enough for a nanosecond in a second, and they fit in 32 bits.
@@ -30,6 +29,9 @@ def encode(trace: Trace, cut: Sequence[Sequence[Stretch]], *, label: str) -> dic
     gaps = [each for rank in cut for each in rank if each.part not in BUSY]
     reasons = list(dict.fromkeys(_reason(gap) for gap in gaps))
     places = {reason: place for place, reason in enumerate(reasons)}
+    curves = held_by_owner(trace) or {
+        (rank, ACTIVATIONS): curve for rank, curve in enumerate(held_over_time(trace)) if curve
+    }
     return {
         "label": label,
         "ranks": trace.num_ranks,
@@ -54,7 +56,7 @@ def encode(trace: Trace, cut: Sequence[Sequence[Stretch]], *, label: str) -> dic
                     "value": column("f32", (held for _, held in curve)),
                 },
             }
-            for rank, owner, curve in _curves(trace)
+            for (rank, owner), curve in curves.items()
         ],
     }
 
@@ -94,9 +96,3 @@ def _reason(gap: Stretch) -> str:
     if gap.on is None:
         return ""
     return gap.on if gap.on_rank is None else f"{gap.on} of rank {gap.on_rank}"
-
-
-def _curves(trace: Trace) -> list[tuple[int, str, Curve]]:
-    if trace.holdings:
-        return [(rank, owner, curve) for (rank, owner), curve in held_by_owner(trace).items()]
-    return [(rank, ACTIVATIONS, curve) for rank, curve in enumerate(all_held_over_time(trace)) if curve]

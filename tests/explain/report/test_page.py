@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from shardwise.trace.run import Run
-from tests.report.browser import Browser
-from tests.report.pages import a_large_run, a_run, write_page
+from tests.explain.report.browser import Browser
+from tests.explain.report.pages import a_large_run, a_run, write_page
 
 FOCUS = "document.getElementById('chart').focus({preventScroll: true})"
 RIGHT, ENTER, ESCAPE = "\ue014", "\ue007", "\ue00c"

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
+from shardwise.explain.report.page import make_page
 from shardwise.schedule.catalogue import make_schedule
 from shardwise.schedule.passes.lower import lower
 from shardwise.schedule.prices import StageTimes, stage_prices
 from shardwise.schedule.simulate import simulate
 from shardwise.trace.events import Event, Lane, Trace
-from shardwise.trace.report.page import make_page
 from shardwise.trace.run import Choice, Run
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.report.browser import Browser, find_browser
+from tests.explain.report.browser import Browser, find_browser
 
 
 @pytest.fixture(scope="session")

@@ -28,10 +28,10 @@ def played(
     """A simulated step: some stages `slower` by a factor, some instructions `late` by a time, all a little unlike."""
     made = lower(make_schedule(schedule, num_ranks, num_microbatches))
     plain = stage_prices(made.placement, [StageTimes()] * num_ranks, hops=[hop])
-    chance = random.Random(1)
+    rng = random.Random(1)
 
     def seconds(instruction: Instruction, rank: int) -> float:
-        factor = (slower or {}).get(instruction.stage, 1.0) * (1 + jitter * chance.uniform(-1, 1))
+        factor = (slower or {}).get(instruction.stage, 1.0) * (1 + jitter * rng.uniform(-1, 1))
         return plain.seconds(instruction, rank) * factor + (late or {}).get(str(instruction), 0.0)
 
     prices = Prices(seconds=seconds, hop_seconds=plain.hop_seconds, held=plain.held)

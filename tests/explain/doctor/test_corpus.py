@@ -4,16 +4,15 @@ import re
 
 import pytest
 
-from shardwise.schedule.replay import Replay
-from shardwise.trace.doctor.examine import examine
-from shardwise.trace.doctor.finding import Finding
+from shardwise.explain.doctor.case import Finding
+from shardwise.explain.doctor.examine import examine
 from shardwise.trace.run import Run
-from tests.trace.doctor.corpus import FAULTS, HEALTHY
-from tests.trace.doctor.patients import a_run, played
+from tests.explain.doctor.corpus import FAULTS, HEALTHY
+from tests.explain.doctor.patients import a_run, played
 
 
 def found_in(run: Run) -> list[Finding]:
-    return examine(run, Replay.of(run.trace))
+    return examine(run)
 
 
 def test_the_corpus_is_large_enough() -> None:

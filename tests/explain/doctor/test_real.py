@@ -11,17 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.explain.doctor.case import Case, Finding
+from shardwise.explain.doctor.examine import examine
+from shardwise.explain.doctor.replicas import find_exposed_sum
 from shardwise.ranks.spawn import Ranks
-from shardwise.schedule.replay import Replay
-from shardwise.trace.doctor.case import Case
-from shardwise.trace.doctor.examine import examine
-from shardwise.trace.doctor.finding import Finding
-from shardwise.trace.doctor.replicas import find_exposed_sum
 from shardwise.trace.events import Lane
 from shardwise.trace.run import Run
 from shardwise.training.recipe import get_recipe
-from tests.trace.doctor.patients import with_end
-from tests.trace.doctor.real import Patient, examined_step, run_of, slowly_fed
+from tests.explain.doctor.patients import with_end
+from tests.explain.doctor.real import Patient, examined_step, run_of, slowly_fed
 from tests.training.programs import make_job
 
 FAULTS: dict[str, tuple[str, int | None, Patient]] = {
@@ -58,7 +56,7 @@ def examinations(patient: Patient, two: Ranks) -> Iterator[list[Finding]]:
     """What the doctor finds in some steps, one after the other."""
     for _ in range(ATTEMPTS):
         run = run_of(patient, *two.run(examined_step, patient)[0])
-        yield examine(run, Replay.of(run.trace))
+        yield examine(run)
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -104,5 +102,5 @@ def test_buckets_of_4_kilobytes_are_found_and_what_is_advised_mends_them(two: Ra
 
 def test_a_slow_loader_is_found_in_a_profile(two: Ranks, tmp_path: Path) -> None:
     measured = two.run(slowly_fed, make_job(tmp_path, "dp=2", steps=9), 1.0)[0]
-    found = examine(Run(name="real", trace=measured.trace), Replay.of(measured.trace))
+    found = examine(Run(name="real", trace=measured.trace))
     assert "data wait" in {each.kind for each in found}

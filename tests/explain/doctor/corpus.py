@@ -1,7 +1,7 @@
 """Faults, each with the word that the doctor must have for it; and runs that nothing is wrong with."""
 
 from shardwise.trace.events import Lane, Traffic
-from tests.trace.doctor.patients import (
+from tests.explain.doctor.patients import (
     GIB,
     Make,
     a_run,
@@ -139,7 +139,7 @@ FAULTS: dict[str, tuple[str, Make]] = {
         lambda: a_run(with_end(as_measured(played("1f1b", 2, 32)), ("", Lane.STEP, 20.0)), "dp=4,pp=2"),
     ),
     "the optimizer on the host": (
-        "optimizer away",
+        "optimizer state offloaded",
         lambda: a_run(
             with_bytes(with_end(as_measured(played("1f1b", 2, 32)), ("", Lane.STEP, 30.0)), _EVEN),
             "pp=2,offload.optimizer=1",

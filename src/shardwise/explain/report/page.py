@@ -2,14 +2,14 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from html import escape as words
 from importlib.resources import files
 
-from shardwise.trace.doctor.finding import Finding
-from shardwise.trace.report import sections
-from shardwise.trace.report.comparison import comparison
-from shardwise.trace.report.encode import LANES, PARTS, encode
-from shardwise.trace.report.summary import Summary, summarize
-from shardwise.trace.report.text import words
+from shardwise.explain.doctor.case import Finding
+from shardwise.explain.report import sections
+from shardwise.explain.report.comparison import comparison
+from shardwise.explain.report.encode import LANES, PARTS, encode
+from shardwise.explain.summary import Summary
 from shardwise.trace.run import Run
 from shardwise.trace.stretches import stretches
 
@@ -32,8 +32,8 @@ _SCRIPTS = (
 
 def make_page(run: Run, other: Run | None = None, *, found: Sequence[Finding] = ()) -> str:
     """Return the text of the page. `other` is drawn beneath `run` and compared with it."""
-    summary = summarize(run)
-    second = None if other is None else summarize(other)
+    summary = Summary(run)
+    second = None if other is None else Summary(other)
     title = run.name if other is None else f"{run.name} and {other.name}"
     return _filled(
         _asset("page.html"),
@@ -56,7 +56,7 @@ def make_page(run: Run, other: Run | None = None, *, found: Sequence[Finding] = 
 
 
 def _asset(name: str) -> str:
-    return (files("shardwise.trace.report") / "assets" / name).read_text(encoding="utf-8")
+    return (files("shardwise.explain.report") / "assets" / name).read_text(encoding="utf-8")
 
 
 def _filled(template: str, values: Mapping[str, str]) -> str:

@@ -19,7 +19,7 @@ TWO = [
     ("llama", "pp=2,microbatches=4,layers=4+2"),
     ("llama", "pp=2,microbatches=4,schedule=interleaved,layers=2+2+1+1"),
     ("mixtral", "dp=2,ep=2"),
-    ("mixtral", "dp=2,ep=2,zero=1"),
+    pytest.param("mixtral", "dp=2,ep=2,zero=1", marks=pytest.mark.whole),
 ]
 FOUR = [
     ("llama", "dp=2,tp=2,zero=1"),

@@ -44,7 +44,7 @@ browser:
 	    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium chromium-driver >/dev/null 2>&1; \
 	fi; \
 	if ! has; then \
-	    echo "note: no chromium with chromedriver was found, so the tests in tests/report are skipped" >&2; \
+	    echo "note: no chromium with chromedriver was found, so the tests in tests/explain/report are skipped" >&2; \
 	    echo "  try: sudo apt install chromium chromium-driver" >&2; \
 	fi
 

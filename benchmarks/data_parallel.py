@@ -26,8 +26,7 @@ from shardwise.execution.process import ProcessExecutor
 from shardwise.planner.plan import Plan
 from shardwise.ranks.cpu_exchange import CpuExchange
 from shardwise.ranks.links import make_groups
-from shardwise.ranks.mesh import make_mesh
-from shardwise.ranks.replicas import Replicas, make_replicas
+from shardwise.ranks.mesh import Replicas, make_mesh, make_replicas
 from shardwise.ranks.spawn import spawn
 from shardwise.ranks.transport import ProcessTransport
 from shardwise.stages.split import split

@@ -26,9 +26,9 @@ import triton
 import triton.language as tl
 from record import record
 
-from shardwise.dataflow.flows import FLOWS, SIZE
 from shardwise.dataflow.links import Link
 from shardwise.dataflow.machine import Machine
+from shardwise.testing.flows import FLOWS, SIZE
 from shardwise.testing.rehearsal import Rehearsal
 
 HAS_GPU = torch.cuda.is_available()

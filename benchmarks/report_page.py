@@ -13,13 +13,13 @@ from statistics import median
 
 from record import record
 
+from shardwise.explain.report.page import make_page
 from shardwise.explain.runs_by_name import simulated
 from shardwise.planner.plan import Plan
-from shardwise.trace.report.page import make_page
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.report.browser import Browser, find_browser
+from tests.explain.report.browser import Browser, find_browser
 
 SIZES = ((8, 64), (64, 256))
 MOST_BYTES, MOST_DRAWN_SECONDS = 3_000_000, 1.0

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from pathlib import Path
 
-from shardwise.dataflow.flows import SIZE, pipeline
 from shardwise.dataflow.links import Link
 from shardwise.dataflow.machine import Machine
+from shardwise.testing.flows import SIZE, pipeline
 from shardwise.trace.svg import to_svg
 
 PLACES = ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]

@@ -10,9 +10,9 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.assemble import from_split
+from shardwise.engine.assemble import from_parts
 from shardwise.engine.engine import Engine
-from shardwise.engine.make_states import Original
+from shardwise.engine.parts import Parts
 from shardwise.engine.prepare import Options
 from shardwise.engine.sharded import Sharded
 from shardwise.execution.pipeline import schedule_of
@@ -53,22 +53,20 @@ def in_one_process(case: Case) -> Trained:
     module, stages, initial = _split(case.model, case.num_stages)
     module.load_state_dict(initial)
     wires, options = OneProcess(case.plan), Options()
-    engine = from_split(
-        module,
-        case.plan,
-        stages,
-        schedule_of(case.plan),
+    parts = Parts(
+        module=module,
+        plan=case.plan,
+        split=stages,
+        schedule=schedule_of(case.plan),
         loss=loss_of(case.model),
-        optimizer=make_optimizer(case.optimizer),
-        device=torch.device("cpu"),
         options=options,
-        callers=(),
         sharded=Sharded(module, case.plan, wires.mesh, {}, options),
-        original=Original.of(module),
+        order=tuple(name for name, _ in module.named_parameters()),
+        shapes={name: each.shape for name, each in initial.items()},
         wires=wires,
-        owns_wires=True,
+        device=torch.device("cpu"),
     )
-    return train(engine, case)
+    return train(from_parts(parts, make_optimizer(case.optimizer), owns_wires=True), case)
 
 
 @cache

@@ -5,14 +5,12 @@ import pytest
 
 from shardwise.cluster.catalogue import get_device
 from shardwise.cost.deal import Deal
-from shardwise.cost.in_flight import in_flight
 from shardwise.cost.layouts import Layouts
 from shardwise.cost.memory import DEFERRED_FREE_BYTES, NUM_SLOTS, SLOT_BYTES, saved, step_bytes
 from shardwise.cost.pipeline import SCHEDULES
-from shardwise.cost.places import Places, typical_places
+from shardwise.cost.places import Places, count_blocks, in_flight, typical_places
 from shardwise.cost.software import Software
 from shardwise.cost.stage import share_of
-from shardwise.cost.states import count_blocks
 from shardwise.model.describe import Sizes, describe
 from shardwise.model.model import Model
 from tests.cost.priced import ask
@@ -86,6 +84,15 @@ def test_states_are_spread_as_zero_says(zero: int, per_parameter: float) -> None
     layouts = Layouts.of(dp=64, zero=zero)
     model_bytes = states / count_blocks(_llama(), layouts, whole_model(layouts)).dense[0, 0]
     assert model_bytes == pytest.approx(per_parameter)
+
+
+def test_casts_of_gathered_weights_are_whole_where_they_are_saved_for_the_backward() -> None:
+    plain, engines = (ask("8xh100", dp=8, zero=3, software=Software(saves_casts=saves)) for saves in (False, True))
+    layouts = Layouts.of(dp=8, zero=3)
+    numbers = count_blocks(_llama(), layouts, whole_model(layouts)).dense[0, 0]
+    assert plain.bytes.parts["weights"].max() == 0
+    assert engines.bytes.parts["weights"].max() == pytest.approx(2 * numbers)
+    assert engines.bytes.parts["masters"].max() == pytest.approx(4 * numbers / 8)
 
 
 def whole_model(layouts: Layouts) -> Places:

@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardwise.cost.compute import Seconds
 from shardwise.cost.constants import CONSTANTS
 from shardwise.cost.layouts import Layouts
-from shardwise.cost.pipeline import SCHEDULES, Stage, span
+from shardwise.cost.pipeline import SCHEDULES, span
 from shardwise.cost.software import Software
 from shardwise.schedule.catalogue import CATALOGUE, make_schedule
 from shardwise.schedule.passes.lower import lower
@@ -41,7 +42,7 @@ def test_a_pipeline_of_equal_stages_takes_as_long_as_the_simulator_plays(schedul
     chunks = 2 if schedule == "interleaved" else None
     made = lower(make_schedule(schedule, 4, num_microbatches, chunks))
     played = simulate(made, stage_prices(made.placement, [times] * 4)).makespan
-    stage = Stage(*(np.array([value]) for value in (1.0, 1.1, 0.9)))
+    stage = Seconds(*(np.array([value]) for value in (1.0, 1.1, 0.9)))
     found = span(np.array([SCHEDULES.index(schedule)]), 4, chunks or 1, num_microbatches, stage, stage, stage, 0.0)
     assert float(found.seconds[0]) == pytest.approx(played, rel=1e-6)
 
@@ -60,7 +61,7 @@ def test_every_schedule_is_priced_near_what_the_simulator_plays(schedule: str, n
     times = StageTimes(forward=1.0, input_gradient=1.1, weight_gradient=0.9)
     made = make_schedule(schedule, 4, num_microbatches)
     played = simulate(made, stage_prices(made.placement, [times] * 4)).makespan
-    stage = Stage(*(np.array([value]) for value in (1.0, 1.1, 0.9)))
+    stage = Seconds(*(np.array([value]) for value in (1.0, 1.1, 0.9)))
     code = np.array([SCHEDULES.index(schedule)])
     found = span(code, 4, entry.chunks, num_microbatches, stage, stage, stage, 0.0)
     assert float(found.seconds[0]) == pytest.approx(played, rel=CLOSE[schedule])
@@ -69,7 +70,7 @@ def test_every_schedule_is_priced_near_what_the_simulator_plays(schedule: str, n
 @pytest.mark.parametrize(("schedule", "num_hops"), [("1f1b", 2 * (3 + 5)), ("gpipe", 2 * 3)])
 def test_hops_cost_what_facts_say(schedule: str, num_hops: int) -> None:
     # facts 1.2: 1F1B pays 2[(p-1) + floor((m-1)(p-1)/p)] hops; p = 4, m = 8.
-    stage = Stage(*(np.ones(1) for _ in range(3)))
+    stage = Seconds(*(np.ones(1) for _ in range(3)))
     found = span(np.array([SCHEDULES.index(schedule)]), 4, 1, 8, stage, stage, stage, 0.01)
     assert float(found.hops[0]) == pytest.approx(num_hops * 0.01, rel=0.05)
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.dataflow import assembly, buffers, choice, cuda, graphs, mover
+from shardwise.dataflow import buffers, choice, cuda, graphs, mover, place
 from shardwise.dataflow.cuda import CudaStream
 from shardwise.dataflow.streams import Event, Run
 
@@ -214,17 +214,14 @@ def play_late(monkeypatch: pytest.MonkeyPatch, seed: int) -> LateGpu:
     issue, launch, relaunch = CudaStream._issue, CudaStream.launch, CudaStream.relaunch
     plain = buffers.device_memory(torch.device("cpu"))
 
-    def issue_late(stream: CudaStream, event: Event, run: Run, after: Sequence[Event]) -> None:
-        issue(stream, event, partial(gpu.enqueue, run), after)
+    def issue_late(
+        stream: CudaStream, event: Event, run: Any, after: Sequence[Event], args: Any = (), options: Any = None
+    ) -> None:
+        issue(stream, event, partial(gpu.enqueue, partial(run, *args, **(options or {}))), after)
 
-    def launch_late(
-        stream: CudaStream, run: Any, tensors: Any, options: dict[str, Any], grid: Any, after: Sequence[Event]
-    ) -> Event:
-        def later(*args: Any, **others: Any) -> None:
-            gpu.enqueue(partial(run, *args, **others))
-
+    def launch_late(stream: CudaStream, *args: Any) -> Event:
         gpu.num_launched += 1
-        return launch(stream, later, tensors, options, grid, after)
+        return launch(stream, *args)
 
     def relaunch_late(stream: CudaStream, replay: Run, event: Event) -> None:
         gpu.num_relaunched += 1
@@ -245,10 +242,10 @@ def play_late(monkeypatch: pytest.MonkeyPatch, seed: int) -> LateGpu:
         (torch.cuda, "graph", gpu.capture),
         (torch.cuda, "CUDAGraph", lambda: LateGraph(gpu)),
         (cuda, "raw_stream", lambda _: gpu.current.cuda_stream),
-        (assembly, "device_memory", lambda device: gpu.memory() if device.type == "cuda" else plain),
-        (assembly, "host_memory", lambda is_pinned: gpu.memory()),  # noqa: ARG005
+        (place, "device_memory", lambda device: gpu.memory() if device.type == "cuda" else plain),
+        (place, "host_memory", lambda is_pinned: gpu.memory()),  # noqa: ARG005
         *((module, "new_event", lambda times=False: LateEvent(gpu)) for module in (cuda, choice)),  # noqa: ARG005
-        *((module, "new_stream", gpu.new_stream) for module in (assembly, mover, graphs)),
+        *((module, "new_stream", gpu.new_stream) for module in (place, mover, graphs)),
     ]
     for owner, name, value in replaced:
         monkeypatch.setattr(owner, name, value)

@@ -4,7 +4,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from shardwise.dataflow.assembly import MakeStream
+from shardwise.dataflow.place import MakeStream
 from shardwise.dataflow.streams import Blame, Event, Failures, Run
 
 FOUR = ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]

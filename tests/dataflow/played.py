@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardwise.dataflow import assembly, choice, cuda, graphs, mover
+from shardwise.dataflow import choice, cuda, graphs, mover, place
 from shardwise.dataflow.buffers import device_memory
 from shardwise.dataflow.graphs import Segment
 from shardwise.dataflow.mover import Step
@@ -81,9 +81,9 @@ def play(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(cuda, "raw_stream", lambda _: "compute")
     for module in (cuda, choice):
         monkeypatch.setattr(module, "new_event", lambda times: PlayedEvent())  # noqa: ARG005
-    for module in (assembly, mover):
+    for module in (place, mover):
         monkeypatch.setattr(module, "new_stream", lambda _: PlayedStream("copy", log))
-    monkeypatch.setattr(assembly, "device_memory", lambda _: cpu)
-    monkeypatch.setattr(assembly, "host_memory", lambda is_pinned: cpu)  # noqa: ARG005
+    monkeypatch.setattr(place, "device_memory", lambda _: cpu)
+    monkeypatch.setattr(place, "host_memory", lambda is_pinned: cpu)  # noqa: ARG005
     monkeypatch.setattr(graphs, "_captured", captured)
     return log

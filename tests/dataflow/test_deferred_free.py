@@ -36,49 +36,49 @@ def four_bytes() -> torch.Tensor:
 
 
 def test_memory_is_held_until_its_copy_is_over_and_nobody_waits_for_that(log: list[str]) -> None:
-    leaving, event, memory = DeferredFree(8), PlayedEvent(log, "copy"), four_bytes()
+    deferred, event, memory = DeferredFree(8), PlayedEvent(log, "copy"), four_bytes()
     held = weakref.ref(memory)
-    leaving.hold(event, memory)
+    deferred.hold(event, memory)
     del memory
-    leaving.sweep()
+    deferred.sweep()
     assert held() is not None
     event.is_reached = True
-    leaving.sweep()
+    deferred.sweep()
     assert held() is None
-    assert leaving.num_bytes == 0
+    assert deferred.num_bytes == 0
     assert not log
 
 
 def test_where_more_is_held_than_may_be_the_oldest_are_waited_for(log: list[str]) -> None:
-    leaving = DeferredFree(8)
+    deferred = DeferredFree(8)
     for name in "abc":
-        leaving.hold(PlayedEvent(log, name), four_bytes(), four_bytes())
-    assert leaving.num_bytes == 24
+        deferred.hold(PlayedEvent(log, name), four_bytes(), four_bytes())
+    assert deferred.num_bytes == 24
     assert not log, "holding waits for nothing"
-    leaving.sweep()
+    deferred.sweep()
     assert log == ["a", "b"]
-    assert leaving.num_bytes == 8
-    leaving.wait()
+    assert deferred.num_bytes == 8
+    deferred.wait()
     assert log == ["a", "b", "c"]
 
 
 def test_what_is_over_behind_something_that_is_not_stays(log: list[str]) -> None:
-    leaving, slow, quick = DeferredFree(8), PlayedEvent(log, "slow"), PlayedEvent(log, "quick")
-    leaving.hold(slow, four_bytes())
-    leaving.hold(quick, four_bytes())
+    deferred, slow, quick = DeferredFree(8), PlayedEvent(log, "slow"), PlayedEvent(log, "quick")
+    deferred.hold(slow, four_bytes())
+    deferred.hold(quick, four_bytes())
     quick.is_reached = True
-    leaving.sweep()
-    assert leaving.num_bytes == 8
+    deferred.sweep()
+    assert deferred.num_bytes == 8
     slow.is_reached = True
-    leaving.sweep()
-    assert leaving.num_bytes == 0
+    deferred.sweep()
+    assert deferred.num_bytes == 0
 
 
 def test_one_of_no_room_waits_for_each_copy_of_a_real_stream() -> None:
-    stream, leaving = ThreadStream("out", Failures()), DeferredFree(0)
+    stream, deferred = ThreadStream("out", Failures()), DeferredFree(0)
     done: list[int] = []
     for number in range(20):
-        leaving.hold(stream.put(partial(done.append, number), (), lambda error: error), four_bytes())
-        leaving.sweep()
+        deferred.hold(stream.put(partial(done.append, number), (), lambda error: error), four_bytes())
+        deferred.sweep()
         assert done == list(range(number + 1))
     stream.close()

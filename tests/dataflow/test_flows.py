@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from shardwise.dataflow.data import Data
-from shardwise.dataflow.flows import FLOWS, SIZE, Flow
 from shardwise.dataflow.links import Link
 from shardwise.dataflow.machine import Machine
+from shardwise.testing.flows import FLOWS, SIZE, Flow
 from tests.dataflow.machines import FOUR, Shuffle
 
 TILE_BYTES = 4 * SIZE * SIZE

@@ -52,7 +52,6 @@ def test_one_gpu_is_one_graph_and_a_relaunch_is_one_line(log: list[str], monkeyp
     told = [("a", "gpu0", Lane.COMPUTE, ()), ("b", "gpu0", Lane.COMPUTE, (0,))]
     with Machine(["cpu:0"]) as machine:
         program = Graphs(make_steps(log, told), machine.mover)
-        assert program.is_one
         events = program.launch([])
         assert events[0] is events[1]
         cuda_event: Any = events[0].cuda_event
@@ -101,8 +100,8 @@ def test_two_gpus_are_graphs_with_events_and_copies_between_them(log: list[str])
     ]
     with Machine(["cpu:0"]) as machine:
         program = Graphs(make_steps(log, told), machine.mover)
-        assert not program.is_one
         events = program.launch([])
+        assert program.relaunch(machine.failures, []) is None
     assert log == [
         *("graph of a", "a"),
         *("out0 waits for gpu0.1", "copy"),

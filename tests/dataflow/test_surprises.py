@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.dataflow.blame import TaskError
 from shardwise.dataflow.launch import Call
 from shardwise.dataflow.machine import Machine
+from shardwise.dataflow.task_errors import TaskError
 from shardwise.errors import ShardwiseError
 from tests.dataflow import kernels
 from tests.dataflow.machines import Shuffle

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.faults import RankError, Watch
 from shardwise.ranks.links import make_groups, make_links
+from shardwise.ranks.message_layout import Key
 from shardwise.ranks.outbox import Sent, WaitingOutbox
-from shardwise.ranks.transport import Key, ProcessTransport
+from shardwise.ranks.transport import ProcessTransport
 from shardwise.schedule.instruction import forward
 
 

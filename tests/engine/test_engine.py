@@ -73,7 +73,7 @@ def test_axes_that_need_processes_are_refused_where_there_is_one() -> None:
 def test_what_does_not_compose_is_refused_with_the_nearest_plan_that_does() -> None:
     with pytest.raises(ShardwiseError) as caught:
         an_engine("pp=2,zero=1,precision=fp16")
-    assert caught.value.problem == "zero=1 shares states out over replicas, and dp=1 x cp=1 is one alone"
+    assert caught.value.problem == "zero=1 shards states over replicas, but with dp=1 and cp=1 there is only one"
     assert caught.value.remedy == "pp=2,precision=fp16"
 
 

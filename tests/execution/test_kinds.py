@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from shardwise.errors import ShardwiseError
 from shardwise.execution import local, process
-from shardwise.execution.interpreter import check_kinds
+from shardwise.execution.executor import RUN_BESIDE, check_kinds
 from shardwise.execution.local import LocalExecutor
 from shardwise.execution.pipeline import complete, schedule_of
 from shardwise.execution.process import ProcessExecutor
@@ -31,7 +31,7 @@ def offloaded(text: str = "pp=2,microbatches=2") -> Schedule:
 
 @pytest.mark.parametrize("executor", [local, process])
 def test_every_kind_has_its_place_in_an_executor(executor: Any) -> None:
-    run = executor.RUN | getattr(executor, "RUN_BESIDE", frozenset())
+    run = executor.RUN | RUN_BESIDE
     assert run | executor.LEFT.keys() == set(Kind)
     assert not run & executor.LEFT.keys()
 
@@ -91,7 +91,7 @@ class Moves:
 
 def test_a_schedule_says_when_activations_leave_and_come_back() -> None:
     executor, moves = LocalExecutor(offloaded("pp=2,schedule=gpipe,microbatches=2"), cut_by_hand(Net(2)), loss), Moves()
-    executor.ranks[0].offload, executor.ranks[1].offload = moves, Moves()
+    executor.interpreters[0].offload, executor.interpreters[1].offload = moves, Moves()
     batch = {"ids": torch.zeros(2, 3, dtype=torch.int64)}
     executor.run([batch, batch])
     # 0F0 0OFFLOAD0 0RELOAD0 0F1 0OFFLOAD1 0RELOAD1 0B0 0B1: a computation ahead.

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from shardwise.execution.device_clock import clock_of
-from shardwise.execution.recording import Recording
-from shardwise.execution.trace_gather import packed, unpacked
+from shardwise.execution.recording import RankNotes, Recording, clock_of
 from shardwise.schedule.catalogue import make_schedule
 from shardwise.schedule.instruction import backward, forward
 from shardwise.schedule.passes.lower import lower
@@ -75,7 +73,7 @@ def test_what_a_rank_tells_arrives_as_it_was() -> None:
         recording.told_by(0, (0.5, 3.0), data_wait=0.1, holdings=holdings, traffic=traffic),
         Recording(lower(make_schedule("1f1b", 1, 2))).told_by(0),
     ):
-        assert unpacked(pickle.loads(pickle.dumps(packed(told)))) == told
+        assert RankNotes.unpacked(pickle.loads(pickle.dumps(told.packed()))) == told
 
 
 def test_by_another_clock_all_that_a_rank_tells_is_as_much_later() -> None:

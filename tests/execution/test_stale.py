@@ -11,7 +11,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from shardwise.engine.parallelize import parallelize
 from shardwise.errors import ShardwiseError
 from shardwise.execution import pipeline
-from shardwise.execution.continuous_calls import calls_of
+from shardwise.execution.executor import calls_of
 from shardwise.ranks.spawn import Ranks
 from shardwise.schedule.generators.pipedream_2bw import pipedream_2bw
 from shardwise.stages.stage import Batch
@@ -83,6 +83,20 @@ def test_processes_are_as_stale_with_a_tied_weight_and_a_skip(three: Ranks, clip
     expected = one_step_stale("momentum", batches, clip)
     for found in three.run(train, "pp=3,schedule=pipedream-2bw,microbatches=4", "momentum", batches, clip):
         check(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("plan", "clip"),
+    [("dp=2,pp=2", 0.05), ("tp=2,pp=2", None), ("dp=2,pp=2,offload.optimizer=1", None), ("dp=2,pp=2", None)],
+)
+def test_a_mesh_is_as_stale_as_one_pipeline(four: Ranks, plan: str, clip: float | None) -> None:
+    """Two steps are under way at a time, and the gradients of each are summed over replicas by themselves."""
+    batches = [batch_of(number) for number in range(5)]
+    stale = "schedule=pipedream-2bw,microbatches=2"
+    losses, weights, _ = train(f"pp=2,{stale}", "momentum", batches, clip)
+    for found in four.run(train, f"{plan},{stale}", "momentum", batches, clip, 2):
+        assert found[0] == pytest.approx(losses, rel=1e-10)
+        assert worst(found[1], weights)[0] <= 1e-9
 
 
 def test_it_differs_from_what_is_not_stale() -> None:

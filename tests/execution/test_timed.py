@@ -5,7 +5,8 @@ from collections import Counter
 import pytest
 import torch.distributed as dist
 
-from shardwise.execution.local import TAKES_TIME, LocalExecutor
+from shardwise.execution.executor import TAKES_TIME
+from shardwise.execution.local import LocalExecutor
 from shardwise.execution.pipeline import complete
 from shardwise.execution.process import ProcessExecutor
 from shardwise.ranks.faults import Watch

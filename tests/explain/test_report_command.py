@@ -5,7 +5,7 @@ import pytest
 
 from shardwise.cli import main
 from shardwise.trace.file import save_trace
-from tests.trace.doctor.patients import as_measured, played
+from tests.explain.doctor.patients import as_measured, played
 
 
 @pytest.fixture(autouse=True)

@@ -15,23 +15,23 @@ KINDS: tuple[Kind, ...] = ("loss", "gradient", "norm", "weight")
 _HEAD = f"""\
 # What composes
 
-Every plan below is trained for {NUM_STEPS} steps of AdamW on as many processes as it has ranks, over gloo, and held
-against plain torch on one device: each loss and norm, every gradient of the last step before clipping, and the weights
-after it, all in fp32 and by the names of the original module. A second run gives the same numbers bit for bit.
+Every plan below is trained for {NUM_STEPS} steps with AdamW, one process per rank, over gloo, and compared with plain
+torch on one device: each loss and gradient norm, every gradient of the last step before clipping, and the weights after
+it, all in fp32 and under the names of the original module. A second run gives the same numbers bit for bit.
 `shardwise check --plan P` does the same for any other plan, and for your own module.
 
-An error is relative, |ours - theirs| / |theirs|, the worst over all tensors and ranks; 1e-5 is what we promise. The
-models are small (`tests/parity/models.py`): ours are tied and have 257 words unless they say otherwise; llama, hf-gpt2,
-mixtral and qwen3-moe are those of `transformers`.
+Errors are relative, |ours - theirs| / |theirs|, and the worst over all tensors and ranks; the limit is 1e-5. The
+models are small (`tests/parity/models.py`). Ours have tied embeddings and a vocabulary of 257 unless their name says
+otherwise; llama, hf-gpt2, mixtral and qwen3-moe are those of `transformers`.
 
-This page is written by the tests: `pytest tests/parity/test_matrix.py --write-composition`. With `test_page.py`,
-what is measured stays.
+This page is generated: `pytest tests/parity/test_matrix.py --write-composition` measures every plan and writes it;
+`pytest tests/parity/test_page.py --write-composition` writes it with the errors measured before.
 """
 _REFUSED = """\
 ## What is refused
 
-Before anything is launched, by one table that the planner reads too (`planner/composition.py`), and with the nearest
-plan that runs. One plan for each rule:
+Some plans are refused before anything is launched. The planner uses the same table (`planner/composition.py`), and each
+refusal names the nearest plan that runs. One example for each rule:
 """
 
 
@@ -43,12 +43,13 @@ _CHECK = """\
     shardwise check --plan dp=2 --module my_package.nets:factory  yours: factory() returns a module, a batch and a loss
     shardwise check --plan dp=2,tp=2,pp=2 --device cuda           on GPUs, which ranks share if they are fewer
 
-It starts the ranks on this machine, trains the same steps on one device, and compares what is compared above at every
-step, and the weights as each forward uses them. It prints the tensors that are furthest off, the first one that
-differs in the order of the computation, and the ranks that hold it with their stage and part. It ends with status 1 if
-something differs. `--json` has `ok`, `max_relative_error` (`loss`, `gradient`, `norm`, `weight`), `first_difference`.
+It starts the ranks on this machine, trains the same steps on one device, and compares the quantities above at
+every step, and also the weights as each forward uses them. It prints the tensors with the largest errors, the first
+tensor that differs in the order of the computation, and the ranks that hold it, with their stage and shard. The exit
+status is 1 if something differs. `--json` has `ok`, `max_relative_error` (`loss`, `gradient`, `norm`, `weight`) and
+`first_difference`.
 
-`--inject FAULT` breaks the run on purpose, to see that it would be noticed:
+`--inject FAULT` breaks the run on purpose, to show that the check would notice:
 """
 
 
@@ -72,7 +73,7 @@ class Proofs:
         for count, cases in CASES.items():
             rows = [[f"`{plan}`", model, *self._errors(model, plan)] for model, plan in cases]
             parts.append(f"## {count} ranks: {len(cases)} plans\n\n{_table(['plan', 'model', *KINDS], rows)}")
-        faults = [[f"`{fault.name}`", fault.says] for fault in FAULTS.values()]
+        faults = [[f"`{name}`", fault.says] for name, fault in FAULTS.items()]
         parts.append(f"{_CHECK}\n{_table(['fault', 'what goes wrong'], faults)}")
         refused = [
             [f"`{plan}`", problem, f"`{instead}`"] for plan, problem, instead in (REFUSED[rule.name] for rule in RULES)

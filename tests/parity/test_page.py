@@ -35,7 +35,7 @@ def test_without_its_figures_a_page_still_has_plans_models_and_refusals(page: st
     bare = without_figures(page)
     assert bare == without_figures(page.replace("2e-7", "0"))
     assert bare != without_figures(page.replace("| `dp=2` | tied |", "| `dp=2` | untied |"))
-    assert bare != without_figures(page.replace("is one alone", "is two"))
+    assert bare != without_figures(page.replace("there is only one", "there are two"))
 
 
 def test_rows_of_plans_that_are_not_run_stay(page: str) -> None:

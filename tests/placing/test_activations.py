@@ -18,11 +18,10 @@ import shardwise as sw
 from shardwise.errors import ShardwiseError
 from shardwise.placing import Placed
 from shardwise.placing import activation_offload as placed_offload
-from shardwise.placing.activation_share import ActivationShare, bytes_with, hosted_bytes, window_bytes
-from shardwise.placing.layout import lay_out
+from shardwise.placing.layout import bytes_with, find_part, lay_out, offloaded_bytes, window_bytes
 from shardwise.placing.loads import Load, find_loads, total_bytes
 from shardwise.placing.offload_planner import OffloadQuestion, decide
-from shardwise.placing.places import Place
+from shardwise.placing.places import Place, PlaceOptions
 from shardwise.states.tiers import activation_offload
 from shardwise.states.tiers.copy_streams import CopyStreams
 from tests.engine.same import assert_same
@@ -101,12 +100,12 @@ def test_a_placement_trains_as_it_does_without_a_host(wishes: dict[str, Any], pa
             optimizer.step()
     assert_same(*nets)
     assert sent(nets[1]) > 0
-    stashed = nets[1].activations
-    assert stashed is not None
-    assert stashed.sent_bytes <= stashed.returned_bytes
-    assert set(stashed.parts.values()) == {part}
+    offloaded = nets[1].activations
+    assert offloaded is not None
+    assert offloaded.sent_bytes <= offloaded.returned_bytes
+    assert set(offloaded.parts.values()) == {part}
     # Memory of the host is used again: none of it is in a circle that nobody can leave.
-    assert 3 * stashed.host_bytes == stashed.sent_bytes
+    assert 3 * offloaded.host_bytes == offloaded.sent_bytes
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -267,8 +266,8 @@ def a_load(number: int, kept: int = 100, small: int = 0, given: int = 0) -> Load
 
 def test_what_a_place_needs_is_counted_by_hand() -> None:
     loads = [a_load(number, small=10, given=20) for number in range(4)]
-    assert hosted_bytes(0.5, loads, 1) == 0.5 * (400 - 40)
-    assert hosted_bytes(1.0, loads, 2) == 2 * (400 - 40 - 20)  # In stages what the first is given stays.
+    assert offloaded_bytes(0.5, loads, 1) == 0.5 * (400 - 40)
+    assert offloaded_bytes(1.0, loads, 2) == 2 * (400 - 40 - 20)  # In stages what the first is given stays.
     # Weights, what is too small, a window of 50, and one unit at work.
     assert bytes_with(1.0, loads, 1, window=50) == 40 + 40 + 50 + 100
     assert bytes_with(0.0, loads, 1, window=50) == total_bytes(loads, 1) == 440
@@ -280,13 +279,13 @@ def test_the_least_part_that_makes_room_is_sent() -> None:
     loads = [a_load(number) for number in range(10)]
     for room in (500, 700, 900, 1099, 1100):
         place = a_place("cpu:0", room)
-        part = ActivationShare().find_part(loads, 1, place)
+        part = find_part(None, loads, 1, place)
         assert part is not None
         window = window_bytes(place)
         assert bytes_with(part, loads, 1, window) <= room
         assert part == 0 or bytes_with(part - 0.01, loads, 1, window) > room
-    assert ActivationShare().find_part(loads, 1, a_place("cpu:0", 200)) is None
-    assert ActivationShare(part=0.5).find_part(loads, 1, a_place("cpu:0", 2000)) == 0.5
+    assert find_part(None, loads, 1, a_place("cpu:0", 200)) is None
+    assert find_part(0.5, loads, 1, a_place("cpu:0", 2000)) == 0.5
 
 
 def test_units_are_laid_out_by_what_stays_of_them() -> None:
@@ -294,11 +293,11 @@ def test_units_are_laid_out_by_what_stays_of_them() -> None:
     places = [a_place("a", 500, speed=3.0), a_place("b", 500)]
     with pytest.raises(ShardwiseError, match=r"no room: the module needs 880 B \(800 B of it activations of 1 microb"):
         lay_out(loads, [replace(each, room_bytes=400) for each in places], [0, 1], num_in_flight=1)
-    stages = lay_out(loads, places, [0, 1], num_in_flight=1, share=ActivationShare())
+    stages = lay_out(loads, places, [0, 1], num_in_flight=1, part=None)
     assert [len(stage) for stage in stages] == [6, 2]  # As fast as they are: with all activations there, [4, 4].
     tight = [replace(each, room_bytes=150) for each in places]
     with pytest.raises(ShardwiseError, match=r"of 1 microbatches, of which 800 B may be on the host; the largest"):
-        lay_out(loads, tight, [0, 1], num_in_flight=1, share=ActivationShare())
+        lay_out(loads, tight, [0, 1], num_in_flight=1, part=None)
 
 
 def needs(net: nn.Module, example: dict[str, Tensor]) -> int:
@@ -346,33 +345,30 @@ def test_the_cheaper_of_weights_and_activations_leaves(
     device: float, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a slow device activations cost nothing, and streamed weights the host's update. On a fast one links decide."""
-    from shardwise.placing import offload_planner as deciding
+    from shardwise.placing import offload_planner
 
     net, example = Net(num_blocks=12, width=24), {"ids": ids(rows=16)}
     loads = find_loads(net, example, moments=2)
-    monkeypatch.setattr(deciding, "matmul_flops", lambda *_: device)
-    monkeypatch.setattr(deciding, "copied_bytes_per_second", lambda: 1e9 if expected else 1e30)
+    monkeypatch.setattr(offload_planner, "matmul_flops", lambda *_: device)
+    monkeypatch.setattr(offload_planner, "copied_bytes_per_second", lambda: 1e9 if expected else 1e30)
     question = OffloadQuestion(
         module=net,
         loads=loads,
         devices=[a_place("cpu:0", int(0.95 * total_bytes(loads.calls, 1)))],
         memory=[a_place("cpu", 2**30)],
-        moments=2,
-        is_pipelined=False,
-        host="stream",
-        part=None,
+        options=PlaceOptions(host="stream"),
     )
-    choice = decide(question)
-    assert len(choice.ways) >= 2
-    assert bool(choice.ways[0].parts) == expected
-    assert [way.seconds for way in choice.ways] == sorted(way.seconds for way in choice.ways)
-    assert choice.reason.count(" a step ") == len(choice.ways)
+    ways, reason = decide(question)
+    assert len(ways) >= 2
+    assert bool(ways[0].parts) == expected
+    assert [way.seconds for way in ways] == sorted(way.seconds for way in ways)
+    assert reason.count(" a step ") == len(ways)
 
 
 def test_checkpointing_is_told_where_it_would_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwise.placing import offload_planner as deciding
+    from shardwise.placing import offload_planner
 
-    monkeypatch.setattr(deciding, "matmul_flops", lambda *_: 1e15)  # Then the link decides.
+    monkeypatch.setattr(offload_planner, "matmul_flops", lambda *_: 1e15)  # Then the link decides.
     net, example = Net(num_blocks=12, width=24), {"ids": ids()}
     placed = sw.place(net, BESIDE, example=example, budget={"cpu:0": int(0.6 * needs(net, example))}, host="stream")
     assert "; gradient checkpointing would take" in placed.reason

@@ -20,7 +20,7 @@ from shardwise.placing import arrange as arrange_module
 from shardwise.placing.host import divide, lay_out_streams
 from shardwise.placing.loads import find_loads
 from shardwise.placing.offload_planner import OffloadQuestion, decide
-from shardwise.placing.places import Place
+from shardwise.placing.places import Place, PlaceOptions
 from tests.stages.families import make_batch, make_family
 from tests.stages.nets import UNet
 from tests.stages.pieces import Net
@@ -265,20 +265,17 @@ def test_the_host_computes_what_has_no_room_only_where_that_is_faster(speed: flo
         loads=loads,
         devices=[device],
         memory=[host],
-        moments=2,
-        is_pipelined=False,
-        host="auto",
-        part=0.0,
+        options=PlaceOptions(activations_on_host=0.0),
     )
-    choice = decide(question)
-    assert [way.host_computes for way in choice.ways] == [not streams, streams]
-    [way] = [way for way in choice.ways if not way.host_computes]
+    ways, reason = decide(question)
+    assert [way.host_computes for way in ways] == [not streams, streams]
+    [way] = [way for way in ways if not way.host_computes]
     assert 0 < sum(unit.is_streamed for unit in way.units) < len(way.units)
-    assert "a step if streamed" in choice.reason
+    assert "a step if streamed" in reason
     smaller = replace(device, room_bytes=int(0.8 * 4 * weight_bytes(module)))
-    unmeasured = decide(replace(question, loads=find_loads(module, None, moments=2), devices=[smaller]))
-    assert unmeasured.ways[0].units
-    assert unmeasured.reason == "if streamed: no example= says how long the host would compute"
+    unmeasured, reason = decide(replace(question, loads=find_loads(module, None, moments=2), devices=[smaller]))
+    assert unmeasured[0].units
+    assert reason == "if streamed: no example= says how long the host would compute"
 
 
 @pytest.mark.parametrize(("speed", "room", "streams"), [(1e-6, 0.9, True), (1e6, 0.9, False), (1e-6, 0.3, False)])

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.placing.device_moves import CrossDeviceMode, add_gradients, copies_for, moved
-from shardwise.placing.moving import InputMover
+from shardwise.placing.microbatch_pass import add_gradients, copies_for
+from shardwise.placing.moving import CrossDeviceMode, InputMover, moved
 from tests.stages.nets import UNet
 from tests.stages.small import small_matrices
 
@@ -75,7 +75,7 @@ def test_hooks_of_the_simple_case_keep_out_of_the_threads_of_a_pipeline() -> Non
     assert not CrossDeviceMode.is_open()
 
 
-def test_a_meeting_ends_with_the_call_that_opened_it() -> None:
+def test_the_mode_ends_with_the_call_that_opened_it() -> None:
     module = Two()
     InputMover(module, {"first": CPU, "second": CPU})
     module(torch.ones(4, 2), scale={"by": torch.ones(4, 3)})

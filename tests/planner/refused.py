@@ -3,32 +3,33 @@
 REFUSED = {
     "zero without replicas": (
         "pp=2,zero=1",
-        "zero=1 shares states out over replicas, and dp=1 x cp=1 is one alone",
+        "zero=1 shards states over replicas, but with dp=1 and cp=1 there is only one",
         "pp=2",
     ),
-    "two weight versions on a mesh": (
-        "dp=2,pp=2,schedule=pipedream-2bw,microbatches=2",
-        "schedule=pipedream-2bw keeps two versions of the weights, which dp=2 does not know of yet",
-        "dp=2,pp=2,microbatches=2",
+    "two weight versions under ZeRO": (
+        "dp=2,pp=2,schedule=pipedream-2bw,microbatches=2,zero=1",
+        "schedule=pipedream-2bw steps on two versions of the weights in turn, and with zero=1 a rank updates its shard"
+        " of one",
+        "dp=2,pp=2,microbatches=2,zero=1",
     ),
     "weights twice on the host": (
         "pp=2,schedule=dualpipe,microbatches=4,offload.parameters=0.5",
-        "schedule=dualpipe has all weights twice, and offload.parameters=0.5 brings each from one place on the host",
+        "schedule=dualpipe keeps two copies of each weight, but offload.parameters=0.5 stores only one on the host",
         "pp=2,microbatches=4,offload.parameters=0.5",
     ),
     "selective recomputation": (
         "pp=2,recompute=selective",
-        "recompute=selective: the engines recompute all of a stage's forward or nothing yet",
+        "recompute=selective is not supported yet: the engines recompute a stage's whole forward or nothing",
         "pp=2,recompute=full",
     ),
     "recomputation of some layers": (
         "pp=2,recompute=full,recompute_layers=3",
-        "recompute_layers=3: the engines recompute all of a stage's forward or nothing yet",
+        "recompute_layers=3 is not supported yet: the engines recompute a stage's whole forward or nothing",
         "pp=2,recompute=full",
     ),
     "activations that are recomputed": (
         "pp=2,recompute=full,offload.activations=0.5",
-        "recompute=full keeps what a stage was given and nothing else, so offload.activations=0.5 has nothing to move",
+        "recompute=full keeps only the inputs of a stage, so offload.activations=0.5 has nothing to move",
         "pp=2,recompute=full",
     ),
     "many chunks of auto": (

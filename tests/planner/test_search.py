@@ -16,8 +16,15 @@ from shardwise.planner.plan import Offload, Plan
 from shardwise.planner.planning import plan
 from shardwise.planner.question import Question, make_question
 from shardwise.planner.search.axes import spread_axes
-from shardwise.planner.search.choices import offloads, recomputations, schedules, zeros
-from shardwise.planner.search.expand import with_offloads, with_schedules, with_zeros
+from shardwise.planner.search.choices import (
+    offloads,
+    recomputations,
+    schedules,
+    with_offloads,
+    with_schedules,
+    with_zeros,
+    zeros,
+)
 from shardwise.planner.search.findings import Findings, find_plan, find_plan_if_any, kind_of
 from shardwise.planner.search.search import Search
 from shardwise.planner.search.tally import Tally

@@ -729,7 +729,7 @@ error: the plan file none.toml cannot be read: No such file or directory
         "check --plan pp=2,zero=1",
         1,
         """
-error: zero=1 shares states out over replicas, and dp=1 x cp=1 is one alone
+error: zero=1 shards states over replicas, but with dp=1 and cp=1 there is only one
   try: pp=2
 """,
     ),

@@ -15,8 +15,10 @@ HELD: tuple[Promise, ...] = (
     house.readers_of_the_environment,
     house.long_files,
     house.long_functions,
+    house.long_classes,
     house.modules_that_do_not_say_what_they_are,
     house.names_that_say_nothing,
+    house.class_names_of_two,
 )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ShardwiseError
-from shardwise.ranks.faults import Place, RankError, describe_failure, find_stall
+from shardwise.ranks.faults import RankError, RankLocation, describe_failure, find_stall
 from shardwise.ranks.spawn import Ranks, spawn
 from tests.engine import programs
 from tests.ranks.processes import nobody_runs
@@ -125,10 +125,10 @@ def test_ranks_that_wait_for_each_other_say_so() -> None:
 
 # What is said, from where everyone stands.
 
-BUSY = Place(rank=2, at="2F4", at_seconds=3)
+BUSY = RankLocation(rank=2, at="2F4", at_seconds=3)
 PLACES = [
-    Place(rank=0, at="0RECV_B3<1", at_seconds=25, waits_for=(1,)),
-    Place(rank=1, at="1RECV_B3<2", at_seconds=25, waits_for=(2,)),
+    RankLocation(rank=0, at="0RECV_B3<1", at_seconds=25, waits_for=(1,)),
+    RankLocation(rank=1, at="1RECV_B3<2", at_seconds=25, waits_for=(2,)),
     BUSY,
 ]
 
@@ -168,8 +168,8 @@ def test_a_circle_is_a_stall_only_when_all_of_it_has_waited_for_long() -> None:
 
 def test_of_a_collective_the_one_that_has_not_come_is_named() -> None:
     places = [
-        Place(rank=0, at="the loss", at_seconds=30, waits_for=(1, 2)),
-        Place(rank=1, at="the loss", at_seconds=25, waits_for=(0, 2)),
+        RankLocation(rank=0, at="the loss", at_seconds=30, waits_for=(1, 2)),
+        RankLocation(rank=1, at="the loss", at_seconds=25, waits_for=(0, 2)),
         BUSY,
     ]
     assert find_stall(places, 0, 20) is None

@@ -1,4 +1,4 @@
-"""One script, three ways to run it, the same losses."""
+"""One script, three ways to run it, the same losses; and one that ends without closing its engine."""
 
 import os
 import subprocess
@@ -11,15 +11,15 @@ from tests.apart import RANKS, run_script
 
 pytestmark = pytest.mark.xdist_group(RANKS)
 ROOT = Path(__file__).parents[2]
-SCRIPT = Path(__file__).with_name("train_script.py")
+SCRIPT, UNCLOSED = (Path(__file__).with_name(name) for name in ("train_script.py", "unclosed_script.py"))
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def launched() -> "subprocess.CompletedProcess[str]":
-    surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-    command = [sys.executable, *TORCHRUN, str(SCRIPT)]
+def launched(script: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    command = [sys.executable, *TORCHRUN, str(script), *arguments]
     return subprocess.run(
-        command, cwd=ROOT, env=surroundings, capture_output=True, text=True, timeout=600, check=False
+        command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=600, check=False
     )  # fmt: skip
 
 
@@ -31,9 +31,21 @@ def losses_of(done: "subprocess.CompletedProcess[str]") -> list[list[float]]:
 
 def test_a_script_gives_the_same_losses_alone_under_torchrun_and_through_spawn(tmp_path: Path) -> None:
     (alone,) = losses_of(run_script(SCRIPT, folder=tmp_path))
-    under_torchrun = losses_of(launched())
+    under_torchrun = losses_of(launched(SCRIPT))
     spawned = losses_of(run_script(SCRIPT, "--spawn", folder=tmp_path))
     assert len(alone) == 3
     assert alone[2] < alone[0]
     assert under_torchrun == spawned == [spawned[0], spawned[0]]
     assert under_torchrun[0] == pytest.approx(alone, rel=1e-6)
+
+
+@pytest.mark.parametrize("ending", ["both end", "one is gone"])
+def test_a_script_that_does_not_close_its_engine_ends_well(ending: str) -> None:
+    """It aborted (-6) if Python ended while the watch was in a call of the store. The script looks there all the time.
+
+    A rank that is gone without a word must hold up nobody's end.
+    """
+    done = launched(UNCLOSED, ending)
+    assert done.returncode == 0, done.stderr
+    assert "terminate called" not in done.stderr
+    assert done.stdout.split() == ["trained", "trained"]

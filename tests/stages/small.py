@@ -1,11 +1,11 @@
-"""Surroundings for tests whose matrices are small."""
+"""Settings for tests whose matrices are small."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from shardwise.parity import small
+from shardwise.parity import problem
 
 
 @contextmanager
@@ -14,7 +14,7 @@ def small_matrices() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with small.small_matrices():
+        with problem.small_matrices():
             yield
     finally:
         torch.set_num_threads(threads)

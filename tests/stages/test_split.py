@@ -288,9 +288,9 @@ def test_a_judge_who_knows_the_schedule_moves_the_cut_where_a_step_is_shorter() 
     judge = partial(step_seconds, make_schedule("zb-h2", 2, 4))
 
     def seconds_of(chosen: Callable[[Sequence[float]], float]) -> tuple[float, list[float]]:
-        wishes = SplitOptions(num_stages=2, through_blocks=True, judge=chosen)
-        _, flow, where = choose(module, batch, wishes)
-        costs = costs_of(flow, wishes)
+        options = SplitOptions(num_stages=2, through_blocks=True, judge=chosen)
+        _, flow, where = choose(module, batch, options)
+        costs = costs_of(flow, options)
         stages = [sum(costs[call] for call in calls) for calls in where]
         return judge(stages), stages
 

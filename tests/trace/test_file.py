@@ -5,12 +5,11 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ShardwiseError
-from shardwise.schedule.replay import Replay
-from shardwise.trace.doctor.examine import examine
+from shardwise.explain.doctor.examine import examine
+from shardwise.explain.report.page import make_page
 from shardwise.trace.events import Event, Holding, Lane, Trace, Traffic
 from shardwise.trace.file import load_trace, save_trace, to_document
-from shardwise.trace.owners import held_by_owner, peak_by_owner
-from shardwise.trace.report.page import make_page
+from shardwise.trace.memory import held_by_owner, peak_by_owner
 from shardwise.trace.run import Run, load_run, save_run
 from tests.trace.played import played
 
@@ -145,5 +144,5 @@ def test_a_step_in_which_nothing_was_computed_is_examined_and_drawn(
 ) -> None:
     save_trace(Trace(name="1f1b", num_ranks=2, events=(), windows=windows), tmp_path / "trace.json")
     run = load_run(tmp_path / "trace.json")
-    assert examine(run, Replay.of(run.trace)) == []
+    assert examine(run) == []
     assert "<html" in make_page(run, None, found=[])

@@ -2,13 +2,12 @@
 
 import pytest
 
+from shardwise.explain.doctor.examine import examine
 from shardwise.ranks.spawn import Ranks
-from shardwise.schedule.replay import Replay
 from shardwise.trace.attribution import critical_path
-from shardwise.trace.doctor.examine import examine
 from shardwise.trace.events import Lane, Trace
 from shardwise.trace.hidden import hidden_of_ranks
-from shardwise.trace.owners import peak_by_owner
+from shardwise.trace.memory import peak_by_owner
 from shardwise.trace.run import Run
 from shardwise.trace.stretches import Part, parts_of_ranks
 from tests.stages.small import small_matrices
@@ -112,7 +111,7 @@ def test_bytes_are_known_by_owner_and_by_link(traces: dict[str, Trace]) -> None:
 
 def test_a_rank_that_sleeps_is_found_and_so_is_a_slow_loader(two: Ranks) -> None:
     trace = two.run(traced_step, "pp=2,microbatches=4", {1: 0.05}, 0.2)[0]
-    found = {finding.kind: finding for finding in examine(Run(name="r", trace=trace), Replay.of(trace))}
+    found = {finding.kind: finding for finding in examine(Run(name="r", trace=trace))}
     assert found["slow stage"].ranks == (1,)
     assert found["data wait"].gain_seconds == pytest.approx(0.2)
 

@@ -101,7 +101,7 @@ def test_what_is_held_is_a_counter_of_its_rank() -> None:
     trace = played("1f1b", 3, 6)
     for rank in range(3):
         counted = [(entry["ts"], entry["args"]["held"]) for entry in entries(trace, "C") if entry["pid"] == rank]
-        assert counted == [(time * 1e6, held) for time, held in held_over_time(trace, rank)]
+        assert counted == [(time * 1e6, held) for time, held in held_over_time(trace)[rank]]
 
 
 def test_the_trace_keeps_its_name() -> None:

@@ -2,11 +2,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from shardwise.trace.attribution import all_gaps
+from shardwise.trace.attribution import gaps
 from shardwise.trace.events import Lane, Trace
-from shardwise.trace.shapes import colour_of
-from shardwise.trace.svg import to_svg
-from shardwise.trace.transfers import transfers
+from shardwise.trace.svg import colour_of, to_svg, transfers
 from tests.trace.played import GENERATORS, event, played, trace_of
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -30,7 +28,7 @@ def test_there_is_a_box_for_each_event_and_a_hatch_for_each_gap(name: str, hop: 
     trace = played(name, 4, 8, hop=hop)
     root = parsed(trace)
     assert len(groups(root, "event")) == sum(len(events) for events in trace.compute)
-    assert len(groups(root, "gap")) == sum(len(found) for found in all_gaps(trace))
+    assert len(groups(root, "gap")) == sum(len(found) for found in gaps(trace))
     assert len(root.findall(f"{SVG}path[@class='curve']")) == 4
 
 

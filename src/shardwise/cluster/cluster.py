@@ -8,7 +8,7 @@
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.cluster.catalogue import NODES, get_device
 from shardwise.cluster.device import Device
@@ -89,16 +89,8 @@ def make_pool(
     """A pool of a catalogue device in its usual node, with what is given instead of the usual."""
     known = get_device(device)
     usual = NODES[known.name]
-    per_node = devices_per_node or usual.devices_per_node
-    # A rack's domain is not cut by how many devices share a host; a node's domain is the node.
-    domain = usual.domain if usual.domain > usual.devices_per_node else per_node
-    node = NodeKind(
-        devices_per_node=per_node,
-        link=link or usual.link,
-        domain=domain,
-        fabric=fabric or usual.fabric,
-        host=host or usual.host,
-    )
+    node = usual.resized(devices_per_node or usual.devices_per_node)
+    node = replace(node, link=link or usual.link, fabric=fabric or usual.fabric, host=host or usual.host)
     return Pool(device=known, num_nodes=num_nodes, node=node)
 
 

@@ -99,11 +99,10 @@ def _read_pool(entry: Any, source: str) -> Pool:
         raise ShardwiseError(f"a pool in {source} names no device", remedy='device = "h100-80g"')
     device = _read_device(name, entry, source)
     usual = NODES[device.name] if device.name in NODES else NODES["a100-80g"]
-    per_node = _read_count(entry, "devices_per_node", usual.devices_per_node, source)
-    is_rack = usual.domain > usual.devices_per_node
+    sized = usual.resized(_read_count(entry, "devices_per_node", usual.devices_per_node, source))
     node = NodeKind(
-        devices_per_node=per_node,
-        domain=_read_count(entry, "domain", usual.domain if is_rack else per_node, source),
+        devices_per_node=sized.devices_per_node,
+        domain=_read_count(entry, "domain", sized.domain, source),
         link=_read_part(usual.link, entry, "link", source),
         fabric=_read_part(usual.fabric, entry, "fabric", source),
         host=_read_part(usual.host, entry, "host", source),

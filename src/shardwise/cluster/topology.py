@@ -1,6 +1,6 @@
 """How devices hang together: links inside a node, one network between nodes, and the hosts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,3 +51,8 @@ class NodeKind:
     domain: int
     fabric: Fabric
     host: Host
+
+    def resized(self, devices: int) -> "NodeKind":
+        """With so many devices. A rack's domain is not cut by how many share a host; a node's domain is the node."""
+        is_rack = self.domain > self.devices_per_node
+        return replace(self, devices_per_node=devices, domain=self.domain if is_rack else devices)

@@ -57,9 +57,7 @@ class Wires:
 
     def group(self, size: Number, stride: Number) -> Group:
         """Place a group of `size` ranks that are `stride` apart."""
-        count = np.asarray(size, dtype=np.float64)
-        inside = np.clip(np.floor(self.pool.domain / np.asarray(stride, dtype=np.float64)), 1, count)
-        return Group(count, inside, ceil_divide(count, inside))
+        return self.nested(size, stride, 1, np.inf)
 
     def nested(self, near: Number, stride: Number, far: Number, far_stride: Number) -> Group:
         """Place `far` runs of `near` ranks: ranks of a run are `stride` apart, and runs `far_stride`."""

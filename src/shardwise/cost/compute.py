@@ -1,5 +1,9 @@
-"""Seconds of a block's compute on one rank: forward, gradient of the input, gradient of the weights."""
+"""Seconds of a block's compute on one rank: forward, gradient of the input, gradient of the weights.
 
+A matmul takes as long as its tiles, dealt out in waves, or its bytes, whichever is longer.
+"""
+
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -7,8 +11,7 @@ import numpy as np
 
 from shardwise.cluster.device import Device
 from shardwise.cost.constants import Constants
-from shardwise.cost.matmul import matmul_seconds
-from shardwise.cost.numbers import Floats, Number
+from shardwise.cost.numbers import Floats, Number, ceil_divide
 from shardwise.cost.software import Software
 from shardwise.model.flops import flops, gemm
 from shardwise.model.model import Block
@@ -19,6 +22,10 @@ from shardwise.model.traffic import traffic
 # Choosing experts and sorting rows for them takes many small kernels, and the processor waits for the number of rows of
 # each expert: together as long as so many launches. Fitted with `expert_launch_seconds`.
 _ROUTING_KERNELS = 100
+# Tiles that libraries choose from, and the share of the best tile's rate that each reaches: a smaller tile reads more
+# for each product. 128 x 256 is the usual one (facts 3.3).
+_TILES = np.array([(256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.78), (64, 64, 0.6)])
+_HEIGHTS, _WIDTHS, _REACHED = (column[:, None] for column in _TILES.T)
 
 
 class Seconds(NamedTuple):
@@ -29,14 +36,8 @@ class Seconds(NamedTuple):
     weight: Floats
 
     @property
-    def backward(self) -> Floats:
-        return self.input + self.weight
-
-    def plus(self, other: "Seconds") -> "Seconds":
-        return Seconds(self.forward + other.forward, self.input + other.input, self.weight + other.weight)
-
-    def times(self, factor: Number) -> "Seconds":
-        return Seconds(self.forward * factor, self.input * factor, self.weight * factor)
+    def total(self) -> Floats:
+        return self.forward + self.input + self.weight
 
 
 ZERO = Seconds(np.zeros(()), np.zeros(()), np.zeros(()))
@@ -52,9 +53,7 @@ class Engine:
 
     def block(self, block: Block, share: Share) -> Seconds:
         """Seconds of a block on one rank, for one microbatch: what its kernels take, or launching them."""
-        total = ZERO
-        for operation in block.operations:
-            total = total.plus(self.operation(operation, share, narrow=bool(block.stack)))
+        total = self._sum(block, block.operations, share)
         kernels = sum((np.asarray(self._num_kernels(each, share)) for each in block.operations), np.zeros(()))
         if self.software.blocking_launches:
             waits = self.constants.blocking_seconds * kernels
@@ -78,10 +77,12 @@ class Engine:
         if parts is None:
             return self.block(block, share).forward
         again = [each for each in block.operations if not parts.isdisjoint(each.rerun_by)]
-        total = ZERO
-        for operation in again:
-            total = total.plus(self.operation(operation, share, narrow=bool(block.stack)))
-        return total.forward
+        return self._sum(block, again, share).forward
+
+    def _sum(self, block: Block, operations: Iterable[Operation], share: Share) -> Seconds:
+        """Seconds of some of a block's operations: layers may run in 8 or 4 bits, the ends do not."""
+        each = [self.operation(operation, share, narrow=bool(block.stack)) for operation in operations]
+        return Seconds(*(sum(seconds, np.zeros(())) for seconds in zip(*each, strict=True))) if each else ZERO
 
     def operation(self, operation: Operation, share: Share, *, narrow: bool = True) -> Seconds:
         """Seconds of one operation. `narrow`: it may run in 8 or 4 bits, as layers do and heads do not."""
@@ -207,3 +208,31 @@ class Engine:
         if isinstance(operation, (Router, Permutation)):
             return _ROUTING_KERNELS
         return 1 if self.software.fused else 4
+
+
+def matmul_seconds(
+    device: Device,
+    rate: float,
+    m: Number,
+    k: Number,
+    n: Number,
+    *,
+    constants: Constants,
+    count: Number = 1,
+    width: float = 2.0,
+) -> Floats:
+    """Seconds of `count` products of m x k by k x n at `rate` FLOP/s when every unit has a full tile.
+
+    A product whose tiles do not fill the last wave waits for it: `waves x tile`, not `tiles x tile / units`. The best
+    of several tiles is taken, as libraries do.
+    """
+    m, k, n, count = (np.asarray(each, dtype=np.float64) for each in (m, k, n, count))
+    tiles = ceil_divide(m.ravel(), _HEIGHTS) * ceil_divide(n.ravel(), _WIDTHS) * count.ravel()
+    waves = ceil_divide(tiles, device.num_units)
+    unit = rate / device.num_units * _REACHED
+    best: Floats = (waves * (2 * _HEIGHTS * _WIDTHS / unit) * (k.ravel() + constants.tile_ramp)).min(axis=0)
+    moved: Floats = count * (m * k + k * n + m * n) * width
+    return np.maximum(
+        best.reshape(np.broadcast_shapes(m.shape, k.shape, n.shape, count.shape)),
+        moved / (device.memory_bytes_per_second * constants.streaming),
+    )

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwise.cost.layouts import BALANCE, Layouts
-from shardwise.cost.numbers import Floats, Number
+from shardwise.cost.numbers import Floats, Number, choose
 
 _ENDS, _WEIGHT, _RANKS, _SLOTS, _FRONT = map(BALANCE.index, ("ends", "weight", "ranks", "slots", "front"))
 
@@ -24,8 +24,7 @@ def deal(num_layers: int, layouts: Layouts, begin: Number, end: Number) -> Deal:
     dealt = _shared(num_layers, layouts, begin, end)
     are_whole = are_dealt_whole(layouts)
     if are_whole.any():
-        whole = _whole(num_layers, layouts)
-        dealt = Deal(*(np.where(are_whole, mine, others) for mine, others in zip(whole, dealt, strict=True)))
+        dealt = choose(are_whole, _whole(num_layers, layouts), dealt)
     alone = layouts.pp == 1
     return dealt._replace(first=np.where(alone, num_layers, dealt.first), extra=np.where(alone, 0.0, dealt.extra))
 

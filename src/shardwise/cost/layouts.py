@@ -77,6 +77,16 @@ class Layouts:
         return self.dp * self.tp * self.pp * self.cp
 
     @property
+    def replicas(self) -> Ints:
+        """Ranks with the same dense weights."""
+        return self.dp * self.cp
+
+    @property
+    def num_sharing(self) -> Ints:
+        """Ranks that one copy of the states is spread over, where ZeRO does."""
+        return np.where(self.zero_group > 0, self.zero_group, self.replicas)
+
+    @property
     def batch(self) -> Ints:
         """Samples of a step."""
         return self.dp * self.microbatch * self.num_microbatches

@@ -9,10 +9,9 @@ from shardwise.cluster.device import Device
 from shardwise.cost.constants import CONSTANTS, Constants
 from shardwise.cost.layouts import Layouts
 from shardwise.cost.numbers import Floats
-from shardwise.cost.places import PLACES, Places, ends_of, layer_kinds
+from shardwise.cost.places import PLACES, Counts, Places, count_blocks, ends_of, layer_kinds
 from shardwise.cost.software import Software
 from shardwise.cost.stage import DECIDE_WORK, share_of, share_of_ends
-from shardwise.cost.states import Counts, count_blocks
 from shardwise.model.activations import saved_bytes
 from shardwise.model.model import Block, Model
 from shardwise.model.operations import Attention, CrossEntropy, Norm
@@ -88,19 +87,18 @@ def step_bytes(
     """Account for the memory of each layout on its places."""
     software = software or Software()
     counts = count_blocks(model, layouts, places)
-    parts = _states(layouts, counts.dense, counts.expert, software)
+    parts = _states(layouts, counts, software)
     parts |= _activations(model, layouts, places, sequence, software)
     every = np.ones_like(places.begins)
-    width = 4.0 if software.precision == "fp32" else 2.0
     hosted = _on_host(parts, layouts, counts)
     saved_loss = 1.0 if software.fused_loss else _SAVED_LOGIT / _LOGIT
     hosted["loss"] = parts["loss"] * saved_loss * layouts.offload_activations[:, None]
     if np.any(layouts.zero == 3):
         # Two layers gathered (one ahead), the gradients of one as they are made and as they are reduced, and both ends.
-        gathered = counts.layer * (3 * width + software.reduce_bytes) + counts.ends * width
+        gathered = counts.layer * (3 * software.width + software.reduce_bytes) + counts.ends * software.width
         parts["gathered"] = np.where(layouts.zero == 3, gathered, 0.0)[:, None] * every
     if device.architecture != "cpu":
-        axes = (layouts.tp, layouts.dp * layouts.cp, layouts.pp, layouts.ep)
+        axes = (layouts.tp, layouts.replicas, layouts.pp, layouts.ep)
         groups = 1.0 + sum((axis > 1).astype(np.float64) for axis in axes)
         buffers = np.where(layouts.num_ranks > 1, groups * constants.group_bytes, 0.0)
         moving = parts["activations"] + parts["recomputed"] + parts["loss"] + parts["scores"]
@@ -123,45 +121,35 @@ def _on_host(parts: dict[str, Floats], layouts: Layouts, counts: Counts) -> dict
     trained = "masters" if parts["masters"].any() else "weights"
     numbers, shards = counts.dense + counts.expert, (layouts.zero == 3)[:, None]
     at_home = {trained: np.where(shards, parts[trained], 4.0 * numbers)}
-    if trained == "masters":
-        offloads = (layouts.offload_parameters > 0)[:, None]
-        parts["weights"] = parts["weights"] + np.where(shards & offloads, 2.0 * numbers, 0.0)
     # Of weights that come for their use two layers are there, one ahead, and the ends, which may be one tensor; or the
     # shards of these, before they are gathered.
-    group = np.where(layouts.zero_group > 0, layouts.zero_group, layouts.dp * layouts.cp)
-    coming = (2 * counts.layer + counts.ends) * 4.0 / np.where(layouts.zero == 3, group, 1)
+    coming = (2 * counts.layer + counts.ends) * 4.0 / np.where(layouts.zero == 3, layouts.num_sharing, 1)
     hosted = {}
-    for name, share, visiting in (
+    for name, share, on_device in (
         ("optimizer", np.maximum(layouts.offload_optimizer, layouts.offload_parameters), NUM_SLOTS * SLOT_BYTES),
         (trained, layouts.offload_parameters, coming[:, None]),
         ("gradients", layouts.offload_parameters, DEFERRED_FREE_BYTES),
         ("activations", layouts.offload_activations, DEFERRED_FREE_BYTES),
     ):
         hosted[name] = at_home.get(name, parts[name]) * share[:, None]
-        parts[name] = parts[name] * (1.0 - share[:, None]) + np.minimum(hosted[name], visiting)
+        parts[name] = parts[name] * (1.0 - share[:, None]) + np.minimum(hosted[name], on_device)
     return hosted
 
 
-def _states(layouts: Layouts, dense: Floats, expert: Floats, software: Software) -> dict[str, Floats]:
-    """Weights, gradients and the optimizer's states, as ZeRO spreads them. Experts have fewer replicas."""
-    replicas = (layouts.dp * layouts.cp).astype(np.float64)
-    group = np.where(layouts.zero_group > 0, layouts.zero_group, replicas)[:, None]
-    experts = np.maximum(replicas * layouts.tp / layouts.ep, 1.0)[:, None]
-    zero = layouts.zero[:, None]
-
-    def spread(stage: int) -> Floats:
-        return np.where(zero >= stage, dense / group + expert / experts, dense + expert)
-
-    width = 4.0 if software.precision == "fp32" else 2.0
+def _states(layouts: Layouts, counts: Counts, software: Software) -> dict[str, Floats]:
+    """Weights, gradients and the optimizer's states, as ZeRO spreads them."""
     masters = 4.0 if software.precision != "fp32" else 0.0
-    # Under ZeRO-3 the shards are the masters: fp32, and cast when they are gathered (FSDP, facts 4.2).
-    weights = np.where(zero >= 3, 0.0, dense + expert) * width
-    weights = weights + np.where((zero >= 3) & (masters == 0.0), spread(3) * width, 0.0)
+    weights = counts.spread(layouts, 3)
+    if masters:
+        # Under ZeRO-3 the shards are the masters: fp32, and cast when they are gathered (FSDP, facts 4.2). Where casts
+        # are saved, all of a stage are there between its forward and its backward; so are those of offloaded weights.
+        casts = (layouts.zero < 3) | (layouts.offload_parameters > 0) | software.saves_casts
+        weights = np.where(casts[:, None], counts.dense + counts.expert, 0.0)
     return {
-        "weights": weights,
-        "gradients": spread(2) * software.gradient_bytes,
-        "optimizer": spread(1) * (software.state_bytes - 4.0),
-        "masters": spread(1) * masters,
+        "weights": weights * software.width,
+        "gradients": counts.spread(layouts, 2) * software.gradient_bytes,
+        "optimizer": counts.spread(layouts, 1) * (software.state_bytes - 4.0),
+        "masters": counts.spread(layouts, 1) * masters,
     }
 
 

@@ -1,4 +1,7 @@
-"""What stands on which rank, and what it keeps at its fullest: on three typical ranks, or on every one of a plan."""
+"""What stands on which rank, and what it keeps at its fullest: on three typical ranks, or on every one of a plan.
+
+And the parameters of what stands there.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,11 +9,11 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwise.cost.deal import Deal, are_dealt_whole
-from shardwise.cost.in_flight import in_flight
 from shardwise.cost.layouts import Layouts
 from shardwise.cost.numbers import Floats
 from shardwise.cost.pipeline import SCHEDULES
 from shardwise.model.model import Block, Model
+from shardwise.model.share import Share
 from shardwise.schedule.catalogue import CATALOGUE
 from shardwise.schedule.instruction import Kind
 from shardwise.schedule.schedule import Schedule
@@ -48,6 +51,36 @@ def ends_of(model: Model) -> tuple[list[Block], list[Block]]:
     """The blocks before the first layer, and the other blocks that are no layers."""
     first = next((index for index, block in enumerate(model.blocks) if block.stack), 0)
     return list(model.blocks[:first]), [block for block in model.blocks[first:] if not block.stack]
+
+
+def in_flight(layouts: Layouts, rank: Floats) -> Floats:
+    """Microbatches of a rank's whole stage that it holds, at most. `rank` counts stages from the first.
+
+    1F1B holds one for each stage from its own to the last; interleaved, chunks of 2(p-r-1) + (v-1)p + 1 microbatches.
+    Zero bubble schedules hold activations until the weight gradient: the closed forms say with M_W = M_B.
+    """
+    p, v, m = (each.astype(np.float64) for each in (layouts.pp, layouts.chunks, layouts.num_microbatches))
+    ahead = p - rank
+    looped = (2 * (p - rank - 1) + (v - 1) * p + 1) / v
+    held = {
+        "1f1b": ahead,
+        "gpipe": m,
+        "interleaved": np.where(v > 1, looped, ahead),
+        "looped-bfs": m,
+        "zb-h1": p,
+        "zb-h2": 2 * p - 1,
+        "zb-v": p,
+        "v-half": (p + 2) // 2,
+        "v-min": (p + 4) // 3,
+        "dualpipe": p + 1,
+        "dualpipe-v": p + 0.5,
+        "eager-1f1b": 2 * ahead - 1,
+        "chimera": p,
+        "hanayo": p,
+    }
+    table = [np.broadcast_to(held[name], m.shape) for name in SCHEDULES]
+    held_by_schedule: Floats = np.choose(layouts.schedule, table)
+    return np.minimum(held_by_schedule, m)
 
 
 def typical_places(model: Model, layouts: Layouts, dealt: Deal) -> Places:
@@ -131,3 +164,42 @@ def _fullest(schedule: Schedule, rank: int, weights: dict[int, float]) -> dict[i
         if held > most:
             most, fullest = held, dict(under_way)
     return fullest
+
+
+class Counts(NamedTuple):
+    """Parameters before ZeRO: of a rank on each place (candidates x places), of one layer, of both ends."""
+
+    dense: Floats
+    expert: Floats
+    layer: Floats
+    ends: Floats
+
+    def spread(self, layouts: Layouts, stage: int) -> Floats:
+        """What a rank has of what ZeRO spreads from this stage on. Experts have fewer replicas."""
+        experts = np.maximum(layouts.replicas * layouts.tp / layouts.ep, 1.0)[:, None]
+        shared = self.dense / layouts.num_sharing[:, None] + self.expert / experts
+        return np.where(layouts.zero[:, None] >= stage, shared, self.dense + self.expert)
+
+
+def count_blocks(model: Model, layouts: Layouts, places: Places) -> Counts:
+    """Parameters that a rank holds on each place."""
+    some, kinds = layouts.distinct(("tp", "ep", "cp"))
+    share = Share(tp=some.tp, ep=some.ep, cp=some.cp)
+    zero = np.zeros(len(some))
+    layers = layer_kinds(model)
+    num_layers = max(sum(count for _, count in layers), 1)
+    dense, expert, layer = np.zeros_like(places.begins), np.zeros_like(places.begins), zero
+    for index, (block, count) in enumerate(layers):
+        experts = zero + block.num_expert_parameters_on(share)
+        others = zero + block.num_parameters_on(share) - experts
+        dense = dense + places.layers[:, :, index] * others[kinds, None]
+        expert = expert + places.layers[:, :, index] * experts[kinds, None]
+        layer = layer + (others + experts) * (count / num_layers)
+    before, after = ends_of(model)
+    begin = sum((zero + block.num_parameters_on(share) for block in before), zero)
+    end = sum((zero + block.num_parameters_on(share) for block in after), zero)
+    # A head that is tied to the embedding is one tensor where both are on one rank.
+    tied = np.minimum(begin, end) if model.ties else zero
+    outside = places.begins * begin[kinds, None] + places.ends * end[kinds, None]
+    outside = outside - places.begins * places.ends * tied[kinds, None]
+    return Counts(dense + outside, expert, layer[kinds], (begin + end)[kinds])

@@ -6,9 +6,9 @@ import numpy as np
 
 from shardwise.cost.collective import Group, Wires
 from shardwise.cost.layouts import Layouts
-from shardwise.cost.numbers import Floats
+from shardwise.cost.numbers import Floats, choose
+from shardwise.cost.places import Counts
 from shardwise.cost.stage import Pricer, Stages, Work
-from shardwise.cost.states import Counts
 
 
 def exchange(pricer: Pricer, layouts: Layouts, counts: Counts, stages: Stages, pace: Work) -> Floats:
@@ -29,8 +29,7 @@ class _Replicas(NamedTuple):
 
 def _replicas(wires: Wires, layouts: Layouts) -> _Replicas:
     """Place the replicas. With pipelines inside of replicas (`dp` outermost), a pipeline lies between two of them."""
-    count = layouts.dp * layouts.cp
-    size = np.where(layouts.zero_group > 0, layouts.zero_group, count)
+    count, size = layouts.replicas, layouts.num_sharing
     apart = np.where(layouts.order == 1, layouts.pp, 1)
     near, far = np.minimum(size, layouts.cp), np.maximum(size // layouts.cp, 1)
     jump = layouts.tp * layouts.cp * apart
@@ -38,15 +37,11 @@ def _replicas(wires: Wires, layouts: Layouts) -> _Replicas:
     whole = wires.nested(layouts.cp, layouts.tp, layouts.dp, jump)
     shard = wires.nested(near, layouts.tp, far, jump)
     return _Replicas(
-        all=_choose(plain, wires.group(count, layouts.tp), whole),
-        shard=_choose(plain, wires.group(size, layouts.tp), shard),
+        all=choose(plain, wires.group(count, layouts.tp), whole),
+        shard=choose(plain, wires.group(size, layouts.tp), shard),
         copies=wires.group(np.maximum(count // size, 1), layouts.tp * size * apart),
         shard_size=size.astype(np.float64),
     )
-
-
-def _choose(chosen: np.ndarray, group: Group, other: Group) -> Group:
-    return Group(*(np.where(chosen, mine, theirs) for mine, theirs in zip(group, other, strict=True)))
 
 
 def _replicated(pricer: Pricer, layouts: Layouts, counts: Counts, pace: Work) -> Floats:
@@ -54,12 +49,10 @@ def _replicated(pricer: Pricer, layouts: Layouts, counts: Counts, pace: Work) ->
 
     Where groups of replicas share states out, each rank's share is also added up over the groups.
     """
-    wires, software = pricer.wires, pricer.software
+    wires, software, width = pricer.wires, pricer.software, pricer.software.width
     dense, expert = counts.dense.max(axis=1), counts.expert.max(axis=1)
     replicas = _replicas(wires, layouts)
-    count = layouts.dp * layouts.cp
-    experts = wires.group(np.maximum(count * layouts.tp // layouts.ep, 1), layouts.ep)
-    width = 4 if software.precision == "fp32" else 2
+    experts = wires.group(np.maximum(layouts.replicas * layouts.tp // layouts.ep, 1), layouts.ep)
     scatter = wires.all_gather(dense * software.reduce_bytes, replicas.shard)
     scatter = scatter + wires.all_gather(expert * software.reduce_bytes, experts)
     between = wires.all_reduce(dense * software.reduce_bytes / replicas.shard_size, replicas.copies)
@@ -87,11 +80,10 @@ def _replicated(pricer: Pricer, layouts: Layouts, counts: Counts, pace: Work) ->
 
 def _sharded(pricer: Pricer, layouts: Layouts, counts: Counts, stages: Stages, pace: Work) -> Floats:
     """ZeRO-3: with every microbatch, each layer is gathered for both passes and its gradients are scattered."""
-    wires, software = pricer.wires, pricer.software
+    wires, software, width = pricer.wires, pricer.software, pricer.software.width
     replicas = _replicas(wires, layouts)
     group = replicas.shard
     layer = counts.layer
-    width = 4 if software.precision == "fp32" else 2
     gather = wires.all_gather(layer * width, group)
     scatter = wires.all_gather(layer * software.reduce_bytes, group)
     gather, scatter = gather / pricer.constants.exchange_rate, scatter / pricer.constants.exchange_rate

@@ -50,11 +50,14 @@ def serve(
     hop = wires.hop(together * model.hidden * 2 / tp, tp, pp) * (pp - 1)
     prompt_hop = wires.hop(prompt * model.hidden * 2 / tp, tp, pp) * (pp - 1)
     kept = prompt + output / 2
-    cache = _cache_bytes(model, tp)
+    # Bytes of keys and values of one position, in all layers, on one tensor parallel rank.
+    cache = np.zeros(len(tp)) + model.cache_bytes(Share(tp=tp))
     reading = together * kept * cache / (pool.device.memory_bytes_per_second * constants.streaming)
     prefill = _forward(model, engine, wires, read, tp, ep) + prompt_hop
     token = _forward(model, engine, wires, decode, tp, ep) + reading + hop
-    weights = _weight_bytes(model, tp, ep) / pp
+    held = Share(tp=tp, ep=ep)
+    parameters = sum((block.num_parameters_on(held) * count for block, count in model.kinds), np.zeros(len(tp)))
+    weights = 2.0 * parameters / pp
     overhead = constants.context_bytes + constants.workspace_bytes + constants.group_bytes * (tp * pp > 1)
     free = _TAKEN * pool.device.memory_bytes - weights - overhead - _working_bytes(model, prompt, tp)
     block = BLOCK * cache / pp
@@ -86,19 +89,6 @@ def _forward(model: Model, engine: Engine, wires: Wires, share: Share, tp: Ints,
                 seconds = seconds + wires.dispatch(sent, operation.top_k, experts, once=False)
         total = total + seconds * count
     return total
-
-
-def _cache_bytes(model: Model, tp: Ints) -> Floats:
-    """Bytes of keys and values of one position, in all layers, on one tensor parallel rank."""
-    return np.zeros(len(tp)) + model.cache_bytes(Share(tp=tp))
-
-
-def _weight_bytes(model: Model, tp: Ints, ep: Ints) -> Floats:
-    share = Share(tp=tp, ep=ep)
-    total = np.zeros(len(tp))
-    for block, count in model.kinds:
-        total = total + block.num_parameters_on(share) * count
-    return 2.0 * total
 
 
 def _working_bytes(model: Model, prompt: int, tp: Ints) -> Floats:

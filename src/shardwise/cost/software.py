@@ -23,6 +23,9 @@ class Software:
     # Under sequence parallelism, what columns read is gathered once and kept, and the model's ends are whole (ours);
     # else it is gathered again in the backward, and the ends are shared out too (Korthikanti et al. 2022).
     gathered_once: bool = False
+    # What a forward casts of weights is saved for its backward (autocast: ours), also of weights that ZeRO-3 gathered;
+    # else they are cast when they are gathered, and freed with what was gathered (FSDP).
+    saves_casts: bool = False
     # Gradients of weights are added to earlier ones by the product's own kernel.
     fused_accumulation: bool = True
     # What runs beside compute: reductions of gradients; gathers of shards; tensor parallel sums, all of them or only
@@ -56,6 +59,11 @@ class Software:
     @property
     def is_flash(self) -> bool:
         return self.attention.startswith("flash")
+
+    @property
+    def width(self) -> int:
+        """Bytes of an activation's element, and of a weight as it is computed with."""
+        return 4 if self.precision == "fp32" else 2
 
     @property
     def matmul_precision(self) -> str:

@@ -1,6 +1,6 @@
 """Seconds of one microbatch on the first, a middle and the last stage: compute, computed again, and communication."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -23,8 +23,7 @@ _SELECTIVE = frozenset({"core_attention"})
 DECIDE_WORK = ("microbatch", "tp", "cp", "ep", "sequence_parallel", "context", "recompute", "recompute_share")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class Work(NamedTuple):
     """Seconds of one microbatch on some blocks: the three passes, what is computed again, and exposed communication."""
 
     forward: Floats
@@ -37,10 +36,10 @@ class Work:
     ep: Floats
 
     def take(self, index: NDArray[np.int64]) -> "Work":
-        return Work(**{each.name: getattr(self, each.name)[index] for each in fields(Work)})
+        return Work(*(each[index] for each in self))
 
     def times(self, factor: Number) -> "Work":
-        return Work(**{each.name: getattr(self, each.name) * factor for each in fields(Work)})
+        return Work(*(each * factor for each in self))
 
     @property
     def backward(self) -> Floats:
@@ -53,14 +52,7 @@ class Work:
 
 def add(*works: Work) -> Work:
     """All of several works."""
-    return Work(**{each.name: sum(getattr(work, each.name) for work in works) for each in fields(Work)})
-
-
-def pick(chosen: NDArray[np.bool_], work: Work, other: Work) -> Work:
-    """Of each candidate the work, where it is chosen, else the other."""
-    return Work(
-        **{each.name: np.where(chosen, getattr(work, each.name), getattr(other, each.name)) for each in fields(Work)}
-    )
+    return Work(*(sum(each, np.zeros(())) for each in zip(*works, strict=True)))
 
 
 class Pieces(NamedTuple):
@@ -94,7 +86,7 @@ def share_of(layouts: Layouts, sequence: int, software: Software) -> Share:
         gathered_once=software.gathered_once,
         flash=software.is_flash,
         fused=software.fused,
-        width=4 if software.precision == "fp32" else 2,
+        width=software.width,
     )
 
 
@@ -153,8 +145,7 @@ class Pricer:
         return Stages(first, layer.times(dealt.middle), last, layer.times(dealt.extra), layer, dealt)
 
     def _ends(self, blocks: list[Block], layouts: Layouts, share: Share) -> Work:
-        zero = np.zeros(len(layouts))
-        nothing = Work(**{each.name: zero for each in fields(Work)})
+        nothing = Work(*[np.zeros(len(layouts))] * len(Work._fields))
         return add(nothing, *(self.block(block, layouts, share, again=False) for block in blocks))
 
     def block(self, block: Block, layouts: Layouts, share: Share, *, again: bool = True) -> Work:

@@ -6,17 +6,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwise.cluster.cluster import Cluster, Pool
+from shardwise.cost.compute import Seconds
 from shardwise.cost.constants import CONSTANTS, Constants
-from shardwise.cost.interval import spread
 from shardwise.cost.layouts import Layouts
 from shardwise.cost.memory import StepBytes, step_bytes
-from shardwise.cost.numbers import Floats
-from shardwise.cost.pipeline import SPLITS_BACKWARD, Stage, span
-from shardwise.cost.places import Places, typical_places
+from shardwise.cost.numbers import Floats, choose
+from shardwise.cost.pipeline import SPLITS_BACKWARD, span
+from shardwise.cost.places import Counts, Places, count_blocks, typical_places
 from shardwise.cost.replicas import exchange
 from shardwise.cost.software import Software
-from shardwise.cost.stage import Pricer, Stages, Work, add, pick
-from shardwise.cost.states import Counts, count_blocks
+from shardwise.cost.stage import Pricer, Stages, Work, add
 from shardwise.model.model import Model
 from shardwise.model.operations import Router
 
@@ -24,6 +23,25 @@ from shardwise.model.operations import Router
 HOST_TAKEN = 0.85
 # What a device has of its way to the host, each way, where both are in use (peers.md: 48.8 of 55.2 GB/s).
 _BOTH_WAYS = 48.8 / 55.2
+
+# How far each part may be off, as a share of itself, at nine in ten. Chosen so that the interval of the whole, parts
+# taken as independent, holds nine in ten of the quality A rows of published/runs.csv; validate prints how many it
+# does.
+_SPREAD: Mapping[str, float] = {
+    "compute": 0.14,
+    "recompute": 0.14,
+    "tp": 0.40,
+    "cp": 0.60,
+    "ep": 0.60,
+    "bubble": 0.40,
+    "hops": 0.60,
+    "dp": 0.60,
+    "optimizer": 0.60,
+    "offload": 0.60,
+    "other": 1.00,
+}
+# Mixtures of experts differ more: what is fused and graphed changes with every release.
+_EXPERT_COMPUTE = 0.35
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,9 +142,9 @@ def _parts(pricer: Pricer, layouts: Layouts, stages: Stages, counts: Counts) -> 
     }
 
 
-def as_stage(work: Work) -> Stage:
+def as_stage(work: Work) -> Seconds:
     exchanged = (work.cp + work.ep) / 2
-    return Stage(
+    return Seconds(
         work.forward + work.tp_forward + exchanged,
         work.input + work.again + work.tp_backward + exchanged,
         work.weight,
@@ -138,15 +156,14 @@ def _slowest(first: Work, middle: Work, last: Work, layouts: Layouts) -> Work:
     alone = layouts.pp == 1
     is_last = ~alone & (last.total > np.maximum(first.total, middle.total))
     is_middle = ~alone & ~is_last & (middle.total >= first.total)
-    return pick(is_last, last, pick(is_middle, middle, first))
+    return choose(is_last, last, choose(is_middle, middle, first))
 
 
 def hop_seconds(pricer: Pricer, layouts: Layouts) -> Floats:
     """Seconds of one activation to the next stage."""
     rows = layouts.microbatch * (pricer.sequence / layouts.cp)
     split = np.where(layouts.sequence_parallel | pricer.software.split_hops, layouts.tp, 1)
-    width = 4 if pricer.software.precision == "fp32" else 2
-    num_bytes = rows * pricer.model.hidden * width / split
+    num_bytes = rows * pricer.model.hidden * pricer.software.width / split
     stride = layouts.tp * layouts.cp * np.where(layouts.order == 1, 1, layouts.dp)
     hop = pricer.wires.hop(num_bytes, stride, layouts.pp)
     exposed = 1.0 - pricer.constants.hop_hidden * pricer.software.overlap_hops
@@ -159,11 +176,8 @@ def _optimizer(pricer: Pricer, layouts: Layouts, counts: Counts) -> Floats:
     State that lives on the host comes to the device for that and goes again, both ways at once; so do weights and
     gradients that live there.
     """
-    replicas = (layouts.dp * layouts.cp).astype(np.float64)
-    group = np.where(layouts.zero_group > 0, layouts.zero_group, replicas)
-    experts = np.maximum(replicas * layouts.tp / layouts.ep, 1.0)
-    dense, expert = counts.dense.max(axis=1), counts.expert.max(axis=1)
-    owned = np.where(layouts.zero >= 1, dense / group + expert / experts, dense + expert)
+    dense, expert = (each.max(axis=1, keepdims=True) for each in (counts.dense, counts.expert))
+    owned = counts._replace(dense=dense, expert=expert).spread(layouts, 1)[:, 0]
     moved = owned * (30 + 2 * pricer.software.gradient_bytes)
     rate = pricer.pool.device.memory_bytes_per_second * pricer.constants.streaming
     on_device: Floats = pricer.constants.optimizer * moved / rate
@@ -204,3 +218,12 @@ def _fits(pool: Pool, held: StepBytes) -> np.ndarray:
     on_host = held.host * pool.node.devices_per_node
     room = HOST_TAKEN * pool.node.host.memory_bytes
     return np.asarray((held.peak <= pool.device.memory_bytes) & (on_host <= room))
+
+
+def spread(parts: Mapping[str, Floats], seconds: Floats, *, has_experts: bool) -> Floats:
+    """The half width of the interval, as a share of the whole: it reaches from t / (1 + w) to t (1 + w)."""
+    total = np.zeros_like(seconds)
+    for name, part in parts.items():
+        share = _EXPERT_COMPUTE if has_experts and name == "compute" else _SPREAD[name]
+        total = total + (share * part / seconds) ** 2
+    return np.sqrt(total)

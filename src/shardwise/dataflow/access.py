@@ -192,13 +192,12 @@ class _Walk:
             if self._names == before:
                 return
 
-    def _branches(self, *blocks: list[ast.stmt]) -> None:
-        before, after = self._names, None
-        for block in blocks:
-            self._names = dict(before)
-            self._block(block)
-            after = self._names if after is None else _joined(after, self._names)
-        self._names = after if after is not None else before
+    def _branches(self, body: list[ast.stmt], orelse: list[ast.stmt]) -> None:
+        before = dict(self._names)
+        self._block(body)
+        after, self._names = self._names, before
+        self._block(orelse)
+        self._names = _joined(after, self._names)
 
     def _origins(self, node: ast.AST) -> Origins:
         """What an expression may point into. Loads and stores on the way are noted."""
@@ -230,15 +229,10 @@ class _Walk:
             owner, name = self._origins(node.func.value), node.func.attr
         elif isinstance(node.func, ast.Name):
             name = node.func.id
-        return self._call_language(name, owner, given, named, everything)
+        return self._call_language(name, owner, given, named)
 
     def _call_language(
-        self,
-        name: str,
-        owner: Origins,
-        given: list[Origins],
-        named: Mapping[str | None, Origins],
-        everything: Origins,
+        self, name: str, owner: Origins, given: list[Origins], named: Mapping[str | None, Origins]
     ) -> Origins:
         """A call of Triton's own: `tl.load(pointer, ...)`, or `pointer.load(...)` of a descriptor."""
         through = owner or (given[0] if given else named.get("pointer", named.get("desc", _NOWHERE)))
@@ -254,9 +248,10 @@ class _Walk:
         if name in _ATOMICS:
             self._found.add_both(through)
             return _NOWHERE
+        everything = owner.union(*given, *named.values())
         if name not in _HARMLESS:
-            self._found.add_both(everything | owner)
-        return everything | owner
+            self._found.add_both(everything)
+        return everything
 
     def _call_kernel(self, callee: object, given: list[Origins], named: dict[str, Origins]) -> Origins:
         everything = _NOWHERE.union(*given, *named.values())

@@ -45,28 +45,23 @@ class Chooser:
         ends = [(*self._end(call, place), place.index) for place in self._devices]
         end, _, index = min(ends)
         place = self._mover.places[index]
-        if not self._is_reckoned:
+        if self._mover.reckoned is None:
             place.compute.tail_seconds = end
         return place
 
     def measured(self, call: Call, place: Place, run: Run) -> Run:
         """The same run, timed if a place is to be chosen by it."""
-        if call.place != "auto" or self._is_reckoned or len(self._devices) == 1:
+        if call.place != "auto" or self._mover.reckoned is not None or len(self._devices) == 1:
             return run
         key = (call.launch.key, place.index)
         if place.kind is Kind.GPU:
             return partial(self._run_on_gpu, key, run)
         return partial(self._run_by_thread, key, run)
 
-    @property
-    def _is_reckoned(self) -> bool:
-        journal = self._mover.journal
-        return journal is not None and journal.is_reckoned
-
     def _end(self, call: Call, place: Place) -> tuple[float, int]:
         """When the task would be over, after what is queued and after what it reads has come; and the bytes of that."""
-        journal = self._mover.journal
-        now = journal.now_seconds if journal is not None and self._is_reckoned else perf_counter()
+        reckoned = self._mover.reckoned
+        now = perf_counter() if reckoned is None else reckoned.now_seconds
         arrival, ready, num_bytes = max(now, place.inward.tail_seconds), now, 0
         for data in call.reads:
             copy = data.copies[place.index]

@@ -6,7 +6,7 @@ depends on that in others. Where no thread is involved, and that is the usual ca
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ from shardwise.dataflow.streams import Blame, Event, Failures, Run, ThreadStream
 from shardwise.torch_private import current_gpu, raw_stream
 
 _LOOK_SECONDS = 0.05
+_NO_OPTIONS: dict[str, Any] = {}
 
 
 class CudaEvent(Event):
@@ -51,18 +52,17 @@ class CudaStream:
         self._issued = threading.Condition()
         self.turn_to(stream)
 
-    def turn_to(self, stream: torch.cuda.Stream) -> torch.cuda.Stream | None:
-        """Use another stream of the GPU from now on, as a capture does, and return the one before."""
-        before: torch.cuda.Stream | None = getattr(self, "cuda", None)
+    def turn_to(self, stream: torch.cuda.Stream) -> None:
+        """Use another stream of the GPU from now on, as a capture does."""
         self.cuda = stream
         self._raw: int = stream.cuda_stream
         self.device_index: int = stream.device_index
-        return before
 
-    def put(self, run: Run, after: Sequence[Event], blame: Blame) -> Event:
+    def put(self, run: Run, after: Sequence[Event], blame: Blame, *, is_captured: bool = False) -> Event:
         self._num_put += 1
         event = CudaEvent(self, self._num_put)
-        if self.can_issue(after):
+        # Whoever captures issues: what a thread issued later would be in no graph, and run.
+        if is_captured or self.can_issue(after):
             try:
                 self._issue(event, run, after)
             except Exception as error:
@@ -83,19 +83,10 @@ class CudaStream:
         self, run: Any, tensors: Sequence[Any], options: dict[str, Any], grid: Any, after: Sequence[Event]
     ) -> Event:
         """Issue a kernel that the caller may issue: as `put`, with nothing made to be run later."""
-        for other in after:
-            if other.stream is not self and other.cuda_event is not None:
-                self.cuda.wait_event(cast(torch.cuda.Event, other.cuda_event))
-        cuda_event = self.spare.pop() if self.spare else new_event(times=self._times)
-        if current_gpu() == self.device_index and raw_stream(self.device_index) == self._raw:
-            run(*tensors, grid=grid, warmup=False, **options)
-        else:
-            with torch.cuda.stream(self.cuda):
-                run(*tensors, grid=grid, warmup=False, **options)
         self._num_put += 1
-        event = self.last = CudaEvent(self, self._num_put)
-        cuda_event.record(self.cuda)
-        event.cuda_event = cuda_event
+        event = CudaEvent(self, self._num_put)
+        self._issue(event, run, after, tensors, {"grid": grid, "warmup": False, **options})
+        self.last = event
         return event
 
     def is_current(self) -> bool:
@@ -112,16 +103,6 @@ class CudaStream:
         self._num_put += 1
         event.number = self._num_put
         self.last = event
-
-    def put_captured(self, run: Run, after: Sequence[Event], blame: Blame) -> Event:
-        """Put into a capture. Whoever captures issues: what a thread issued later would be in no graph, and run."""
-        self._num_put += 1
-        event = self.last = CudaEvent(self, self._num_put)
-        try:
-            self._issue(event, run, after)
-        except Exception as error:
-            raise blame(error) from error
-        return event
 
     def is_done(self, event: Event) -> bool:
         return event.cuda_event is not None and bool(cast(Any, event.cuda_event).query())
@@ -153,17 +134,24 @@ class CudaStream:
                 self._num_behind -= 1
                 self._issued.notify_all()
 
-    def _issue(self, event: Event, run: Run, after: Sequence[Event]) -> None:
+    def _issue(
+        self,
+        event: Event,
+        run: Callable[..., object],
+        after: Sequence[Event],
+        args: Sequence[Any] = (),
+        options: Mapping[str, Any] = _NO_OPTIONS,
+    ) -> None:
         for other in after:
             if other.stream is not self and other.cuda_event is not None:
                 self.cuda.wait_event(cast(torch.cuda.Event, other.cuda_event))
         cuda_event = self.spare.pop() if self.spare else new_event(times=self._times)
         # Entering a stream takes longer than asking which one is current, and mostly it is this one.
         if current_gpu() == self.device_index and raw_stream(self.device_index) == self._raw:
-            run()
+            run(*args, **options)
         else:
             with torch.cuda.stream(self.cuda):
-                run()
+                run(*args, **options)
         cuda_event.record(self.cuda)
         event.cuda_event = cuda_event
 

@@ -9,14 +9,15 @@ A task that writes makes its place's copy the dirty one. A transfer makes a vali
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from shardwise.dataflow.streams import Event
+from shardwise.dataflow.streams import Event, Run
 from shardwise.errors import ShardwiseError, unknown
 from shardwise.torch_private import version_of
 
@@ -39,37 +40,22 @@ class Keeper(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
 class Copy:
     """One copy of a value: its buffer, whether it is current, and who last wrote and read the buffer."""
 
-    __slots__ = (
-        "copied",
-        "held",
-        "imported",
-        "imported_version",
-        "num_bytes",
-        "owner",
-        "place",
-        "reader",
-        "storage",
-        "tensor",
-        "valid",
-        "writer",
-    )
-
-    def __init__(self, owner: "Data", place: int, tensor: Tensor, storage: Tensor | None) -> None:
-        self.owner: weakref.ref[Data] = weakref.ref(owner)
-        self.place = place
-        self.tensor = tensor
-        self.storage = storage  # None if the buffer is a user's.
-        self.num_bytes = owner.num_bytes
-        self.valid = False
-        self.held = 0  # By tasks that are being issued and by programs: not to be evicted.
-        self.imported: Tensor | None = None  # The user's own tensor.
-        self.imported_version = 0
-        self.writer: Event | None = None
-        self.reader: Event | None = None  # The last task that read it since it was written.
-        self.copied: list[Event] = []  # Copies made of it since it was written, the last of each stream.
+    owner: "weakref.ref[Data]"
+    place: int
+    num_bytes: int
+    tensor: Tensor
+    storage: Tensor | None  # None if the buffer is a user's.
+    valid: bool = False
+    held: int = 0  # By tasks that are being issued and by programs: not to be evicted.
+    imported: Tensor | None = None  # The user's own tensor.
+    imported_version: int = 0
+    writer: Event | None = None
+    reader: Event | None = None  # The last task that read it since it was written.
+    copied: list[Event] = field(default_factory=list)  # Copies made of it since, the last of each stream.
 
     def add_copied(self, event: Event) -> None:
         """Note that it is being copied from, until an event."""
@@ -98,9 +84,16 @@ class Copy:
         if self.imported is not None:
             _check_unchanged(name, self.imported, self.imported_version)
 
-    def guard(self, name: str) -> "Callable[[], None] | None":
+    def guard(self, name: str) -> Run | None:
         """The same question for a thread to ask when it comes to reading the tensor, if it is a user's."""
         return None if self.imported is None else partial(_check_unchanged, name, self.imported, self.imported_version)
+
+
+def run_guarded(run: Run, guards: Sequence[Run]) -> None:
+    """Run something if no guard objects."""
+    for guard in guards:
+        guard()
+    run()
 
 
 def _check_unchanged(name: str, imported: Tensor, version: int) -> None:
@@ -111,43 +104,27 @@ def _check_unchanged(name: str, imported: Tensor, version: int) -> None:
         )
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class Data:
     """A value that tasks read and write. Made by `Machine.data` and `Machine.empty`."""
 
-    __slots__ = (
-        "__weakref__",
-        "copies",
-        "dtype",
-        "is_imported",
-        "keeper",
-        "name",
-        "num_bytes",
-        "number",
-        "shape",
-        "strides",
-        "unwritable",
-        "uses",
-    )
-
-    def __init__(self, keeper: Keeper, name: str, number: int, like: Tensor) -> None:
-        self.keeper = keeper
-        self.name = name
-        self.number = number
-        self.shape = tuple(like.shape)
-        self.strides = tuple(like.stride())
-        self.dtype = like.dtype
-        self.num_bytes = like.numel() * like.element_size()
-        self.uses: tuple[int, ...] = ()  # Where in the running program it is used.
-        self.is_imported = False  # Whether one of its copies is a user's tensor.
-        self.unwritable: str | None = None  # Why it may not be written, if so.
-        self.copies: list[Copy | None] = [None] * len(keeper.place_names)
+    keeper: Keeper
+    name: str
+    number: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    num_bytes: int
+    copies: list[Copy | None]  # One for each place.
+    uses: tuple[int, ...] = ()  # Where in the running program it is used.
+    is_imported: bool = False  # Whether one of its copies is a user's tensor.
+    unwritable: str | None = None  # Why it may not be written, if so.
 
     def __repr__(self) -> str:
         return f"Data({self.name}, {list(self.shape)}, {self.dtype}, at {', '.join(self.places) or 'no place'})"
 
     def __del__(self) -> None:
-        if hasattr(self, "copies"):
-            self.keeper.forget(self)
+        self.keeper.forget(self)
 
     @property
     def valid_copies(self) -> list[Copy]:

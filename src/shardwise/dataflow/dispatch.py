@@ -2,32 +2,37 @@
 
 submit      what the task is, reads and writes      `launch.py`
 issue       where it runs, if nobody says           `choice.py`
-_gather     what it reads is brought, room is made, and what it waits for is found      `mover.py`, `dependencies.py`
+_gather     what it reads is brought, room is made, and what it waits for is found      `mover.py`
 _put        it goes into its place's stream, and its data are noted as read and written
+
+What a task waits for follows from the data (`data.py`), copy by copy at the task's own place:
+
+    it reads    the copy's writer: the task or the transfer that made it          read after write
+    it writes   that, and whoever still copies from there                         write after write, after read
+
+Tasks of one place run in one stream, so among themselves they are in order anyway. A writer at another place has a
+buffer of its own to write to: it waits for no reader of this one.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from shardwise.dataflow.assembly import Budget, MakeStream, make_places
-from shardwise.dataflow.blame import blame_task
 from shardwise.dataflow.choice import Chooser
-from shardwise.dataflow.data import Copy, Data
-from shardwise.dataflow.dependencies import add_dependencies, note_task
-from shardwise.dataflow.direct_launch import DirectLaunches
+from shardwise.dataflow.cuda import CudaStream
+from shardwise.dataflow.data import Copy, Data, run_guarded
 from shardwise.dataflow.journal import Journal, Work
 from shardwise.dataflow.launch import Call, Launch, by_position, set_accesses
 from shardwise.dataflow.links import GivenLinks, Routes
-from shardwise.dataflow.mistakes import check_call
 from shardwise.dataflow.mover import CHUNK_BYTES, Mover
-from shardwise.dataflow.place import Place
+from shardwise.dataflow.place import Budget, MakeStream, Place, make_places
 from shardwise.dataflow.store import Store
-from shardwise.dataflow.streams import Event, Failures, Run, ThreadStream
+from shardwise.dataflow.streams import Event, Failures, Stream, ThreadStream
+from shardwise.dataflow.task_errors import PLAIN, blame_task, check_call
 from shardwise.errors import ShardwiseError
 from shardwise.trace.events import Lane
 
@@ -63,7 +68,12 @@ class Dispatcher(Store):
         super().__init__(places, Mover(places, Routes(places, links), journal, chunk_bytes), failures)
         self._launches: dict[Any, Launch] = {}
         self._chooser = Chooser(self.mover)
-        self._direct = DirectLaunches(self, self.places, self.mover, self.imports.changed)
+        #: GPUs at which kernels may be launched at once: nothing is evicted there, and nothing noted.
+        self._direct = {
+            place.name: (place.index, place.compute)
+            for place in self.places
+            if isinstance(place.compute, CudaStream) and place.memory.budget_bytes is None and journal is None
+        }
 
     def submit(
         self,
@@ -92,15 +102,13 @@ class Dispatcher(Store):
                 self._launches[fn] = launch
         is_plain = reads is None and writes is None and seconds is None and name is None and self.calls is None
         is_plain = is_plain and launch.positions is not None and not self._forgotten and self.failures.first is None
-        if is_plain and self._direct.launch(launch, args, options, grid, place):
+        if is_plain and self._launch_directly(launch, args, options, grid, place):
             return
         if launch.is_kernel:
             args, options = by_position(launch, args, options)
         frame = sys._getframe(1)
-        call = Call(launch, args, options, grid, place, frame.f_code, frame.f_lineno)
-        call.seconds = seconds
-        if name is not None:
-            call.name = name
+        called = launch.kernel if name is None else name
+        call = Call(launch, args, options, grid, place, frame.f_code, frame.f_lineno, called, seconds)
         if into != ():
             call.into = (into,) if isinstance(into, Data) else tuple(into)
         if launch.is_module:
@@ -108,6 +116,55 @@ class Dispatcher(Store):
         set_accesses(call, reads, writes)
         check_call(call, self)
         self.issue(call)
+
+    def _launch_directly(
+        self, launch: Launch, args: tuple[Any, ...], options: dict[str, Any], grid: Any, name: str
+    ) -> bool:
+        """Launch a kernel if all of its data are at its GPU already, and say whether it was.
+
+        It is what `issue` does, by the same rule, without what it would find nothing to do for: to submit a small
+        kernel takes as long as the kernel itself. The caller's caller submitted it.
+        """
+        found = self._direct.get(name)
+        if found is None or grid is None or self.mover.tape is not None:
+            return False
+        stores = launch.stores
+        if len(args) > len(stores):
+            return False
+        index, stream = found
+        tensors: list[Any] = list(args)
+        after: list[Event] = []
+        read: list[Copy] = []
+        written: list[Data] = []
+        for position, value in enumerate(args):
+            if type(value) is not Data:
+                if type(value) not in PLAIN:
+                    return False
+                continue
+            copy = value.copies[index]
+            if copy is None or not copy.valid or copy.imported is not None or value.keeper is not self:
+                return False
+            if stores[position]:
+                if value.unwritable is not None:
+                    return False
+                written.append(value)
+            else:
+                read.append(copy)
+            _add_dependencies(copy, stream, after, stores[position])
+            tensors[position] = copy.tensor
+        for option in options.values():
+            if type(option) is Data:
+                return False
+        if not stream.can_issue(after):
+            return False
+        self.mover.num_changes += 1
+        try:
+            event = stream.launch(launch.run, tensors, options, grid, after)
+        except Exception as error:
+            frame = sys._getframe(2)
+            raise blame_task(launch.kernel, launch.kernel, name, frame.f_code, frame.f_lineno, error) from error
+        _note_task(event, index, read, written, self.imports.changed)
+        return True
 
     def issue(self, call: Call) -> None:
         """Put a call behind what it depends on, at its place or the best one."""
@@ -167,7 +224,7 @@ class Dispatcher(Store):
                     _hold(copy, held)
             elif copy.imported is not None:
                 copy.check_unchanged(data.name)
-            add_dependencies(copy, stream, after, False, is_noted)
+            _add_dependencies(copy, stream, after, False, is_noted)
             read.append(copy)
         for data in call.writes:
             copy = data.copies[index]
@@ -175,7 +232,7 @@ class Dispatcher(Store):
                 copy = mover.buffer(data, place)
                 if held is not None:
                     _hold(copy, held)
-            add_dependencies(copy, stream, after, True)
+            _add_dependencies(copy, stream, after, True)
         return after, read
 
     def _put(self, call: Call, place: Place, after: list[Event], read: list[Copy]) -> None:
@@ -186,7 +243,7 @@ class Dispatcher(Store):
             # Users' tensors lie there, and until a thread comes to this one they are in reach of everybody.
             copies = zip(call.reads, read, strict=True)
             guards = [found for data, copy in copies if (found := copy.guard(data.name)) is not None]
-            run = _guarded(run, guards) if guards else run
+            run = partial(run_guarded, run, guards) if guards else run
         if call.place == "auto":
             run = self._chooser.measured(call, place, run)
         # The call itself is not kept: data live as long as their user wants, not until a thread has got that far.
@@ -197,7 +254,7 @@ class Dispatcher(Store):
         else:
             work = Work(name=call.name, lane=Lane.COMPUTE, place=index, seconds=call.seconds or 0.0)
             event = mover.put(stream, run, after, blame, work)
-        note_task(event, index, read, call.writes, self.imports.changed)
+        _note_task(event, index, read, call.writes, self.imports.changed)
 
     def _members(self, launch: Launch) -> dict[str, Data]:
         """A module's parameters and buffers as data: the same each time, for they are the same tensors."""
@@ -207,18 +264,41 @@ class Dispatcher(Store):
         return launch.members
 
 
+def _add_dependencies(copy: Copy, stream: Stream, after: list[Event], writes: bool, in_order_too: bool = False) -> None:
+    """Add what a task of a stream waits for before it reads or writes a copy.
+
+    `in_order_too`: also a writer of the same stream, where a report wants to know what the task depends on.
+    """
+    event = copy.writer
+    if event is not None and (in_order_too or event.stream is not stream):
+        after.append(event)
+    if writes and copy.copied:
+        after += copy.copied
+
+
+def _note_task(
+    event: Event, place: int, reads: Iterable[Copy], writes: Iterable[Data], changed: dict[int, Data]
+) -> None:
+    """Note that a task, which ends with an event, reads and writes: a written copy is the only valid one.
+
+    `changed` gets the data of users' tensors that have a new value elsewhere.
+    """
+    for copy in reads:
+        copy.reader = event
+    for data in writes:
+        for each in data.copies:
+            if each is not None:
+                if each.place == place:
+                    each.written(event)
+                else:
+                    each.valid = False
+        if data.is_imported:
+            changed[data.number] = data
+
+
 def _hold(copy: Copy, held: list[Copy]) -> None:
     copy.held += 1
     held.append(copy)
-
-
-def _guarded(run: Run, guards: Sequence[Run]) -> Run:
-    def guarded() -> None:
-        for guard in guards:
-            guard()
-        run()
-
-    return guarded
 
 
 def _assign(target: Tensor, value: Tensor) -> None:

@@ -6,31 +6,11 @@ used more often are two lists, and what was evicted too early from one of them m
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import chain
-from typing import Protocol
 
 from shardwise.dataflow.data import Copy, Data
 from shardwise.errors import unknown
-
-
-class Policy(Protocol):
-    """Whom to evict first."""
-
-    def add(self, copy: Copy) -> None:
-        """A copy has come."""
-        ...
-
-    def touch(self, copy: Copy) -> None:
-        """A copy has been used."""
-        ...
-
-    def remove(self, copy: Copy, *, evicted: bool) -> None:
-        """A copy has gone, for want of room or by itself."""
-        ...
-
-    def order(self) -> Iterable[Copy]:
-        """All copies, the one to go first first."""
-        ...
 
 
 class LeastRecentlyUsed:
@@ -40,17 +20,21 @@ class LeastRecentlyUsed:
         self._copies: dict[Copy, None] = {}  # In order of use: a dictionary keeps the order of insertion.
 
     def add(self, copy: Copy) -> None:
+        """A copy has come."""
         self._copies[copy] = None
 
     def touch(self, copy: Copy) -> None:
+        """A copy has been used."""
         if copy in self._copies:
             del self._copies[copy]
             self._copies[copy] = None
 
     def remove(self, copy: Copy, *, evicted: bool) -> None:  # noqa: ARG002 - both are forgotten
+        """A copy has gone, for want of room or by itself."""
         self._copies.pop(copy, None)
 
     def order(self) -> Iterable[Copy]:
+        """All copies, the one to go first first."""
         return list(self._copies)
 
 
@@ -108,29 +92,33 @@ class AdaptiveReplacement:
         return sum(copy.num_bytes for copy in chain(self._once, self._often))
 
 
-class NextUse:
+class NextUse(LeastRecentlyUsed):
     """Who is needed again last goes first, which is the best there is (Belady 1966). Without a future, LRU."""
 
     def __init__(self, position: Callable[[], tuple[int, int]]) -> None:
-        self._recent = LeastRecentlyUsed()
+        super().__init__()
         self._position = position  # Where the running program is, and how long it is.
-        self.add, self.touch, self.remove = self._recent.add, self._recent.touch, self._recent.remove
 
     def order(self) -> Iterable[Copy]:
         position, length = self._position()
         # Sorting keeps the order of those that are alike.
-        return sorted(self._recent.order(), key=lambda copy: -_next_use(copy.owner(), position, length))
+        return sorted(super().order(), key=lambda copy: -_next_use(copy.owner(), position, length))
+
+
+#: Whom to evict first.
+Policy = LeastRecentlyUsed | AdaptiveReplacement
 
 
 def make_policy(name: str, position: Callable[[], tuple[int, int]]) -> Policy:
     """A policy by its name: `lru`, `arc` or `next-use`."""
-    if name == "lru":
-        return LeastRecentlyUsed()
-    if name == "arc":
-        return AdaptiveReplacement()
-    if name == "next-use":
-        return NextUse(position)
-    raise unknown("eviction", name, ["lru", "arc", "next-use"])
+    makers: dict[str, Callable[[], Policy]] = {
+        "lru": LeastRecentlyUsed,
+        "arc": AdaptiveReplacement,
+        "next-use": partial(NextUse, position),
+    }
+    if name not in makers:
+        raise unknown("eviction", name, list(makers))
+    return makers[name]()
 
 
 def _next_use(data: Data | None, position: int, length: int) -> float:

@@ -20,7 +20,7 @@ from torch import Tensor
 from shardwise.dataflow.cuda import CudaStream, new_stream
 from shardwise.dataflow.data import Copy
 from shardwise.dataflow.mover import Mover, Step
-from shardwise.dataflow.streams import Event, Failures, Run, Stream, latest
+from shardwise.dataflow.streams import Event, Failures, Run, Stream, as_it_is, latest
 from shardwise.torch_private import version_of
 
 
@@ -81,7 +81,7 @@ class Graphs:
         for segment in self._segments:
             after = latest([*start, *(event for other in segment.after for event in ends[other])])
             if segment.graph is not None:
-                event = segment.stream.put(segment.graph.replay, after, _as_it_is)
+                event = segment.stream.put(segment.graph.replay, after, as_it_is)
                 events |= dict.fromkeys(segment.steps, event)
                 ends.append([event])
             else:
@@ -93,20 +93,18 @@ class Graphs:
         self._end = ends[-1][-1]
         return [events[number] for number in range(len(self._steps))]
 
-    @property
-    def is_one(self) -> bool:
-        """Whether the whole program is one graph."""
-        return len(self._segments) == 1 and self._segments[0].graph is not None
-
-    def relaunch(self, failures: Failures, imported: Sequence[Copy]) -> "Relaunch | None":
+    def relaunch(self, failures: Failures, needs: Sequence[Copy]) -> "Relaunch | None":
         """How to launch the one graph again if nothing happens meanwhile; None if there are several, or it waits."""
         segment, end = self._segments[0], self._end
-        if not self.is_one or end is None or end.cuda_event is None or not isinstance(segment.stream, CudaStream):
+        if len(self._segments) > 1 or segment.graph is None or end is None or end.cuda_event is None:
             return None
-        watched = [(copy.imported, copy.imported_version) for copy in imported if copy.imported is not None]
-        return Relaunch(segment.graph.replay, segment.stream, end, self._mover, failures, watched)
+        assert isinstance(segment.stream, CudaStream), "only a GPU's steps are in a graph"
+        watched = [(copy.imported, copy.imported_version) for copy in needs if copy.imported is not None]
+        mover = self._mover
+        return Relaunch(segment.graph.replay, segment.stream, end, mover, failures, watched, mover.num_changes)
 
 
+@dataclass(slots=True, eq=False)
 class Relaunch:
     """The launch of a graph straight behind the last one, whose event becomes that of this one.
 
@@ -114,32 +112,25 @@ class Relaunch:
     costs beside its graph: four questions, none of which is asked of the GPU.
     """
 
-    __slots__ = ("_end", "_failures", "_mover", "_num_changes", "_replay", "_stream", "_watched")
-
-    def __init__(
-        self,
-        replay: Run,
-        stream: CudaStream,
-        end: Event,
-        mover: Mover,
-        failures: Failures,
-        watched: Sequence[tuple[Tensor, int]],
-    ) -> None:
-        self._replay, self._stream, self._end = replay, stream, end
-        self._mover, self._failures, self._watched = mover, failures, watched
-        self._num_changes = mover.num_changes
+    replay: Run
+    stream: CudaStream
+    end: Event
+    mover: Mover
+    failures: Failures
+    watched: Sequence[tuple[Tensor, int]]  # Users' tensors and their versions.
+    num_changes: int
 
     def run(self) -> bool:
         """Launch it, if nobody was here since the last time and users' tensors are as they were; else say so."""
-        mover = self._mover
-        if mover.num_changes != self._num_changes or self._failures.first is not None or not self._stream.is_current():
+        mover = self.mover
+        if mover.num_changes != self.num_changes or self.failures.first is not None or not self.stream.is_current():
             return False
-        for tensor, version in self._watched:
+        for tensor, version in self.watched:
             if version_of(tensor) != version:
                 return False
-        self._stream.relaunch(self._replay, self._end)
+        self.stream.relaunch(self.replay, self.end)
         mover.num_changes += 1
-        self._num_changes = mover.num_changes
+        self.num_changes = mover.num_changes
         return True
 
 
@@ -155,11 +146,11 @@ def _captured(segment: Segment, steps: Sequence[Step]) -> Segment:
     with torch.cuda.device(segment.device):
         # A stream that is somebody's current one cannot be captured: what computes is captured on a side stream.
         side = new_stream(torch.device("cuda", segment.device))
-        before = [(each, each.turn_to(side), each.last) for each in computing]
-        others = [(each, each.last) for each in beside]
-        spare = [(each, each.spare) for each in used]
+        before = [(each, each.cuda, each.last, each.spare) for each in used]
         for each in used:
             each.spare = None  # Events of a capture mean nothing outside of it.
+        for each in computing:
+            each.turn_to(side)
         try:
             with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
                 for each in beside:
@@ -168,14 +159,9 @@ def _captured(segment: Segment, steps: Sequence[Step]) -> Segment:
                 for each in beside:
                     side.wait_stream(each.cuda)
         finally:
-            for each, stream, last in before:
-                assert stream is not None, "a stream has always been turned somewhere"
+            for each, stream, last, spare in before:
                 each.turn_to(stream)
-                each.last = last
-            for each, last in others:
-                each.last = last
-            for each, events in spare:
-                each.spare = events
+                each.last, each.spare = last, spare
     return replace(segment, stream=(computing or beside)[0], graph=graph)
 
 
@@ -185,8 +171,4 @@ def _put(segment: Segment, steps: Sequence[Step]) -> None:
         step = steps[number]
         after = [events[each] for each in step.after if each in events]
         assert isinstance(step.stream, CudaStream), "only a GPU's steps are in a graph"
-        events[number] = step.stream.put_captured(step.run, after, step.blame)
-
-
-def _as_it_is(error: Exception) -> Exception:
-    return error
+        events[number] = step.stream.put(step.run, after, step.blame, is_captured=True)

@@ -46,7 +46,7 @@ class Imports:
         place = self._disk if on_disk else self._place_for(data.name, tensor)
         if place is self._disk:
             data.unwritable = "is a file that is only read"
-        copy = data.copies[place.index] = Copy(data, place.index, tensor.data, None)
+        copy = data.copies[place.index] = Copy(weakref.ref(data), place.index, data.num_bytes, tensor.data, None)
         copy.valid, copy.imported, copy.imported_version = True, tensor, version_of(tensor)
         data.is_imported = True
         self._by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(weakref.ref(data))
@@ -94,8 +94,8 @@ class Imports:
         return self._host
 
     def _in_storage(self, tensor: Tensor) -> list[Data]:
-        alive = [each for each in self._by_storage.get(tensor.untyped_storage().data_ptr(), []) if each() is not None]
-        return [data for each in alive if (data := each()) is not None]
+        known = self._by_storage.get(tensor.untyped_storage().data_ptr(), [])
+        return [data for each in known if (data := each()) is not None]
 
 
 def home_of(data: Data) -> Copy | None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shardwise.dataflow.cuda import new_event
-from shardwise.dataflow.streams import Event, Run, Stream
+from shardwise.dataflow.streams import Blame, Event, Run, Stream
 from shardwise.trace.events import Lane
 
 
@@ -56,18 +56,18 @@ class Journal:
         self._zero = perf_counter()
         self._zero_events: dict[int, torch.cuda.Event] = {}
 
-    def put(self, stream: Stream, run: Run, after: Sequence[Event], work: Work, put: Any) -> Event:
-        """Put work into a stream by `put(run)`, and note it."""
+    def put(self, stream: Stream, run: Run, after: Sequence[Event], blame: Blame, work: Work) -> Event:
+        """Put work into a stream, and note it."""
         waits = tuple(each.note for each in after if each.note >= 0)
         before = -1 if stream.last is None else stream.last.note
         note = Note(work=work, stream=stream.name, waits=waits, before=before)
         if self.is_reckoned:
             note.start = max(self.now_seconds, stream.tail_seconds, *(each.end_seconds for each in after), 0.0)
             note.end = note.start + work.seconds
-            event: Event = put(run)
+            event = stream.put(run, after, blame)
             stream.tail_seconds = event.end_seconds = note.end
         else:
-            event = put(self._timed(note, run, stream))
+            event = stream.put(self._timed(note, run, stream), after, blame)
         event.note = len(self.notes)
         self.notes.append(note)
         return event

@@ -6,8 +6,9 @@ task: its arguments, with data in them, and what it reads and writes.
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from types import CodeType, MappingProxyType
+from types import CodeType
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,22 +25,6 @@ _INTERPRETER = threading.Lock()
 
 class Launch:
     """A function, kernel or module as the machine knows it."""
-
-    __slots__ = (
-        "fn",
-        "is_interpreted",
-        "is_kernel",
-        "is_module",
-        "kernel",
-        "key",
-        "lock",
-        "members",
-        "names",
-        "positions",
-        "problem",
-        "run",
-        "stores",
-    )
 
     def __init__(self, fn: Any) -> None:
         self.fn = fn
@@ -74,33 +59,23 @@ class Launch:
         return partial(self.run, *tensors, grid=grid, warmup=False, **options)
 
 
+@dataclass(slots=True, eq=False)
 class Call:
-    """One task. What most tasks do not have is said once, for the class: calls are made by the thousand."""
+    """One task."""
 
-    seconds: float | None = None
+    launch: Launch
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    grid: Any
+    place: str
+    code: CodeType  # With the line, where it was submitted.
+    line: int
+    name: str
+    seconds: float | None
     reads: Sequence[Data] = ()
     writes: Sequence[Data] = ()
     into: tuple[Data, ...] = ()
-    members: Mapping[str, Data] = MappingProxyType({})  # A module's parameters and buffers.
-
-    def __init__(
-        self,
-        launch: Launch,
-        args: tuple[Any, ...],
-        options: dict[str, Any],
-        grid: Any,
-        place: str,
-        code: CodeType,
-        line: int,
-    ) -> None:
-        self.launch = launch
-        self.args = args
-        self.options = options
-        self.grid = grid
-        self.place = place
-        self.code = code  # With the line, where it was submitted.
-        self.line = line
-        self.name = launch.kernel
+    members: Mapping[str, Data] = field(default_factory=dict)  # A module's parameters and buffers.
 
     def bind(self, place: int) -> Run:
         """Put the tensors of a place where the arguments have data, and return what is to be run."""
@@ -140,8 +115,8 @@ def set_accesses(call: Call, reads: Sequence[Data] | None, writes: Sequence[Data
         members = list(call.members.values())
         call.reads = [*(data for data in used if data not in written), *members, *(reads or ())]
         # What a module does with its buffers is not known, so they are both read and written.
-        buffers = [data for name, data in call.members.items() if _is_buffer(launch.fn, name)]
-        call.writes = [*written, *call.into, *buffers]
+        buffers = [name for name, _ in launch.fn.named_buffers()] if launch.is_module else []
+        call.writes = [*written, *call.into, *(call.members[name] for name in buffers)]
         return
     if reads is None and writes is None and used:
         raise ShardwiseError(
@@ -241,10 +216,6 @@ def _run_function(
                 f"it returned {list(value.shape)} of {value.dtype}, but into= is {list(target.shape)} of {target.dtype}"
             )
         target.copy_(value)
-
-
-def _is_buffer(module: nn.Module, name: str) -> bool:
-    return name in dict(module.named_buffers())
 
 
 def _innermost(fn: Any) -> Any:

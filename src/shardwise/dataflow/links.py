@@ -43,7 +43,6 @@ class Routes:
     """Which links a copy takes, and which source is nearest."""
 
     def __init__(self, places: Sequence[Place], given: GivenLinks | None) -> None:
-        self._places = places
         self._host = next(place for place in places if place.kind is Kind.HOST)
         self.links: dict[Pair, Link] = {} if given is None else _read(places, given)
 

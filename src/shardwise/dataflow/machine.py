@@ -25,7 +25,7 @@ from shardwise.dataflow.links import Link
 from shardwise.dataflow.place import Kind, Place
 from shardwise.dataflow.program import Program, record
 from shardwise.dataflow.report import Report, make_report
-from shardwise.dataflow.streams import Event
+from shardwise.dataflow.streams import Event, as_it_is
 from shardwise.errors import ShardwiseError
 from shardwise.trace.events import Lane
 
@@ -53,7 +53,7 @@ class Machine(Dispatcher):
 
     def measure(self) -> dict[tuple[str, str], Link]:
         """Measure every link but the disk's, by copying, and return what was found."""
-        if self.mover.journal is None or not self.mover.journal.is_reckoned:
+        if self.mover.reckoned is None:
             measure_links(self.mover)
         names = self.place_names
         return {(names[one], names[other]): link for (one, other), link in self.mover.routes.links.items()}
@@ -111,7 +111,7 @@ class Machine(Dispatcher):
     def _note(self, place: str, name: str, after: Sequence[Event]) -> Event:
         found = self.place(place)
         work = Work(name=name, lane=Lane.STEP, place=found.index)
-        return self.mover.put(found.compute, _nothing, after, _as_it_is, work)
+        return self.mover.put(found.compute, _nothing, after, as_it_is, work)
 
     def _place_of(self, tensor: Tensor, name: str | None) -> Place:
         if name is not None:
@@ -126,7 +126,3 @@ class Machine(Dispatcher):
 
 def _nothing() -> None:
     """Only the event counts."""
-
-
-def _as_it_is(error: Exception) -> Exception:
-    return error

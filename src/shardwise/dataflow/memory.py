@@ -6,7 +6,7 @@ memory: only where the budget has no room for both does the host itself wait for
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -24,26 +24,21 @@ class _Released:
     events: list[Event]
 
 
+@dataclass(slots=True, eq=False)
 class Memory:
     """Buffers of one place, live and given back."""
 
-    def __init__(
-        self,
-        allocate: Callable[[int], Tensor],
-        free: Callable[[Tensor], None],
-        policy: Policy,
-        budget_bytes: int | None,
-    ) -> None:
-        self.policy = policy
-        self.budget_bytes = budget_bytes
-        self.used_bytes = 0  # Of live buffers and of those given back that are not free yet.
-        self.peak_bytes = 0
-        self.num_waits = 0  # How often the host had to wait for room.
-        self.is_over: Callable[[Event], bool] = Event.is_done
-        self.on_wait: Callable[[Event], None] = lambda event: None  # noqa: ARG005 - nobody need be told
-        self.live_bytes = 0
-        self.allocate, self.free = allocate, free
-        self._released: list[_Released] = []
+    allocate: Callable[[int], Tensor]
+    free: Callable[[Tensor], None]
+    policy: Policy
+    budget_bytes: int | None
+    live_bytes: int = 0
+    used_bytes: int = 0  # Of live buffers and of those given back that are not free yet.
+    peak_bytes: int = 0
+    num_waits: int = 0  # How often the host had to wait for room.
+    is_over: Callable[[Event], bool] = Event.is_done
+    on_wait: Callable[[Event], None] = lambda event: None  # noqa: ARG005 - nobody need be told
+    _released: list[_Released] = field(default_factory=list)
 
     def can_make_room(self, num_bytes: int) -> bool:
         """Whether a buffer fits once everything that may be evicted has been."""

@@ -11,6 +11,7 @@ both directions run at once, and what is still to be computed never holds up wha
 disk or goes there passes through the host; each chunk goes on while the next one arrives.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,13 +20,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from shardwise.dataflow.blame import blame_copy
 from shardwise.dataflow.cuda import new_stream
-from shardwise.dataflow.data import Copy, Data
+from shardwise.dataflow.data import Copy, Data, run_guarded
 from shardwise.dataflow.journal import Journal, Work
 from shardwise.dataflow.links import Pair, Routes
 from shardwise.dataflow.place import Kind, Place
 from shardwise.dataflow.streams import Blame, Event, Run, Stream
+from shardwise.dataflow.task_errors import blame_copy
 from shardwise.errors import ShardwiseError
 from shardwise.trace.events import Lane
 from shardwise.units import format_bytes
@@ -62,6 +63,8 @@ class Mover:
         self.chunk_bytes = chunk_bytes
         self._host = next(place for place in places if place.kind is Kind.HOST)
         self._disk = next(place for place in places if place.kind is Kind.DISK)
+        #: The journal by which time is reckoned, where it is.
+        self.reckoned = journal if journal is not None and journal.is_reckoned else None
         if journal is not None:
             for place in places:
                 place.memory.on_wait = journal.host_waited
@@ -81,7 +84,7 @@ class Mover:
         if work.num_bytes:
             self._count(work)
         if self.journal is not None:
-            return self.journal.put(stream, run, after, work, lambda run: stream.put(run, after, blame))
+            return self.journal.put(stream, run, after, blame, work)
         return stream.put(run, after, blame)
 
     def fetch(self, data: Data, target: Place) -> Copy:
@@ -119,7 +122,9 @@ class Mover:
         for victim in memory.victims(data.num_bytes):
             self.evict(victim)
         storage, events = memory.take(data.num_bytes)
-        copy = data.copies[place.index] = Copy(data, place.index, data.view(storage), storage)
+        copy = data.copies[place.index] = Copy(
+            weakref.ref(data), place.index, data.num_bytes, data.view(storage), storage
+        )
         copy.copied = events
         memory.policy.add(copy)
         return copy
@@ -204,7 +209,7 @@ class Mover:
         others = [each for each in after if each.stream is not stream or self.tape is not None]
         run: Run = _copying(to, by, ends)
         if guard is not None:
-            run = partial(_ask_and_copy, guard, run)
+            run = partial(run_guarded, run, [guard])
         return self.put(stream, run, others, partial(blame_copy, name, source.name, target.name), work)
 
     def _chunks(self, tensor: Tensor) -> list[Tensor]:
@@ -225,7 +230,7 @@ class Mover:
 
     def _arrival_seconds(self, copy: Copy, target: Place) -> float:
         ready = 0.0
-        if self.journal is not None and self.journal.is_reckoned:
+        if self.reckoned is not None:
             ready = copy.writer.end_seconds if copy.writer is not None else 0.0
             ready = max(ready, _stream_for(self.places[copy.place], target).tail_seconds)
         return ready + self.routes.seconds(self.places[copy.place], target, copy.num_bytes)
@@ -241,15 +246,11 @@ class Mover:
             budget = place.memory.budget_bytes
             live = format_bytes(place.memory.live_bytes)
             states.append(f"{place} has {live} in use" + ("" if budget is None else f" of {format_bytes(budget)}"))
+        larger = format_bytes((wanted.memory.budget_bytes or 0) + data.num_bytes)
         return ShardwiseError(
             f"no room for {data.name}: {format_bytes(data.num_bytes)} are needed at {wanted}; {', '.join(states)}",
-            remedy=f'a larger budget, as in Machine(budget={{"{wanted}": "{_larger(wanted, data.num_bytes)}"}}), '
-            "or tasks that use less at once",
+            remedy=f'a larger budget, as in Machine(budget={{"{wanted}": "{larger}"}}), or tasks that use less at once',
         )
-
-
-def _larger(place: Place, num_bytes: int) -> str:
-    return format_bytes((place.memory.budget_bytes or 0) + num_bytes)
 
 
 def _stream_for(source: Place, target: Place) -> Stream:
@@ -267,15 +268,10 @@ def _lane(source: Place, target: Place) -> Lane:
     return Lane.OFFLOAD
 
 
-def _ask_and_copy(guard: Run, copy: Run) -> None:
-    guard()
-    copy()
-
-
 def _copying(to: Tensor, by: Tensor, ends: tuple[Place, Place]) -> Callable[[], object]:
     if ends[0].kind is not Kind.GPU or ends[1].kind is not Kind.GPU:
         return lambda: to.copy_(by, non_blocking=True)
-    # StageIO GPUs torch makes the current streams of both wait for each other. So that neither holds up anything else,
+    # Between GPUs torch makes the current streams of both wait for each other. So that neither holds up anything else,
     # the receiver's is one that has nothing to do.
     sends, idle = ends[0].outward, new_stream(ends[1].device)
 

@@ -1,20 +1,34 @@
-"""Places, where data lie and tasks run: a GPU, a CPU place (a thread with buffers of its own), the host, a disk."""
+"""Places, where data lie and tasks run: a GPU, a CPU place (a thread with buffers of its own), the host, a disk.
+
+They are made from the names of a machine's devices, with their streams and memory.
+"""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 import torch
 
+from shardwise.dataflow.buffers import device_memory, disk_memory, host_memory
+from shardwise.dataflow.cuda import CudaStream, new_stream
+from shardwise.dataflow.eviction import make_policy
 from shardwise.dataflow.memory import Memory
-from shardwise.dataflow.streams import Stream
+from shardwise.dataflow.streams import Failures, Stream, ThreadStream
 from shardwise.environment import num_cores
-from shardwise.errors import ShardwiseError
-from shardwise.units import counted
+from shardwise.errors import ShardwiseError, unknown
+from shardwise.units import counted, parse_bytes
+
+#: Bytes for each place, as a number or as a text like `40 GiB`.
+Budget = Mapping[str, int | str]
+
+#: Makes a stream that runs on the CPU.
+MakeStream = Callable[[str, Failures], Stream]
 
 _MOST_DEFAULT_CPU_PLACES = 4
 _NAME = re.compile(r"(cuda|cpu):(\d+)")
+_ROLES = ("compute", "inward", "outward")
 
 
 class Kind(StrEnum):
@@ -40,6 +54,10 @@ class Place:
     memory: Memory
 
     @property
+    def streams(self) -> tuple[Stream, ...]:
+        return self.compute, self.inward, self.outward
+
+    @property
     def is_device(self) -> bool:
         """Whether it is there to compute, unlike the host and a disk."""
         return self.kind in (Kind.GPU, Kind.CPU)
@@ -48,7 +66,66 @@ class Place:
         return self.name
 
 
-def default_names() -> list[str]:
+def make_places(
+    devices: Sequence[str] | None,
+    *,
+    budget: Budget,
+    eviction: str,
+    position: Callable[[], tuple[int, int]],
+    disk: Path | str | None,
+    failures: Failures,
+    make_stream: MakeStream = ThreadStream,
+    times: bool = False,
+) -> list[Place]:
+    """The devices in the order given, or all that there are; then the host, then the disk."""
+    names = _default_names() if devices is None else list(devices)
+    _check_names(names)
+    folder = None if disk is None else Path(disk)
+    if folder is not None and not folder.is_dir():
+        raise ShardwiseError(f"there is no folder {folder} to spill to", remedy=f"mkdir -p {folder}")
+    everything = [*names, "host", "disk"]
+    limits = _limits(everything, budget)
+    has_gpu = any(name.startswith("cuda") for name in names)
+    places = []
+    for index, name in enumerate(everything):
+        kind = Kind(name) if name in ("host", "disk") else Kind.GPU if name.startswith("cuda") else Kind.CPU
+        device = torch.device(name) if kind is Kind.GPU else torch.device("cpu")
+        if kind is Kind.GPU:
+            streams = _gpu_streams(name, device, failures, times=times)
+        else:
+            streams = {role: make_stream(f"{name} {role}", failures) for role in _ROLES}
+        if kind is Kind.DISK:
+            allocate, free = disk_memory(folder)
+        elif kind is Kind.HOST:
+            allocate, free = host_memory(is_pinned=has_gpu)
+        else:
+            allocate, free = device_memory(device)
+        memory = Memory(allocate, free, make_policy(eviction, position), limits.get(name))
+        places.append(Place(name=name, kind=kind, index=index, device=device, memory=memory, **streams))
+    return places
+
+
+def _gpu_streams(name: str, device: torch.device, failures: Failures, *, times: bool) -> dict[str, Stream]:
+    # What a user's own code puts on the current stream is then in order with tasks, and a launch need not switch.
+    streams = [torch.cuda.current_stream(device), new_stream(device), new_stream(device)]
+    return {
+        role: CudaStream(f"{name} {role}", stream, failures, times=times)
+        for role, stream in zip(_ROLES, streams, strict=True)
+    }
+
+
+def _limits(names: Sequence[str], budget: Budget) -> dict[str, int]:
+    limits = {}
+    for name, given in budget.items():
+        if name not in names:
+            raise unknown("place", name, names)
+        limits[name] = parse_bytes(given) if isinstance(given, str) else given
+        if limits[name] <= 0:
+            raise ShardwiseError(f"a budget of {limits[name]} bytes for {name} holds nothing", remedy="at least 1 MiB")
+    return limits
+
+
+def _default_names() -> list[str]:
     """All GPUs, or without one a CPU place for each core, at most four."""
     num_gpus = torch.cuda.device_count()
     if num_gpus:
@@ -56,7 +133,7 @@ def default_names() -> list[str]:
     return [f"cpu:{number}" for number in range(min(num_cores(), _MOST_DEFAULT_CPU_PLACES))]
 
 
-def check_names(names: Sequence[str]) -> None:
+def _check_names(names: Sequence[str]) -> None:
     """Refuse devices that do not exist, and names that are none."""
     if not names:
         raise ShardwiseError("a machine needs a device; none was given", remedy='Machine(["cpu:0"])')

@@ -9,7 +9,6 @@ The first two need every buffer to stay where it is, so a program holds on to it
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 from shardwise.dataflow.data import Copy, Data
 from shardwise.dataflow.dispatch import Dispatcher
@@ -36,8 +35,7 @@ class _Fixed:
     """A program whose steps are the same each time."""
 
     steps: list[Step]
-    needs: list[Copy]
-    imported: list[Copy]  # Those of them that are users' tensors.
+    needs: list[tuple[Data, Copy]]
     left: list[_Left]
     num_transfers: int
 
@@ -50,6 +48,7 @@ class Program:
         self._calls = calls
         self._data = list(dict.fromkeys(data for call in calls for data in (*call.reads, *call.writes)))
         self._written = [data for data in self._data if any(data in call.writes for call in calls)]
+        self._written_imported = [data for data in self._written if data.is_imported]
         self._fixed = _fix(machine, calls, self._data)
         self._graphs: Graphs | None = None
         self._relaunch: Relaunch | None = None  # How to replay it if nothing has happened meanwhile.
@@ -73,7 +72,7 @@ class Program:
             self._replay()
         if self._fixed is not None:
             self._machine.mover.num_transfers += self._fixed.num_transfers
-        for data in self._written_lent:
+        for data in self._written_imported:
             self._machine.imports.changed[data.number] = data
 
     def close(self) -> None:
@@ -82,10 +81,6 @@ class Program:
             for left in self._fixed.left:
                 left.copy.held -= 1
         self._fixed, self._graphs, self._relaunch, self.kind = None, None, None, "tasks"
-
-    @cached_property
-    def _written_lent(self) -> list[Data]:
-        return [data for data in self._written if data.is_imported]
 
     def _capture(self, fixed: _Fixed) -> None:
         self._machine.wait()  # Nobody else may talk to the GPU meanwhile.
@@ -116,20 +111,16 @@ class Program:
         if fixed is None:
             self._dispatch()
             return
-        for copy in fixed.imported:
-            data = copy.owner()
-            assert data is not None, "a program keeps its data"
+        for data, copy in fixed.needs:
             copy.check_unchanged(data.name)
         self._put(fixed)
         if self._graphs is not None:
-            self._relaunch = self._graphs.relaunch(machine.failures, fixed.imported)
+            self._relaunch = self._graphs.relaunch(machine.failures, [copy for _, copy in fixed.needs])
 
     def _put(self, fixed: _Fixed) -> None:
         """Bring what is missing, put the steps, and leave copies as the steps do."""
         mover = self._machine.mover
-        for copy in fixed.needs:
-            data = copy.owner()
-            assert data is not None, "a program keeps its data"
+        for data, copy in fixed.needs:
             if not copy.valid:
                 mover.fetch(data, mover.places[copy.place])
         start = latest([event for left in fixed.left for event in left.copy.busy_until()])
@@ -184,11 +175,9 @@ def _fix(machine: Dispatcher, calls: list[Call], used: list[Data]) -> _Fixed | N
             for call in calls:
                 machine.issue(call)
             if [copy.valid for copy in copies] == start:
-                needs = _needed(calls, copies)
                 return _Fixed(
                     steps=mover.tape,
-                    needs=needs,
-                    imported=[copy for copy in needs if copy.imported is not None],
+                    needs=_needed(calls),
                     left=[_left_of(copy) for copy in copies],
                     num_transfers=mover.num_transfers,
                 )
@@ -201,14 +190,14 @@ def _fix(machine: Dispatcher, calls: list[Call], used: list[Data]) -> _Fixed | N
             copy.valid, copy.writer, copy.reader, copy.copied = valid, writer, reader, copied
 
 
-def _needed(calls: list[Call], copies: list[Copy]) -> list[Copy]:
+def _needed(calls: list[Call]) -> list[tuple[Data, Copy]]:
     """Copies that have to be valid before the first step: of all data that are read before they are written."""
-    needed: set[Data] = set()
+    needed: dict[Data, None] = {}
     made: set[Data] = set()
     for call in calls:
-        needed |= set(call.reads) - made
+        needed |= dict.fromkeys(data for data in call.reads if data not in made)
         made |= set(call.writes)
-    return [copy for copy in copies if copy.valid and copy.owner() in needed]
+    return [(data, copy) for data in needed for copy in data.valid_copies]
 
 
 def _left_of(copy: Copy) -> _Left:

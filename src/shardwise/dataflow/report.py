@@ -9,6 +9,7 @@ from shardwise.dataflow.journal import Note
 from shardwise.errors import ShardwiseError
 from shardwise.trace.attribution import Cause, critical_path, idle_by_cause
 from shardwise.trace.events import Event, Lane, Trace
+from shardwise.trace.hidden import joined, overlap
 
 _COPIES = frozenset({Lane.SEND, Lane.OFFLOAD, Lane.RELOAD})
 
@@ -46,11 +47,10 @@ class Report:
     @cached_property
     def overlap(self) -> float:
         """The part of all copying during which some place computed."""
-        computing = _union([(each.start, each.end) for each in self.trace.events if each.lane is Lane.COMPUTE])
-        copies = [each for each in self.trace.events if each.lane in _COPIES]
-        copied = sum(each.seconds for each in copies)
-        hidden = sum(_common(each.start, each.end, computing) for each in copies)
-        return hidden / copied if copied > 0 else 1.0
+        computing = joined([(each.start, each.end) for each in self.trace.events if each.lane is Lane.COMPUTE])
+        copies = [(each.start, each.end) for each in self.trace.events if each.lane in _COPIES]
+        copied = sum(end - start for start, end in copies)
+        return overlap(computing, copies) / copied if copied > 0 else 1.0
 
     @cached_property
     def stalls(self) -> dict[str, dict[Cause, float]]:
@@ -140,17 +140,3 @@ def _event(note: Note, number: int, notes: Sequence[Note]) -> Event:
         after=after,
         peer=work.peer,
     )
-
-
-def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    joined: list[tuple[float, float]] = []
-    for start, end in sorted(spans):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
-        else:
-            joined.append((start, end))
-    return joined
-
-
-def _common(start: float, end: float, spans: list[tuple[float, float]]) -> float:
-    return sum(max(0.0, min(end, last) - max(start, first)) for first, last in spans)

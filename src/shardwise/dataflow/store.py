@@ -76,7 +76,7 @@ class Store(ABC):
     def wait(self) -> None:
         """Wait until everything submitted is done, and raise what failed."""
         for place in self.places:
-            for stream in (place.compute, place.inward, place.outward):
+            for stream in place.streams:
                 if stream.last is not None:
                     self._wait_for(stream.last)
         self._raise_failure()
@@ -109,14 +109,23 @@ class Store(ABC):
             self._is_closed = True
             self.failures.note(ShardwiseError("the machine is closed", remedy="get() and submit() before close()"))
             for place in self.places:
-                for stream in (place.compute, place.inward, place.outward):
+                for stream in place.streams:
                     stream.close()
                 place.memory.close()
             self.imports.close()
 
     def _made(self, like: Tensor, name: str | None) -> Data:
         self._num_data += 1
-        made = Data(self, name or f"data{self._num_data}", self._num_data, like)
+        made = Data(
+            keeper=self,
+            name=name or f"data{self._num_data}",
+            number=self._num_data,
+            shape=tuple(like.shape),
+            strides=tuple(like.stride()),
+            dtype=like.dtype,
+            num_bytes=like.numel() * like.element_size(),
+            copies=[None] * len(self.places),
+        )
         self._known.add(made)
         return made
 

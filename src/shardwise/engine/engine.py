@@ -10,27 +10,22 @@ It is the same for one process, for a pipeline and for a mesh. What differs is i
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import nullcontext
 from time import perf_counter
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.engine.move_experts import rebalance
-from shardwise.engine.parts import Execution, States
-from shardwise.engine.sharded import Sharded
+from shardwise.engine.make_execution import Execution
+from shardwise.engine.make_states import States
+from shardwise.engine.parts import Parts
+from shardwise.execution.executor import Executor, Record
 from shardwise.execution.interpreter import Tally
-from shardwise.execution.local import Record
-from shardwise.planner.plan import Plan
-from shardwise.ranks.wires import Wires
-from shardwise.schedule.schedule import Schedule
 from shardwise.sharding.expert.load import Loads
-from shardwise.sharding.expert.sharding import ExpertSharding
+from shardwise.sharding.expert.move import better_placements, count_moved
 from shardwise.stages.batch import shapes_of
-from shardwise.stages.stage import Batch, Split
+from shardwise.stages.stage import Batch
 from shardwise.trace.events import Trace
 
 
@@ -42,36 +37,17 @@ class Engine:
     alone, and `was_finite` says so.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        plan: Plan,
-        split: Split,
-        schedule: Schedule,
-        *,
-        execution: Execution,
-        states: States,
-        sharded: Sharded,
-        wires: Wires,
-        owns_wires: bool,
-    ) -> None:
-        self.module, self.plan, self.split, self.schedule = module, plan, split, schedule
-        self.parameters, self.buffers = states.parameters, states.buffers
-        self.execution, self.states, self.sharded, self.wires = execution, states, sharded, wires
-        self._owns_wires, self._has_attended = owns_wires, False
+    def __init__(self, parts: Parts, execution: Execution, states: States, *, owns_wires: bool) -> None:
+        self.module, self.plan, self.split, self.schedule = parts.module, parts.plan, parts.split, parts.schedule
+        self.parameters, self.buffers, self._owns_wires = states.parameters, states.buffers, owns_wires
+        self.execution, self.states, self.sharded, self.wires = execution, states, parts.sharded, parts.wires
+        #: The ranks of the pipeline that this process runs.
+        self.ranks = parts.wires.ranks
+        #: How experts lie on ranks, where they are shared out or have replicas.
+        self.experts = parts.sharded.experts
         #: How many steps have been begun: masks of dropout depend on it. One that goes on with a training sets it.
         self.num_steps = 0
-        self.loads = Loads(module, sharded.experts, wires.sum, num_alike=plan.tp)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks of the pipeline that this process runs."""
-        return self.wires.ranks
-
-    @property
-    def experts(self) -> ExpertSharding | None:
-        """How experts lie on ranks, where they are shared out or have replicas."""
-        return self.sharded.experts
+        self.loads = Loads(self.module, self.experts, self.wires.sum, num_alike=self.plan.tp)
 
     @property
     def gradient_norm(self) -> float | None:
@@ -91,10 +67,10 @@ class Engine:
 
         `data_wait` are seconds that the caller has just stood still for the batch: a recorded step begins with them.
         """
-        begin, execution = perf_counter(), self.execution
+        begin, execution, states = perf_counter(), self.execution, self.states
         recording = execution.recorder.start() if trace else None
         record = None if recording is None else recording.note
-        self.states.begin_step()
+        states.begin_step()
         with self.wires.told_to_all():
             microbatches, signature = execution.batches.cut(batch), ("train", shapes_of(batch))
             if execution.dropouts is not None:
@@ -102,14 +78,12 @@ class Engine:
                 execution.dropouts.take(microbatches, place)
             self.num_steps += 1
             with execution.recorder.listening(recording, signature):
-                if self.states.stream is not None:
-                    tally = self.states.stream.train_step(microbatches, signature, record)
-                    start = perf_counter()
-                else:
-                    tally = self._run(True, microbatches, signature, record)
-                    start = perf_counter()
-                    self.states.update.finish(0)
-                    self.states.update.take(tally)
+                with states.sharing_statistics():
+                    tally = self._run(execution.trainer, microbatches, signature, record)
+                start = perf_counter()
+                if states.stream is None:
+                    states.data.finish()
+                    states.update.take(tally)
                 end = perf_counter()
         if recording is not None:
             execution.recorder.end(recording, signature, step=(start, end), begin=begin, data_wait=data_wait)
@@ -124,20 +98,18 @@ class Engine:
         try:
             with self.wires.told_to_all():
                 microbatches = self.execution.batches.cut(batch)
-                return self._run(False, microbatches, ("evaluate", shapes_of(batch)), None).mean
+                return self._run(self.execution.evaluator, microbatches, ("evaluate", shapes_of(batch)), None).mean
         finally:
             for each in training:
                 each.training = True
 
-    def _run(self, trains: bool, microbatches: list[Batch], signature: Hashable, record: Record | None) -> Tally:
-        """Run a step or an evaluation from beginning to end, and return the loss of the whole batch."""
-        execution = self.execution
-        executor = execution.trainer if trains else execution.evaluator
-        with self.states.statistics.shared() if trains and self.states.shares_statistics else nullcontext():  # type: ignore[union-attr]
-            tally = execution.losses.of(executor.run(microbatches, signature=signature, record=record))
-        if self.sharded.context is not None and not self._has_attended:
-            self.sharded.check_attention(self.module, self.wires)
-            self._has_attended = True
+    def _run(self, executor: Executor, microbatches: list[Batch], signature: Hashable, record: Record | None) -> Tally:
+        """Run a step or an evaluation, and return the loss of the whole batch."""
+        if self.states.stream is not None and executor is self.execution.trainer:
+            tally = self.states.stream.train_step(microbatches, signature, record)
+        else:
+            tally = self.execution.losses.of(executor.run(microbatches, signature=signature, record=record))
+        self.sharded.check_attention(self.module, self.wires)
         return tally
 
     def gradients(self) -> dict[str, Tensor]:
@@ -213,10 +185,15 @@ class Engine:
         Weights and all that optimizers remember go along, and training does not notice. A layer is left alone unless
         its most loaded rank gets more than `gain` less to do. All ranks call this alike, between steps.
         """
-        if self.sharded.experts is None:
+        if self.experts is None:
             return {}
+        self.flush()
         with self.wires.told_to_all():
-            moved = rebalance(self.sharded.experts, self.loads, gain, self.states)
+            wanted = better_placements(self.experts, self.loads.since_placed(), gain)
+            moved = count_moved(self.experts, wanted)
+            for layer, placement in wanted.items():
+                self.states.module.place_experts(layer, placement, self.states.optimizers)
+        self.states.begin_stream()
         self.loads.begin_anew()
         return moved
 
@@ -234,11 +211,9 @@ class Engine:
     def close(self) -> None:
         """Let go of what the engine keeps beside the module; and of its wires, if it has made them."""
         self.flush()
-        if self.states.host is not None:
-            self.states.host.close()
         if self.sharded.context is not None:
             self.sharded.context.detach()
-        self.states.data.close()
+        self.states.close()
         if self.execution.transport is not None:
             self.execution.transport.close()
         if self._owns_wires:
@@ -247,8 +222,6 @@ class Engine:
     def __enter__(self) -> "Engine":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, story: TracebackType | None
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
             self.close()

@@ -47,13 +47,13 @@ class LossSum:
         numbers, work = self._under_way
         return self._read(numbers) if work.is_completed() else None
 
-    def find_count(self) -> float | None:
-        """What the gradients of this step will be divided by, once its loss is known; None for one that is not finite.
+    def find_scale(self) -> float | None:
+        """What the gradients of this step will be multiplied with, once its loss is known; None if it is not finite.
 
         Asked while its last backwards go on.
         """
         tally = self.find()
-        return tally.count if tally is not None and tally.count and isfinite(tally.mean) else None
+        return 1 / tally.count if tally is not None and tally.count and isfinite(tally.mean) else None
 
     def _seen_here(self) -> Tally | None:
         total = Tally()

@@ -1,171 +1,104 @@
 """What runs the steps of this process: an executor of one rank or of all, and what listens to its interpreters."""
 
-from collections.abc import Callable, Collection
-
-import torch
-from torch import nn
+from dataclasses import dataclass
 
 from shardwise.engine.batches import Batches
 from shardwise.engine.loss_sum import LossSum
-from shardwise.engine.parts import Execution, States
-from shardwise.engine.prepare import Options
+from shardwise.engine.make_states import States
+from shardwise.engine.parts import Parts
 from shardwise.engine.recorder import Recorder
-from shardwise.engine.sharded import Sharded
 from shardwise.execution.compute_policy import ComputePolicy
-from shardwise.execution.continuous import Stream
+from shardwise.execution.executor import Executor
 from shardwise.execution.local import LocalExecutor
 from shardwise.execution.pipeline import forward_only
 from shardwise.execution.process import ProcessExecutor
-from shardwise.execution.weight_stash import WeightStash
-from shardwise.planner.plan import Plan
+from shardwise.execution.weight_stash import Stream
 from shardwise.ranks.transport import ProcessTransport
-from shardwise.ranks.wires import ManyProcesses, OneProcess
-from shardwise.schedule.instruction import SENDS
+from shardwise.ranks.wires import OneProcess
 from shardwise.schedule.schedule import Schedule
 from shardwise.sharding.dropout import Dropouts
-from shardwise.sharding.rng_tracker import Channels
-from shardwise.sharding.tensor.columns import ColumnParallelLinear
-from shardwise.stages.losses import by_rows
-from shardwise.stages.stage import Loss, Split
 
 
-def make_execution(
-    module: nn.Module,
-    plan: Plan,
-    split: Split,
-    schedule: Schedule,
-    *,
-    loss: Loss,
-    options: Options,
-    callers: Collection[str],
-    states: States,
-    sharded: Sharded,
-    wires: OneProcess | ManyProcesses,
-    device: torch.device,
-) -> Execution:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """What runs a step and what runs an evaluation, the batches that they are given, and what is noted of them."""
+
+    trainer: Executor
+    evaluator: Executor
+    transport: ProcessTransport | None
+    batches: Batches
+    losses: LossSum
+    recorder: Recorder
+    dropouts: Dropouts | None
+
+
+def make_execution(parts: Parts, states: States) -> Execution:
     """Make what runs a step and an evaluation. Every process calls this alike.
 
-    `callers` are modules that drop at random by calling a function.
+    Where the schedule never empties the pipe, the states get what feeds it.
     """
-    transport = wires.make_transport(_links_of(schedule), device) if isinstance(wires, ManyProcesses) else None
-    measured = by_rows(loss) if options.pad else loss
-    trainer, evaluator = (
-        _make_executor(each, split, measured, plan, states, transport, wires)
-        for each in (schedule, forward_only(schedule))
-    )
-    dropouts = None if options.compile else _attach_dropouts(module, plan, options.seed, callers, sharded)
-    losses = LossSum(wires, trainer.interpreters, num_alike=plan.tp, waits=lambda: states.shares_statistics)
-    _listen(trainer, plan, states, losses, dropouts, clip=options.clip, is_alone=isinstance(wires, OneProcess))
+    wires, schedule, sharded = parts.wires, parts.schedule, parts.sharded
+    transport = None if isinstance(wires, OneProcess) else wires.make_transport(schedule.links, parts.device)
+    both = (schedule, forward_only(schedule))
+    trainer, evaluator = (_make_executor(each, parts, states, transport) for each in both)
+    dropouts = None
+    if not parts.options.compile:
+        dropouts = sharded.attach_dropouts(parts.module, parts.options.seed, parts.callers)
+    losses = LossSum(wires, trainer.interpreters, num_alike=parts.plan.tp, waits=lambda: states.shares_statistics)
+    _listen(trainer, parts, states, losses, dropouts)
+    if schedule.staleness:
+        finish, update = states.data.finish, states.update.take
+        states.stream = Stream(trainer, parts.module, states.parameters, agree=losses.of, finish=finish, update=update)
     return Execution(
         trainer=trainer,
         evaluator=evaluator,
         transport=transport,
-        batches=Batches(plan, wires.mesh, device=device, pad=options.pad, context=sharded.context),
+        batches=Batches(parts.plan, wires.mesh, device=parts.device, pad=parts.options.pad, context=sharded.context),
         losses=losses,
         recorder=Recorder(
-            schedule, wires, trainer.interpreters, transport, data=states.data, host=states.host,
-            held=[*states.parameters.values(), *states.buffers.values()],
+            schedule, wires, trainer.interpreters, sent={} if transport is None else transport.sent, data=states.data,
+            host=states.host, held=[*states.parameters.values(), *states.buffers.values()],
         ),
         dropouts=dropouts,
     )  # fmt: skip
 
 
-def make_stream(module: nn.Module, schedule: Schedule, execution: Execution, states: States) -> Stream | None:
-    """Where the schedule never empties the pipe: what feeds it, from an empty one and the weights as they are."""
-    if not schedule.staleness:
-        return None
-    trained = {name: each for name, each in states.parameters.items() if each.requires_grad}
-    stream = Stream(
-        execution.trainer,
-        WeightStash(module, trained),
-        agree=execution.losses.of,
-        finish=states.update.finish,
-        update=states.update.take,
-    )
-    for interpreter in execution.trainer.interpreters:
-        interpreter.select_weights = stream.select_weights
-    return stream
-
-
 def _make_executor(
-    schedule: Schedule,
-    split: Split,
-    loss: Loss,
-    plan: Plan,
-    states: States,
-    transport: ProcessTransport | None,
-    wires: OneProcess | ManyProcesses,
+    schedule: Schedule, parts: Parts, states: States, transport: ProcessTransport | None
 ) -> LocalExecutor | ProcessExecutor:
-    policy, beside = ComputePolicy.of(plan), states.data if states.data.is_beside else None
-    if isinstance(wires, OneProcess):
+    split, loss, policy = parts.split, parts.loss, ComputePolicy.of(parts.plan)
+    beside = states.data if states.data.is_beside else None
+    if isinstance(parts.wires, OneProcess):
         return LocalExecutor(schedule, split, loss, policy, beside=beside)
     assert transport is not None, "processes have a transport"
     return ProcessExecutor(
-        wires.ranks[0],
+        parts.wires.ranks[0],
         schedule,
         split,
         loss,
         policy=policy,
         transport=transport,
         on_reduce=states.data.reduce,
-        watch=wires.waiter,
+        watch=parts.wires.watch,
         beside=beside,
     )
 
 
-def _listen(
-    trainer: LocalExecutor | ProcessExecutor,
-    plan: Plan,
-    states: States,
-    losses: LossSum,
-    dropouts: Dropouts | None,
-    *,
-    clip: float | None,
-    is_alone: bool,
-) -> None:
+def _listen(trainer: Executor, parts: Parts, states: States, losses: LossSum, dropouts: Dropouts | None) -> None:
     """Tell interpreters what else depends on what they run."""
     host, on_cpu = states.host, all(each.device.type == "cpu" for each in states.parameters.values())
-
-    def find_scale() -> float | None:
-        count = losses.find_count()
-        return None if count is None else 1 / count
+    is_stale = parts.schedule.staleness > 0
 
     def agree_early() -> None:
         """Begin to agree while backwards go on: a rank that has ended its own can update its weights then."""
         # A host that asks a GPU for a number waits for all that it has told it to do.
-        if states.stream is None and on_cpu:
+        if on_cpu and not is_stale:
             losses.find()
 
     for interpreter in trainer.interpreters:
         interpreter.select_rows = None if dropouts is None else dropouts.select
         interpreter.offload = None if host is None else host.activations
-        interpreter.on_losses = None if is_alone else agree_early
+        interpreter.on_losses = None if isinstance(parts.wires, OneProcess) else agree_early
     if host is not None and host.states is not None:
-        waits = clip is not None or plan.schedule == "pipedream-2bw"
-        states.data.keep_states(host.states, None if waits else find_scale)
-
-
-def _attach_dropouts(
-    module: nn.Module, plan: Plan, seed: int, callers: Collection[str], sharded: Sharded
-) -> Dropouts | None:
-    """Let dropouts, and `callers` of functions that drop, drop what they would under any plan."""
-    dropouts = Dropouts(seed=seed, channels=_channels_of(module), attends=plan.cp == 1)
-    if not dropouts.attach(module, callers):
-        return None
-    if sharded.context is not None:
-        sharded.context.drops = dropouts.weight_drop
-    return dropouts
-
-
-def _channels_of(module: nn.Module) -> Callable[[], Channels | None]:
-    """What says which channels this rank is at, inside of layers that are cut."""
-    trackers = [
-        each.rng for each in module.modules() if isinstance(each, ColumnParallelLinear) and each.rng is not None
-    ]
-    return lambda: next((each.channels for each in trackers if each.is_inside), None)
-
-
-def _links_of(schedule: Schedule) -> set[tuple[int, int]]:
-    """Which ranks of a pipeline send to which."""
-    ranks, every = schedule.placement.ranks, (each for order in schedule.orders for each in order)
-    return {(ranks[each.stage], ranks[each.peer]) for each in every if each.kind in SENDS and each.peer is not None}
+        waits = parts.options.clip is not None or is_stale
+        states.data.keep_states(host.states, None if waits else losses.find_scale)

@@ -1,133 +1,191 @@
 """Where the state of the model is on this process: parameters of its stages in buckets, the host's part, and names."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.named_state import ModuleState
+from shardwise.engine.module_state import ModuleState
 from shardwise.engine.optimizer_state import OptimizerState
-from shardwise.engine.parts import States
-from shardwise.engine.sharded import Sharded
-from shardwise.engine.update import Update
-from shardwise.planner.plan import Plan
-from shardwise.ranks.host_exchange import make_exchange
-from shardwise.ranks.replicas import Replicas
-from shardwise.ranks.wires import ManyProcesses, OneProcess
-from shardwise.schedule.schedule import Schedule
-from shardwise.stages.stage import Split, Stage
+from shardwise.engine.parts import Parts
+from shardwise.execution.interpreter import Tally
+from shardwise.execution.weight_stash import Stream
+from shardwise.ranks.backend_exchange import make_exchange
+from shardwise.ranks.wires import ManyProcesses, OneProcess, Wires
+from shardwise.schedule.instruction import Kind
+from shardwise.stages.stage import Stage
 from shardwise.states.batch_norm import SharedStatistics
 from shardwise.states.buckets.make import HeldStages, ParameterOwners, ZeroConfig
 from shardwise.states.buckets.ties import make_ties
 from shardwise.states.data_parallel import DataParallel
-from shardwise.states.host import make_host
+from shardwise.states.host import Host, make_host
 from shardwise.states.parameter_group import MakeOptimizer, Share
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Original:
-    """What is known of a module before it is cut: the order of its parameters, and whole shapes by name."""
+class Update:
+    """The end of a step: gradients made those of the whole batch's mean, looked at, clipped, and stepped with.
 
-    order: tuple[str, ...]
-    shapes: Mapping[str, torch.Size]
+    `gradient_norm` is that of the whole batch's gradient before it was clipped, if it was to be. A step whose loss or
+    norm is not finite leaves the weights alone, and `was_finite` says so.
+    """
 
-    @staticmethod
-    def of(module: nn.Module) -> "Original":
-        return Original(
-            order=tuple(name for name, _ in module.named_parameters()),
-            shapes={name: each.shape for name, each in module.state_dict().items() if isinstance(each, Tensor)},
-        )
+    def __init__(self, data: DataParallel, wires: Wires, clip: float | None) -> None:
+        self._data, self._wires, self._clip = data, wires, clip
+        self.gradient_norm: float | None = None
+        self.was_finite = True
+
+    def take(self, tally: Tally) -> None:
+        """Step with the gradients that were summed last."""
+        self.was_finite = math.isfinite(tally.mean)  # A batch that has none says so here.
+        scale = 1 / tally.count
+        if self._clip is not None:
+            square = self._data.square()
+            self._wires.sum(square, "the norm of the gradients")
+            self.gradient_norm = float(square) ** 0.5 * scale
+            self.was_finite = self.was_finite and math.isfinite(self.gradient_norm)
+            scale *= min(1.0, self._clip / (self.gradient_norm + 1e-6))
+        if self.was_finite:
+            self._data.step(scale)
 
 
-def make_states(
-    module: nn.Module,
-    plan: Plan,
-    split: Split,
-    schedule: Schedule,
-    *,
-    optimizer: MakeOptimizer | Sequence[Share],
-    sharing: ZeroConfig,
-    sharded: Sharded,
-    original: Original,
-    wires: OneProcess | ManyProcesses,
-    clip: float | None,
-    device: torch.device,
-) -> States:
+@dataclass(slots=True, kw_only=True)
+class States:
+    """The state of the model that this process holds, under the names of the original module.
+
+    `stream` feeds batches where the pipe is never emptied between steps.
+    """
+
+    parameters: dict[str, nn.Parameter]
+    buffers: dict[str, Tensor]
+    data: DataParallel
+    host: Host | None
+    update: Update
+    module: ModuleState
+    optimizers: OptimizerState
+    #: Statistics of batch norms of which others have copies.
+    statistics: SharedStatistics | None
+    stream: Stream | None = None
+
+    @property
+    def shares_statistics(self) -> bool:
+        """Whether batch norms of copies tell each other what they have seen, at the end of each step."""
+        return self.statistics is not None and self.statistics.are_there
+
+    def sharing_statistics(self) -> AbstractContextManager[None]:
+        """Around the forwards of a step."""
+        return self.statistics.shared() if self.statistics is not None and self.shares_statistics else nullcontext()
+
+    def begin_step(self) -> None:
+        """Begin a step without the gradients of the last."""
+        self.data.begin_step()
+        if self.host is not None:
+            self.host.begin_step()
+
+    def begin_stream(self) -> None:
+        """Weights have been changed from outside: start with an empty pipe, and the weights as they are."""
+        if self.stream is not None:
+            self.stream.begin_anew()
+
+    def home_of(self, weight: nn.Parameter) -> torch.device:
+        """Where the state of a weight lives that an optimizer of this process has."""
+        states = None if self.host is None else self.host.states
+        return torch.device("cpu") if states is not None and weight in states.weights else weight.device
+
+    def close(self) -> None:
+        """Let go of hooks, of groups and of threads."""
+        if self.host is not None:
+            self.host.close()
+        self.data.close()
+
+
+def make_states(parts: Parts, optimizer: MakeOptimizer | Sequence[Share], sharing: ZeroConfig) -> States:
     """Move the state of this process's stages to where the plan has it. Every process calls this alike."""
-    here = [stage for stage in split.stages if stage is not None]
+    module, plan, schedule, wires, sharded = parts.module, parts.plan, parts.schedule, parts.wires, parts.sharded
+    here = [stage for stage in parts.split.stages if stage is not None]
     held = {name for stage in here for name in stage.parameters}
     parameters = {name: each for name, each in module.named_parameters() if name in held}
     buffers: dict[str, Tensor] = {name: each for stage in here for name, each in stage.buffers.items()}
-    found: list[States] = []
-
-    def parameter_of(name: str, step: int) -> nn.Parameter:
-        stream = found[0].stream
-        return parameters[name] if stream is None else stream.parameter_of(name, step)
-
     experts = sharded.experts.parameters if sharded.experts is not None else {}
 
-    def replicas_of(name: str) -> Replicas:
-        return wires.experts if name in experts else wires.dense
+    def parameter_of(name: str, step: int) -> nn.Parameter:
+        assert states.stream is not None, "the pipe is emptied between steps"
+        return states.stream.parameter_of(name, step)
 
-    ties = (
-        ()
-        if isinstance(wires, OneProcess)
-        else make_ties(schedule.placement, split, wires.mesh.pipelines, wires.mesh.rank)
-    )
-    wires.connect([tie.group for tie in ties], device)
+    pipelines = None if isinstance(wires, OneProcess) else wires.mesh.pipelines
+    ties = () if pipelines is None else make_ties(schedule.placement, parts.split, pipelines, wires.mesh.rank)
+    wires.connect([tie.group for tie in ties], parts.device)
     held_stages = HeldStages(
-        stages=_stages_here(split, schedule, wires.ranks), schedule=schedule, ranks=wires.ranks, module=module,
+        stages=_stages_here(parts), schedule=schedule, ranks=wires.ranks, module=module,
         parameter_of=parameter_of if schedule.staleness else None,
     )  # fmt: skip
     owners = ParameterOwners(
-        replicas_of=replicas_of, ties=ties, tensor=sharded.tensor, joining=sharded if sharded.is_in_parts else None,
-        apart=experts,
+        replicas_of=lambda name: wires.experts if name in experts else wires.dense, ties=ties, tensor=sharded.tensor,
+        joining=sharded if sharded.is_in_parts else None, apart=experts,
     )  # fmt: skip
     exchange = make_exchange(held_stages.device, wires.watch)
     data = DataParallel(held_stages, owners, sharing=sharing, optimizer=optimizer, exchange=exchange)
-    host = make_host(plan, device, data, wires.gather)
-    has_copies = plan.dp > 1 or len(schedule.placement.pipes) > 1
+    has_copies = isinstance(wires, ManyProcesses) and (plan.dp > 1 or len(schedule.placement.pipes) > 1)
     states = States(
         parameters=parameters,
         buffers=buffers,
         data=data,
-        host=host,
-        update=Update(data, wires, clip),
+        host=make_host(plan, parts.device, data, wires.gather),
+        update=Update(data, wires, parts.options.clip),
         module=ModuleState(
-            module, parameters, buffers, data=data, sharded=sharded, shapes=original.shapes,
-            from_pipeline=lambda part: _from_pipeline(part, plan, wires),
+            module, parameters, buffers, data=data, sharded=sharded, shapes=parts.shapes,
+            from_pipeline=lambda part: _from_pipeline(part, parts),
         ),
         optimizers=OptimizerState(
-            parameters, data=data, tensor=sharded.tensor, experts=sharded.experts, shapes=original.shapes,
-            order=original.order, gather=wires.gather, home_of=lambda weight: found[0].home_of(weight),
+            parameters, data=data, sharded=sharded, shapes=parts.shapes, order=parts.order,
+            gather=wires.gather, home_of=lambda weight: states.home_of(weight),
         ),
-        statistics=SharedStatistics(module, buffers, lambda given: _from_copies(given, wires))
-        if has_copies and isinstance(wires, ManyProcesses)
-        else None,
-        make_stream=lambda: None,
+        statistics=SharedStatistics(module, buffers, lambda given: _from_copies(given, wires)) if has_copies else None,
     )  # fmt: skip
-    found.append(states)
     return states
 
 
-def _stages_here(split: Split, schedule: Schedule, ranks: Sequence[int]) -> dict[int, Stage]:
-    """The stages of some ranks, by their numbers in the schedule."""
-    numbers = (number for rank in ranks for number in schedule.placement.stages[rank])
+def sharing_of(parts: Parts) -> ZeroConfig:
+    """How the state of the model lies on its replicas, by a schedule of computation only."""
+    plan, schedule, bucket_bytes = parts.plan, parts.schedule, parts.options.bucket_bytes
+    is_alone, is_stale = plan.num_ranks == plan.pp, schedule.staleness > 0
+    has_halves = any(each.itemsize < 4 for each in parts.module.parameters())
+    splits_backward = any(part.kind is Kind.W for order in schedule.orders for each in order for part in each.parts)
+    updates_early = plan.offload.optimizer > 0 or plan.offload.parameters > 0
+    sharing = ZeroConfig(
+        zero=plan.zero,
+        # With two versions of the weights, the one that a batch used is stepped on in place.
+        masters=plan.precision != "fp32" and not is_stale,
+        layerwise=not splits_backward,
+        offloaded=plan.offload.parameters,
+        updates_late=updates_early,
+        # What is updated in the backward, with its state from the host, is known bucket by bucket; so are the masters
+        # of 16-bit weights, whose gradients are rounded as those of any other plan are.
+        local=is_alone and plan.zero == 0 and (is_stale or not (updates_early or has_halves)),
+    )
+    return sharing if bucket_bytes is None else replace(sharing, bucket_bytes=bucket_bytes)
+
+
+def _stages_here(parts: Parts) -> dict[int, Stage]:
+    """The stages of this process's ranks, by their numbers in the schedule."""
+    split, placement = parts.split, parts.schedule.placement
+    numbers = (number for rank in parts.wires.ranks for number in placement.stages[rank])
     every = {number: split.stages[number % split.num_stages] for number in numbers}
     return {number: stage for number, stage in every.items() if stage is not None}
 
 
-def _from_pipeline(part: dict[str, Any], plan: Plan, wires: OneProcess | ManyProcesses) -> list[dict[str, Any]]:
+def _from_pipeline(part: dict[str, Any], parts: Parts) -> list[dict[str, Any]]:
     """The parts of all ranks of this pipeline, on the CPU."""
-    if plan.pp == 1 or isinstance(wires, OneProcess):
+    if parts.plan.pp == 1 or isinstance(parts.wires, OneProcess):
         return []
     told = {name: each.cpu() if isinstance(each, Tensor) else each for name, each in part.items()}
-    return wires.gather(told, "pp")
+    return parts.wires.gather(told, "pp")
 
 
-def _from_copies(given: Any, wires: OneProcess | ManyProcesses) -> list[Any]:
+def _from_copies(given: Any, wires: Wires) -> list[Any]:
     """What is given by the ranks that have other rows of the same layers, in the order of the rows."""
     axes = wires.mesh.coordinates
     told = wires.gather(((axes["dp"], axes["pp"], axes["cp"]), axes["tp"], given))

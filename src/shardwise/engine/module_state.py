@@ -1,79 +1,141 @@
-"""The state of a module under its own names, of which a process may hold a part."""
+"""The state of a module by its own names, where ranks have parts of it: whole ones from parts, and parts of whole."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.engine.optimizer_state import OptimizerState
+from shardwise.engine.sharded import Sharded
 from shardwise.errors import ShardwiseError, unknown
+from shardwise.sharding.expert.placement import Placement
+from shardwise.states.data_parallel import DataParallel
 
 
-def held_state(
-    module: nn.Module, held: Iterable[Tensor], homes: Mapping[nn.Parameter, Tensor] | None = None
-) -> dict[str, Any]:
-    """The entries of the module's state whose tensors are held here: a tied parameter under each of its names.
+class ModuleState:
+    """Parameters, buffers and gradients under the names of the original module. All ranks call it alike.
 
-    What is no tensor, a module's extra state, is everybody's. `homes` has the numbers of those that are not there now.
+    `parameters` and `buffers` are those of this process's stages; `shapes` are those of the whole, by name;
+    `sharded` knows which part of each this rank has; `from_pipeline` gives what each rank of the pipeline gives.
     """
-    here, away = {id(each) for each in held}, homes or {}
-    whole: dict[str, Any] = module.state_dict(keep_vars=True)
-    return {
-        name: away.get(each, each).detach() if isinstance(each, Tensor) else each  # type: ignore[call-overload]
-        for name, each in whole.items()
-        if not isinstance(each, Tensor) or id(each) in here
-    }
 
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, Tensor],
+        *,
+        data: DataParallel,
+        sharded: Sharded,
+        shapes: Mapping[str, torch.Size],
+        from_pipeline: Callable[[dict[str, Any]], list[dict[str, Any]]],
+    ) -> None:
+        self._module, self._parameters, self._buffers = module, parameters, buffers
+        self._data, self._sharded = data, sharded
+        self._shapes, self._from_pipeline = shapes, from_pipeline
+        self._in_buckets = {slot.name for bucket in data.buckets for slot in bucket.layout.slots}
 
-def joined(module: nn.Module, parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The whole state in the module's order, from the parts of all processes."""
-    found: dict[str, Any] = {}
-    for part in parts:
-        found.update(part)
-    return {name: found[name] for name in module.state_dict()}
+    def part(self) -> dict[str, Any]:
+        """What this rank has of its stages' parameters, and their buffers."""
+        return self._named(self.numbers())
 
-
-@torch.no_grad()
-def load_held_state(
-    module: nn.Module,
-    held: Iterable[Tensor],
-    state: Mapping[str, Any],
-    homes: Mapping[nn.Parameter, Tensor] | None = None,
-) -> None:
-    """Take what is held here from a state, whole or a part. Nothing is changed if something is missing or misshapen."""
-    whole: dict[str, Any] = module.state_dict(keep_vars=True)
-    values, away = values_for(module, held, state, lambda name: whole[name].shape), homes or {}
-    for name in [name for name in values if isinstance(whole[name], nn.Parameter) and whole[name] in away]:
-        away[whole[name]].copy_(values.pop(name))
-    module.load_state_dict(values, strict=False)
-
-
-def values_for(
-    module: nn.Module, held: Iterable[Tensor], state: Mapping[str, Any], shape_of: Callable[[str], torch.Size]
-) -> dict[str, Any]:
-    """The values of what is held here, by all names that the module has for it; of a tied parameter one will do.
-
-    Refuses a state that lacks some, has others than the module, or has one of another shape than it is to have.
-    """
-    whole: dict[str, Any] = module.state_dict(keep_vars=True)
-    for name in state:
-        if name not in whole:
-            raise unknown("entry of a state", name, whole)
-    mine = held_state(module, held)
-    thing = {name: id(whole[name]) if isinstance(whole[name], Tensor) else name for name in mine}
-    given = {thing[name]: state[name] for name in reversed(mine) if name in state}
-    missing = [name for name in mine if thing[name] not in given]
-    if missing:
-        raise ShardwiseError(
-            f"the state lacks {missing[0]}, one of {len(missing)} missing of the {len(mine)} entries that are held"
-            " here",
-            remedy="engine.state_dict() of all ranks, or state_dict(sharded=True) of this one under the same plan",
+    def whole(self) -> dict[str, Any]:
+        """All of the module's state."""
+        mine = self._named(
+            {name: self._at_home(name, self._sharded.gather(name, self._local(name))) for name in self._parameters}
         )
-    values = {name: given[thing[name]] for name in mine}
-    for name, value in values.items():
-        if isinstance(value, Tensor) and value.shape != shape_of(name):
+        found = {name: each for part in (*self._from_pipeline(mine), mine) for name, each in part.items()}
+        return {name: found[name] for name in self._module.state_dict()}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """All gradients of the last step as the optimizer was given them."""
+        found = {name: self._data.whole_gradient(name) for name in self._parameters if name in self._in_buckets}
+        return self.assembled({name: each for name, each in found.items() if each is not None})
+
+    def assembled(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors from what each rank has of those of its stages, each as it has the parameter of that name."""
+        mine = {name: self._sharded.gather(name, parts[name]) for name in self._parameters if name in parts}
+        return {name: each for part in (*self._from_pipeline(mine), mine) for name, each in part.items()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take parameters and buffers from a state of the whole module. One that does not fit changes nothing."""
+        self._put({name: self._cut(name, each) for name, each in self._values_for(state).items()})
+
+    @torch.no_grad()
+    def _put(self, parts: Mapping[str, Tensor]) -> None:
+        self._data.load({name: each for name, each in parts.items() if name in self._in_buckets})
+        for name in parts.keys() - self._in_buckets:  # A buffer, or not trained.
+            (self._buffers[name] if name in self._buffers else self._parameters[name]).copy_(parts[name])
+
+    def _values_for(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of what is held here; of a tied parameter one of its names will do.
+
+        Refuses a state that lacks some, has others than the module, or has one of another shape than it is to have.
+        """
+        every = self._module.state_dict(keep_vars=True)
+        for name in state:
+            if name not in every:
+                raise unknown("entry of a state", name, every)
+        mine = self._names_here()
+        given = {mine[name]: state[name] for name in reversed(mine) if name in state}
+        missing = [name for name in mine if mine[name] not in given]
+        if missing:
             raise ShardwiseError(
-                f"{name} has shape {tuple(value.shape)} in the state and {tuple(shape_of(name))} in the module",
-                remedy="the state of a module with the same shapes",
+                f"the state lacks {missing[0]}, one of {len(missing)} missing of the {len(mine)} entries that are held"
+                " here",
+                remedy="engine.state_dict() of all ranks, or state_dict(sharded=True) of this one under the same plan",
             )
-    return values
+        for name, own in mine.items():
+            value = given[own]
+            if isinstance(value, Tensor) and value.shape != self._shapes[name]:
+                raise ShardwiseError(
+                    f"{name} has shape {tuple(value.shape)} in the state and {tuple(self._shapes[name])} in the module",
+                    remedy="the state of a module with the same shapes",
+                )
+        return given
+
+    @torch.no_grad()
+    def place_experts(self, layer: str, placement: Placement, optimizers: OptimizerState) -> None:
+        """Bring the experts of a layer to where a placement has them. Replicas call this alike.
+
+        Weights are in buckets, which ZeRO may have cut, and optimizers have pieces of them. So what belongs to the
+        experts is made whole, and each rank takes what is its own by the new placement. Of a layer of which this
+        process has none the placement is noted alone.
+        """
+        experts = self._sharded.experts
+        assert experts is not None, "there are experts"
+        names = [name for name, owner in experts.parameters.items() if owner == layer and name in self._parameters]
+        weights = {name: experts.gather(name, self._data.wholes.kept(name)) for name in names}
+        states = optimizers.states_of(names) if names else {}
+        experts.layers[layer].place(placement)
+        if names:
+            self._put({name: experts.local(name, whole) for name, whole in weights.items()})
+            optimizers.put(states)
+
+    def numbers(self) -> dict[str, Tensor]:
+        """What this process has of its parameters, each where it lives."""
+        return {name: self._at_home(name, self._local(name)) for name in self._parameters}
+
+    def _local(self, name: str) -> Tensor:
+        if name not in self._in_buckets or self._data.is_always_here(name):
+            return self._parameters[name].detach()
+        return self._data.wholes.weight(name)
+
+    def _at_home(self, name: str, numbers: Tensor) -> Tensor:
+        """What lives on the host is given there."""
+        return numbers.cpu() if self._data.wholes.is_offloaded(name) else numbers
+
+    def _named(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Under all names that the module has for them, with the buffers."""
+        held = {**parameters, **{name: each.detach() for name, each in self._buffers.items()}}
+        return {name: held[own] for name, own in self._names_here().items()}
+
+    def _names_here(self) -> dict[str, str]:
+        """The entries of the module's state that are held here; a tied parameter under each of its names."""
+        own = {id(each): name for name, each in (*self._parameters.items(), *self._buffers.items())}
+        state: dict[str, Any] = self._module.state_dict(keep_vars=True)
+        return {name: own[id(each)] for name, each in state.items() if id(each) in own}
+
+    def _cut(self, name: str, whole: Tensor) -> Tensor:
+        return whole if name in self._buffers else self._sharded.local(name, whole)

@@ -8,14 +8,13 @@ What has no number for each of the weight's (a count of steps) is the same in al
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.sharding.expert.sharding import ExpertSharding
-from shardwise.sharding.tensor.sharding import Sharding
+from shardwise.engine.sharded import Sharded
 from shardwise.states.data_parallel import DataParallel
 from shardwise.states.optimizers.state import (
     States,
@@ -43,6 +42,9 @@ class _Piece:
     is_joined: bool
     state: Mapping[str, Any]
 
+    def told(self) -> "_Piece":
+        return replace(self, state=on_cpu(self.state))
+
 
 class OptimizerState:
     """All optimizers, under the names of the original module. All ranks call it alike.
@@ -56,14 +58,13 @@ class OptimizerState:
         parameters: Mapping[str, nn.Parameter],
         *,
         data: DataParallel,
-        tensor: Sharding | None,
-        experts: ExpertSharding | None,
+        sharded: Sharded,
         shapes: Mapping[str, torch.Size],
         order: Sequence[str],
         gather: Gather,
         home_of: Callable[[nn.Parameter], torch.device],
     ) -> None:
-        self._parameters, self._data, self._tensor, self._experts = parameters, data, tensor, experts
+        self._parameters, self._data, self._sharded = parameters, data, sharded
         self._shapes, self._order, self._gather, self._home_of = shapes, order, gather, home_of
         self._names: dict[Tensor, str] = {each.weight: each.name for each in data.updates.updated}
 
@@ -79,10 +80,7 @@ class OptimizerState:
         every = self._pieces()
         if self._data.sharing.zero:
             groups = [group for part in self._gather(groups, "gradients") for group in part]
-        found = {}
-        for name in self._parameters:
-            if name in every:
-                found[name] = self._combined(name, every[name], joins=joins)
+        found = {name: self._combined(name, every[name], joins=joins) for name in self._parameters if name in every}
         return joined_states([{"state": found, "param_groups": groups}], self._order)
 
     @torch.no_grad()
@@ -122,7 +120,7 @@ class OptimizerState:
             return {name: pieces for mine in kinds.values() for name, pieces in mine.items()}
         found: dict[str, dict[int, _Piece]] = {}
         for kind, mine in kinds.items():
-            told = {name: [_told(piece) for piece in pieces] for name, pieces in mine.items()}
+            told = {name: [piece.told() for piece in pieces] for name, pieces in mine.items()}
             for part in self._gather(told, kind):
                 for name, pieces in part.items():
                     found.setdefault(name, {}).update({piece.start: piece for piece in pieces})
@@ -146,30 +144,25 @@ class OptimizerState:
         """An entry of the whole parameter's state from those of tensor and expert parallel ranks."""
         if not isinstance(value, Tensor):
             return value
-        if self._is_expert(name) and value.dim():
-            assert self._experts is not None, "there are experts"
-            value = self._experts.gather(name, value)
-        return self._tensor.gather(name, value) if self._tensor is not None and is_piece else value
+        if is_piece:
+            return self._sharded.gather(name, value)
+        experts = self._sharded.experts
+        return experts.gather(name, value) if experts is not None and value.dim() else value
 
     def _is_expert(self, name: str) -> bool:
-        return self._experts is not None and name in self._experts.parameters
+        return self._sharded.experts is not None and name in self._sharded.experts.parameters
 
     def _cut(self, updated: Updated, value: Any) -> Any:
         """This rank's piece of an entry."""
         if not isinstance(value, Tensor):
             return value
-        name, weight = updated.name, updated.weight
+        name, weight, experts = updated.name, updated.weight, self._sharded.experts
         is_of_each = value.shape == self._shapes[name]
-        if is_of_each and self._tensor is not None and not updated.is_joined:
-            value = self._tensor.local(name, value)
-        if self._is_expert(name) and value.dim() and not updated.is_joined:
-            assert self._experts is not None, "there are experts"
-            value = self._experts.local(name, value)
+        if is_of_each and not updated.is_joined:
+            value = self._sharded.local(name, value)
+        elif experts is not None and value.dim() and not updated.is_joined:
+            value = experts.local(name, value)
         if is_of_each:
             flat = value.reshape(-1)
             value = flat[updated.start : updated.start + weight.numel()].view(weight.shape)
         return value
-
-
-def _told(piece: _Piece) -> _Piece:
-    return _Piece(start=piece.start, each=piece.each, is_joined=piece.is_joined, state=on_cpu(piece.state))

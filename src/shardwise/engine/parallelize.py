@@ -4,22 +4,23 @@ The same script runs alone, where one process runs every rank; under `torchrun`;
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from shardwise.engine.assemble import assemble
-from shardwise.engine.device_check import check_example
 from shardwise.engine.engine import Engine
-from shardwise.engine.preflight import check_alone, check_arguments, check_bucket_bytes, check_compiles, check_module
 from shardwise.engine.prepare import Options
-from shardwise.engine.rank_device import batch_on, device_of_rank, put_on
+from shardwise.engine.rank_device import put_together
+from shardwise.errors import ShardwiseError
 from shardwise.planner.composition import check_composition
 from shardwise.planner.plan import Plan
 from shardwise.ranks.faults import LIMIT_SECONDS
 from shardwise.ranks.mesh import agree_on
-from shardwise.ranks.torchrun import join_if_launched
 from shardwise.ranks.wires import ManyProcesses, OneProcess, make_wires
+from shardwise.ranks.worker import join_if_launched
 from shardwise.sharding.context.mask import Mask
 from shardwise.sharding.context.sequence_shards import Entry
 from shardwise.stages.stage import Batch, Loss
@@ -72,7 +73,6 @@ def parallelize(
 
     Where `torch.distributed` has several ranks, each of them runs one of the plan. Under `torchrun` it is started here.
     """
-    chosen = _checked(module, plan, loss, optimizer, example, compile=bool(compile), bucket_bytes=bucket_bytes)
     options = Options(
         clip=clip,
         compile=compile,
@@ -87,7 +87,8 @@ def parallelize(
         masks=masks,
         bucket_bytes=bucket_bytes,
     )
-    example = _put_together(module, example)
+    chosen = _checked(module, plan, loss, optimizer, example, options)
+    example = put_together(module, example)
     made = wires or make_wires(chosen, limit_seconds=_COMPILING_SECONDS if compile else LIMIT_SECONDS)
     try:
         return assemble(
@@ -100,27 +101,9 @@ def parallelize(
         raise
 
 
-def _put_together(module: nn.Module, example: Batch) -> Batch:
-    """Have all of the module on this rank's device, and the example that is returned."""
-    device = device_of_rank(module, example)
-    put_on(module, device)
-    example = batch_on(example, device)
-    check_example(module, example)
-    return example
-
-
-def _checked(
-    module: nn.Module,
-    plan: Plan | str,
-    loss: Loss,
-    optimizer: MakeOptimizer | Sequence[Share],
-    example: Batch,
-    *,
-    compile: bool,
-    bucket_bytes: int | None,
-) -> Plan:
+def _checked(module: nn.Module, plan: Plan | str, loss: Loss, optimizer: Any, example: Batch, options: Options) -> Plan:
     """The plan, after all that can be refused before anything is made."""
-    check_arguments(module, plan, loss, optimizer, example)
+    _check_arguments(module, plan, loss, optimizer, example)
     chosen = Plan.parse(plan) if isinstance(plan, str) else plan
     join_if_launched()
     are_many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -128,10 +111,69 @@ def _checked(
         agree_on(chosen)
         chosen.check_world(dist.get_world_size())
     check_composition(chosen)
-    if are_many and compile:
-        check_compiles(chosen)
+    if are_many and options.compile:
+        _check_compiles(chosen)
     if not are_many:
-        check_alone(chosen)
+        _check_alone(chosen)
     check_module(module)
-    check_bucket_bytes(bucket_bytes)
+    _check_bucket_bytes(options.bucket_bytes)
     return chosen
+
+
+def _check_arguments(module: Any, plan: Any, loss: Any, optimizer: Any, example: Any) -> None:
+    """Refuse what is of another kind than `parallelize` takes, before it fails somewhere inside."""
+    are_shares = isinstance(optimizer, Sequence) and bool(optimizer) and all(isinstance(o, Share) for o in optimizer)
+    for name, given, is_right, wanted in (
+        ("module", module, isinstance(module, nn.Module), "an nn.Module"),
+        ("plan", plan, isinstance(plan, (Plan, str)), 'a Plan, or its short form "dp=2,tp=2"'),
+        ("loss", loss, callable(loss), "a function loss(output, batch)"),
+        ("example", example, isinstance(example, Mapping), 'a dictionary like {"input_ids": ids, "labels": labels}'),
+        (
+            "optimizer",
+            optimizer,
+            are_shares or (callable(optimizer) and not isinstance(optimizer, Optimizer)),
+            "what makes one: lambda parameters: AdamW(parameters, lr=3e-4), or a list of Share",
+        ),
+    ):
+        if not is_right:
+            kind = f"the class {given.__name__}" if isinstance(given, type) else f"of type {type(given).__name__}"
+            raise ShardwiseError(f"{name} is {kind}, and not what parallelize takes", remedy=f"{name}: {wanted}")
+
+
+def _check_alone(plan: Plan) -> None:
+    """Refuse a plan that one process cannot run by itself: of a pipeline it can run every rank."""
+    if plan.num_ranks > plan.pp:
+        axes = ",".join(f"{axis}={getattr(plan, axis)}" for axis in ("dp", "tp", "cp") if getattr(plan, axis) > 1)
+        raise ShardwiseError(
+            f"{axes} needs processes: one alone runs all ranks of a pipeline (pp), and of no other axis",
+            remedy=f"sw.spawn(fn, devices={plan.num_ranks}), or torchrun --nproc-per-node {plan.num_ranks}",
+        )
+
+
+def check_module(module: nn.Module) -> None:
+    """Refuse a module with nothing to train."""
+    parameters = list(module.parameters())
+    if not any(parameter.requires_grad for parameter in parameters):
+        raise ShardwiseError(
+            f"none of the {len(parameters)} parameters of {type(module).__name__} requires a gradient, so there is"
+            " nothing to train",
+            remedy="module.requires_grad_()",
+        )
+
+
+def _check_bucket_bytes(bucket_bytes: int | None) -> None:
+    """Refuse buckets that hold nothing."""
+    if bucket_bytes is not None and bucket_bytes < 1:
+        raise ShardwiseError(
+            f"bucket_bytes={bucket_bytes}: a bucket holds at least one number", remedy="bucket_bytes=16 * 2**20"
+        )
+
+
+def _check_compiles(plan: Plan) -> None:
+    """Refuse to compile what talks to other ranks inside of a block."""
+    axes = ",".join(f"{axis}={getattr(plan, axis)}" for axis in ("tp", "cp", "ep") if getattr(plan, axis) > 1)
+    if axes:
+        raise ShardwiseError(
+            f"compile with {axes}: ranks talk to each other inside of a block, and a compiled block cannot yet",
+            remedy="compile=False, or a plan of dp and pp, with any zero",
+        )

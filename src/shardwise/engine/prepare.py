@@ -1,11 +1,13 @@
 """A module made ready for a plan: cut into stages, its loss tried, given the weights that this process needs."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardwise.errors import ShardwiseError
@@ -15,15 +17,14 @@ from shardwise.planner.plan import Plan
 from shardwise.schedule.schedule import Schedule
 from shardwise.sharding.context.mask import Mask
 from shardwise.sharding.context.sequence_shards import Entry
-from shardwise.sharding.functional_dropout import Finding
-from shardwise.stages.batch import cut_batch, home_of
+from shardwise.sharding.dropout import Finding
+from shardwise.stages.batch import home_of
 from shardwise.stages.compiled import check_backend, compile_units
-from shardwise.stages.cut_sync import agree_on_costs
-from shardwise.stages.losses import trial_of
-from shardwise.stages.split import split, stage_costs
 from shardwise.stages.split.choose import TooFewUnitsError
+from shardwise.stages.split.flow import UnitCall
+from shardwise.stages.split.split import split, stage_costs
 from shardwise.stages.split.stopwatch import Stopwatch
-from shardwise.stages.stage import Batch, Loss, Split
+from shardwise.stages.stage import Batch, Split
 
 #: Schedules of more instructions than this are not played again and again to place a cut.
 _MOST_INSTRUCTIONS = 4_000
@@ -57,14 +58,14 @@ class Prepared(NamedTuple):
 
 
 def prepare(
-    module: nn.Module, plan: Plan, *, loss: Loss, example: Batch, rank: int | None = None, options: Options
+    module: nn.Module, plan: Plan, batch: Batch, *, probe: Callable[[Any], None], rank: int | None, options: Options
 ) -> Prepared:
     """Make a module ready for this process, which runs one rank of a pipeline or (None) all.
 
-    If it is one of many, all of them call this alike.
+    `batch` is a microbatch, and `probe` is given what the module makes of it. If the process is one of many, all call
+    this alike.
     """
-    microbatch = cut_batch(example, plan.microbatches, pad=options.pad)[0]
-    home = home_of(microbatch)
+    home = home_of(batch)
     backend = check_backend(options.compile, home)
     how: dict[str, Any] = {
         "cut": plan.layers,
@@ -72,7 +73,7 @@ def prepare(
         "agree": None if rank is None else agree_on_costs,
         "stopwatch": Stopwatch() if options.measure else None,
     }
-    schedule = schedule_of(plan, lambda count: stage_costs(module.train(), count, microbatch, **how))
+    schedule = schedule_of(plan, lambda count: stage_costs(module.train(), count, batch, **how))
     count = len(schedule.placement.pipes[0])
     finding = Finding()
     try:
@@ -80,11 +81,11 @@ def prepare(
             stages = split(
                 module.train(),
                 count,
-                microbatch,
+                batch,
                 only=None if rank is None else {stage % count for stage in schedule.placement.stages[rank]},
                 seed=options.seed,
-                probe=trial_of(loss, microbatch),
-                judge=partial(step_seconds, schedule) if _is_soon_judged(schedule) else max,
+                probe=probe,
+                judge=partial(step_seconds, schedule) if schedule.num_instructions <= _MOST_INSTRUCTIONS else max,
                 **how,
             )
     except TooFewUnitsError as error:
@@ -107,5 +108,25 @@ def _in_keys(error: ShardwiseError) -> ShardwiseError:
     return ShardwiseError(error.problem, remedy=f"layers={'+'.join(found[1].split(', '))}{found[2]}")
 
 
-def _is_soon_judged(schedule: Schedule) -> bool:
-    return sum(len(each) for each in schedule.orders) <= _MOST_INSTRUCTIONS
+def agree_on_costs(calls: Sequence[UnitCall]) -> None:
+    """Let all ranks have the same costs of the units that they have seen called, the mean. All call this alike.
+
+    Where to cut is decided by what units cost, and ranks of a mesh see different costs: one has more heads than
+    another, or more experts, or more tokens came to its experts.
+    """
+    told: list[tuple[list[str], list[list[float]]]] = [([], []) for _ in range(dist.get_world_size())]
+    costs = [[each.flops, each.bytes, each.weight_bytes, each.seconds or 0.0] for each in calls]
+    dist.all_gather_object(told, ([each.name for each in calls], costs))
+    first, _ = told[0]
+    for rank, (names, _) in enumerate(told):
+        if names != first:
+            place = next((at for at, pair in enumerate(zip(first, names, strict=False)) if pair[0] != pair[1]), -1)
+            raise ShardwiseError(
+                f"on the example rank 0 calls {len(first)} units and rank {rank} calls {len(names)}, at first different"
+                f" at {first[place]}: which units run depends on the data",
+                remedy="decide inside a unit what to compute",
+            )
+    means = torch.tensor([costs for _, costs in told], dtype=torch.float64).mean(0)
+    for call, mean in zip(calls, means.tolist(), strict=True):
+        call.flops, call.bytes, call.weight_bytes, seconds = mean
+        call.seconds = None if call.seconds is None else seconds

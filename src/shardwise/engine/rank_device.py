@@ -12,10 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.engine.device_check import check_devices
+from shardwise.engine.device_check import check_devices, check_example
 from shardwise.torch_private import buffer_slots
 
 _CPU = torch.device("cpu")
+
+
+def put_together(module: nn.Module, example: Any) -> Any:
+    """Have all of the module on this rank's device, and the example that is returned."""
+    device = device_of_rank(module, example)
+    put_on(module, device)
+    example = batch_on(example, device)
+    check_example(module, example)
+    return example
 
 
 def device_of_rank(module: nn.Module, example: Any) -> torch.device:

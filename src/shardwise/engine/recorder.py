@@ -2,17 +2,15 @@
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
+import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.execution.device_clock import clock_of
 from shardwise.execution.interpreter import Interpreter
-from shardwise.execution.memory_by_owner import GRADIENTS, OPTIMIZER, PARAMETERS, holdings_of
-from shardwise.execution.recording import RankNotes, Recording, listening_to
-from shardwise.execution.trace_gather import share_notes
+from shardwise.execution.recording import GRADIENTS, OPTIMIZER, PARAMETERS, RankNotes, Recording, clock_of, holdings_of
 from shardwise.ranks.collectives import Group
 from shardwise.ranks.collectives import Traffic as GroupTraffic
-from shardwise.ranks.transport import ProcessTransport
 from shardwise.ranks.wires import Wires
 from shardwise.schedule.garbage import collection_paused
 from shardwise.schedule.schedule import Schedule
@@ -23,20 +21,23 @@ from shardwise.trace.events import Trace, Traffic
 
 
 class Recorder:
-    """Records steps of an engine. `trace` is that of the last."""
+    """Records steps of an engine. `sent` is what goes to each rank of the pipeline: messages and bytes.
+
+    `trace` is that of the last.
+    """
 
     def __init__(
         self,
         schedule: Schedule,
         wires: Wires,
         interpreters: Sequence[Interpreter],
-        transport: ProcessTransport | None,
         *,
+        sent: dict[int, list[int]],
         data: DataParallel,
         host: Host | None,
         held: Sequence[Tensor],
     ) -> None:
-        self._schedule, self._wires, self._interpreters, self._transport = schedule, wires, interpreters, transport
+        self._schedule, self._wires, self._interpreters, self._sent = schedule, wires, interpreters, sent
         self._data, self._host, self._held = data, host, held
         self._recording: Recording | None = None
         self._trace: Trace | None = None
@@ -63,8 +64,7 @@ class Recorder:
             return
         watch, groups = self._wires.watch, self._groups()
         self._sent_before = [(each, each.traffic.copy()) for each in groups]
-        if self._transport is not None:
-            self._transport.sent.clear()
+        self._sent.clear()
         try:
             for interpreter in self._interpreters:
                 interpreter.note_again = recording.note_again
@@ -73,9 +73,14 @@ class Recorder:
                 interpreter.kept_bytes = self._kept.setdefault(signature, {}) if counts else None
             if watch is not None:
                 watch.note, watch.note_beside = recording.note_wait, recording.note_beside
-            with listening_to(groups, recording):
-                yield
+            for group in groups:
+                assert group.handle is not None, "one rank alone waits for nobody"
+                among = " ".join(map(str, dist.get_process_group_ranks(group.handle)))
+                group.note = partial(recording.note_collective, among)
+            yield
         finally:
+            for group in groups:
+                group.note = None
             for interpreter in self._interpreters:
                 interpreter.note_again = interpreter.kept_bytes = None
             if watch is not None:
@@ -100,26 +105,17 @@ class Recorder:
             for rank in ranks:
                 recording.take(rank, recording.told_by(rank))
             return
-        share_notes(
-            recording,
-            self._told(recording, window, data_wait, kept),
-            gather=self._wires.gather,
-            correction=self._wires.clock_correction(),
-            num_ranks=sum(map(len, self._wires.mesh.pipelines)),
-        )
-
-    def _told(self, recording: Recording, window: tuple[float, float], data_wait: float, kept: KeptBytes) -> RankNotes:
-        """What the one rank of this process tells of its step."""
-        rank, (place,) = self._wires.rank, self._wires.ranks
-        begin = window[0] - data_wait
-        held = holdings_of(rank, recording.ran_by(place), begin=begin, state=self._state_bytes(), kept=kept)
+        rank, begin = self._wires.rank, window[0] - data_wait
+        held = holdings_of(rank, recording.ran_by(ranks[0]), begin=begin, state=self._state_bytes(), kept=kept)
         sent = self._traffic(rank, recording)
-        return recording.told_by(place, window, data_wait=data_wait, holdings=held, traffic=sent)
+        mine = recording.told_by(ranks[0], window, data_wait=data_wait, holdings=held, traffic=sent)
+        for other, told in enumerate(self._wires.gather(mine.by_clock(self._wires.clock_correction()).packed())):
+            recording.take(other, RankNotes.unpacked(told))
 
     def _traffic(self, rank: int, recording: Recording) -> Iterator[Traffic]:
         """What this rank has sent in the step."""
         pipeline = recording.pipeline_of(rank)
-        for target, (num_messages, num_bytes) in {} if self._transport is None else self._transport.sent.items():
+        for target, (num_messages, num_bytes) in self._sent.items():
             yield Traffic(rank, pipeline[target], "values", num_messages, num_bytes)
         for group, before in self._sent_before:
             for kind, count in (group.traffic.calls - before.calls).items():

@@ -1,5 +1,6 @@
 """What this rank has of every layer: its part of the matrices (tp), of the experts (ep), of the sequences (cp)."""
 
+from collections.abc import Collection
 from typing import Any, Literal, cast
 
 import torch
@@ -11,11 +12,12 @@ from shardwise.planner.plan import Plan
 from shardwise.ranks.mesh import Mesh
 from shardwise.ranks.wires import Wires
 from shardwise.sharding.context.parallel import ContextParallel
+from shardwise.sharding.dropout import Dropouts
 from shardwise.sharding.expert.shard import shard_experts
 from shardwise.sharding.expert.sharding import ExpertSharding
+from shardwise.sharding.tensor.linear import ColumnParallelLinear
 from shardwise.sharding.tensor.shard import shard
-from shardwise.sharding.tensor.sharding import Sharding
-from shardwise.sharding.tensor.shards import Shards
+from shardwise.sharding.tensor.sharding import Sharding, Shards
 from shardwise.stages.batch import home_of
 from shardwise.stages.stage import Batch
 
@@ -30,6 +32,7 @@ class Sharded:
         self._plan, self._mesh = plan, mesh
         self.tensor = self._shard(module, microbatch, options) if plan.tp > 1 else None
         self.context: ContextParallel | None = None
+        self._has_attended = False
         #: How experts lie on ranks, where they are shared out or have replicas.
         self.experts: ExpertSharding | None = None
         if plan.dp * plan.cp > 1:
@@ -54,9 +57,26 @@ class Sharded:
         self.context.attach(module)
         return self.context
 
+    def attach_dropouts(self, module: nn.Module, seed: int, callers: Collection[str]) -> Dropouts | None:
+        """Let dropouts, and `callers` of functions that drop, drop what they would under any plan."""
+        layers = [each for each in module.modules() if isinstance(each, ColumnParallelLinear)]
+        trackers = [each.rng for each in layers if each.rng is not None]
+        dropouts = Dropouts(
+            seed=seed,
+            # Which channels this rank is at, inside of layers that are cut.
+            channels=lambda: next((each.channels for each in trackers if each.is_inside), None),
+            attends=self._plan.cp == 1,
+        )
+        if not dropouts.attach(module, callers):
+            return None
+        if self.context is not None:
+            self.context.drops = dropouts.weight_drop
+        return dropouts
+
     def check_attention(self, module: nn.Module, wires: Wires) -> None:
         """A module whose attention was not found would see the tokens of one rank alone, and train without a word."""
-        assert self.context is not None, "sequences are whole"
+        if self.context is None or self._has_attended:
+            return
         numbers = torch.tensor([self.context.num_calls], dtype=torch.float64)
         wires.sum(numbers, "the number of attentions")
         if not numbers.any():
@@ -64,6 +84,7 @@ class Sharded:
                 f"no attention of {type(module).__name__} was found, so tokens would see those of one rank alone",
                 remedy="torch.nn.functional.scaled_dot_product_attention in the module, or cp=1",
             )
+        self._has_attended = True
 
     def of(self, name: str) -> Any:
         """How one lies on tensor parallel ranks; its `shape` is that of the whole, with the experts of all ranks."""

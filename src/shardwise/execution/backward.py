@@ -129,10 +129,8 @@ def input_gradients(
 
 def _given(outputs: Sequence[Tensor], gradients: Gradients) -> list[Tensor]:
     """The gradients to start from; a loss starts from 1."""
-    given: list[Tensor] = []
-    for number, gradient in enumerate(gradients):
-        given.append(torch.ones_like(outputs[number]) if gradient is None else gradient)
-    return given
+    pairs = zip(outputs, gradients, strict=True)
+    return [torch.ones_like(output) if gradient is None else gradient for output, gradient in pairs]
 
 
 def _add_to(parameter: Tensor, gradient: Tensor | None) -> None:

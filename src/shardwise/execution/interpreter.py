@@ -121,7 +121,6 @@ class Interpreter:
     ) -> None:
         self.rank, self.schedule, self.split, self.loss = rank, schedule, split, loss
         self.policy = policy or ComputePolicy()
-        self.placement = schedule.placement
         here = schedule.placement.stages[rank]
         self._stages = {stage: found for stage in here if (found := split.stages[stage % split.num_stages]) is not None}
         self._lasts = {stage for stage in here if stage % split.num_stages == split.num_stages - 1}
@@ -137,7 +136,7 @@ class Interpreter:
         self._trains = any(part.kind in BACKWARD for part in mine)
         self._saved: dict[tuple[int, int], _Saved] = {}
         #: What is on its way from and to the stages of this rank.
-        self.io = StageIO(rank, self.placement, split)
+        self.io = StageIO(rank, schedule.placement, split)
         self._microbatches: dict[int, Batch] = {}
         #: What the module returned for each microbatch, where there is no loss.
         self.outputs: dict[int, Any] = {}
@@ -244,7 +243,8 @@ class Interpreter:
         _, stage, microbatch, _, _ = instruction
         inputs = self.io.take_values(stage, microbatch)
         saved = _Saved(inputs=inputs)
-        kept = None if self.kept_bytes is None else self._start_counting(stage, microbatch, self.kept_bytes)
+        counts = self.kept_bytes is not None and stage not in self.kept_bytes
+        kept = Kept(self._there_anyway(stage, microbatch)) if counts else None
         if self._trains and self.policy.recompute:
             saved.rng = RngState.now(chain(inputs.values(), self._microbatches[microbatch].values()))
             with saving_nothing():
@@ -270,10 +270,6 @@ class Interpreter:
             self._saved[stage, microbatch] = saved
         self.io.deliver(stage, microbatch, made)
 
-    def _start_counting(self, stage: int, microbatch: int, known: KeptBytes) -> Kept | None:
-        """What counts the bytes that a forward keeps, if they are not known."""
-        return None if stage in known else Kept(self._there_anyway(stage, microbatch))
-
     def _there_anyway(self, stage: int, microbatch: int) -> list[Tensor]:
         """What is on the device whether a forward saves it or not."""
         here, batch = self._stages[stage], self._microbatches[microbatch].values()
@@ -287,45 +283,27 @@ class Interpreter:
             return self.offload.saving(stays, kept, (stage, microbatch))
         return nullcontext() if kept is None else kept.counting()
 
-    def _run(self, stage: int, microbatch: int, inputs: Values) -> "tuple[Values, _Measured | None]":
+    def _run(self, stage: int, microbatch: int, inputs: Values) -> tuple[Values, _Measured | None]:
         """What a stage makes of its inputs; and the loss, if it is the last."""
+        batch = self._microbatches[microbatch]
         if self.select_weights is not None:
             self.select_weights(self.schedule.step_of(microbatch))
         if self.select_rows is not None:
-            self.select_rows(self._microbatches[microbatch])
-        if self.policy.autocast is None:
-            return self._run_plainly(stage, microbatch, inputs)
-        with self.policy.precision(home_of(self._microbatches[microbatch])):
-            return self._run_plainly(stage, microbatch, inputs)
-
-    def _run_plainly(self, stage: int, microbatch: int, inputs: Values) -> "tuple[Values, _Measured | None]":
-        made, output = self._stages[stage].run(inputs, self._microbatches[microbatch])
-        if stage not in self._lasts:
-            return made, None
-        if self.loss is None:
-            self.outputs[microbatch] = output
-            return made, None
-        return made, self._measure(self.loss, output, stage, microbatch)
-
-    def _measure(self, loss: Loss, output: Any, stage: int, microbatch: int) -> "_Measured":
-        """The loss of a microbatch."""
-        try:
-            result = loss(output, self._microbatches[microbatch])
-        except Exception as error:
-            error.add_note(f"in the loss of microbatch {microbatch}, which stage {stage} gave {describe(output)}")
-            raise
-        measured = _Measured(*result) if isinstance(result, tuple) else _Measured(result, 1)
-        if measured.total.numel() != 1:
-            raise ShardwiseError(
-                f"the loss is {describe(measured.total)}, but it must be one number for a microbatch",
-                remedy="return loss.sum(), loss.numel()",
-            )
+            self.select_rows(batch)
+        with nullcontext() if self.policy.autocast is None else self.policy.precision(home_of(batch)):
+            made, output = self._stages[stage].run(inputs, batch)
+            if stage not in self._lasts:
+                return made, None
+            if self.loss is None:
+                self.outputs[microbatch] = output
+                return made, None
+            measured = _measure(self.loss, output, batch, stage, microbatch)
         if self._trains and not measured.total.requires_grad:
             raise ShardwiseError(
                 "the loss does not depend on any parameter that requires a gradient, so there is nothing to train",
                 remedy="compute it from the module's output, without detach() or no_grad()",
             )
-        return measured
+        return made, measured
 
     def _sources(self, instruction: Instruction) -> tuple[list[Tensor], list[Tensor | None], _Saved]:
         """What a backward starts from: the outputs that need gradients, and those gradients."""
@@ -380,26 +358,22 @@ class Interpreter:
             saved.halves.run()
 
 
-def compute_beside(interpreter: Interpreter, instruction: Instruction, beside: StageStates) -> None:
-    """Compute, with what goes on beside it told before and after."""
-    for part in instruction.parts:
-        beside.begin(part)
-    interpreter.compute(instruction)
-    for part in instruction.parts:
-        beside.end(part)
-
-
-def check_kinds(schedule: Schedule, known: Container[Kind], executor: str) -> None:
-    """Refuse a schedule with an instruction that an executor does not run: left out, its results would be missed."""
-    for order in schedule.orders:
-        for instruction in order:
-            if instruction.kind not in known:
-                raise ShardwiseError(
-                    f"{instruction} is an instruction that {executor} does not run",
-                    remedy=f"the schedule {schedule.name} without {instruction.kind}",
-                )
-
-
 def _leaves(saved: _Saved) -> list[Tensor]:
     """What was read and wants a gradient."""
     return [leaf for leaf in saved.inputs.values() if leaf.requires_grad]
+
+
+def _measure(loss: Loss, output: Any, batch: Batch, stage: int, microbatch: int) -> _Measured:
+    """The loss of a microbatch."""
+    try:
+        result = loss(output, batch)
+    except Exception as error:
+        error.add_note(f"in the loss of microbatch {microbatch}, which stage {stage} gave {describe(output)}")
+        raise
+    measured = _Measured(*result) if isinstance(result, tuple) else _Measured(result, 1)
+    if measured.total.numel() != 1:
+        raise ShardwiseError(
+            f"the loss is {describe(measured.total)}, but it must be one number for a microbatch",
+            remedy="return loss.sum(), loss.numel()",
+        )
+    return measured

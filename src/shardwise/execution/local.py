@@ -4,28 +4,20 @@ Ranks take turns. Each runs its list in order, as far as what its next computati
 once. Nothing here is fast, and nothing is left to rng: the other executors are held against it.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from time import perf_counter
 
 from shardwise.execution.compute_policy import ComputePolicy
-from shardwise.execution.continuous_calls import calls_of
-from shardwise.execution.interpreter import Interpreter, StageStates, Tally, check_kinds, compute_beside
+from shardwise.execution.executor import TAKES_TIME, Executor, Record, calls_of
+from shardwise.execution.interpreter import Interpreter, StageStates
 from shardwise.execution.stage_io import cut_off
-from shardwise.schedule.instruction import COMPUTE, OFFLOADS, RECEIVES, SENDS, Instruction, Kind
+from shardwise.schedule.instruction import COMPUTE, OFFLOADS, RECEIVES, SENDS, Kind
 from shardwise.schedule.needs import Needs
 from shardwise.schedule.schedule import Schedule
-from shardwise.stages.stage import Batch, Loss, Split
-
-#: Called for each instruction that takes time: rank, instruction, start and end in seconds.
-Record = Callable[[int, Instruction, float, float], None]
-
-#: A send delivers what its receive would wait for; all stages step together, when the executor has finished.
-TAKES_TIME = (COMPUTE | SENDS) - {Kind.STEP}
-
+from shardwise.stages.stage import Loss, Split
 
 #: What it runs; and what there is nothing to do for, and why.
 RUN = (COMPUTE - {Kind.STEP}) | SENDS | OFFLOADS
-RUN_BESIDE = frozenset({Kind.GATHER, Kind.RELEASE})
 LEFT = {
     Kind.RECV_F: "it is delivered with its send",
     Kind.RECV_B: "it is delivered with its send",
@@ -34,8 +26,8 @@ LEFT = {
 }
 
 
-class LocalExecutor:
-    """Interprets a complete schedule (`schedule.passes.lower`) over the stages of a split module."""
+class LocalExecutor(Executor):
+    """Interprets a complete schedule over the stages of a split module, for all of its ranks."""
 
     def __init__(
         self,
@@ -46,70 +38,26 @@ class LocalExecutor:
         *,
         beside: StageStates | None = None,
     ) -> None:
-        known = RUN | LEFT.keys() if beside is None else RUN | LEFT.keys() | RUN_BESIDE
-        check_kinds(schedule, known, "the executor of one process")
-        self.schedule, self._beside = schedule, beside
-        self.ranks = [Interpreter(rank, schedule, split, loss, policy) for rank in range(schedule.num_ranks)]
+        ranks = range(schedule.num_ranks)
+        interpreters = [Interpreter(rank, schedule, split, loss, policy) for rank in ranks]
+        super().__init__(schedule, interpreters, RUN | LEFT.keys(), "the executor of one process", beside)
         self._needs = Needs(schedule)
         self._receive_of = {
             self._needs.before[node][0]: instruction
             for node, instruction in enumerate(self._needs.nodes)
             if instruction.kind in RECEIVES
         }
-
-        self._calls = [calls_of(schedule, rank) for rank in range(schedule.num_ranks)]
+        calls = [calls_of(schedule, rank) for rank in ranks]
+        self._feeds = [[each.feeds[step] for each in calls] for step in range(schedule.num_steps)]
+        self._flushes = [[each.flushes[step] for each in calls] for step in range(schedule.num_steps)]
         self._done: list[bool] = []
-        self._num_fed = 0
 
-    @property
-    def is_full(self) -> bool:
-        """Whether all steps of the schedule have been fed, so that the pipe must be emptied before the next."""
-        return self._num_fed == self.schedule.num_steps
+    def _begin(self, signature: Hashable) -> None:  # noqa: ARG002 - nothing has to be agreed on
+        self._done = [False] * len(self._needs.nodes)
 
-    @property
-    def interpreters(self) -> list[Interpreter]:
-        """Those of all ranks."""
-        return self.ranks
-
-    def run(self, microbatches: list[Batch], *, signature: Hashable = None, record: Record | None = None) -> Tally:
-        """Run one step from beginning to end."""
-        self._num_fed = 0
-        tally = self.feed(microbatches, signature=signature, record=record)
-        self.flush(record=record)
-        return tally
-
-    def feed(
-        self,
-        microbatches: list[Batch],
-        *,
-        signature: Hashable = None,  # noqa: ARG002 - nothing has to be agreed on
-        record: Record | None = None,
-    ) -> Tally:
-        """Run what the next step's batch lets run (`continuous_calls.py`), and return that batch's loss."""
-        step = self._num_fed
-        if step == 0:
-            self._done = [False] * len(self._needs.nodes)
-            for interpreter in self.ranks:
-                interpreter.begin()
-        for interpreter in self.ranks:
-            interpreter.take(step, microbatches)
-        self._walk([calls.feeds[step] for calls in self._calls], record)
-        self._num_fed += 1
-        total = Tally()
-        for interpreter in self.ranks:
-            total.add(interpreter.tally(step))
-        return total
-
-    def flush(self, *, record: Record | None = None) -> None:
-        """Run what is left of the steps that were fed."""
-        self._walk([calls.flushes[self._num_fed - 1] for calls in self._calls], record)
-        self._num_fed = 0
-        for interpreter in self.ranks:
-            interpreter.finish()
-
-    def _walk(self, lists: list[tuple[int, ...]], record: Record | None) -> None:
+    def _walk(self, what: list[tuple[int, ...]], record: Record | None) -> None:
         """Let ranks take turns until each has run its positions."""
-        left = [list(reversed(positions)) for positions in lists]
+        left = [list(reversed(positions)) for positions in what]
         moved = True
         while moved:
             moved = False
@@ -143,21 +91,14 @@ class LocalExecutor:
         return all(self._is_finished(need) for need in self._needs.before[node])
 
     def _do(self, rank: int, node: int) -> None:
-        instruction, interpreter = self._needs.nodes[node], self.ranks[rank]
-        kind = instruction.kind
-        if kind in COMPUTE and kind is not Kind.STEP:
-            if self._beside is None:
-                interpreter.compute(instruction)
-            else:
-                compute_beside(interpreter, instruction, self._beside)
-        elif kind in SENDS:
+        instruction, interpreter = self._needs.nodes[node], self.interpreters[rank]
+        own = self._find_own(interpreter, instruction)
+        if own is not None:
+            own()
+        elif instruction.kind in SENDS:
             assert instruction.peer is not None, f"{instruction} names no peer"
-            receiver = self.ranks[self.schedule.placement.ranks[instruction.peer]]
+            receiver = self.interpreters[self.schedule.placement.ranks[instruction.peer]]
             sent = interpreter.io.sender(instruction)()
             receiver.receiver(self._receive_of[node])([cut_off(each) for each in sent])
-        elif kind in OFFLOADS:
-            interpreter.move(instruction)
-        elif self._beside is not None and kind in (Kind.GATHER, Kind.RELEASE, Kind.REDUCE):
-            getattr(self._beside, kind.lower())(instruction)
         else:
-            assert kind in LEFT, f"{instruction} is not run"
+            assert instruction.kind in LEFT, f"{instruction} is not run"

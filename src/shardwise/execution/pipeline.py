@@ -87,15 +87,7 @@ def complete(
     With `reduce_gradients`, and with `max_gathered` stages at a time, it has what replicas need too. With
     `offloads_activations`, what every forward saves leaves the device and comes back for its backward.
     """
-    placement = _with_flow(schedule.placement, split)
-    connected = Schedule.of(
-        schedule.name,
-        placement,
-        schedule.num_microbatches,
-        schedule.orders,
-        num_steps=schedule.num_steps,
-        staleness=schedule.staleness,
-    )
+    connected = replace(schedule, placement=_with_flow(schedule.placement, split))
     if offloads_activations:
         connected = insert_offloads(connected)
     finished = lower(connected, reduce_gradients=reduce_gradients, max_gathered=max_gathered)

@@ -1,22 +1,25 @@
 """What an executor did, as a trace in the simulator's format.
 
 During a step that is an append for each instruction, and for each time that a rank stands still. The rest is done at
-its end: names, who waited for whom, and what was held.
+its end: names, who waited for whom, and what was held. What each rank noted is told to all by one clock, in columns of
+plain values: thousands of notes one by one would take longer to pack than to note.
+
+A host hands kernels to a GPU and goes on; how long that took says nothing of how long they take. So a mark is put into
+the stream behind every instruction, and the times of the marks are asked for when the step has ended. Kernels of a
+stream run one after the other: an instruction began when it was handed over, or when what was before it had ended.
 """
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from time import perf_counter
+from typing import Any, NamedTuple, Protocol
 
-import torch.distributed as dist
+import torch
+from torch import Tensor
 
-from shardwise.execution.device_clock import Clock
-from shardwise.ranks.collectives import Group
-from shardwise.ranks.transport import Key
-from shardwise.schedule.instruction import RECEIVES, SENDS, Instruction, Kind
+from shardwise.ranks.message_layout import Key
+from shardwise.schedule.instruction import BACKWARD, RECEIVES, SENDS, Instruction, Kind
 from shardwise.schedule.prices import activations
 from shardwise.schedule.schedule import Schedule
 from shardwise.schedule.simulate import LANES
@@ -24,6 +27,47 @@ from shardwise.trace.events import Event, Holding, Lane, Trace, Traffic
 
 #: What has come in is the reason why the rank goes on; what it did before that is not.
 _IN_ORDER = frozenset({Lane.COMPUTE, Lane.STEP, Lane.RECEIVE})
+_LANES = tuple(Lane)
+_NUMBERS = {lane: number for number, lane in enumerate(_LANES)}
+
+#: Whose the bytes are that a rank holds during a step.
+PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS = "parameters", "gradients", "optimizer", "activations"
+
+#: An instruction that was run, from when to when.
+Ran = tuple[Instruction, float, float]
+
+
+class Clock(Protocol):
+    """What puts marks, and knows their times afterwards."""
+
+    def mark(self) -> Any: ...
+
+    def times(self, marks: Sequence[Any]) -> list[float]: ...
+
+
+class DeviceClock:
+    """The current stream of a GPU. It is made when nothing is under way there."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.cuda.synchronize(device)
+        self._device, self._host = device, perf_counter()
+        self._begin = self.mark()
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream())
+        return event
+
+    def times(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
+        """Seconds by the host's clock. Waits until all of them have come."""
+        torch.cuda.synchronize(self._device)
+        return [self._host + self._begin.elapsed_time(mark) / 1e3 for mark in marks]
+
+
+def clock_of(tensors: Iterable[Tensor]) -> Clock | None:
+    """The clock of the GPU that tensors are on; None where the host computes itself."""
+    device = next((each.device for each in tensors), None)
+    return DeviceClock(device) if device is not None and device.type == "cuda" else None
 
 
 class Note(NamedTuple):
@@ -59,6 +103,49 @@ class RankNotes(NamedTuple):
         holdings = [each._replace(time=each.time + correction) for each in self.holdings]
         return RankNotes(self.place, window, notes, holdings, self.traffic)
 
+    def packed(self) -> tuple[Any, ...]:
+        """The same in plain values."""
+        notes = _columns(self.notes, Note)
+        notes[1] = [_NUMBERS[lane] for lane in notes[1]]
+        return self.place, self.window, notes, _columns(self.holdings, Holding), _columns(self.traffic, Traffic)
+
+    @staticmethod
+    def unpacked(given: tuple[Any, ...]) -> "RankNotes":
+        """What was packed."""
+        place, window, notes, holdings, traffic = given
+        notes = [notes[0], [_LANES[number] for number in notes[1]], *notes[2:]]
+        return RankNotes(
+            place, window, list(map(Note, *notes)), list(map(Holding, *holdings)), list(map(Traffic, *traffic))
+        )
+
+
+def _columns(rows: Sequence[tuple[Any, ...]], kind: Any) -> list[list[Any]]:
+    return [list(column) for column in zip(*rows, strict=True)] if rows else [[] for _ in kind._fields]
+
+
+def holdings_of(
+    rank: int, ran: Iterable[Ran], *, begin: float, state: Mapping[str, int], kept: Mapping[int, int]
+) -> Iterator[Holding]:
+    """What a rank held in a step. `state` are bytes by owner, `kept` those that a forward of each stage keeps.
+
+    Parameters and the optimizer's state are there all the time, gradients from the first backward on, activations from
+    a forward's start to its backward's end.
+    """
+    for owner in (PARAMETERS, OPTIMIZER):
+        if state.get(owner):
+            yield Holding(rank, owner, begin, state[owner])
+    has_gradients = False
+    for instruction, start, end in ran:
+        for part in instruction.parts:
+            if part.kind in BACKWARD and not has_gradients and state.get(GRADIENTS):
+                has_gradients = True
+                yield Holding(rank, GRADIENTS, start, state[GRADIENTS])
+            num_bytes = kept.get(part.stage, 0)
+            if num_bytes and part.kind is Kind.F:
+                yield Holding(rank, ACTIVATIONS, start, num_bytes)
+            elif num_bytes and part.kind in (Kind.B, Kind.W):
+                yield Holding(rank, ACTIVATIONS, end, -num_bytes)
+
 
 class Recording:
     """Notes what the ranks of this process do in a step. `pipelines` are the ranks of each in the world.
@@ -80,22 +167,19 @@ class Recording:
 
     def note(self, place: int, instruction: Instruction, start: float, end: float) -> None:
         """Note that a rank ran an instruction, from when to when, in seconds of any clock that all ranks share."""
-        self._run.append((place, instruction, start, end))
-        self._mark(self._run)
+        self._note(self._run, (place, instruction, start, end))
 
     def note_again(self, place: int, instruction: Instruction, start: float, end: float) -> None:
         """Note that a forward was made again for a backward."""
-        self._again.append((place, instruction, start, end))
-        self._mark(self._again)
+        self._note(self._again, (place, instruction, start, end))
 
     def note_wait(self, what: object, peer: int | None, start: float, end: float) -> None:
         """Note that the rank of this process stood still for something."""
-        self._waits.append((what, peer, start, end))
-        self._mark(self._waits)
+        self._note(self._waits, (what, peer, start, end))
 
-    def note_inside(self, what: str, start: float, end: float) -> None:
-        """Note that the rank stood still inside of an instruction. On a device this is not seen: it is part of it."""
-        self._waits.append((what, None, start, end))
+    def note_collective(self, ranks: str, kind: str, start: float, end: float) -> None:
+        """Note that the rank waited inside of an instruction. On a device this is not seen: it is part of it."""
+        self._waits.append((f"{kind} of ranks {ranks}", None, start, end))
 
     def note_beside(self, what: str, start: float, end: float) -> None:
         """Note that something moved beside the computation of the rank of this process; any thread may."""
@@ -104,10 +188,10 @@ class Recording:
     def note_step(self, place: int, start: float, end: float) -> None:
         """Note that all stages of a rank have stepped."""
         step = next(each for each in reversed(self._schedule.orders[place]) if each.kind is Kind.STEP)
-        self._run.append((place, step, start, end))
-        self._mark(self._run)
+        self._note(self._run, (place, step, start, end))
 
-    def _mark(self, notes: list[Any]) -> None:
+    def _note(self, notes: list[Any], what: tuple[Any, ...]) -> None:
+        notes.append(what)
         if self._clock is not None:
             self._marks.append((notes, len(notes) - 1, self._clock.mark()))
 
@@ -130,7 +214,7 @@ class Recording:
             ended.append(max(done, ended[-1]))
         self._marks = []
 
-    def ran_by(self, place: int) -> list[tuple[Instruction, float, float]]:
+    def ran_by(self, place: int) -> list[Ran]:
         """The instructions that a rank of this process has run, and when."""
         return [(each, start, end) for who, each, start, end in self._run if who == place]
 
@@ -242,24 +326,3 @@ def _sending(receive: str) -> str:
     reader, _, rest = receive.partition("RECV_")
     value, _, maker = rest.partition("<")
     return f"{maker}SEND_{value}>{reader}"
-
-
-@contextmanager
-def listening_to(groups: Sequence[Group], recording: Recording | None) -> Iterator[None]:
-    """Note the waits for collectives of some groups, by their kind and their ranks."""
-    if recording is None:
-        yield
-        return
-    for group in groups:
-        assert group.handle is not None, "one rank alone waits for nobody"
-        ranks = " ".join(map(str, dist.get_process_group_ranks(group.handle)))
-        group.note = partial(_note_collective, recording, ranks)
-    try:
-        yield
-    finally:
-        for group in groups:
-            group.note = None
-
-
-def _note_collective(recording: Recording, ranks: str, kind: str, start: float, end: float) -> None:
-    recording.note_inside(f"{kind} of ranks {ranks}", start, end)

@@ -10,6 +10,9 @@ from shardwise.schedule.instruction import Instruction, Kind
 from shardwise.schedule.placement import Placement
 from shardwise.stages.stage import Split, Values
 
+#: The name of a value, its microbatch, and the stage that reads it.
+_Key = tuple[str, int, int]
+
 
 class _Delivery(NamedTuple):
     """A value that a stage makes for a reader, which may be on this rank."""
@@ -30,8 +33,8 @@ class StageIO:
     def __init__(self, rank: int, placement: Placement, split: Split) -> None:
         self._split, self._placement = split, placement
         self._names: dict[tuple[int, int], tuple[str, ...]] = {}
-        self._values: dict[tuple[str, int, int], Tensor] = {}
-        self._gradients: dict[tuple[str, int, int], Tensor] = {}
+        self._values: dict[_Key, Tensor] = {}
+        self._gradients: dict[_Key, Tensor] = {}
         self._reads = {stage: split.reads[stage % split.num_stages] for stage in placement.stages[rank]}
         self._deliveries = {
             stage: [
@@ -43,7 +46,7 @@ class StageIO:
         }
 
     @property
-    def left(self) -> list[tuple[str, int, int]]:
+    def left(self) -> list[_Key]:
         """What nobody has taken."""
         return [*self._values, *self._gradients]
 
@@ -91,12 +94,7 @@ class StageIO:
         All is looked up that is known before, as in a receiver: on a rank that has waited, each look costs its way to
         memory.
         """
-        assert send.peer is not None, f"{send} names no peer"
-        if send.kind is Kind.SEND_F:
-            held, names, reader = self._values, self.names(send.stage, send.peer), send.peer
-        else:
-            held, names, reader = self._gradients, self.names(send.peer, send.stage), send.stage
-        keys = [(name, send.microbatch, reader) for name in names]
+        held, keys = self._place_of(send)
         if send.kind is Kind.SEND_F:
             return lambda: [held.pop(key) for key in keys]
         return lambda: [held.pop(key) for key in keys if key in held]
@@ -108,12 +106,7 @@ class StageIO:
 
         Of gradients they are those that `wanted` has, the names of the stage's values that want one.
         """
-        assert receive.peer is not None, f"{receive} names no peer"
-        if receive.kind is Kind.RECV_F:
-            held, names, reader = self._values, self.names(receive.peer, receive.stage), receive.stage
-        else:
-            held, names, reader = self._gradients, self.names(receive.stage, receive.peer), receive.peer
-        keys = [(name, receive.microbatch, reader) for name in names]
+        held, keys = self._place_of(receive)
 
         def take(tensors: Sequence[Tensor]) -> None:
             here = keys if len(tensors) == len(keys) else [key for key in keys if key[0] in wanted()]
@@ -121,6 +114,14 @@ class StageIO:
                 held[key] = tensor
 
         return take
+
+    def _place_of(self, transfer: Instruction) -> tuple[dict[_Key, Tensor], list[_Key]]:
+        """Where what a transfer carries is held, and under which keys: in one order on both of its ends."""
+        kind, stage, microbatch, peer, _ = transfer
+        assert peer is not None, f"{transfer} names no peer"
+        maker, reader = (stage, peer) if kind in (Kind.SEND_F, Kind.RECV_B) else (peer, stage)
+        held = self._values if kind in (Kind.SEND_F, Kind.RECV_F) else self._gradients
+        return held, [(name, microbatch, reader) for name in self.names(maker, reader)]
 
 
 def cut_off(value: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Two versions of the weights, for a pipeline that is never emptied between steps (PipeDream-2BW).
+"""The weight stash of PipeDream-2BW: two versions of the weights, for a pipeline that is never emptied between steps.
 
 Batch t is computed with W(t-1) from its first forward to its last backward, while batch t+1 has already begun with
 W(t). So there are two sets of tensors, and batch t uses set t % 2:
@@ -12,28 +12,22 @@ steps on it with the batch's gradients, so that W(t+1) = W(t) - lr * g(W(t-1)). 
 optimizer knows. They share the memory of the newest version and are never part of a graph.
 """
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Mapping
 
 import torch
 from torch import nn
 
+from shardwise.execution.executor import Executor, Record
+from shardwise.execution.interpreter import Tally
+from shardwise.stages.stage import Batch
 from shardwise.torch_private import parameter_slots
 
 
-class _Spot(NamedTuple):
-    """Where a module keeps a parameter."""
-
-    owner: nn.Module
-    attribute: str
-    name: str
-
-
 class WeightStash:
-    """The versions of the parameters of one rank, which are trained; by their names in the module."""
+    """The versions of the parameters of one rank that are trained; by their names in the module."""
 
-    def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._parameters = parameters
+    def __init__(self, module: nn.Module, held: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = parameters = {name: each for name, each in held.items() if each.requires_grad}
         #: The memory that parameters had: there the newest must be when others look at it.
         self._homes = {name: each.data for name, each in parameters.items()}
         # Through `data`: what the optimizer writes to a parameter must not count as written to what shares its memory.
@@ -42,8 +36,9 @@ class WeightStash:
             {name: nn.Parameter(each.data) for name, each in parameters.items()},
         ]
         names = {id(each): name for name, each in parameters.items()}
+        #: Where modules keep parameters: owner, attribute, and the parameter's name.
         self._spots = [
-            _Spot(owner, attribute, names[id(each)])
+            (owner, attribute, names[id(each)])
             for owner in module.modules()
             for attribute, each in parameter_slots(owner).items()
             if each is not None and id(each) in names
@@ -55,14 +50,15 @@ class WeightStash:
 
     def select(self, batch: int) -> None:
         """Let the module compute with the weights of a batch."""
-        chosen = self._sets[batch % 2]
-        for owner, attribute, name in self._spots:
-            parameter_slots(owner)[attribute] = chosen[name]
+        self._show(self._sets[batch % 2])
 
     def rest(self) -> None:
         """Let the module have its own parameters again, the newest."""
+        self._show(self._parameters)
+
+    def _show(self, chosen: Mapping[str, nn.Parameter]) -> None:
         for owner, attribute, name in self._spots:
-            parameter_slots(owner)[attribute] = self._parameters[name]
+            parameter_slots(owner)[attribute] = chosen[name]
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -87,3 +83,74 @@ class WeightStash:
             done[name].copy_(newest[name])
             parameter.data = done[name].data
             parameter.grad, done[name].grad = done[name].grad, None
+
+
+class Stream:
+    """Feeds batches to an executor of several steps, and takes the weights' steps one batch later.
+
+    A batch's gradients are complete on every rank when the next batch has been fed, or the pipe was emptied: then
+    `finish(step)` waits for what is still being summed, and `update(tally)` steps. What is computed is the same
+    whenever the pipe is emptied; only time is lost. Steps are counted from there, as in the schedule; batches are not.
+    `agree` makes the loss that of all.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        module: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        agree: Callable[[Tally], Tally],
+        finish: Callable[[int], None],
+        update: Callable[[Tally], None],
+    ) -> None:
+        self._executor, self._module, self._parameters = executor, module, parameters
+        self._agree, self._finish, self._update = agree, finish, update
+        for interpreter in executor.interpreters:
+            interpreter.select_weights = self._select_weights
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Weights have been changed from outside: begin with an empty pipe, and both versions as they are."""
+        self._versions = WeightStash(self._module, self._parameters)
+        self._num_batches = self._first = 0
+        self._under_way: Tally | None = None
+        self._signature: Hashable = None
+
+    def _select_weights(self, step: int) -> None:
+        """Let the module compute with the weights of a step."""
+        self._versions.select(self._first + step)
+
+    def parameter_of(self, name: str, step: int) -> nn.Parameter:
+        """What a step uses as this parameter."""
+        return self._versions.of(name, self._first + step)
+
+    def train_step(self, microbatches: list[Batch], signature: Hashable, record: Record | None = None) -> Tally:
+        """Feed a batch, and step with the one before it."""
+        if signature != self._signature or self._executor.is_full:
+            self.flush(record)
+            self._signature = signature
+        tally = self._agree(self._executor.feed(microbatches, signature=signature, record=record))
+        self._versions.rest()
+        self._step()
+        self._under_way, self._num_batches = tally, self._num_batches + 1
+        return tally
+
+    def flush(self, record: Record | None = None) -> None:
+        """Empty the pipe, and step with its last batch: then the weights are the newest that there can be."""
+        if self._under_way is not None:
+            self._executor.flush(record=record)
+            self._versions.rest()
+            self._step()
+            self._versions.settle()
+            self._first = self._num_batches
+
+    def _step(self) -> None:
+        """Step with the batch that was fed last but is not stepped with yet."""
+        if self._under_way is None:
+            return
+        batch = self._num_batches - 1
+        self._finish(batch - self._first)
+        self._versions.prepare(batch)
+        self._update(self._under_way)
+        self._under_way = None

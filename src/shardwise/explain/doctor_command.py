@@ -4,12 +4,11 @@ import argparse
 from collections.abc import Sequence
 
 from shardwise.answer import Answer, Canvas
+from shardwise.explain.doctor.case import Finding
+from shardwise.explain.doctor.examine import examine
 from shardwise.explain.runs_by_name import find_run
-from shardwise.schedule.replay import Replay
-from shardwise.trace.doctor.examine import examine
-from shardwise.trace.doctor.finding import Finding
 from shardwise.trace.run import Run
-from shardwise.units import format_number, format_percent, format_seconds
+from shardwise.units import format_percent
 
 DESCRIPTION = """Say what holds a run up: slow stages and ranks, bubbles, exposed communication, waits for data, memory.
 Every finding has its evidence in numbers, something to type, and what that would gain, from the trace played again with
@@ -28,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Answer:
     found_run = find_run(arguments.run)
-    found = examine(found_run, Replay.of(found_run.trace))
+    found = examine(found_run)
     data = {"run": found_run.name, "step": found_run.trace.makespan, "findings": [_as_data(each) for each in found]}
     return Answer(data=data, render=lambda canvas: render_findings(canvas, found_run, found))
 
@@ -58,8 +57,7 @@ def render_findings(canvas: Canvas, run: Run, found: Sequence[Finding]) -> None:
         canvas.print(f"   {finding.evidence}")
         canvas.print(f"   try: {canvas.paint(finding.fix, 'cyan')}")
         if finding.gain_seconds is not None and step > 0:
-            gain = finding.gain_seconds
-            text = format_seconds(gain) if run.unit == "s" else format_number(gain, 4)
-            canvas.print(f"   predicted gain: {text}, {format_percent(gain / step)} of the step")
+            share = format_percent(finding.gain_seconds / step)
+            canvas.print(f"   predicted gain: {run.time(finding.gain_seconds)}, {share} of the step")
         elif finding.about:
             canvas.print(f"   {finding.about}")

@@ -6,12 +6,11 @@ from pathlib import Path
 
 from shardwise.answer import Answer, Canvas, table
 from shardwise.errors import ShardwiseError
+from shardwise.explain.doctor.examine import examine
 from shardwise.explain.runs_by_name import find_run
-from shardwise.schedule.replay import Replay
-from shardwise.trace.doctor.examine import examine
 from shardwise.trace.run import Run
 from shardwise.trace.stretches import Part, parts_of_ranks
-from shardwise.units import format_number, format_percent, format_seconds
+from shardwise.units import format_percent
 
 DESCRIPTION = """Write one HTML file that shows a run: the timeline of all ranks with what was predicted beneath it,
 where the step went, memory by owner, the plan with its reasons, and what the doctor found. It opens from a disk and
@@ -55,10 +54,10 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 def write_report(run: Run, path: Path, other: Run | None = None) -> int:
     """Write the page, and the trace for Perfetto beside it; return the bytes of the page."""
+    from shardwise.explain.report.page import make_page
     from shardwise.trace.perfetto import to_perfetto
-    from shardwise.trace.report.page import make_page
 
-    text = make_page(run, other, found=examine(run, Replay.of(run.trace)))
+    text = make_page(run, other, found=examine(run))
     try:
         path.write_text(text, encoding="utf-8")
         perfetto_beside(path).write_text(json.dumps(to_perfetto(run.trace)), encoding="utf-8")
@@ -83,8 +82,7 @@ def _path_of(arguments: argparse.Namespace) -> Path:
 
 def _render(canvas: Canvas, run: Run, path: Path) -> None:
     trace = run.trace
-    step = format_seconds(trace.makespan) if run.unit == "s" else format_number(trace.makespan, 4)
-    canvas.print(f"{canvas.paint(run.name, 'bold')}: a step of {step} on {trace.num_ranks} ranks")
+    canvas.print(f"{canvas.paint(run.name, 'bold')}: a step of {run.time(trace.makespan)} on {trace.num_ranks} ranks")
     render_parts(canvas, run)
     canvas.print(f"\nwritten: {path} and {perfetto_beside(path)}")
 

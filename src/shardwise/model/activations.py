@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable
 
 from shardwise.model.flops import chosen_parts, expert_rows, gemm
 from shardwise.model.operations import Matmul, Operation, Saved
-from shardwise.model.share import Count, Share, divided
+from shardwise.model.share import Count, Share, divided, total
 
 
 def saved_bytes(operations: Iterable[Operation], share: Share, recompute: str | Collection[str] = "none") -> Count:
@@ -16,12 +16,9 @@ def saved_bytes(operations: Iterable[Operation], share: Share, recompute: str | 
     parts = chosen_parts(recompute)
     if parts is None:
         return 0
-    total: Count = 0
-    for operation in operations:
-        for saved in operation.saves:
-            if _is_kept(saved, share) and parts.isdisjoint(saved.dropped_by):
-                total = total + tensor_bytes(saved, share)
-    return total
+    every = (saved for operation in operations for saved in operation.saves)
+    kept = (saved for saved in every if _is_kept(saved, share) and parts.isdisjoint(saved.dropped_by))
+    return total(tensor_bytes(saved, share) for saved in kept)
 
 
 def tensor_bytes(saved: Saved, share: Share) -> Count:
@@ -40,15 +37,14 @@ def held_for_weights_bytes(operations: Iterable[Operation], share: Share) -> Cou
     The weight gradient of a matmul needs its input and the gradient of its output. Matmuls that read one input (query,
     key and value; gate and up) hold it once, because they are one operation here.
     """
-    total: Count = 0
-    for operation in operations:
-        if isinstance(operation, Matmul) and operation.trains:
-            shape = gemm(operation, share)
-            inputs = shape.k
-            if operation.sharding == "column" and not operation.num_experts:
-                inputs = divided(operation.k, share.outside)
-            total = total + expert_rows(operation, share) * (inputs + shape.n) * share.width
-    return total
+    return total(_held_bytes(each, share) for each in operations if isinstance(each, Matmul) and each.trains)
+
+
+def _held_bytes(operation: Matmul, share: Share) -> Count:
+    shape = gemm(operation, share)
+    gathers = operation.sharding == "column" and not operation.num_experts
+    inputs = divided(operation.k, share.outside) if gathers else shape.k
+    return expert_rows(operation, share) * (inputs + shape.n) * share.width
 
 
 def _is_kept(saved: Saved, share: Share) -> bool:

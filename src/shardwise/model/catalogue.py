@@ -9,20 +9,9 @@ from shardwise.errors import ShardwiseError, nearest
 from shardwise.model.config import read_config
 from shardwise.model.families.fields import GIVE_THE_MODULE
 from shardwise.model.model import Model
-from shardwise.model.tables import (
-    deepseek,
-    encoders,
-    gemma,
-    gpt,
-    llama,
-    mistral,
-    nemotron,
-    phi,
-    pretrained,
-    qwen,
-)
+from shardwise.model.tables import deepseek, encoders, gpt, llama, nemotron, pretrained
 
-_TABLES = (gpt, llama, mistral, qwen, gemma, phi, pretrained, deepseek, nemotron, encoders)
+_TABLES = (gpt, llama, pretrained, deepseek, nemotron, encoders)
 
 # Every name with its configuration, in the order of the tables.
 CATALOGUE: Mapping[str, Mapping[str, Any]] = {name: values for table in _TABLES for name, values in table.TABLE.items()}

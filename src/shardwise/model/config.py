@@ -7,52 +7,30 @@ from typing import Any
 
 from shardwise.errors import ShardwiseError, nearest
 from shardwise.model.families.bert import bert
-from shardwise.model.families.deepseek import deepseek
 from shardwise.model.families.fields import GIVE_THE_MODULE, Fields
 from shardwise.model.families.gpt import bloom, falcon, gpt2, gpt_neox, mpt, opt, phi
 from shardwise.model.families.hybrid import nemotron_h
 from shardwise.model.families.llama import gemma, gemma2, gemma3, llama, mistral, nemotron, phi3, qwen2, qwen3
 from shardwise.model.families.resnet import resnet
-from shardwise.model.families.sparse import gpt_oss, llama4, mixtral, phimoe, qwen2_moe, qwen3_moe
+from shardwise.model.families.sparse import deepseek, gpt_oss, llama4, mixtral, phimoe, qwen2_moe, qwen3_moe
 from shardwise.model.families.t5 import t5
 from shardwise.model.families.vit import vit
 from shardwise.model.model import Model
 
-# `model_type` of a configuration, and who reads it.
-READERS: dict[str, Callable[[Fields, str], Model]] = {
-    "bert": bert,
-    "bloom": bloom,
+# Most families are read by the function of their name; these by that of another.
+_FAMILIES: tuple[Callable[[Fields, str], Model], ...] = (
+    bert, bloom, falcon, gemma, gemma2, gemma3, gpt2, gpt_neox, gpt_oss, llama, llama4, mistral, mixtral, mpt, nemotron,
+    nemotron_h, opt, phi, phi3, phimoe, qwen2, qwen2_moe, qwen3, qwen3_moe, resnet, t5, vit,
+)  # fmt: skip
+_OTHERS = {
     "deepseek_v2": deepseek,
     "deepseek_v3": deepseek,
-    "falcon": falcon,
-    "gemma": gemma,
-    "gemma2": gemma2,
-    "gemma3": gemma3,
     "gemma3_text": gemma3,
-    "gpt2": gpt2,
-    "gpt_neox": gpt_neox,
-    "gpt_oss": gpt_oss,
     "internlm": llama,
-    "llama": llama,
-    "llama4": llama4,
     "llama4_text": llama4,
-    "mistral": mistral,
-    "mixtral": mixtral,
-    "mpt": mpt,
-    "nemotron": nemotron,
-    "nemotron_h": nemotron_h,
-    "opt": opt,
-    "phi": phi,
-    "phi3": phi3,
-    "phimoe": phimoe,
-    "qwen2": qwen2,
-    "qwen2_moe": qwen2_moe,
-    "qwen3": qwen3,
-    "qwen3_moe": qwen3_moe,
-    "resnet": resnet,
-    "t5": t5,
-    "vit": vit,
 }
+# `model_type` of a configuration, and who reads it.
+READERS = dict(sorted({**{reader.__name__: reader for reader in _FAMILIES}, **_OTHERS}.items()))
 
 _EXAMPLE = "a config.json as Hugging Face writes it, with a model_type like llama"
 

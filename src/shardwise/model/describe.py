@@ -6,6 +6,9 @@ from typing import Any, Literal
 from shardwise.errors import ShardwiseError, unknown
 from shardwise.model.config import read_config
 from shardwise.model.model import Model
+from shardwise.model.tables.gpt import gpt2
+from shardwise.model.tables.llama import decoder
+from shardwise.model.tables.pretrained import bloom
 
 STYLES = ("gpt", "bloom", "llama")
 
@@ -63,12 +66,8 @@ def describe(style: Literal["gpt", "bloom", "llama"], sizes: Sizes, *, name: str
 def _gpt(sizes: Sizes) -> dict[str, Any]:
     rate = 0.1 if sizes.dropout else 0.0
     return {
-        "model_type": "gpt2",
-        "n_embd": sizes.hidden,
-        "n_layer": sizes.layers,
-        "n_head": sizes.heads,
+        **gpt2(sizes.hidden, sizes.layers, sizes.heads, sizes.positions),
         "n_inner": sizes.ffn,
-        "n_positions": sizes.positions,
         "vocab_size": sizes.vocabulary,
         "tie_word_embeddings": sizes.tied,
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), rate),
@@ -82,10 +81,7 @@ def _bloom(sizes: Sizes) -> dict[str, Any]:
             remedy='describe("gpt", ...)',
         )
     return {
-        "model_type": "bloom",
-        "hidden_size": sizes.hidden,
-        "n_layer": sizes.layers,
-        "n_head": sizes.heads,
+        **bloom(sizes.hidden, sizes.layers, sizes.heads),
         "vocab_size": sizes.vocabulary,
         "seq_length": sizes.positions,
         "tie_word_embeddings": sizes.tied,
@@ -94,16 +90,10 @@ def _bloom(sizes: Sizes) -> dict[str, Any]:
 
 
 def _llama(sizes: Sizes) -> dict[str, Any]:
-    rounded = -(-8 * sizes.hidden // 3 // _LLAMA_MULTIPLE) * _LLAMA_MULTIPLE
+    width = sizes.ffn or -(-8 * sizes.hidden // 3 // _LLAMA_MULTIPLE) * _LLAMA_MULTIPLE
+    kv_heads, rest = sizes.kv_heads or sizes.heads, (width, sizes.vocabulary, sizes.positions)
     values = {
-        "model_type": "llama",
-        "hidden_size": sizes.hidden,
-        "num_hidden_layers": sizes.layers,
-        "num_attention_heads": sizes.heads,
-        "num_key_value_heads": sizes.kv_heads or sizes.heads,
-        "intermediate_size": sizes.ffn or rounded,
-        "vocab_size": sizes.vocabulary,
-        "max_position_embeddings": sizes.positions,
+        **decoder("llama", sizes.hidden, sizes.layers, sizes.heads, kv_heads, *rest),
         "tie_word_embeddings": sizes.tied,
         "hidden_dropout": 0.1 if sizes.dropout else 0.0,
     }

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from shardwise.model.operations import Attention, Convolution, Matmul, Operation, Product, Scan, Width
-from shardwise.model.share import Count, Share, divided
+from shardwise.model.share import Count, Share, divided, total
 
 
 class Passes(NamedTuple):
@@ -46,7 +46,8 @@ def flops(operation: Operation, share: Share) -> Passes:
     """FLOPs of one operation on one rank. Attention is counted as its kernel computes it: see `num_pairs`."""
     match operation:
         case Matmul():
-            return _trained(operation, 2 * expert_rows(operation, share) * _weight_elements(operation, share))
+            weights = _inputs_on(operation, share) * _outputs_on(operation, share)
+            return _trained(operation, 2 * expert_rows(operation, share) * weights)
         case Convolution():
             filters = operation.in_channels // operation.groups * operation.kernel * operation.out_channels
             return _trained(operation, 2 * share.microbatch * operation.positions * filters)
@@ -128,12 +129,10 @@ def num_pairs(operation: Attention, share: Share) -> Count:
 
 def add_passes(passes: Iterable[Passes]) -> Passes:
     """The sum, pass by pass."""
-    forward: Count = 0
-    inputs: Count = 0
-    weights: Count = 0
-    for each in passes:
-        forward, inputs, weights = forward + each.forward, inputs + each.input, weights + each.weight
-    return Passes(forward, inputs, weights)
+    each = list(passes)
+    return Passes(
+        total(one.forward for one in each), total(one.input for one in each), total(one.weight for one in each)
+    )
 
 
 def width_on(width: Width, ranks: Count) -> Count:
@@ -145,10 +144,6 @@ def _trained(operation: Matmul | Convolution, forward: Count) -> Passes:
     return Passes(forward, forward * operation.input_gradient, forward * operation.trains)
 
 
-def _weight_elements(operation: Matmul, share: Share) -> Count:
-    return _inputs_on(operation, share) * _outputs_on(operation, share)
-
-
 def _inputs_on(operation: Matmul, share: Share) -> Count:
     return width_on(operation.inputs, _ranks(operation, share)) if operation.sharding == "row" else operation.k
 
@@ -156,10 +151,7 @@ def _inputs_on(operation: Matmul, share: Share) -> Count:
 def _outputs_on(operation: Matmul, share: Share) -> Count:
     if operation.sharding != "column":
         return operation.n
-    outputs: Count = 0
-    for width in operation.outputs:
-        outputs = outputs + width_on(width, _ranks(operation, share))
-    return outputs
+    return total(width_on(width, _ranks(operation, share)) for width in operation.outputs)
 
 
 def _ranks(operation: Matmul, share: Share) -> Count:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from shardwise.model.activations import held_for_weights_bytes, saved_bytes
 from shardwise.model.flops import Passes, rerun_flops, sum_flops, width_on
 from shardwise.model.operations import Matmul, Operation, Width
-from shardwise.model.share import Count, Share, divided
+from shardwise.model.share import Count, Share, divided, total
 from shardwise.model.traffic import Traffic, sum_traffic
 from shardwise.units import format_bytes, format_flops
 
@@ -49,11 +49,6 @@ class Parameter:
         return prod(self.shape)
 
     @property
-    def decays(self) -> bool:
-        """Whether weight decay is usually applied to it: matrices yes, biases and norms no."""
-        return self.role in ("weight", "embedding", "router")
-
-    @property
     def is_expert(self) -> bool:
         return self.ep_dim is not None
 
@@ -66,7 +61,7 @@ class Parameter:
         if self.tp_dim is not None:
             along = self.pieces or (Width(self.shape[self.tp_dim]),)
             ranks = share.expert_tp if self.is_expert else share.tp
-            count = count // self.shape[self.tp_dim] * _total(width_on(width, ranks) for width in along)
+            count = count // self.shape[self.tp_dim] * total(width_on(width, ranks) for width in along)
         return count
 
 
@@ -127,11 +122,11 @@ class Block:
 
     def num_parameters_on(self, share: Share) -> Count:
         """Its parameters on one rank."""
-        return _total(parameter.count_on(share) for parameter in self.parameters)
+        return total(parameter.count_on(share) for parameter in self.parameters)
 
     def num_expert_parameters_on(self, share: Share) -> Count:
         """Those of them that belong to experts: their gradients are summed over fewer ranks."""
-        return _total(parameter.count_on(share) for parameter in self.parameters if parameter.is_expert)
+        return total(parameter.count_on(share) for parameter in self.parameters if parameter.is_expert)
 
     def flops(self, share: Share) -> Passes:
         """FLOPs of one microbatch on one rank: forward, input gradient, weight gradient."""
@@ -194,12 +189,6 @@ class Model:
         return tuple((first[kind], count) for kind, count in counts.items())
 
     @cached_property
-    def kind_indices(self) -> tuple[int, ...]:
-        """For each block in order, where its kind stands in `kinds`."""
-        order = {block.kind: index for index, (block, _) in enumerate(self.kinds)}
-        return tuple(order[block.kind] for block in self.blocks)
-
-    @cached_property
     def num_layers(self) -> int:
         """Blocks that belong to a stack."""
         return sum(bool(block.stack) for block in self.blocks)
@@ -239,7 +228,7 @@ class Model:
 
     def cache_bytes(self, share: Share) -> Count:
         """Bytes of keys and values of one position, in all blocks."""
-        return _total(block.cache_bytes(share) * count for block, count in self.kinds)
+        return total(block.cache_bytes(share) * count for block, count in self.kinds)
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -254,13 +243,6 @@ class Model:
             "ties": [list(tie) for tie in self.ties],
             "blocks": [_block_data(block, count) for block, count in self.kinds],
         }
-
-
-def _total(counts: Iterator[Count]) -> Count:
-    total: Count = 0
-    for count in counts:
-        total = total + count
-    return total
 
 
 def _block_data(block: Block, count: int) -> dict[str, Any]:

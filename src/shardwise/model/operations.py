@@ -56,7 +56,16 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Matmul:
+class Operation:
+    """What all have: a name, what is kept for the backward, and the choices of recomputation that run it again."""
+
+    name: str
+    saves: tuple[Saved, ...] = ()
+    rerun_by: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matmul(Operation):
     """Rows times a weight of k x n.
 
     `outputs` are the parts of n that an implementation without fused projections computes one by one: query, key and
@@ -64,7 +73,6 @@ class Matmul:
     `input_gradient` is False where nothing before it trains (the first layer on pixels).
     """
 
-    name: str
     inputs: Width
     outputs: tuple[Width, ...]
     sharding: Sharding = "none"
@@ -74,8 +82,6 @@ class Matmul:
     rows: int | None = None
     trains: bool = True
     input_gradient: bool = True
-    saves: tuple[Saved, ...] = ()
-    rerun_by: tuple[str, ...] = ()
 
     @property
     def k(self) -> int:
@@ -87,7 +93,7 @@ class Matmul:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attention:
+class Attention(Operation):
     """Queries times keys, softmax, times values. Heads are cut by tp.
 
     `qk_dim` and `v_dim` are of one head; multi-head latent attention has them unequal. A query sees the keys up to its
@@ -95,7 +101,6 @@ class Attention:
     number of keys if it is not that of the rows (cross attention); None: the same.
     """
 
-    name: str
     heads: int
     kv_heads: int
     qk_dim: int
@@ -106,34 +111,26 @@ class Attention:
     dropout: bool = False
     rows: int | None = None
     key_rows: int | None = None
-    saves: tuple[Saved, ...] = ()
-    rerun_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Product:
+class Product(Operation):
     """Matrices of activations multiplied: for each sample, `batch` products of m x k by k x n. From traced modules."""
 
-    name: str
     batch: int
     m: int
     k: int
     n: int
-    saves: tuple[Saved, ...] = ()
-    rerun_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Norm:
+class Norm(Operation):
     """Root mean square or layer normalisation over `elements` of each row."""
 
-    name: str
     kind: Literal["rms", "layer", "batch", "group"]
     elements: int
     cut: Cut = "sequence"
     rows: int | None = None
-    saves: tuple[Saved, ...] = ()
-    rerun_by: tuple[str, ...] = ()
 
 
 class Moves(NamedTuple):
@@ -146,57 +143,47 @@ class Moves(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Elementwise:
+class Elementwise(Operation):
     """Anything bound by memory: nonlinearities, rotations, residual additions, dropout.
 
     `fused` is what one kernel moves, `unfused` the sum over the kernels that plain torch launches. `copies` is how
     often a row is there (an expert's rows).
     """
 
-    name: str
     fused: Moves
     unfused: Moves
     cut: Cut = "sequence"
     rows: int | None = None
     copies: int = 1
-    saves: tuple[Saved, ...] = ()
-    rerun_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Embedding:
+class Embedding(Operation):
     """A row of a table looked up for each position. The table is cut by its rows if `sharding` is `row`."""
 
-    name: str
     vocabulary: int
     elements: int
     sharding: Sharding = "row"
     rows: int | None = None
     trains: bool = True
-    saves: tuple[Saved, ...] = ()
-    rerun_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CrossEntropy:
+class CrossEntropy(Operation):
     """Softmax over the vocabulary and the loss of each row. The logits are cut by tp if `cut` is `tp`."""
 
-    name: str
     vocabulary: int
     cut: Cut = "tp"
     rows: int | None = None
-    saves: tuple[Saved, ...] = ()
-    rerun_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Convolution:
+class Convolution(Operation):
     """A filter of `kernel` taps from one set of channels to another, applied at `positions` of each sample.
 
     These are its outputs; a transposed filter is applied at its inputs, and has its outputs in `out_positions`.
     """
 
-    name: str
     in_channels: int
     out_channels: int
     kernel: int
@@ -207,40 +194,31 @@ class Convolution:
     bias: bool = False
     trains: bool = True
     input_gradient: bool = True
-    saves: tuple[Saved, ...] = ()
-    rerun_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Router:
+class Router(Operation):
     """Scores of `num_experts` for each row turned into the `top_k` chosen. Their matmul is a `Matmul` before it."""
 
-    name: str
     num_experts: int
     top_k: int
     rows: int | None = None
-    saves: tuple[Saved, ...] = ()
-    rerun_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Permutation:
+class Permutation(Operation):
     """Rows to their experts (`dispatch`) or back and added up (`combine`): over ep an all-to-all of `top_k` copies."""
 
-    name: str
     direction: Literal["dispatch", "combine"]
     elements: int
     top_k: int
     rows: int | None = None
-    saves: tuple[Saved, ...] = ()
-    rerun_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scan:
+class Scan(Operation):
     """The recurrence of Mamba 2 with its short convolution, in chunks of `chunk` positions. Heads are cut by tp."""
 
-    name: str
     heads: int
     head_dim: int
     groups: int
@@ -248,20 +226,3 @@ class Scan:
     convolution: int
     chunk: int
     rows: int | None = None
-    saves: tuple[Saved, ...] = ()
-    rerun_by: tuple[str, ...] = ()
-
-
-Operation: TypeAlias = (
-    Matmul
-    | Attention
-    | Product
-    | Norm
-    | Elementwise
-    | Embedding
-    | CrossEntropy
-    | Convolution
-    | Router
-    | Permutation
-    | Scan
-)

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardwise.errors import unknown
-from shardwise.model.assembly.norms import norm
-from shardwise.model.assembly.part import Part, joined, linear, matmul
+from shardwise.model.assembly.part import Part, joined, linear, matmul, norm
 from shardwise.model.model import Block, Model
 from shardwise.model.operations import Width
 from shardwise.model.shape import NormShape
@@ -61,11 +60,9 @@ def _block(model: Model, layers: list[Block]) -> Block:
             Part(operations=logits, parameters=(weight,)),
         ]
     )
-    return Block(
-        kind="prediction",
+    return whole.block(
+        "prediction",
         stack="prediction",
-        operations=whole.operations,
-        parameters=whole.parameters,
         input_elements=hidden,
         output_elements=hidden,
         num_reductions=sum(each.num_reductions for each in layers) + 2,

@@ -1,10 +1,12 @@
 """The shape of a transformer: sizes, and which of the known variations each layer has.
 
-A catalogue entry, a `config.json` and a row of published figures all become a `Shape`, and `assembly/transformer.py`
-makes the `Model` of it. So there is one place that knows what a layer computes, whoever describes it.
+A catalogue entry, a `config.json` and a row of published figures all become shapes, and `assembly/transformer.py`
+makes the `Model` of them. So there is one place that knows what a layer computes, whoever describes it.
 
-    Shape ─ layers ─ LayerShape ─ sublayers ─ Sublayer: norm, mixer, add
-                                                mixer: attention | latent attention | mlp | experts | mamba
+    EmbeddingShape
+    LayerShape ─ sublayers ─ Sublayer: norm, mixer, add
+    ...                        mixer: attention | latent attention | mlp | experts | mamba
+    HeadShape
 
 `names` give the module's own names: `{"q": "self_attn.q_proj"}` makes a parameter `self_attn.q_proj.weight`. A
 projection that the module keeps fused has one name: `qkv`, `gate_up`.
@@ -166,19 +168,3 @@ class HeadShape:
     bias: str | None = None
     transform: tuple[str, str] | None = None
     projection: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """A whole transformer. `dropout` is after the embedding, after each sublayer and on the scores."""
-
-    name: str
-    family: str
-    hidden: int
-    vocabulary: int
-    layers: tuple[LayerShape, ...]
-    embedding: EmbeddingShape
-    head: HeadShape
-    norm: NormShape = field(default_factory=NormShape)
-    dropout: bool = False
-    max_sequence: int | None = None

@@ -1,5 +1,6 @@
 """What one rank computes of a model at once: one microbatch, cut by the axes that cut inside a layer."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias, Union
 
@@ -65,6 +66,14 @@ class Share:
                 return divided(count * self.expert_tp, self.tp)
             case "whole":
                 return count
+
+
+def total(counts: Iterable[Count]) -> Count:
+    """The sum of numbers or arrays."""
+    found: Count = 0
+    for count in counts:
+        found = found + count
+    return found
 
 
 def divided(count: Count, ranks: Count) -> Count:

@@ -5,17 +5,19 @@ noted under the block that made it. So parameters, FLOPs, bytes moved and bytes 
 not of a family that it resembles. They hold for the sequence of the example; the number of samples may change.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from shardwise.model.model import Block, Model
 from shardwise.model.operations import Embedding
-from shardwise.model.tracing.blocks import find_blocks
 from shardwise.model.tracing.layers import Traced, blocks_of, gather
+from shardwise.model.tracing.recorder import tensors_in
 from shardwise.model.tracing.run import record
-from shardwise.model.tracing.segment import tensors_in
+
+# These hold modules and are never called themselves.
+_SHELVES = (nn.ModuleList, nn.ModuleDict)
 
 
 def trace_model(
@@ -36,7 +38,7 @@ def trace_model(
         kwargs = batch
     else:
         args = (batch,) if isinstance(batch, Tensor) else tuple(batch)
-    segments, parameters = record(module, find_blocks(module), args, kwargs, fake=fake)
+    segments, parameters = record(module, _find_blocks(module), args, kwargs, fake=fake)
     first = next(tensor for tensor in tensors_in((args, dict(kwargs))) if tensor.dim() > 0)
     traced = Traced(
         segments=gather(segments),
@@ -66,3 +68,36 @@ def _hidden(blocks: tuple[Block, ...], sequence: int) -> int:
 def _vocabulary(blocks: tuple[Block, ...]) -> int:
     tables = [each.vocabulary for block in blocks for each in block.operations if isinstance(each, Embedding)]
     return max(tables, default=0)
+
+
+def _find_blocks(root: nn.Module) -> dict[str, nn.Module]:
+    """Every block by its name. A module without lists of blocks is taken apart into its children with parameters."""
+    found = dict(_items(root, ""))
+    if found:
+        return found
+    return {name: child for name, child in root.named_children() if _has_parameters(child)}
+
+
+def _items(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """The items of the outermost lists of blocks in a module."""
+    is_list = _is_block_list(module)
+    for key, child in module.named_children():
+        path = f"{name}.{key}" if name else key
+        if is_list and not isinstance(child, _SHELVES):
+            if _has_parameters(child):
+                yield path, child
+        else:
+            yield from _items(child, path)
+
+
+def _is_block_list(module: nn.Module) -> bool:
+    """A list of two blocks or more. Linear, activation, linear in a Sequential is one block, not a list of them."""
+    if isinstance(module, _SHELVES):
+        return len(module) >= 2
+    if not isinstance(module, nn.Sequential):
+        return False
+    return sum(next(child.children(), None) is not None and _has_parameters(child) for child in module) >= 2
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None

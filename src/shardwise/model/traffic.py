@@ -5,8 +5,8 @@ read again by the next kernel is counted there. Gradients of weights are counted
 float32 is the optimizer's and is priced with it.
 """
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 from shardwise.model.flops import Passes, add_passes, gemm, num_pairs
 from shardwise.model.operations import (
@@ -29,9 +29,9 @@ from shardwise.model.share import Count, Share, divided
 FLOAT32 = 4
 
 # Without a fused kernel a norm over root mean squares is six forward (to float32, square, mean, scale, back, times the
-# weight) and twice as many backward. How often they read and write an element in the activations' width, and in
-# float32: counted on Hugging Face's definition, call by call.
-_UNFUSED_RMS = {"read": (2, 4), "written": (2, 3), "read_back": (5, 12), "written_back": (3, 8)}
+# weight) and twice as many backward. How often they read and write an element, then backward, in the activations'
+# width, and in float32: counted on Hugging Face's definition, call by call.
+_UNFUSED_RMS = ((2, 4), (2, 3), (5, 12), (3, 8))
 
 
 class Traffic(NamedTuple):
@@ -48,30 +48,7 @@ class Traffic(NamedTuple):
 
 def traffic(operation: Operation, share: Share) -> Traffic:
     """Bytes of one operation on one rank."""
-    match operation:
-        case Matmul():
-            return _matmul(operation, share)
-        case Attention():
-            return _attention(operation, share)
-        case Product():
-            return _product(operation, share)
-        case Convolution():
-            return _convolution(operation, share)
-        case Norm():
-            return _norm(operation, share)
-        case Elementwise():
-            return _elementwise(operation, share)
-        case Embedding():
-            return _embedding(operation, share)
-        case CrossEntropy():
-            return _cross_entropy(operation, share)
-        case Router():
-            scores = divided(share.num_rows(operation.rows), share.outside) * operation.num_experts * FLOAT32
-            return _streamed(scores, scores)
-        case Permutation():
-            return _permutation(operation, share)
-        case Scan():
-            return _scan(operation, share)
+    return _COUNTERS[type(operation)](operation, share)
 
 
 def sum_traffic(operations: Iterable[Operation], share: Share) -> Traffic:
@@ -83,6 +60,14 @@ def sum_traffic(operations: Iterable[Operation], share: Share) -> Traffic:
 def _streamed(read: Count, written: Count) -> Traffic:
     """The backward reads the input and the gradient of the output, and writes the gradient of the input."""
     return Traffic(Passes(read, read + written, 0), Passes(written, read, 0))
+
+
+def _moved(times: Count, moves: Moves) -> Traffic:
+    """So many rows or elements, each of which moves so much."""
+    return Traffic(
+        Passes(times * moves.read, times * moves.read_back, 0),
+        Passes(times * moves.written, times * moves.written_back, 0),
+    )
 
 
 def _matmul(operation: Matmul, share: Share) -> Traffic:
@@ -163,20 +148,12 @@ def _norm(operation: Norm, share: Share) -> Traffic:
     elements = share.part(share.num_rows(operation.rows), operation.cut) * operation.elements
     if operation.kind != "rms" or share.fused:
         return _streamed(elements * share.width, elements * share.width)
-    moved = {key: elements * (own * share.width + wide * FLOAT32) for key, (own, wide) in _UNFUSED_RMS.items()}
-    return Traffic(
-        Passes(moved["read"], moved["read_back"], 0),
-        Passes(moved["written"], moved["written_back"], 0),
-    )
+    return _moved(elements, Moves(*(own * share.width + wide * FLOAT32 for own, wide in _UNFUSED_RMS)))
 
 
 def _elementwise(operation: Elementwise, share: Share) -> Traffic:
     rows = share.part(share.num_rows(operation.rows) * operation.copies, operation.cut) * share.width
-    moves = operation.fused if share.fused else operation.unfused
-    return Traffic(
-        Passes(rows * moves.read, rows * moves.read_back, 0),
-        Passes(rows * moves.written, rows * moves.written_back, 0),
-    )
+    return _moved(rows, operation.fused if share.fused else operation.unfused)
 
 
 def _embedding(operation: Embedding, share: Share) -> Traffic:
@@ -198,6 +175,11 @@ def _cross_entropy(operation: CrossEntropy, share: Share) -> Traffic:
     return Traffic(Passes(plain + copy, 2 * copy, 0), Passes(2 * copy, copy + plain, 0))
 
 
+def _router(operation: Router, share: Share) -> Traffic:
+    scores = divided(share.num_rows(operation.rows), share.outside) * operation.num_experts * FLOAT32
+    return _streamed(scores, scores)
+
+
 def _permutation(operation: Permutation, share: Share) -> Traffic:
     one = share.part(share.num_rows(operation.rows), "experts") * operation.elements * share.width
     copies = one * operation.top_k
@@ -211,3 +193,18 @@ def _scan(operation: Scan, share: Share) -> Traffic:
     states = rows * divided(operation.groups, share.tp) * 2 * operation.state
     # The short convolution is a kernel before the scan: its input and its output pass through memory.
     return _streamed(2 * (values + states), 2 * values + states)
+
+
+_COUNTERS: dict[type[Operation], Callable[[Any, Share], Traffic]] = {
+    Matmul: _matmul,
+    Attention: _attention,
+    Product: _product,
+    Convolution: _convolution,
+    Norm: _norm,
+    Elementwise: _elementwise,
+    Embedding: _embedding,
+    CrossEntropy: _cross_entropy,
+    Router: _router,
+    Permutation: _permutation,
+    Scan: _scan,
+}

@@ -15,7 +15,7 @@ from shardwise.ranks.collectives import Group
 from shardwise.ranks.cpu_exchange import CpuExchange
 from shardwise.ranks.exchange import Done, Exchange, Then, Ticket
 from shardwise.sharding.context.sequence_shards import Entry
-from shardwise.sharding.tensor.columns import ColumnParallelLinear
+from shardwise.sharding.tensor.linear import ColumnParallelLinear
 from shardwise.sharding.tensor.vocabulary import VocabularyHead
 from shardwise.states.buckets.bucket import Bucket
 from shardwise.states.buckets.flat_layout import Slot

@@ -5,15 +5,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shardwise.engine.preflight import check_module
+from shardwise.engine.parallelize import check_module
 from shardwise.errors import ShardwiseError
 from shardwise.parity.compare import Comparison, compare
 from shardwise.parity.course import Course
 from shardwise.parity.faults import Subject, get_fault
-from shardwise.parity.problem import MakeProblem, Problem
+from shardwise.parity.problem import MakeProblem, Problem, small_matrices
 from shardwise.parity.ranks import train_on_rank
 from shardwise.parity.reference import train_reference
-from shardwise.parity.small import small_matrices
 from shardwise.planner.composition import check_composition
 from shardwise.planner.plan import Plan
 from shardwise.ranks.faults import RankError

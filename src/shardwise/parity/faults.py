@@ -39,7 +39,6 @@ class Subject:
 class Fault:
     """`says` is what goes wrong; `refuses` gives the reason where it cannot, and a plan or an option where it can."""
 
-    name: str
     says: str
     refuses: Callable[[Subject], tuple[str, str] | None]
     breaks: Break
@@ -48,10 +47,8 @@ class Fault:
 def _no_reduction(subject: Subject) -> tuple[str, str] | None:
     if subject.replicas > 1 or subject.plan.tp > 1 or (subject.plan.pp > 1 and subject.is_tied):
         return None
-    return (
-        "nothing is summed over ranks: there are no replicas, no tensor parallel ranks and no tied stages",
-        "--plan dp=2",
-    )
+    why = "nothing is summed over ranks: there are no replicas, no tensor parallel ranks and no tied stages"
+    return why, "--plan dp=2"
 
 
 def _no_shard(subject: Subject) -> tuple[str, str] | None:
@@ -67,58 +64,35 @@ def _no_padding(subject: Subject) -> tuple[str, str] | None:
     if plan.cp > 1 and length is not None and length % (2 * plan.cp):
         return None
     if plan.tp > 1 and words is not None:
-        return (
-            f"a vocabulary of {words} divides by tp={plan.tp}, so nothing is padded",
-            "--model gpt2",
-        )
+        return f"a vocabulary of {words} divides by tp={plan.tp}, so nothing is padded", "--model gpt2"
     return "nothing is padded without tp (a vocabulary) or cp (a sequence)", "--plan tp=2"
 
 
 def _no_gather(subject: Subject) -> tuple[str, str] | None:
     if not subject.plan.zero:
-        return (
-            f"weights are whole on all replicas under zero={subject.plan.zero}, so none is gathered",
-            "--plan dp=2,zero=3",
-        )
+        why = f"weights are whole on all replicas under zero={subject.plan.zero}, so none is gathered"
+        return why, "--plan dp=2,zero=3"
     if subject.num_steps < 2:
         return "a stale weight shows from the second step on, and there is 1", "--steps 2"
     return None
 
 
 FAULTS: Mapping[str, Fault] = {
-    fault.name: fault
-    for fault in (
-        Fault(
-            name="unscaled-gradients",
-            says="gradients are not divided by what the loss is summed over",
-            refuses=lambda subject: None,  # noqa: ARG005 - every plan divides
-            breaks=breaking.unscale,
-        ),
-        Fault(
-            name="missing-reduction",
-            says="one gradient is not summed over the ranks",
-            refuses=_no_reduction,
-            breaks=breaking.forget_a_sum,
-        ),
-        Fault(
-            name="swapped-shard",
-            says="a rank has the shard of its neighbour",
-            refuses=_no_shard,
-            breaks=breaking.swap,
-        ),
-        Fault(
-            name="unmasked-padding",
-            says="what was padded counts in the loss",
-            refuses=_no_padding,
-            breaks=breaking.unmask,
-        ),
-        Fault(
-            name="stale-gather",
-            says="weights of other ranks are not gathered again after a step",
-            refuses=_no_gather,
-            breaks=breaking.keep_stale,
-        ),
-    )
+    "unscaled-gradients": Fault(
+        says="gradients are not divided by what the loss is summed over",
+        refuses=lambda subject: None,  # noqa: ARG005 - every plan divides
+        breaks=breaking.unscale,
+    ),
+    "missing-reduction": Fault(
+        says="one gradient is not summed over the ranks", refuses=_no_reduction, breaks=breaking.forget_a_sum
+    ),
+    "swapped-shard": Fault(says="a rank has the shard of its neighbour", refuses=_no_shard, breaks=breaking.swap),
+    "unmasked-padding": Fault(says="padding counts in the loss", refuses=_no_padding, breaks=breaking.unmask),
+    "stale-gather": Fault(
+        says="weights of other ranks are not gathered again after a step",
+        refuses=_no_gather,
+        breaks=breaking.keep_stale,
+    ),
 }
 
 

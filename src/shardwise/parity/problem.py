@@ -1,6 +1,7 @@
-"""What is trained twice: a module, a batch for each step, and a loss."""
+"""What is trained twice: a module, a batch for each step, and a loss; and how torch is set for small ones."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -69,3 +70,14 @@ def _together(pieces: Sequence[Batch], batch: Batch) -> Batch:
         else entry
         for name, entry in batch.items()
     }
+
+
+@contextmanager
+def small_matrices() -> Iterator[None]:
+    """Compute without oneDNN: it takes 0.6 ms for any matrix, however small (aarch64, torch 2.13)."""
+    before = bool(torch.backends.mkldnn.enabled)
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.enabled = before  # type: ignore[assignment]

@@ -10,10 +10,8 @@ from torch import Tensor
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.parallelize import parallelize
-from shardwise.parity.course import Course, Looks, Step, are_looked_at
-from shardwise.parity.problem import CLIP, MakeProblem, clip_factor, make_optimizer
-from shardwise.parity.small import small_matrices
-from shardwise.parity.uses import Uses
+from shardwise.parity.course import Course, Looks, Step, Uses, are_looked_at
+from shardwise.parity.problem import CLIP, MakeProblem, clip_factor, make_optimizer, small_matrices
 from shardwise.planner.plan import Plan
 
 #: Breaks an engine that is ready to train.

@@ -7,12 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.parity.course import Course, Looks, Step, are_looked_at
+from shardwise.parity.course import Course, Looks, Step, Uses, are_looked_at
 from shardwise.parity.problem import Problem, clip_factor, make_optimizer, microbatches_of
-from shardwise.parity.uses import Uses
 from shardwise.planner.plan import Plan
-from shardwise.sharding.dropout import Dropouts, Place, num_tokens_of
-from shardwise.sharding.functional_dropout import Finding
+from shardwise.sharding.dropout import Dropouts, Finding, Place, num_tokens_of
 from shardwise.stages.batch import length_of
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.materialise import materialise

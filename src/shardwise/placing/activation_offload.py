@@ -17,8 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise.cluster.local import available_bytes
 from shardwise.errors import ShardwiseError
-from shardwise.placing.activation_share import window_bytes
-from shardwise.placing.layout import NoRoomError
+from shardwise.placing.layout import NoRoomError, window_bytes
 from shardwise.placing.places import Place
 from shardwise.planner.plan import Offload, Plan
 from shardwise.states.tiers.activation_offload import ActivationOffload
@@ -76,10 +75,6 @@ class _Site:
         # In a backward every GPU has a thread of its own, and may come upon what was saved on another.
         self._one_at_a_time = threading.Lock()
         weakref.finalize(self, _close, self.offload, self.copies)
-
-    def hooks(self, stays: list[Tensor]) -> Any:
-        """What the offload has autograd call in one forward."""
-        return self.offload.saving(stays, None)
 
     def pack(self, hooks: Any, tensor: Tensor) -> _Saved:
         # Not as torch functions: where a placed module's tensors meet, a copy between devices would be one on a device.
@@ -140,7 +135,8 @@ class PlacedActivationOffload:
 
 
 def _saving(sites: Iterable[_Site], stays: list[Tensor]) -> AbstractContextManager[Any]:
-    pairs = {site.device: (site, site.hooks(stays)) for site in sites}
+    # What each place's offload has autograd call in one forward.
+    pairs = {site.device: (site, site.offload.saving(stays, None)) for site in sites}
 
     def pack(tensor: Tensor) -> _Saved:
         if tensor.device not in pairs:

@@ -11,51 +11,25 @@ next one's turn. That is the only choice made here; which way is fastest is deci
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import cached_property
 
 import torch
 from torch import nn
 
 from shardwise.cluster.local import available_bytes
-from shardwise.errors import ShardwiseError
-from shardwise.execution.pipeline import schedule_of
 from shardwise.placing.activation_offload import PlacedActivationOffload
-from shardwise.placing.activation_share import ActivationShare, hosted_bytes
 from shardwise.placing.batch_rows import cut_rows, home_of, rows_of
-from shardwise.placing.device_moves import moved
 from shardwise.placing.host import HostWeights, divide
-from shardwise.placing.layout import NoRoomError, by_rank, fits, lay_out
-from shardwise.placing.loads import Load, find_loads, loads_of, trains
-from shardwise.placing.moving import settle
+from shardwise.placing.layout import NoRoomError, lay_out, least_bytes, offloaded_bytes, window_bytes
+from shardwise.placing.loads import Load, ModuleLoads, find_loads, loads_of, trains
+from shardwise.placing.moving import moved, settle
 from shardwise.placing.offload_planner import OffloadQuestion, Way, check_host, decide, parts_of
-from shardwise.placing.pipeline import Pipeline
-from shardwise.placing.places import Place
-from shardwise.planner.plan import Plan
-from shardwise.schedule.schedule import Schedule
+from shardwise.placing.pipeline import Pipeline, make_schedule
+from shardwise.placing.places import Place, PlaceOptions
 from shardwise.stages.split import split
 from shardwise.stages.split.choose import Chosen, SplitOptions, choose
 from shardwise.stages.split.parts import inseparable_calls
 from shardwise.stages.stage import Batch, Split
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlaceOptions:
-    """How a module is to be placed."""
-
-    microbatches: int
-    schedule: str
-    chunks: int | None
-    moments: int
-    through_blocks: bool
-    host: str = "auto"
-    folder: Path | str | None = None
-    #: The part of activations on the host; None is what there is no room for.
-    activations_on_host: float | None = None
-
-    def make_schedule(self, num_places: int, count: int) -> Schedule:
-        """The schedule for so many microbatches, computation only."""
-        plan = Plan(pp=num_places, microbatches=count, schedule=self.schedule, chunks=self.chunks)
-        return schedule_of(plan)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,9 +52,9 @@ def arrange(module: nn.Module, places: Sequence[Place], options: PlaceOptions, e
     """Decide where everything goes, from a batch if there is one, and bring it there."""
     task = _Task(module, places, options, example)
     refusal: NoRoomError | None = None
-    for way in task.ways():
+    for way, reason in task.ways():
         try:
-            return task.go(way)
+            return task.go(way, reason)
         except NoRoomError as error:
             refusal = error
     assert refusal is not None, "there is always a first way"
@@ -97,150 +71,138 @@ class _Task:
         self._devices, self._memory = divide(places, options.host)
         # One device beside the host goes layer by layer: there is nobody else to be kept busy.
         self._is_alone = bool(self._memory) and len(self._devices) == 1
-        self._made = Arrangement()
-        self._reason = ""
 
-    def ways(self) -> Iterator[Way]:
-        """The ways to make room, in the order in which they are tried. The planner is asked when it is its turn."""
-        part = self._options.activations_on_host
-        yield Way(words="", seconds=0.0, share=ActivationShare(part=part) if part else None)
+    def ways(self) -> Iterator[tuple[Way, str]]:
+        """The ways to make room, in the order in which they are tried, and why.
+
+        The planner is asked when it is its turn.
+        """
+        yield Way(part=self._options.activations_on_host or 0.0), ""
         if self._memory:
-            choice = decide(self._question())
-            self._reason = choice.reason
-            yield from choice.ways
+            question = OffloadQuestion(
+                module=self._module,
+                loads=self._loads,
+                devices=self._devices,
+                memory=self._memory,
+                options=self._options,
+            )
+            ways, reason = decide(question)
+            yield from ((way, reason) for way in ways)
 
-    def go(self, way: Way) -> Arrangement:
+    def go(self, way: Way, reason: str) -> Arrangement:
         """Make room in one of the ways."""
-        self._made = Arrangement(reason=self._reason)
+        made = Arrangement(reason=reason)
         if way.units:
-            self._stream(way)
+            self._stream(way, made)
         else:
-            places = self._places if way.host_computes else self._devices
-            is_alone = self._is_alone and not way.host_computes
-            self._fill(places, way.share, is_alone=is_alone)
-        return self._made
+            self._fill(way, made)
+        return made
 
-    def _question(self) -> OffloadQuestion:
-        options = self._options
-        return OffloadQuestion(
-            module=self._module,
-            loads=find_loads(self._module, self._example_at_home(), moments=options.moments),
-            devices=self._devices,
-            memory=self._memory,
-            moments=options.moments,
-            is_pipelined=options.microbatches > 1 and not self._is_alone,
-            host=options.host,
-            part=options.activations_on_host,
-            has_folder=options.folder is not None,
-        )
+    @cached_property
+    def _loads(self) -> ModuleLoads:
+        """What the module asks for, before anything of it is moved."""
+        example = None if self._example is None else _at_home(self._example, self._module)
+        return find_loads(self._module, example, moments=self._options.moments)
 
-    def _stream(self, way: Way) -> None:
+    def _stream(self, way: Way, made: Arrangement) -> None:
         """Not everything fits on the devices: the rest comes to them from the host."""
-        made, options = self._made, self._options
+        options = self._options
         room = sum(place.room_bytes for place in self._memory)
-        host = HostWeights(self._module, way.units, room - way.hosted_bytes, self._memory[0], options.folder)
+        host = HostWeights(self._module, way.units, room - way.offloaded_bytes, self._memory[0], options.folder)
         made.host, made.where, made.units, made.is_by_layers = host, host.where, host.devices, True
         # A module that is to be trained later sends what was asked for.
         parts = way.parts or dict.fromkeys(self._devices, options.activations_on_host or 0.0)
-        made.activations = (
-            PlacedActivationOffload(parts, max(0, room - host.host_bytes)) if any(parts.values()) else None
-        )
+        if any(parts.values()):
+            made.activations = PlacedActivationOffload(parts, max(0, room - host.host_bytes))
 
-    def _fill(self, places: Sequence[Place], share: ActivationShare | None, *, is_alone: bool) -> None:
+    def _fill(self, way: Way, made: Arrangement) -> None:
         """Put everything on some of the places, each of which computes what it has."""
-        share = share if trains(self._module) else None
-        if self._example is not None and self._options.microbatches > 1 and not is_alone:
-            where = self._fill_stages(places, self._example, share)
+        places = self._places if way.host_computes else self._devices
+        part = way.part if trains(self._module) else 0.0
+        made.is_by_layers = self._is_alone and not way.host_computes
+        if self._example is not None and self._options.microbatches > 1 and not made.is_by_layers:
+            where = self._fill_stages(places, self._example, part, made)
         else:
-            where = self._fill_units(places, share)
-        self._made.is_by_layers = is_alone
-        self._made.where = {name: where.get(name, places[0]) for name in _names(self._module)}
-        settle(self._module, {name: place.device for name, place in self._made.where.items()})
+            where = self._fill_units(places, part, made)
+        everything = [*self._module.named_parameters(), *self._module.named_buffers()]
+        made.where = {name: where.get(name, places[0]) for name, _ in everything}
+        settle(self._module, {name: place.device for name, place in made.where.items()})
 
-    def _fill_units(self, places: Sequence[Place], share: ActivationShare | None) -> dict[str, Place]:
+    def _fill_units(self, places: Sequence[Place], part: float | None, made: Arrangement) -> dict[str, Place]:
         """Layer by layer: runs of units, and those that share a weight on one place."""
-        found = find_loads(self._module, self._example_at_home(), moments=self._options.moments)
-        loads = found.calls
+        loads, pairs = self._loads.calls, self._loads.inseparable
         ranks = range(min(len(places), len(loads)))
-        stages = lay_out(loads, places, ranks, num_in_flight=1, inseparable=found.inseparable, share=share)
-        self._send_activations([[loads[call] for call in calls] for calls in stages], places, share, 1)
+        runs = lay_out(loads, places, ranks, num_in_flight=1, inseparable=pairs, part=part)
+        stages = [[loads[call] for call in calls] for calls in runs]
+        made.activations = self._offloaded(stages, places, part, 1)
         where: dict[str, Place] = {}
-        for place, calls in zip(places, stages, strict=False):
-            for load in (loads[call] for call in calls):
+        for place, stage in zip(places, stages, strict=False):
+            for load in stage:
                 shared = next((where[name] for name in load.states if name in where), place)
-                self._made.units.setdefault(load.unit, shared.device)
+                made.units.setdefault(load.unit, shared.device)
                 where.update({name: where.get(name, shared) for name in load.states})
         return where
 
-    def _fill_stages(self, places: Sequence[Place], batch: Batch, share: ActivationShare | None) -> dict[str, Place]:
+    def _fill_stages(
+        self, places: Sequence[Place], batch: Batch, part: float | None, made: Arrangement
+    ) -> dict[str, Place]:
         """In a pipeline: the stages of the schedule, cut where they are even, or where there is room."""
-        module, options = self._module, self._options
-        microbatches = cut_rows(batch, min(options.microbatches, rows_of(batch)))
-        example = _at_home(microbatches[0], module)
-        ranks = _one_of_each(options.make_schedule(len(places), options.microbatches), options.schedule)
+        module, options, count = self._module, self._options, self._options.microbatches
+        example = _at_home(cut_rows(batch, min(count, rows_of(batch)))[0], module)
+        ranks = make_schedule(options, len(places), count).placement.ranks
         speeds = [places[rank].speed / ranks.count(rank) for rank in ranks]
-        even = choose(module, example, _split_options(speeds, through_blocks=options.through_blocks))
-        loads = self._loads(even, example)
-        held = [[loads[call] for call in calls] for calls in even[2]]
+        even = choose(
+            module,
+            example,
+            SplitOptions(num_stages=len(ranks), speeds=speeds, through_blocks=options.through_blocks),
+        )
+        loads = self._loads_of(even, example)
+        held = _by_place([[loads[call] for call in calls] for calls in even[2]], ranks, places)
         cut: list[str] | None = None
-        if not fits(held, places, ranks, num_in_flight=options.microbatches, share=share):
-            whole = choose(module, example, _split_options(speeds))
-            loads, pairs = self._loads(whole, example), inseparable_calls(whole[1])
-            stages = lay_out(loads, places, ranks, num_in_flight=options.microbatches, inseparable=pairs, share=share)
+        if any(
+            least_bytes(part, some, count, window_bytes(place)) > place.room_bytes
+            for place, some in zip(places, held, strict=True)
+        ):
+            whole = choose(module, example, SplitOptions(num_stages=len(ranks), speeds=speeds))
+            loads, pairs = self._loads_of(whole, example), inseparable_calls(whole[1])
+            stages = lay_out(loads, places, ranks, num_in_flight=count, inseparable=pairs, part=part)
             cut = [whole[1].calls[calls.start].name for calls in stages]
-            held = [[loads[call] for call in calls] for calls in stages]
-        self._send_activations(by_rank(held, ranks, len(places)), places, share, options.microbatches)
+            held = _by_place([[loads[call] for call in calls] for calls in stages], ranks, places)
+        made.activations = self._offloaded(held, places, part, count)
         through = options.through_blocks and cut is None
         found = split(module, len(ranks), example, cut=cut, speeds=speeds, through_blocks=through)
-        self._made.pipeline = Pipeline(
-            module,
-            found,
-            places,
-            num_microbatches=options.microbatches,
-            make_schedule=lambda count: options.make_schedule(len(places), count),
-            activations=self._made.activations,
-        )
+        made.pipeline = Pipeline(module, found, places, options, made.activations)
         for names, rank in zip(found.units, ranks, strict=True):
-            self._made.units |= {unit.partition("#")[0]: places[rank].device for unit in names}
+            made.units |= {unit.partition("#")[0]: places[rank].device for unit in names}
         return _owners(found, [places[rank] for rank in ranks])
 
-    def _loads(self, chosen: Chosen, example: Batch) -> list[Load]:
+    def _loads_of(self, chosen: Chosen, example: Batch) -> list[Load]:
         units, flow, _ = chosen
         return loads_of(self._module, units, flow, example, moments=self._options.moments)
 
-    def _send_activations(
-        self, held: Sequence[Sequence[Load]], places: Sequence[Place], share: ActivationShare | None, num_in_flight: int
-    ) -> None:
+    def _offloaded(
+        self, held: Sequence[Sequence[Load]], places: Sequence[Place], part: float | None, num_in_flight: int
+    ) -> PlacedActivationOffload | None:
         """Have places send the part of their activations that there is no room for, or that was asked for."""
         room = sum(place.room_bytes for place in self._memory) if self._memory else None
         # A module that is to be trained later sends what was asked for. Its activations are not known by now.
         parts = dict.fromkeys(places, self._options.activations_on_host or 0.0)
-        if share is not None:
+        if part != 0.0:
             mine = dict(zip(places, held, strict=False))
-            parts = parts_of(mine, share, num_in_flight)
-            away = {place: hosted_bytes(part, mine[place], num_in_flight) for place, part in parts.items()}
-            check_host(away, 0, available_bytes() if room is None else room)
+            parts = parts_of(mine, part, num_in_flight)
+            offloaded = {place: offloaded_bytes(each, mine[place], num_in_flight) for place, each in parts.items()}
+            check_host(offloaded, 0, available_bytes() if room is None else room)
         if any(place.device.type != "cpu" for place in places):
-            parts = {place: part for place, part in parts.items() if place.device.type != "cpu"}
-        self._made.activations = PlacedActivationOffload(parts, room) if any(parts.values()) else None
-
-    def _example_at_home(self) -> Batch | None:
-        return None if self._example is None else _at_home(self._example, self._module)
+            parts = {place: each for place, each in parts.items() if place.device.type != "cpu"}
+        return PlacedActivationOffload(parts, room) if any(parts.values()) else None
 
 
-def _one_of_each(schedule: Schedule, name: str) -> Sequence[int]:
-    """The place of each stage; schedules that hold the weights twice are refused."""
-    if len(schedule.placement.pipes) > 1 or schedule.staleness:
-        raise ShardwiseError(
-            f"{name} holds the weights twice, and a placed module has one of each", remedy='schedule="zb-v"'
-        )
-    return schedule.placement.ranks
-
-
-def _split_options(speeds: Sequence[float], *, through_blocks: bool = False) -> SplitOptions:
-    return SplitOptions(
-        num_stages=len(speeds), cut=None, costs=None, speeds=speeds, limit_bytes=None, through_blocks=through_blocks
-    )
+def _by_place(stages: Sequence[Sequence[Load]], ranks: Sequence[int], places: Sequence[Place]) -> list[list[Load]]:
+    """The units of each place, of all of its stages."""
+    found: list[list[Load]] = [[] for _ in places]
+    for stage, rank in zip(stages, ranks, strict=True):
+        found[rank] += stage
+    return found
 
 
 def _owners(found: Split, places: Sequence[Place]) -> dict[str, Place]:
@@ -257,7 +219,3 @@ def _at_home(example: Batch, module: nn.Module) -> Batch:
     """A batch where the module's weights are before they are placed."""
     home = next((each.device for each in module.parameters()), home_of(example))
     return {name: moved(each, home) for name, each in example.items()}
-
-
-def _names(module: nn.Module) -> list[str]:
-    return [name for name, _ in [*module.named_parameters(), *module.named_buffers()]]

@@ -11,15 +11,13 @@ import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from shardwise.dataflow.machine import Machine
 from shardwise.errors import ShardwiseError
-from shardwise.placing.activation_share import ActivationShare, window_bytes
-from shardwise.placing.layout import NoRoomError, lay_out, no_room
-from shardwise.placing.loads import Load, ModuleLoads, total_bytes, trains
+from shardwise.placing.layout import NoRoomError, lay_out, least_bytes, no_room, window_bytes
+from shardwise.placing.loads import Load, ModuleLoads, trains
 from shardwise.placing.moving import settle
 from shardwise.placing.places import Place
 from shardwise.states.tiers.choose_offloaded import choose_for_room, choose_offloaded
@@ -34,7 +32,7 @@ from shardwise.units import format_bytes
 class Unit:
     """A unit where it is computed. Its own weights may live on the host; the rest of it stays."""
 
-    name: str
+    load: Load
     module: nn.Module
     place: Place
     #: With gradients and what an optimizer keeps of them.
@@ -45,22 +43,23 @@ class Unit:
     weight_bytes: int
     #: What of `own_bytes` may be on disk: weights and gradients. What an optimizer keeps of them is in memory.
     disk_bytes: int
-    #: Activations, and of these the pieces that are too small to go to the host.
-    kept_bytes: int
-    small_bytes: int
     is_streamed: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.load.unit
 
     @property
     def held(self) -> Load:
         """What it asks of its place, but for what is on its way."""
         states = {self.name: self.fixed_bytes + (0 if self.is_streamed else self.own_bytes)}
-        return Load(unit=self.name, cost=0.0, states=states, kept_bytes=self.kept_bytes, small_bytes=self.small_bytes)
+        return replace(self.load, states=states)
 
 
 def divide(places: Sequence[Place], host: str) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
     """The places that compute, and those that are memory for them.
 
-    StageStates GPUs that is the CPU. Where there are none it is the plain `cpu` beside `cpu:0`, if `host` says so.
+    Beside GPUs that is the CPU. Where there are none it is the plain `cpu` beside `cpu:0`, if `host` says so.
     """
     if host == "compute":
         return tuple(places), ()
@@ -84,11 +83,11 @@ def lay_out_streams(
     memory: Sequence[Place],
     *,
     moments: int,
-    share: ActivationShare | None = None,
+    part: float | None = 0.0,
 ) -> list[Unit]:
     """Where each unit is computed, and which of them are streamed: the fewest that leave room for the others."""
     blocks, loads = found.units, found.by_unit(module, moments=moments)
-    places = _computing_places(loads, devices, memory, share)
+    places = _computing_places(loads, devices, memory, part)
     stays = shared_parameters(module, list(blocks.values()))
     first_names = {parameter: name for name, parameter in module.named_parameters()}
     homes: dict[str, Place] = {}  # Of what several units have: it counts once, and they go where it is.
@@ -101,21 +100,19 @@ def lay_out_streams(
         homes.update(dict.fromkeys(others, home))
         units.append(
             Unit(
-                name=load.unit,
+                load=load,
                 module=blocks[load.unit],
                 place=home,
                 own_bytes=sum(load.states[name] for name in mine),
                 fixed_bytes=sum(load.states[name] for name in others),
                 weight_bytes=num_bytes_of(own),
                 disk_bytes=sum(each.nbytes * (2 if trains(module) and each.requires_grad else 1) for each in own),
-                kept_bytes=load.kept_bytes,
-                small_bytes=load.small_bytes,
             )
         )
     by_name = {}
     for place in devices:
         here = [unit for unit in units if unit.place is place]
-        by_name.update({unit.name: unit for unit in _with_streams(place, here, share, trains=trains(module))})
+        by_name.update({unit.name: unit for unit in _with_streams(place, here, part, trains=trains(module))})
     return [by_name[unit.name] for unit in units]
 
 
@@ -126,15 +123,13 @@ def held_loads(units: Sequence[Unit], *, trains: bool) -> list[Load]:
 
 def _on_their_way(units: Sequence[Unit], *, trains: bool) -> Load:
     """Weights, and in training their gradients, of as many units as are on their way."""
-    largest = (
-        sorted(unit.weight_bytes for unit in units)[-NUM_AHEAD:] if any(each.is_streamed for each in units) else []
-    )
-    num_bytes = (2 if trains else 1) * sum(largest)
+    largest = sorted(unit.weight_bytes for unit in units)[-NUM_AHEAD:]
+    num_bytes = (2 if trains else 1) * sum(largest) if any(each.is_streamed for each in units) else 0
     return Load(unit="on its way", cost=0.0, states={"on its way": num_bytes}, kept_bytes=0)
 
 
 class HostWeights:
-    """A module on devices, with what has no room there on the host, or in a folder beside it."""
+    """A module on devices, with what has no room there on the host, or in a folder beside it. Some unit is streamed."""
 
     def __init__(
         self, module: nn.Module, units: Sequence[Unit], room_bytes: int, memory: Place, folder: Path | str | None = None
@@ -144,22 +139,20 @@ class HostWeights:
         stays = shared_parameters(module, [unit.module for unit in units])
         streamed = [unit for unit in units if unit.is_streamed]
         own = own_parameters([unit.module for unit in streamed], stays)
-        on_disk = _on_disk(module, streamed, own, room_bytes, folder)
+        records, scratches = _on_disk(module, streamed, own, room_bytes, folder)
         #: What is in the host's memory of streamed units, with gradients and what an optimizer keeps.
         self.host_bytes = sum(unit.own_bytes for unit in streamed) - sum(
-            streamed[number].disk_bytes for number in (*on_disk.records, *on_disk.scratches)
+            streamed[number].disk_bytes for number in (*records, *scratches)
         )
-        self._streamed: StreamedWeights | None = None
-        if streamed:
-            self._streamed = StreamedWeights(
-                [unit.module for unit in streamed],
-                machine,
-                [unit.place.name for unit in streamed],
-                stays=stays,
-                records=on_disk.records,
-                scratches=on_disk.scratches,
-                wraps=not trains(module),
-            )
+        self._streamed = StreamedWeights(
+            [unit.module for unit in streamed],
+            machine,
+            [unit.place.name for unit in streamed],
+            stays=stays,
+            records=records,
+            scratches=scratches,
+            wraps=not trains(module),
+        )
         places: dict[int, Place] = {id(each): memory for parameters in own for each in parameters}
         for unit in units:
             for each in [*unit.module.parameters(), *unit.module.buffers()]:
@@ -172,49 +165,41 @@ class HostWeights:
         settle(module, {name: place.device for name, place in self.where.items()})
 
     @property
-    def streamed_bytes(self) -> int:
-        """What crosses the links in every pass."""
-        return 0 if self._streamed is None else self._streamed.host_bytes + self._streamed.disk_bytes
-
-    @property
     def swapped(self) -> list[Tensor]:
         """Memory on the devices that weights come to and leave again."""
-        return [] if self._streamed is None else self._streamed.swapped
+        return self._streamed.swapped
 
     def refuse(self, what: str, remedy: str) -> None:
         """What cannot be done with weights that come and go."""
-        if self._streamed is not None:
-            raise ShardwiseError(
-                f"{what} after `place`: {format_bytes(self.streamed_bytes)} of weights are on the host and only pass"
-                " through the devices",
-                remedy=remedy,
-            )
+        num_bytes = self._streamed.host_bytes + self._streamed.disk_bytes
+        raise ShardwiseError(
+            f"{what} after `place`: {format_bytes(num_bytes)} of weights are on the host and only pass through the"
+            " devices",
+            remedy=remedy,
+        )
 
 
 def _computing_places(
-    loads: Sequence[Load], devices: Sequence[Place], memory: Sequence[Place], share: ActivationShare | None
+    loads: Sequence[Load], devices: Sequence[Place], memory: Sequence[Place], part: float | None
 ) -> list[Place]:
-    """The device of each unit: runs of them, as even as speeds are. Weights may come and go, activations stay, unless
-    there is `share`."""
+    """The device of each unit: runs of them, as even as speeds are. Weights may come and go."""
     resting = [replace(load, states={}) for load in loads]
     try:
-        runs = lay_out(resting, devices, range(min(len(devices), len(loads))), num_in_flight=1, share=share)
+        runs = lay_out(resting, devices, range(min(len(devices), len(loads))), num_in_flight=1, part=part)
     except NoRoomError as error:
         places = [*devices, *memory]
-        raise no_room(loads, places, range(len(places)), num_in_flight=1, share=share) from error
+        raise no_room(loads, places, range(len(places)), num_in_flight=1, part=part) from error
     return [place for place, run in zip(devices, runs, strict=False) for _ in run]
 
 
-def _with_streams(place: Place, units: Sequence[Unit], share: ActivationShare | None, *, trains: bool) -> list[Unit]:
+def _with_streams(place: Place, units: Sequence[Unit], part: float | None, *, trains: bool) -> list[Unit]:
     """The units of one device, the fewest of them on the host, and as evenly among the others as they go."""
-    window = window_bytes(place)
 
     def streaming(chosen: Collection[int]) -> list[Unit]:
         return [replace(unit, is_streamed=number in chosen) for number, unit in enumerate(units)]
 
     def needed(some: Sequence[Unit]) -> float:
-        loads = held_loads(some, trains=trains)
-        return total_bytes(loads, 1) if share is None else share.least_bytes(loads, 1, window)
+        return least_bytes(part, held_loads(some, trains=trains), 1, window_bytes(place))
 
     found = choose_offloaded(len(units), lambda chosen: needed(streaming(chosen)) <= place.room_bytes)
     if found is not None:
@@ -231,24 +216,20 @@ def _with_streams(place: Place, units: Sequence[Unit], share: ActivationShare | 
     )
 
 
-class _OnDisk(NamedTuple):
-    """Streamed units by number: where those are read from that are not trained, and files for those that are."""
-
-    records: Mapping[int, Records]
-    scratches: Mapping[int, ScratchFile]
-
-
 def _on_disk(
     module: nn.Module,
     streamed: Sequence[Unit],
     own: Sequence[list[nn.Parameter]],
     room: int,
     folder: Path | str | None,
-) -> _OnDisk:
-    """Which of the streamed units are on disk, and where: what the host has no room for."""
+) -> tuple[Mapping[int, Records], Mapping[int, ScratchFile]]:
+    """Which of the streamed units are on disk, by number: what the host has no room for.
+
+    First where those are read from that are not trained, then files for those that are.
+    """
     sizes = [unit.own_bytes for unit in streamed]
     if sum(sizes) <= room:
-        return _OnDisk({}, {})
+        return {}, {}
     chosen = None
     if folder is not None:
         chosen = choose_for_room(sizes, [unit.own_bytes - unit.disk_bytes for unit in streamed], room)
@@ -263,5 +244,5 @@ def _on_disk(
             + (', or folder="..." for what stays on disk' if folder is None else ", or fewer moments="),
         )
     if not trains(module):
-        return _OnDisk(find_on_disk(module, own, room, folder), {})
-    return _OnDisk({}, make_scratches(chosen, [num_bytes_of(each) for each in own], folder))
+        return find_on_disk(module, own, room, folder), {}
+    return {}, make_scratches(chosen, [num_bytes_of(each) for each in own], folder)

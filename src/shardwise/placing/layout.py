@@ -1,18 +1,64 @@
-"""Which units go where: so that no place holds more than it has room for, and the slowest is as fast as it can be."""
+"""Which units go where: so that no place holds more than it has room for, and the slowest is as fast as it can be.
+
+A place may send a part of its activations to the host: a part that is given, or (None) the least that makes room.
+
+    at a place    weights and all that training adds | what stays of activations | on its way | one unit at work
+    on the host                                        what does not stay
+
+What is on its way, out in a forward and back ahead of a backward, has a window. Pieces that are too small to be sent
+stay, and so does what a stage was given by the stage before it.
+"""
 
 from collections.abc import Sequence
 
+from shardwise.cost.memory import DEFERRED_FREE_BYTES
 from shardwise.errors import ShardwiseError
-from shardwise.placing.activation_share import ActivationShare, hosted_bytes, window_bytes
 from shardwise.placing.loads import Load, total_bytes
 from shardwise.placing.places import Place
 from shardwise.units import format_bytes
 
-_NEVER = float("inf")
+#: Of a small place's room, what the window may take.
+_WINDOW = 1 / 12
 
 
 class NoRoomError(ShardwiseError):
     """What is to be placed has no room where it was to go. There may be another way."""
+
+
+def window_bytes(place: Place) -> int:
+    """What may be between a place and the host at once."""
+    return min(DEFERRED_FREE_BYTES, int(place.room_bytes * _WINDOW))
+
+
+def offloaded_bytes(part: float, loads: Sequence[Load], num_in_flight: int) -> float:
+    """What is on the host with a part of the activations there."""
+    stays = sum(load.small_bytes for load in loads)
+    if num_in_flight > 1 and loads:
+        stays += loads[0].given_bytes
+    return part * num_in_flight * max(0, sum(load.kept_bytes for load in loads) - stays)
+
+
+def bytes_with(part: float, loads: Sequence[Load], num_in_flight: int, window: float) -> float:
+    """What units need of their place with a part of their activations on the host, and so much on its way."""
+    if not part:
+        return total_bytes(loads, num_in_flight)
+    offloaded = offloaded_bytes(part, loads, num_in_flight)
+    at_work = max((load.kept_bytes for load in loads), default=0)
+    return total_bytes(loads, num_in_flight) - offloaded + min(offloaded, window + at_work)
+
+
+def least_bytes(part: float | None, loads: Sequence[Load], num_in_flight: int, window: float) -> float:
+    """What units need of their place at the least."""
+    parts = (0.0, 1.0) if part is None else (part,)
+    return min(bytes_with(each, loads, num_in_flight, window) for each in parts)
+
+
+def find_part(part: float | None, loads: Sequence[Load], num_in_flight: int, place: Place) -> float | None:
+    """The part of a place's activations that goes, in hundredths; None if there is no room even so."""
+    parts = [hundredth / 100 for hundredth in range(101)] if part is None else [part]
+    window = window_bytes(place)
+    fitting = (each for each in parts if bytes_with(each, loads, num_in_flight, window) <= place.room_bytes)
+    return next(fitting, None)
 
 
 def lay_out(
@@ -22,74 +68,34 @@ def lay_out(
     *,
     num_in_flight: int,
     inseparable: Sequence[tuple[int, int]] = (),
-    share: ActivationShare | None = None,
+    part: float | None = 0.0,
 ) -> list[range]:
     """The units of each stage, one run after the other. Stage i is on place `ranks[i]`.
 
-    A place with several stages gives each of them an equal part of its room and of its time. With `share` activations
-    may be on the host.
+    A place with several stages gives each of them an equal part of its room and of its time. `part` is what of the
+    activations goes to the host.
     """
-    sharing = [ranks.count(rank) for rank in ranks]
     count, num_stages = len(loads), len(ranks)
     may_cut = [not any(first < at <= last for first, last in inseparable) for at in range(count + 1)]
-    best: list[float] = [0.0] + [_NEVER] * count
-    back: list[list[int]] = []
+    # For each number of units that the stages until now have, how long the slowest takes, and which are whose.
+    best: dict[int, tuple[float, list[range]]] = {0: (0.0, [])}
     for stage, rank in enumerate(ranks):
-        place, num_sharing = places[rank], sharing[stage]
-        after, choice = [_NEVER] * (count + 1), [0] * (count + 1)
-        for first in range(stage, count):
-            if best[first] == _NEVER or not may_cut[first]:
-                continue
+        place, num_sharing = places[rank], ranks.count(rank)
+        room, window = place.room_bytes / num_sharing, window_bytes(place) / num_sharing
+        after: dict[int, tuple[float, list[range]]] = {}
+        for first in sorted(best):
+            slowest, runs = best[first]
             for end in range(first + 1, count - (num_stages - stage - 1) + 1):
-                if (
-                    _least_bytes(loads[first:end], num_in_flight, place, num_sharing, share)
-                    > place.room_bytes / num_sharing
-                ):
+                some = loads[first:end]
+                if least_bytes(part, some, num_in_flight, window) > room:
                     break
-                seconds = max(best[first], sum(load.cost for load in loads[first:end]) * num_sharing / place.speed)
-                if may_cut[end] and seconds < after[end]:
-                    after[end], choice[end] = seconds, first
+                seconds = max(slowest, sum(load.cost for load in some) * num_sharing / place.speed)
+                if may_cut[end] and (end not in after or seconds < after[end][0]):
+                    after[end] = seconds, [*runs, range(first, end)]
         best = after
-        back.append(choice)
-    if best[count] == _NEVER:
-        raise no_room(loads, places, ranks, num_in_flight=num_in_flight, share=share)
-    stages: list[range] = []
-    end = count
-    for choice in reversed(back):
-        stages.append(range(choice[end], end))
-        end = choice[end]
-    return stages[::-1]
-
-
-def fits(
-    stages: Sequence[Sequence[Load]],
-    places: Sequence[Place],
-    ranks: Sequence[int],
-    *,
-    num_in_flight: int,
-    share: ActivationShare | None = None,
-) -> bool:
-    """Whether the units of every stage have room where they are."""
-    return all(
-        _least_bytes(each, num_in_flight, place, 1, share) <= place.room_bytes
-        for place, each in zip(places, by_rank(stages, ranks, len(places)), strict=True)
-    )
-
-
-def by_rank(stages: Sequence[Sequence[Load]], ranks: Sequence[int], num_places: int) -> list[list[Load]]:
-    """The units of each place, of all of its stages."""
-    return [
-        [load for stage, on in zip(stages, ranks, strict=True) if on == rank for load in stage]
-        for rank in range(num_places)
-    ]
-
-
-def _least_bytes(
-    loads: Sequence[Load], num_in_flight: int, place: Place, num_sharing: int, share: ActivationShare | None
-) -> float:
-    if share is None:
-        return total_bytes(loads, num_in_flight)
-    return share.least_bytes(loads, num_in_flight, window_bytes(place) / num_sharing)
+    if count not in best:
+        raise no_room(loads, places, ranks, num_in_flight=num_in_flight, part=part)
+    return best[count][1]
 
 
 def no_room(
@@ -98,7 +104,7 @@ def no_room(
     ranks: Sequence[int],
     *,
     num_in_flight: int,
-    share: ActivationShare | None = None,
+    part: float | None = 0.0,
 ) -> NoRoomError:
     """What is needed, and what there is, place by place."""
     needed = total_bytes(loads, num_in_flight)
@@ -107,9 +113,9 @@ def no_room(
     there = ", ".join(f"{place.name} has room for {format_bytes(place.room_bytes)}" for place in places)
     with_chunks = len(ranks) > len(places)
     on_host = ""
-    if share is not None:
-        part = 1.0 if share.part is None else share.part
-        on_host = f", of which {format_bytes(hosted_bytes(part, loads, num_in_flight))} may be on the host"
+    if part != 0.0:
+        offloaded = offloaded_bytes(1.0 if part is None else part, loads, num_in_flight)
+        on_host = f", of which {format_bytes(offloaded)} may be on the host"
     return NoRoomError(
         f"no room: the module needs {format_bytes(needed)} ({format_bytes(activations)} of it activations of"
         f" {num_in_flight} microbatches{on_host}; the largest unit, {largest.unit}, needs"

@@ -37,9 +37,9 @@ class Load:
 
 def state_bytes(module: nn.Module, *, moments: int) -> dict[str, int]:
     """Bytes of each parameter and buffer. In training a parameter has a gradient and `moments` more of its size."""
-    sizes = {name: _size(each) for name, each in module.named_buffers()}
+    sizes = {name: each.nbytes for name, each in module.named_buffers()}
     for name, each in module.named_parameters():
-        sizes[name] = _size(each) * (2 + moments if trains(module) and each.requires_grad else 1)
+        sizes[name] = each.nbytes * (2 + moments if trains(module) and each.requires_grad else 1)
     return sizes
 
 
@@ -64,9 +64,7 @@ class ModuleLoads:
         for load in self.calls:
             known = found.get(load.unit)
             found[load.unit] = load if known is None else _sum_of(known, load)
-        sizes, first_names = state_bytes(module, moments=moments), _first_names(module)
-        for name, unit in self.units.items():
-            states = {key: sizes[key] for key in _names_in(unit, first_names)}
+        for name, states in _states_of(module, self.units, moments=moments).items():
             found.setdefault(name, Load(unit=name, cost=0.0, states=states, kept_bytes=0))
         return list(found.values())
 
@@ -87,15 +85,10 @@ def find_loads(module: nn.Module, example: Batch | None, *, moments: int) -> Mod
 
 def loads_without_example(module: nn.Module, *, moments: int) -> list[Load]:
     """The units in the order of the module, each as costly as its weights are large. Activations are not known."""
-    sizes, first_names = state_bytes(module, moments=moments), _first_names(module)
+    units = find_units(module)
     return [
-        Load(
-            unit=name,
-            cost=float(sum(_size(each) for each in unit.parameters())),
-            states={key: sizes[key] for key in _names_in(unit, first_names)},
-            kept_bytes=0,
-        )
-        for name, unit in find_units(module).items()
+        Load(unit=name, cost=float(sum(each.nbytes for each in units[name].parameters())), states=states, kept_bytes=0)
+        for name, states in _states_of(module, units, moments=moments).items()
     ]
 
 
@@ -103,20 +96,22 @@ def loads_of(
     module: nn.Module, units: Mapping[str, nn.Module], flow: UnitFlow, example: Batch, *, moments: int
 ) -> list[Load]:
     """The calls of units on the example, with what was measured there."""
-    sizes, first_names = state_bytes(module, moments=moments), _first_names(module)
-    nothing = SplitOptions(num_stages=1)
-    returned = _returned_bytes(flow)
-    kept = _kept_bytes(module, units, example) if trains(module) else [_Kept(each) for each in returned]
+    sizes, states = state_bytes(module, moments=moments), _states_of(module, units, moments=moments)
+    returned = [
+        sum(prod(each.shape) * each.dtype.itemsize for each in call.outline.tensors.values()) for call in flow.calls
+    ]
+    kept = _kept_bytes(module, units, example) if trains(module) else [[each] for each in returned]
+    costs = costs_of(flow, SplitOptions(num_stages=1))
     return [
         Load(
             unit=call.unit,
-            cost=cost,
-            states={key: sizes[key] for key in {*_names_in(units[call.unit], first_names), *call.touched}},
-            kept_bytes=kept[number].num_bytes,
-            small_bytes=kept[number].small_bytes,
+            cost=costs[number],
+            states=states[call.unit] | {name: sizes[name] for name in call.touched},
+            kept_bytes=sum(kept[number]),
+            small_bytes=sum(size for size in kept[number] if size < LEAST_BYTES),
             given_bytes=returned[number - 1] if number else 0,
         )
-        for number, (call, cost) in enumerate(zip(flow.calls, costs_of(flow, nothing), strict=True))
+        for number, call in enumerate(flow.calls)
     ]
 
 
@@ -130,49 +125,29 @@ def _sum_of(one: Load, other: Load) -> Load:
     )
 
 
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _states_of(module: nn.Module, units: Mapping[str, nn.Module], *, moments: int) -> dict[str, dict[str, int]]:
+    """Bytes of the parameters and buffers of each unit, by their first names in the module."""
+    sizes = state_bytes(module, moments=moments)
+    first_names = {id(each): name for name, each in [*module.named_parameters(), *module.named_buffers()]}
+    mine = {name: [first_names[id(each)] for each in (*u.parameters(), *u.buffers())] for name, u in units.items()}
+    return {unit: {name: sizes[name] for name in names} for unit, names in mine.items()}
 
 
-def _first_names(module: nn.Module) -> dict[int, str]:
-    return {id(each): name for name, each in [*module.named_parameters(), *module.named_buffers()]}
-
-
-def _names_in(unit: nn.Module, first_names: Mapping[int, str]) -> list[str]:
-    return [first_names[id(each)] for each in [*unit.parameters(), *unit.buffers()]]
-
-
-def _returned_bytes(flow: UnitFlow) -> list[int]:
-    return [
-        sum(prod(each.shape) * each.dtype.itemsize for each in call.outline.tensors.values()) for call in flow.calls
-    ]
-
-
-@dataclass(slots=True)
-class _Kept:
-    """What autograd keeps of one call, and how much of it is in small pieces."""
-
-    num_bytes: int = 0
-    small_bytes: int = 0
-
-
-def _kept_bytes(module: nn.Module, units: Mapping[str, nn.Module], example: Batch) -> list[_Kept]:
-    """What autograd would keep for each call of a unit, in order; what glue keeps is the last unit's.
+def _kept_bytes(module: nn.Module, units: Mapping[str, nn.Module], example: Batch) -> list[list[int]]:
+    """What autograd would keep for each call of a unit, piece by piece, in order; what glue keeps is the last unit's.
 
     It is counted and let go: there may be no room for all of it.
     """
     every = Kept([*module.parameters(), *module.buffers()])
-    kept: list[_Kept] = []
+    kept: list[list[int]] = []
     args, kwargs = Signature(module).arguments(example)
 
     def begin(*_: Any) -> None:
-        kept.append(_Kept())
+        kept.append([])
 
     def count(tensor: Tensor) -> None:
-        size = every.new_bytes(tensor) if kept else 0
         if kept:
-            kept[-1].num_bytes += size
-            kept[-1].small_bytes += size if size < LEAST_BYTES else 0
+            kept[-1].append(every.new_bytes(tensor))
 
     hooks = [unit.register_forward_pre_hook(begin) for unit in units.values()]
     before = [(buffer, buffer.clone()) for buffer in module.buffers()]

@@ -5,9 +5,13 @@
 
 The instructions are those of the schedule, in its order: its forwards first, then its backwards. What lies between two
 places is an entry in the mail: values outside of any graph, moved to the device where they are read.
+
+A weight that several stages use is one parameter, of the first of them. The others have a copy of it for one pass,
+or the same memory if they are on the same device, each with a gradient of its own. When all have finished, these are
+added to the owner's, in the order of the stages, so that the sum never depends on who was first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +23,7 @@ from shardwise.execution.interpreter import Interpreter
 from shardwise.execution.threads import Mail, ThreadContext, run_together
 from shardwise.placing.activation_offload import PlacedActivationOffload
 from shardwise.placing.batch_rows import rows_of
-from shardwise.placing.device_moves import CrossDeviceMode, add_gradients, copies_for, moved
+from shardwise.placing.moving import CrossDeviceMode, moved
 from shardwise.placing.outputs import Joint
 from shardwise.placing.places import Place
 from shardwise.placing.rng_state import RngState
@@ -27,6 +31,7 @@ from shardwise.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction
 from shardwise.schedule.schedule import Schedule
 from shardwise.stages.split.outline import leaves_of
 from shardwise.stages.stage import Batch, Split, Stage, Values
+from shardwise.states.tiers.streamed_gradients import give
 
 _FORWARD = frozenset({Kind.F, Kind.SEND_F, Kind.RECV_F})
 _BACKWARD = frozenset({Kind.B, Kind.I, Kind.W, Kind.SEND_B, Kind.RECV_B})
@@ -177,6 +182,21 @@ class MicrobatchPass:
         elif kind in RECEIVES:
             # It runs beside computation: nobody waits for it but what needs it.
             expected.setdefault((stage, microbatch), []).append(instruction)
+
+
+def copies_for(parameters: Sequence[nn.Parameter], device: torch.device) -> dict[Tensor, Tensor]:
+    """For each parameter what stands for it on a device during one pass."""
+    wants = torch.is_grad_enabled()
+    return {each: each.detach().to(device).requires_grad_(wants and each.requires_grad) for each in parameters}
+
+
+def add_gradients(copies: Mapping[Tensor, Tensor]) -> None:
+    """Add the gradients of copies to their owners'."""
+    with torch.no_grad():
+        for owner, each in copies.items():
+            if each.grad is not None:
+                give(owner, each.grad.to(owner.device))
+                each.grad = None
 
 
 def _copy_ties(schedule: Schedule, split: Split, places: Sequence[Place]) -> list[dict[Tensor, Tensor]]:

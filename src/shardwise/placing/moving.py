@@ -1,19 +1,21 @@
 """Layer by layer, as written: each unit's weights are on its place, and what it is called with is moved there.
 
 The module's own forward is run from top to bottom by the caller. A hook in front of each unit moves its arguments, and
-what the module returns goes back to where its inputs were. That is all.
+what the module returns goes back to where its inputs were. What meets between units, outside of any of them, is moved
+by a function mode. That is all.
 """
 
 import threading
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from shardwise.placing.device_moves import CrossDeviceMode, moved
 from shardwise.stages.split.outline import leaves_of, open_dataclasses
-from shardwise.torch_private import buffer_slots
+from shardwise.torch_private import buffer_slots, pytree
 
 
 def settle(module: nn.Module, where: Mapping[str, torch.device]) -> None:
@@ -30,6 +32,52 @@ def settle(module: nn.Module, where: Mapping[str, torch.device]) -> None:
                 buffer_slots(each)[key] = buffer.to(where[first_names[id(buffer)]])
 
 
+def moved(given: Any, device: torch.device) -> Any:
+    """The same, with every tensor in it on a device. What is inside of other objects, like caches, stays."""
+    leaves = leaves_of(given)
+    if all(each.device == device for each in leaves if isinstance(each, Tensor)):
+        return given
+    return pytree.tree_map(lambda each: each.to(device) if isinstance(each, Tensor) else each, given)
+
+
+class CrossDeviceMode(TorchFunctionMode):
+    """Operations on tensors of several devices happen on `device`, and with copies in place of shared weights."""
+
+    _opened = threading.local()
+
+    def __init__(self, device: torch.device, copies: Mapping[Tensor, Tensor] | None = None) -> None:
+        super().__init__()
+        self.device = device
+        self._copies = {id(owner): each for owner, each in (copies or {}).items()}
+
+    @classmethod
+    def is_open(cls) -> bool:
+        """Whether this thread is inside of one."""
+        return getattr(cls._opened, "count", 0) > 0
+
+    def __enter__(self) -> "CrossDeviceMode":
+        self._opened.count = getattr(self._opened, "count", 0) + 1
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._opened.count -= 1
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        tensors = [each for each in leaves_of((args, kwargs)) if isinstance(each, Tensor)]
+        if self._copies and any(id(each) in self._copies for each in tensors):
+            args, kwargs = pytree.tree_map(lambda each: self._copies.get(id(each), each), (args, kwargs))
+        # Numbers without dims may be on the CPU everywhere.
+        if len({each.device for each in tensors if each.dim()}) > 1:
+            args, kwargs = moved((args, kwargs), self.device)
+        return func(*args, **kwargs)
+
+
 class InputMover:
     """Hooks on a module and its units, where there is more than one device. `remove` takes them away.
 
@@ -42,42 +90,34 @@ class InputMover:
         self._hooks.append(module.register_forward_hook(self._end, always_call=True))
         for name, device in units.items():
             unit = module.get_submodule(name)
-            self._hooks.append(unit.register_forward_pre_hook(_Move(self, device), with_kwargs=True))
+            self._hooks.append(unit.register_forward_pre_hook(partial(self._come_to, device), with_kwargs=True))
 
     def remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
 
-    def come_to(self, device: torch.device) -> None:
-        """A unit is about to be run on a device: what meets after it, outside of units, meets there."""
-        meeting: CrossDeviceMode | None = getattr(self._now, "meeting", None)
-        if meeting is not None:
-            meeting.device = device
+    def _come_to(
+        self, device: torch.device, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        """In front of a unit: its arguments go where it is, and what meets after it, outside of units, meets there."""
+        mode: CrossDeviceMode | None = getattr(self._now, "mode", None)
+        if mode is not None:
+            mode.device = device
+        found: tuple[Any, Any] = moved((args, kwargs), device)
+        return found
 
     def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if CrossDeviceMode.is_open():
             return
         tensors = [each for each in leaves_of((args, kwargs)) if isinstance(each, Tensor)]
         self._now.home = tensors[0].device if tensors else None
-        self._now.meeting = CrossDeviceMode(self._now.home or torch.device("cpu")).__enter__()
+        self._now.mode = CrossDeviceMode(self._now.home or torch.device("cpu")).__enter__()
 
     def _end(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
-        meeting: CrossDeviceMode | None = getattr(self._now, "meeting", None)
-        if meeting is None:
+        mode: CrossDeviceMode | None = getattr(self._now, "mode", None)
+        if mode is None:
             return output
-        self._now.meeting = None
-        meeting.__exit__(None, None, None)
+        self._now.mode = None
+        mode.__exit__(None, None, None)
         open_dataclasses(output)
         return output if self._now.home is None else moved(output, self._now.home)
-
-
-class _Move:
-    """In front of one unit: its arguments go where it is."""
-
-    def __init__(self, mover: InputMover, device: torch.device) -> None:
-        self._mover, self._device = mover, device
-
-    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        self._mover.come_to(self._device)
-        found: tuple[Any, Any] = moved((args, kwargs), self._device)
-        return found

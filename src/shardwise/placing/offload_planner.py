@@ -11,18 +11,16 @@ Links work beside the computation, both directions at once: a pass takes as long
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
-import torch
 from torch import nn
 
 from shardwise.dataflow.links import Link
 from shardwise.dataflow.machine import Machine
-from shardwise.placing.activation_share import ActivationShare, hosted_bytes
 from shardwise.placing.host import Unit, held_loads, lay_out_streams
-from shardwise.placing.layout import NoRoomError, lay_out
+from shardwise.placing.layout import NoRoomError, find_part, lay_out, offloaded_bytes
 from shardwise.placing.loads import Load, ModuleLoads, total_bytes, trains
-from shardwise.placing.places import Place, copied_bytes_per_second, matmul_flops, multiplied
+from shardwise.placing.places import Place, PlaceOptions, copied_bytes_per_second, matmul_flops, multiplied
 from shardwise.units import format_bytes, format_seconds
 
 #: A backward computes twice what its forward does.
@@ -33,24 +31,38 @@ _BACKWARD = 2.0
 class Way:
     """One way to make room. `units` are there if weights are streamed, `parts` if activations leave."""
 
-    words: str
-    seconds: float
+    words: str = ""
+    seconds: float = 0.0
     units: Sequence[Unit] = ()
-    share: ActivationShare | None = None
+    #: What of the activations goes to the host: this part of them, or (None) what there is no room for.
+    part: float | None = 0.0
     #: What part of its activations each place sends, and what that is on the host.
     parts: Mapping[Place, float] = field(default_factory=dict)
-    hosted_bytes: int = 0
+    offloaded_bytes: int = 0
     host_computes: bool = False
     #: Whether weights are read from disk: what that takes is not known, so it is for want of another way.
     reads_disk: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OffloadChoice:
-    """The ways that there is room for, the best first, and what each would take."""
+class OffloadQuestion:
+    """What is to be placed: devices that compute, and the host beside them."""
 
-    ways: Sequence[Way]
-    reason: str
+    module: nn.Module
+    loads: ModuleLoads
+    devices: Sequence[Place]
+    memory: Sequence[Place]
+    options: PlaceOptions
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether devices compute at the same time. One beside the host goes layer by layer."""
+        return self.options.microbatches > 1 and len(self.devices) > 1
+
+    @property
+    def room_bytes(self) -> int:
+        """What the host has room for."""
+        return sum(place.room_bytes for place in self.memory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,20 +75,17 @@ class _Work:
     activation_bytes: float = 0.0
 
 
-class OffloadPrices:
+class _Prices:
     """What computation and links take, measured when somebody asks for the first time."""
 
-    def __init__(self, places: Sequence[Place], dtype: torch.dtype, *, trains: bool, moments: int) -> None:
-        self._first, self._speed, self._dtype = places[0].device, places[0].speed, dtype
-        self._trains, self._moments = trains, moments
-        self._flops: float | None = None
-        self._host_rate: float | None = None
+    def __init__(self, question: OffloadQuestion) -> None:
+        self._question = question
         self._links: dict[str, tuple[Link, Link]] = {}
 
     def seconds(self, works: Sequence[_Work], *, is_pipelined: bool, on_host_bytes: int = 0) -> float:
         """What a batch takes. The host updates weights of `on_host_bytes`."""
         together = max if is_pipelined else sum
-        forward = together([each.cost / self._speed_of(each.place) for each in works])
+        forward = together([each.cost / (self._flops * each.place.speed) for each in works])
         inward, outward = [0.0], [0.0]
         back_inward, back_outward = [0.0], [0.0]
         for each in works:
@@ -87,21 +96,22 @@ class OffloadPrices:
                 back_inward.append((each.weight_bytes + each.activation_bytes) / come.bytes_per_second)
                 back_outward.append(each.weight_bytes / go.bytes_per_second)
         found = max(forward, *inward, *outward)
-        if self._trains:
+        if trains(self._question.module):
             found += max(_BACKWARD * forward, *back_inward, *back_outward)
             # Weights and moments are read and written, gradients read.
-            found += (3 + 2 * self._moments) * on_host_bytes / self._rate() if on_host_bytes else 0.0
+            moved = (3 + 2 * self._question.options.moments) * on_host_bytes
+            found += moved / self._host_rate if on_host_bytes else 0.0
         return found
 
-    def _speed_of(self, place: Place) -> float:
-        if self._flops is None:
-            self._flops = matmul_flops(self._first, self._dtype) / self._speed
-        return self._flops * place.speed
+    @cached_property
+    def _flops(self) -> float:
+        """FLOPs a second of a device of speed 1."""
+        first = self._question.devices[0]
+        return matmul_flops(first.device, multiplied(self._question.module)) / first.speed
 
-    def _rate(self) -> float:
-        if self._host_rate is None:
-            self._host_rate = copied_bytes_per_second()
-        return self._host_rate
+    @cached_property
+    def _host_rate(self) -> float:
+        return copied_bytes_per_second()
 
     def _link(self, device: Place) -> tuple[Link, Link]:
         """In and out, as measured."""
@@ -112,178 +122,148 @@ class OffloadPrices:
         return self._links[device.name]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OffloadQuestion:
-    """What is to be placed: devices that compute, and the host beside them."""
-
-    module: nn.Module
-    loads: ModuleLoads
-    devices: Sequence[Place]
-    memory: Sequence[Place]
-    moments: int
-    is_pipelined: bool
-    #: `auto`, `stream` or `compute`.
-    host: str
-    #: The part of activations that goes to the host, if somebody has said it.
-    part: float | None
-    #: Whether weights and gradients may be on disk.
-    has_folder: bool = False
-
-
-def decide(question: OffloadQuestion) -> OffloadChoice:
-    """The ways that there is room for, the fastest first, those that read a disk last."""
-    trained = trains(question.module)
-    places, dtype = [*question.devices, *question.memory], multiplied(question.module)
-    prices = OffloadPrices(places, dtype, trains=trained, moments=question.moments)
-    candidates: list[Callable[[], Way | None]] = [
-        partial(find, question, prices, share)
-        for share in _shares(question)
-        for find in (_with_activations_away, _with_streams)
-    ]
-    if question.host == "auto":
+def decide(question: OffloadQuestion) -> tuple[Sequence[Way], str]:
+    """The ways that there is room for, the fastest first, those that read a disk last; and what each would take."""
+    prices = _Prices(question)
+    candidates: list[Callable[[], Way | None]] = []
+    for part in _parts_to_try(question):
+        if part != 0.0:
+            candidates.append(partial(_with_activations_offloaded, question, prices, part))
+        candidates.append(partial(_with_streams, question, prices, part))
+    if question.options.host == "auto":
         candidates.append(partial(_with_host_computing, question, prices))
-    found = [_way_or_refusal(find) for find in candidates]
-    ways = [each for each in found if isinstance(each, Way)]
-    refusals = [each for each in found if isinstance(each, NoRoomError)]
+    ways: list[Way] = []
+    refusals: list[NoRoomError] = []
+    for find in candidates:
+        try:
+            way = find()
+        except NoRoomError as error:
+            refusals.append(error)
+        else:
+            ways += [way] if way is not None else []
     if not ways:
         raise refusals[-1]
     ways.sort(key=lambda way: (way.reads_disk, way.seconds))
-    return OffloadChoice(ways=ways, reason=_reason(question, ways, refusals, prices))
+    return ways, _reason(question, ways, refusals, prices)
 
 
-def _shares(question: OffloadQuestion) -> list[ActivationShare | None]:
-    """What may be done with activations: leave them where they are (None), or send the part that was asked for."""
-    if not trains(question.module) or question.part == 0.0:
-        return [None]
-    if question.part is None:  # Without an example nobody knows how large they are.
-        return [None, ActivationShare()] if question.loads.are_measured else [None]
-    return [ActivationShare(part=question.part)]
+def _parts_to_try(question: OffloadQuestion) -> list[float | None]:
+    """What may be done with activations: leave them where they are (0), send the part that was asked for, or (None)
+    what there is no room for."""
+    asked = question.options.activations_on_host
+    if not trains(question.module) or asked == 0.0:
+        return [0.0]
+    if asked is None:  # Without an example nobody knows how large they are.
+        return [0.0, None] if question.loads.are_measured else [0.0]
+    return [asked]
 
 
-def _way_or_refusal(find: Callable[[], Way | None]) -> Way | NoRoomError | None:
-    """A way, or why there is no room for it; None if it is no other than one of the others."""
-    try:
-        return find()
-    except NoRoomError as error:
-        return error
-
-
-def parts_of(loads: Mapping[Place, Sequence[Load]], share: ActivationShare, num_in_flight: int) -> dict[Place, float]:
+def parts_of(loads: Mapping[Place, Sequence[Load]], part: float | None, num_in_flight: int) -> dict[Place, float]:
     """What part of its activations each place sends."""
     found = {}
     for place, some in loads.items():
-        part = share.find_part(some, num_in_flight, place)
-        if part is None:
+        sent = find_part(part, some, num_in_flight, place)
+        if sent is None:
             raise NoRoomError(
                 f"no room at {place.name}: {format_bytes(total_bytes(some, num_in_flight))} are needed there,"
-                f" {format_bytes(hosted_bytes(share.part or 1.0, some, num_in_flight))} of them activations that may"
+                f" {format_bytes(offloaded_bytes(part or 1.0, some, num_in_flight))} of them activations that may"
                 f" be on the host, and there are {format_bytes(place.room_bytes)}",
                 remedy="a larger budget, or a smaller batch",
             )
-        found[place] = part
+        found[place] = sent
     return found
 
 
-def _with_activations_away(
-    question: OffloadQuestion, prices: OffloadPrices, share: ActivationShare | None
-) -> Way | None:
+def _with_activations_offloaded(question: OffloadQuestion, prices: _Prices, part: float | None) -> Way:
     """All weights on the devices."""
-    if share is None:
-        return None
-    calls, devices = question.loads.calls, question.devices
-    ranks = range(min(len(devices), len(calls)))
-    runs = lay_out(calls, devices, ranks, num_in_flight=1, inseparable=question.loads.inseparable, share=share)
-    mine = {place: [calls[call] for call in run] for place, run in zip(devices, runs, strict=False)}
-    parts = parts_of(mine, share, 1)
-    away = {place: hosted_bytes(parts[place], mine[place], 1) for place in mine}
-    check_host(away, 0, _host_room(question))
+    loads, devices = question.loads, question.devices
+    ranks = range(min(len(devices), len(loads.calls)))
+    runs = lay_out(loads.calls, devices, ranks, num_in_flight=1, inseparable=loads.inseparable, part=part)
+    mine = {place: [loads.calls[call] for call in run] for place, run in zip(devices, runs, strict=False)}
+    parts = parts_of(mine, part, 1)
+    offloaded = {place: offloaded_bytes(parts[place], mine[place], 1) for place in mine}
+    check_host(offloaded, 0, question.room_bytes)
     works = [
-        _Work(place=place, cost=sum(load.cost for load in some), activation_bytes=away[place])
+        _Work(place=place, cost=sum(load.cost for load in some), activation_bytes=offloaded[place])
         for place, some in mine.items()
     ]
     return Way(
         words=f"with {_percent(parts)} of the activations on the host",
-        seconds=prices.seconds(works, is_pipelined=question.is_pipelined) if question.loads.are_measured else 0.0,
-        share=share,
+        seconds=prices.seconds(works, is_pipelined=question.is_pipelined) if loads.are_measured else 0.0,
+        part=part,
         parts=parts,
-        hosted_bytes=int(sum(away.values())),
+        offloaded_bytes=int(sum(offloaded.values())),
     )
 
 
-def _with_streams(question: OffloadQuestion, prices: OffloadPrices, share: ActivationShare | None) -> Way | None:
-    """Weights that have no room on the devices come to them; with `share` activations leave, too."""
+def _with_streams(question: OffloadQuestion, prices: _Prices, part: float | None) -> Way | None:
+    """Weights that have no room on the devices come to them; unless `part` is 0 activations leave, too."""
     loads, trained = question.loads, trains(question.module)
     units = lay_out_streams(
-        question.module, loads, question.devices, question.memory, moments=question.moments, share=share
+        question.module, loads, question.devices, question.memory, moments=question.options.moments, part=part
     )
     streamed = [unit for unit in units if unit.is_streamed]
     if not streamed:
         return None
     mine = {place: [unit for unit in units if unit.place is place] for place in question.devices}
     held = {place: held_loads(some, trains=trained) for place, some in mine.items()}
-    parts = {} if share is None else parts_of(held, share, 1)
-    away = {place: hosted_bytes(part, held[place], 1) for place, part in parts.items()}
+    parts = {} if part == 0.0 else parts_of(held, part, 1)
+    offloaded = {place: offloaded_bytes(each, held[place], 1) for place, each in parts.items()}
+    own_bytes = sum(unit.own_bytes for unit in streamed)
     if trained:
-        shelved = sum(unit.disk_bytes for unit in streamed) if question.has_folder else 0
-        check_host(away, sum(unit.own_bytes for unit in streamed) - shelved, _host_room(question))
-    costs = {load.unit: load.cost for load in loads.by_unit(question.module, moments=question.moments)}
+        on_disk = sum(unit.disk_bytes for unit in streamed) if question.options.folder is not None else 0
+        check_host(offloaded, own_bytes - on_disk, question.room_bytes)
     works = [
         _Work(
             place=place,
-            cost=sum(costs[unit.name] for unit in some),
+            cost=sum(unit.load.cost for unit in some),
             weight_bytes=sum(unit.weight_bytes for unit in some if unit.is_streamed),
-            activation_bytes=away.get(place, 0.0),
+            activation_bytes=offloaded.get(place, 0.0),
         )
         for place, some in mine.items()
     ]
     updated = sum(unit.weight_bytes for unit in streamed)
-    measured = loads.are_measured
-    reads_disk = sum(unit.own_bytes for unit in streamed) + sum(away.values()) > _host_room(question)
+    reads_disk = own_bytes + sum(offloaded.values()) > question.room_bytes
     words = f"if streamed{', partly from disk,' if reads_disk else ''}"
     return Way(
         words=f"{words} with {_percent(parts)} of the activations on the host" if parts else words.rstrip(","),
-        seconds=prices.seconds(works, is_pipelined=False, on_host_bytes=updated) if measured else 0.0,
+        seconds=prices.seconds(works, is_pipelined=False, on_host_bytes=updated) if loads.are_measured else 0.0,
         units=units,
-        share=share,
+        part=part,
         parts=parts,
-        hosted_bytes=int(sum(away.values())),
+        offloaded_bytes=int(sum(offloaded.values())),
         reads_disk=reads_disk,
     )
 
 
-def _with_host_computing(question: OffloadQuestion, prices: OffloadPrices) -> Way:
+def _with_host_computing(question: OffloadQuestion, prices: _Prices) -> Way:
     """The host is a place like the others."""
-    places = [*question.devices, *question.memory]
-    loads = question.loads
+    places, loads = [*question.devices, *question.memory], question.loads
     runs = lay_out(loads.calls, places, range(len(places)), num_in_flight=1, inseparable=loads.inseparable)
-    mine = {place: [loads.calls[call] for call in run] for place, run in zip(places, runs, strict=True)}
-    works = [_Work(place=place, cost=sum(load.cost for load in some)) for place, some in mine.items()]
+    works = [
+        _Work(place=place, cost=sum(loads.calls[call].cost for call in run))
+        for place, run in zip(places, runs, strict=True)
+    ]
     seconds = float("inf")  # Without an example nobody knows.
     if loads.are_measured:
         seconds = prices.seconds(works, is_pipelined=question.is_pipelined)
     return Way(words="if the host computes", seconds=seconds, host_computes=True)
 
 
-def check_host(away: Mapping[Place, float], state_bytes: int, room_bytes: int) -> None:
+def check_host(offloaded: Mapping[Place, float], state_bytes: int, room_bytes: int) -> None:
     """Refuse what the host has no room for: activations of places, and weights with what belongs to them."""
-    if sum(away.values()) + state_bytes <= room_bytes:
+    if sum(offloaded.values()) + state_bytes <= room_bytes:
         return
-    parts = [f"{format_bytes(size)} of activations of {place.name}" for place, size in away.items() if size]
+    parts = [f"{format_bytes(size)} of activations of {place.name}" for place, size in offloaded.items() if size]
     parts += [f"{format_bytes(state_bytes)} of what the devices have no room for"] if state_bytes else []
+    less = ", a smaller batch, or gradient checkpointing, which keeps fewer activations"
     raise NoRoomError(
         f"no room on the host: {' and '.join(parts)} are to live there, and there are {format_bytes(room_bytes)}",
-        remedy="another device, or larger budgets"
-        + (", a smaller batch, or gradient checkpointing, which keeps fewer activations" if any(away.values()) else ""),
+        remedy="another device, or larger budgets" + (less if any(offloaded.values()) else ""),
     )
 
 
-def _host_room(question: OffloadQuestion) -> int:
-    return sum(place.room_bytes for place in question.memory)
-
-
-def _reason(
-    question: OffloadQuestion, ways: Sequence[Way], refusals: Sequence[NoRoomError], prices: OffloadPrices
-) -> str:
+def _reason(question: OffloadQuestion, ways: Sequence[Way], refusals: Sequence[NoRoomError], prices: _Prices) -> str:
     if not question.loads.are_measured:
         return f"{ways[0].words}: no example= says how long the host would compute"
     unit = "step" if trains(question.module) else "pass"
@@ -296,7 +276,7 @@ def _reason(
     return found
 
 
-def _checkpointed(question: OffloadQuestion, prices: OffloadPrices) -> float | None:
+def _checkpointed(question: OffloadQuestion, prices: _Prices) -> float | None:
     """What a step would take if every unit were computed again in the backward, and kept nothing but what it is given.
 
     None if that has no room, or would keep about as much.

@@ -6,8 +6,7 @@ same      a tensor that is the same for all: the first one
 """
 
 from collections.abc import Sequence
-from enum import Enum, auto
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,16 +16,10 @@ from shardwise.stages.split.outline import open_dataclasses
 from shardwise.torch_private import pytree
 
 
-class _How(Enum):
-    ROWS = auto()
-    MEAN = auto()
-    SAME = auto()
-
-
 class _Leaf(NamedTuple):
     """One tensor of the output, as it came from each microbatch."""
 
-    how: _How
+    how: Literal["rows", "mean", "same"]
     parts: list[Tensor]
 
 
@@ -60,9 +53,9 @@ class Joint:
         """One leaf of the output, for the batch, outside of any graph."""
         how, parts = self.tensors[number]
         values = [each.detach() for each in parts]
-        if how is _How.ROWS:
+        if how == "rows":
             return torch.cat(values).to(device)
-        if how is _How.MEAN:
+        if how == "mean":
             weighed = [value * (rows / sum(self._rows)) for value, rows in zip(values, self._rows, strict=True)]
             return torch.stack(weighed).sum().to(device)
         return values[0].to(device, copy=True)
@@ -76,9 +69,9 @@ class Joint:
         """For each microbatch, its part of a leaf and the gradient that arrived there."""
         how, parts = self.tensors[number]
         gradient = gradient.to(parts[0].device)
-        if how is _How.ROWS:
+        if how == "rows":
             gradients = list(torch.split(gradient, list(self._rows)))
-        elif how is _How.MEAN:
+        elif how == "mean":
             gradients = [gradient * (rows / sum(self._rows)) for rows in self._rows]
         else:
             gradients = [gradient, *(torch.zeros_like(gradient) for _ in parts[1:])]
@@ -87,11 +80,11 @@ class Joint:
 
     def _leaf(self, number: int, parts: list[Tensor]) -> _Leaf:
         if all(each.dim() and len(each) == rows for each, rows in zip(parts, self._rows, strict=True)):
-            return _Leaf(_How.ROWS, parts)
+            return _Leaf("rows", parts)
         if all(not each.dim() and each.is_floating_point() for each in parts):
-            return _Leaf(_How.MEAN, parts)
+            return _Leaf("mean", parts)
         if all(torch.equal(each, parts[0]) for each in parts[1:]):
-            return _Leaf(_How.SAME, parts)
+            return _Leaf("same", parts)
         raise ShardwiseError(
             f"the module returns a tensor of shape {tuple(parts[0].shape)} (number {number + 1} of its output) that has"
             f" no row for each of the {self._rows[0]} of a microbatch and is not the same for all: it cannot be joined",

@@ -9,7 +9,8 @@ must not hold up the thread of a GPU that a place needs: what flows there is a n
 caller's own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,32 +18,31 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shardwise.errors import ShardwiseError
-from shardwise.execution.pipeline import complete, forward_only
+from shardwise.execution.pipeline import complete, forward_only, schedule_of
 from shardwise.placing.activation_offload import PlacedActivationOffload
 from shardwise.placing.batch_rows import cut_rows, home_of, inputs_with_gradient, rows_of
 from shardwise.placing.microbatch_pass import MicrobatchPass
 from shardwise.placing.outputs import Joint
-from shardwise.placing.places import Place
+from shardwise.placing.places import Place, PlaceOptions
 from shardwise.placing.rng_state import RngState
+from shardwise.planner.plan import Plan
 from shardwise.schedule.schedule import Schedule
 from shardwise.stages.stage import Batch, Split
 
 
 class Pipeline:
-    """A module in stages over places. `make_schedule` gives the schedule for a number of microbatches."""
+    """A module in stages over places."""
 
     def __init__(
         self,
         module: nn.Module,
         split: Split,
         places: Sequence[Place],
-        *,
-        num_microbatches: int,
-        make_schedule: Callable[[int], Schedule],
+        options: PlaceOptions,
         activations: PlacedActivationOffload | None = None,
     ) -> None:
         self.split, self.places, self._activations = split, places, activations
-        self._module, self._make, self._most = module, make_schedule, num_microbatches
+        self._module, self._options = module, options
         self._num_host = sum(place.device.type == "cpu" for place in places)
         self._schedules: dict[int, tuple[Schedule, Schedule]] = {}
         #: Whether stages draw random numbers, by the modes that their modules are in.
@@ -53,12 +53,11 @@ class Pipeline:
         given = inputs_with_gradient(batch) if torch.is_grad_enabled() else []
         trained = any(each.requires_grad for each in self._module.parameters())
         trains = torch.is_grad_enabled() and (trained or bool(given))
-        microbatches = _cut(batch, min(self._most, rows_of(batch)), given if trains else [])
+        microbatches = _cut(batch, min(self._options.microbatches, rows_of(batch)), given if trains else [])
         schedule, forwards = self._schedule(len(microbatches))
-        flight = _Flight(microbatches, {name: batch[name] for name in given if trains}, home_of(batch))
         modes = self._modes()
         rng = RngState(trains=trains) if self._draws.get(modes, True) else None
-        flight.microbatch_pass = MicrobatchPass(
+        microbatch_pass = MicrobatchPass(
             schedule if trains else forwards,
             self.split,
             self.places,
@@ -67,16 +66,18 @@ class Pipeline:
             rng=rng,
             activations=self._activations,
         )
-        joint = flight.microbatch_pass.forward()
+        joint, home = microbatch_pass.forward(), home_of(batch)
         if rng is not None:
             self._draws[modes] = rng.have_drawn
             if not rng.have_drawn:
                 rng.forget()
-        return flight.output(joint) if trains else _plain_output(joint, flight.home)
+        if not trains:
+            return joint.filled({number: joint.joined(number, home) for number in joint.tensors})
+        return _InFlight(microbatch_pass, microbatches, {name: batch[name] for name in given}, home).output(joint)
 
     def _schedule(self, count: int) -> tuple[Schedule, Schedule]:
         if count not in self._schedules:
-            whole = complete(self._make(count), self.split)
+            whole = complete(make_schedule(self._options, len(self.places), count), self.split)
             self._schedules[count] = whole, forward_only(whole)
         return self._schedules[count]
 
@@ -85,13 +86,26 @@ class Pipeline:
         return tuple((each.training, each.__dict__.get("p")) for each in self._module.modules())
 
 
-class _Flight:
+def make_schedule(options: PlaceOptions, num_places: int, count: int) -> Schedule:
+    """The schedule for so many microbatches, computation only. Those that hold the weights twice are refused."""
+    schedule = schedule_of(Plan(pp=num_places, microbatches=count, schedule=options.schedule, chunks=options.chunks))
+    if len(schedule.placement.pipes) > 1 or schedule.staleness:
+        raise ShardwiseError(
+            f"{options.schedule} holds the weights twice, and a placed module has one of each",
+            remedy='schedule="zb-v"',
+        )
+    return schedule
+
+
+@dataclass(slots=True, eq=False)
+class _InFlight:
     """A pass between its forward and its backward, as autograd's two nodes see it."""
 
-    def __init__(self, microbatches: Sequence[Batch], inputs: dict[str, Tensor], home: torch.device) -> None:
-        self.microbatches, self.inputs, self.home = microbatches, inputs, home
-        self.microbatch_pass: MicrobatchPass | None = None
-        self.gradients: dict[int, Tensor] = {}
+    microbatch_pass: MicrobatchPass | None
+    microbatches: Sequence[Batch]
+    inputs: dict[str, Tensor]
+    home: torch.device
+    gradients: dict[int, Tensor] = field(default_factory=dict)
 
     def output(self, joint: Joint) -> Any:
         """The joined output, in autograd's graph."""
@@ -127,7 +141,7 @@ class _Backwards(torch.autograd.Function):
     """Its backward is that of all places."""
 
     @staticmethod
-    def forward(ctx: Any, flight: _Flight, anchor: Tensor, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, flight: _InFlight, anchor: Tensor, *inputs: Tensor) -> Tensor:
         ctx.flight = flight
         del inputs
         return anchor.clone()
@@ -142,7 +156,7 @@ class _Outputs(torch.autograd.Function):
     """The outputs of all microbatches, joined."""
 
     @staticmethod
-    def forward(ctx: Any, flight: _Flight, joint: Joint, numbers: list[int], trigger: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, flight: _InFlight, joint: Joint, numbers: list[int], trigger: Tensor) -> tuple[Tensor, ...]:
         del trigger
         ctx.flight, ctx.numbers = flight, numbers
         ctx.set_materialize_grads(False)
@@ -162,7 +176,3 @@ def _cut(batch: Batch, count: int, wanted: Sequence[str]) -> list[Batch]:
         {name: each.detach().requires_grad_() if name in wanted else each for name, each in microbatch.items()}
         for microbatch in cut_rows(batch, count)
     ]
-
-
-def _plain_output(joint: Joint, home: torch.device) -> Any:
-    return joint.filled({number: joint.joined(number, home) for number in joint.tensors})

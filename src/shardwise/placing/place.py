@@ -7,12 +7,11 @@ from typing import Literal
 from torch import nn
 
 from shardwise.errors import ShardwiseError, unknown
-from shardwise.placing.arrange import PlaceOptions
 from shardwise.placing.host import divide
 from shardwise.placing.layout import no_room
 from shardwise.placing.loads import loads_without_example, state_bytes, trains
 from shardwise.placing.placed import Placed
-from shardwise.placing.places import find_places, multiplied
+from shardwise.placing.places import PlaceOptions, find_places, multiplied
 from shardwise.stages.stage import Batch
 
 #: What the host beside GPUs is for.

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
 from shardwise.placing.activation_offload import PlacedActivationOffload
-from shardwise.placing.arrange import Arrangement, PlaceOptions, arrange
+from shardwise.placing.arrange import Arrangement, arrange
 from shardwise.placing.moving import InputMover, settle
-from shardwise.placing.places import Place
+from shardwise.placing.places import Place, PlaceOptions
 from shardwise.stages.split.outline import leaves_of
 from shardwise.stages.stage import Batch
 from shardwise.torch_private import share_slots

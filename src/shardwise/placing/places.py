@@ -1,8 +1,9 @@
-"""The places that a user names: which device each is, how much room it has, and how fast it is."""
+"""The places that a user names: which device each is, how much room it has, how fast it is; and how to use them."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
 
 import torch
@@ -28,6 +29,21 @@ class Place:
     speed: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceOptions:
+    """How a module is to be placed."""
+
+    microbatches: int = 1
+    schedule: str = "1f1b"
+    chunks: int | None = None
+    moments: int = 2
+    through_blocks: bool = False
+    host: str = "auto"
+    folder: Path | str | None = None
+    #: The part of activations on the host; None is what there is no room for.
+    activations_on_host: float | None = None
+
+
 def find_places(
     devices: Sequence[str],
     *,
@@ -43,7 +59,10 @@ def find_places(
     """
     names = [_full_name(each) for each in ([devices] if isinstance(devices, str) else devices)]
     _check_names(names)
-    budgets = {_known(name, names, "budget"): _parsed(size) for name, size in (budget or {}).items()}
+    budgets = {
+        _known(name, names, "budget"): parse_bytes(size) if isinstance(size, str) else size
+        for name, size in (budget or {}).items()
+    }
     given = {_known(name, names, "speeds"): speed for name, speed in (speeds or {}).items()}
     for name, speed in given.items():
         if not speed > 0:
@@ -84,10 +103,6 @@ def _known(name: str, names: Sequence[str], what: str) -> str:
     if full not in names:
         raise unknown(f"device in {what}", name, names)
     return full
-
-
-def _parsed(size: str | int) -> int:
-    return parse_bytes(size) if isinstance(size, str) else size
 
 
 def _device(name: str) -> torch.device:

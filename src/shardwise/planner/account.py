@@ -5,23 +5,22 @@ every stage, what each rank holds by the order of its own instructions, and the 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from shardwise.cost.constants import CONSTANTS
-from shardwise.cost.interval import spread
 from shardwise.cost.layouts import BALANCE, CONTEXT, ORDERS, RECOMPUTE, Layouts
 from shardwise.cost.memory import StepBytes, step_bytes
 from shardwise.cost.pipeline import SCHEDULES
 from shardwise.cost.places import layer_kinds, rank_places
 from shardwise.cost.play import end_weights, play, share_layers, short_schedule
 from shardwise.cost.stage import Pricer
-from shardwise.cost.step import HOST_TAKEN, Estimate, price
+from shardwise.cost.step import HOST_TAKEN, Estimate, spread
 from shardwise.errors import ShardwiseError
 from shardwise.model.operations import Router
-from shardwise.planner.plan import Plan
+from shardwise.planner.plan import Plan, largest_divisor
 from shardwise.planner.question import Question
 from shardwise.schedule.schedule import Schedule
 from shardwise.units import counted
@@ -64,7 +63,7 @@ class Account:
     ranks: tuple[RankBytes, ...]
     #: Bytes on the host of a node, of all its ranks, and what it has for them.
     host_bytes: float
-    host_room: float
+    host_capacity: float
 
     @cached_property
     def fullest(self) -> RankBytes:
@@ -73,7 +72,7 @@ class Account:
 
     @property
     def fits(self) -> bool:
-        return self.fullest.headroom >= 0 and self.host_bytes <= self.host_room
+        return self.fullest.headroom >= 0 and self.host_bytes <= self.host_capacity
 
     @property
     def microbatch(self) -> int:
@@ -88,8 +87,7 @@ def account(question: Question, plan: Plan) -> Account:
     """Account for a plan. It must be for all devices of the cluster and divide the batch."""
     check_question(question, plan)
     layouts = layouts_of(question, plan)
-    software = question.software_in(plan.precision)
-    found = price(question.model, question.cluster, layouts, sequence=question.sequence, software=software)
+    found = question.price(layouts, question.software_in(plan.precision))
     pricer = _slowest(question, plan)
     stages = stage_layers(question, plan, pricer, layouts)
     parts = _played(pricer, layouts, plan, stages, found)
@@ -109,7 +107,7 @@ def account(question: Question, plan: Plan) -> Account:
         parts=parts,
         ranks=_ranks(question, plan, held),
         host_bytes=float(held.host[0]) * node.devices_per_node,
-        host_room=HOST_TAKEN * node.host.memory_bytes,
+        host_capacity=HOST_TAKEN * node.host.memory_bytes,
     )
 
 
@@ -128,7 +126,7 @@ def check_question(question: Question, plan: Plan) -> None:
     step = plan.dp * plan.microbatches
     if question.batch % step:
         below = question.batch - question.batch % step
-        fewer = _divisor(question.batch // plan.dp, plan.microbatches) if question.batch % plan.dp == 0 else None
+        fewer = largest_divisor(question.batch // plan.dp, plan.microbatches) if question.batch % plan.dp == 0 else None
         raise ShardwiseError(
             f"a batch of {question.batch} cannot be divided over dp={plan.dp} x microbatches={plan.microbatches}"
             f" = {step}",
@@ -195,10 +193,6 @@ def _stages_of(plan: Plan) -> int:
     return plan.num_stages or plan.pp * (plan.chunks or 1)
 
 
-def _divisor(number: int, limit: int) -> int:
-    return max(size for size in range(1, limit + 1) if number % size == 0)
-
-
 def _slowest(question: Question, plan: Plan) -> Pricer:
     """The pool that sets the pace."""
     software, layouts = question.software_in(plan.precision), layouts_of(question, plan)
@@ -257,8 +251,3 @@ def _ranks(question: Question, plan: Plan, held: StepBytes) -> tuple[RankBytes, 
         )
         for place in range(plan.pp)
     )
-
-
-def with_layers(plan: Plan, layers: tuple[int, ...]) -> Plan:
-    """The plan with its layers said, where stages have different numbers of them."""
-    return replace(plan, layers=layers if len(set(layers)) > 1 else None)

@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.cost.step import price
 from shardwise.errors import ShardwiseError
 from shardwise.planner.account import Account, account, check_question, layouts_of
 from shardwise.planner.composition import composes
 from shardwise.planner.plan import Plan
 from shardwise.planner.question import Question
-from shardwise.planner.search.expand import joined
+from shardwise.planner.search.choices import joined
 
 _SHOWN = 3
 
@@ -54,10 +53,7 @@ def _that_fit(before: Account, changed: list[tuple[str, Plan]]) -> list[Change]:
     for precision in {plan.precision for _, plan in usable}:
         mine = [(words, plan) for words, plan in usable if plan.precision == precision]
         layouts = joined([layouts_of(question, plan) for _, plan in mine])
-        priced = price(
-            question.model, question.cluster, layouts, sequence=question.sequence,
-            software=question.software_in(precision),
-        )  # fmt: skip
+        priced = question.price(layouts, question.software_in(precision))
         for row in np.argsort(priced.seconds):
             words, plan = mine[row]
             if not priced.fits[row] or len(found) >= _SHOWN or any(plan == each.account.plan for each in found):
@@ -78,14 +74,14 @@ def _is_usable(question: Question, plan: Plan) -> bool:
 
 def _single(plan: Plan, question: Question) -> Iterator[tuple[str, Plan]]:
     """Plans that differ from one in one thing that takes less memory."""
-    for words, changed in _wishes(plan, question):
+    for words, changed in _leaner(plan, question):
         try:
             yield words, replace(plan, reasons={}, **changed)
         except ShardwiseError:
             continue
 
 
-def _wishes(plan: Plan, question: Question) -> Iterator[tuple[str, dict[str, Any]]]:
+def _leaner(plan: Plan, question: Question) -> Iterator[tuple[str, dict[str, Any]]]:
     for choice in ("selective", "full"):
         if plan.recompute != choice and plan.recompute != "full":
             yield f"recompute={choice}", {"recompute": choice, "recompute_layers": None}

@@ -11,6 +11,7 @@ from shardwise.planner.plan import Plan
 from shardwise.schedule.catalogue import CATALOGUE
 
 _MOST_CHUNKS_OF_AUTO = 2
+_ALL_OR_NOTHING = "is not supported yet: the engines recompute a stage's whole forward or nothing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,22 +32,19 @@ def _holds_twice(plan: Plan) -> bool:
     return plan.schedule in CATALOGUE and CATALOGUE[plan.schedule].num_weight_copies > 1
 
 
-def _other_axes(plan: Plan) -> str:
-    return ",".join(f"{axis}={getattr(plan, axis)}" for axis in ("dp", "tp", "cp") if getattr(plan, axis) > 1)
-
-
 RULES: tuple[Rule, ...] = (
     Rule(
         name="zero without replicas",
         applies=lambda plan: plan.zero > 0 and plan.dp * plan.cp == 1,
-        problem=lambda plan: f"zero={plan.zero} shares states out over replicas, and dp=1 x cp=1 is one alone",
+        problem=lambda plan: f"zero={plan.zero} shards states over replicas, but with dp=1 and cp=1 there is only one",
         instead=lambda plan: replace(plan, zero=0, zero_group=None),
     ),
     Rule(
-        name="two weight versions on a mesh",
-        applies=lambda plan: _is_stale(plan) and plan.num_ranks > plan.pp,
+        name="two weight versions under ZeRO",
+        applies=lambda plan: _is_stale(plan) and plan.zero > 0,
         problem=lambda plan: (
-            f"schedule=pipedream-2bw keeps two versions of the weights, which {_other_axes(plan)} does not know of yet"
+            "schedule=pipedream-2bw steps on two versions of the weights in turn, and with"
+            f" zero={plan.zero} a rank updates its shard of one"
         ),
         instead=lambda plan: replace(plan, schedule="1f1b"),
     ),
@@ -54,32 +52,28 @@ RULES: tuple[Rule, ...] = (
         name="weights twice on the host",
         applies=lambda plan: plan.offload.parameters > 0 and (_is_stale(plan) or _holds_twice(plan)),
         problem=lambda plan: (
-            f"schedule={plan.schedule} has {'two versions of a weight' if _is_stale(plan) else 'all weights twice'},"
-            f" and offload.parameters={plan.offload.parameters:g} brings each from one place on the host"
+            f"schedule={plan.schedule} keeps two {'versions' if _is_stale(plan) else 'copies'} of each weight,"
+            f" but offload.parameters={plan.offload.parameters:g} stores only one on the host"
         ),
         instead=lambda plan: replace(plan, schedule="1f1b", chunks=None, layers=None),
     ),
     Rule(
         name="selective recomputation",
         applies=lambda plan: plan.recompute == "selective",
-        problem=lambda plan: (
-            f"recompute={plan.recompute}: the engines recompute all of a stage's forward or nothing yet"
-        ),
+        problem=lambda plan: f"recompute={plan.recompute} {_ALL_OR_NOTHING}",
         instead=lambda plan: replace(plan, recompute="full"),
     ),
     Rule(
         name="recomputation of some layers",
         applies=lambda plan: plan.recompute_layers is not None,
-        problem=lambda plan: (
-            f"recompute_layers={plan.recompute_layers}: the engines recompute all of a stage's forward or nothing yet"
-        ),
+        problem=lambda plan: f"recompute_layers={plan.recompute_layers} {_ALL_OR_NOTHING}",
         instead=lambda plan: replace(plan, recompute_layers=None),
     ),
     Rule(
         name="activations that are recomputed",
         applies=lambda plan: plan.recompute == "full" and plan.offload.activations > 0,
         problem=lambda plan: (
-            f"recompute=full keeps what a stage was given and nothing else, so offload.activations="
+            f"recompute=full keeps only the inputs of a stage, so offload.activations="
             f"{plan.offload.activations:g} has nothing to move"
         ),
         instead=lambda plan: replace(plan, offload=replace(plan.offload, activations=0.0)),

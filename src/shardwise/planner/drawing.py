@@ -1,4 +1,7 @@
-"""How plans look to a person: seconds with their interval, where they go, memory as bars, sentences."""
+"""How plans look to a person: seconds with their interval, where they go, memory as bars, sentences.
+
+And what a search found, as a person reads it and as data.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
@@ -6,7 +9,9 @@ from operator import attrgetter
 from shardwise.answer import Canvas
 from shardwise.model.share import Share
 from shardwise.planner.account import Account, RankBytes
+from shardwise.planner.search.findings import Findings
 from shardwise.planner.search.reasons import PART_WORDS
+from shardwise.planner.search.tally import Tally
 from shardwise.units import format_bytes, format_percent, format_seconds
 
 #: Parts of a rank's memory, put together as a person thinks of them: name, its parts, a mark, a colour.
@@ -21,6 +26,14 @@ _BAR = 48
 # Of what does not fit, so much is drawn.
 _BEYOND = 12
 _TIME_BAR = 24
+# Of the reasons why candidates do not fit, so many are named.
+_SHOWN = 3
+_REFUSED = {
+    "divisibility": "do not divide heads, layers, sequence or batch",
+    "topology": "have tensor parallel groups that straddle nodes",
+    "model": "split layers that cannot be split",
+    "engines": "are not run by the engines yet",
+}
 
 
 def in_groups(parts: Mapping[str, float]) -> dict[str, float]:
@@ -93,10 +106,8 @@ def draw_memory(account: Account, canvas: Canvas) -> None:
         if run[0].hosted:
             canvas.print(f"  {' ' * width}  and {format_bytes(run[0].hosted)} on the host")
     if account.host_bytes:
-        canvas.print(
-            f"  {format_bytes(account.host_bytes)} on the host of a node, of {format_bytes(account.host_room)} that it "
-            "has for them"
-        )
+        there, room = format_bytes(account.host_bytes), format_bytes(account.host_capacity)
+        canvas.print(f"  {there} on the host of a node, of {room} that it has for them")
 
 
 def same_ranks(ranks: Sequence[RankBytes]) -> Iterator[list[RankBytes]]:
@@ -185,7 +196,7 @@ def account_data(account: Account) -> dict[str, object]:
         "parts": dict(account.parts),
         "fits": account.fits,
         "host_bytes": round(account.host_bytes),
-        "host_room_bytes": round(account.host_room),
+        "host_room_bytes": round(account.host_capacity),
         "reasons": dict(account.plan.reasons),
         "ranks": [
             {
@@ -198,5 +209,47 @@ def account_data(account: Account) -> dict[str, object]:
                 "headroom_bytes": round(rank.headroom),
             }
             for rank in account.ranks
+        ],
+    }
+
+
+def draw_findings(found: Findings, canvas: Canvas) -> None:
+    """The best plan with everything about it, and what was not chosen."""
+    for part in (draw_head, draw_seconds, draw_memory, draw_reasons):
+        part(found.best, canvas)
+        canvas.print()
+    draw_others(found.best, found.others, canvas)
+    canvas.print()
+    for line in tally_lines(found.tally):
+        canvas.print(canvas.paint(line, "dim"))
+
+
+def tally_lines(tally: Tally) -> list[str]:
+    """How many candidates fell to what, as sentences."""
+    lines = [f"{tally.considered:,} candidates, {tally.priced:,} priced, {tally.fitting:,} of them fit."]
+    fallen = [f"{count:,} {_REFUSED[reason]}" for reason, count in tally.refused.most_common()]
+    if tally.slower:
+        fallen.append(f"{tally.slower:,} are slower by a bound")
+    if fallen:
+        lines.append(f"Of the others {', '.join(fallen)}.")
+    total = sum(tally.memory.values())
+    if total:
+        parts = [
+            f"{part} on the {place} stage ({count:,})" for (place, part), count in tally.memory.most_common(_SHOWN)
+        ]
+        lines.append(f"{total:,} do not fit, most for {', '.join(parts)}.")
+    return lines
+
+
+def tally_data(tally: Tally) -> dict[str, object]:
+    """The same for `--json`."""
+    return {
+        "considered": tally.considered,
+        "priced": tally.priced,
+        "fitting": tally.fitting,
+        "slower": tally.slower,
+        "refused": dict(tally.refused),
+        "memory": [
+            {"stage": place, "part": part, "count": count} for (place, part), count in tally.memory.most_common()
         ],
     }

@@ -80,14 +80,9 @@ def run(arguments: argparse.Namespace) -> Answer:
 def _draw(found: "Account", changes: "tuple[Change, ...]", canvas: Canvas) -> None:
     from shardwise.planner.drawing import draw_head, draw_memory, draw_seconds
 
-    draw_head(found, canvas)
-    canvas.print()
-    _draw_ranks(found, canvas)
-    canvas.print()
-    draw_memory(found, canvas)
-    canvas.print()
-    draw_seconds(found, canvas)
-    canvas.print()
+    for part in (draw_head, _draw_ranks, draw_memory, draw_seconds):
+        part(found, canvas)
+        canvas.print()
     if found.fits:
         left = f"{format_bytes(found.fullest.headroom)} left on its fullest rank"
         canvas.print(f"{canvas.paint('It fits', 'bold green')}, with {left}.")
@@ -122,8 +117,8 @@ def _draw_changes(found: "Account", changes: "tuple[Change, ...]", canvas: Canva
     else:
         canvas.print(
             f"{canvas.paint('It does not fit', 'bold red')}: the ranks of a node keep {format_bytes(found.host_bytes)} "
-            f"on its host, which has {format_bytes(found.host_room)} for them "
-            f"({format_bytes(found.host_bytes - found.host_room)} short)."
+            f"on its host, which has {format_bytes(found.host_capacity)} for them "
+            f"({format_bytes(found.host_bytes - found.host_capacity)} short)."
         )
     if not changes:
         canvas.print("No change of one or two things makes it fit; `shardwise plan` looks at all of them.")

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from shardwise.cluster.cluster import Cluster, Pool
-from shardwise.cluster.topology import NodeKind
 from shardwise.cost.bounds import least_seconds
 from shardwise.errors import ShardwiseError
 from shardwise.planner.question import Question
@@ -76,7 +75,7 @@ def parts_of(cluster: Cluster) -> Iterator[Cluster]:
     """Parts of a cluster that a job would be given, the smallest first: parts of a node, then whole nodes."""
     parts = {
         (count * devices, str(pool.device.name), count): Cluster(
-            pools=(replace(pool, num_nodes=count, node=_cut_node(pool, devices)),)
+            pools=(replace(pool, num_nodes=count, node=pool.node.resized(devices)),)
         )
         for pool in cluster.pools
         for count, devices in _sizes(pool)
@@ -85,11 +84,6 @@ def parts_of(cluster: Cluster) -> Iterator[Cluster]:
         yield parts[key]
     if len(cluster.pools) > 1:
         yield cluster
-
-
-def _cut_node(pool: Pool, devices: int) -> NodeKind:
-    domain = pool.node.domain if pool.node.domain > pool.node.devices_per_node else devices
-    return replace(pool.node, devices_per_node=devices, domain=domain)
 
 
 def _sizes(pool: Pool) -> Iterator[tuple[int, int]]:

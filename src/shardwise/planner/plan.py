@@ -18,6 +18,7 @@ from typing import Any
 
 from shardwise.errors import ShardwiseError, nearest, unknown
 from shardwise.schedule.catalogue import CATALOGUE, check
+from shardwise.units import counted
 
 AXES = ("dp", "tp", "pp", "cp", "ep")
 #: What a rank counts for: experts are shared out among ranks that are there for data and context.
@@ -99,7 +100,7 @@ class Plan:
 
     def to_toml(self) -> str:
         """Return the file form, which `from_toml` reads back: every key that has a reason or is not as by default."""
-        lines = [f"# {self}: {self.num_ranks} {'rank' if self.num_ranks == 1 else 'ranks'}"]
+        lines = [f"# {self}: {counted(self.num_ranks, 'rank')}"]
         for key, value in _entries(self).items():
             if value is not None and (value != _DEFAULTS[key] or key in self.reasons):
                 lines.append(f"{key} = {_toml_value(value)}")
@@ -154,10 +155,11 @@ class Plan:
     def check_world(self, num_processes: int) -> None:
         """Refuse another number of processes than the plan's ranks."""
         if num_processes != self.num_ranks:
+            ranks = counted(self.num_ranks, "rank")
             raise ShardwiseError(
-                f"plan {self._axes_text()} needs {_ranks(self.num_ranks)} but there "
+                f"plan {self._axes_text()} needs {ranks} but there "
                 f"{'is' if num_processes == 1 else 'are'} {num_processes}",
-                remedy=f"{_ranks(self.num_ranks)}, or a plan whose dp, tp, pp and cp multiply to {num_processes}",
+                remedy=f"{ranks}, or a plan whose dp, tp, pp and cp multiply to {num_processes}",
             )
 
     def _axes_text(self) -> str:
@@ -191,10 +193,6 @@ def _read(key: str, value: Any) -> Any:
     if key not in _READERS:
         raise unknown("plan key", key, _READERS)
     return _READERS[key](key, value)
-
-
-def _ranks(count: int) -> str:
-    return f"{count} {'rank' if count == 1 else 'ranks'}"
 
 
 def _entries(plan: Plan) -> dict[str, Any]:
@@ -321,8 +319,9 @@ def _check(plan: Plan) -> None:
     for axis in AXES:
         if getattr(plan, axis) < 1:
             sizes = " x ".join(f"{name}={getattr(plan, name)}" for name in _MULTIPLY)
+            ranks = counted(plan.num_ranks, "rank")
             raise ShardwiseError(
-                f"{axis}={getattr(plan, axis)}: an axis has at least 1 rank ({sizes} = {_ranks(plan.num_ranks)})",
+                f"{axis}={getattr(plan, axis)}: an axis has at least 1 rank ({sizes} = {ranks})",
                 remedy=f"{axis}=1",
             )
     if plan.zero not in range(4):
@@ -360,13 +359,13 @@ def _check_sharing(plan: Plan) -> None:
         raise ShardwiseError(
             f"ep={plan.ep} does not divide the {replicas} ranks that hold the same dense weights (dp={plan.dp} x "
             f"cp={plan.cp})",
-            remedy=f"ep={_divisor(replicas, plan.ep)}, or dp={plan.ep * plan.dp}",
+            remedy=f"ep={largest_divisor(replicas, plan.ep)}, or dp={plan.ep * plan.dp}",
         )
     group = plan.zero_group
     if group is not None and (group < 1 or replicas % group):
         raise ShardwiseError(
             f"zero_group={group} does not divide the {replicas} replicas (dp={plan.dp} x cp={plan.cp})",
-            remedy=f"zero_group={_divisor(replicas, max(group, 1))}",
+            remedy=f"zero_group={largest_divisor(replicas, max(group, 1))}",
         )
     if plan.sp and plan.tp == 1:
         raise ShardwiseError(
@@ -374,7 +373,7 @@ def _check_sharing(plan: Plan) -> None:
         )
 
 
-def _divisor(number: int, limit: int) -> int:
+def largest_divisor(number: int, limit: int) -> int:
     """The largest divisor that is no more than a limit."""
     return max(size for size in range(1, limit + 1) if number % size == 0)
 
@@ -406,9 +405,8 @@ def _check_layers(plan: Plan) -> None:
         raise ShardwiseError(f"layers={text}: a stage cannot have fewer than 0 units", remedy="layers=4+4")
     if plan.num_stages is not None and len(plan.layers) != plan.num_stages:
         raise ShardwiseError(
-            f"layers={text} is for {len(plan.layers)} {'stage' if len(plan.layers) == 1 else 'stages'}, but "
-            f"pp={plan.pp} with schedule={plan.schedule} and {plan.num_chunks} "
-            f"{'chunk' if plan.num_chunks == 1 else 'chunks'} on a rank makes {plan.num_stages}",
+            f"layers={text} is for {counted(len(plan.layers), 'stage')}, but pp={plan.pp} with "
+            f"schedule={plan.schedule} and {counted(plan.num_chunks or 0, 'chunk')} on a rank makes {plan.num_stages}",
             remedy=f"layers={'+'.join(['4'] * plan.num_stages)}",
         )
 

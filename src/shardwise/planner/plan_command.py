@@ -1,7 +1,6 @@
 """`shardwise plan`: the best plan for a model on a cluster, with its reasons."""
 
 import argparse
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +60,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 def _train(arguments: argparse.Namespace) -> Answer:
     # These load numpy, which --help does not need.
-    from shardwise.planner.drawing import account_data
-    from shardwise.planner.findings_drawing import draw, tally_data
+    from shardwise.planner.drawing import account_data, draw_findings, tally_data
     from shardwise.planner.question import make_question
 
     if arguments.batch is None:
@@ -72,7 +70,7 @@ def _train(arguments: argparse.Namespace) -> Answer:
         cluster=arguments.cluster,
         batch=arguments.batch,
         sequence=arguments.sequence,
-        fixed=_fixed(arguments.fix),
+        fixed={} if arguments.fix is None else read_keys(arguments.fix),
         runnable=not arguments.any_engine,
     )
     found, price = _find(arguments, question)
@@ -92,7 +90,7 @@ def _train(arguments: argparse.Namespace) -> Answer:
     }
 
     def render(canvas: Canvas) -> None:
-        draw(found, canvas)
+        draw_findings(found, canvas)
         if price is not None:
             canvas.print(f"\na step costs {price:.4g}")
         if saved is not None:
@@ -121,10 +119,6 @@ def _find(arguments: argparse.Namespace, question: Any) -> tuple[Any, float | No
     return find_plan(question), None
 
 
-def _fixed(text: str | None) -> Mapping[str, Any]:
-    return {} if text is None else read_keys(text)
-
-
 def _prices(text: str | None) -> dict[str, float]:
     from shardwise.cluster.catalogue import get_device
 
@@ -132,11 +126,12 @@ def _prices(text: str | None) -> dict[str, float]:
         raise ShardwiseError("what an hour of a device costs is not said", remedy="--prices h100=2.50")
     prices = {}
     for part in text.split(","):
-        name, equals, price = part.partition("=")
+        name, _, price = part.partition("=")
+        device = get_device(name).name
         try:
-            prices[get_device(name).name] = float(price)
+            prices[device] = float(price)
         except ValueError:
-            raise ShardwiseError(f"{part!r} is no price of a device", remedy="--prices h100=2.50") from None
-        if not equals or prices[get_device(name).name] < 0:
+            prices[device] = -1.0
+        if prices[device] < 0:
             raise ShardwiseError(f"{part!r} is no price of a device", remedy="--prices h100=2.50")
     return prices

@@ -11,7 +11,9 @@ from typing import Any
 from shardwise.cluster.cluster import Cluster
 from shardwise.cluster.device import Device
 from shardwise.cluster.file import find_cluster
+from shardwise.cost.layouts import Layouts
 from shardwise.cost.software import Software
+from shardwise.cost.step import Estimate, price
 from shardwise.errors import ShardwiseError
 from shardwise.model.load import load_model
 from shardwise.model.model import Model
@@ -54,6 +56,10 @@ class Question:
         """The software in a precision."""
         return replace(self.software or usual_software(self.device), precision=precision)
 
+    def price(self, layouts: Layouts, software: Software) -> Estimate:
+        """A step of each layout, by closed forms."""
+        return price(self.model, self.cluster, layouts, sequence=self.sequence, software=software)
+
     @property
     def heads(self) -> int:
         """The attention heads that tensor parallelism may cut: the fewest of any layer, or 1 where it cuts none."""
@@ -95,7 +101,7 @@ class Question:
 
 
 def usual_software(device: Device) -> Software:
-    """Kernels that torch has for a device today, and sequence parallelism as the engines have it.
+    """Kernels that torch has for a device today, and sequence parallelism and autocast as the engines have them.
 
     On processors nothing but attention is fused, so norms and activation functions keep what they make on the way.
     """
@@ -103,6 +109,7 @@ def usual_software(device: Device) -> Software:
     return Software(
         attention=_KERNELS.get(device.architecture, "flash2"),
         gathered_once=True,
+        saves_casts=True,
         fused=is_fused,
         fused_norms=is_fused,
     )
@@ -126,11 +133,16 @@ def make_question(
     traced with `example`, and planned without those that cut layers. `usual_sequence` is taken where none is said.
     """
     described = _model_of(model, example)
+    if batch < 1:
+        raise ShardwiseError(f"a batch of {batch}: a step has at least 1 sample", remedy="--batch 256")
+    if usual_sequence is not None:  # No more than the model knows.
+        usual_sequence = min(usual_sequence, described.max_sequence or usual_sequence)
+    said = (number for number in (sequence, _length_of(example), usual_sequence) if number is not None)
     return Question(
         model=described,
         cluster=find_cluster(cluster) if isinstance(cluster, str) else cluster,
-        batch=_checked_batch(batch),
-        sequence=_sequence_of(described, _first_said(sequence, _length_of(example), _usual(described, usual_sequence))),
+        batch=batch,
+        sequence=_sequence_of(described, next(said, None)),
         fixed=fixed or {},
         runnable=runnable,
         software=software,
@@ -166,21 +178,6 @@ def _made_by(text: str, example: Any) -> tuple[Any, Any]:
     finally:
         sys.path.remove(here)
     return made if isinstance(made, tuple) else (made, example)
-
-
-def _checked_batch(batch: int) -> int:
-    if batch < 1:
-        raise ShardwiseError(f"a batch of {batch}: a step has at least 1 sample", remedy="--batch 256")
-    return batch
-
-
-def _usual(model: Model, sequence: int | None) -> int | None:
-    """What is taken where nothing is said, if anything: no more than the model knows."""
-    return None if sequence is None else min(sequence, model.max_sequence or sequence)
-
-
-def _first_said(*numbers: int | None) -> int | None:
-    return next((number for number in numbers if number is not None), None)
 
 
 def _length_of(example: Any) -> int | None:

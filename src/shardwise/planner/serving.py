@@ -9,13 +9,14 @@ from shardwise.cost.serving import BLOCK, Served, serve
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
 from shardwise.planner.question import Question
+from shardwise.planner.search.axes import divisors
 from shardwise.units import counted, format_bytes, format_seconds
 
 _MOST_SEQUENCES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class Target:
     """What is wanted of serving: `goal` is tokens or latency; the limits are seconds, and `sequences` at once."""
 
     output: int = 256
@@ -45,69 +46,65 @@ class ServingFindings:
     """The best way, and the best with other splits."""
 
     question: Question
-    wish: Wish
+    target: Target
     best: Serving
     others: tuple[Serving, ...]
     num_candidates: int
     num_fitting: int
 
 
-def find_serving(question: Question, wish: Wish) -> ServingFindings:
+def find_serving(question: Question, target: Target) -> ServingFindings:
     """The best way to serve prompts of `question.sequence` tokens."""
-    columns = _candidates(question, wish)
+    columns = _candidates(question, target)
     pool = question.cluster.pools[0]
     served = serve(
         question.model, pool, tp=columns["tp"], pp=columns["pp"], ep=columns["ep"], sequences=columns["sequences"],
-        prompt=question.sequence, output=wish.output, software=question.software_in("bf16"),
+        prompt=question.sequence, output=target.output, software=question.software_in("bf16"),
     )  # fmt: skip
     allowed = served.fits.copy()
-    if wish.first_token is not None:
-        allowed &= served.first_token <= wish.first_token
-    if wish.each_token is not None:
-        allowed &= served.each_token <= wish.each_token
+    if target.first_token is not None:
+        allowed &= served.first_token <= target.first_token
+    if target.each_token is not None:
+        allowed &= served.each_token <= target.each_token
     if not allowed.any():
-        raise _refusal(question, wish, served)
-    score = -columns["dp"] * served.tokens_per_second if wish.goal == "tokens" else served.each_token
+        raise _refusal(question, target, served)
+    score = -columns["dp"] * served.tokens_per_second if target.goal == "tokens" else served.each_token
     ways, splits = [], set()
     for row in np.lexsort((-columns["dp"] * served.tokens_per_second, score)):
         split = (int(columns["tp"][row]), int(columns["pp"][row]), int(columns["ep"][row]))
         if allowed[row] and split not in splits:
             splits.add(split)
-            ways.append(_way(question, wish, columns, served, int(row)))
+            ways.append(_way(question, target, columns, served, int(row)))
     return ServingFindings(
-        question=question, wish=wish, best=ways[0], others=tuple(ways[1:4]), num_candidates=len(allowed),
+        question=question, target=target, best=ways[0], others=tuple(ways[1:4]), num_candidates=len(allowed),
         num_fitting=int(served.fits.sum()),
     )  # fmt: skip
 
 
-def _candidates(question: Question, wish: Wish) -> dict[str, np.ndarray]:
+def _candidates(question: Question, target: Target) -> dict[str, np.ndarray]:
     """Every split into equal replicas, with 1, 2, 4 and so on sequences at once in each."""
     devices = question.cluster.num_devices
     rows = []
-    for tp in _divisors(devices):
-        for pp in _divisors(devices // tp):
+    for tp in divisors(devices):
+        for pp in divisors(devices // tp):
             if question.heads % tp or pp > question.model.num_layers:
                 continue
             replicas = devices // tp // pp
-            for ep in _divisors(question.num_experts) if question.num_experts > 1 else (1,):
+            for ep in divisors(question.num_experts) if question.num_experts > 1 else (1,):
                 if replicas % ep:
                     continue
-                rows += [(replicas, tp, pp, ep, sequences) for sequences in _sequences(wish, replicas)]
+                rows += [(replicas, tp, pp, ep, sequences) for sequences in _sequences(target, replicas)]
     names = ("dp", "tp", "pp", "ep", "sequences")
     return {name: np.array(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
 
 
-def _sequences(wish: Wish, replicas: int) -> Sequence[int]:
-    if wish.sequences is not None:
-        return (max(-(-wish.sequences // replicas), 1),)
+def _sequences(target: Target, replicas: int) -> Sequence[int]:
+    if target.sequences is not None:
+        return (max(-(-target.sequences // replicas), 1),)
     return [2**power for power in range(_MOST_SEQUENCES.bit_length())]
 
 
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
-
-
-def _way(question: Question, wish: Wish, columns: dict[str, np.ndarray], served: Served, row: int) -> Serving:
+def _way(question: Question, target: Target, columns: dict[str, np.ndarray], served: Served, row: int) -> Serving:
     replicas, sequences = int(columns["dp"][row]), int(columns["sequences"][row])
     each = float(served.each_token[row])
     total = replicas * float(served.tokens_per_second[row])
@@ -120,7 +117,7 @@ def _way(question: Question, wish: Wish, columns: dict[str, np.ndarray], served:
             "dp": f"{counted(replicas, 'replica')} answer {total:,.0f} tokens a second",
         },
     )  # fmt: skip
-    per_sequence = -(-(question.sequence + wish.output) // BLOCK)
+    per_sequence = -(-(question.sequence + target.output) // BLOCK)
     return Serving(
         plan=plan, sequences=sequences, first_token=float(served.first_token[row]), each_token=each,
         tokens_per_second=total, weight_bytes=float(served.weight_bytes[row]), num_blocks=blocks,
@@ -128,13 +125,13 @@ def _way(question: Question, wish: Wish, columns: dict[str, np.ndarray], served:
     )  # fmt: skip
 
 
-def _refusal(question: Question, wish: Wish, served: Served) -> ShardwiseError:
+def _refusal(question: Question, target: Target, served: Served) -> ShardwiseError:
     model, cluster = question.model.name, question.cluster
     if not served.fits.any():
         least = format_bytes(float(served.weight_bytes.min()))
         return ShardwiseError(
             f"{model} cannot be served on {cluster}: its weights take {least} on each device at least, of "
-            f"{format_bytes(question.device.memory_bytes)}, and keys and values of {question.sequence + wish.output} "
+            f"{format_bytes(question.device.memory_bytes)}, and keys and values of {question.sequence + target.output} "
             "tokens need room too",
             remedy=f"more devices than {cluster.num_devices}, or shorter sequences",
         )

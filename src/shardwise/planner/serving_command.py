@@ -7,7 +7,7 @@ from shardwise.answer import Answer, Canvas, table
 from shardwise.cost.serving import BLOCK
 from shardwise.errors import ShardwiseError, unknown
 from shardwise.planner.question import make_question
-from shardwise.planner.serving import Serving, ServingFindings, Wish, find_serving
+from shardwise.planner.serving import Serving, ServingFindings, Target, find_serving
 from shardwise.units import counted, format_bytes, format_seconds, parse_seconds
 
 _GOALS = ("tokens", "latency")
@@ -19,7 +19,7 @@ def answer(arguments: argparse.Namespace) -> Answer:
     if goal not in _GOALS:
         error = unknown("goal of serving", goal, _GOALS)
         raise ShardwiseError(error.problem, remedy=f"--goal {error.remedy or 'tokens'}")
-    wish = Wish(
+    target = Target(
         output=arguments.output,
         goal=goal,
         first_token=None if arguments.first_token is None else parse_seconds(arguments.first_token),
@@ -29,14 +29,14 @@ def answer(arguments: argparse.Namespace) -> Answer:
     question = make_question(
         arguments.model, cluster=arguments.cluster, batch=arguments.batch or 1, sequence=arguments.sequence
     )
-    found = find_serving(question, wish)
+    found = find_serving(question, target)
     if arguments.save is not None:
         found.best.plan.save(arguments.save)
     data = {
         "model": question.model.name,
         "cluster": str(question.cluster),
         "prompt": question.sequence,
-        "output": wish.output,
+        "output": target.output,
         **_data(found.best),
         "others": [_data(each) for each in found.others],
         "candidates": {"considered": found.num_candidates, "fitting": found.num_fitting},
@@ -63,7 +63,7 @@ def _draw(found: ServingFindings, canvas: Canvas) -> None:
     question, best = found.question, found.best
     canvas.print(
         f"{canvas.paint(question.model.name, 'bold')} served on {question.cluster}: prompts of {question.sequence} "
-        f"tokens, answers of {found.wish.output}"
+        f"tokens, answers of {found.target.output}"
     )
     canvas.print()
     canvas.print(

@@ -45,27 +45,23 @@ class Prediction:
 
 def predict(run: Run, constants: Constants = CONSTANTS) -> Prediction:
     """Predict one run from what its row says. Raises `SkippedError` where that is not enough."""
-    try:
-        return _predict(run, constants)
-    except ShardwiseError as error:
-        raise SkippedError(error.problem) from None
-
-
-def _predict(run: Run, constants: Constants) -> Prediction:
     for measured in ("step_seconds", "peak_gib"):
         run.number(measured)  # A row is not half skipped: what it measured is read before it is predicted.
-    cluster, model = Cluster(pools=(pool_of(run),)), model_of(run)
-    balance, software, sequence = balance_of(run), software_of(run), run.count("sequence")
+    try:
+        cluster, model = Cluster(pools=(pool_of(run),)), model_of(run)
+        balance, software, sequence = balance_of(run), software_of(run), run.count("sequence")
 
-    def priced(recompute: str | None = None) -> Estimate:
-        layouts = layouts_of(run, balance=balance, recompute=recompute)
-        return price(model, cluster, layouts, sequence=sequence, software=software, constants=constants)
+        def priced(recompute: str | None = None) -> Estimate:
+            layouts = layouts_of(run, balance=balance, recompute=recompute)
+            return price(model, cluster, layouts, sequence=sequence, software=software, constants=constants)
 
-    found = priced()
-    fits = bool(found.fits[0])
-    if not fits and not run.text("recompute"):
-        # Nobody says what was recomputed: it fits if it does with any of the choices.
-        fits = any(priced(choice).fits[0] for choice in RECOMPUTE)
+        found = priced()
+        fits = bool(found.fits[0])
+        if not fits and not run.text("recompute"):
+            # Nobody says what was recomputed: it fits if it does with any of the choices.
+            fits = any(priced(choice).fits[0] for choice in RECOMPUTE)
+    except ShardwiseError as error:
+        raise SkippedError(error.problem) from None
     return Prediction(
         run=run,
         seconds=float(found.seconds[0]),

@@ -1,6 +1,6 @@
 """The processes of a plan, and all that they talk with. Nothing here knows a module.
 
-spawn, worker, torchrun      processes of this machine, or those that torchrun has started
+spawn, worker                processes of this machine, or those that torchrun has started
          |
 mesh ----+---- collectives   the ranks in a grid; groups of them, and what a group does together
          |

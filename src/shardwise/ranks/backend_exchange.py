@@ -1,13 +1,17 @@
-"""Sums and gathers by the process groups' own collectives: for GPUs, where they run in streams of their own."""
+"""Sums and gathers of GPUs: by the groups' own collectives, which run in streams of their own, or over the host."""
 
 from collections import deque
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.ranks.collectives import Group
-from shardwise.ranks.exchange import Done, Then, Ticket, count_bytes
+from shardwise.ranks.collectives import Group, others_bytes
+from shardwise.ranks.cpu_exchange import CpuExchange
+from shardwise.ranks.exchange import Done, Exchange, Then, Ticket
+from shardwise.ranks.faults import Watch
+from shardwise.ranks.links import is_on_nccl
 
 #: Sums that may be under way before the oldest must have ended: each holds its memory until then.
 _MOST_UNDER_WAY = 2
@@ -28,7 +32,7 @@ class BackendExchange:
     ) -> Ticket:
         if group.size == 1:
             return self._behind(lambda: None, then)
-        group.traffic.note("reduce_scatter", count_bytes(flat, group))
+        group.traffic.note("reduce_scatter", others_bytes(flat, group))
         return self._behind(self._start_shards(flat, group, channel), then)
 
     def sum_to_all(
@@ -41,7 +45,7 @@ class BackendExchange:
     ) -> Ticket:
         if group.size == 1:
             return self._behind(lambda: None, None)
-        group.traffic.note("all_reduce", 2 * count_bytes(flat, group))
+        group.traffic.note("all_reduce", 2 * others_bytes(flat, group))
         if follows:
             self._finish(len(self._queue))
         return self._behind(self._start_all(flat, group, channel), None)
@@ -59,7 +63,7 @@ class BackendExchange:
             if shard.data_ptr() != flat.data_ptr():
                 flat.copy_(shard)
             return Done()
-        group.traffic.note("all_gather", count_bytes(flat, group))
+        group.traffic.note("all_gather", others_bytes(flat, group))
         return _Turn(self._start_gather(flat, shard, group, channel), None)
 
     def settle(self) -> None:
@@ -123,3 +127,58 @@ class _Until:
 
     def wait(self) -> None:
         self._exchange.finish_until(self._turn)
+
+
+class HostExchange(BackendExchange):
+    """Between GPUs that only gloo connects: over the host. Results are taken in the order in which they were asked for.
+
+    gloo sums to shards and gathers numbers of the host alone. So each rank copies its own there, and what comes of them
+    back. That is slow, and it is how several ranks can share one GPU, which NCCL refuses.
+    """
+
+    def __init__(self, watch: Watch | None = None) -> None:
+        super().__init__()
+        self._on_host = CpuExchange(watch)
+
+    def settle(self) -> None:
+        super().settle()
+        self._on_host.settle()
+
+    def close(self) -> None:
+        super().close()
+        self._on_host.close()
+
+    def _start_shards(self, flat: Tensor, group: Group, channel: int) -> Then:
+        host = flat.cpu()
+        ticket = self._on_host.sum_to_shards(host, _uncounted(group), channel)
+        return _copied(ticket, *(each.view(group.size, -1)[group.rank] for each in (host, flat)))
+
+    def _start_all(self, flat: Tensor, group: Group, channel: int) -> Then:
+        host = flat.cpu()
+        return _copied(self._on_host.sum_to_all(host, _uncounted(group), channel), host, flat)
+
+    def _start_gather(self, flat: Tensor, shard: Tensor, group: Group, channel: int) -> Then:
+        host = torch.empty(flat.shape, dtype=flat.dtype)
+        return _copied(self._on_host.gather(host, shard.cpu(), _uncounted(group), channel), host, flat)
+
+
+def _copied(ticket: Ticket, host: Tensor, device: Tensor) -> Then:
+    """What waits for numbers of the host, and copies them to the device."""
+
+    def wait() -> None:
+        ticket.wait()
+        device.copy_(host)
+
+    return wait
+
+
+def _uncounted(group: Group) -> Group:
+    """The same ranks, whose traffic has been counted already."""
+    return Group(group.handle)
+
+
+def make_exchange(device: torch.device, watch: Watch | None) -> Exchange:
+    """What moves numbers between replicas that compute on such a device."""
+    if device.type == "cpu":
+        return CpuExchange(watch)
+    return BackendExchange() if is_on_nccl(device) else HostExchange(watch)

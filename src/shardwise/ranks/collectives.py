@@ -95,7 +95,7 @@ def start_all_reduce(tensor: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) 
     whole = tensor.contiguous()
     if group.size == 1 or whole.is_meta:
         return Pending(None, lambda: whole, group)
-    group.traffic.note("all_reduce", 2 * _others_part(whole, group))
+    group.traffic.note("all_reduce", 2 * others_bytes(whole, group))
     return Pending(dist.all_reduce(whole, op, group=group.handle, async_op=True), lambda: whole, group, "all_reduce")
 
 
@@ -107,7 +107,7 @@ def start_all_gather(tensor: Tensor, group: Group, dim: int = 0, *, length: int 
     stacked = piece.new_empty((group.size, *piece.shape))
     work = None
     if not piece.is_meta:
-        group.traffic.note("all_gather", _others_part(stacked, group))
+        group.traffic.note("all_gather", others_bytes(stacked, group))
         work = _all_gather(stacked.view(-1), piece.view(-1), group=group.handle, async_op=True)
     return Pending(work, lambda: _joined(stacked, dim, length), group, "all_gather")
 
@@ -121,7 +121,7 @@ def start_reduce_scatter(tensor: Tensor, group: Group, dim: int = 0) -> Pending:
     piece = torch.empty_like(stacked[0])
     work = None
     if not piece.is_meta:
-        group.traffic.note("reduce_scatter", _others_part(stacked, group))
+        group.traffic.note("reduce_scatter", others_bytes(stacked, group))
         work = _reduce_scatter(piece.view(-1), stacked.view(-1), group=group.handle, async_op=True)
     return Pending(work, lambda: piece.narrow(dim, 0, stop - start).contiguous(), group, "reduce_scatter")
 
@@ -142,12 +142,18 @@ def start_all_to_all(tensor: Tensor, group: Group, sent: Sequence[int], received
 
 def copy(tensor: Tensor, group: Group) -> Tensor:
     """The tensor itself, whose gradient is summed over the ranks."""
-    return tensor if group.size == 1 else _Copy.apply(tensor, group)  # type: ignore[no-untyped-call]
+    # The engine may hand one gradient to several nodes; it is not ours to write into.
+    return _apply(tensor, group, lambda t: t.view_as(t), lambda gradient: start_all_reduce(gradient.clone(), group))
 
 
 def sum_over(tensor: Tensor, group: Group, *, in_place: bool = False) -> Tensor:
     """The sum over the ranks. Its gradient is the same on all of them. `in_place`: nobody else uses the tensor."""
-    return tensor if group.size == 1 else _Sum.apply(tensor, group, in_place)  # type: ignore[no-untyped-call]
+    return _apply(
+        tensor,
+        group,
+        lambda t: start_all_reduce(t.detach() if in_place else t.clone(), group),
+        lambda gradient: gradient,
+    )
 
 
 def gather(tensor: Tensor, group: Group, dim: int, *, used_alike: bool, length: int | None = None) -> Tensor:
@@ -155,76 +161,58 @@ def gather(tensor: Tensor, group: Group, dim: int, *, used_alike: bool, length: 
 
     `length` is that of the whole, where the ranks may not divide it.
     """
-    if group.size == 1:
-        return tensor
-    return _Gather.apply(tensor, group, dim, used_alike, length)  # type: ignore[no-untyped-call, no-any-return]
+
+    def back(gradient: Tensor) -> Tensor | Pending:
+        if used_alike:
+            return piece_of(gradient, group, dim).contiguous()
+        return start_reduce_scatter(gradient, group, dim)
+
+    return _apply(tensor, group, lambda t: start_all_gather(t, group, dim, length=length), back)
 
 
 def scatter(tensor: Tensor, group: Group, dim: int) -> Tensor:
     """This rank's piece, along a dim, of what all ranks have alike."""
-    return tensor if group.size == 1 else _Scatter.apply(tensor, group, dim)  # type: ignore[no-untyped-call]
+    length = tensor.shape[dim]
+    return _apply(
+        tensor,
+        group,
+        lambda t: piece_of(t, group, dim).contiguous(),
+        lambda gradient: start_all_gather(gradient, group, dim, length=length),
+    )
 
 
 def exchange(tensor: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]) -> Tensor:
     """Rows for every rank against rows from every rank."""
-    return tensor if group.size == 1 else _Exchange.apply(tensor, group, sent, received)  # type: ignore[no-untyped-call]
+    return _apply(
+        tensor,
+        group,
+        lambda t: start_all_to_all(t, group, sent, received),
+        lambda gradient: start_all_to_all(gradient, group, received, sent),
+    )
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        # The engine may hand one tensor to several nodes; it is not ours to write into.
-        return start_all_reduce(gradient.clone(), ctx.group).finish(), None
+_Step = Callable[[Tensor], Tensor | Pending]
 
 
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group, in_place: bool) -> Tensor:  # noqa: ARG004 - of no use later
-        return start_all_reduce(tensor.detach() if in_place else tensor.clone(), group).finish()
+def _apply(tensor: Tensor, group: Group, run: _Step, back: _Step) -> Tensor:
+    return tensor if group.size == 1 else _Collective.apply(tensor, run, back)  # type: ignore[no-untyped-call]
+
+
+class _Collective(torch.autograd.Function):
+    """What is done to a tensor, and to the gradient of what comes of it. Neither step keeps a tensor."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ARG004
-        return gradient, None, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group, dim: int, used_alike: bool, length: int | None) -> Tensor:
-        ctx.group, ctx.dim, ctx.used_alike = group, dim, used_alike
-        return start_all_gather(tensor, group, dim, length=length).finish()
+    def forward(ctx: Any, tensor: Tensor, run: _Step, back: _Step) -> Tensor:
+        ctx.back = back
+        return _finished(run(tensor))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.used_alike:
-            return piece_of(gradient, ctx.group, ctx.dim).contiguous(), None, None, None, None
-        return start_reduce_scatter(gradient, ctx.group, ctx.dim).finish(), None, None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _finished(ctx.back(gradient)), None, None
 
 
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim, ctx.length = group, dim, tensor.shape[dim]
-        return piece_of(tensor, group, dim).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return start_all_gather(gradient, ctx.group, ctx.dim, length=ctx.length).finish(), None, None
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        ctx.group, ctx.sent, ctx.received = group, sent, received
-        return start_all_to_all(tensor, group, sent, received).finish()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return start_all_to_all(gradient, ctx.group, ctx.received, ctx.sent).finish(), None, None, None
+def _finished(result: Tensor | Pending) -> Tensor:
+    return result.finish() if isinstance(result, Pending) else result
 
 
 def longest_piece(length: int, num_ranks: int) -> int:
@@ -244,18 +232,18 @@ def piece_of(tensor: Tensor, group: Group, dim: int) -> Tensor:
     return tensor.narrow(dim, start, stop - start)
 
 
-def filled(tensor: Tensor, dim: int, length: int) -> Tensor:
-    """A tensor with zeros at the end of a dim, up to a length."""
+def filled(tensor: Tensor, dim: int, length: int, value: float = 0) -> Tensor:
+    """A tensor with zeros, or another value, at the end of a dim, up to a length."""
     missing = length - tensor.shape[dim]
     if not missing:
         return tensor
     shape = list(tensor.shape)
     shape[dim] = missing
-    return torch.cat((tensor, tensor.new_zeros(shape)), dim)
+    return torch.cat((tensor, tensor.new_full(shape, value)), dim)
 
 
-def _others_part(whole: Tensor, group: Group) -> int:
-    """The bytes of all but one rank's piece: what a ring sends to bring a whole from rank to rank."""
+def others_bytes(whole: Tensor, group: Group) -> int:
+    """The bytes of all but one rank's piece: what a rank sends, round a ring or not, so that all have the whole."""
     return whole.numel() * whole.element_size() * (group.size - 1) // group.size
 
 

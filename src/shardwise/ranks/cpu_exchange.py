@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.ranks.buffer_pool import BufferPool
-from shardwise.ranks.collectives import Group
-from shardwise.ranks.exchange import Done, Then, Ticket, count_bytes
+from shardwise.ranks.collectives import Group, others_bytes
+from shardwise.ranks.exchange import BufferPool, Done, Then, Ticket
 from shardwise.ranks.faults import Watch
 
 # Waits end by being broken: gloo closes every connection of a group when one wait times out.
@@ -94,14 +93,14 @@ class CpuExchange:
     def sum_to_shards(self, flat: Tensor, group: Group, channel: int, then: Then | None = None) -> Ticket:
         if group.size == 1:
             return self._behind(then)
-        group.traffic.note("reduce_scatter", count_bytes(flat, group))
+        group.traffic.note("reduce_scatter", others_bytes(flat, group))
         steps = _sum_pieces(flat, group, self._tag(channel), self._pool)
         return self._start(_and_then(steps, then), group, follows=False)
 
     def sum_to_all(self, flat: Tensor, group: Group, channel: int, *, follows: bool = False) -> Ticket:
         if group.size == 1:
             return self._behind(None)
-        group.traffic.note("all_reduce", 2 * count_bytes(flat, group))
+        group.traffic.note("all_reduce", 2 * others_bytes(flat, group))
         if follows:
             return self._start(_sum_whole(flat, group, self._tag(channel), self._pool), group, follows=True)
         assert group.handle is not None, "one rank alone sends nothing"
@@ -113,7 +112,7 @@ class CpuExchange:
             pieces[group.rank].copy_(shard)
         if group.size == 1:
             return Done()
-        group.traffic.note("all_gather", count_bytes(flat, group))
+        group.traffic.note("all_gather", others_bytes(flat, group))
         received, sent = _post_gather(pieces, shard, group, self._tag(channel))
         if lends:
             # Who has sent its own has made room for this rank's, so this waits for no more than the network.

@@ -1,8 +1,10 @@
-"""What moves numbers between replicas beside the computation, as the rest sees it."""
+"""What moves numbers between replicas beside the computation, as the rest sees it, and memory that is lent for that."""
 
 from collections.abc import Callable
+from threading import Lock
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from shardwise.ranks.collectives import Group
@@ -45,13 +47,30 @@ class Exchange(Protocol):
     def close(self) -> None: ...
 
 
-def count_bytes(flat: Tensor, group: Group) -> int:
-    """What a rank sends to make every other rank's piece there, or to bring its own to them."""
-    return flat.numel() * flat.element_size() * (group.size - 1) // group.size
-
-
 class Done:
     """Nothing to wait for."""
 
     def wait(self) -> None:
         pass
+
+
+class BufferPool:
+    """Memory lent for one backward after the other, each size apart. It may be given back by another thread.
+
+    To take it anew each time would cost as much as to fill it.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
+        self._lock = Lock()
+
+    def take(self, length: int, like: Tensor) -> Tensor:
+        with self._lock:
+            free = self._free.get((length, like.dtype, like.device))
+            if free:
+                return free.pop()
+        return like.new_empty(length)
+
+    def give_back(self, memory: Tensor) -> None:
+        with self._lock:
+            self._free.setdefault((memory.numel(), memory.dtype, memory.device), []).append(memory)

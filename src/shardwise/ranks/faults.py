@@ -12,14 +12,16 @@ A rank that waits for long because another one is busy, and moves on, is no faul
 says that it is complete only after it was waited for), so the side thread breaks the connections, and that ends it.
 """
 
+import atexit
 import contextlib
 import json
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -27,6 +29,7 @@ import torch.distributed as dist
 
 from shardwise import environment, torch_private
 from shardwise.errors import ShardwiseError
+from shardwise.ranks.shared_memory import Pair
 from shardwise.torch_private import PrefixStore, Store
 
 #: Where the process that started the ranks writes that one of them died.
@@ -49,11 +52,7 @@ class RankError(ShardwiseError):
         self.rank = rank
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuilt, (self.problem, self.remedy, self.rank)
-
-
-def _rebuilt(problem: str, remedy: str | None, rank: int | None) -> RankError:
-    return RankError(problem, remedy=remedy, rank=rank)
+        return partial(RankError, remedy=self.remedy, rank=self.rank), (self.problem,)
 
 
 def describe_failure(rank: int, error: BaseException) -> RankError:
@@ -71,7 +70,7 @@ def encode(error: RankError) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankLocation:
     """Where a rank stands: since when, for whom it waits, and how long it has given no sign of life.
 
     It waits for one rank to send or to receive, or for several to come to the same place: a collective.
@@ -93,7 +92,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
-def find_stall(places: Sequence[Place], me: int, limit_seconds: float) -> RankError | None:
+def find_stall(places: Sequence[RankLocation], me: int, limit_seconds: float) -> RankError | None:
     """Say who holds up rank `me`, if anybody: follow who waits for whom, to one that has not moved for too long."""
     found = _find_culprit(places, [me], limit_seconds)
     if found is None:
@@ -106,7 +105,7 @@ def find_stall(places: Sequence[Place], me: int, limit_seconds: float) -> RankEr
     )
 
 
-def _find_culprit(places: Sequence[Place], chain: list[int], limit_seconds: float) -> tuple[int, str] | None:
+def _find_culprit(places: Sequence[RankLocation], chain: list[int], limit_seconds: float) -> tuple[int, str] | None:
     """The rank at fault and what is wrong with it. Each of `chain` waits for the next."""
     place = places[chain[-1]]
     if place.silent_seconds >= limit_seconds:
@@ -137,17 +136,11 @@ class Waitable(Protocol):
     def wait(self, timeout: timedelta = ...) -> Any: ...
 
 
-class Connection(Protocol):
-    """What ranks talk over, if not a group: it can be made to end all waits for it, from any thread."""
-
-    def sever(self) -> None: ...
-
-
 class Watch:
     """One rank's part: tells where it stands, and waits on behalf of it.
 
-    `store` is one that all ranks share; by default that of the default process group. Everything but `at`, `wait` and
-    `check` happens in a side thread.
+    They talk over the store of the default process group. Everything but `at`, `wait` and `check` happens in a side
+    thread.
     """
 
     def __init__(
@@ -155,7 +148,6 @@ class Watch:
         rank: int,
         num_ranks: int,
         *,
-        store: Store | None = None,
         limit_seconds: float = LIMIT_SECONDS,
         beat_seconds: float = 0.5,
         name: str = "pipeline",
@@ -163,7 +155,7 @@ class Watch:
         self.rank, self.num_ranks = rank, num_ranks
         self._limit, self._beat = limit_seconds, beat_seconds
         # A client of its own: a store serves one call of a client at a time, and the main thread may be in one.
-        self._store: Store = (store if store is not None else default_store()).clone()  # type: ignore[attr-defined]
+        self._store: Store = default_store().clone()  # type: ignore[attr-defined]
         # Of one name, each rank's first watch belongs with the first of the others, its second with their second.
         number = self._store.add(f"shardwise/{name}/watches/{rank}", 1)
         self._name = f"shardwise/{name}/{number}"
@@ -177,11 +169,14 @@ class Watch:
         #: Called when something has moved beside the computation: what, and when. By any thread.
         self.note_beside: Callable[[str, float, float], None] | None = None
         #: What it ends the waits of when a rank fails.
-        self.guarded: list[dist.ProcessGroup | Connection] = []
+        self.guarded: list[dist.ProcessGroup | Pair] = []
         self._stopped, self._closed, self._hurry = threading.Event(), threading.Event(), threading.Event()
         self._board = _Board(self._store, self._name, rank, num_ranks)
         self._thread = threading.Thread(target=self._look, name="shardwise-watch", daemon=True)
         self._thread.start()
+        # Python ends a thread that comes back from a call of the store while the process ends, and C++ takes that for
+        # a crash (exit code -6). So whoever forgets to close, or ends with an error, is closed for.
+        atexit.register(self.close)
 
     def at(self, place: object) -> None:
         """Say where this rank stands now, as a text or anything that prints as one; raises if another rank failed."""
@@ -250,17 +245,18 @@ class Watch:
         self.check()
         raise error
 
-    def guard(self, group: dist.ProcessGroup | Connection) -> None:
+    def guard(self, group: dist.ProcessGroup | Pair) -> None:
         """End waits for work of this group, and with it all its connections, when a rank fails."""
         if group not in self.guarded:
             self.guarded.append(group)
 
     def close(self) -> None:
-        """Stop looking. The rank stands at the end from now on."""
+        """Stop looking. The rank stands at the end from now on. Where the store no longer answers, that is all."""
         self._place, self._moves = "the end", self._moves + 1
         self._closed.set()
         self._hurry.set()
-        self._thread.join()
+        self._thread.join(_SETTLE_SECONDS)
+        atexit.unregister(self.close)
 
     def _publish(self, error: RankError) -> None:
         """The first one wins; later ones are what came of it."""
@@ -271,10 +267,9 @@ class Watch:
             self._stop(error)
         self._hurry.set()
 
-    def _mine(self) -> Place:
-        place = self._board.mine(self._place, self._moves)
+    def _mine(self) -> RankLocation:
         waits = self._waits
-        return replace(place, waits_for=waits[0] if waits else ())
+        return self._board.mine(self._place, self._moves, waits[0] if waits else ())
 
     def _look(self) -> None:
         while not self._closed.is_set() and self._verdict is None:
@@ -289,7 +284,8 @@ class Watch:
             else:
                 self._hurry.wait(self._beat)
         if self._closed.is_set() and self._verdict is None:
-            self._board.write(self._mine())
+            with contextlib.suppress(RuntimeError):  # The rank that has the store may have ended before this one.
+                self._board.write(self._mine())
 
     def _tick(self) -> None:
         mine = self._mine()
@@ -317,52 +313,6 @@ class Watch:
             _break(group)
 
 
-class Waiter(Protocol):
-    """What those who wait for other ranks of a pipeline need of a watch."""
-
-    def at(self, place: object) -> None: ...
-
-    def wait(self, work: Waitable, what: object, peer: int) -> None: ...
-
-    def wait_for(self, event: threading.Event, where: Callable[[], tuple[object, int] | None]) -> None: ...
-
-    def explain(self, error: BaseException, peer: int) -> NoReturn: ...
-
-    def guard(self, group: dist.ProcessGroup | Connection) -> None: ...
-
-
-class PipelineWatch:
-    """The watch of a rank as its pipeline sees it, where the world has several: peers are places in the pipeline."""
-
-    def __init__(self, watch: Watch, ranks: Sequence[int]) -> None:
-        self._watch, self._ranks = watch, ranks
-
-    def at(self, place: object) -> None:
-        """See `Watch.at`."""
-        self._watch.at(place)
-
-    def guard(self, group: dist.ProcessGroup | Connection) -> None:
-        """See `Watch.guard`."""
-        self._watch.guard(group)
-
-    def wait(self, work: Waitable, what: object, peer: int) -> None:
-        """See `Watch.wait`."""
-        self._watch.wait(work, what, self._ranks[peer])
-
-    def wait_for(self, event: threading.Event, where: Callable[[], tuple[object, int] | None]) -> None:
-        """See `Watch.wait_for`."""
-
-        def in_world() -> tuple[object, int] | None:
-            found = where()
-            return None if found is None else (found[0], self._ranks[found[1]])
-
-        self._watch.wait_for(event, in_world)
-
-    def explain(self, error: BaseException, peer: int) -> NoReturn:
-        """See `Watch.explain`."""
-        self._watch.explain(error, self._ranks[peer])
-
-
 class _Board:
     """The places of all ranks in the store. Clocks of machines differ, so only the reader's own clock is used:
     a rank has been silent since the reader last saw its place change, and a place changes with every beat."""
@@ -374,39 +324,36 @@ class _Board:
         self._beats = 0
         self._moved = (-1, time.monotonic())
 
-    def mine(self, place: object, moves: int) -> Place:
+    def mine(self, place: object, moves: int, waits_for: tuple[int, ...]) -> RankLocation:
         now = time.monotonic()
         if moves != self._moved[0]:
             self._moved = (moves, now)
-        return Place(rank=self._rank, at=str(place), at_seconds=now - self._moved[1])
+        return RankLocation(rank=self._rank, at=str(place), at_seconds=now - self._moved[1], waits_for=waits_for)
 
-    def write(self, mine: Place) -> None:
+    def write(self, mine: RankLocation) -> None:
         self._beats += 1
         record = {"beat": self._beats, "at": mine.at, "at_seconds": mine.at_seconds, "waits_for": mine.waits_for}
         self._store.set(self._keys[self._rank], json.dumps(record))
 
-    def read(self, mine: Place) -> list[Place]:
+    def read(self, mine: RankLocation) -> list[RankLocation]:
         return [mine if rank == self._rank else self._read(rank) for rank in range(len(self._keys))]
 
-    def _read(self, rank: int) -> Place:
+    def _read(self, rank: int) -> RankLocation:
         now = time.monotonic()
         found = self._store.get(self._keys[rank]) if self._store.check([self._keys[rank]]) else b""
         if rank not in self._seen or self._seen[rank][0] != found:
             self._seen[rank] = (found, now)
         silent = now - self._seen[rank][1]
         if not found:
-            return Place(rank=rank, at="nothing yet", at_seconds=silent, silent_seconds=silent)
+            return RankLocation(rank=rank, at="nothing yet", at_seconds=silent, silent_seconds=silent)
         record = json.loads(found)
-        return Place(
-            rank=rank,
-            at=record["at"],
-            at_seconds=record["at_seconds"] + silent,
-            silent_seconds=silent,
-            waits_for=tuple(record["waits_for"]),
+        at_seconds, waits_for = record["at_seconds"] + silent, tuple(record["waits_for"])
+        return RankLocation(
+            rank=rank, at=record["at"], at_seconds=at_seconds, silent_seconds=silent, waits_for=waits_for
         )
 
 
-def _break(group: dist.ProcessGroup | Connection) -> None:
+def _break(group: dist.ProcessGroup | Pair) -> None:
     """End every wait under way in a group. NCCL has a call for that. Of gloo one knows that when a wait times out, it
     closes all connections of the group; so one is made to, for what nobody ever sends."""
     with contextlib.suppress(RuntimeError):

@@ -15,6 +15,7 @@ Expert parallelism has no room of its own in the grid: its ranks are carved from
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -70,16 +71,16 @@ class Mesh:
 
 def make_mesh(plan: Plan, *, experts_over_tp: bool = False) -> Mesh:
     """Make the mesh of this process. Every rank of the world calls this, with the same plan."""
-    is_many = dist.is_available() and dist.is_initialized()
-    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if is_many else (0, 1)
-    if is_many:
-        agree_on(plan)
-    plan.check_world(num_ranks)
+    if not dist.is_available() or not dist.is_initialized():
+        plan.check_world(1)
+        return lone_mesh(plan)
+    rank = dist.get_rank()
+    agree_on(plan)
+    plan.check_world(dist.get_world_size())
     sizes = sizes_of(plan)
     grid = _grid(plan, sizes)
     parts = {name: _along(grid, axes) for name, axes in GROUPS.items()}
     parts |= dict(zip(EXPERT_GROUPS, _expert_parts(grid, plan, experts_over_tp=experts_over_tp), strict=True))
-    groups = _make_groups(parts, rank) if is_many else {name: Group() for name in parts}
     place = (grid == rank).nonzero()[0].tolist()
     return Mesh(
         plan=plan,
@@ -87,7 +88,7 @@ def make_mesh(plan: Plan, *, experts_over_tp: bool = False) -> Mesh:
         sizes=sizes,
         coordinates=dict(zip(ORDER, place, strict=True)),
         pipelines=tuple(sorted(parts["pp"])),
-        groups=groups,
+        groups=_make_groups(parts, rank),
     )
 
 
@@ -135,9 +136,7 @@ def _along(grid: torch.Tensor, axes: Sequence[str]) -> list[tuple[int, ...]]:
     """The ranks in groups that differ along some axes only."""
     inner = [ORDER.index(axis) for axis in axes]
     outer = [number for number in range(grid.dim()) if number not in inner]
-    length = 1
-    for number in inner:
-        length *= grid.shape[number]
+    length = prod(grid.shape[number] for number in inner)
     return [tuple(row) for row in grid.permute(*outer, *inner).reshape(-1, length).tolist()]
 
 
@@ -172,3 +171,51 @@ def _make_groups(parts: Mapping[str, list[tuple[int, ...]]], rank: int) -> dict[
             made[key] = Group(next(handle for ranks, handle in handles if rank in ranks))
         groups[name] = made[key]
     return groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicas:
+    """The ranks that hold the same parameters, in two groups of this rank: `shard` shares out what `copies` repeats.
+
+    all alike          shard over all 8                       least memory
+    hybrid             shard over the 4 of a node,            gathers stay inside a node; between nodes only a rank's
+                       repeat on both nodes                   own shard of the gradients is summed
+    """
+
+    shard: Group
+    copies: Group = field(default_factory=Group)
+
+    @property
+    def count(self) -> int:
+        """How many ranks hold the same parameters."""
+        return self.shard.size * self.copies.size
+
+
+def make_replicas(ranks: Sequence[int], *, shard_size: int | None = None) -> Replicas:
+    """Make the groups of this rank and the `ranks` of the world that hold the same. Every rank of the world calls this.
+
+    With `shard_size`, numbers are shared out over so many neighbours and repeated on the others. The groups carry
+    nothing else: sums begin when gradients are there, which may be sooner on one rank than on another.
+    """
+    size = len(ranks) if shard_size is None else shard_size
+    if size < 1 or len(ranks) % size:
+        fitting = [each for each in range(1, len(ranks) + 1) if len(ranks) % each == 0]
+        nearest = min(fitting, key=lambda each: abs(each - size))
+        raise ShardwiseError(
+            f"{len(ranks)} replicas cannot be sharded in groups of {size}", remedy=f"groups of {nearest}"
+        )
+    every: list[tuple[int, ...]] = [()] * dist.get_world_size()
+    dist.all_gather_object(every, tuple(ranks))
+    rows = [each[start : start + size] for each in sorted(set(every)) for start in range(0, len(each), size)]
+    columns = [each[place::size] for each in sorted(set(every)) for place in range(size)]
+    return Replicas(shard=_join(rows), copies=_join(columns))
+
+
+def _join(parts: Sequence[Sequence[int]]) -> Group:
+    """Make the groups; return the one that this rank is in. A group of one needs no connection."""
+    mine = Group()
+    for ranks in parts:
+        handle = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+        if handle is not None and dist.get_rank() in ranks:
+            mine = Group(handle)
+    return mine

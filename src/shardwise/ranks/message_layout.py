@@ -1,6 +1,8 @@
-"""How the tensors of a message lie in one run of bytes, and how that is told to the other side in whole numbers."""
+"""Messages between stages: which value one carries, how its tensors lie in one run of bytes, and how that is told."""
 
+import pickle
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,26 +10,29 @@ from torch import Tensor
 #: Of each tensor: type, shape, whether it wants a gradient.
 Description = tuple[tuple[torch.dtype, torch.Size, bool], ...]
 
-#: Numbers in the first part of a header: enough for ten tensors of eight dims.
-HEADER_LENGTH = 128
+#: Bytes in the first part of a header: enough for a dozen tensors.
+HEADER_LENGTH = 1024
 # Every tensor starts at a multiple of this many bytes, so that vector instructions find it aligned.
 _ALIGNMENT = 64
-_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-)
+
+
+class Key(NamedTuple):
+    """Which value: from rank to rank, an activation (`F`) or a gradient (`B`), made by a stage, read by another."""
+
+    source: int
+    target: int
+    kind: str
+    maker: int
+    reader: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.reader}RECV_{self.kind}{self.microbatch}<{self.maker}"
+
+    @property
+    def sending(self) -> str:
+        """The instruction at the other end."""
+        return f"{self.maker}SEND_{self.kind}{self.microbatch}>{self.reader}"
 
 
 def describe(tensors: list[Tensor]) -> Description:
@@ -36,25 +41,21 @@ def describe(tensors: list[Tensor]) -> Description:
 
 
 def encode(description: Description) -> Tensor:
-    """A description as whole numbers: how many follow; then of each tensor its type, gradient, dims and shape."""
-    numbers: list[int] = []
-    for dtype, shape, wants_gradient in description:
-        numbers += [_DTYPES.index(dtype), int(wants_gradient), len(shape), *shape]
-    padding = max(0, HEADER_LENGTH - 1 - len(numbers))
-    return torch.tensor([len(numbers), *numbers, *[0] * padding], dtype=torch.int64)
+    """A description as bytes, at least the first part of a header: how many there are, and what it is pickled to."""
+    pickled = pickle.dumps(description)
+    told = (len(pickled) + 8).to_bytes(8, "little") + pickled
+    return torch.frombuffer(bytearray(told.ljust(HEADER_LENGTH, b"\0")), dtype=torch.uint8)
+
+
+def length_of(header: Tensor) -> int:
+    """How many bytes a header has, by its first part."""
+    return int(header[:8].view(torch.int64))
 
 
 def decode(header: Tensor) -> Description:
-    """The description that `encode` made numbers of."""
-    length, *numbers = header.tolist()
-    found = []
-    place = 0
-    while place < length:
-        code, wants_gradient, num_dims = numbers[place : place + 3]
-        shape = torch.Size(numbers[place + 3 : place + 3 + num_dims])
-        found.append((_DTYPES[code], shape, bool(wants_gradient)))
-        place += 3 + num_dims
-    return tuple(found)
+    """The description that `encode` made bytes of."""
+    description: Description = pickle.loads(header[8:].numpy().tobytes())
+    return description
 
 
 class Layout:

@@ -10,54 +10,30 @@ import queue
 import threading
 from collections import deque
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from shardwise.ranks.faults import Waiter
+from shardwise.ranks.faults import Watch
+from shardwise.ranks.message_layout import Key
 
 _HELD_BYTES = 64 * 2**20
 _FOREVER = timedelta(days=1)
 
 
-class Message(Protocol):
-    """What is sent: by which instruction, and to which rank."""
-
-    @property
-    def sending(self) -> str: ...
-
-    @property
-    def target(self) -> int: ...
-
-
 class Sent(NamedTuple):
-    """A tensor on its way, as part of a message."""
+    """A tensor on its way, as part of a message, and the rank of the world that it goes to."""
 
     work: Any
     tensor: Tensor
-    message: Message
-
-
-class Outbox(Protocol):
-    """Holds what was sent."""
-
-    def put(self, sent: Sent) -> None:
-        """Hold it until it has arrived."""
-        ...
-
-    def drain(self) -> None:
-        """Wait until everything has arrived."""
-        ...
-
-    def close(self) -> None:
-        """Hold nothing any more."""
-        ...
+    key: Key
+    peer: int
 
 
 class WaitingOutbox:
     """For gloo. The newest are held; those before them are a thread's, which waits for them first to last."""
 
-    def __init__(self, watch: Waiter | None, held_bytes: int = _HELD_BYTES) -> None:
+    def __init__(self, watch: Watch | None, held_bytes: int = _HELD_BYTES) -> None:
         self._watch, self._most_bytes = watch, held_bytes
         self._newest: deque[Sent] = deque()
         self._num_bytes = 0
@@ -68,6 +44,7 @@ class WaitingOutbox:
         self._thread: threading.Thread | None = None
 
     def put(self, sent: Sent) -> None:
+        """Hold it until it has arrived."""
         self._newest.append(sent)
         self._num_bytes += sent.tensor.nbytes
         while self._num_bytes > self._most_bytes:
@@ -79,6 +56,7 @@ class WaitingOutbox:
             self._older.put(oldest)
 
     def drain(self) -> None:
+        """Wait until everything has arrived."""
         if self._thread is not None:
             self._drain_thread()
         while self._newest:
@@ -86,11 +64,12 @@ class WaitingOutbox:
             if self._watch is None:
                 sent.work.wait()
             else:
-                self._watch.wait(sent.work, sent.message.sending, sent.message.target)
+                self._watch.wait(sent.work, sent.key.sending, sent.peer)
             self._last_waited = sent.work
         self._num_bytes = 0
 
     def close(self) -> None:
+        """Hold nothing any more."""
         self._newest.clear()
         self._last_waited = None
         if self._thread is not None:
@@ -112,7 +91,7 @@ class WaitingOutbox:
 
     def _where(self) -> tuple[object, int] | None:
         oldest = self._oldest
-        return None if oldest is None else (oldest.message.sending, oldest.message.target)
+        return None if oldest is None else (oldest.key.sending, oldest.peer)
 
     def _let_go(self) -> None:
         while (item := self._older.get()) is not None:
@@ -123,7 +102,7 @@ class WaitingOutbox:
             try:
                 item.work.wait(_FOREVER)
             except RuntimeError as error:
-                self._broken = (error, item.message.target)
+                self._broken = (error, item.peer)
             # No name may keep what has arrived while the queue is empty.
             self._oldest = None
             del item

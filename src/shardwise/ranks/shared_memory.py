@@ -79,18 +79,6 @@ class Arrival:
         self.is_here = True
 
 
-class Unsent:
-    """What could not be sent to a rank yet, as work that can be waited for."""
-
-    def __init__(self, pair: "Pair") -> None:
-        self._pair = pair
-
-    def wait(self, timeout: timedelta | None = None) -> None:  # noqa: ARG002 - as above
-        """Wait until it is sent."""
-        while self._pair.pending:
-            _listen_to_one(self._pair.behind)
-
-
 class Pair:
     """This rank's end of what it shares with another. `behind` are those of its pairs that have something pending."""
 
@@ -117,6 +105,11 @@ class Pair:
         if self.pending or not self._send(message, tag):
             self.pending.append((message.detach(), tag))
             self.behind.add(self)
+
+    def wait(self, timeout: timedelta | None = None) -> None:  # noqa: ARG002 - as above
+        """Wait until what is pending is sent."""
+        while self.pending:
+            _listen_to_one(self.behind)
 
     def flush(self) -> None:
         """Send what finds room now."""

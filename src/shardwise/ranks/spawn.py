@@ -21,7 +21,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing import connection
-from types import TracebackType
 from typing import Any
 
 from shardwise import environment
@@ -73,9 +72,7 @@ class Ranks:
     def __enter__(self) -> "Ranks":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, story: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -145,7 +142,9 @@ class Ranks:
                 None if deadline is None else max(0.0, deadline - time.monotonic()),
             )
             if not ready and not failures:
-                raise _late(waiting, self.devices)
+                named = ("rank " if len(waiting) == 1 else "ranks ") + ", ".join(map(str, waiting))
+                problem = f"{named} of {self.devices} had not returned when the time was up"
+                raise RankError(problem, remedy="a larger timeout_seconds", rank=waiting[0])
             if not ready:
                 break
             for rank in waiting:
@@ -218,12 +217,3 @@ def _death(rank: int, status: int | None) -> RankError:
         remedy = "dmesg: on Linux that is what happens when memory runs out" if name == "SIGKILL" else None
         return RankError(f"rank {rank} was killed by {name} (signal {-status})", remedy=remedy, rank=rank)
     return RankError(f"rank {rank} exited with status {status} before it had returned", rank=rank)
-
-
-def _late(waiting: list[int], devices: int) -> RankError:
-    named = ("rank " if len(waiting) == 1 else "ranks ") + ", ".join(map(str, waiting))
-    return RankError(
-        f"{named} of {devices} had not returned when the time was up",
-        remedy="a larger timeout_seconds",
-        rank=waiting[0],
-    )

@@ -15,17 +15,17 @@ step begins with. While signatures repeat, nothing but the values moves.
 
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.errors import ShardwiseError
-from shardwise.ranks.faults import Waiter
-from shardwise.ranks.message_layout import HEADER_LENGTH, Description, Layout, decode, describe, encode
-from shardwise.ranks.outbox import Outbox, Sent, StreamOutbox, StreamWork, WaitingOutbox
-from shardwise.ranks.shared_memory import MOST_BYTES, Pair, Unsent, meet
+from shardwise.ranks.faults import Watch
+from shardwise.ranks.message_layout import HEADER_LENGTH, Description, Key, Layout, decode, describe, encode, length_of
+from shardwise.ranks.outbox import Sent, StreamOutbox, StreamWork, WaitingOutbox
+from shardwise.ranks.shared_memory import MOST_BYTES, Pair, meet
 from shardwise.torch_private import cpu_backend
 
 _PAYLOAD, _HEADER, _REST_OF_HEADER = 1, 2, 3  # Tags.
@@ -33,57 +33,6 @@ _MOST_SIGNATURES = 256
 # What may be posted before its instruction: enough for what small messages cost, which is the same for any size, and no
 # more memory than is never missed.
 _AHEAD_BYTES = 2**20
-
-
-class Key(NamedTuple):
-    """Which value: from rank to rank, an activation (`F`) or a gradient (`B`), made by a stage, read by another."""
-
-    source: int
-    target: int
-    kind: str
-    maker: int
-    reader: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.reader}RECV_{self.kind}{self.microbatch}<{self.maker}"
-
-    @property
-    def sending(self) -> str:
-        """The instruction at the other end."""
-        return f"{self.maker}SEND_{self.kind}{self.microbatch}>{self.reader}"
-
-
-class Transport(Protocol):
-    """What an interpreter moves values with."""
-
-    def begin_step(self, signature: Hashable | None) -> None:
-        """Start a step. Every rank gives the same signature; steps of one signature have the same layouts.
-
-        Whether gradients are wanted belongs to it, and all that shapes depend on. None: layouts may be anything.
-        """
-        ...
-
-    def send(self, key: Key, tensors: list[Tensor]) -> None:
-        """Send. What was sent must not be written to before `finish`."""
-        ...
-
-    def post_receive(self, key: Key) -> None:
-        """Say that a message will be wanted, so that it can come in beside the computation."""
-        ...
-
-    def post_ahead(self, keys: Sequence[Key]) -> None:
-        """Say which messages will be wanted later, in order: some may be posted now, while there is nothing to do."""
-        ...
-
-    def receive(self, key: Key) -> list[Tensor]:
-        """Wait for a message; it is posted here if it was not. Its tensors are leaves, with or without gradient as
-        they were on the other side."""
-        ...
-
-    def finish(self) -> None:
-        """End a step: wait until all that was sent has arrived."""
-        ...
 
 
 class ProcessTransport:
@@ -105,25 +54,27 @@ class ProcessTransport:
 
     def __init__(
         self,
-        groups: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup],
+        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
         *,
         device: torch.device | str = "cpu",
         links: Mapping[tuple[int, int], dist.ProcessGroup] | None = None,
-        watch: Waiter | None = None,
+        watch: Watch | None = None,
         shares_memory: bool = True,
     ) -> None:
-        self._groups: tuple[dist.ProcessGroup, ...] = groups if isinstance(groups, tuple) else (groups, groups)
+        self._groups: tuple[dist.ProcessGroup, ...] = groups
         self._watch = watch
+        #: Ranks here are places in the pipeline; a watch knows those of the world.
+        self._in_world = dist.get_process_group_ranks(groups[0])
         # What a group sends with. A third of the time of a small message was the way there from the group.
         self._backends = [cpu_backend(group) for group in self._groups]
         self._device = torch.device(device)
-        self._links = links if links is not None else {}
+        self._links = links or {}
         # What groups and shared memory carry is in the host's memory.
         self._is_staged = self._device.type != "cpu" and not self._links
         #: What was sent to each rank since somebody has last cleared it: messages, and bytes.
         self.sent: dict[int, list[int]] = {}
-        self._outbox: Outbox = WaitingOutbox(watch)
-        self._links_outbox: Outbox = StreamOutbox()
+        self._outbox = WaitingOutbox(watch)
+        self._links_outbox = StreamOutbox()
         self._known: OrderedDict[Hashable, dict[Key, Layout]] = OrderedDict()
         self._layouts: dict[Key, Layout] = {}
         # Receives that wait for their payload; and, of each source, those whose layout is not known yet, with their
@@ -144,6 +95,10 @@ class ProcessTransport:
                 watch.guard(pair)
 
     def begin_step(self, signature: Hashable | None) -> None:
+        """Start a step. Every rank gives the same signature; steps of one signature have the same layouts.
+
+        Whether gradients are wanted belongs to it, and all that shapes depend on. None: layouts may be anything.
+        """
         if signature is None:
             self._layouts = {}
             return
@@ -153,13 +108,19 @@ class ProcessTransport:
             self._known.popitem(last=False)
 
     def send(self, key: Key, tensors: list[Tensor]) -> None:
+        """Send. What was sent must not be written to before `finish`."""
         layout = self._layouts.get(key)
         if layout is None:
             layout = self._layouts[key] = Layout(describe(tensors))
             self._send_header(key, layout.description)
         message = layout.pack(tensors)
         if message is None:
-            raise _changed(key, layout.description, describe(tensors))
+            before, now = _text_of(layout.description), _text_of(describe(tensors))
+            raise ShardwiseError(
+                f"{key.sending} sends {now}; with this signature it was {before}, and that is expected",
+                remedy="begin_step with all that shapes depend on in its signature, or with None if they depend on the"
+                " data",
+            )
         num_bytes = layout.num_bytes
         if num_bytes:
             sent = self.sent.get(key.target)
@@ -170,12 +131,13 @@ class ProcessTransport:
             self._send(_on_host(message) if self._is_staged else message, key, _PAYLOAD)
 
     def post_receive(self, key: Key) -> None:
+        """Say that a message will be wanted, so that it can come in beside the computation."""
         if key in self._posted:
             return
         layout = self._layouts.get(key)
         unknown = self._unknown.setdefault(key.source, deque())
         if layout is None:
-            header = torch.empty(HEADER_LENGTH, dtype=torch.int64)
+            header = torch.empty(HEADER_LENGTH, dtype=torch.uint8)
             unknown.append((key, header, self._receive(header, key, _HEADER)))
         elif unknown:
             unknown.append((key, None, None))
@@ -183,6 +145,7 @@ class ProcessTransport:
             self._post_payload(key, layout)
 
     def post_ahead(self, keys: Sequence[Key]) -> None:
+        """Say which messages will be wanted later, in order: some may be posted now, while there is nothing to do."""
         if self._links:  # What is under way in an NCCL group holds up what comes after it.
             return
         left = _AHEAD_BYTES - sum(layout.num_bytes for layout, _, _ in self._posted.values())
@@ -195,6 +158,8 @@ class ProcessTransport:
                 self._post_payload(key, layout)
 
     def receive(self, key: Key) -> list[Tensor]:
+        """Wait for a message; it is posted here if it was not. Its tensors are leaves, with or without gradient as
+        they were on the other side."""
         if key not in self._posted:
             unknown = self._unknown.setdefault(key.source, deque())
             if all(other != key for other, _, _ in unknown):
@@ -209,10 +174,11 @@ class ProcessTransport:
         return layout.unpack(message.to(self._device, non_blocking=True) if self._is_staged else message)
 
     def finish(self) -> None:
+        """End a step: wait until all that was sent has arrived."""
         assert not self._posted, f"posted and never received: {', '.join(map(str, self._posted))}"
         for rank, pair in self._near.items():
             if pair.pending:
-                self._wait_until(Unsent(pair), "the end of the step", rank)
+                self._wait_until(pair, "the end of the step", rank)
         self._outbox.drain()
         self._links_outbox.drain()
 
@@ -234,36 +200,35 @@ class ProcessTransport:
         key, header, work = unknown.popleft()
         if header is not None:
             self._wait_until(work, key, key.source)
-            missing = int(header[0]) + 1 - HEADER_LENGTH
+            missing = length_of(header) - HEADER_LENGTH
             if missing > 0:
-                rest = torch.empty(missing, dtype=torch.int64)
+                rest = torch.empty(missing, dtype=torch.uint8)
                 self._wait_until(self._receive(rest, key, _REST_OF_HEADER), key, key.source)
                 header = torch.cat([header, rest])
             self._layouts[key] = Layout(decode(header))
         self._post_payload(key, self._layouts[key])
 
     def _send_header(self, key: Key, description: Description) -> None:
-        numbers = encode(description)
-        for tag, part in ((_HEADER, numbers[:HEADER_LENGTH]), (_REST_OF_HEADER, numbers[HEADER_LENGTH:])):
+        header = encode(description)
+        for tag, part in ((_HEADER, header[:HEADER_LENGTH]), (_REST_OF_HEADER, header[HEADER_LENGTH:])):
             if part.numel():
                 self._send(part, key, tag)
 
     def _send(self, tensor: Tensor, key: Key, tag: int) -> None:
-        target = key.target
-        pair = self._near.get(target)
+        pair = self._near.get(key.target)
         try:
             # The two ends of a message answer alike.
             if pair is not None and tensor.nbytes <= MOST_BYTES:
                 pair.send(tensor, tag)
             else:
-                group, peer = self._route(key, target, tag)
+                group, peer = self._route(key, key.target, tag)
                 alone = tensor.detach()
                 outbox = self._links_outbox if self._links and tag == _PAYLOAD else self._outbox
-                outbox.put(Sent(group.send([alone], peer, tag), alone, key))
+                outbox.put(Sent(group.send([alone], peer, tag), alone, key, self._in_world[key.target]))
         except RuntimeError as error:
             if self._watch is None:
                 raise
-            self._watch.explain(error, target)
+            self._watch.explain(error, self._in_world[key.target])
 
     def _receive(self, tensor: Tensor, key: Key, tag: int) -> Any:
         pair = self._near.get(key.source)
@@ -275,7 +240,7 @@ class ProcessTransport:
         except RuntimeError as error:
             if self._watch is None:
                 raise
-            self._watch.explain(error, key.source)
+            self._watch.explain(error, self._in_world[key.source])
 
     def _route(self, key: Key, peer: int, tag: int) -> tuple[Any, int]:
         if self._links and tag == _PAYLOAD:
@@ -287,7 +252,7 @@ class ProcessTransport:
         if self._watch is None:
             work.wait()
         else:
-            self._watch.wait(work, what, peer)
+            self._watch.wait(work, what, self._in_world[peer])
         self._last_waited = work
 
 
@@ -295,13 +260,6 @@ def _on_host(message: Tensor) -> Tensor:
     """A copy in pinned memory, once all is computed that it is made of: gloo's threads know nothing of streams."""
     copy = torch.empty(message.shape, dtype=message.dtype, pin_memory=True)
     return copy.copy_(message.detach())
-
-
-def _changed(key: Key, before: Description, now: Description) -> ShardwiseError:
-    return ShardwiseError(
-        f"{key.sending} sends {_text_of(now)}; with this signature it was {_text_of(before)}, and that is expected",
-        remedy="begin_step with all that shapes depend on in its signature, or with None if they depend on the data",
-    )
 
 
 def _text_of(description: Description) -> str:

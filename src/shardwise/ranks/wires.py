@@ -10,8 +10,8 @@ what this process gives, and nobody has to be told of an error.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,104 +20,63 @@ from torch import Tensor
 from shardwise.planner.plan import Plan
 from shardwise.ranks.clocks import SharedClock
 from shardwise.ranks.collectives import Group
-from shardwise.ranks.faults import LIMIT_SECONDS, PipelineWatch, Waiter, Watch
+from shardwise.ranks.faults import LIMIT_SECONDS, Watch
 from shardwise.ranks.links import Link, connect, is_on_nccl, make_groups, make_links
-from shardwise.ranks.mesh import Mesh, lone_mesh, make_mesh
-from shardwise.ranks.replicas import Replicas, make_replicas
+from shardwise.ranks.mesh import Mesh, Replicas, lone_mesh, make_mesh, make_replicas
 from shardwise.ranks.transport import ProcessTransport
 
 
-class Wires(Protocol):
-    """What an engine has of other processes. All of them call it alike."""
+class Wires:
+    """What an engine has of other processes, which all call it alike; and what comes of it where there are none."""
 
-    @property
-    def mesh(self) -> Mesh: ...
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks of the pipeline that this process runs: its own, or all."""
-        ...
-
-    @property
-    def rank(self) -> int:
-        """This process in the world."""
-        ...
-
-    @property
-    def watch(self) -> Watch | None:
-        """What is told where this process stands, where there are others."""
-        ...
-
-    @property
-    def dense(self) -> Replicas:
-        """The ranks that hold the same dense weights."""
-        ...
-
-    @property
-    def experts(self) -> Replicas:
-        """The ranks that hold the same experts."""
-        ...
+    mesh: Mesh
+    #: The ranks of the pipeline that this process runs: its own, or all.
+    ranks: tuple[int, ...]
+    #: This process in the world.
+    rank: int
+    #: What is told where this process stands, where there are others.
+    watch: Watch | None
+    #: The ranks that hold the same dense weights, and those that hold the same experts.
+    dense: Replicas
+    experts: Replicas
 
     def connect(self, ties: Iterable[Group], device: torch.device) -> None:
         """Connect all groups, and those of ties, before a step asks for them: ranks come to them at different times."""
-        ...
 
-    def told_to_all(self) -> Any:
+    def told_to_all(self) -> AbstractContextManager[None]:
         """A context: the others are told of an error before it goes on to the caller."""
-        ...
+        return nullcontext()
 
-    def start_sum(self, numbers: Tensor) -> Any:
+    def start_sum(self, numbers: Tensor) -> Any:  # noqa: ARG002 - they are the sum
         """Begin to add up numbers of the CPU over all processes, in place; None if they are the sum."""
-        ...
+        return None
 
     def sum(self, numbers: Tensor, what: str) -> None:
         """Add up numbers of the CPU over all processes, in place."""
-        ...
 
-    def gather(self, given: Any, group: str | None = None) -> list[Any]:
+    def gather(self, given: Any, group: str | None = None) -> list[Any]:  # noqa: ARG002 - every group is this process
         """What each process gives; with a name, each of this one's group of the mesh."""
-        ...
+        return [given]
 
     def clock_correction(self) -> float:
         """Seconds to add to this process's clock to have that of all."""
-        ...
+        return 0.0
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End what connects the processes."""
 
 
-class OneProcess:
+class OneProcess(Wires):
     """No others: this process runs every rank of a pipeline, or the one that there is."""
 
     def __init__(self, plan: Plan) -> None:
         self.mesh = lone_mesh(plan)
-        self.ranks = tuple(range(plan.pp))
-        self.rank = 0
-        self.watch: Watch | None = None
+        self.ranks, self.rank = tuple(range(plan.pp)), 0
+        self.watch = None
         self.dense = self.experts = Replicas(shard=Group())
 
-    def connect(self, ties: Iterable[Group], device: torch.device) -> None:
-        """There is nobody to connect with."""
 
-    def told_to_all(self) -> Any:
-        return nullcontext()
-
-    def start_sum(self, numbers: Tensor) -> Any:  # noqa: ARG002 - they are the sum
-        return None
-
-    def sum(self, numbers: Tensor, what: str) -> None:
-        """They are the sum."""
-
-    def gather(self, given: Any, group: str | None = None) -> list[Any]:  # noqa: ARG002 - every group is this process
-        return [given]
-
-    def clock_correction(self) -> float:
-        return 0.0
-
-    def close(self) -> None:
-        """There is nothing to end."""
-
-
-class ManyProcesses:
+class ManyProcesses(Wires):
     """One rank of a plan in each process of the default group. Every one of them makes its own, at the same time."""
 
     def __init__(self, plan: Plan, *, limit_seconds: float = LIMIT_SECONDS) -> None:
@@ -136,11 +95,6 @@ class ManyProcesses:
         self._links: dict[frozenset[Link], dict[Link, dist.ProcessGroup]] = {}
         self._ties: list[Group] = []
 
-    @property
-    def waiter(self) -> Waiter:
-        """The watch as this rank's pipeline sees it."""
-        return PipelineWatch(self.watch, self.mesh.ranks("pp"))
-
     def make_transport(self, links: Iterable[Link], device: torch.device) -> ProcessTransport:
         """What moves values over these links of the pipeline."""
         if self._groups is None:
@@ -151,7 +105,7 @@ class ManyProcesses:
             if wanted not in self._links:
                 self._links[wanted] = make_links(wanted, self.mesh.pipelines, device=device)
             made = self._links[wanted]
-        return ProcessTransport(self._groups, device=device, links=made, watch=self.waiter)
+        return ProcessTransport(self._groups, device=device, links=made, watch=self.watch)
 
     def connect(self, ties: Iterable[Group], device: torch.device) -> None:
         mine = list(ties)

@@ -1,7 +1,7 @@
 """What a process that `spawn` has started does: it joins the other ranks, and runs the functions that it is sent.
 
 It is a process group of its own, so that whatever it starts ends with it; and it ends when the process that started it
-does, however that ends.
+does, however that ends. One that `torchrun` has started only joins the others (`join_if_launched`).
 """
 
 import os
@@ -16,11 +16,12 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from shardwise import environment
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.faults import RankError, describe_failure
-from shardwise.torch_private import TCPStore
+from shardwise.torch_private import PrefixStore, TCPStore
 
 #: Which GPUs ranks of one machine compute on.
 Gpus = Literal["own", "shared", "none"]
@@ -100,6 +101,25 @@ def choose_backend(place: int, num_places: int, gpus: Gpus = "own") -> str:
         environment.share_gpu(place)
     torch.cuda.set_device(place % num_gpus)
     return "cpu:gloo,cuda:nccl"
+
+
+def join_if_launched() -> None:
+    """Under `torchrun`, start `torch.distributed` if the script has not.
+
+    `torchrun` keeps one store for all attempts at a run, and ranks write there where they listen. One that comes back
+    after a failure could read where another one was before; so every attempt has names of its own in the store.
+    """
+    place = environment.place_under_torchrun()
+    if place is None or not dist.is_available() or dist.is_initialized():
+        return
+    environment.keep_streams_apart()
+    store, rank, size = next(rendezvous("env://"))
+    dist.init_process_group(
+        choose_backend(*place),
+        store=PrefixStore(f"attempt {environment.num_restarts()}", store),
+        rank=rank,
+        world_size=size,
+    )
 
 
 def _run(rank: int, call: bytes) -> object:

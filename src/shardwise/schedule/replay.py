@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
+from typing import NamedTuple
 
 from shardwise.errors import ShardwiseError
 from shardwise.schedule.catalogue import CATALOGUE, make_schedule
@@ -19,7 +20,6 @@ from shardwise.schedule.placement import Placement
 from shardwise.schedule.prices import Prices, activations
 from shardwise.schedule.schedule import Schedule
 from shardwise.schedule.simulate import simulate
-from shardwise.trace.doctor.player import Alternative
 from shardwise.trace.events import Event, Lane, Trace
 from shardwise.trace.memory import peaks
 
@@ -29,6 +29,14 @@ _MOST_COMPUTATIONS = 8_000
 _NO_REMEDY = frozenset(name for name, entry in CATALOGUE.items() if entry.num_weight_copies > 1) | {"pipedream-2bw"}
 
 Seconds = Callable[[Instruction, int], float]
+
+
+class Alternative(NamedTuple):
+    """Another schedule: what to put in the plan, how long the step would be, and the most that a rank would hold."""
+
+    plan: str
+    seconds: float
+    held: float
 
 
 @dataclass(frozen=True)
@@ -59,18 +67,22 @@ class Replay:
 
     @cached_property
     def seconds(self) -> float:
+        """The step as it was, played."""
         return self._play(self._as_measured)
 
     @cached_property
     def usual_seconds(self) -> float:
+        """The step with every instruction as long as it usually is: what all changes but one are compared with."""
         return self._play(self._as_usual)
 
     @cached_property
     def held(self) -> float:
+        """The most microbatches of a stage that a rank holds."""
         return max(peaks(simulate(lower(self.schedule), self._prices(self.schedule, self._as_usual))))
 
     @cached_property
     def stage_seconds(self) -> list[float]:
+        """What a microbatch takes on each stage, forward and backward together."""
         return [
             sum(self.usual[kind, stage] for kind in (Kind.F, Kind.I, Kind.W))
             for stage in range(self.schedule.placement.num_stages)
@@ -89,9 +101,11 @@ class Replay:
         return Trace(name=trace.name, num_ranks=trace.num_ranks, events=tuple(events))
 
     def with_stages(self, factors: Mapping[int, float]) -> float:
+        """The step with some stages taking so many times as long."""
         return self._play(lambda each, rank: self._as_usual(each, rank) * factors.get(each.stage, 1.0))
 
     def with_even_instructions(self, ranks: Sequence[int]) -> float:
+        """With every instruction of some ranks as quick as it usually is; to be compared with `seconds`."""
         chosen = {place for place, rank in enumerate(self.ranks) if rank in ranks}
 
         def seconds(instruction: Instruction, place: int) -> float:
@@ -101,9 +115,12 @@ class Replay:
         return self._play(seconds)
 
     def with_hops(self, factor: float) -> float:
+        """With transfers between ranks taking so many times as long."""
         return self._play(self._as_usual, hop=factor * self.hop)
 
     def with_backward(self, factors: Mapping[int, float]) -> float:
+        """With the backwards of some ranks taking so many times as long."""
+
         def seconds(instruction: Instruction, place: int) -> float:
             factor = factors.get(self.ranks[place], 1.0) if instruction.kind in (Kind.B, Kind.I) else 1.0
             return factor * self._as_usual(instruction, place)
@@ -111,17 +128,18 @@ class Replay:
         return self._play(seconds)
 
     def with_microbatches(self, factor: int) -> float | None:
+        """With so many times as many microbatches, each as much smaller. None if the schedule is not made for that."""
         found = self._remade(self.schedule.name, self.schedule.num_microbatches * factor)
         if found is None:
             return None
         return self._play(lambda each, rank: self._as_usual(each, rank) / factor, schedule=found, hop=self.hop / factor)
 
-    def alternatives(self) -> list[Alternative]:
-        return self._alternatives
-
     @cached_property
-    def _alternatives(self) -> list[Alternative]:
-        """Each with the model cut as evenly over its stages as it is over the present ones."""
+    def alternatives(self) -> list[Alternative]:
+        """Other schedules for the same ranks and microbatches, the quickest first.
+
+        In each the model is cut as evenly over its stages as it is over the present ones.
+        """
         found = []
         for name in CATALOGUE:
             other = None if name in _NO_REMEDY else self._remade(name, self.schedule.num_microbatches)
@@ -177,11 +195,17 @@ def predict(trace: Trace) -> Trace | None:
     return None if replay is None else replay.predicted(trace)
 
 
+def ranks_by_stages(trace: Trace) -> dict[tuple[int, ...], list[int]]:
+    """Ranks that compute the same stages, together, by these stages."""
+    found: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for rank, events in enumerate(trace.compute):
+        found[tuple(sorted({event.stage for event in events}))].append(rank)
+    return found
+
+
 def pipelines_of(trace: Trace) -> list[tuple[int, ...]]:
     """Ranks that hold the same stages are replicas: the first of each are a pipeline, and so on."""
-    alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for rank, events in enumerate(trace.compute):
-        alike[tuple(sorted({event.stage for event in events}))].append(rank)
+    alike = ranks_by_stages(trace)
     alike.pop((), None)
     return list(zip(*(alike[stages] for stages in sorted(alike)), strict=False))
 

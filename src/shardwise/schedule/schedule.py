@@ -66,6 +66,12 @@ class Schedule:
             instruction.kind in SENDS or instruction.kind in RECEIVES for order in self.orders for instruction in order
         )
 
+    @property
+    def links(self) -> set[tuple[int, int]]:
+        """Which ranks send to which."""
+        ranks, every = self.placement.ranks, (each for order in self.orders for each in order)
+        return {(ranks[each.stage], ranks[each.peer]) for each in every if each.kind in SENDS and each.peer is not None}
+
     def step_of(self, microbatch: int) -> int:
         """The step that a microbatch's gradient belongs to."""
         return microbatch // self.num_microbatches

@@ -5,5 +5,5 @@ context/    tokens of a sequence over ranks: ring attention, all-to-all attentio
 expert/     experts over ranks: permute, all-to-all, grouped experts, all-to-all, unpermute
     |
 wrap_forward, rng_tracker, zigzag     what they share
-dropout, functional_dropout           masks from seed, step, layer and position
+dropout                               masks from seed, step, layer and position
 """

@@ -6,31 +6,110 @@
     channel, head                   tp, inside of layers that are cut
 
 It is a counter-based generator: a number is hashed from these, so that no rank draws what others use, and a forward
-that is recomputed for its backward drops the same. It is for `nn.Dropout`, and for the functions that drop
-(`functional_dropout.py`): of those a module may call several, and weights of attention have a place by their head,
-their query and their key.
+that is recomputed for its backward drops the same. It is for `nn.Dropout`, and for functions that drop:
+
+    nn.functional.dropout(hidden, 0.1, self.training)
+    nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=0.1)
+
+An `nn.Dropout` is seen in the module. Who calls such a function is seen in one run of it (`Finding`); of those a module
+may call several, and weights of attention have a place by their head, their query and their key. Attention that drops
+computes all of its weights: kernels that do not, draw their own.
 """
 
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
 
 from shardwise.ranks.collectives import longest_piece
-from shardwise.sharding.functional_dropout import Answers
 from shardwise.sharding.rng_tracker import Channels
 from shardwise.sharding.wrap_forward import wrap_forward
 from shardwise.stages.batch import length_of
 from shardwise.stages.stage import Batch
+from shardwise.torch_private import SAFE_SOFTMAX, DropoutModule
 
 # The increment and multipliers of splitmix64 (Steele et al. 2014), as signed numbers.
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 #: A mask is drawn with so many bits.
 _BITS = 24
+_DROPOUT = (functional.dropout, torch.dropout)
+
+
+class AttentionArguments(NamedTuple):
+    """Those of `scaled_dot_product_attention`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+
+class Finding(TorchFunctionMode):
+    """Sees which modules drop at random by calling a function, in a run of a module in training mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._inside: list[nn.Module] = []
+        self.found: list[nn.Module] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Where the run is."""
+        before = register_module_forward_pre_hook(lambda module, _: self._inside.append(module))
+        after = register_module_forward_hook(lambda *_: self._leave(), always_call=True)
+        try:
+            with self:
+                yield
+        finally:
+            before.remove()
+            after.remove()
+            self._inside.clear()
+
+    def names(self, module: nn.Module) -> list[str]:
+        """Those of the module's that do."""
+        found = {id(each) for each in self.found}
+        return [name for name, each in module.named_modules() if id(each) in found]
+
+    def _leave(self) -> None:
+        if self._inside:
+            self._inside.pop()
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if self._inside and _drops(func, args, kwargs) and not isinstance(self._inside[-1], DropoutModule):
+            self.found.append(self._inside[-1])
+        return func(*args, **kwargs)
+
+
+def _drops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if func is functional.scaled_dot_product_attention:
+        return bool(AttentionArguments(*args, **kwargs).dropout_p)
+    if func in _DROPOUT:
+        _, probability, is_training, _ = _dropout_arguments(*args, **kwargs)
+        return bool(probability) and is_training
+    return False
+
+
+def _dropout_arguments(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool | None = None
+) -> tuple[Tensor, float, bool, bool]:
+    """The arguments of both, whose names differ."""
+    return input, p, training if train is None else train, inplace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +176,7 @@ class Dropouts:
     def attach(self, module: nn.Module, callers: Collection[str] = ()) -> bool:
         """Let every dropout of a module draw from here, and the modules that drop by functions; whether there is one.
 
-        `callers` are these by name: see `functional_dropout.Finding`.
+        `callers` are these by name: see `Finding`.
         """
         found = {name: each for name, each in module.named_modules() if isinstance(each, nn.Dropout) and each.p > 0}
         for name, each in found.items():
@@ -130,7 +209,7 @@ class Dropouts:
     def _answer(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._callers.append(_Caller(self, name))
         try:
-            with Answers(self._callers[-1], attends=self.attends):
+            with self._callers[-1]:
                 return call(*args, **kwargs)
         finally:
             self._callers.pop()
@@ -158,21 +237,53 @@ class Dropouts:
         return _factors(drawn, probability).view(given.shape).to(given.dtype)
 
     def key_of(self, name: str, place: Place) -> int:
-        return _key(f"{self.seed}/{place.step}/{name}")
+        text = f"{self.seed}/{place.step}/{name}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
 
-class _Caller:
-    """One forward of a module that drops by functions. Each of its calls has a number."""
+class _Caller(TorchFunctionMode):
+    """One forward of a module that drops by functions, which are answered meanwhile. Each of its calls has a number."""
 
     def __init__(self, dropouts: Dropouts, name: str) -> None:
+        super().__init__()
         self._dropouts, self._name, self._count = dropouts, name, 0
 
-    def scaled(self, given: Tensor, probability: float) -> Tensor | None:
-        return self._dropouts.factors(self._next(), probability, given)
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        answer: Tensor | None = None
+        if func in _DROPOUT and _drops(func, args, kwargs):
+            answer = self._drop(*_dropout_arguments(*args, **kwargs))
+        elif self._dropouts.attends and _drops(func, args, kwargs):
+            answer = self._attend(AttentionArguments(*args, **kwargs))
+        return func(*args, **kwargs) if answer is None else answer
 
-    def of_weights(self, given: Tensor, probability: float) -> Callable[[Tensor, Tensor], Tensor] | None:
-        drop = self.weight_drop(given, probability)
-        return None if drop is None else drop.factors
+    def _drop(self, given: Tensor, probability: float, _: bool, is_in_place: bool) -> Tensor | None:
+        factors = self._dropouts.factors(self._next(), probability, given)
+        if factors is None:
+            return None
+        return given.mul_(factors) if is_in_place else given * factors
+
+    def _attend(self, given: AttentionArguments) -> Tensor | None:
+        query, key, value, mask, probability, is_causal, scale, enable_gqa = given
+        drop = self.weight_drop(query, probability)
+        if drop is None:
+            return None
+        if enable_gqa:
+            sharing = query.shape[-3] // key.shape[-3]
+            key, value = key.repeat_interleave(sharing, -3), value.repeat_interleave(sharing, -3)
+        scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+        queries, keys = (torch.arange(each.shape[-2], device=query.device) for each in (query, key))
+        if is_causal:
+            scores = scores.masked_fill(keys > queries[:, None], float("-inf"))
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else scores + mask
+        # A query that sees nothing has weights of 0, as in torch's own.
+        weights = SAFE_SOFTMAX(scores.float() if scores.dtype.itemsize < 4 else scores, -1)
+        made: Tensor = (weights * drop.factors(queries, keys)).to(value.dtype) @ value
+        return made
 
     def weight_drop(self, query: Tensor, probability: float) -> WeightDrop | None:
         place = self._dropouts.place_of(query)
@@ -250,10 +361,6 @@ def _place_tokens(axes: list[Tensor], wholes: list[int], place: Place) -> None:
         axes[number] = (tokens if len(axis) == len(tokens) else piece).to(axis.device)
         wholes[number] = 2**31
         return
-
-
-def _key(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
 
 def _factors(drawn: Tensor, probability: float) -> Tensor:

@@ -22,11 +22,6 @@ def pieces_of(rank: int, num_ranks: int) -> tuple[int, int]:
     return rank, 2 * num_ranks - 1 - rank
 
 
-def owner_of(piece: int, num_ranks: int) -> int:
-    """The rank that has a piece."""
-    return min(piece, 2 * num_ranks - 1 - piece)
-
-
 def zigzag_shard(whole: Tensor, dim: int, rank: int, num_ranks: int) -> Tensor:
     """A rank's part of a tensor, whose dim divides by twice the number of ranks."""
     length = whole.shape[dim] // (2 * num_ranks)

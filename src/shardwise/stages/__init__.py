@@ -3,6 +3,6 @@
 split/        module, example -> units -> flow -> cut -> Split of stages
 stage         what a splitter makes and an executor runs
 batch, losses       a batch in microbatches; the user's loss, tried and weighed
-compiled, halves    compiled units, and their backward in two halves
+compiled            compiled units, and their backward in two halves
 activation_bytes    what a forward keeps for its backward
 """

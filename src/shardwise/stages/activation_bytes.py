@@ -22,7 +22,7 @@ class Kept:
 
     def counting(self) -> AbstractContextManager[Any]:
         """Where what is saved is counted. It is saved as it is."""
-        return torch.autograd.graph.saved_tensors_hooks(self.count, _as_it_is)
+        return torch.autograd.graph.saved_tensors_hooks(self.count, lambda tensor: tensor)
 
     def add(self, tensors: Iterable[Tensor]) -> None:
         """Count tensors that are kept without autograd."""
@@ -42,10 +42,6 @@ class Kept:
         self.num_bytes += self.new_bytes(tensor)
         # A node that holds its own output, with that output's node, is never freed. Autograd puts it back itself.
         return tensor.detach()
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 #: The bytes that a forward of each stage keeps; what is not in it yet is counted when it is run next.

@@ -22,7 +22,13 @@ def cut_batch(batch: Batch, num_microbatches: int, *, pad: bool = False) -> list
     length = length_of(batch)
     size, more = divmod(length, num_microbatches)
     if more and not pad:
-        raise _refusal(length, num_microbatches)
+        below = length - length % num_microbatches
+        sizes = [str(size) for size in (below, below + num_microbatches) if size]
+        fewer = max(count for count in range(1, num_microbatches) if length % count == 0)
+        raise ShardwiseError(
+            f"a batch of {length} cannot be cut into {num_microbatches} equal microbatches",
+            remedy=f"a batch of {' or '.join(sizes)}, or microbatches={fewer}, or pad=True",
+        )
     if length == 0:
         raise ShardwiseError("the batch has no row", remedy=f"a batch of {num_microbatches}")
     ends = [number * size + min(number, more) for number in range(num_microbatches + 1)]
@@ -48,16 +54,6 @@ def length_of(batch: Batch) -> int:
             remedy='a dictionary like {"input_ids": ids, "labels": labels}',
         )
     return length
-
-
-def _refusal(length: int, num_microbatches: int) -> ShardwiseError:
-    below = length - length % num_microbatches
-    sizes = [str(size) for size in (below, below + num_microbatches) if size]
-    fewer = max(count for count in range(1, num_microbatches) if length % count == 0)
-    return ShardwiseError(
-        f"a batch of {length} cannot be cut into {num_microbatches} equal microbatches",
-        remedy=f"a batch of {' or '.join(sizes)}, or microbatches={fewer}, or pad=True",
-    )
 
 
 def shapes_of(batch: Batch) -> tuple[tuple[str, torch.Size, torch.dtype], ...]:

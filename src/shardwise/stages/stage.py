@@ -4,9 +4,9 @@ A value is one tensor that a stage makes and another reads, known by its name. I
 any later stages, next or not: that is all that a skip connection is.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -36,16 +36,6 @@ class Stage(Protocol):
         Nothing is detached or moved: gradients flow from what is returned to `values` and to the parameters.
         """
         ...
-
-
-@runtime_checkable
-class Wrappable(Protocol):
-    """A stage that lets something be put around the calls of its units, and says which weights are used elsewhere."""
-
-    @property
-    def in_glue(self) -> Collection[str]: ...
-
-    def wrap(self, around: Callable[[str, Call], Call]) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)

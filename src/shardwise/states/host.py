@@ -11,7 +11,7 @@ from shardwise.cluster.local import available_bytes
 from shardwise.cost.memory import DEFERRED_FREE_BYTES
 from shardwise.dataflow.deferred_free import DeferredFree
 from shardwise.dataflow.streams import Event
-from shardwise.planner.host_room import check_host_room
+from shardwise.planner.host_memory import check_host_memory
 from shardwise.planner.plan import Offload, Plan
 from shardwise.states.buckets.bucket import Bucket
 from shardwise.states.buckets.offloaded_gradients import OffloadedGradients, OffloadedWholeGradients
@@ -202,4 +202,4 @@ def _check_room(plan: Plan, num_bytes: int, gather: Gather) -> None:
     """Refuse more than the host of this machine has, for all ranks on it. All ranks of the world call this."""
     here = socket.gethostname()
     told = [each for machine, each in gather((here, num_bytes)) if machine == here]
-    check_host_room(plan, sum(told), num_ranks=len(told), available=available_bytes())
+    check_host_memory(plan, sum(told), num_ranks=len(told), available=available_bytes())

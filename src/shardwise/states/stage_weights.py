@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.schedule.instruction import Instruction, Kind
-from shardwise.stages.stage import Call, Wrappable
+from shardwise.stages.split.module_stage import ModuleStage
+from shardwise.stages.stage import Call
 from shardwise.states.buckets.bucket import Bucket
 from shardwise.states.buckets.make import HeldStages, Users, ZeroConfig
 from shardwise.states.buckets.offloaded_weights import OffloadedWhole
@@ -32,9 +33,9 @@ _HALVES_OF_BACKWARD = (Kind.I, Kind.W)
 class UnitPrefetch:
     """The units of one stage, in the order in which they are called."""
 
-    def __init__(self, stage: Wrappable) -> None:
+    def __init__(self, stage: ModuleStage) -> None:
         self.units: list[str] = []
-        self.in_glue = stage.in_glue
+        self.in_glue = stage.flow.in_glue
         #: The weights that come for each unit, or that it waits for.
         self.weights: Mapping[str, Sequence[Weights]] = {}
         stage.wrap(self._around)
@@ -88,7 +89,7 @@ def make_unit_prefetch(held: HeldStages, sharing: ZeroConfig) -> dict[int, UnitP
     comes = sharing.zero > 0 and (sharing.zero < 3 or sharing.layerwise)
     if held.module is None or not (comes or sharing.offloaded or sharing.updates_late):
         return {}
-    return {number: UnitPrefetch(stage) for number, stage in held.stages.items() if isinstance(stage, Wrappable)}
+    return {number: UnitPrefetch(stage) for number, stage in held.stages.items() if isinstance(stage, ModuleStage)}
 
 
 def find_users(layers: Iterable[UnitPrefetch], module: nn.Module | None) -> dict[int, list[str]]:

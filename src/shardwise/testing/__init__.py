@@ -1,1 +1,1 @@
-"""What serves tests and benchmarks alone: devices whose compute is a wait, and random programs for the dataflow."""
+"""What serves tests and benchmarks alone: timed devices, reference flows, random programs."""

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardwise.dataflow.assembly import MakeStream
 from shardwise.dataflow.data import Data
 from shardwise.dataflow.machine import Machine
+from shardwise.dataflow.place import MakeStream
 from shardwise.dataflow.streams import ThreadStream
 
 _SIZES = (16, 16, 16, 24, 40)  # Numbers in a value: mostly alike, as layers are, and some not.
@@ -64,7 +64,7 @@ class Rehearsal:
         if choice < 0.72:
             self._task()
         elif choice < 0.80:
-            self.machine.prefetch(self._any_data(), self._die.choice([*self._places, "host", "disk"]))
+            self.machine.prefetch(self._die.choice(self._data), self._die.choice([*self._places, "host", "disk"]))
         elif choice < 0.88:
             self._compare(self._die.randrange(len(self._data)))
         elif choice < 0.93:
@@ -85,18 +85,10 @@ class Rehearsal:
         factor = self._die.randint(1, 5)
         written, read = indices[:num_written], indices[num_written:]
         also_read = [index for index in written if self._die.random() < 0.5]
-        reads = [*read, *also_read]
         place = self._die.choice([*self._places, "auto", "host"])
-        self.machine.submit(
-            _mix,
-            [self._data[index] for index in reads],
-            [self._data[index] for index in written],
-            factor,
-            reads=[self._data[index] for index in reads],
-            writes=[self._data[index] for index in written],
-            place=place,
-        )
-        self._model(reads, written, factor)
+        reads, writes = ([self._data[index] for index in indices] for indices in ([*read, *also_read], written))
+        self.machine.submit(_mix, reads, writes, factor, reads=reads, writes=writes, place=place)
+        self._model([*read, *also_read], written, factor)
 
     def _program(self) -> None:
         """A few tasks, recorded and replayed."""
@@ -141,9 +133,6 @@ class Rehearsal:
             self._data[-1] = self.machine.data(value.clone())
         else:
             self._data[-1].set(value)
-
-    def _any_data(self) -> Data:
-        return self._die.choice(self._data)
 
     def _random_value(self, size: int) -> Tensor:
         return torch.tensor([self._die.randrange(1000) for _ in range(size)])

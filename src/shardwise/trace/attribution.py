@@ -24,6 +24,10 @@ class Cause(StrEnum):
     COLLECTIVE = "collective"  # It waits for a gather, a reduction, or activations on their way off or on the device.
 
 
+#: Bytes are on their way.
+EXPOSED = frozenset({Cause.TRANSFER, Cause.COLLECTIVE})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
     """An idle stretch of a rank. `on` names the event that it waits for and `on_rank` that event's rank, if known."""
@@ -40,20 +44,18 @@ class Gap:
         return self.end - self.start
 
 
-_BESIDE = frozenset({Lane.COLLECTIVE, Lane.OFFLOAD, Lane.RELOAD})
-_CAUSES = {Lane.SEND: Cause.TRANSFER, **dict.fromkeys(_BESIDE, Cause.COLLECTIVE)}
+BESIDE = frozenset({Lane.COLLECTIVE, Lane.OFFLOAD, Lane.RELOAD})
+_CAUSES = {Lane.SEND: Cause.TRANSFER, **dict.fromkeys(BESIDE, Cause.COLLECTIVE)}
 
 
-def gaps(trace: Trace, rank: int) -> tuple[Gap, ...]:
-    """The idle time of one rank between the start and the end of the trace, in order."""
-    return all_gaps(trace)[rank]
+def gaps(trace: Trace) -> tuple[tuple[Gap, ...], ...]:
+    """The idle time of every rank between the start and the end of the trace, in order.
 
-
-def all_gaps(trace: Trace) -> tuple[tuple[Gap, ...], ...]:
-    """The gaps of every rank: two passes over the events, however many ranks there are."""
+    It takes two passes over the events, however many ranks there are.
+    """
     beside: list[list[Event]] = [[] for _ in range(trace.num_ranks)]
     for event in trace.events:
-        if event.lane in _BESIDE:
+        if event.lane in BESIDE:
             beside[event.rank].append(event)
     return tuple(
         tuple(_gaps_between(trace, rank, events, beside[rank])) for rank, events in enumerate(work_of_ranks(trace))
@@ -63,7 +65,7 @@ def all_gaps(trace: Trace) -> tuple[tuple[Gap, ...], ...]:
 def idle_by_cause(trace: Trace) -> tuple[dict[Cause, float], ...]:
     """For each rank, its idle seconds by cause. With what it computed and stepped they make up the makespan."""
     ranks = []
-    for found in all_gaps(trace):
+    for found in gaps(trace):
         seconds = dict.fromkeys(Cause, 0.0)
         for gap in found:
             seconds[gap.cause] += gap.seconds

@@ -1,16 +1,24 @@
-"""A trace as a file: JSON, a column for each field of an event, so that it is small and read quickly."""
+"""A trace as a file: JSON, a column for each field of an event, so that it is small and read quickly.
+
+What is read is looked through: whoever draws or examines a trace need not ask again whether it can be one.
+"""
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from shardwise.errors import ShardwiseError
 from shardwise.trace.events import Event, Holding, Lane, Trace, Traffic
-from shardwise.trace.sound import check_columns, check_trace
 
 _FORMAT, _VERSION = "shardwise trace", 1
 _COLUMNS = Event._fields
+
+#: What JSON has for the type of each field of an event.
+_JSON: dict[object, set[type]] = {str: {str}, Lane: {str}, int: {int}, float: {int, float}, int | None: {int, NoneType}}
+_KINDS = {name: _JSON[hint] for name, hint in Event.__annotations__.items()}
 
 
 def save_trace(trace: Trace, path: Path) -> None:
@@ -82,7 +90,7 @@ def from_document(document: Any, *, source: str = "the trace") -> Trace:
 
 def _read(document: Mapping[str, Any]) -> Trace:
     given = document["events"]
-    check_columns(given)
+    _check_columns(given)
     columns = [given[name] for name in _COLUMNS]
     lane = _COLUMNS.index("lane")
     columns[lane] = [Lane(word) for word in columns[lane]]
@@ -94,5 +102,71 @@ def _read(document: Mapping[str, Any]) -> Trace:
         holdings=tuple(Holding(*row) for row in document["holdings"]),
         traffic=tuple(Traffic(*row) for row in document["traffic"]),
     )
-    check_trace(trace)
+    _check_trace(trace)
     return trace
+
+
+def _check_columns(columns: Mapping[str, Any]) -> None:
+    """Raise a `ValueError` if a column of events has something of another kind in it, or is longer than another."""
+    for name, kinds in _KINDS.items():
+        column = columns[name]
+        if not isinstance(column, list):
+            raise ValueError(f"the column {name}, which is no list")
+        wrong = set(map(type, column)) - kinds
+        if wrong:
+            raise ValueError(f"a {wrong.pop().__name__} in the column {name}")
+    lengths = {name: len(columns[name]) for name in _KINDS}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"columns of other lengths: {', '.join(f'{name} {count}' for name, count in lengths.items())}")
+
+
+def _check_trace(trace: Trace) -> None:
+    """Raise a `ValueError` if times, ranks or what let what start cannot be."""
+    if trace.num_ranks < 1:
+        raise ValueError(f"{trace.num_ranks} ranks")
+    if len(trace.windows) not in (0, trace.num_ranks):
+        raise ValueError(f"{len(trace.windows)} windows of {trace.num_ranks} ranks")
+    _check_times((event.start, event.end) for event in trace.events)
+    _check_times(trace.windows)
+    _check_numbers(number for event in trace.events for number in (event.held_at_start, event.held_at_end))
+    _check_numbers(number for each in trace.holdings for number in (each.time, each.num_bytes))
+    _check_numbers(number for each in trace.traffic for number in (each.num_messages, each.num_bytes))
+    for events in (trace.events, trace.holdings, trace.traffic):
+        if any(not 0 <= each.rank < trace.num_ranks for each in events):
+            raise ValueError(f"a rank that is none of the {trace.num_ranks}")
+    for sent in (trace.events, trace.traffic):
+        if any(each.peer is not None and not 0 <= each.peer < trace.num_ranks for each in sent):
+            raise ValueError(f"a peer that is none of the {trace.num_ranks} ranks")
+    _check_order([event.after for event in trace.events])
+
+
+def _check_times(pairs: Iterable[tuple[float, float]]) -> None:
+    for start, end in pairs:
+        if not (math.isfinite(start) and math.isfinite(end)) or start > end:
+            raise ValueError(f"something from {start} to {end}")
+
+
+def _check_numbers(numbers: Iterable[float]) -> None:
+    for each in numbers:
+        if not math.isfinite(each):
+            raise ValueError(f"{each}, where a number should be")
+
+
+def _check_order(after: Sequence[int | None]) -> None:
+    """Following what let an event start must come to an end."""
+    count = len(after)
+    ends = [each is None for each in after]
+    for first in range(count):
+        path, place = set[int](), first
+        while not ends[place]:
+            if place in path:
+                raise ValueError(f"event {place}, which waits for itself")
+            path.add(place)
+            following = after[place]
+            if following is None:
+                break
+            if not 0 <= following < count:
+                raise ValueError(f"event {place}, which waits for event {following} of {count}")
+            place = following
+        for each in path:
+            ends[each] = True

@@ -5,10 +5,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from statistics import median
 
+from shardwise.trace.attribution import BESIDE
 from shardwise.trace.events import Event, Lane, Trace
 from shardwise.trace.stretches import BUSY, Stretch, stretches
-
-_BESIDE = frozenset({Lane.COLLECTIVE, Lane.OFFLOAD, Lane.RELOAD})
 
 
 def hidden_of_ranks(trace: Trace, cut: Sequence[Sequence[Stretch]] | None = None) -> tuple[float, ...]:
@@ -24,12 +23,12 @@ def hidden_of_ranks(trace: Trace, cut: Sequence[Sequence[Stretch]] | None = None
     moving: list[list[tuple[float, float]]] = [[] for _ in range(trace.num_ranks)]
     for rank, start, end in _moving(trace):
         moving[rank].append((start, end))
-    return tuple(_overlap(mine, _joined(moves)) for mine, moves in zip(work, moving, strict=True))
+    return tuple(overlap(mine, joined(moves)) for mine, moves in zip(work, moving, strict=True))
 
 
 def _moving(trace: Trace) -> Iterator[tuple[int, float, float]]:
     for event in trace.events:
-        if event.lane in _BESIDE:
+        if event.lane in BESIDE:
             yield event.rank, event.start, event.end
         elif event.lane is Lane.SEND and event.peer is not None and not trace.is_measured:
             yield event.peer, event.start, event.end
@@ -50,18 +49,19 @@ def _flights(trace: Trace) -> Iterator[tuple[int, float, float]]:
             yield target, send.start, min(receive.end, send.start + usual)
 
 
-def _joined(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
+def joined(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """The same moments, none of them twice."""
-    joined: list[tuple[float, float]] = []
+    found: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
         else:
-            joined.append((start, end))
-    return joined
+            found.append((start, end))
+    return found
 
 
-def _overlap(work: Sequence[tuple[float, float]], moves: Sequence[tuple[float, float]]) -> float:
+def overlap(work: Sequence[tuple[float, float]], moves: Sequence[tuple[float, float]]) -> float:
+    """For how long both went on, each move for itself. Of work, which is in order, no two are at once."""
     starts = [start for start, _ in work]
     total = 0.0
     for start, end in moves:

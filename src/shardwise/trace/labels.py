@@ -16,6 +16,8 @@ from shardwise.trace.events import Event, Lane, Trace
 
 _NAME = re.compile(r"(\d+)([A-Z])[A-Z_]*(\d+)")
 _MOST_CASES = 2  # Upper and lower.
+#: What the letters stand for.
+WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "S": "step"}
 
 
 class EventPart(NamedTuple):

@@ -1,61 +1,71 @@
-"""What each rank holds over time, read off the same events as the time.
+"""What each rank holds over time, and whose it is, read off the same trace as the time.
 
 All changes of one instant count as one: what an event frees at its end is there for the next one that starts then.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable
 
-from shardwise.trace.events import Event, Trace
+from shardwise.trace.events import Trace
 
 #: Steps of a curve: (time, what is held from then on until the next).
 Curve = tuple[tuple[float, float], ...]
 
 
-def held_over_time(trace: Trace, rank: int) -> Curve:
-    """What one rank holds, from its first allocation on, in the unit of the trace."""
-    return _curve(_changes(event for event in trace.events if event.rank == rank))
-
-
-def all_held_over_time(trace: Trace) -> tuple[Curve, ...]:
-    """The curve of every rank, in one pass over the events and one sort for each rank."""
-    return tuple(_curve(changes) for changes in _changes_of_ranks(trace))
+def held_over_time(trace: Trace) -> tuple[Curve, ...]:
+    """What every rank holds, from its first allocation on, in the unit of the trace."""
+    ranks: list[list[tuple[float, float]]] = [[] for _ in range(trace.num_ranks)]
+    for event in trace.events:
+        if event.held_at_start:
+            ranks[event.rank].append((event.start, event.held_at_start))
+        if event.held_at_end:
+            ranks[event.rank].append((event.end, event.held_at_end))
+    return tuple(map(_curve, ranks))
 
 
 def peaks(trace: Trace) -> tuple[float, ...]:
     """The most that each rank ever holds."""
-    return tuple(max((held for _, held in _curve(changes)), default=0.0) for changes in _changes_of_ranks(trace))
+    return tuple(max((held for _, held in curve), default=0.0) for curve in held_over_time(trace))
 
 
-def _changes_of_ranks(trace: Trace) -> list[list[tuple[float, float]]]:
-    ranks: list[list[Event]] = [[] for _ in range(trace.num_ranks)]
-    for event in trace.events:
-        if event.held_at_start or event.held_at_end:
-            ranks[event.rank].append(event)
-    return [_changes(events) for events in ranks]
+def held_by_owner(trace: Trace) -> dict[tuple[int, str], Curve]:
+    """For each rank and owner, the bytes over time, where a trace has measured them."""
+    changes: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
+    for rank, owner, time, num_bytes in trace.holdings:
+        changes[rank, owner].append((time, num_bytes))
+    return {key: _sums(mine) for key, mine in sorted(changes.items(), key=lambda item: item[0][0])}
 
 
-def _changes(events: Iterable[Event]) -> list[tuple[float, float]]:
-    """Each change of what is held, with its time, in order of time."""
-    changes = []
-    for event in events:
-        if event.held_at_start:
-            changes.append((event.start, event.held_at_start))
-        if event.held_at_end:
-            changes.append((event.end, event.held_at_end))
-    changes.sort()
-    return changes
+def peak_by_owner(trace: Trace) -> tuple[dict[str, float], ...]:
+    """For each rank, what each owner holds at the moment in which the rank holds most."""
+    moments: list[dict[float, list[tuple[str, float]]]] = [defaultdict(list) for _ in range(trace.num_ranks)]
+    fullest: list[dict[str, float]] = [{} for _ in range(trace.num_ranks)]
+    for rank, owner, time, num_bytes in trace.holdings:
+        moments[rank][time].append((owner, num_bytes))
+        fullest[rank][owner] = 0.0
+    for rank, mine in enumerate(moments):
+        held = dict(fullest[rank])
+        for time in sorted(mine):
+            for owner, num_bytes in mine[time]:
+                held[owner] += num_bytes
+            if sum(held.values()) > sum(fullest[rank].values()):
+                fullest[rank] = dict(held)
+    return tuple(fullest)
 
 
-def _curve(changes: list[tuple[float, float]]) -> Curve:
-    """Sum the changes up, one step for each instant. An instant in which as much comes as goes is no step."""
-    curve: list[tuple[float, float]] = []
-    held = before = 0.0
-    last = len(changes) - 1
-    for index, (time, change) in enumerate(changes):
+def _curve(changes: Iterable[tuple[float, float]]) -> Curve:
+    """The sums after each instant that changes them: one in which as much comes as goes is no step."""
+    sums = _sums(changes)
+    return tuple(
+        step for step, before in zip(sums, (0.0, *(held for _, held in sums)), strict=False) if step[1] != before
+    )
+
+
+def _sums(changes: Iterable[tuple[float, float]]) -> Curve:
+    """What is held after each instant."""
+    held = 0.0
+    sums: dict[float, float] = {}
+    for time, change in sorted(changes):
         held += change
-        if index < last and changes[index + 1][0] == time:
-            continue
-        if held != before:
-            curve.append((time, held))
-            before = held
-    return tuple(curve)
+        sums[time] = held
+    return tuple(sums.items())

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 
 from shardwise.trace.events import Event, Lane, Trace
-from shardwise.trace.memory import all_held_over_time
-from shardwise.trace.owners import held_by_owner
+from shardwise.trace.memory import held_by_owner, held_over_time
 
 _MICROSECONDS = 1e6
 _LANES = tuple(Lane)
@@ -97,9 +96,8 @@ def _flows(trace: Trace, threads: Sequence[int]) -> Iterator[Entry]:
 
 
 def _counters(trace: Trace) -> Iterator[Entry]:
-    for rank, curve in enumerate(all_held_over_time(trace)):
+    curves = [(rank, "held", "held", curve) for rank, curve in enumerate(held_over_time(trace))]
+    curves += [(rank, owner, "bytes", curve) for (rank, owner), curve in held_by_owner(trace).items()]
+    for rank, name, unit, curve in curves:
         for time, held in curve:
-            yield {"ph": "C", "name": "held", "pid": rank, "ts": time * _MICROSECONDS, "args": {"held": held}}
-    for (rank, owner), curve in held_by_owner(trace).items():
-        for time, held in curve:
-            yield {"ph": "C", "name": owner, "pid": rank, "ts": time * _MICROSECONDS, "args": {"bytes": held}}
+            yield {"ph": "C", "name": name, "pid": rank, "ts": time * _MICROSECONDS, "args": {unit: held}}

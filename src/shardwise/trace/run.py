@@ -10,7 +10,7 @@ A trace alone is a run too.
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from shardwise.errors import ShardwiseError
 from shardwise.trace.events import Trace
 from shardwise.trace.file import load_trace, save_trace, write_whole
-from shardwise.units import format_number
+from shardwise.units import format_number, format_seconds
 
 TRACE, PREDICTED, PLAN, MANIFEST = "trace.json", "predicted.json", "plan.toml", "manifest.json"
 
@@ -47,6 +47,10 @@ class Run:
     unit: str = "s"
     memory_bytes: float | None = None
 
+    def time(self, seconds: float) -> str:
+        """A time as one reads it; where it has no unit, a number."""
+        return format_seconds(seconds) if self.unit == "s" else format_number(seconds, 4)
+
 
 def load_run(path: Path) -> Run:
     """Read the folder of a run, or a trace alone."""
@@ -62,14 +66,14 @@ def load_run(path: Path) -> Run:
             remedy="shardwise profile, which measures some steps and writes it",
         )
     predicted = load_trace(path / PREDICTED) if (path / PREDICTED).is_file() else None
-    manifest = _read_manifest(path / MANIFEST)
+    manifest = _read(path / MANIFEST, f"{path / MANIFEST}", json.loads)
     facts = {key: _fact(value) for key, value in manifest.items() if isinstance(value, (str, int, float))}
     memory = manifest.get("memory_bytes")
     return Run(
         name=path.resolve().name,
         trace=load_trace(path / TRACE),
         predicted=predicted,
-        plan=_read_plan(path / PLAN),
+        plan=choices_of(_read(path / PLAN, f"the plan {path / PLAN}", tomllib.loads)),
         facts=facts,
         memory_bytes=float(memory) if isinstance(memory, (int, float)) else None,
     )
@@ -85,16 +89,6 @@ def save_run(run: Run, folder: Path, *, plan: str | None = None, manifest: Mappi
         write_whole(folder / PLAN, plan)
     if manifest is not None:
         write_whole(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
-
-
-def _read_plan(path: Path) -> tuple[Choice, ...]:
-    if not path.is_file():
-        return ()
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ShardwiseError(f"the plan {path} cannot be read: {error}", remedy=f"a run without {PLAN}") from None
-    return choices_of(tree)
 
 
 def choices_of(tree: Mapping[str, Any]) -> tuple[Choice, ...]:
@@ -121,11 +115,12 @@ def _fact(value: str | float) -> str:
     return format_number(value, 5) if isinstance(value, float) else str(value)
 
 
-def _read_manifest(path: Path) -> Mapping[str, Any]:
+def _read(path: Path, what: str, parse: Callable[[str], Any]) -> Mapping[str, Any]:
+    """A file of a run that need not be there."""
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ShardwiseError(f"{path} cannot be read: {error}", remedy=f"a run without {MANIFEST}") from None
+        found = parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # No text, JSON or TOML is a ValueError.
+        raise ShardwiseError(f"{what} cannot be read: {error}", remedy=f"a run without {path.name}") from None
     return found if isinstance(found, Mapping) else {}

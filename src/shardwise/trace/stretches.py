@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from shardwise.trace.attribution import Cause, all_gaps, work_of_ranks
+from shardwise.trace.attribution import EXPOSED, Cause, gaps, work_of_ranks
 from shardwise.trace.events import Event, Lane, Trace
 
 
@@ -34,13 +34,7 @@ BUBBLE = frozenset({Part.WARM_UP, Part.WAITING, Part.COOL_DOWN})
 #: The device is at work.
 BUSY = frozenset({Part.COMPUTE, Part.RECOMPUTATION, Part.OPTIMIZER})
 
-_OF_CAUSE = {
-    Cause.WARM_UP: Part.WARM_UP,
-    Cause.COOL_DOWN: Part.COOL_DOWN,
-    Cause.WAITING: Part.WAITING,
-    Cause.TRANSFER: Part.EXPOSED,
-    Cause.COLLECTIVE: Part.EXPOSED,
-}
+_OF_CAUSE = {cause: Part.EXPOSED if cause in EXPOSED else Part(cause) for cause in Cause}
 _OF_LANE = {
     Lane.COMPUTE: Part.COMPUTE,
     Lane.RECOMPUTE: Part.RECOMPUTATION,
@@ -70,10 +64,10 @@ def stretches(trace: Trace) -> tuple[tuple[Stretch, ...], ...]:
     return _measured(trace) if trace.is_measured else _predicted(trace)
 
 
-def parts_of_ranks(trace: Trace) -> tuple[dict[Part, float], ...]:
-    """For each rank, the seconds of each part. Their sum is the makespan."""
+def parts_of_ranks(trace: Trace, cut: Sequence[Sequence[Stretch]] | None = None) -> tuple[dict[Part, float], ...]:
+    """For each rank, the seconds of each part. Their sum is the makespan. `cut` are the trace's stretches."""
     ranks = []
-    for found in stretches(trace):
+    for found in stretches(trace) if cut is None else cut:
         seconds = dict.fromkeys(Part, 0.0)
         for stretch in found:
             seconds[stretch.part] += stretch.seconds
@@ -83,9 +77,9 @@ def parts_of_ranks(trace: Trace) -> tuple[dict[Part, float], ...]:
 
 def _predicted(trace: Trace) -> tuple[tuple[Stretch, ...], ...]:
     found = []
-    for work, gaps in zip(work_of_ranks(trace), all_gaps(trace), strict=True):
+    for work, idle in zip(work_of_ranks(trace), gaps(trace), strict=True):
         mine = [Stretch(each.rank, each.start, each.end, _OF_LANE[each.lane]) for each in work]
-        mine += [Stretch(gap.rank, gap.start, gap.end, _OF_CAUSE[gap.cause], gap.on, gap.on_rank) for gap in gaps]
+        mine += [Stretch(gap.rank, gap.start, gap.end, _OF_CAUSE[gap.cause], gap.on, gap.on_rank) for gap in idle]
         found.append(tuple(sorted(mine, key=lambda stretch: stretch.start)))
     return tuple(found)
 
@@ -98,9 +92,8 @@ def _measured(trace: Trace) -> tuple[tuple[Stretch, ...], ...]:
     arrivals = _last_arrivals(trace)
     found = []
     for rank, events in enumerate(ranks):
-        ends = [event.end for event in events if event.lane is Lane.COMPUTE]
-        starts = [event.start for event in events if event.lane is Lane.COMPUTE]
-        work = (min(starts, default=trace.start), max(ends, default=trace.start))
+        spans = [(event.start, event.end) for event in trace.compute[rank]] or [(trace.start, trace.start)]
+        work = (spans[0][0], max(end for _, end in spans))
         noted = [each for event in events for each in _noted(trace, event, work, arrivals)]
         noted.append(Stretch(rank, trace.windows[rank][1], trace.start + trace.makespan, Part.COOL_DOWN))
         found.append(tuple(_filled(rank, trace.start, trace.start + trace.makespan, noted)))
@@ -134,16 +127,12 @@ def _last_arrivals(trace: Trace) -> dict[tuple[str, int, int], float]:
     """
     waits = {(each.name, each.microbatch, each.rank): each for each in trace.events if each.lane is Lane.WAIT}
     latest: dict[tuple[str, int], float] = {}
-    for name, number, rank in waits:
-        start = waits[name, number, rank].start
-        latest[name, number] = max(latest.get((name, number), start), start)
+    for (name, number, _), event in waits.items():
+        latest[name, number] = max(latest.get((name, number), event.start), event.start)
     found = {}
     for (name, number, rank), event in waits.items():
-        other = None if event.peer is None else waits.get((name, number, event.peer))
-        if event.peer is None:
-            found[name, number, rank] = latest[name, number]
-        else:
-            found[name, number, rank] = event.start if other is None else max(event.start, other.start)
+        both = event if event.peer is None else waits.get((name, number, event.peer), event)
+        found[name, number, rank] = latest[name, number] if event.peer is None else max(event.start, both.start)
     return found
 
 

@@ -15,7 +15,7 @@ from math import ceil, floor
 
 from shardwise.trace.attribution import work_of_ranks
 from shardwise.trace.events import Event, Lane, Trace
-from shardwise.trace.labels import Chunks, chunks_of_ranks, label_of, parts_of
+from shardwise.trace.labels import WORDS, Chunks, chunks_of_ranks, label_of, parts_of
 from shardwise.trace.memory import peaks
 from shardwise.units import format_number
 
@@ -30,7 +30,6 @@ _IDLE = "dim"
 # For each kind, the colours of a rank's first and second chunk: numbers of the 256-colour palette.
 _COLOURS = {"F": (75, 153), "B": (215, 223), "I": (79, 158), "W": (149, 192), "S": (183, 189)}
 _OTHER_COLOURS = (250, 254)
-_WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "S": "step"}
 
 
 def plain(text: str, style: str) -> str:  # noqa: ARG001 - the paint that has no colours
@@ -58,8 +57,8 @@ def draw(trace: Trace, *, width: int, paint: Paint = plain) -> list[str]:
 
 def legend(paint: Paint = plain) -> str:
     """One line that says what the letters and colours mean."""
-    words = [f"{paint(kind, _style(kind, 0))} {word}" for kind, word in _WORDS.items()]
-    second = "".join(paint(kind.lower(), _style(kind, 1)) for kind in _WORDS)
+    words = [f"{paint(kind, _style(kind, 0))} {word}" for kind, word in WORDS.items()]
+    second = "".join(paint(kind.lower(), _style(kind, 1)) for kind in WORDS)
     return "  ".join([*words, f"{second} second chunk", f"{paint('.', _IDLE)} idle"])
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from shardwise.cluster.local import available_bytes, local_cluster
 from shardwise.planner.account import hold
-from shardwise.planner.host_room import check_host_room
+from shardwise.planner.host_memory import check_host_memory
 from shardwise.planner.plan import Offload, Plan
 from shardwise.planner.planning import plan
 from shardwise.planner.question import make_question, usual_software
@@ -35,7 +35,7 @@ def check_host(job: Job) -> None:
     software = replace(usual_software(cluster.pools[0].device), state_bytes=_STATE_BYTES[job.recipe.optimizer.name])
     question = make_question(**_asked(job.recipe), cluster=cluster, software=software)
     needed = sum(rank.hosted * rank.num_ranks for rank in hold(question, job.plan))
-    check_host_room(job.plan, needed, num_ranks=job.plan.num_ranks, available=available_bytes())
+    check_host_memory(job.plan, needed, num_ranks=job.plan.num_ranks, available=available_bytes())
 
 
 def _asked(recipe: Recipe) -> dict[str, Any]:

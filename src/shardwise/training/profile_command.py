@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 from shardwise.answer import Answer, Canvas
 from shardwise.errors import ShardwiseError
+from shardwise.explain.doctor.examine import examine
 from shardwise.explain.doctor_command import render_findings
 from shardwise.explain.report_command import perfetto_beside, render_parts, write_report
-from shardwise.schedule.replay import Replay
-from shardwise.trace.doctor.examine import examine
 from shardwise.trace.run import Run
 from shardwise.trace.stretches import parts_of_ranks
 from shardwise.training import command as train_command
@@ -82,7 +81,7 @@ def _folder(arguments: argparse.Namespace, name: str) -> Path:
 
 
 def _answer(run: Run, measured: "Measured", page: Path, calibrated: str | None) -> Answer:
-    found = examine(run, Replay.of(run.trace))
+    found = examine(run)
     predicted = None if run.predicted is None else run.predicted.makespan
     data = {
         "run": str(page.parent),

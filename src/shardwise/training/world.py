@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.cluster.local import peak_memory_bytes
-from shardwise.ranks.torchrun import join_if_launched
+from shardwise.ranks.worker import join_if_launched
 
 
 class World:

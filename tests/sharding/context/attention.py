@@ -10,6 +10,7 @@ from shardwise.ranks.collectives import Group, Traffic
 from shardwise.sharding.context.kernels import LogitScaling
 from shardwise.sharding.context.mask import Mask, Tokens, number_documents
 from shardwise.sharding.context.parallel import FORMS
+from shardwise.sharding.context.ring import AttentionCall
 from shardwise.sharding.zigzag import zigzag_shard, zigzag_unshard
 
 
@@ -90,7 +91,9 @@ def run_case(form: str, case: Case) -> tuple[list[Tensor], Traffic]:
     group = Group(dist.group.WORLD)
     *inputs, given = [zigzag_shard(each, 2, group.rank, group.size) for each in case.inputs()]
     leaves = [each.requires_grad_() for each in inputs]
-    out = FORMS[form](*leaves, group=group, tokens=case.tokens(group.size), mask=case.mask, logits=case.logits)
+    call = AttentionCall(group=group, tokens=case.tokens(group.size), mask=case.mask, logits=case.logits)
+    query, key, value = leaves
+    out = FORMS[form](query, key, value, call)
     torch.autograd.backward(out, given)
     return [out.detach(), *(each.grad for each in leaves if each.grad is not None)], group.traffic
 

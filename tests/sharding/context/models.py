@@ -15,7 +15,6 @@ from shardwise.ranks.collectives import Group
 from shardwise.sharding.context.mask import Mask
 from shardwise.sharding.context.parallel import ContextParallel
 from shardwise.sharding.context.sequence_shards import IGNORED, shift_labels
-from shardwise.sharding.context.stages import in_context
 from shardwise.stages.split import split
 from shardwise.stages.split.arguments import Signature
 
@@ -209,7 +208,8 @@ def pipelined_results(name: str, length: int) -> dict[str, Tensor]:
     whole = make_batch(name, "whole", length)
     stages = split(module, 2, {key: each for key, each in whole.items() if key != "labels"})
     context.attach(module)
-    first, second = in_context(stages, context).stages
+    context.attach_stages(stages)
+    first, second = stages.stages
     assert first is not None
     assert second is not None
     part = context.cut(whole)

@@ -9,13 +9,12 @@ from shardwise.sharding.context.kernels import (
     Efficient,
     Flash,
     FlashOnCpu,
-    Kernel,
     LogitScaling,
     Plain,
     bias_of,
     kernel_for,
 )
-from shardwise.sharding.context.online_softmax import OnlineSoftmax
+from shardwise.sharding.context.ring import OnlineSoftmax
 
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 KERNELS = [
@@ -56,7 +55,7 @@ def blocks(dtype: torch.dtype, device: str, key_heads: int, see: str) -> list[At
     return made
 
 
-def attention_of(kernel: Kernel, parts: list[AttentionBlock]) -> list[Tensor]:
+def attention_of(kernel: Plain, parts: list[AttentionBlock]) -> list[Tensor]:
     """The output and the gradients of a sum of all of it."""
     whole = OnlineSoftmax(parts[0].query, parts[0].value.shape[-1])
     for part in parts:
@@ -72,7 +71,7 @@ def attention_of(kernel: Kernel, parts: list[AttentionBlock]) -> list[Tensor]:
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
 @pytest.mark.parametrize("see", ["all", "causal", "parts", "masked", "masked parts"])
 def test_a_kernel_gives_what_the_definition_gives(
-    kernel: Kernel, dtype: torch.dtype, device: str, key_heads: int, see: str
+    kernel: Plain, dtype: torch.dtype, device: str, key_heads: int, see: str
 ) -> None:
     if isinstance(kernel, Flash) and "masked" in see:
         return  # It takes no mask, and is not chosen for one.

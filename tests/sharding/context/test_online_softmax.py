@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from shardwise.sharding.context.online_softmax import OnlineSoftmax
+from shardwise.sharding.context.ring import OnlineSoftmax
 
 
 @pytest.mark.parametrize("largest", [1.0, 300.0, -300.0])
 def test_parts_of_any_size_are_merged_to_what_all_keys_give_at_once(largest: float) -> None:
     """The exponential of 300 is more than fp32 holds, and that of -300 is nothing: only differences may be raised."""
-    chance = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     query = torch.zeros(2, 3, 5, 4)
-    scores = largest + 3 * torch.randn(2, 3, 5, 12, generator=chance)
-    values = torch.randn(2, 3, 12, 4, generator=chance)
+    scores = largest + 3 * torch.randn(2, 3, 5, 12, generator=generator)
+    values = torch.randn(2, 3, 12, 4, generator=generator)
     joined = OnlineSoftmax(query, 4)
     for keys in (slice(0, 5), slice(5, 6), slice(6, 12)):
         part = scores[..., keys]

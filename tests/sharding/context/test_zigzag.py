@@ -7,14 +7,17 @@ import torch
 
 from shardwise.sharding import zigzag as pieces
 from shardwise.sharding.context.mask import BlockType, Mask, Tokens
-from shardwise.sharding.zigzag import owner_of, pieces_of, zigzag_shard, zigzag_unshard
+from shardwise.sharding.zigzag import pieces_of, zigzag_shard, zigzag_unshard
+
+
+def owner_of(piece: int, num_ranks: int) -> int:
+    return next(rank for rank in range(num_ranks) if piece in pieces_of(rank, num_ranks))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
 def test_every_piece_has_one_owner(num_ranks: int) -> None:
     held = [piece for rank in range(num_ranks) for piece in pieces_of(rank, num_ranks)]
     assert sorted(held) == list(range(2 * num_ranks))
-    assert all(piece in pieces_of(owner_of(piece, num_ranks), num_ranks) for piece in held)
 
 
 @pytest.mark.parametrize(("num_ranks", "dim"), [(1, 0), (3, 1), (4, -1)])

@@ -65,8 +65,9 @@ def made_from_nothing(model: str) -> list[str]:
     different = []
     for name in names:
         mine, expected = module.get_parameter(name), whole.get_parameter(name)
-        slices = sharding.slices(name, tuple(expected.shape))
-        if not (mine.equal(expected[slices]) and mine.equal(sharding.local(name, expected)) and mine.requires_grad):
+        half = len(expected) // 2
+        rows = expected[half * sharding.group.rank : half * (sharding.group.rank + 1)]
+        if not (mine.equal(rows) and mine.equal(sharding.local(name, expected)) and mine.requires_grad):
             different.append(name)
     return different
 

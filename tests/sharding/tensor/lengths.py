@@ -12,8 +12,7 @@ from shardwise.nets.loss import next_token_loss
 from shardwise.nets.settings import Mixture
 from shardwise.nets.transformer import Transformer
 from shardwise.parity.models import batch_of, default_settings
-from shardwise.parity.problem import Problem
-from shardwise.parity.small import small_matrices
+from shardwise.parity.problem import Problem, small_matrices
 from shardwise.planner.plan import Plan
 from tests.engine.composed import make_optimizer, token_loss
 from tests.stages.families import make_family

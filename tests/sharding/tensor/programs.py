@@ -104,7 +104,8 @@ def _compare(outcome: Outcome, module: nn.Module, reference: nn.Module, sharding
         error = float((sharding.gather(name, parameter.grad) - gradient).norm() / (gradient.norm() + 1e-12))
         if error > outcome.worst and float(gradient.norm()) > 1e-6:
             outcome.worst, outcome.where = error, name
-    total = sharding.square_norm({n: p.grad for n, p in parameters.items() if p.grad is not None})
+    counted = [sharding.counted(name, each.grad) for name, each in parameters.items() if each.grad is not None]
+    total = torch.stack([each.double().square().sum() for each in counted]).sum()
     dist.all_reduce(total)
     outcome.norm = abs(float(total) / square - 1)
     outcome.partial = tuple(sorted(sharding.partial))

@@ -13,11 +13,9 @@ from torch.optim import Optimizer
 from shardwise.execution.pipeline import complete, forward_only, schedule_of
 from shardwise.execution.process import ProcessExecutor
 from shardwise.planner.plan import Plan
-from shardwise.ranks.backend_exchange import BackendExchange
-from shardwise.ranks.host_exchange import HostExchange, make_exchange
+from shardwise.ranks.backend_exchange import BackendExchange, HostExchange, make_exchange
 from shardwise.ranks.links import make_groups
-from shardwise.ranks.mesh import make_mesh
-from shardwise.ranks.replicas import make_replicas
+from shardwise.ranks.mesh import make_mesh, make_replicas
 from shardwise.ranks.transport import ProcessTransport
 from shardwise.stages.batch import cut_batch
 from shardwise.stages.split import split

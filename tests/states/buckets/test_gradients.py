@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.ranks.buffer_pool import BufferPool
 from shardwise.ranks.collectives import Group
 from shardwise.ranks.cpu_exchange import CpuExchange
-from shardwise.ranks.replicas import Replicas
+from shardwise.ranks.exchange import BufferPool
+from shardwise.ranks.mesh import Replicas
 from shardwise.states.buckets.flat_layout import BucketSpec, FlatLayout
 from shardwise.states.buckets.gradients import ScatteredGradients, WholeGradients
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import ShardwiseError
-from shardwise.ranks.replicas import make_replicas
+from shardwise.ranks.mesh import make_replicas
 from shardwise.states.buckets.flat_layout import FlatLayout
 
 shapes = st.lists(st.lists(st.integers(1, 9), max_size=3).map(torch.Size), min_size=1, max_size=8)

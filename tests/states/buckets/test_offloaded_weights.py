@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.dataflow.deferred_free import DeferredFree
-from shardwise.ranks.replicas import Replicas
+from shardwise.ranks.mesh import Replicas
 from shardwise.states.buckets.flat_layout import BucketSpec, FlatLayout
 from shardwise.states.buckets.offloaded_weights import OffloadedShards, OffloadedWhole, Source
 from shardwise.states.tiers.swapped_storage import Presence

@@ -9,13 +9,11 @@ from torch import Tensor, nn
 
 from shardwise.planner.plan import Plan
 from shardwise.ranks.cpu_exchange import CpuExchange
-from shardwise.ranks.mesh import make_mesh
-from shardwise.ranks.replicas import make_replicas
+from shardwise.ranks.mesh import make_mesh, make_replicas
 from shardwise.schedule.catalogue import make_schedule
 from shardwise.schedule.instruction import Instruction, Kind, backward
 from shardwise.schedule.passes.lower import lower
-from shardwise.sharding.tensor.sharding import Sharding
-from shardwise.sharding.tensor.shards import Shards
+from shardwise.sharding.tensor.sharding import Sharding, Shards
 from shardwise.stages.stage import Batch, Values
 from shardwise.states.buckets.make import HeldStages, ParameterOwners, ZeroConfig
 from shardwise.states.data_parallel import DataParallel

@@ -5,7 +5,7 @@ from torch import nn
 
 from shardwise.ranks.collectives import Group
 from shardwise.ranks.cpu_exchange import CpuExchange
-from shardwise.ranks.replicas import Replicas
+from shardwise.ranks.mesh import Replicas
 from shardwise.states.buckets.flat_layout import BucketSpec, FlatLayout
 from shardwise.states.buckets.weights import Weights
 

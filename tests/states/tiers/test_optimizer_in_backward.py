@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.engine import assemble
+from shardwise.engine import make_states
 from shardwise.engine.engine import Engine
 from shardwise.engine.loss_sum import LossSum
 from shardwise.engine.parallelize import parallelize
@@ -63,7 +63,7 @@ def run(plan: str, optimizer: str = "adamw", clip: float | None = None) -> tuple
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(states, "SLOT_BYTES", 2048)
-        patch.setattr(assemble, "ZeroConfig", partial(ZeroConfig, bucket_bytes=4096))
+        patch.setattr(make_states, "ZeroConfig", partial(ZeroConfig, bucket_bytes=4096))
         find = LossSum.find
         if "pp" not in plan:
             patch.setattr(LossSum, "find", find_tally)

@@ -1,16 +1,19 @@
-"""Attention: projections, norms and rotation of queries and keys, the product, the output projection."""
+"""Attention: projections, norms and rotation of queries and keys, the product, the output projection.
+
+By heads, or multi-head latent as it is trained: latents are projected up, and attention is by head.
+"""
 
 from collections.abc import Iterator
-from typing import Literal
+from functools import partial
 
-from shardwise.model.assembly.norms import kept_input, norm_parameters
-from shardwise.model.assembly.part import Part, fused_linear, linear, matmul
+from shardwise.model.assembly.part import Part, kept_input, linear, matmul, norm_parameters
 from shardwise.model.model import Cache, Parameter
 from shardwise.model.operations import Attention, Elementwise, Moves, Norm, Operation, Saved, Width
-from shardwise.model.shape import AttentionShape, NormShape
+from shardwise.model.shape import AttentionShape, LatentShape, NormShape
 from shardwise.model.traffic import FLOAT32
 
 CORE = ("core_attention",)
+UP = ("mla_up",)
 
 
 def attention(shape: AttentionShape, hidden: int, norm: NormShape, *, rows: int | None = None) -> Part:
@@ -39,23 +42,25 @@ def core(
     choice of recomputation that makes queries, keys and values again.
     """
     dropout = shape is not None and shape.dropout
+    save = partial(Saved, cut="tp", rows=rows)
+    # An element for each head, query and key.
+    pairs = heads if rows is None else heads * rows
+    score = partial(save, elements=pairs, units=heads, per_key=rows is None, when="scores", dropped_by=CORE)
     kept = [
-        Saved(name="queries", elements=heads * qk_dim, cut="tp", units=heads, rows=rows, dropped_by=made_by),
-        Saved(name="keys", elements=kv_heads * qk_dim, cut="tp", units=kv_heads, rows=rows, dropped_by=made_by),
-        Saved(name="values", elements=kv_heads * v_dim, cut="tp", units=kv_heads, rows=rows, dropped_by=made_by),
-        Saved(name="sums", elements=heads, cut="tp", units=heads, width=4, rows=rows, when="flash"),
-        _score("probabilities", heads, rows),
+        save(name="queries", elements=heads * qk_dim, units=heads, dropped_by=made_by),
+        save(name="keys", elements=kv_heads * qk_dim, units=kv_heads, dropped_by=made_by),
+        save(name="values", elements=kv_heads * v_dim, units=kv_heads, dropped_by=made_by),
+        save(name="sums", elements=heads, units=heads, width=4, when="flash"),
+        score(name="probabilities"),
     ]
     if dropout:
-        kept += [_score("dropout mask", heads, rows, width=1), _score("dropped probabilities", heads, rows)]
+        kept += [score(name="dropout mask", width=1), score(name="dropped probabilities")]
     # Plain torch's softmax gives float32, and keys and values are repeated for each query that shares them.
-    kept.append(_score("probabilities in float32", heads, rows, width=FLOAT32, when="unfused scores"))
+    kept.append(score(name="probabilities in float32", width=FLOAT32, when="unfused scores"))
     if heads > kv_heads:
         repeated = (heads - kv_heads) * (qk_dim + v_dim)
-        kept.append(
-            Saved(name="repeated", elements=repeated, cut="tp", rows=rows, when="unfused scores", dropped_by=CORE)
-        )
-    kept.append(Saved(name="attended", elements=heads * v_dim, cut="tp", units=heads, rows=rows))
+        kept.append(save(name="repeated", elements=repeated, when="unfused scores", dropped_by=CORE))
+    kept.append(save(name="attended", elements=heads * v_dim, units=heads))
     return Attention(
         name="attention",
         heads=heads,
@@ -82,30 +87,6 @@ def rotation(elements: int, *, rows: int | None = None) -> Elementwise:
     return Elementwise(name="rotation", fused=once, unfused=unfused, cut="tp", rows=rows)
 
 
-def _score(
-    name: str,
-    heads: int,
-    rows: int | None,
-    *,
-    width: int | None = None,
-    when: Literal["scores", "unfused scores"] = "scores",
-) -> Saved:
-    """A tensor with an element for each head, query and key."""
-    per_key = rows is None
-    elements = heads if rows is None else heads * rows
-    return Saved(
-        name=name,
-        elements=elements,
-        cut="tp",
-        units=heads,
-        width=width,
-        rows=rows,
-        per_key=per_key,
-        when=when,
-        dropped_by=CORE,
-    )
-
-
 def _operations(shape: AttentionShape, hidden: int, norm: NormShape, rows: int | None) -> Iterator[Operation]:
     queries, keys = Width(shape.heads, shape.head_dim), Width(shape.kv_heads, shape.head_dim)
     whole = Width(hidden)
@@ -130,7 +111,7 @@ def _parameters(shape: AttentionShape, hidden: int, norm: NormShape) -> Iterator
     names = shape.names
     if "qkv" in names:
         parts = (queries, keys, keys)
-        yield from fused_linear(
+        yield from linear(
             names["qkv"], whole, parts, sharding="column", bias=shape.qkv_bias, transposed=shape.transposed
         )
     else:
@@ -150,3 +131,52 @@ def _parameters(shape: AttentionShape, hidden: int, norm: NormShape) -> Iterator
 def _cache(shape: AttentionShape) -> Cache:
     longest = shape.window if shape.chunk is None else shape.chunk
     return Cache(elements=2 * shape.kv_heads * shape.head_dim, units=shape.kv_heads, window=longest)
+
+
+def latent_attention(shape: LatentShape, hidden: int, norm: NormShape) -> Part:
+    """From the normalised input to what is added to the residual. Decoding keeps the latent, not the heads."""
+    return Part(
+        operations=tuple(_latent_operations(shape, hidden, norm)),
+        parameters=tuple(_latent_parameters(shape, hidden, norm)),
+        cache=Cache(elements=shape.kv_rank + shape.rope_dim),
+        reduces=True,
+    )
+
+
+def _latent_operations(shape: LatentShape, hidden: int, norm: NormShape) -> Iterator[Operation]:
+    qk_dim = shape.nope_dim + shape.rope_dim
+    queries = Width(shape.heads, qk_dim)
+    if shape.q_rank:
+        yield matmul("q_down", Width(hidden), Width(shape.q_rank))
+        yield _latent_norm("q_norm", shape.q_rank, norm)
+        yield matmul("q_up", Width(shape.q_rank), queries, sharding="column", rerun_by=UP)
+    else:
+        yield matmul("q", Width(hidden), queries, sharding="column")
+    yield matmul("kv_down", Width(hidden), (Width(shape.kv_rank), Width(shape.rope_dim)))
+    yield _latent_norm("kv_norm", shape.kv_rank, norm)
+    expanded = Width(shape.heads, shape.nope_dim + shape.v_dim)
+    yield matmul("kv_up", Width(shape.kv_rank), expanded, sharding="column", rerun_by=UP)
+    yield rotation((shape.heads + 1) * shape.rope_dim)
+    yield core(shape.heads, shape.heads, qk_dim, shape.v_dim, made_by=UP)
+    yield matmul("out", Width(shape.heads, shape.v_dim), Width(hidden), sharding="row", bias=shape.bias)
+
+
+def _latent_norm(name: str, rank: int, norm: NormShape) -> Norm:
+    output = Saved(name="latent", elements=rank, dropped_by=("norm",))
+    return Norm(name=name, kind=norm.kind, elements=rank, saves=(*kept_input(rank, norm), output), rerun_by=("norm",))
+
+
+def _latent_parameters(shape: LatentShape, hidden: int, norm: NormShape) -> Iterator[Parameter]:
+    names = shape.names
+    queries = Width(shape.heads, shape.nope_dim + shape.rope_dim)
+    if shape.q_rank:
+        yield from linear(names["q_down"], Width(hidden), Width(shape.q_rank), bias=shape.bias)
+        yield from norm_parameters(names["q_norm"], shape.q_rank, norm)
+        yield from linear(names["q_up"], Width(shape.q_rank), queries, sharding="column")
+    else:
+        yield from linear(names["q"], Width(hidden), queries, sharding="column")
+    yield from linear(names["kv_down"], Width(hidden), Width(shape.kv_rank + shape.rope_dim), bias=shape.bias)
+    yield from norm_parameters(names["kv_norm"], shape.kv_rank, norm)
+    expanded = Width(shape.heads, shape.nope_dim + shape.v_dim)
+    yield from linear(names["kv_up"], Width(shape.kv_rank), expanded, sharding="column")
+    yield from linear(names["o"], Width(shape.heads, shape.v_dim), Width(hidden), sharding="row", bias=shape.bias)

@@ -1,7 +1,6 @@
 """The two ends of a language model: embedding; final norm, head and loss."""
 
-from shardwise.model.assembly.norms import norm
-from shardwise.model.assembly.part import Part, joined, linear, matmul, residual
+from shardwise.model.assembly.part import Part, joined, linear, matmul, norm, residual
 from shardwise.model.model import Block, Parameter
 from shardwise.model.operations import CrossEntropy, Elementwise, Embedding, Moves, Saved, Sharding, Width
 from shardwise.model.shape import EmbeddingShape, HeadShape, NormShape
@@ -31,15 +30,7 @@ def embedding(
         parts.append(Part(operations=(residual(hidden, dropout=dropout, num_added=max(len(tables) - 1, 1)),)))
     if shape.norm is not None:
         parts.append(norm(shape.norm, hidden, norms))
-    whole = joined(parts)
-    return Block(
-        kind=kind,
-        operations=whole.operations,
-        parameters=whole.parameters,
-        input_elements=0,
-        output_elements=hidden,
-        num_reductions=1,
-    )
+    return joined(parts).block(kind, input_elements=0, output_elements=hidden, num_reductions=1)
 
 
 def head(shape: HeadShape, hidden: int, vocabulary: int, norms: NormShape, *, table_width: int | None = None) -> Block:
@@ -56,15 +47,7 @@ def head(shape: HeadShape, hidden: int, vocabulary: int, norms: NormShape, *, ta
     if shape.bias is not None:
         parameters += (Parameter(name=shape.bias, shape=(vocabulary,), role="bias", tp_dim=0),)
     parts.append(Part(operations=(logits, cross_entropy(vocabulary)), parameters=parameters))
-    whole = joined(parts)
-    return Block(
-        kind="head",
-        operations=whole.operations,
-        parameters=whole.parameters,
-        input_elements=hidden,
-        output_elements=0,
-        num_reductions=1,
-    )
+    return joined(parts).block("head", input_elements=hidden, output_elements=0, num_reductions=1)
 
 
 def cross_entropy(vocabulary: int, *, rows: int | None = None) -> CrossEntropy:

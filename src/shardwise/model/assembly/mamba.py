@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from shardwise.model.assembly.norms import kept_input
-from shardwise.model.assembly.part import Part, fused_linear, linear, matmul
+from shardwise.model.assembly.part import Part, kept_input, linear, matmul
 from shardwise.model.model import Cache, Parameter
 from shardwise.model.operations import Norm, Operation, Saved, Scan, Width
 from shardwise.model.shape import MambaShape, NormShape
@@ -68,6 +67,6 @@ def _parameters(shape: MambaShape, hidden: int) -> Iterator[Parameter]:
     )
     if shape.convolution_bias:
         yield Parameter(name=f"{names['convolution']}.bias", shape=(channels,), role="bias", tp_dim=0, pieces=convolved)
-    yield from fused_linear(names["in"], Width(hidden), _projected(shape), sharding="column", bias=shape.bias)
+    yield from linear(names["in"], Width(hidden), _projected(shape), sharding="column", bias=shape.bias)
     yield Parameter(name=f"{names['norm']}.weight", shape=(heads.elements,), role="norm", tp_dim=0, pieces=(heads,))
     yield from linear(names["out"], heads, Width(hidden), sharding="row", bias=shape.bias)

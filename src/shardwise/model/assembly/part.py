@@ -1,10 +1,17 @@
-"""What a builder gives back: operations in order, the parameters that they use, and what decoding keeps."""
+"""What a builder gives back: operations in order, the parameters that they use, and what decoding keeps.
+
+And what several of them are made of: projections, norms, residual sums.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from shardwise.model.model import Cache, Parameter
-from shardwise.model.operations import Elementwise, Matmul, Moves, Operation, Saved, Sharding, Width
+from shardwise.model.model import Block, Cache, Parameter
+from shardwise.model.operations import Elementwise, Matmul, Moves, Norm, Operation, Saved, Sharding, Width
+from shardwise.model.shape import NormShape
+from shardwise.model.share import Cut
+from shardwise.model.traffic import FLOAT32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +22,10 @@ class Part:
     parameters: tuple[Parameter, ...] = ()
     cache: Cache | None = None
     reduces: bool = False
+
+    def block(self, kind: str, **more: Any) -> Block:
+        """It alone as a block, with what else `Block` is told."""
+        return Block(kind=kind, operations=self.operations, parameters=self.parameters, **more)
 
 
 def joined(parts: Iterable[Part]) -> Part:
@@ -33,26 +44,15 @@ def joined(parts: Iterable[Part]) -> Part:
 def linear(
     name: str,
     inputs: Width,
-    outputs: Width,
+    outputs: tuple[Width, ...] | Width,
     *,
     sharding: Sharding = "none",
     bias: bool = False,
     transposed: bool = False,
 ) -> tuple[Parameter, ...]:
-    """The parameters of a projection: a weight, stored as outputs x inputs unless `transposed`, and perhaps a bias."""
-    return fused_linear(name, inputs, (outputs,), sharding=sharding, bias=bias, transposed=transposed)
-
-
-def fused_linear(
-    name: str,
-    inputs: Width,
-    outputs: tuple[Width, ...],
-    *,
-    sharding: Sharding = "none",
-    bias: bool = False,
-    transposed: bool = False,
-) -> tuple[Parameter, ...]:
-    """The parameters of several projections that are stored as one."""
+    """The parameters of a projection, or of several that are stored as one: a weight, stored as outputs x inputs unless
+    `transposed`, and perhaps a bias."""
+    outputs = (outputs,) if isinstance(outputs, Width) else outputs
     num_outputs = sum(width.elements for width in outputs)
     out_dim = 1 if transposed else 0
     shape = (inputs.elements, num_outputs) if transposed else (num_outputs, inputs.elements)
@@ -97,3 +97,34 @@ def matmul(
         saves=saves,
         rerun_by=rerun_by,
     )
+
+
+def norm(name: str, elements: int, shape: NormShape, *, keeps_output: bool = True, rows: int | None = None) -> Part:
+    """A norm over the hidden width. Its output is kept if a matmul reads it."""
+    saves = kept_input(elements, shape, rows=rows)
+    if keeps_output:
+        saves += (Saved(name="norm output", elements=elements, cut="columns", rows=rows, dropped_by=("norm",)),)
+    operation = Norm(name=name, kind=shape.kind, elements=elements, rows=rows, saves=saves, rerun_by=("norm",))
+    return Part(operations=(operation,), parameters=norm_parameters(name, elements, shape))
+
+
+def kept_input(elements: int, shape: NormShape, *, rows: int | None = None, cut: Cut = "sequence") -> tuple[Saved, ...]:
+    """What a norm's own backward needs: its input. Statistics of a row are left out, as everybody does.
+
+    Plain torch has no fused kernel for the root mean square as Hugging Face defines it: a copy of the input in float32
+    is kept instead, and the normalised input in the activations' own type.
+    """
+    if shape.kind == "layer":
+        return (Saved(name="norm input", elements=elements, cut=cut, rows=rows),)
+    return (
+        Saved(name="norm input", elements=elements, cut=cut, rows=rows, when="fused"),
+        Saved(name="norm input in float32", elements=elements, cut=cut, rows=rows, width=FLOAT32, when="unfused"),
+        Saved(name="normalised input", elements=elements, cut=cut, rows=rows, when="unfused"),
+    )
+
+
+def norm_parameters(name: str, elements: int, shape: NormShape) -> tuple[Parameter, ...]:
+    """Weight and, if there is one, bias."""
+    weight = Parameter(name=f"{name}.weight", shape=(elements,), role="norm")
+    bias = Parameter(name=f"{name}.bias", shape=(elements,), role="norm")
+    return (weight, bias) if shape.bias else (weight,)

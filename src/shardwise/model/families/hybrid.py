@@ -13,7 +13,6 @@ from shardwise.model.shape import (
     MambaShape,
     Mixer,
     MlpShape,
-    Shape,
     Sublayer,
 )
 
@@ -25,10 +24,7 @@ _KINDS = {
     "-": "mlp",
     "linear_attention": "mamba",
     "full_attention": "attention",
-    "mamba": "mamba",
-    "moe": "moe",
-    "attention": "attention",
-    "mlp": "mlp",
+    **{word: word for word in ("mamba", "moe", "attention", "mlp")},
 }
 
 
@@ -49,17 +45,15 @@ def nemotron_h(fields: Fields, name: str) -> Model:
         if kind not in made:
             sublayer = Sublayer(mixer=_mixer(fields, kind, hidden), norm="norm")
             made[kind] = LayerShape(kind=kind, stack="model.layers", sublayers=(sublayer,))
+    head = HeadShape(norm="model.norm_f", tied=fields.flag("tie_word_embeddings"))
     return transformer(
-        Shape(
-            name=name,
-            family="nemotron_h",
-            hidden=hidden,
-            vocabulary=fields.count("vocab_size"),
-            layers=tuple(made[_KINDS[letter]] for letter in pattern),
-            embedding=EmbeddingShape(tokens="model.embeddings"),
-            head=HeadShape(norm="model.norm_f", tied=fields.flag("tie_word_embeddings")),
-            max_sequence=fields.find_count("max_position_embeddings"),
-        )
+        name,
+        "nemotron_h",
+        hidden,
+        fields.count("vocab_size"),
+        layers=tuple(made[_KINDS[letter]] for letter in pattern),
+        ends=(EmbeddingShape(tokens="model.embeddings"), head),
+        max_sequence=fields.find_count("max_position_embeddings"),
     )
 
 

@@ -12,29 +12,25 @@ from shardwise.model.shape import NormShape
 def llama(fields: Fields, name: str) -> Model:
     """Llama 1 to 3, and what copies it (InternLM with its biases)."""
     bias = fields.flag("attention_bias") or fields.flag("bias")
-    return decoder(
-        fields, name, attend=same(attention_of(fields, qkv_bias=bias, out_bias=bias)), feed=fed_by(mlp_of(fields))
-    )
+    return decoder(fields, name, attend=same(attention_of(fields, qkv_bias=bias, out_bias=bias)))
 
 
 def mistral(fields: Fields, name: str) -> Model:
     """Mistral: a window in every layer, where `sliding_window` gives one."""
-    return decoder(
-        fields, name, attend=sliding(fields, attention_of(fields), lambda _: True), feed=fed_by(mlp_of(fields))
-    )
+    return decoder(fields, name, attend=sliding(fields, attention_of(fields), lambda _: True))
 
 
 def qwen2(fields: Fields, name: str) -> Model:
     """Qwen 2 and 2.5: biases on queries, keys and values only."""
     shape = attention_of(fields, qkv_bias=True)
-    return decoder(fields, name, attend=sliding(fields, shape, late_window(fields)), feed=fed_by(mlp_of(fields)))
+    return decoder(fields, name, attend=sliding(fields, shape, late_window(fields)))
 
 
 def qwen3(fields: Fields, name: str) -> Model:
     """Qwen 3: norms on queries and keys, by head."""
     bias = fields.flag("attention_bias")
     shape = replace(attention_of(fields, qkv_bias=bias, out_bias=bias), qk_norm="head")
-    return decoder(fields, name, attend=sliding(fields, shape, late_window(fields)), feed=fed_by(mlp_of(fields)))
+    return decoder(fields, name, attend=sliding(fields, shape, late_window(fields)))
 
 
 def late_window(fields: Fields) -> Callable[[int], bool]:
@@ -48,13 +44,13 @@ def gemma(fields: Fields, name: str) -> Model:
     """Gemma 1: a head that is not hidden / heads wide, and the table for both ends."""
     bias = fields.flag("attention_bias")
     shape = attention_of(fields, qkv_bias=bias, out_bias=bias)
-    return decoder(fields, name, attend=same(shape), feed=fed_by(mlp_of(fields)), tied=True)
+    return decoder(fields, name, attend=same(shape), tied=True)
 
 
 def gemma2(fields: Fields, name: str) -> Model:
     """Gemma 2: every other layer slides a window, and each sublayer is normalised twice."""
     attend = sliding(fields, attention_of(fields), lambda index: index % 2 == 0)
-    return decoder(fields, name, attend=attend, feed=fed_by(mlp_of(fields)), tied=True, post_norms=True)
+    return decoder(fields, name, attend=attend, tied=True, post_norms=True)
 
 
 def gemma3(fields: Fields, name: str) -> Model:
@@ -62,7 +58,7 @@ def gemma3(fields: Fields, name: str) -> Model:
     every = fields.count("sliding_window_pattern", default=6)
     shape = replace(attention_of(fields), qk_norm="head")
     attend = sliding(fields, shape, lambda index: (index + 1) % every != 0)
-    return decoder(fields, name, attend=attend, feed=fed_by(mlp_of(fields)), tied=True, post_norms=True)
+    return decoder(fields, name, attend=attend, tied=True, post_norms=True)
 
 
 def phi3(fields: Fields, name: str) -> Model:

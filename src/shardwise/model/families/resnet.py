@@ -4,14 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardwise.model.assembly.ends import cross_entropy
-from shardwise.model.assembly.norms import norm_parameters
-from shardwise.model.assembly.part import Part, joined, linear, matmul
+from shardwise.model.assembly.part import Part, joined, linear, matmul, norm_parameters
 from shardwise.model.families.fields import Fields
+from shardwise.model.families.gpt import BIASED
 from shardwise.model.model import Block, Model, Parameter
 from shardwise.model.operations import Convolution, Elementwise, Moves, Norm, Saved, Width
-from shardwise.model.shape import NormShape
 
-_NORMS = NormShape(kind="layer", bias=True)
 _BOTTLENECK = 4
 _POOL = 3
 
@@ -60,7 +58,6 @@ def resnet(fields: Fields, name: str) -> Model:
 
 
 def _stem(stem: Filter) -> Block:
-    part = joined(_filter(stem, input_gradient=False))
     pixels = Saved(name="pixels", elements=stem.inputs * stem.side**2, rows=1, cut="whole")
     positions, halved = stem.out_side**2, (-(-stem.out_side // 2)) ** 2
     pooled = stem.outputs * halved
@@ -72,14 +69,8 @@ def _stem(stem: Filter) -> Block:
         pixels,
     )
     pool = Elementwise(name="pool", fused=taken, unfused=taken, cut="whole", rows=1, saves=kept)
-    return Block(
-        kind="stem",
-        operations=(*part.operations, pool),
-        parameters=part.parameters,
-        input_elements=0,
-        output_elements=pooled,
-        rows=1,
-    )
+    whole = joined([*_filter(stem, input_gradient=False), Part(operations=(pool,))])
+    return whole.block("stem", input_elements=0, output_elements=pooled, rows=1)
 
 
 def _stages(fields: Fields, widths: list[int], channels: int, side: int) -> Iterator[Block]:
@@ -121,16 +112,8 @@ def _layer(
         rows=1,
         saves=(Saved(name="activated", elements=elements, rows=1, cut="whole"),),
     )
-    whole = joined(parts)
-    return Block(
-        kind=kind,
-        stack=stack,
-        operations=(*whole.operations, added),
-        parameters=whole.parameters,
-        input_elements=inputs * side**2,
-        output_elements=elements,
-        rows=1,
-    )
+    ends = {"input_elements": inputs * side**2, "output_elements": elements}
+    return joined([*parts, Part(operations=(added,))]).block(kind, stack=stack, **ends, rows=1)
 
 
 def _filters(inputs: int, outputs: int, stride: int, side: int, *, bottleneck: bool, early: bool) -> tuple[Filter, ...]:
@@ -169,7 +152,7 @@ def _filter(shape: Filter, *, input_gradient: bool = True) -> list[Part]:
     weight = Parameter(
         name=f"{shape.name}.convolution.weight", shape=(shape.outputs, shape.inputs, shape.kernel, shape.kernel)
     )
-    normed = norm_parameters(f"{shape.name}.normalization", shape.outputs, _NORMS)
+    normed = norm_parameters(f"{shape.name}.normalization", shape.outputs, BIASED)
     parts = [Part(operations=(convolution, norm), parameters=(weight, *normed))]
     if shape.activated:
         moves = Moves(elements, elements, 2 * elements, elements)

@@ -15,7 +15,6 @@ from shardwise.model.shape import (
     LayerShape,
     MlpShape,
     NormShape,
-    Shape,
     Sublayer,
 )
 
@@ -41,7 +40,7 @@ def decoder(
     name: str,
     *,
     attend: Attend,
-    feed: Feed,
+    feed: Feed | None = None,
     norm: NormShape | None = None,
     tied: bool = False,
     post_norms: bool = False,
@@ -50,27 +49,25 @@ def decoder(
     """The model of layers that are made one by one.
 
     `attend` and `feed` give the mixers of a layer and a word on what is special about each; the words make its kind.
-    `post_norms` are those of Gemma 2: also on what a sublayer gives.
+    Without `feed` all have the gated MLP. `post_norms` are those of Gemma 2: also on what a sublayer gives.
     """
-    hidden = fields.count("hidden_size")
+    feed = feed or fed_by(mlp_of(fields))
     layers = []
     for index in range(fields.count("num_hidden_layers")):
         (how, mixer), (what, fed) = attend(index), feed(index)
         kind = " ".join(filter(None, (how, what))) or "layer"
         layers.append(LayerShape(kind=kind, stack=STACK, sublayers=_sublayers(mixer, fed, post_norms=post_norms)))
+    head = HeadShape(tied=fields.flag("tie_word_embeddings", tied), bias=head_bias)
     return transformer(
-        Shape(
-            name=name,
-            family=fields.text("model_type", "llama"),
-            hidden=hidden,
-            vocabulary=fields.count("vocab_size"),
-            layers=tuple(layers),
-            embedding=EmbeddingShape(tokens="model.embed_tokens"),
-            head=HeadShape(tied=fields.flag("tie_word_embeddings", tied), bias=head_bias),
-            norm=norm or NormShape(),
-            dropout=fields.drops("hidden_dropout", "resid_pdrop"),
-            max_sequence=fields.find_count("max_position_embeddings"),
-        )
+        name,
+        fields.text("model_type", "llama"),
+        fields.count("hidden_size"),
+        fields.count("vocab_size"),
+        layers=tuple(layers),
+        ends=(EmbeddingShape(tokens="model.embed_tokens"), head),
+        norms=norm,
+        dropout=fields.drops("hidden_dropout", "resid_pdrop"),
+        max_sequence=fields.find_count("max_position_embeddings"),
     )
 
 
@@ -132,12 +129,13 @@ def shared_names(below: str) -> dict[str, str]:
 def _sublayers(
     mixer: AttentionShape | LatentShape, fed: MlpShape | ExpertsShape, *, post_norms: bool
 ) -> tuple[Sublayer, ...]:
-    if post_norms:
-        return (
-            Sublayer(mixer=mixer, norm="input_layernorm", post_norm="post_attention_layernorm"),
-            Sublayer(mixer=fed, norm="pre_feedforward_layernorm", post_norm="post_feedforward_layernorm"),
+    if not post_norms:
+        first, second = (
+            Sublayer(mixer=mixer, norm="input_layernorm"),
+            Sublayer(mixer=fed, norm="post_attention_layernorm"),
         )
+        return first, second
     return (
-        Sublayer(mixer=mixer, norm="input_layernorm"),
-        Sublayer(mixer=fed, norm="post_attention_layernorm"),
+        Sublayer(mixer=mixer, norm="input_layernorm", post_norm="post_attention_layernorm"),
+        Sublayer(mixer=fed, norm="pre_feedforward_layernorm", post_norm="post_feedforward_layernorm"),
     )

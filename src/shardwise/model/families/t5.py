@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from shardwise.model.assembly.ends import embedding, head
-from shardwise.model.assembly.norms import norm
+from shardwise.model.assembly.part import norm
 from shardwise.model.assembly.transformer import stack
 from shardwise.model.families.fields import Fields
-from shardwise.model.model import Block, Model
+from shardwise.model.model import Model
 from shardwise.model.shape import AttentionShape, EmbeddingShape, HeadShape, LayerShape, MlpShape, NormShape, Sublayer
 
 _NORMS = NormShape()
@@ -30,24 +30,15 @@ def t5(fields: Fields, name: str) -> Model:
     blocks = (
         embedding(EmbeddingShape(tokens="shared"), hidden, vocabulary, _NORMS, dropout=dropout),
         *stack(_layers(fields, num_layers, decodes=False), hidden, _NORMS, dropout=dropout),
-        _encoder_norm(hidden),
+        norm("encoder.final_layer_norm", hidden, _NORMS).block(
+            "encoder norm", input_elements=hidden, output_elements=hidden
+        ),
         replace(again, output_elements=2 * hidden),
         *stack(_layers(fields, decoder_layers, decodes=True), hidden, _NORMS, dropout=dropout),
         head(HeadShape(norm="decoder.final_layer_norm"), hidden, vocabulary, _NORMS),
     )
     shared = ("shared.weight", "decoder.embed_tokens.weight", *(("lm_head.weight",) if tied else ()))
     return Model(name=name, family="t5", blocks=blocks, ties=(shared,), hidden=hidden, vocabulary=vocabulary)
-
-
-def _encoder_norm(hidden: int) -> Block:
-    part = norm("encoder.final_layer_norm", hidden, _NORMS)
-    return Block(
-        kind="encoder norm",
-        operations=part.operations,
-        parameters=part.parameters,
-        input_elements=hidden,
-        output_elements=hidden,
-    )
 
 
 def _layers(fields: Fields, num_layers: int, *, decodes: bool) -> tuple[LayerShape, ...]:

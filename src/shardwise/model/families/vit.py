@@ -2,15 +2,12 @@
 
 from shardwise.errors import ShardwiseError
 from shardwise.model.assembly.ends import cross_entropy
-from shardwise.model.assembly.norms import norm
-from shardwise.model.assembly.part import linear, matmul
+from shardwise.model.assembly.part import linear, matmul, norm
 from shardwise.model.assembly.transformer import stack
 from shardwise.model.families.fields import Fields
+from shardwise.model.families.gpt import BIASED, in_turn
 from shardwise.model.model import Block, Model, Parameter
 from shardwise.model.operations import Convolution, Saved, Width
-from shardwise.model.shape import AttentionShape, LayerShape, MlpShape, NormShape, Sublayer
-
-_NORMS = NormShape(kind="layer", bias=True)
 
 
 def vit(fields: Fields, name: str) -> Model:
@@ -26,13 +23,24 @@ def vit(fields: Fields, name: str) -> Model:
     dropout = fields.drops("hidden_dropout_prob", "attention_probs_dropout_prob")
     labels = fields.values.get("id2label")
     num_labels = len(labels) if labels else fields.count("num_labels", default=2)
-    layers = (_layer(fields, hidden, dropout=dropout),) * fields.count("num_hidden_layers")
+    layer = in_turn(
+        "vit.layers",
+        {**{part: f"attention.{part}_proj" for part in "qkvo"}, "up": "mlp.fc1", "down": "mlp.fc2"},
+        ("layernorm_before", "layernorm_after"),
+        hidden,
+        fields.heads(hidden),
+        width=fields.count("intermediate_size"),
+        causal=False,
+        rotary=False,
+        dropout=dropout,
+        qkv_bias=fields.flag("qkv_bias", True),
+    )
     return Model(
         name=name,
         family="vit",
         blocks=(
             _patches(hidden, fields.count("num_channels", default=3), side, patch, rows),
-            *stack(layers, hidden, _NORMS, dropout=dropout, rows=rows),
+            *stack((layer,) * fields.count("num_hidden_layers"), hidden, BIASED, dropout=dropout, rows=rows),
             _classifier(hidden, num_labels, rows),
         ),
         hidden=hidden,
@@ -70,28 +78,8 @@ def _patches(hidden: int, channels: int, side: int, patch: int, rows: int) -> Bl
     )
 
 
-def _layer(fields: Fields, hidden: int, *, dropout: bool) -> LayerShape:
-    heads = fields.heads(hidden)
-    attention = AttentionShape(
-        names={part: f"attention.{part}_proj" for part in "qkvo"},
-        heads=heads,
-        kv_heads=heads,
-        head_dim=hidden // heads,
-        qkv_bias=fields.flag("qkv_bias", True),
-        out_bias=True,
-        causal=False,
-        rotary=False,
-        dropout=dropout,
-    )
-    mlp = MlpShape(
-        names={"up": "mlp.fc1", "down": "mlp.fc2"}, width=fields.count("intermediate_size"), gated=False, bias=True
-    )
-    sublayers = (Sublayer(mixer=attention, norm="layernorm_before"), Sublayer(mixer=mlp, norm="layernorm_after"))
-    return LayerShape(kind="layer", stack="vit.layers", sublayers=sublayers)
-
-
 def _classifier(hidden: int, num_labels: int, rows: int) -> Block:
-    normed = norm("vit.layernorm", hidden, _NORMS, rows=rows)
+    normed = norm("vit.layernorm", hidden, BIASED, rows=rows)
     logits = matmul("classifier", Width(hidden), Width(num_labels), bias=True, rows=1)
     return Block(
         kind="head",

@@ -2,24 +2,20 @@
 
 from typing import Any
 
+from shardwise.model.tables.llama import decoder
+
 
 def _latent(
     hidden: int, layers: int, heads: int, width: int, vocabulary: int, q_rank: int | None = 1536, **more: Any
 ) -> dict[str, Any]:
     return {
-        "model_type": "deepseek_v2",
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": width,
+        **decoder("deepseek_v2", hidden, layers, heads, heads, width, vocabulary, 163840),
         "q_lora_rank": q_rank,
         "kv_lora_rank": 512,
         "qk_nope_head_dim": 128,
         "qk_rope_head_dim": 64,
         "v_head_dim": 128,
         "first_k_dense_replace": 1,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": 163840,
         **more,
     }
 

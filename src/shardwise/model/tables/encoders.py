@@ -16,28 +16,19 @@ def _t5(hidden: int, layers: int, heads: int, head_dim: int, width: int, **more:
     }
 
 
-def _bert(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+def _encoder(kind: str, hidden: int, layers: int, heads: int, **more: int) -> dict[str, Any]:
     return {
-        "model_type": "bert",
+        "model_type": kind,
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "intermediate_size": 4 * hidden,
-        "vocab_size": 30522,
+        **more,
     }
 
 
 def _vit(hidden: int, layers: int, heads: int, patch: int) -> dict[str, Any]:
-    return {
-        "model_type": "vit",
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": 4 * hidden,
-        "patch_size": patch,
-        "image_size": 224,
-        "num_labels": 1000,
-    }
+    return _encoder("vit", hidden, layers, heads, patch_size=patch, image_size=224, num_labels=1000)
 
 
 def _resnet(depths: list[int], kind: str = "bottleneck") -> dict[str, Any]:
@@ -59,8 +50,8 @@ TABLE: dict[str, dict[str, Any]] = {
     "t5-v1.1-large": _t5(1024, 24, 16, 64, 2816, **_V1_1),
     "t5-v1.1-xl": _t5(2048, 24, 32, 64, 5120, **_V1_1),
     "t5-v1.1-xxl": _t5(4096, 24, 64, 64, 10240, **_V1_1),
-    "bert-base": _bert(768, 12, 12),
-    "bert-large": _bert(1024, 24, 16),
+    "bert-base": _encoder("bert", 768, 12, 12, vocab_size=30522),
+    "bert-large": _encoder("bert", 1024, 24, 16, vocab_size=30522),
     "vit-base-16": _vit(768, 12, 12, 16),
     "vit-large-16": _vit(1024, 24, 16, 16),
     "vit-huge-14": _vit(1280, 32, 16, 14),

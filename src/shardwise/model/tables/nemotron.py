@@ -2,19 +2,7 @@
 
 from typing import Any
 
-
-def _nemotron(hidden: int, layers: int, heads: int, width: int, **more: Any) -> dict[str, Any]:
-    return {
-        "model_type": "nemotron",
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "intermediate_size": width,
-        "vocab_size": 256000,
-        "max_position_embeddings": 4096,
-        **more,
-    }
+from shardwise.model.tables.llama import decoder
 
 
 def _hybrid(hidden: int, pattern: str, mamba_heads: int, **more: Any) -> dict[str, Any]:
@@ -38,10 +26,10 @@ def _hybrid(hidden: int, pattern: str, mamba_heads: int, **more: Any) -> dict[st
 
 
 TABLE: dict[str, dict[str, Any]] = {
-    "minitron-4b": _nemotron(3072, 32, 24, 9216, head_dim=128),
-    "minitron-8b": _nemotron(4096, 32, 48, 16384, head_dim=128),
-    "nemotron-4-15b": _nemotron(6144, 32, 48, 24576),
-    "nemotron-4-340b": _nemotron(18432, 96, 96, 73728),
+    "minitron-4b": decoder("nemotron", 3072, 32, 24, 8, 9216, 256000, 4096, head_dim=128),
+    "minitron-8b": decoder("nemotron", 4096, 32, 48, 8, 16384, 256000, 4096, head_dim=128),
+    "nemotron-4-15b": decoder("nemotron", 6144, 32, 48, 8, 24576, 256000, 4096),
+    "nemotron-4-340b": decoder("nemotron", 18432, 96, 96, 8, 73728, 256000, 4096),
     "nemotron-3-nano-30b-a3b": _hybrid(
         2688,
         "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",

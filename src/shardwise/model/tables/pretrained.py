@@ -3,19 +3,32 @@
 from typing import Any
 
 
-def _falcon(hidden: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
+def _decoder(kind: str, hidden: int, layers: int, heads: int, vocabulary: int, **more: Any) -> dict[str, Any]:
     return {
-        "model_type": "falcon",
+        "model_type": kind,
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "vocab_size": 65024,
+        "vocab_size": vocabulary,
         "max_position_embeddings": 2048,
         **more,
     }
 
 
-def _bloom(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+def _falcon(hidden: int, layers: int, heads: int, vocabulary: int = 65024, **more: Any) -> dict[str, Any]:
+    return _decoder("falcon", hidden, layers, heads, vocabulary, **more)
+
+
+def _opt(hidden: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
+    return _decoder("opt", hidden, layers, heads, 50272, ffn_dim=4 * hidden, **more)
+
+
+def _neox(hidden: int, layers: int, heads: int, vocabulary: int = 50304) -> dict[str, Any]:
+    return _decoder("gpt_neox", hidden, layers, heads, vocabulary, intermediate_size=4 * hidden)
+
+
+def bloom(hidden: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
+    """A configuration with the keys of BLOOM's."""
     return {
         "model_type": "bloom",
         "hidden_size": hidden,
@@ -23,18 +36,6 @@ def _bloom(hidden: int, layers: int, heads: int) -> dict[str, Any]:
         "n_head": heads,
         "vocab_size": 250880,
         "seq_length": 2048,
-    }
-
-
-def _opt(hidden: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
-    return {
-        "model_type": "opt",
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "ffn_dim": 4 * hidden,
-        "vocab_size": 50272,
-        "max_position_embeddings": 2048,
         **more,
     }
 
@@ -50,37 +51,23 @@ def _mpt(hidden: int, layers: int, heads: int, longest: int) -> dict[str, Any]:
     }
 
 
-def _neox(hidden: int, layers: int, heads: int, vocabulary: int = 50304) -> dict[str, Any]:
-    return {
-        "model_type": "gpt_neox",
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": 4 * hidden,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": 2048,
-    }
-
-
 _GROUPED = {"new_decoder_architecture": True, "num_kv_heads": 8}
 _NARROW = {"word_embed_proj_dim": 512, "do_layer_norm_before": False}
 
 TABLE: dict[str, dict[str, Any]] = {
-    "falcon-rw-1b": _falcon(
-        2048, 24, 32, vocab_size=50304, alibi=True, bias=True, multi_query=False, parallel_attn=False
-    ),
+    "falcon-rw-1b": _falcon(2048, 24, 32, 50304, alibi=True, bias=True, multi_query=False, parallel_attn=False),
     "falcon-7b": _falcon(4544, 32, 71),
     "falcon-11b": _falcon(
         4096, 60, 32, num_ln_in_parallel_attn=1, tie_word_embeddings=False, max_position_embeddings=8192, **_GROUPED
     ),
     "falcon-40b": _falcon(8192, 60, 128, **_GROUPED),
     "falcon-180b": _falcon(14848, 80, 232, tie_word_embeddings=False, **_GROUPED),
-    "bloom-560m": _bloom(1024, 24, 16),
-    "bloom-1b1": _bloom(1536, 24, 16),
-    "bloom-1b7": _bloom(2048, 24, 16),
-    "bloom-3b": _bloom(2560, 30, 32),
-    "bloom-7b1": _bloom(4096, 30, 32),
-    "bloom-176b": _bloom(14336, 70, 112),
+    "bloom-560m": bloom(1024, 24, 16),
+    "bloom-1b1": bloom(1536, 24, 16),
+    "bloom-1b7": bloom(2048, 24, 16),
+    "bloom-3b": bloom(2560, 30, 32),
+    "bloom-7b1": bloom(4096, 30, 32),
+    "bloom-176b": bloom(14336, 70, 112),
     "opt-125m": _opt(768, 12, 12),
     "opt-350m": _opt(1024, 24, 16, **_NARROW),
     "opt-1.3b": _opt(2048, 24, 32),

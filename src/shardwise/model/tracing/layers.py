@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardwise.model.model import Block, Parameter
 from shardwise.model.operations import Elementwise, Moves, Operation, Saved
-from shardwise.model.tracing.segment import Moved, Segment, key_of
+from shardwise.model.tracing.recorder import Moved, Segment, key_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,8 +34,12 @@ def find_operation(
     function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], setting: Setting
 ) -> Operation | None:
     """The operation that a call is, if it is one of those that products of matrices are made of."""
+    if function in _CAUSAL_AT:
+        place = _CAUSAL_AT[function]
+        causal = args[place] if len(args) > place else kwargs.get("is_causal", False)
+        return _attention(args, setting, causal=bool(causal))
     maker = _MAKERS.get(function)
-    return None if maker is None else maker(args, dict(kwargs), setting)
+    return None if maker is None else maker(args, setting)
 
 
 def expert_weights(function: Any, args: tuple[Any, ...]) -> Tensor | None:
@@ -43,103 +47,64 @@ def expert_weights(function: Any, args: tuple[Any, ...]) -> Tensor | None:
     return args[1] if function is GROUPED_MM.default and args[1].dim() == 3 else None
 
 
-def _mm(args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting) -> Operation:
-    del kwargs
-    left, right = args[0], args[1]
-    return _weighted(left, right, setting, bias=False)
-
-
-def _addmm(args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting) -> Operation:
-    del kwargs
-    added, left, right = args[0], args[1], args[2]
-    return _weighted(left, right, setting, bias=setting.parameter(added) is not None)
-
-
-def _weighted(left: Tensor, right: Tensor, setting: Setting, *, bias: bool) -> Operation:
-    """Rows times a weight, whichever of the two is the weight; or a product of activations."""
+def _mm(args: tuple[Any, ...], setting: Setting) -> Operation:
+    """Rows times a weight, whichever of the two is the weight, perhaps added to a bias; or a product of activations."""
+    left, right = args[-2:]
+    bias = len(args) > 2 and setting.parameter(args[0]) is not None
     (rows, k), columns = left.shape, right.shape[1]
     if setting.parameter(right) is not None:
-        return _matmul(rows, k, columns, setting, bias=bias, weight=right, inputs=left)
+        return _matmul(left, right, k, columns, rows=setting.each(rows), bias=bias)
     if setting.parameter(left) is not None:
-        return _matmul(columns, k, rows, setting, bias=bias, weight=left, inputs=right)
+        return _matmul(right, left, k, rows, rows=setting.each(columns), bias=bias)
     return Product(name="mm", batch=1, m=setting.each(rows), k=k, n=columns)
 
 
-def _matmul(rows: int, k: int, n: int, setting: Setting, *, bias: bool, weight: Tensor, inputs: Tensor) -> Matmul:
+def _matmul(inputs: Tensor, weight: Tensor, k: int, n: int, *, name: str = "matmul", **more: Any) -> Matmul:
     return Matmul(
-        name="matmul",
+        name=name,
         inputs=Width(k),
         outputs=(Width(n),),
-        bias=bias,
-        rows=setting.each(rows),
         trains=weight.requires_grad,
         input_gradient=inputs.requires_grad,
+        **more,
     )
 
 
-def _bmm(args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting) -> Operation:
-    del kwargs
-    left, right = args[-2], args[-1]
+def _bmm(args: tuple[Any, ...], setting: Setting) -> Operation:
+    left, right = args[-2:]
     (batch, m, k), n = left.shape, right.shape[2]
     if setting.parameter(right) is not None:
-        return Matmul(
-            name="matmul",
-            inputs=Width(k),
-            outputs=(Width(n),),
-            num_experts=batch,
-            rows=setting.each(batch * m),
-            trains=right.requires_grad,
-            input_gradient=left.requires_grad,
-        )
+        return _matmul(left, right, k, n, num_experts=batch, rows=setting.each(batch * m))
     return Product(name="bmm", batch=setting.each(batch), m=m, k=k, n=n)
 
 
-def _baddbmm(args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting) -> Operation:
-    return _bmm(args[1:3], kwargs, setting)
-
-
-def _grouped_mm(args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting) -> Operation:
+def _grouped_mm(args: tuple[Any, ...], setting: Setting) -> Operation:
     """Rows that were sorted by expert. Where they are a multiple of the positions, each token was sent so often."""
-    del kwargs
     left, right = args[0], args[1]
     rows, k, n = prod(left.shape[:-1]), left.shape[-1], right.shape[-1]
     sent = rows // setting.num_positions if rows % setting.num_positions == 0 else 1
-    return Matmul(
-        name="expert matmul",
-        inputs=Width(k),
-        outputs=(Width(n),),
-        num_experts=right.shape[0],
-        top_k=sent,
-        rows=setting.each(rows // sent),
-        trains=right.requires_grad,
-        input_gradient=left.requires_grad,
+    routed = {"num_experts": right.shape[0], "top_k": sent, "rows": setting.each(rows // sent)}
+    return _matmul(left, right, k, n, name="expert matmul", **routed)
+
+
+def _attention(args: tuple[Any, ...], setting: Setting, *, causal: bool) -> Operation:
+    queries, keys, values = args[:3]
+    batch, heads, rows, qk_dim = queries.shape
+    # Attention over windows of an image has more sequences than samples: they count as further heads.
+    return Attention(
+        name="attention",
+        heads=setting.each(batch * heads),
+        kv_heads=setting.each(batch * keys.shape[1]),
+        qk_dim=qk_dim,
+        v_dim=values.shape[-1],
+        causal=causal,
+        rows=rows,
+        key_rows=keys.shape[2],
     )
 
 
-def _attention(causal_at: int | None) -> Callable[[tuple[Any, ...], dict[str, Any], Setting], Operation]:
-    def make(args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting) -> Operation:
-        queries, keys, values = args[:3]
-        batch, heads, rows, qk_dim = queries.shape
-        named = kwargs.get("is_causal", False)
-        causal = args[causal_at] if causal_at is not None and len(args) > causal_at else named
-        # Attention over windows of an image has more sequences than samples: they count as further heads.
-        return Attention(
-            name="attention",
-            heads=setting.each(batch * heads),
-            kv_heads=setting.each(batch * keys.shape[1]),
-            qk_dim=qk_dim,
-            v_dim=values.shape[-1],
-            causal=bool(causal),
-            rows=rows,
-            key_rows=keys.shape[2],
-        )
-
-    return make
-
-
-def _convolution(args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting) -> Operation:
+def _convolution(args: tuple[Any, ...], setting: Setting) -> Operation:
     """A filter, or the transpose of one, which is applied at each position of the input instead of the output."""
-    del kwargs
     inputs, weight, bias = args[:3]
     padding, dilation, transposed, output_padding, groups = args[4], args[5], args[6], args[7], args[8]
     in_positions = setting.each(inputs.shape[0]) * prod(inputs.shape[2:])
@@ -174,8 +139,7 @@ def _convolution(args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting
     )
 
 
-def _embedding(args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting) -> Operation | None:
-    del kwargs
+def _embedding(args: tuple[Any, ...], setting: Setting) -> Operation | None:
     table, indices = args[:2]
     if setting.parameter(table) is None:
         return None
@@ -189,16 +153,14 @@ def _embedding(args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting) 
     )
 
 
-_MAKERS: dict[Any, Callable[[tuple[Any, ...], dict[str, Any], Setting], Operation | None]] = {
+# Which argument of each kernel of attention says that it is causal, where it is not a keyword.
+_CAUSAL_AT = {FLASH_ON_CPU.default: 4, FLASH.default: 4, EFFICIENT_ATTENTION.default: 6, CUDNN_ATTENTION.default: 6}
+_MAKERS: dict[Any, Callable[[tuple[Any, ...], Setting], Operation | None]] = {
     aten.mm.default: _mm,
-    aten.addmm.default: _addmm,
+    aten.addmm.default: _mm,
     aten.bmm.default: _bmm,
-    aten.baddbmm.default: _baddbmm,
+    aten.baddbmm.default: _bmm,
     GROUPED_MM.default: _grouped_mm,
     aten.convolution.default: _convolution,
     aten.embedding.default: _embedding,
-    FLASH_ON_CPU.default: _attention(4),
-    FLASH.default: _attention(4),
-    EFFICIENT_ATTENTION.default: _attention(6),
-    CUDNN_ATTENTION.default: _attention(6),
 }

@@ -1,13 +1,14 @@
 """Every call that reaches torch's kernels, noted under the block that made it."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise.model.operations import Operation
 from shardwise.model.tracing.products import Setting, expert_weights, find_operation
-from shardwise.model.tracing.segment import Moved, Segment, bytes_of, key_of, tensors_in
 from shardwise.torch_private import (
     CUDNN_ATTENTION_BACKWARD,
     EFFICIENT_ATTENTION_BACKWARD,
@@ -19,6 +20,8 @@ from shardwise.torch_private import (
     FakeTensor,
     TorchDispatchMode,
     is_mutable,
+    pytree,
+    storage_id,
 )
 
 aten = torch.ops.aten
@@ -40,6 +43,64 @@ _EMPTY = {
     aten.new_empty.default,
     aten.new_empty_strided.default,
 }
+
+
+@dataclass(slots=True)
+class Moved:
+    """Memory that passed through kernels that are no products, in one direction.
+
+    `read` and `written` are bytes as plain torch moved them. The sets hold storages: what such kernels read and wrote,
+    and what others read. A fused kernel does not write what only the next kernel of its kind reads.
+    """
+
+    read: int = 0
+    written: int = 0
+    inputs: dict[int, int] = field(default_factory=dict)
+    outputs: dict[int, int] = field(default_factory=dict)
+    wanted: set[int] = field(default_factory=set)
+
+    @property
+    def fused_read(self) -> int:
+        return sum(size for key, size in self.inputs.items() if key not in self.outputs)
+
+    @property
+    def fused_written(self) -> int:
+        return sum(size for key, size in self.outputs.items() if key in self.wanted)
+
+
+@dataclass(slots=True)
+class Segment:
+    """One piece: the block's path (None: between blocks), and what it did. Sizes in and out are of the whole batch."""
+
+    path: str | None
+    operations: list[Operation] = field(default_factory=list)
+    forward: Moved = field(default_factory=Moved)
+    backward: Moved = field(default_factory=Moved)
+    saved: dict[torch.dtype, int] = field(default_factory=dict)
+    parameters: dict[int, None] = field(default_factory=dict)
+    experts: set[int] = field(default_factory=set)
+    input_key: int | None = None
+    input_elements: int = 0
+    output_elements: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.operations or self.forward.read or self.forward.written or self.parameters)
+
+
+def key_of(tensor: Tensor) -> int:
+    """What tells the memory of two tensors apart, for as long as both are kept."""
+    return storage_id(tensor.untyped_storage())
+
+
+def bytes_of(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors of nested lists, tuples and mappings."""
+    leaves = pytree.tree_leaves(tree)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -69,7 +130,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._back = self.segments[-1]
 
     def back_into(self, segment: Segment, gradient: Tensor) -> None:
-        """Go on with the backward of a piece. The one before it had to write this gradient."""
+        """A piece's output has its gradient: what follows is its backward. The one before had to write it."""
         self._back.backward.wanted.add(key_of(gradient))
         self._back = segment
 

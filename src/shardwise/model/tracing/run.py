@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise.errors import ShardwiseError
-from shardwise.model.tracing.recorder import Recorder
-from shardwise.model.tracing.segment import Segment, key_of, tensors_in
+from shardwise.model.tracing.recorder import Recorder, Segment, key_of, tensors_in
 from shardwise.torch_private import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode, pytree
 
 
@@ -29,7 +29,8 @@ def record(
         first = _first(tensors_in(given))
         positions = first.numel() if not first.is_floating_point() else first.shape[0]
         recorder = Recorder(parameters, num_samples=first.shape[0], num_positions=positions)
-        with _watched(blocks, recorder), _keeping(recorder), recorder:
+        keeping = saved_tensors_hooks(recorder.keep, lambda tensor: tensor)
+        with _watched(blocks, recorder), keeping, recorder:
             output = _called(module, state, *given)
             recorder.turn()
             _loss(output).backward()  # type: ignore[no-untyped-call]
@@ -65,17 +66,11 @@ def _first(tensors: list[Tensor]) -> Tensor:
 def _called(module: nn.Module, state: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         return torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
-    except DynamicOutputShapeException as error:
-        raise _depends_on_data(module, str(error.func)) from None
-    except DataDependentOutputException as error:
-        raise _depends_on_data(module, str(error.func)) from None
-
-
-def _depends_on_data(module: nn.Module, function: str) -> ShardwiseError:
-    return ShardwiseError(
-        f"{type(module).__name__} asks for numbers while it runs ({function}), and a trace has none",
-        remedy="trace_model(module, batch, fake=False), which runs it in earnest on a small batch",
-    )
+    except (DynamicOutputShapeException, DataDependentOutputException) as error:
+        raise ShardwiseError(
+            f"{type(module).__name__} asks for numbers while it runs ({error.func}), and a trace has none",
+            remedy="trace_model(module, batch, fake=False), which runs it in earnest on a small batch",
+        ) from None
 
 
 def _loss(output: Any) -> Tensor:
@@ -110,7 +105,7 @@ def _before(recorder: Recorder, path: str, _: nn.Module, args: tuple[Any, ...], 
     given = [tensor for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
     gap.forward.wanted.update(map(key_of, given))
     if given and given[0].requires_grad and not gap.is_empty:
-        given[0].register_hook(partial(_back, recorder, gap))  # type: ignore[no-untyped-call]
+        given[0].register_hook(partial(recorder.back_into, gap))  # type: ignore[no-untyped-call]
     segment = recorder.enter(path)
     if given:
         segment.input_elements, segment.input_key = given[0].numel(), key_of(given[0])
@@ -123,16 +118,5 @@ def _after(recorder: Recorder, _: nn.Module, __: Any, output: Any) -> None:
     segment.output_elements = sum(tensor.numel() for tensor in given)
     for tensor in given:
         if tensor.requires_grad:
-            tensor.register_hook(partial(_back, recorder, segment))  # type: ignore[no-untyped-call]
+            tensor.register_hook(partial(recorder.back_into, segment))  # type: ignore[no-untyped-call]
     recorder.enter(None)
-
-
-def _back(recorder: Recorder, segment: Segment, gradient: Tensor) -> None:
-    """A piece's output has its gradient: what follows is that piece's backward."""
-    recorder.back_into(segment, gradient)
-
-
-@contextmanager
-def _keeping(recorder: Recorder) -> Iterator[None]:
-    with torch.autograd.graph.saved_tensors_hooks(recorder.keep, lambda tensor: tensor):
-        yield

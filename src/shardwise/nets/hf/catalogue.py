@@ -3,18 +3,16 @@
 from typing import Any
 
 from shardwise.errors import ShardwiseError, unknown
-from shardwise.nets.hf.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from shardwise.nets.hf.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from shardwise.nets.hf.entries import Entries
 from shardwise.nets.hf.family import Family
 from shardwise.nets.hf.gpt2 import GPT2
-from shardwise.nets.hf.mixtures import MIXTRAL_FAMILY, QWEN3_MOE
+from shardwise.nets.hf.mixtures import DEEPSEEK_V2, DEEPSEEK_V3, MIXTRAL, QWEN3_MOE
 from shardwise.nets.settings import Settings
 
 #: In the order in which they are tried for a model that nobody has named a family for.
 FAMILIES = {
-    family.name: family
-    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL_FAMILY, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GPT2)
+    family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GPT2)
 }
 
 

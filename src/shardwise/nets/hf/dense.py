@@ -1,85 +1,80 @@
 """Llama, Mistral, Qwen2, Qwen3: gated, with RMS norms and rotary positions. They differ in biases, norms, windows."""
 
-from collections.abc import Collection
 from typing import Any
 
 from shardwise.nets.hf.entries import Entries
-from shardwise.nets.hf.family import Family
-from shardwise.nets.hf.naming import LLAMA as LLAMA_NAMES
-from shardwise.nets.hf.naming import Naming
+from shardwise.nets.hf.family import Family, of_kind
 from shardwise.nets.hf.rope import read_rope, write_rope
-from shardwise.nets.settings import Dropout, Heads, Mixture, Mlp, Settings
+from shardwise.nets.settings import Dropout, Heads, Latent, Mlp, Rope, Settings
 
 
 def read_gated(
     entries: Entries,
+    attention: Heads | Latent,
     *,
-    qkv_bias: bool = False,
-    output_bias: bool = False,
     mlp_bias: bool = False,
-    qk_norm: bool = False,
-    window: int | None = None,
-    windowed_layers: tuple[int, ...] | None = None,
-    mixture: Mixture | None = None,
     theta: float = 10000.0,
+    interleaved: bool = False,
     norm_epsilon: float = 1e-6,
+    **more: Any,
 ) -> Settings:
-    """What the families have in common. The rest is given."""
+    """What the families have in common, those with experts too. The rest is given. Dropout is of attention alone."""
     entries.must_be("hidden_act", "silu")
-    width, num_heads = entries.integer("hidden_size"), entries.integer("num_attention_heads")
     return Settings(
         vocabulary=entries.integer("vocab_size"),
-        width=width,
+        width=entries.integer("hidden_size"),
         num_layers=entries.integer("num_hidden_layers"),
         length=entries.integer("max_position_embeddings"),
-        attention=Heads(
-            num_heads=num_heads,
-            num_kv_heads=entries.integer("num_key_value_heads", num_heads),
-            head_dim=entries.integer("head_dim", width // num_heads),
-            qkv_bias=qkv_bias,
-            output_bias=output_bias,
-            qk_norm=qk_norm,
-        ),
+        attention=attention,
         mlp=Mlp(width=entries.integer("intermediate_size"), bias=mlp_bias),
-        mixture=mixture,
-        rope=read_rope(entries, theta=theta),
+        rope=read_rope(entries, theta=theta, interleaved=interleaved),
         norm_epsilon=entries.number("rms_norm_eps", norm_epsilon),
-        window=window,
-        windowed_layers=windowed_layers,
         tied=entries.flag("tie_word_embeddings", False),
-        dropout=read_dropout(entries),
+        dropout=Dropout(attention=entries.number("attention_dropout", 0.0)),
+        **more,
     )
 
 
-def write_gated(settings: Settings) -> dict[str, Any] | None:
+def write_gated(settings: Settings) -> dict[str, Any]:
     """The entries that the families share."""
-    heads = settings.attention
-    if not isinstance(heads, Heads) or settings.rope is None:
-        return None
     return {
         "vocab_size": settings.vocabulary,
         "hidden_size": settings.width,
         "num_hidden_layers": settings.num_layers,
         "max_position_embeddings": settings.length,
-        "num_attention_heads": heads.num_heads,
-        "num_key_value_heads": heads.num_kv_heads,
-        "head_dim": heads.head_dim,
+        "num_attention_heads": settings.attention.num_heads,
         "intermediate_size": settings.mlp.width,
         "hidden_act": settings.mlp.activation,
         "rms_norm_eps": settings.norm_epsilon,
         "tie_word_embeddings": settings.tied,
-        **write_dropout(settings),
-        **write_rope(settings.rope),
+        "attention_dropout": settings.dropout.attention,
+        **write_rope(of_kind(settings.rope, Rope)),
     }
 
 
-def read_dropout(entries: Entries) -> Dropout:
-    """Of weights of attention alone; other dropout these families do not have."""
-    return Dropout(attention=entries.number("attention_dropout", 0.0))
+def read_heads(entries: Entries, *, bias: bool = False, **more: bool) -> Heads:
+    """Attention by heads; `bias` is of all four projections."""
+    num_heads = entries.integer("num_attention_heads")
+    return Heads(
+        num_heads=num_heads,
+        num_kv_heads=entries.integer("num_key_value_heads", num_heads),
+        head_dim=entries.integer("head_dim", entries.integer("hidden_size") // num_heads),
+        **{"qkv_bias": bias, "output_bias": bias, **more},
+    )
 
 
-def write_dropout(settings: Settings) -> dict[str, Any]:
-    return {"attention_dropout": settings.dropout.attention}
+def write_heads(settings: Settings) -> dict[str, Any]:
+    """All that a family with attention by heads has, but for its biases and windows."""
+    heads = of_kind(settings.attention, Heads)
+    return {**write_gated(settings), "num_key_value_heads": heads.num_kv_heads, "head_dim": heads.head_dim}
+
+
+def write_bias(settings: Settings) -> dict[str, Any]:
+    return {"attention_bias": of_kind(settings.attention, Heads).qkv_bias}
+
+
+def read_bias(entries: Entries) -> bool:
+    return entries.flag("attention_bias", False)
 
 
 def find_window(entries: Entries) -> int | None:
@@ -108,56 +103,35 @@ def _write_windows(settings: Settings) -> dict[str, Any]:
 
 
 def _read_llama(entries: Entries) -> Settings:
-    bias = entries.flag("attention_bias", False)
-    return read_gated(entries, qkv_bias=bias, output_bias=bias, mlp_bias=entries.flag("mlp_bias", False))
-
-
-def _write_llama(settings: Settings) -> dict[str, Any] | None:
-    config = write_gated(settings)
-    biases = {"attention_bias": has_qkv_bias(settings), "mlp_bias": settings.mlp.bias}
-    return None if config is None else {**config, **biases}
-
-
-def _read_mistral(entries: Entries) -> Settings:
-    return read_gated(entries, window=find_window(entries))
-
-
-def _write_mistral(settings: Settings) -> dict[str, Any] | None:
-    config = write_gated(settings)
-    return None if config is None else {**config, "sliding_window": settings.window}
-
-
-def _read_qwen2(entries: Entries) -> Settings:
-    return read_gated(entries, qkv_bias=True, **_windows(entries))
-
-
-def _write_qwen2(settings: Settings) -> dict[str, Any] | None:
-    config = write_gated(settings)
-    return None if config is None else {**config, **_write_windows(settings)}
+    heads = read_heads(entries, bias=read_bias(entries))
+    return read_gated(entries, heads, mlp_bias=entries.flag("mlp_bias", False))
 
 
 def _read_qwen3(entries: Entries) -> Settings:
-    bias = entries.flag("attention_bias", False)
-    return read_gated(entries, qkv_bias=bias, output_bias=bias, qk_norm=True, **_windows(entries))
+    return read_gated(entries, read_heads(entries, bias=read_bias(entries), qk_norm=True), **_windows(entries))
 
 
-def _write_qwen3(settings: Settings) -> dict[str, Any] | None:
-    config = _write_qwen2(settings)
-    return None if config is None else {**config, "attention_bias": has_qkv_bias(settings)}
-
-
-def has_qkv_bias(settings: Settings) -> bool:
-    return isinstance(settings.attention, Heads) and settings.attention.qkv_bias
-
-
-def _naming(names: Collection[str]) -> Naming:
-    del names
-    return Naming(parts=LLAMA_NAMES)
-
-
-LLAMA = Family(name="llama", architecture="LlamaForCausalLM", read=_read_llama, write=_write_llama, naming=_naming)
-MISTRAL = Family(
-    name="mistral", architecture="MistralForCausalLM", read=_read_mistral, write=_write_mistral, naming=_naming
+LLAMA = Family(
+    name="llama",
+    architecture="LlamaForCausalLM",
+    read=_read_llama,
+    write=lambda settings: {**write_heads(settings), **write_bias(settings), "mlp_bias": settings.mlp.bias},
 )
-QWEN2 = Family(name="qwen2", architecture="Qwen2ForCausalLM", read=_read_qwen2, write=_write_qwen2, naming=_naming)
-QWEN3 = Family(name="qwen3", architecture="Qwen3ForCausalLM", read=_read_qwen3, write=_write_qwen3, naming=_naming)
+MISTRAL = Family(
+    name="mistral",
+    architecture="MistralForCausalLM",
+    read=lambda entries: read_gated(entries, read_heads(entries), window=find_window(entries)),
+    write=lambda settings: {**write_heads(settings), "sliding_window": settings.window},
+)
+QWEN2 = Family(
+    name="qwen2",
+    architecture="Qwen2ForCausalLM",
+    read=lambda entries: read_gated(entries, read_heads(entries, qkv_bias=True), **_windows(entries)),
+    write=lambda settings: {**write_heads(settings), **_write_windows(settings)},
+)
+QWEN3 = Family(
+    name="qwen3",
+    architecture="Qwen3ForCausalLM",
+    read=_read_qwen3,
+    write=lambda settings: {**write_heads(settings), **_write_windows(settings), **write_bias(settings)},
+)

@@ -17,28 +17,16 @@ class Entries:
         self._entries, self.origin = entries, origin
 
     def integer(self, key: str, default: int | None = None) -> int:
-        value = self._get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise self._wrong(key, value, "a whole number")
-        return value
+        return int(self._get(key, default, "a whole number", int))
 
     def number(self, key: str, default: float | None = None) -> float:
-        value = self._get(key, default)
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise self._wrong(key, value, "a number")
-        return float(value)
+        return float(self._get(key, default, "a number", int, float))
 
     def flag(self, key: str, default: bool) -> bool:
-        value = self._get(key, default)
-        if not isinstance(value, bool):
-            raise self._wrong(key, value, "true or false")
-        return value
+        return bool(self._get(key, default, "true or false", bool))
 
     def text(self, key: str, default: str | None = None) -> str:
-        value = self._get(key, default)
-        if not isinstance(value, str):
-            raise self._wrong(key, value, "text")
-        return value
+        return str(self._get(key, default, "text", str))
 
     def find(self, key: str) -> Any:
         """The entry as it is, or None."""
@@ -61,11 +49,14 @@ class Entries:
                 remedy="another checkpoint, or transformers' own module",
             )
 
-    def _get(self, key: str, default: Any) -> Any:
-        value = self.find(key)
-        if value is None and default is None:
+    def _get(self, key: str, default: Any, words: str, *kinds: type) -> Any:
+        """An entry of one of these kinds. A boolean is no number, though Python takes it for one."""
+        value = default if self.find(key) is None else self.find(key)
+        if value is None:
             raise ShardwiseError(f"{self.origin} lacks {key}", remedy=f"add {key} to it, as transformers writes it")
-        return default if value is None else value
+        if type(value) not in kinds:
+            raise self._wrong(key, value, words)
+        return value
 
     def _wrong(self, key: str, value: Any, kind: str) -> ShardwiseError:
         return ShardwiseError(f"{self.origin} has {key}={json.dumps(value)}, which should be {kind}")

@@ -5,7 +5,7 @@ from typing import Any
 
 from shardwise.errors import unknown
 from shardwise.nets.hf.entries import Entries
-from shardwise.nets.hf.family import Family
+from shardwise.nets.hf.family import Family, of_kind
 from shardwise.nets.hf.naming import GPT2 as GPT2_NAMES
 from shardwise.nets.hf.naming import Naming
 from shardwise.nets.settings import Activation, Dropout, Heads, Mlp, Settings
@@ -53,15 +53,13 @@ def _read(entries: Entries) -> Settings:
     )
 
 
-def _write(settings: Settings) -> dict[str, Any] | None:
-    if not isinstance(settings.attention, Heads):
-        return None
+def _write(settings: Settings) -> dict[str, Any]:
     return {
         "vocab_size": settings.vocabulary,
         "n_embd": settings.width,
         "n_layer": settings.num_layers,
         "n_positions": settings.length,
-        "n_head": settings.attention.num_heads,
+        "n_head": of_kind(settings.attention, Heads).num_heads,
         "n_inner": settings.mlp.width,
         "activation_function": next(word for word, ours in _ACTIVATIONS.items() if ours == settings.mlp.activation),
         "layer_norm_epsilon": settings.norm_epsilon,

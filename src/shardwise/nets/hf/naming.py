@@ -14,7 +14,7 @@ transposed; Mixtral calls them `block_sparse_moe.experts.0.w3.weight`. Since ver
 hold all experts of a layer in one tensor, gates and ups together: `mlp.experts.gate_up_proj`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from shardwise.nets.hf.pieces import Piece, transposed, whole
@@ -96,3 +96,8 @@ class Naming:
             )
             for expert in range(shape[0])
         )
+
+
+def llama_naming(names: Collection[str]) -> Naming:
+    """The naming of a folder with these tensors, after Llama: all experts of a layer are in one, or each in its own."""
+    return Naming(parts=LLAMA, is_stacked=any(name.endswith(".experts.gate_up_proj") for name in names))

@@ -5,7 +5,11 @@ from functools import cache
 
 import numpy as np
 
+from shardwise.cost.bounds import least_bytes
 from shardwise.cost.layouts import BALANCE, CONTEXT, ORDERS, Layouts
+from shardwise.cost.memory import StepBytes
+from shardwise.cost.numbers import Floats
+from shardwise.cost.software import Software
 from shardwise.planner.question import Question
 from shardwise.planner.search.choices import axes_run
 from shardwise.planner.search.tally import Tally
@@ -33,7 +37,7 @@ def spread_axes(question: Question, tally: Tally, weight: int) -> Layouts:
                     tally.refused["engines"] += weight
                     continue
                 share = question.batch // dp
-                for microbatch in _divisors(share):
+                for microbatch in divisors(share):
                     rows.append((dp, tp, pp, cp, ep, microbatch, share // microbatch, sp, context, order))
     kept = [row for row in rows if _is_wanted(question, row)] if question.fixed else rows
     columns = zip(*kept, strict=True) if kept else [[] for _ in _COLUMNS]
@@ -43,15 +47,24 @@ def spread_axes(question: Question, tally: Tally, weight: int) -> Layouts:
     )
 
 
+def leanest(question: Question, axes: Layouts, software: Software, offloads: Floats) -> tuple[StepBytes, np.ndarray]:
+    """The least that a plan with each of these axes takes, with any of these offloads, and whether that fits."""
+    pool = min(question.cluster.pools, key=lambda pool: pool.device.memory_bytes)
+    most = offloads.max(axis=0)
+    held = least_bytes(question.model, pool, axes, sequence=question.sequence, software=software, offloads=most)
+    return held, held.peak <= pool.device.memory_bytes
+
+
 @cache
-def _divisors(number: int) -> tuple[int, ...]:
+def divisors(number: int) -> tuple[int, ...]:
+    """All, the smallest first."""
     return tuple(size for size in range(1, number + 1) if number % size == 0)
 
 
 def _grids(num_devices: int) -> Iterator[tuple[int, int, int, int]]:
-    for tp in _divisors(num_devices):
-        for cp in _divisors(num_devices // tp):
-            for pp in _divisors(num_devices // tp // cp):
+    for tp in divisors(num_devices):
+        for cp in divisors(num_devices // tp):
+            for pp in divisors(num_devices // tp // cp):
                 yield num_devices // (tp * cp * pp), tp, pp, cp
 
 
@@ -72,7 +85,7 @@ def _why_not(question: Question, dp: int, tp: int, pp: int, cp: int) -> str | No
 def _experts(question: Question, replicas: int) -> list[int]:
     if question.num_experts == 1:
         return [1]
-    return [size for size in _divisors(question.num_experts) if replicas % size == 0]
+    return [size for size in divisors(question.num_experts) if replicas % size == 0]
 
 
 def _variations(question: Question, dp: int, tp: int, pp: int, cp: int) -> Iterator[tuple[bool, int, int]]:

@@ -1,26 +1,27 @@
 """What a search gives back: the best plan, the next few that differ in kind, and what fell to what."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
 from shardwise.cost.layouts import CONTEXT, ORDERS, RECOMPUTE
 from shardwise.cost.numbers import Floats
 from shardwise.cost.pipeline import SCHEDULES
-from shardwise.planner.account import Account, account, with_layers
+from shardwise.planner.account import Account, account
 from shardwise.planner.plan import Offload, Plan
 from shardwise.planner.question import Question
+from shardwise.planner.search.choices import joined
 from shardwise.planner.search.nowhere import nowhere
 from shardwise.planner.search.reasons import with_reasons
 from shardwise.planner.search.search import Fitting, Search
 from shardwise.planner.search.tally import Tally
 from shardwise.schedule.catalogue import CATALOGUE
 
-# Of the best by closed forms at least so many, and at most so many, are accounted for exactly; and of other kinds.
+# Of the best by closed forms at least so many, and at most so many, are accounted for exactly; and of other kinds so
+# many that fit exactly, of so many at most.
 _BEST, _MOST = 3, 8
-_OTHER_KINDS = 5
+_OTHER_KINDS, _MOST_KINDS = 5, 12
 _SHOWN = 4
 # Plans as fast and as large as each other, to this, are one and the same to whoever chooses.
 _SAME = 1e-3
@@ -42,30 +43,10 @@ class Findings:
         return self.best.plan
 
 
-class Kind(NamedTuple):
+def kind_of(plan: Plan) -> tuple[bool, ...]:
     """What makes two plans differ in kind: which axes are used at all, and by what room is made."""
-
-    tp: bool
-    pp: bool
-    cp: bool
-    ep: bool
-    shards_weights: bool
-    recomputes: bool
-    offloads: bool
-
-
-def kind_of(plan: Plan) -> Kind:
-    """The kind of a plan."""
-    offload = plan.offload
-    return Kind(
-        plan.tp > 1,
-        plan.pp > 1,
-        plan.cp > 1,
-        plan.ep > 1,
-        plan.zero == 3,
-        plan.recompute != "none",
-        any((offload.optimizer, offload.parameters, offload.activations)),
-    )
+    axes = (plan.tp > 1, plan.pp > 1, plan.cp > 1, plan.ep > 1)
+    return (*axes, plan.zero == 3, plan.recompute != "none", plan.offload != Offload())
 
 
 def find_plan(question: Question) -> Findings:
@@ -122,10 +103,8 @@ class Table:
 
     @staticmethod
     def of(found: list[Fitting]) -> "Table":
-        names = ("dp", "tp", "pp", "cp", "ep", "num_microbatches", "zero", "zero_group", "recompute", "chunks",
-                 "sequence_parallel", "schedule", "context", "order", "recompute_share", "microbatch",
-                 "offload_optimizer", "offload_parameters", "offload_activations")  # fmt: skip
-        columns = {name: np.concatenate([getattr(each.layouts, name) for each in found]) for name in names}
+        layouts = joined([each.layouts for each in found])
+        columns = {each.name: getattr(layouts, each.name) for each in fields(layouts)}
         columns["precision"] = np.concatenate([np.full(len(each.seconds), each.precision) for each in found])
         return Table(
             found=found,
@@ -189,15 +168,20 @@ def _accounts(question: Question, table: Table) -> list[Account]:
         accounts[row] = _account(question, table, row)
         if accounts[row].fits:
             best = min(best, accounts[row].seconds)
-    for row in table.of_kinds()[: _OTHER_KINDS + 1]:
+    num_fitting = 0
+    for row in table.of_kinds()[:_MOST_KINDS]:
+        if num_fitting > _OTHER_KINDS:
+            break
         if row not in accounts:
             accounts[row] = _account(question, table, row)
+        num_fitting += accounts[row].fits
     return sorted((each for each in accounts.values() if each.fits), key=lambda each: each.seconds)
 
 
 def _account(question: Question, table: Table, row: int) -> Account:
     found = account(question, table.plan(question, row))
-    return replace(found, plan=with_layers(found.plan, found.layers))
+    # Layers are said where stages have different numbers of them.
+    return replace(found, plan=replace(found.plan, layers=found.layers if len(set(found.layers)) > 1 else None))
 
 
 def _is_same(one: Account, other: Account) -> bool:

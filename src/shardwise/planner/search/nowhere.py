@@ -7,20 +7,20 @@ import numpy as np
 
 from shardwise.cluster.catalogue import DEVICES
 from shardwise.cluster.cluster import Cluster, make_pool
-from shardwise.cost.bounds import least_bytes
-from shardwise.cost.step import price
 from shardwise.errors import ShardwiseError
 from shardwise.planner.question import Question
-from shardwise.planner.search.axes import spread_axes
+from shardwise.planner.search.axes import leanest, spread_axes
 from shardwise.planner.search.choices import (
     offloads,
     offloads_by_recomputation,
     precisions,
     recomputations,
     schedules,
+    with_offloads,
+    with_schedules,
+    with_zeros,
     zeros,
 )
-from shardwise.planner.search.expand import with_offloads, with_schedules, with_zeros
 from shardwise.planner.search.tally import Tally
 from shardwise.units import format_bytes
 
@@ -34,9 +34,9 @@ def nowhere(question: Question, tally: Tally) -> ShardwiseError:
     model, cluster = question.model.name, question.cluster
     asked = f"{model} with a batch of {question.batch} x {question.sequence}"
     if not tally.memory:
-        counts = ", ".join(f"{count} to {reason}" for reason, count in tally.refused.most_common())
+        counts = ", ".join(f"{count} by {reason}" for reason, count in tally.refused.most_common())
         return ShardwiseError(
-            f"no plan spreads {asked} over the {cluster.num_devices} devices of {cluster}: all fell, {counts}",
+            f"no plan spreads {asked} over the {cluster.num_devices} devices of {cluster}: all are ruled out, {counts}",
             remedy=_divisible(question),
         )
     place, part = tally.memory.most_common(1)[0][0]
@@ -58,20 +58,17 @@ def feasible(question: Question) -> bool:
         if len(axes) == 0:
             continue
         software, hosted = question.software_in(precision), offloads(question)
-        pool = min(question.cluster.pools, key=lambda pool: pool.device.memory_bytes)
-        held = least_bytes(
-            question.model, pool, axes, sequence=question.sequence, software=software,
-            offloads=hosted.max(axis=0),
-        )  # fmt: skip
-        leanest = np.argsort(held.peak)[:_LEANEST]
-        leanest = leanest[held.peak[leanest] <= pool.device.memory_bytes]
-        if len(leanest) == 0:
+        held, fits = leanest(question, axes, software, hosted)
+        chosen = np.argsort(held.peak)[:_LEANEST]
+        chosen = chosen[fits[chosen]]
+        if len(chosen) == 0:
             continue
         again = recomputations(question)[-1:]
-        layouts = with_schedules(axes.take(leanest), schedules(question), again, max(question.model.num_layers, 1))
+        layouts = with_schedules(axes.take(chosen), schedules(question), again, max(question.model.num_layers, 1))
         most = hosted[offloads_by_recomputation(question, hosted)[again[0][0]]][-1:]
-        layouts = with_offloads(with_zeros(layouts, zeros(question, pool.domain)), most)
-        if price(question.model, question.cluster, layouts, sequence=question.sequence, software=software).fits.any():
+        domain = min(question.cluster.pools, key=lambda pool: pool.device.memory_bytes).domain
+        layouts = with_offloads(with_zeros(layouts, zeros(question, domain)), most)
+        if question.price(layouts, software).fits.any():
             return True
     return False
 
@@ -80,10 +77,7 @@ def _least(question: Question) -> float:
     axes = spread_axes(question, Tally(), 1)
     if len(axes) == 0:
         return 0.0
-    software = question.software_in(next(precisions(question)))
-    pool = min(question.cluster.pools, key=lambda pool: pool.device.memory_bytes)
-    most = offloads(question).max(axis=0)
-    held = least_bytes(question.model, pool, axes, sequence=question.sequence, software=software, offloads=most)
+    held, _ = leanest(question, axes, question.software_in(next(precisions(question))), offloads(question))
     return float(held.peak.min())
 
 

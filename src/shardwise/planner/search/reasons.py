@@ -10,23 +10,16 @@ from shardwise.cost.layouts import CONTEXT, ORDERS, RECOMPUTE
 from shardwise.cost.numbers import Floats
 from shardwise.cost.pipeline import SCHEDULES
 from shardwise.planner.account import Account, hold
-from shardwise.planner.plan import Plan
+from shardwise.planner.plan import AXES, Plan
 from shardwise.units import format_bytes, format_percent, format_seconds
 
 #: Keys of a plan in the order in which they are explained, and the column of each.
 _KEYS = {
-    "dp": "dp",
-    "tp": "tp",
-    "pp": "pp",
-    "cp": "cp",
-    "ep": "ep",
+    **{axis: axis for axis in AXES},
     "sp": "sequence_parallel",
     "schedule": "schedule",
     "microbatches": "num_microbatches",
-    "zero": "zero",
-    "recompute": "recompute",
-    "precision": "precision",
-    "order": "order",
+    **{key: key for key in ("zero", "recompute", "precision", "order")},
 }
 _OFFLOADS = ("offload.optimizer", "offload.parameters", "offload.activations")
 _WORDS = {"schedule": SCHEDULES, "recompute": RECOMPUTE, "context": CONTEXT, "order": ORDERS}

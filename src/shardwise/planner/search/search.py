@@ -15,24 +15,29 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shardwise.cost.bounds import least_bytes, least_seconds
+from shardwise.cost.bounds import least_seconds
 from shardwise.cost.layouts import Layouts
 from shardwise.cost.memory import StepBytes
 from shardwise.cost.numbers import Floats
 from shardwise.cost.software import Software
-from shardwise.cost.step import Estimate, price
+from shardwise.cost.step import Estimate
 from shardwise.planner.question import Question
-from shardwise.planner.search.axes import spread_axes
+from shardwise.planner.search.axes import leanest, spread_axes
 from shardwise.planner.search.choices import (
     Schedules,
+    holds_once,
+    joined,
     offloads,
     offloads_by_recomputation,
     precisions,
     recomputations,
     schedules,
+    with_offload,
+    with_offloads,
+    with_schedules,
+    with_zeros,
     zeros,
 )
-from shardwise.planner.search.expand import holds_once, joined, with_offload, with_offloads, with_schedules, with_zeros
 from shardwise.planner.search.tally import Tally
 
 # Axes of a block that is expanded together, candidates that are priced together, and how much slower than the best
@@ -113,21 +118,13 @@ class _InPrecision:
 
     def _bounded(self, axes: Layouts, weight: int) -> tuple[Layouts, Floats]:
         """The axes that can fit at all, and the seconds below which none of their steps is."""
-        held, fits = self._leanest(axes)
+        held, fits = leanest(self.question, axes, self.software, self.offloads)
         self.search.tally.add_memory(held, ~fits, np.full(len(axes), weight))
         axes = axes.take(fits)
         bound = least_seconds(
             self.question.model, self.question.cluster, axes, sequence=self.question.sequence, software=self.software
         )
         return axes, bound
-
-    def _leanest(self, axes: Layouts) -> tuple[StepBytes, np.ndarray]:
-        pool = min(self.question.cluster.pools, key=lambda pool: pool.device.memory_bytes)
-        held = least_bytes(
-            self.question.model, pool, axes, sequence=self.question.sequence, software=self.software,
-            offloads=self.offloads.max(axis=0),
-        )  # fmt: skip
-        return held, held.peak <= pool.device.memory_bytes
 
     def _expand(self, axes: Layouts) -> None:
         """Schedules and recomputation beneath some axes, and what is left of them in full."""
@@ -223,8 +220,7 @@ class _InPrecision:
 
     def _price(self, layouts: Layouts) -> Estimate:
         self.search.tally.priced += len(layouts)
-        question = self.question
-        return price(question.model, question.cluster, layouts, sequence=question.sequence, software=self.software)
+        return self.question.price(layouts, self.software)
 
 
 def _axes_kind(layouts: Layouts) -> np.ndarray:

@@ -8,6 +8,7 @@ Heads that do not divide are shared out as evenly as they can be. Keys and value
 to each of those ranks.
 """
 
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import torch
@@ -15,18 +16,13 @@ from torch import Tensor
 
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.collectives import Group, exchange
-from shardwise.sharding.context.kernels import LogitScaling
-from shardwise.sharding.context.mask import Mask, Tokens
-from shardwise.sharding.context.ring import whole_attention
-from shardwise.sharding.dropout import WeightDrop
+from shardwise.sharding.context.ring import AttentionCall, whole_attention
 from shardwise.sharding.zigzag import zigzag_shard, zigzag_unshard
 
 
-def all_to_all_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, group: Group, tokens: Tokens, mask: Mask, logits: LogitScaling,
-    drop: WeightDrop | None = None,
-) -> Tensor:  # fmt: skip
-    """Attention of this rank's queries to the keys of all ranks: each [batch, heads, this rank's tokens, head size]."""
+def all_to_all_attention(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+    """Attention of this rank's queries to the keys of all ranks."""
+    group, drop = call.group, call.drop
     runs = share_heads(query.shape[1], group.size)
     sharing = query.shape[1] // key.shape[1]
     needed = [range(run.start // sharing, (run.stop - 1) // sharing + 1) for run in runs]
@@ -39,10 +35,9 @@ def all_to_all_attention(
         # Not every head of keys is here for all heads that share it: each gets its own.
         own = torch.tensor([head // sharing - seen.start for head in here], device=query.device)
         whole[1:] = [each.index_select(1, own) for each in whole[1:]]
-    seen_by = whole_attention(
-        *whole, tokens=tokens, mask=mask, logits=logits, drop=None if drop is None else drop.of_heads(here)
-    )
-    return _to_tokens(seen_by, runs, group)
+    query, key, value = whole
+    own_call = replace(call, drop=None if drop is None else drop.of_heads(here))
+    return _to_tokens(whole_attention(query, key, value, own_call), runs, group)
 
 
 def share_heads(num_heads: int, num_ranks: int) -> list[range]:

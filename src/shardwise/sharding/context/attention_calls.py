@@ -10,16 +10,14 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import ShardwiseError
 from shardwise.sharding.context.mask import Mask
+from shardwise.sharding.dropout import AttentionArguments
 from shardwise.torch_private import FUSED_ATTENTION_CALLS
 
 #: From queries, keys and values: what they see, the scale of logits and their cap, how many weights are dropped; to the
 #: output.
 Attend = Callable[[Tensor, Tensor, Tensor, Mask, float | None, float | None, float], Tensor]
 
-_WHOLE = (
-    functional.multi_head_attention_forward,
-    *FUSED_ATTENTION_CALLS,
-)
+_WHOLE = (functional.multi_head_attention_forward, *FUSED_ATTENTION_CALLS)
 _SOFTMAX = (functional.softmax, torch.softmax, torch.Tensor.softmax)
 
 
@@ -39,13 +37,14 @@ class AttentionCalls(TorchFunctionMode):
         del types
         kwargs = kwargs or {}
         if func is functional.scaled_dot_product_attention:
-            return self._answer(*args, **kwargs)
+            return self._answer(AttentionArguments(*args, **kwargs))
         if func in _WHOLE:
             raise ShardwiseError(
                 "nn.MultiheadAttention computes attention within itself, where it gets no keys of other ranks",
                 remedy="torch.nn.functional.scaled_dot_product_attention in the module, or cp=1",
             )
-        if func in _SOFTMAX and self._is_of_tokens(args[0] if args else kwargs["input"]):
+        scores = (args[0] if args else kwargs["input"]) if func in _SOFTMAX else None
+        if scores is not None and scores.dim() > 2 and scores.shape[-2:] == (self._num_tokens, self._num_tokens):
             raise ShardwiseError(
                 f"a softmax over {self._num_tokens} x {self._num_tokens} of this rank's tokens looks like attention"
                 " computed by hand, which sees no other rank's",
@@ -53,28 +52,14 @@ class AttentionCalls(TorchFunctionMode):
             )
         return func(*args, **kwargs)
 
-    def _is_of_tokens(self, scores: Tensor) -> bool:
-        return scores.dim() > 2 and scores.shape[-2:] == (self._num_tokens, self._num_tokens)
-
-    def _answer(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        del enable_gqa
-        mask = Mask(causal=is_causal)
-        if attn_mask is not None:
+    def _answer(self, given: AttentionArguments) -> Tensor:
+        mask = Mask(causal=given.is_causal)
+        if given.attn_mask is not None:
             if self._masks is None:
                 raise ShardwiseError(
-                    f"attention was called with a mask, {list(attn_mask.shape)}, which is of this rank's tokens alone",
+                    f"attention was called with a mask, {list(given.attn_mask.shape)}, which is of this rank's tokens"
+                    " alone",
                     remedy="is_causal=True in the call, or masks=Mask(causal=True, ...) to say what its masks mean",
                 )
             mask = self._masks
-        return self._attend(query, key, value, mask, scale, None, dropout_p)
+        return self._attend(given.query, given.key, given.value, mask, given.scale, None, given.dropout_p)

@@ -10,7 +10,6 @@ sums over all keys, and gives what these keys contribute. All kernels mean the s
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,8 +22,6 @@ from shardwise.torch_private import (
     FLASH_ON_CPU,
     FLASH_ON_CPU_BACKWARD,
 )
-
-aten = torch.ops.aten
 
 #: Of queries, keys and values.
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -73,17 +70,7 @@ class AttentionBlock:
         return query, _grouped(key, num_heads).sum(2), _grouped(value, num_heads).sum(2)
 
 
-class Kernel(Protocol):
-    def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
-        """The output, and the logarithms of the sums: [batch, heads, queries]."""
-        ...
-
-    def backward(self, block: AttentionBlock, given: Tensor, out: Tensor, sums: Tensor) -> Gradients:
-        """From the gradient of the output over all keys, and that output and its sums."""
-        ...
-
-
-def kernel_for(block: AttentionBlock) -> Kernel:
+def kernel_for(block: AttentionBlock) -> "Plain":
     """The fastest kernel that can do it."""
     query_dim, value_dim, dtype = block.query.shape[-1], block.value.shape[-1], block.query.dtype
     if block.logits.cap is not None or block.factors is not None:
@@ -114,9 +101,10 @@ def bias_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Plain:
-    """The definition. It holds all logits at once, in float32 or better."""
+    """The definition, which other kernels keep to. It holds all logits at once, in float32 or better."""
 
     def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
+        """The output, and the logarithms of the sums: [batch, heads, queries]."""
         scores, _ = self._scores(block)
         sums = scores.logsumexp(-1)
         weights = self._dropped((scores - sums[..., None]).exp(), block)
@@ -124,6 +112,7 @@ class Plain:
         return out.flatten(1, 2).to(block.query.dtype), sums.flatten(1, 2)
 
     def backward(self, block: AttentionBlock, given: Tensor, out: Tensor, sums: Tensor) -> Gradients:
+        """From the gradient of the output over all keys, and that output and its sums."""
         grouped_query, grouped_given, grouped_out, grouped_sums = (
             _grouped(each, block.key.shape[1]) for each in (block.query, given, out, sums)
         )
@@ -156,7 +145,7 @@ class Plain:
         return scores, slope
 
 
-class FlashOnCpu:
+class FlashOnCpu(Plain):
     def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
         out, sums = FLASH_ON_CPU(*block.operands, 0.0, block.causal, attn_mask=block.bias, scale=block.logits.scale)
         return out, sums
@@ -168,7 +157,7 @@ class FlashOnCpu:
         return block.gradients(*made)
 
 
-class Flash:
+class Flash(Plain):
     def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
         assert block.bias is None, "the flash kernel takes no mask"
         made = FLASH(*block.operands, 0.0, block.causal, scale=block.logits.scale)
@@ -176,7 +165,7 @@ class Flash:
 
     def backward(self, block: AttentionBlock, given: Tensor, out: Tensor, sums: Tensor) -> Gradients:
         lengths = block.query.shape[2], block.key.shape[2]
-        chance = torch.zeros(2, dtype=torch.uint64, device=given.device)  # Nothing is dropped, so nothing is drawn.
+        rng_state = torch.zeros(2, dtype=torch.uint64, device=given.device)  # Nothing is dropped, so nothing is drawn.
         made = FLASH_BACKWARD(
             given,
             *block.operands,
@@ -187,14 +176,14 @@ class Flash:
             *lengths,
             0.0,
             block.causal,
-            chance,
-            chance,
+            rng_state,
+            rng_state,
             scale=block.logits.scale,
         )
         return block.gradients(*made)
 
 
-class Efficient:
+class Efficient(Plain):
     def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
         out, sums, _, _ = EFFICIENT_ATTENTION(
             *block.operands, self._bias(block), True, 0.0, block.causal, scale=block.logits.scale
@@ -202,7 +191,7 @@ class Efficient:
         return out, sums[..., : block.query.shape[2]]
 
     def backward(self, block: AttentionBlock, given: Tensor, out: Tensor, sums: Tensor) -> Gradients:
-        chance = torch.zeros((), dtype=torch.int64, device=given.device)  # Nothing is dropped, so nothing is drawn.
+        rng_state = torch.zeros((), dtype=torch.int64, device=given.device)  # Nothing is dropped, so nothing is drawn.
         made = EFFICIENT_ATTENTION_BACKWARD(
             given,
             *block.operands,
@@ -210,8 +199,8 @@ class Efficient:
             # In 16 bits the kernel takes it for granted that the output lies as it writes it: heads beside each other.
             out.transpose(1, 2).contiguous().transpose(1, 2),
             torch.nn.functional.pad(sums, (0, -sums.shape[-1] % 32)),  # They are read 32 at a time.
-            chance,
-            chance,
+            rng_state,
+            rng_state,
             0.0,
             (True, True, True, False),
             block.causal,

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 class BlockType(Enum):
@@ -143,14 +144,11 @@ def _narrowed(block_mask: BlockMask, some: list[list[bool]], every: list[list[bo
 
 def number_documents(documents: Tensor) -> Tensor:
     """Runs of equal ids, counted from 0 in each sequence: an id that comes back later is another document."""
-    starts = torch.zeros_like(documents, dtype=torch.bool)
-    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return starts.cumsum(1)
+    return functional.pad(documents.diff() != 0, (1, 0)).cumsum(1)
 
 
 def positions_in(documents: Tensor) -> Tensor:
     """Positions that begin at 0 in each of the numbered documents."""
     index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    starts = torch.ones_like(documents, dtype=torch.bool)
-    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    starts = functional.pad(documents.diff() != 0, (1, 0), value=True)
     return index - torch.where(starts, index, 0).cummax(1).values

@@ -28,11 +28,12 @@ from shardwise.sharding.context.all_to_all import all_to_all_attention
 from shardwise.sharding.context.attention_calls import AttentionCalls
 from shardwise.sharding.context.kernels import AttentionBlock, LogitScaling, Plain
 from shardwise.sharding.context.mask import Mask, Tokens
-from shardwise.sharding.context.ring import ring_attention
+from shardwise.sharding.context.ring import AttentionCall, ring_attention
 from shardwise.sharding.context.sequence_shards import Entry, LocalBatch, SequenceSharding, shard_sequence
 from shardwise.sharding.dropout import WeightDrop
 from shardwise.sharding.zigzag import zigzag_shard
-from shardwise.stages.stage import Batch
+from shardwise.stages.split.module_stage import ModuleStage
+from shardwise.stages.stage import Batch, Split
 from shardwise.torch_private import BatchNormModule
 
 FORMS = {"ring": ring_attention, "all-to-all": all_to_all_attention}
@@ -81,7 +82,15 @@ class ContextParallel:
         models = hf.models_in(module)
         for model in models:
             hf.check_model(model)
-        self._learn(module)
+        parameters = inspect.signature(module.forward).parameters
+        positions = self._sharding.positions
+        if positions is not None and positions not in parameters:
+            raise ShardwiseError(
+                f"{type(module).__name__}.forward takes no {positions}, so every rank would count positions from 0",
+                remedy="a forward with position_ids, or positions=None if the module uses none",
+            )
+        drops = frozenset({"documents"} - set(parameters))
+        self._sharding = replace(self._sharding, packs=bool(models), drops=drops)
         if models:
             self._undo.append(hf.install(module, self._name, self.attend))
         own = [each for each in module.modules() if callable(each.__dict__.get("attend"))]
@@ -91,6 +100,12 @@ class ContextParallel:
         # Models of other makers are watched call by call.
         self._watches = not models and not own
         self._counts_itself = hf.counts_positions_itself(module)
+
+    def attach_stages(self, split: Split) -> None:
+        """Let every stage of a pipeline run where attention sees the tokens of other ranks."""
+        for stage in split.stages:
+            if isinstance(stage, ModuleStage):
+                stage.running = self.running
 
     def detach(self) -> None:
         """Give the module back its own attention."""
@@ -149,8 +164,9 @@ class ContextParallel:
         if torch.is_autocast_enabled(query.device.type):
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        how: dict[str, Any] = {"mask": mask, "logits": logits, "drop": self._drop(query, dropout)}
-        return self._attention(query, key, value, group=self.group, tokens=self._tokens, **how)
+        drop = self._drop(query, dropout)
+        call = AttentionCall(group=self.group, tokens=self._tokens, mask=mask, logits=logits, drop=drop)
+        return self._attention(query, key, value, call)
 
     def _drop(self, query: Tensor, dropout: float) -> WeightDrop | None:
         """What drops weights: the same on every rank, whichever of them it has."""
@@ -170,20 +186,6 @@ class ContextParallel:
         """For modules whose attention is a function `attend` of theirs: causal, with the window of their mask."""
         mask = Mask(causal=True, window=own.window, documents=True, padding=True)
         return self.attend(query, key, value, mask, scale, dropout=dropout)
-
-    def _learn(self, module: nn.Module) -> None:
-        parameters = inspect.signature(module.forward).parameters
-        positions = self._sharding.positions
-        if positions is not None and positions not in parameters:
-            raise ShardwiseError(
-                f"{type(module).__name__}.forward takes no {positions}, so every rank would count positions from 0",
-                remedy="a forward with position_ids, or positions=None if the module uses none",
-            )
-        self._sharding = replace(
-            self._sharding,
-            packs=bool(hf.models_in(module)),
-            drops=frozenset({"documents"} - set(parameters)),
-        )
 
 
 def _check_tokenwise(module: nn.Module) -> None:

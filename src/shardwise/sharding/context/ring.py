@@ -5,14 +5,13 @@
     stop 1       K2 V2       K0 V0       K1 V1          the gradients of K and V, which grow at every stop
     stop 2       K1 V1       K2 V2       K0 V0          and at last are brought home
 
-What is next goes on its way before a stop is computed, so bytes move meanwhile. Joining keeps, for every query, the
-logarithm of the sum of its weights so far (Milakov and Gimelshein 2018). All is in a fixed order: a rerun gives the
-same bits, if the kernels do.
+What is next goes on its way before a stop is computed, so bytes move meanwhile. Partial results are joined by an online
+softmax, in a fixed order: a rerun gives the same bits, if the kernels do.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,27 +19,36 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwise.ranks.collectives import Group, wait_for
-from shardwise.sharding.context.kernels import AttentionBlock, LogitScaling, bias_of, kernel_for
+from shardwise.sharding.context.kernels import AttentionBlock, LogitScaling, bias_of, kernel_for, least_of, wide_type
 from shardwise.sharding.context.mask import BlockType, Mask, Tokens
-from shardwise.sharding.context.online_softmax import OnlineSoftmax
 from shardwise.sharding.context.tiles import RingStep, Tile, ring_steps, tiles_of
 from shardwise.sharding.dropout import WeightDrop
 from shardwise.sharding.zigzag import pieces_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RingPass:
-    """What one attention goes by: who takes part, which tokens there are, and what sees what."""
+class AttentionCall:
+    """What one attention goes by: who takes part, which tokens there are, and what sees what.
+
+    Queries, keys and values are each [batch, heads, this rank's tokens, head size], and several heads of queries may
+    share one of keys. All ranks of the group come to it in the same order.
+    """
 
     group: Group
     tokens: Tokens
     mask: Mask
     logits: LogitScaling
-    #: The pieces that lie here, in order, and where the keys stop that this rank computes with.
-    pieces: tuple[int, ...]
-    stops: tuple[RingStep, ...]
     #: What drops weights, of the heads that are here.
     drop: WeightDrop | None = None
+
+
+class _Round(NamedTuple):
+    """A call, the pieces that lie here, in order, and where the keys stop that this rank computes with."""
+
+    call: AttentionCall
+    group: Group
+    pieces: tuple[int, ...]
+    stops: tuple[RingStep, ...]
 
     def came_from(self, distance: int) -> tuple[int, ...]:
         """The pieces of keys that have come from so far."""
@@ -49,37 +57,26 @@ class RingPass:
         return pieces_of((self.group.rank - distance) % self.group.size, self.group.size)
 
 
-def ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, group: Group, tokens: Tokens, mask: Mask, logits: LogitScaling,
-    drop: WeightDrop | None = None,
-) -> Tensor:  # fmt: skip
-    """Attention of this rank's queries to the keys of all ranks: each [batch, heads, this rank's tokens, head size].
-
-    Several heads of queries may share one of keys. All ranks of the group call this in the same order.
-    """
-    stops = ring_steps(tokens.block_mask(mask), group.rank, group.size)
-    pieces = pieces_of(group.rank, group.size)
-    around = RingPass(group=group, tokens=tokens, mask=mask, logits=logits, pieces=pieces, stops=stops, drop=drop)
-    return _apply(query, key, value, around)
+def ring_attention(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+    """Attention of this rank's queries to the keys of all ranks."""
+    group = call.group
+    stops = ring_steps(call.tokens.block_mask(call.mask), group.rank, group.size)
+    return _apply(query, key, value, _Round(call, group, pieces_of(group.rank, group.size), stops))
 
 
-def whole_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, tokens: Tokens, mask: Mask, logits: LogitScaling,
-    drop: WeightDrop | None = None,
-) -> Tensor:  # fmt: skip
+def whole_attention(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
     """The same where all tokens lie here, in order: nothing is sent, and no mask of all against all is made."""
-    pieces = tuple(range(2 * tokens.num_ranks))
-    stops = (RingStep(0, tiles_of(tokens.block_mask(mask), pieces, pieces)),)
-    around = RingPass(group=Group(), tokens=tokens, mask=mask, logits=logits, pieces=pieces, stops=stops, drop=drop)
-    return _apply(query, key, value, around)
+    pieces = tuple(range(2 * call.tokens.num_ranks))
+    stops = (RingStep(0, tiles_of(call.tokens.block_mask(call.mask), pieces, pieces)),)
+    return _apply(query, key, value, _Round(call, Group(), pieces, stops))
 
 
-def _apply(query: Tensor, key: Tensor, value: Tensor, around: RingPass) -> Tensor:
+def _apply(query: Tensor, key: Tensor, value: Tensor, around: _Round) -> Tensor:
     # Keys and values are one tensor on the way, and autograd keeps that one.
     packed = torch.cat((key.flatten(), value.flatten()))
     # Kernels choose their types themselves. Sums of weights are not to be rounded by autocast.
     with torch.autocast(query.device.type, enabled=False):
-        return _Ring.apply(query, packed, key.shape, value.shape, around)  # type: ignore[no-untyped-call, no-any-return]
+        return _Ring.apply(query, packed, (key.shape, value.shape), around)  # type: ignore[no-untyped-call, no-any-return]
 
 
 Shapes = tuple[torch.Size, torch.Size]
@@ -87,11 +84,13 @@ Shapes = tuple[torch.Size, torch.Size]
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, packed: Tensor, key_shape: torch.Size, value_shape: torch.Size, around: RingPass
-    ) -> Tensor:
-        shapes = (key_shape, value_shape)
-        out, sums = _forward(query, packed, shapes, around)
+    def forward(ctx: Any, query: Tensor, packed: Tensor, shapes: Shapes, around: _Round) -> Tensor:
+        joined = OnlineSoftmax(query, shapes[1][-1])
+        for stop, came in _blocks(packed, around):
+            for tile in stop.tiles:
+                queries, _, block = _block(tile, stop, query, _unpacked(came, shapes), around)
+                joined.add(queries, *kernel_for(block).forward(block))
+        out, sums = joined.finish(hides=around.call.tokens.may_see_nothing(around.call.mask))
         ctx.save_for_backward(query, packed, out, sums)
         ctx.shapes, ctx.around = shapes, around
         return out
@@ -99,57 +98,40 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of the queries, and of keys and values as they are packed.
+
+        With the sums over all keys every tile's weights are final, so the tiles' gradients simply add up. Those of keys
+        and values travel with them one stop behind, and come home after a whole round.
+        """
         query, packed, out, sums = ctx.saved_tensors
-        grad_query, grad_packed = _backward(given.contiguous(), query, packed, out, sums, ctx.shapes, ctx.around)
-        return grad_query, grad_packed, None, None, None
-
-
-def _forward(query: Tensor, packed: Tensor, shapes: Shapes, around: RingPass) -> tuple[Tensor, Tensor]:
-    """The output, and the logarithms of the sums of weights."""
-    joined = OnlineSoftmax(query, shapes[1][-1])
-    for stop, came in _blocks(packed, around):
-        for tile in stop.tiles:
-            queries, _, block = _block(tile, stop, query, _unpacked(came, shapes), around)
-            joined.add(queries, *kernel_for(block).forward(block))
-    return joined.finish(hides=around.tokens.may_see_nothing(around.mask))
-
-
-def _backward(
-    given: Tensor, query: Tensor, packed: Tensor, out: Tensor, sums: Tensor, shapes: Shapes, around: RingPass
-) -> tuple[Tensor, Tensor]:
-    """The gradients of the queries, and of keys and values as they are packed.
-
-    With the sums over all keys every tile's weights are final, so the tiles' gradients simply add up. Those of keys and
-    values travel with them one stop behind, and come home after a whole round.
-    """
-    grad_query = torch.zeros_like(query, dtype=sums.dtype)
-    home: Tensor | None = None
-    travelling: _Hop | None = None
-    for number, (stop, came) in enumerate(_blocks(packed, around)):
-        grad_packed = torch.zeros_like(came, dtype=sums.dtype)
-        grad_key, grad_value = _unpacked(grad_packed, shapes)
-        for tile in stop.tiles:
-            queries, keys, block = _block(tile, stop, query, _unpacked(came, shapes), around)
-            made = kernel_for(block).backward(block, given[:, :, queries], out[:, :, queries], sums[:, :, queries])
-            grad_query[:, :, queries] += made[0]
-            grad_key[:, :, keys] += made[1]
-            grad_value[:, :, keys] += made[2]
-        if number == 0:
-            # Of its own keys: they never left, so neither does this part.
-            home = grad_packed
-            continue
+        given, around, grad_query = given.contiguous(), ctx.around, torch.zeros_like(query, dtype=sums.dtype)
+        home: Tensor | None = None
+        travelling: _Hop | None = None
+        for number, (stop, came) in enumerate(_blocks(packed, around)):
+            grad_packed = torch.zeros_like(came, dtype=sums.dtype)
+            grad_key, grad_value = _unpacked(grad_packed, ctx.shapes)
+            for tile in stop.tiles:
+                queries, keys, block = _block(tile, stop, query, _unpacked(came, ctx.shapes), around)
+                made = kernel_for(block).backward(block, given[:, :, queries], out[:, :, queries], sums[:, :, queries])
+                grad_query[:, :, queries] += made[0]
+                grad_key[:, :, keys] += made[1]
+                grad_value[:, :, keys] += made[2]
+            if number == 0:
+                # Of its own keys: they never left, so neither does this part.
+                home = grad_packed
+                continue
+            if travelling is not None:
+                grad_packed += travelling.finish()
+            is_last = number == len(around.stops) - 1
+            following = around.group.size if is_last else around.stops[number + 1].distance
+            travelling = _Hop(grad_packed, following - stop.distance, around.group)
+        assert home is not None, "every round begins at home"
         if travelling is not None:
-            grad_packed += travelling.finish()
-        is_last = number == len(around.stops) - 1
-        following = around.group.size if is_last else around.stops[number + 1].distance
-        travelling = _Hop(grad_packed, following - stop.distance, around.group)
-    assert home is not None, "every round begins at home"
-    if travelling is not None:
-        home += travelling.finish()
-    return grad_query.to(query.dtype), home.to(packed.dtype)
+            home += travelling.finish()
+        return grad_query.to(query.dtype), home.to(packed.dtype), None, None
 
 
-def _blocks(packed: Tensor, around: RingPass) -> Iterator[tuple[RingStep, Tensor]]:
+def _blocks(packed: Tensor, around: _Round) -> Iterator[tuple[RingStep, Tensor]]:
     """Keys and values at each stop. Before one is given, those of the next are on their way."""
     block, stops = packed, around.stops
     for stop, following in zip(stops, [*stops[1:], None], strict=True):
@@ -157,6 +139,58 @@ def _blocks(packed: Tensor, around: RingPass) -> Iterator[tuple[RingStep, Tensor
         yield stop, block
         if hop is not None:
             block = hop.finish()
+
+
+class OnlineSoftmax:
+    """The merged result of what queries have seen so far (Milakov and Gimelshein 2018).
+
+    A result over a set of keys is an output o and the logarithm l of the sum of its weights. Two of them merge to
+
+        l = log(exp(l1) + exp(l2))          o = o1 exp(l1 - l) + o2 exp(l2 - l)
+
+    which is the softmax over both sets. It is exact in any order, up to rounding; the order here is fixed.
+    """
+
+    def __init__(self, query: Tensor, value_dim: int) -> None:
+        self._query, self._value_dim = query, value_dim
+        # One result for all queries is kept as it is, until another comes.
+        self._only: tuple[Tensor, Tensor] | None = None
+        self._all: tuple[Tensor, Tensor] | None = None
+
+    def add(self, queries: slice, out: Tensor, sums: Tensor) -> None:
+        """Join the result of some of the queries."""
+        if self._all is None and self._only is None and out.shape[2] == self._query.shape[2]:
+            self._only = out, sums
+            return
+        if self._all is None:
+            self._all = self._nothing()
+        if self._only is not None:
+            self._join(self._all, slice(None), *self._only)
+            self._only = None
+        self._join(self._all, queries, out, sums)
+
+    def finish(self, *, hides: bool) -> tuple[Tensor, Tensor]:
+        """The result. `hides`: some queries may have seen nothing. They get 0, and give no gradient."""
+        out, sums = self._only or self._all or self._nothing()
+        if hides:
+            blind = sums < least_of(self._query.dtype) / 2
+            out, sums = out.masked_fill(blind[..., None], 0), sums.masked_fill(blind, 0)
+        return out.to(self._query.dtype), sums
+
+    def _nothing(self) -> tuple[Tensor, Tensor]:
+        shape, dtype = self._query.shape[:-1], wide_type(self._query.dtype)
+        out = self._query.new_zeros((*shape, self._value_dim), dtype=dtype)
+        return out, self._query.new_full(shape, -torch.inf, dtype=dtype)
+
+    @staticmethod
+    def _join(whole: tuple[Tensor, Tensor], queries: slice, out: Tensor, sums: Tensor) -> None:
+        all_out, all_sums = whole
+        # With l = -inf before the first merge, exp(-inf) = 0 leaves nothing of the empty output.
+        before = all_sums[:, :, queries]
+        after = torch.logaddexp(before, sums)
+        kept = all_out[:, :, queries] * (before - after).exp()[..., None]
+        all_out[:, :, queries] = kept + out * (sums - after).exp()[..., None]
+        all_sums[:, :, queries] = after
 
 
 class _Hop:
@@ -180,26 +214,26 @@ class _Hop:
 
 
 def _block(
-    tile: Tile, stop: RingStep, query: Tensor, came: tuple[Tensor, Tensor], around: RingPass
+    tile: Tile, stop: RingStep, query: Tensor, came: tuple[Tensor, Tensor], around: _Round
 ) -> tuple[slice, slice, AttentionBlock]:
     """Which of the queries here and of the keys that came a tile is of, and the block itself."""
-    length = around.tokens.piece_length
+    call, length = around.call, around.call.tokens.piece_length
     queries, keys = (slice(run.start * length, run.stop * length) for run in (tile.queries, tile.keys))
     bias = factors = None
-    if tile.kind is BlockType.PARTIAL or around.drop is not None:
+    if tile.kind is BlockType.PARTIAL or call.drop is not None:
         places = _places([around.pieces[place] for place in tile.queries], length, query.device)
         others = _places([around.came_from(stop.distance)[place] for place in tile.keys], length, query.device)
         if tile.kind is BlockType.PARTIAL:
-            bias = bias_of(around.tokens.dense_mask(around.mask, places, others), query.dtype)
-        if around.drop is not None:
-            factors = around.drop.factors(places, others)
+            bias = bias_of(call.tokens.dense_mask(call.mask, places, others), query.dtype)
+        if call.drop is not None:
+            factors = call.drop.factors(places, others)
     block = AttentionBlock(
         query=query[:, :, queries],
         key=came[0][:, :, keys],
         value=came[1][:, :, keys],
         bias=bias,
         causal=tile.kind is BlockType.CAUSAL,
-        logits=around.logits,
+        logits=call.logits,
         factors=factors,
     )
     return queries, keys, block

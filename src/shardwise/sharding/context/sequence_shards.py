@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import ShardwiseError
+from shardwise.ranks.collectives import filled
 from shardwise.sharding.context.mask import Tokens, number_documents, positions_in
 from shardwise.sharding.zigzag import zigzag_shard
 from shardwise.stages.stage import Batch
@@ -89,12 +90,12 @@ def shard_sequence(batch: Batch, *, rank: int, num_ranks: int, sharding: Sequenc
         whole[how.positions] = _positions(batch, entries, documents, length)
         entries[how.positions] = ENTRIES["position_ids"]
     for name, entry in entries.items():
-        whole[name] = _padded(whole[name], entry, num_added)
+        whole[name] = filled(whole[name], entry.dim, length + num_added, entry.fill)
     tokens = Tokens(
         num_ranks=num_ranks,
         length=length + num_added,
         num_real=length,
-        documents=None if documents is None else _padded(documents, Entry(fill=length), num_added),
+        documents=None if documents is None else filled(documents, 1, length + num_added, length),
         hidden=_hidden(whole.get("attention_mask")),
     )
     for name, entry in entries.items():
@@ -164,14 +165,6 @@ def _num_added(length: int, num_ranks: int, entries: Mapping[str, Entry], how: S
     return num_added
 
 
-def _padded(tensor: Tensor, entry: Entry, num_added: int) -> Tensor:
-    if not num_added:
-        return tensor
-    shape = list(tensor.shape)
-    shape[entry.dim] = num_added
-    return torch.cat((tensor, tensor.new_full(shape, entry.fill)), entry.dim)
-
-
 def _documents(batch: Batch, how: SequenceSharding) -> Tensor | None:
     """Documents of tokens, numbered in order: given, or found from positions where that is how a module packs them."""
     if isinstance(batch.get("documents"), Tensor):
@@ -181,8 +174,7 @@ def _documents(batch: Batch, how: SequenceSharding) -> Tensor | None:
         return None
     if not isinstance(positions, Tensor) or positions.dim() != 2:
         return None
-    starts = torch.zeros_like(positions, dtype=torch.bool)
-    starts[:, 1:] = positions.diff() != 1
+    starts = torch.nn.functional.pad(positions.diff() != 1, (1, 0))
     return starts.cumsum(1) if bool(starts.any()) else None
 
 

@@ -4,19 +4,19 @@
     rank 1                  b0 b1 | b2 b3 ─┘                   └─ a2 b2 a3 b3 ─ experts 2, 3 ─┘      └─
 
 How many rows go where is known to their sender alone, so a rank first sends each other one the counts for its experts.
-No row is dropped here and none is padded: what a router has dropped does not come this far.
+No row is dropped here and none is padded: what a router has dropped does not come this far. Rows are put in order by
+`permute` and `reorder`, whose backwards are permutations too: no two rows are added by a race.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.autograd import Function
 
-from shardwise.ranks.collectives import Group, exchange, gather, scatter, start_all_to_all
-from shardwise.sharding.expert.async_all_to_all import AsyncAllToAll
-from shardwise.sharding.expert.permute import inverse, permute, reorder, unpermute, untouched
+from shardwise.ranks.collectives import Group, Pending, exchange, gather, scatter, span_of, start_all_to_all
 from shardwise.sharding.expert.placement import Placement
 
 StageStates = TypeVar("StageStates")
@@ -40,8 +40,9 @@ class Dispatch:
         """From now on experts lie like this."""
         self.placement = placement
         self.load = [0] * placement.sizes[self.group.rank]
+        order = placement.order
         #: The slot of each expert; None if that is its number.
-        self._slots = None if placement.is_in_order else inverse(torch.tensor(placement.order))
+        self._slots = None if order == tuple(range(len(order))) else inverse(torch.tensor(order))
 
     def take_load(self) -> Tensor:
         """How many rows each of all experts has had in training on this rank. The numbers begin at 0 again."""
@@ -67,7 +68,8 @@ class Dispatch:
         beside = meanwhile()
         arrived = transfer.wait()
         made = compute(arrived, there).to(arrived.dtype) if len(arrived) else untouched(arrived, experts.parameters())
-        return _joined(exchange(made, self.group, received, sent), len(rows), self.alike), beside
+        back = exchange(made, self.group, received, sent)
+        return gather(back, self.alike, 0, used_alike=True, length=len(rows)), beside
 
     def _agree(self, counts: Tensor) -> tuple[Tensor, list[int], list[int]]:
         """The counts of rows for the experts here, by sender; and rows sent to and received from every rank."""
@@ -91,9 +93,7 @@ class Dispatch:
             # Without numbers nobody knows how many arrive: as many as leave, on average.
             return experts(rows, counts[: self.placement.sizes[self.group.rank]]), meanwhile()
 
-        def compute(arrived: Tensor, there: Tensor) -> Tensor:
-            return _sorted(experts, arrived, there)
-
+        compute = partial(_sorted, experts)
         if self._slots is None:
             return self.run(rows, counts, experts, compute, meanwhile)
         slots = self._slots_of(torch.arange(len(counts), device=counts.device))
@@ -128,19 +128,9 @@ def _part(rows: Tensor, counts: Tensor, alike: Group) -> tuple[Tensor, Tensor]:
     """This rank's part of rows that several have, and how many of each slot are in it."""
     if alike.size == 1:
         return rows, counts
-    length = -(-len(rows) // alike.size)
-    first, last = (min((alike.rank + more) * length, len(rows)) for more in (0, 1))
-    filled = pad(rows, (0, 0, 0, alike.size * length - len(rows)))
+    first, last = span_of(len(rows), alike)
     ends = counts.cumsum(0).clamp(first, last)
-    return scatter(filled, alike, 0)[: last - first], ends.diff(prepend=ends.new_tensor([first]))
-
-
-def _joined(part: Tensor, num_rows: int, alike: Group) -> Tensor:
-    """All rows, where each rank has its part."""
-    if alike.size == 1:
-        return part
-    length = -(-num_rows // alike.size)
-    return gather(pad(part, (0, 0, 0, length - len(part))), alike, 0, used_alike=True)[:num_rows]
+    return scatter(rows, alike, 0), ends.diff(prepend=ends.new_tensor([first]))
 
 
 def _expert_of_rows(there: Tensor, num_rows: int) -> Tensor:
@@ -158,3 +148,126 @@ def _sorted(experts: nn.Module, rows: Tensor, there: Tensor) -> Tensor:
         return made
     order = _expert_of_rows(there, len(rows)).argsort(stable=True)
     return reorder(experts(reorder(rows, order), counts), inverse(order))
+
+
+class AsyncAllToAll:
+    """Rows for every rank against rows from every rank, while something else is computed. It begins when it is made.
+
+        forward     start ─ meanwhile ─ wait          the rows travel from `start` to `wait`,
+        backward    start ─ meanwhile ─ wait          and their gradients from `wait` to `start`
+
+    Autograd goes back through what is ready in the reverse order of the forward, so what was computed meanwhile goes
+    back meanwhile. What ties `wait` to `start` in its graph is a tensor without numbers.
+    """
+
+    def __init__(self, rows: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]) -> None:
+        self.group, self.sent, self.received = group, sent, received
+        self.out: Pending | None = None
+        self.back: Pending | None = None
+        self._link: Tensor = _Start.apply(rows, self)  # type: ignore[no-untyped-call]
+
+    def wait(self) -> Tensor:
+        """The rows that have arrived."""
+        return _Wait.apply(self._link, self)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Start(Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, transfer: AsyncAllToAll) -> Tensor:
+        ctx.transfer = transfer
+        transfer.out = start_all_to_all(rows, transfer.group, transfer.sent, transfer.received)
+        return rows.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, link: Tensor) -> tuple[Tensor, None]:
+        del link
+        pending, ctx.transfer.back = ctx.transfer.back, None
+        assert pending is not None, "gradients are sent back before they are waited for"
+        return pending.finish(), None
+
+
+class _Wait(Function):
+    @staticmethod
+    def forward(ctx: Any, link: Tensor, transfer: AsyncAllToAll) -> Tensor:
+        del link
+        ctx.transfer = transfer
+        pending, transfer.out = transfer.out, None
+        assert pending is not None, "rows are waited for once"
+        return pending.finish()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        transfer = ctx.transfer
+        transfer.back = start_all_to_all(gradient, transfer.group, transfer.received, transfer.sent)
+        return gradient.new_empty(0), None
+
+
+def inverse(order: Tensor) -> Tensor:
+    """Where each row went."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+
+
+def reorder(rows: Tensor, order: Tensor) -> Tensor:
+    """Row `order[i]` at place i, where `order` has every row once."""
+    return _Reorder.apply(rows, order, inverse(order))  # type: ignore[no-untyped-call, no-any-return]
+
+
+def permute(tokens: Tensor, order: Tensor, num_chosen: int) -> Tensor:
+    """[tokens, width] to one row for each choice: choice `order[i]` at place i."""
+    return _Permute.apply(tokens, order, inverse(order), num_chosen)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def unpermute(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    """Rows of choices, back at their tokens: the sum over each one's choices, weighted with [tokens, chosen]."""
+    choices = reorder(rows, inverse(order)).view(*weights.shape, rows.shape[-1])
+    return (choices * weights[..., None]).sum(1)
+
+
+def untouched(rows: Tensor, parameters: Iterable[Tensor]) -> Tensor:
+    """No rows, from experts that had nothing to do.
+
+    The graph goes on through them all the same: other ranks wait for this one's part in the backward. And gradients are
+    zeros, not absent: an optimizer that has a gradient may decay the weight.
+    """
+    return _Untouched.apply(rows, *parameters)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Reorder(Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (back,) = ctx.saved_tensors
+        return gradient.index_select(0, back), None, None
+
+
+class _Permute(Function):
+    """Backward: in the order of the choices again, summed over a token's."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, back: Tensor, num_chosen: int) -> Tensor:
+        ctx.save_for_backward(back)
+        ctx.num_chosen = num_chosen
+        return tokens.index_select(0, order // num_chosen)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (back,) = ctx.saved_tensors
+        by_token = gradient.index_select(0, back).view(-1, ctx.num_chosen, gradient.shape[-1])
+        return by_token.sum(1), None, None, None
+
+
+class _Untouched(Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(*parameters)
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[1:]
+        zeros = [torch.zeros_like(p) if want else None for p, want in zip(ctx.saved_tensors, wanted, strict=True)]
+        return gradient, *zeros

@@ -81,10 +81,8 @@ class Loads:
         return found | {name: each.take_load() for name, each in self._others.items()}
 
     def _by_layer(self, counts: Tensor) -> dict[str, list[int]]:
-        found, at = {}, 0
-        for name, size in self._sizes.items():
-            found[name], at = counts[at : at + size].tolist(), at + size
-        return found
+        parts = torch.split(counts, list(self._sizes.values()))
+        return {name: part.tolist() for name, part in zip(self._sizes, parts, strict=True)}
 
 
 def _find_routers(module: nn.Module) -> dict[str, Any]:

@@ -39,22 +39,13 @@ class Placement:
         return tuple(expert for experts in self.ranks for expert in experts)
 
     @property
-    def is_in_order(self) -> bool:
-        """Whether every expert is in the slot with its number."""
-        return self.order == tuple(range(len(self.order)))
-
-    @property
     def sizes(self) -> tuple[int, ...]:
         """How many experts each rank has."""
         return tuple(map(len, self.ranks))
 
-    def totals(self, load: Sequence[float]) -> list[float]:
-        """What each rank has to do, where an expert has `load[expert]`."""
-        return [float(sum(load[expert] for expert in experts)) for experts in self.ranks]
-
     def peak(self, load: Sequence[float]) -> float:
-        """What the rank has to do that all others wait for."""
-        return max(self.totals(load))
+        """What the rank has to do that all others wait for, where an expert has `load[expert]`."""
+        return max(float(sum(load[expert] for expert in experts)) for experts in self.ranks)
 
 
 def balanced(home: Placement, load: Sequence[float]) -> Placement:

@@ -7,8 +7,7 @@ from torch import nn
 
 from shardwise.errors import ShardwiseError, unknown
 from shardwise.ranks.mesh import Mesh
-from shardwise.sharding.expert.balance import Real, share_balance
-from shardwise.sharding.expert.capacity import share_capacity
+from shardwise.sharding.expert.balance import Real, share_balance, share_capacity
 from shardwise.sharding.expert.dispatch import Dispatch
 from shardwise.sharding.expert.layers import ExpertLayer, attach, find_layers, find_others
 from shardwise.sharding.expert.placement import Placement

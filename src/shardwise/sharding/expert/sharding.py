@@ -1,28 +1,14 @@
 """What became of a module's experts: by the names of their parameters, where each lies."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.ranks.collectives import Group, start_all_gather, start_all_reduce
+from shardwise.ranks.collectives import Group, filled, start_all_gather, start_all_reduce
 from shardwise.sharding.expert.dispatch import Dispatch
 from shardwise.stages.split.materialise import materialise, replace
-
-
-class CutBefore(Protocol):
-    """How a module was cut before its experts are: `sharding.tensor.sharding.Sharding` is one of these."""
-
-    @property
-    def twin(self) -> nn.Module:
-        """The whole module, without numbers."""
-        ...
-
-    def local(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a parameter."""
-        ...
 
 
 @dataclass(kw_only=True)
@@ -54,28 +40,18 @@ class ExpertSharding:
         """This rank's experts of a whole parameter, or of anything that has one entry for each expert."""
         if name not in self.parameters:
             return whole
-        mine = self._dispatch(name).placement.ranks[self.group.rank]
+        mine = self.layers[self.parameters[name]].placement.ranks[self.group.rank]
         return whole.index_select(0, torch.tensor(mine, device=whole.device))
 
     def gather(self, name: str, local: Tensor) -> Tensor:
         """The whole of a parameter, its gradient or its optimizer state, from every rank's experts. All call alike."""
         if name not in self.parameters or self.group.size == 1:
             return local
-        placement = self._dispatch(name).placement
-        longest = max(placement.sizes)
-        filled = local.new_zeros((longest, *local.shape[1:]))
-        filled[: len(local)] = local
-        pieces = start_all_gather(filled, self.group).finish().view(self.group.size, *filled.shape)
+        placement = self.layers[self.parameters[name]].placement
+        piece = filled(local, 0, max(placement.sizes))
+        pieces = start_all_gather(piece, self.group).finish().view(self.group.size, *piece.shape)
         by_slot = torch.cat([piece[:size] for piece, size in zip(pieces, placement.sizes, strict=True)])
         return torch.empty_like(by_slot).index_copy_(0, torch.tensor(placement.order, device=local.device), by_slot)
-
-    def slices(self, name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
-        """This rank's part of a whole, one slice a dim, for what reads or draws parts. As placed at first."""
-        if name not in self.parameters:
-            return tuple(slice(0, size) for size in shape)
-        mine = self._dispatch(name).placement.ranks[self.group.rank]
-        assert mine == tuple(range(mine[0], mine[-1] + 1)), f"experts {mine} do not lie next to each other"
-        return slice(mine[0], mine[-1] + 1), *(slice(0, size) for size in shape[1:])
 
     def measured_load(self, device: torch.device | str = "cpu") -> dict[str, list[int]]:
         """How many rows each expert of each layer has had in training since the last call, on all ranks together.
@@ -92,28 +68,20 @@ class ExpertSharding:
         parts = torch.split(summed, [len(each) for each in counts])
         return {name: part.tolist() for name, part in zip(self.layers, parts, strict=True)}
 
-    def materialise(
-        self, module: nn.Module, names: Collection[str] | None = None, *, seed: int = 0,
-        device: torch.device | str = "cpu", tensor: CutBefore | None = None,
-    ) -> None:  # fmt: skip
+    def materialise(self, module: nn.Module, *, seed: int = 0, device: torch.device | str = "cpu") -> None:
         """Give experts that are on the meta device their part of what the whole module would have drawn.
 
-        `tensor` is how the module was cut before, if it was. One whole parameter is there at a time.
+        One whole parameter is there at a time.
         """
-        twin = self.twin if tensor is None else tensor.twin
         for name, parameter in list(module.named_parameters()):
-            if parameter.is_meta and name in self.parameters and (names is None or name in names):
-                materialise(twin, [name], seed=seed, device=device)
-                drawn = twin.get_parameter(name)
-                whole = drawn.detach() if tensor is None else tensor.local(name, drawn.detach())
-                replace(module, parameter, self.local(name, whole))
-                replace(twin, drawn, drawn.detach().to("meta"))
+            if parameter.is_meta and name in self.parameters:
+                materialise(self.twin, [name], seed=seed, device=device)
+                drawn = self.twin.get_parameter(name)
+                replace(module, parameter, self.local(name, drawn.detach()))
+                replace(self.twin, drawn, drawn.detach().to("meta"))
 
     def describe(self) -> str:
         """What is shared out, and what stays whole and why, in lines for people."""
         lines = [f"{name}: {dispatch.placement.sizes} of {len(dispatch.placement.order)} experts on each rank"
                  for name, dispatch in self.layers.items()]  # fmt: skip
         return "\n".join([*lines, *(f"{name}: whole on every rank, since {why}" for name, why in self.whole.items())])
-
-    def _dispatch(self, name: str) -> Dispatch:
-        return self.layers[self.parameters[name]]

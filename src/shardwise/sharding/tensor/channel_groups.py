@@ -16,9 +16,10 @@ Channels whose labels were joined are one group. Nothing is known here of attent
 interleaved projections are found like separate ones. What each operation does to labels is in `channel_rules.py`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -29,10 +30,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.sharding.tensor.channel_labels import Labels, UnionFind, distinct
-from shardwise.sharding.tensor.channel_parameters import ParameterChannels
-from shardwise.sharding.tensor.channel_rules import LabelFlow, Operation, tensors_in
+from shardwise.sharding.tensor.channel_rules import LabelFlow, Operation, ParameterChannels, tensors_in
 from shardwise.stages.split.meta import Guesses
-from shardwise.torch_private import EagerDispatchMode, schema_of
+from shardwise.torch_private import EagerDispatchMode
 
 #: In the place of a parameter's name: random numbers.
 _DRAWN = ""
@@ -42,7 +42,6 @@ _DRAWN = ""
 class TracedLayer:
     """A layer with output channels, as it was seen in the run."""
 
-    name: str
     module: nn.Module
     #: The label of its first channel, and how many there are.
     first: int
@@ -57,21 +56,21 @@ class ChannelTrace:
     """What came of a run."""
 
     groups: UnionFind
-    layers: dict[str, TracedLayer]
-    #: Parameters, outside of layers, that were used on labelled values: their names, and some of the labels.
-    used_on: dict[str, Labels]
-    #: Labels of the last dim of each tensor that the module returned, where it has any.
-    returned: list[Labels]
-    #: Labels of values at which random numbers were drawn.
-    drawn_at: list[Labels]
-    #: The first tensor that each module was given.
-    given: dict[str, Tensor]
-    #: For each layer, of which lists of blocks the main stream (what blocks are given first) reached its input.
-    streams: dict[str, frozenset[str]]
-    #: Tensors of which something else than layers read the numbers.
-    read: WeakTensorKeyDictionary
     #: Which numbers of parameters met which labels.
     parameters: ParameterChannels
+    layers: dict[str, TracedLayer] = field(default_factory=dict)
+    #: Parameters, outside of layers, that were used on labelled values: their names, and the labels at each use.
+    used_on: dict[str, list[Labels]] = field(default_factory=dict)
+    #: Labels of the last dim of each tensor that the module returned, where it has any.
+    returned: list[Labels] = field(default_factory=list)
+    #: Labels of values at which random numbers were drawn.
+    drawn_at: list[Labels] = field(default_factory=list)
+    #: The first tensor that each module was given.
+    given: dict[str, Tensor] = field(default_factory=dict)
+    #: For each layer, of which lists of blocks the main stream (what blocks are given first) reached its input.
+    streams: dict[str, frozenset[str]] = field(default_factory=dict)
+    #: Tensors of which something else than layers read the numbers.
+    read: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
 
 def trace(
@@ -85,24 +84,10 @@ def trace(
     run = _LabelMode(twin, layers, labelled)
     with torch.no_grad(), run.watching(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         returned = twin(*arguments, **keywords)
-    tensors = tensors_in(_plain(returned))
-    found = [run.along_last(each) for each in tensors]
-    return ChannelTrace(
-        groups=run.flow.groups,
-        layers=run.layers,
-        used_on={name: np.unique(np.concatenate(labels)) for name, labels in run.used_on.items()},
-        returned=[each for each in found if each is not None],
-        drawn_at=run.drawn_at,
-        given=run.given,
-        streams=run.streams,
-        read=run.read,
-        parameters=run.flow.parameters,
-    )
-
-
-def _plain(returned: Any) -> Any:
-    """Outputs of Hugging Face are ordered dictionaries of a type of their own."""
-    return dict(returned) if isinstance(returned, dict) else returned
+    # Outputs of Hugging Face are ordered dictionaries of a type of their own.
+    tensors = tensors_in(dict(returned) if isinstance(returned, dict) else returned)
+    run.seen.returned += [each for each in map(run.along_last, tensors) if each is not None]
+    return run.seen
 
 
 class _Lists(TorchFunctionMode):
@@ -129,12 +114,7 @@ class _LabelMode(EagerDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, module: nn.Module, layers: Mapping[str, nn.Module], labelled: Mapping[str, int] | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flow = LabelFlow(module)
-        self.layers: dict[str, TracedLayer] = {}
-        self.used_on: dict[str, list[Labels]] = {}
-        self.drawn_at: list[Labels] = []
-        self.given: dict[str, Tensor] = {}
-        self.streams: dict[str, frozenset[str]] = {}
-        self.read = WeakTensorKeyDictionary()
+        self.seen = ChannelTrace(groups=self.flow.groups, parameters=self.flow.parameters)
         self._reached_by = WeakTensorKeyDictionary()
         self._root, self._modules, self._labelled = module, layers, labelled
         self._origins = WeakTensorKeyDictionary()
@@ -146,59 +126,51 @@ class _LabelMode(EagerDispatchMode):  # type: ignore[no-untyped-call]
     def watching(self) -> Iterator[None]:
         with ExitStack() as stack:
             for name, module in self._root.named_modules():
-                stack.callback(module.register_forward_pre_hook(self._note_given(name), with_kwargs=True).remove)
+                stack.callback(
+                    module.register_forward_pre_hook(partial(self._note_given, name), with_kwargs=True).remove
+                )
             for name, module in self._modules.items():
-                stack.callback(module.register_forward_pre_hook(self._before(name)).remove)
-                stack.callback(module.register_forward_hook(self._after(name)).remove)
+                stack.callback(module.register_forward_pre_hook(partial(self._before, name)).remove)
+                stack.callback(module.register_forward_hook(partial(self._after, name)).remove)
             stack.enter_context(_Lists())
             stack.enter_context(Guesses())  # type: ignore[no-untyped-call]
             stack.enter_context(self)
             yield
 
-    def _note_given(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            del module
-            tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-            if not tensors:
-                return
-            self.given.setdefault(name, tensors[0])
-            reached: frozenset[str] = self._reached_by.get(tensors[0], frozenset())  # type: ignore[no-untyped-call]
-            if name in self._modules:
-                self.streams.setdefault(name, reached)
-            parent, _, key = name.rpartition(".")
-            if key.isdecimal():
-                self._reached_by[tensors[0]] = reached | {parent}
+    def _note_given(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+        if not tensors:
+            return
+        self.seen.given.setdefault(name, tensors[0])
+        reached: frozenset[str] = self._reached_by.get(tensors[0], frozenset())  # type: ignore[no-untyped-call]
+        if name in self._modules:
+            self.seen.streams.setdefault(name, reached)
+        parent, key = name.rpartition(".")[::2]
+        if key.isdecimal():
+            self._reached_by[tensors[0]] = reached | {parent}
 
-        return hook
+    def _before(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._depth += 1
+        if name not in self.seen.layers:
+            width = width_of(module)
+            first = self.flow.groups.new(width)
+            self.seen.layers[name] = TracedLayer(module=module, first=first, width=width)
+        layer = self.seen.layers[name]
+        labels = self.along_last(args[0]) if args[0].is_floating_point() else None
+        layer.inputs.append(args[0])
+        if labels is not None and layer.read:
+            self.flow.groups.join(layer.read[0], labels)
+        if labels is not None:
+            layer.read.append(labels)
 
-    def _before(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            self._depth += 1
-            if name not in self.layers:
-                width = width_of(module)
-                first = self.flow.groups.new(width)
-                self.layers[name] = TracedLayer(name=name, module=module, first=first, width=width)
-            layer = self.layers[name]
-            labels = self.along_last(args[0]) if args[0].is_floating_point() else None
-            layer.inputs.append(args[0])
-            if labels is not None and layer.read:
-                self.flow.groups.join(layer.read[0], labels)
-            if labels is not None:
-                layer.read.append(labels)
-
-        return hook
-
-    def _after(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], returned: Tensor) -> None:
-            del module, args
-            self._depth -= 1
-            layer = self.layers[name]
-            count = layer.width if self._labelled is None else self._labelled.get(name, 0)
-            labels = torch.arange(layer.first, layer.first + layer.width)
-            labels[count:] = -1
-            self.flow.labels[returned] = labels.expand(returned.shape)
-
-        return hook
+    def _after(self, name: str, _: nn.Module, args: tuple[Any, ...], returned: Tensor) -> None:
+        del args
+        self._depth -= 1
+        layer = self.seen.layers[name]
+        count = layer.width if self._labelled is None else self._labelled.get(name, 0)
+        labels = torch.arange(layer.first, layer.first + layer.width)
+        labels[count:] = -1
+        self.flow.labels[returned] = labels.expand(returned.shape)
 
     def along_last(self, tensor: Tensor) -> Labels | None:
         """The label of each place along the last dim, joined over all others; None if there are no labels."""
@@ -213,30 +185,30 @@ class _LabelMode(EagerDispatchMode):  # type: ignore[no-untyped-call]
         del types
         kwargs = kwargs or {}
         returned = func(*args, **kwargs)
-        tensors = tensors_in((args, kwargs))
+        operation, tensors = Operation(func, args, kwargs, returned), tensors_in((args, kwargs))
         self._pass_on(self._reached_by, tensors, returned)
         if self._depth:
             return returned  # Inside a layer: what it makes of its input is known.
         for each in tensors:
-            self.read[each] = True
-        if _makes_anew(func) or not any(each in self.flow.labels for each in tensors):
+            self.seen.read[each] = True
+        if operation.makes_anew or not any(each in self.flow.labels for each in tensors):
             self._pass_on(self._origins, tensors, returned)
-            self.flow.parameters.follow(func, args, kwargs, returned)
-            if torch.Tag.nondeterministic_seeded in func.tags:
+            self.flow.parameters.follow(operation)
+            if operation.draws:
                 self._origins[returned] = frozenset([_DRAWN])
             return returned
-        self._note(func, tensors)
-        self.flow.follow(Operation(func, args, kwargs, returned))
+        self._note(operation, tensors)
+        self.flow.follow(operation)
         return returned
 
-    def _note(self, func: Any, tensors: list[Tensor]) -> None:
+    def _note(self, operation: Operation, tensors: list[Tensor]) -> None:
         origins = frozenset(chain.from_iterable(self._origins.get(each, ()) for each in tensors))  # type: ignore[no-untyped-call]
         touched = [self.flow.labels[each] for each in tensors if each in self.flow.labels]
         labels = np.unique(np.concatenate([distinct([each])[0].reshape(-1).numpy() for each in touched]))
         for name in origins - {_DRAWN}:
-            self.used_on.setdefault(name, []).append(labels[labels >= 0])
-        if torch.Tag.nondeterministic_seeded in func.tags or _DRAWN in origins:
-            self.drawn_at.append(labels[labels >= 0])
+            self.seen.used_on.setdefault(name, []).append(labels[labels >= 0])
+        if operation.draws or _DRAWN in origins:
+            self.seen.drawn_at.append(labels[labels >= 0])
 
     def _pass_on(self, what: WeakTensorKeyDictionary, tensors: list[Tensor], returned: Any) -> None:
         """Give what an operation returns all that its arguments have."""
@@ -244,12 +216,6 @@ class _LabelMode(EagerDispatchMode):  # type: ignore[no-untyped-call]
         if all_of_them:
             for each in tensors_in(returned):
                 what[each] = all_of_them
-
-
-def _makes_anew(func: Any) -> bool:
-    """Whether an operation takes only the shape of what it is given: zeros_like, new_empty."""
-    name: str = schema_of(func).name.removeprefix("aten::")
-    return name.endswith("_like") or name.startswith("new_")
 
 
 def width_of(module: nn.Module) -> int:

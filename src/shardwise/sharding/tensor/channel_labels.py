@@ -6,6 +6,7 @@ of attention over 8,192 tokens the weights alone would have gigabytes of labels.
 """
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -68,12 +69,7 @@ def _reshaped(labels: Tensor, shape: Sequence[int]) -> Tensor:
 
 def _num_equal(some: list[int], others: list[int]) -> int:
     """How many numbers at the beginning of both are the same."""
-    count = 0
-    for one, other in zip(some, others, strict=False):
-        if one != other:
-            break
-        count += 1
-    return count
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(some, others, strict=False)))
 
 
 class UnionFind:

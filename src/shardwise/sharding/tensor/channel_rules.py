@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardwise.sharding.tensor.channel_labels import MOVES, UnionFind, distinct, is_expanded, moved
-from shardwise.sharding.tensor.channel_parameters import ParameterChannels
+from shardwise.sharding.tensor.channel_labels import MOVES, Labels, UnionFind, distinct, is_expanded, moved
 from shardwise.torch_private import pytree, schema_of
 
 
@@ -42,9 +41,73 @@ class Operation(NamedTuple):
         return bool(schema_of(self.func).is_mutable)
 
     @property
+    def makes_anew(self) -> bool:
+        """Whether it takes only the shape of what it is given: zeros_like, new_empty."""
+        name = self.name
+        return name.endswith("_like") or name.startswith("new_")
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers."""
+        return torch.Tag.nondeterministic_seeded in self.func.tags
+
+    @property
     def made(self) -> list[Tensor]:
         """The tensors that it returned."""
         return tensors_in(self.returned)
+
+
+#: What has more is a matrix, and has no number for each channel.
+_MOST_NUMBERS = 2**18
+
+
+class ParameterChannels:
+    """Parameters between layers: which of their numbers meets which channel or head.
+
+        hidden = up(x) * self.scale            scale[i] meets channel i, and goes where channel i goes
+        scores = q @ k.mT * self.temperature   temperature[h] meets all that head h has become
+
+    Numbers are followed through a run, up to where they meet labelled values. A parameter whose every number meets
+    channels of all ranks (a scale of one head's channels, used by all heads) has nothing to be cut by.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        #: Of each parameter, its numbers (by their places in it) and the labels that they met, pair by pair.
+        self.met: dict[str, list[tuple[Labels, Labels]]] = {}
+        self._places = WeakTensorKeyDictionary()
+        for name, parameter in module.named_parameters():
+            self.shapes[name] = tuple(parameter.shape)
+            if parameter.numel() <= _MOST_NUMBERS:
+                self._places[parameter] = name, torch.arange(parameter.numel()).view(parameter.shape)
+
+    def follow(self, operation: Operation) -> None:
+        """An operation without labels: if it moves or casts the numbers of one parameter, they are followed."""
+        func, args, kwargs, returned = operation
+        known = self._find(args[0]) if args else None
+        if known is None or tensors_in((args[1:], kwargs)):
+            return
+        name, places = known
+        if operation.name in MOVES:
+            made = moved(func, operation.name, (places, *args[1:]), kwargs, returned)
+        elif isinstance(returned, Tensor) and returned.shape == places.shape:
+            made = [places]
+        else:
+            return
+        for tensor, each in zip(operation.made, made, strict=True):
+            self._places[tensor] = name, each
+
+    def meet(self, args: tuple[Any, ...], labels: Tensor) -> None:
+        """An operation of number by number, whose result has these labels."""
+        for each in args:
+            known = self._find(each)
+            if known is not None:
+                name, places = known
+                here, met = distinct([places.expand(labels.shape), labels])
+                self.met.setdefault(name, []).append((here.reshape(-1).numpy(), met.reshape(-1).numpy()))
+
+    def _find(self, each: Any) -> tuple[str, Tensor] | None:
+        return self._places.get(each) if isinstance(each, Tensor) else None  # type: ignore[no-untyped-call]
 
 
 class LabelFlow:

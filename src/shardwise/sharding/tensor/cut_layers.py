@@ -1,7 +1,10 @@
 """Layers of one module replaced by this rank's pieces of them, and what became of each parameter."""
 
 import inspect
-from collections.abc import Collection
+import re
+from collections.abc import Callable, Collection
+from copy import copy
+from fractions import Fraction
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,13 +12,12 @@ from torch import Tensor, nn
 from shardwise.ranks.collectives import Group
 from shardwise.sharding.rng_tracker import Channels, RngTracker
 from shardwise.sharding.tensor.channel_groups import ChannelTrace
-from shardwise.sharding.tensor.columns import ColumnParallelLinear, ColumnSet
 from shardwise.sharding.tensor.experts import expert_runs, share_experts
-from shardwise.sharding.tensor.head_attributes import correct, take_own_heads
+from shardwise.sharding.tensor.linear import ColumnParallelLinear, ColumnSet, RowParallelLinear
 from shardwise.sharding.tensor.regions import Region
-from shardwise.sharding.tensor.rows import RowParallelLinear
-from shardwise.sharding.tensor.shards import Runs, Shards, even_runs
+from shardwise.sharding.tensor.sharding import Runs, Shards, even_runs
 from shardwise.sharding.tensor.vocabulary import VocabularyHead, share_embedding
+from shardwise.sharding.wrap_forward import wrap_forward
 from shardwise.torch_private import parameter_slots
 
 
@@ -84,9 +86,9 @@ class LayerCutter:
             return
         for name in dict.fromkeys(name.rpartition(".")[0] for name in [*region.columns, *region.rows]):
             holder = self._module.get_submodule(name)
-            self.notes += [f"{name}.{each}" for each in correct(holder, region, self._group.rank)]
+            self.notes += [f"{name}.{each}" for each in _correct_heads(holder, region, self._group.rank)]
             if "alibi" in inspect.signature(holder.forward).parameters:
-                take_own_heads(holder, "alibi", region, self._group.rank)
+                _take_own_heads(holder, "alibi", region, self._group.rank)
 
     def cut_head(self, name: str) -> None:
         """Share out the words that a layer scores."""
@@ -183,3 +185,57 @@ def _bias(layer: nn.Module) -> nn.Parameter | None:
 
 def _sizes(runs: tuple[Runs, ...]) -> str:
     return " + ".join(str(sum(stop - start for start, stop in some)) for some in runs)
+
+
+_KEYS = re.compile(r"(num|n)_(key_value|kv)_heads?")
+_GROUPS = re.compile(r"(num|n)_(key_value|kv)_groups")
+_QUERIES = re.compile(r"(num|n)_(attention_|query_|q_)?heads?|heads|all_head_size|inner_dim|split_size")
+
+
+def _correct_heads(module: nn.Module, region: Region, rank: int) -> list[str]:
+    """Correct what a module that holds columns or rows of a region remembers of its heads; what was changed, in words.
+
+    Most modules of today leave the number of heads open in their views. Others keep counts and widths, which are of all
+    heads; they are known by their names, and changed in proportion.
+    """
+    queries, keys = Fraction(*region.fine[rank]), Fraction(*region.coarse[rank])
+    changed = []
+    for key, value in _corrected_heads(vars(module), queries, keys).items():
+        changed.append(f"{key} {getattr(module, key)} -> {value}")
+        setattr(module, key, value)
+    config = getattr(module, "config", None)
+    if config is not None:
+        corrected = _corrected_heads(vars(config), queries, keys)
+        if corrected:
+            # Everyone has the same configuration; this module gets one of its own.
+            module.config = copy(config)
+            for key, value in corrected.items():
+                setattr(module.config, key, value)
+    return changed
+
+
+def _corrected_heads(values: dict[str, Any], queries: Fraction, keys: Fraction) -> dict[str, int]:
+    found = {}
+    for name, value in values.items():
+        if type(value) is not int:
+            continue
+        factor = keys if _KEYS.fullmatch(name) else queries / keys if _GROUPS.fullmatch(name) else None
+        if factor is None and _QUERIES.fullmatch(name):
+            factor = queries
+        if factor is not None and factor != 1 and (value * factor).denominator == 1:
+            found[name] = int(value * factor)
+    return found
+
+
+def _take_own_heads(module: nn.Module, name: str, region: Region, rank: int) -> None:
+    """Give a module only its heads of an argument that has one row for every head of every sequence."""
+    first = sum(count for count, _ in region.fine[:rank])
+    count, all_heads = region.fine[rank]
+
+    def around(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = kwargs.get(name)
+        if isinstance(given, Tensor):
+            kwargs[name] = given.view(-1, all_heads, *given.shape[1:])[:, first : first + count].flatten(0, 1)
+        return call(*args, **kwargs)
+
+    wrap_forward(module, around)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from shardwise.ranks.collectives import Group, copy, sum_over
-from shardwise.sharding.tensor.shards import Runs, runs_of
+from shardwise.sharding.tensor.sharding import Runs, runs_of
 from shardwise.sharding.wrap_forward import wrap_forward
 
 

@@ -30,8 +30,8 @@ class SequenceLength:
     Tensors are (batch, tokens, channels); or (batch x tokens, channels), as some blocks have them in between.
     """
 
-    def __init__(self) -> None:
-        self.batch, self.tokens = 0, 0
+    def __init__(self, group: Group) -> None:
+        self.group, self.batch, self.tokens = group, 0, 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SequenceLength":
         return self  # A copy of a module is run in the midst of its original, on the same sequences.
@@ -45,14 +45,14 @@ class SequenceLength:
         """The shape of all tokens, from that of a piece; both without channels."""
         return (*piece[:-1], self.tokens) if len(piece) > 1 else (self.batch * self.tokens,)
 
-    def gather(self, piece: Tensor, group: Group, *, used_alike: bool) -> Tensor:
+    def gather(self, piece: Tensor, *, used_alike: bool) -> Tensor:
         """All tokens, of which each rank has a piece. `used_alike`: all ranks compute the same from them."""
-        found = gather(self._by_sequence(piece), group, -2, used_alike=used_alike, length=self.tokens)
+        found = gather(self._by_sequence(piece), self.group, -2, used_alike=used_alike, length=self.tokens)
         return found.reshape(*self.whole_shape(piece.shape[:-1]), piece.shape[-1])
 
-    def scatter(self, whole: Tensor, group: Group) -> Tensor:
+    def scatter(self, whole: Tensor) -> Tensor:
         """This rank's piece of all tokens."""
-        found = scatter(self._by_sequence(whole), group, -2)
+        found = scatter(self._by_sequence(whole), self.group, -2)
         return found.flatten(0, 1) if whole.dim() == 2 else found
 
     def _by_sequence(self, tensor: Tensor) -> Tensor:
@@ -64,21 +64,20 @@ class LazyGather(Tensor):
 
     piece: Tensor
     length: SequenceLength
-    group: Group
     _whole: Tensor | None
 
     @staticmethod
-    def of(piece: Tensor, length: SequenceLength, group: Group) -> "LazyGather":
+    def of(piece: Tensor, length: SequenceLength) -> "LazyGather":
         shape = (*length.whole_shape(piece.shape[:-1]), piece.shape[-1])
         # One number of the right kind, spread out: there is nothing to read, and whoever still does will notice.
         made = piece.new_full((), torch.nan).expand(shape).as_subclass(LazyGather)
-        made.piece, made.length, made.group, made._whole = piece, length, group, None
+        made.piece, made.length, made._whole = piece, length, None
         return made
 
     def whole(self) -> Tensor:
         """The tokens of all ranks. Each rank computes a part from them, so gradients are summed."""
         if self._whole is None:
-            self._whole = self.length.gather(self.piece, self.group, used_alike=False)
+            self._whole = self.length.gather(self.piece, used_alike=False)
         return self._whole
 
     @classmethod

@@ -20,7 +20,7 @@ from torch import nn
 from shardwise.errors import ShardwiseError
 from shardwise.sharding.tensor.channel_groups import ChannelTrace
 from shardwise.sharding.tensor.channel_labels import Labels
-from shardwise.sharding.tensor.shards import Runs, runs_of
+from shardwise.sharding.tensor.sharding import Runs, runs_of
 
 #: Another run, in which only so many of the first channels of these layers have labels.
 Again = Callable[[Mapping[str, int]], ChannelTrace]
@@ -42,8 +42,6 @@ class Region:
     #: The rank of each part, where each is on one.
     owners: Mapping[int, int] = field(default_factory=dict)
     draws: bool = False
-    #: Whether several ranks hold the same places of a column.
-    has_copies: bool = False
 
 
 @dataclass(kw_only=True)
@@ -137,13 +135,17 @@ def _heads(seen: _Seen) -> list[str]:
     ]
 
 
+def _in_order(labels: Labels) -> Labels:
+    """Each label once, in the order in which they come first."""
+    return np.array(list(dict.fromkeys(labels.tolist())), dtype=np.int64)
+
+
 def _sketch(seen: _Seen, name: str, taken: set[str], whole: dict[str, str]) -> _Sketch | None:
     """The region that ends with this row, if it is one."""
     read = seen.reads[name]
     if (read < 0).any():
         return None  # Some input channel has no label: it comes from no layer that could be cut with this one.
-    _, first = np.unique(read, return_index=True)
-    parts = read[np.sort(first)]
+    parts = _in_order(read)
     among = set(parts.tolist())
     columns = list(dict.fromkeys(each for part in parts.tolist() for each in seen.makers.get(part, ())))
     rows = list(dict.fromkeys(each for part in parts.tolist() for each in seen.readers.get(part, ())))
@@ -202,18 +204,15 @@ def _add_shared(seen: _Seen, again: Again, few: list[_Sketch], num_ranks: int, f
             found.regions.append(region)
             taken |= {*sketch.columns, *sketch.rows}
         elif max(count, len(sketch.parts)) > 1:
-            raise _too_few(sketch, max(count, len(sketch.parts)), num_ranks)
+            most, row = max(count, len(sketch.parts)), sketch.rows[0]
+            raise ShardwiseError(
+                f"{', '.join(sketch.columns)} and {row} come apart into {most} pieces (heads or channels), fewer than"
+                f" tp={num_ranks}",
+                remedy=f'tp={most}, or the layer whole on every rank: tensor={{"{row}": "whole"}}',
+            )
         else:
             for name in sketch.columns:
                 found.whole.setdefault(name, f"its channels are mixed before {sketch.rows[0]} reads them")
-
-
-def _too_few(sketch: _Sketch, most: int, num_ranks: int) -> ShardwiseError:
-    return ShardwiseError(
-        f"{', '.join(sketch.columns)} and {sketch.rows[0]} come apart into {most} pieces (heads or channels), fewer "
-        f"than tp={num_ranks}",
-        remedy=f'tp={most}, or the layer whole on every rank: tensor={{"{sketch.rows[0]}": "whole"}}',
-    )
 
 
 def _spread_shared(seen: _Seen, finer: _Seen, sketch: _Sketch, num_ranks: int) -> Region | None:
@@ -223,9 +222,7 @@ def _spread_shared(seen: _Seen, finer: _Seen, sketch: _Sketch, num_ranks: int) -
     owners: dict[int, int] = {}
     part_of: list[int] = []
     for part, ranks in zip(sketch.parts.tolist(), np.array_split(np.arange(num_ranks), len(sketch.parts)), strict=True):
-        mine = read[coarse == part]
-        _, first = np.unique(mine, return_index=True)
-        pieces = mine[np.sort(first)]
+        pieces = _in_order(read[coarse == part])
         if len(pieces) < len(ranks):
             return None
         for rank, some in zip(ranks.tolist(), np.array_split(pieces, len(ranks)), strict=True):
@@ -245,7 +242,6 @@ def _spread_shared(seen: _Seen, finer: _Seen, sketch: _Sketch, num_ranks: int) -
         rows={row: _runs(read, owners, num_ranks)},
         fine=tuple((count, len(owners)) for count in counts),
         coarse=((1, len(sketch.parts)),) * num_ranks,
-        has_copies=True,
     )
 
 
@@ -253,7 +249,9 @@ def _note_inside(seen: _Seen, region: Region) -> None:
     """What is used, and whether random numbers are drawn, between the columns and the rows."""
     roots = seen.trace.groups.roots
     parts = {part for name in region.columns for part in seen.outputs[name].tolist()}
-    region.inside = {name for name, used in seen.trace.used_on.items() if parts & set(roots(used).tolist())}
+    region.inside = {
+        name for name, used in seen.trace.used_on.items() if parts & set(roots(np.concatenate(used)).tolist())
+    }
     for name in region.inside:
         owners = _owners_of(seen, region, name)
         if owners is not None:

@@ -14,6 +14,7 @@ forward, and in every stage of a pipeline: there it is given what stands in for 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,9 +23,8 @@ from shardwise.errors import ShardwiseError
 from shardwise.ranks.collectives import Group
 from shardwise.sharding.rng_tracker import RngTracker
 from shardwise.sharding.tensor.channel_groups import ChannelTrace
-from shardwise.sharding.tensor.columns import ColumnParallelLinear
 from shardwise.sharding.tensor.lazy_gather import LazyGather, SequenceLength
-from shardwise.sharding.tensor.rows import RowParallelLinear
+from shardwise.sharding.tensor.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from shardwise.sharding.wrap_forward import wrap_forward
 from shardwise.stages.split.units import is_block_list
 from shardwise.torch_private import DropoutModule, RunningNormModule
@@ -46,8 +46,9 @@ class SequenceRegions:
                 remedy="sp=false, or the blocks in an nn.ModuleList",
             )
         for name, blocks in lists:
-            length = SequenceLength()
-            blocks[0].register_forward_hook(_noting(length), with_kwargs=True)
+            length = SequenceLength(self._group)
+            # A hook of the first block. A stage that does not hold it calls no more than this.
+            blocks[0].register_forward_hook(partial(_note, length), with_kwargs=True)
             for number, block in enumerate(blocks):
                 self._share_block(length, name, f"{name}.{number}", block, is_block=True)
                 self._around_block(length, block, is_first=number == 0, is_last=number == len(blocks) - 1)
@@ -67,14 +68,13 @@ class SequenceRegions:
                 yield from self._outermost_lists(path, child)
 
     def _around_block(self, length: SequenceLength, block: nn.Module, *, is_first: bool, is_last: bool) -> None:
-        group = self._group
         draws = any(isinstance(each, DropoutModule) and each.p > 0 for each in block.modules()) or self._seen.drawn_at
-        rng = RngTracker(group) if draws else None
+        rng = RngTracker(self._group) if draws else None
 
         def around(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if is_first:
                 length.note(_first(args, kwargs))
-                args, kwargs = _with_first(args, kwargs, lambda each: length.scatter(each, group))
+                args, kwargs = _with_first(args, kwargs, length.scatter)
             device = _first(args, kwargs).device
             if rng is not None and block.training:
                 rng.enter(device)
@@ -83,7 +83,7 @@ class SequenceRegions:
                 rng.leave(device)
             if not is_last:
                 return returned
-            return _with_result(returned, lambda each: length.gather(each, group, used_alike=True))
+            return _with_result(returned, partial(length.gather, used_alike=True))
 
         wrap_forward(block, around)
 
@@ -98,7 +98,7 @@ class SequenceRegions:
         has_all: bool = False,
     ) -> None:
         """Gather where all tokens are needed, and note whose gradients are parts. `has_all`: they are here already."""
-        cut = [each for each in module.modules() if isinstance(each, (ColumnParallelLinear, RowParallelLinear))]
+        cut = [each for each in module.modules() if isinstance(each, ParallelLinear)]
         is_apart = is_block or has_all
         if not is_apart and (_has_experts(module) or (not cut and not _is_token_wise(module))):
             self._give_all_tokens(length, module, turned=self._has_tokens_last(stream, name))
@@ -115,8 +115,10 @@ class SequenceRegions:
         if has_all or (not is_block and self._reads_all(name, columns)):
             for each in columns.values():
                 each.together.reduces = False
-            if not has_all:
-                self._give_to_columns(length, name, module, columns)
+            if not has_all and self._only_columns_read(self._seen.given.get(name), columns.values()):
+                wrap_forward(module, partial(_gathering_lazily, length))
+            elif not has_all:
+                self._give_all_tokens(length, module, gives_back=False)
             has_all = True
         else:
             self._gather_for_columns(length, name, columns)
@@ -128,14 +130,6 @@ class SequenceRegions:
         """Whether a module needs all tokens for its columns: those of heads, or that read what it is given."""
         given = self._seen.given.get(name)
         return any(key in self._by_heads or self._seen.layers[key].inputs[0] is given for key in columns)
-
-    def _give_to_columns(
-        self, length: SequenceLength, name: str, module: nn.Module, columns: Mapping[str, ColumnParallelLinear]
-    ) -> None:
-        if self._only_columns_read(self._seen.given.get(name), columns.values()):
-            self._gather_lazily(length, module)
-        else:
-            self._give_all_tokens(length, module, gives_back=False)
 
     def _gather_for_columns(
         self, length: SequenceLength, name: str, columns: Mapping[str, ColumnParallelLinear]
@@ -162,16 +156,6 @@ class SequenceRegions:
             and all(isinstance(each, ColumnParallelLinear) and {id(each.together)} == sets for each in known)
         )
 
-    def _gather_lazily(self, length: SequenceLength, module: nn.Module) -> None:
-        """Let a module see all tokens in the first tensor that it is given, which its columns gather."""
-        group = self._group
-
-        def around(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            args, kwargs = _with_first(args, kwargs, lambda each: LazyGather.of(each, length, group))
-            return call(*args, **kwargs)
-
-        wrap_forward(module, around)
-
     def _has_tokens_last(self, stream: str, name: str) -> bool:
         """Whether a module is given (batch, channels, tokens), as convolutions are."""
         given, tokens = self._seen.given.get(name), self._seen.given[f"{stream}.0"].shape[-2]
@@ -183,21 +167,26 @@ class SequenceRegions:
         """Gather the first tensor that a module is given. `gives_back`: it returns all tokens too, of which each rank
         takes its piece; all ranks compute alike in between. Else each computes a part, and rows scatter. `turned`: both
         have their tokens last."""
-        group = self._group
 
         def turn(each: Tensor) -> Tensor:
             return each.mT if turned else each
 
         def around(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             args, kwargs = _with_first(
-                args, kwargs, lambda each: turn(length.gather(turn(each), group, used_alike=gives_back))
+                args, kwargs, lambda each: turn(length.gather(turn(each), used_alike=gives_back))
             )
             returned = call(*args, **kwargs)
             if not gives_back:
                 return returned
-            return _with_result(returned, lambda each: turn(length.scatter(turn(each), group)))
+            return _with_result(returned, lambda each: turn(length.scatter(turn(each))))
 
         wrap_forward(module, around)
+
+
+def _gathering_lazily(length: SequenceLength, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Let a module see all tokens in the first tensor that it is given, which its columns gather."""
+    args, kwargs = _with_first(args, kwargs, lambda each: LazyGather.of(each, length))
+    return call(*args, **kwargs)
 
 
 def _has_experts(module: nn.Module) -> bool:
@@ -214,14 +203,9 @@ def _is_token_wise(module: nn.Module) -> bool:
     return not any(True for _ in module.parameters())
 
 
-def _noting(length: SequenceLength) -> Callable[..., None]:
-    """A hook of the first block. A stage that does not hold it calls no more than this."""
-
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
-        del module, returned
-        length.note(_first(args, kwargs))
-
-    return hook
+def _note(length: SequenceLength, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
+    del returned
+    length.note(_first(args, kwargs))
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -3,16 +3,15 @@
 1. `tensor_plan.py`: what the user, or the model's own plan, asks for.
 2. `channel_groups.py` (over `channel_rules.py`): one run without numbers shows which channels stay apart.
 3. `regions.py`: from that, which layers are cut, and which places each rank gets.
-4. `cut_layers.py`: layers become `ColumnParallelLinear` (`columns.py`), `RowParallelLinear` (`rows.py`) and parts of a
-   vocabulary (`vocabulary.py`); modules that count their heads are corrected (`head_attributes.py`).
-   `communication.py` is what they send.
+4. `cut_layers.py`: layers become `ColumnParallelLinear`, `RowParallelLinear` (`linear.py`) and parts of a vocabulary
+   (`vocabulary.py`); modules that count their heads are corrected. What they send is in `communication.py`.
 5. `sequence.py`, where asked: what lies between the regions is shared out along the sequence.
 6. Here: one run of it without numbers, so that a module which counts on all of its channels says so before training.
 7. `sharding.py`: where each parameter lies now.
 """
 
+import traceback
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,13 +21,11 @@ from shardwise.errors import ShardwiseError
 from shardwise.ranks.collectives import Group
 from shardwise.ranks.mesh import Mesh
 from shardwise.sharding.tensor.channel_groups import ChannelTrace, trace
-from shardwise.sharding.tensor.columns import ColumnParallelLinear
 from shardwise.sharding.tensor.cut_layers import LayerCutter, is_by_heads
+from shardwise.sharding.tensor.linear import ParallelLinear
 from shardwise.sharding.tensor.regions import Found, find_regions
-from shardwise.sharding.tensor.rows import RowParallelLinear
 from shardwise.sharding.tensor.sequence import SequenceRegions
-from shardwise.sharding.tensor.sharding import Sharding
-from shardwise.sharding.tensor.shards import Shards
+from shardwise.sharding.tensor.sharding import Sharding, Shards
 from shardwise.sharding.tensor.tensor_plan import TensorPlan, read_tensor_plan
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.meta import Guesses, meta_twin
@@ -93,7 +90,7 @@ def shard(
 
 def find(twin: nn.Module, plan: TensorPlan, num_ranks: int, example: Batch | None) -> tuple[Found, ChannelTrace]:
     """What of a module, given without numbers, is to be cut, and the run that showed it."""
-    layers = {name: each for name, each in twin.named_modules() if _is_layer(each) and _may_be_cut(name, each, plan)}
+    layers = {name: each for name, each in twin.named_modules() if _may_be_cut(name, each, plan)}
     args, kwargs = _arguments(twin, example)
 
     def again(labelled: Mapping[str, int]) -> ChannelTrace:
@@ -113,21 +110,14 @@ def find(twin: nn.Module, plan: TensorPlan, num_ranks: int, example: Batch | Non
 
 
 def _may_be_cut(name: str, module: nn.Module, plan: TensorPlan) -> bool:
-    inside_whole = any(
-        kind == "whole" and (name == each or name.startswith(f"{each}.")) for each, kind in plan.kinds.items()
-    )
-    if inside_whole:
+    # Hugging Face's Conv1D is a linear layer whose weight lies as (inputs, outputs).
+    is_transposed = type(module).__name__ == "Conv1D" and isinstance(getattr(module, "nf", None), int)
+    wholes = [each for each, kind in plan.kinds.items() if kind == "whole"]
+    if not isinstance(module, (nn.Linear, nn.Embedding)) and not is_transposed:
+        return False
+    if any(name == each or name.startswith(f"{each}.") for each in wholes):
         return False
     return not plan.only or name in plan.kinds or (not plan.is_users and isinstance(module, nn.Embedding))
-
-
-def _is_layer(module: nn.Module) -> bool:
-    return isinstance(module, (nn.Linear, nn.Embedding)) or is_transposed(module)
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Hugging Face's Conv1D is a linear layer whose weight lies as (inputs, outputs)."""
-    return type(module).__name__ == "Conv1D" and isinstance(getattr(module, "nf", None), int)
 
 
 def _arguments(twin: nn.Module, example: Batch | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -163,15 +153,12 @@ def _check_named(plan: TensorPlan, found: Found) -> None:
 
 def _try_once(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Run a copy of a cut module, with arguments on the meta device. Nothing is sent."""
-    twin, inside = meta_twin(module), _Inside()
-    for name, each in twin.named_modules():
-        each.register_forward_pre_hook(partial(inside.enter, name))
-        each.register_forward_hook(inside.leave)
+    twin = meta_twin(module)
     try:
         with torch.no_grad(), Guesses():  # type: ignore[no-untyped-call]
             twin(*args, **kwargs)
     except Exception as error:
-        holder = inside.find_holder(module)
+        holder = _find_holder(twin, error)
         layers = ".".join("*" if part.isdecimal() else part for part in holder.split("."))
         raise ShardwiseError(
             f"{holder or type(module).__name__} cannot do with a part of its channels: {error}",
@@ -179,22 +166,11 @@ def _try_once(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         ) from error
 
 
-class _Inside:
-    """The modules that are running, outermost first."""
-
-    def __init__(self) -> None:
-        self._names: list[str] = []
-
-    def enter(self, name: str, *_: Any) -> None:
-        self._names.append(name)
-
-    def leave(self, *_: Any) -> None:
-        self._names.pop()
-
-    def find_holder(self, module: nn.Module) -> str:
-        """The innermost that has cut layers; "" if none has."""
-        for name in reversed(self._names):
-            found = module.get_submodule(name)
-            if any(isinstance(each, (ColumnParallelLinear, RowParallelLinear)) for each in found.children()):
-                return name
-        return ""
+def _find_holder(twin: nn.Module, error: Exception) -> str:
+    """Of the modules that ran when an error was raised, the innermost that has cut layers; "" if none has."""
+    names: dict[nn.Module, str] = {each: name for name, each in twin.named_modules()}
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        running = frame.f_locals.get("self")
+        if isinstance(running, nn.Module) and any(isinstance(each, ParallelLinear) for each in running.children()):
+            return names.get(running, "")
+    return ""

@@ -1,16 +1,76 @@
-"""What became of a module's parameters: by their original names, where each lies."""
+"""What became of a module's parameters: by their original names, how each lies on the ranks."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from shardwise.errors import unknown
-from shardwise.ranks.collectives import Group, start_all_gather, start_all_reduce
-from shardwise.sharding.tensor.shards import Shards
+from shardwise.ranks.collectives import Group, filled, start_all_gather, start_all_reduce
 from shardwise.stages.split.materialise import materialise, replace
+
+#: Half-open runs of places along a dim.
+Runs = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shards:
+    """A parameter in pieces along one dim, or whole on every rank (`dim` is None).
+
+    `runs` are the places that each rank holds, in order. A place may be on several ranks (a key head that the queries
+    of two ranks share); then the gradient of each is a part. `padded` is the length of every piece where pieces are
+    filled up with zeros to be of one length.
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None = None
+    runs: tuple[Runs, ...] = ()
+    padded: int | None = None
+    #: Whether each rank's gradient is a part of the sum, though several hold the same numbers.
+    is_partial: bool = False
+
+    def local(self, whole: Tensor, rank: int) -> Tensor:
+        """A rank's piece."""
+        if self.dim is None:
+            return whole
+        pieces = [whole.narrow(self.dim, start, stop - start) for start, stop in self.runs[rank] or ((0, 0),)]
+        local = torch.cat(pieces, self.dim) if len(pieces) != 1 else pieces[0]
+        return local if self.padded is None else filled(local, self.dim, self.padded)
+
+    def whole(self, pieces: Sequence[Tensor]) -> Tensor:
+        """The parameter from all pieces."""
+        whole = pieces[0].new_zeros(self.shape)
+        for rank, piece in enumerate(pieces):
+            self.put(whole, piece, rank)
+        return whole
+
+    def put(self, whole: Tensor, piece: Tensor, rank: int) -> None:
+        """Write a rank's piece to where it belongs."""
+        assert self.dim is not None, "a parameter that is whole has no pieces"
+        at = 0
+        for start, stop in self.runs[rank]:
+            whole.narrow(self.dim, start, stop - start).copy_(piece.narrow(self.dim, at, stop - start))
+            at += stop - start
+
+    def length(self, rank: int) -> int:
+        """How many places a rank holds, without padding."""
+        return sum(stop - start for start, stop in self.runs[rank])
+
+    def counted(self, piece: Tensor, rank: int) -> Tensor:
+        """The part of a piece that this rank counts where all ranks together count every number once."""
+        if self.dim is None:
+            return piece if rank == 0 else piece[:0] if piece.dim() else piece.new_zeros(0)
+        taken = np.zeros(self.shape[self.dim], dtype=bool)
+        for other in range(rank):
+            taken[places(self.runs[other])] = True
+        kept = np.flatnonzero(~taken[places(self.runs[rank])])
+        if len(kept) == piece.shape[self.dim]:
+            return piece
+        return piece.index_select(self.dim, torch.from_numpy(kept).to(piece.device))
 
 
 @dataclass(kw_only=True)
@@ -43,21 +103,15 @@ class Sharding:
         """This rank's piece of a whole parameter."""
         return self.of(name).local(whole, self.group.rank)
 
-    def gather(self, name: str, local: Tensor, *, summed: bool = False) -> Tensor:
-        """The whole of a parameter, or of its optimizer state, from every rank's piece. All ranks call this alike.
-
-        `summed`: of gradients before `finish_gradients`, of which each rank has a part.
-        """
+    def gather(self, name: str, local: Tensor) -> Tensor:
+        """The whole of a parameter, or of its optimizer state, from every rank's piece. All ranks call this alike."""
         shards, group = self.of(name), self.group
-        if group.size == 1 or (shards.dim is None and not (summed and shards.is_partial)):
+        if group.size == 1 or shards.dim is None:
             return local
-        if shards.dim is None:
-            return start_all_reduce(local.clone(), group).finish()
         longest = max(shards.padded or shards.length(rank) for rank in range(group.size))
-        filled = local.new_zeros((longest, *local.movedim(shards.dim, 0).shape[1:]))
-        filled[: local.shape[shards.dim]] = local.movedim(shards.dim, 0)
-        pieces = start_all_gather(filled, group).finish().view(group.size, longest, *filled.shape[1:])
-        return shards.whole([piece.movedim(0, shards.dim) for piece in pieces], summed=summed)
+        piece = filled(local.movedim(shards.dim, 0), 0, longest)
+        pieces = start_all_gather(piece, group).finish().view(group.size, *piece.shape)
+        return shards.whole([piece.movedim(0, shards.dim) for piece in pieces])
 
     @torch.no_grad()
     def finish_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -88,21 +142,13 @@ class Sharding:
         """The part of a piece that this rank counts, where all ranks together count each number once: for norms."""
         return self.of(name).counted(local, self.group.rank)
 
-    def square_norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """This rank's part of the sum of all squares: over the group they add up to the whole's."""
-        squares = [self.counted(name, each).double().square().sum() for name, each in gradients.items()]
-        return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
-
-    def materialise(
-        self, module: nn.Module, names: Collection[str] | None = None, *, seed: int = 0,
-        device: torch.device | str = "cpu",
-    ) -> None:  # fmt: skip
+    def materialise(self, module: nn.Module, *, seed: int = 0, device: torch.device | str = "cpu") -> None:
         """Give parameters that are on the meta device their pieces of what the whole module would have drawn.
 
         One whole parameter is there at a time.
         """
         for name, parameter in list(module.named_parameters()):
-            if parameter.is_meta and (names is None or name in names):
+            if parameter.is_meta:
                 whole = self._drawn(name, seed, device)
                 replace(module, parameter, self.local(name, whole).clone())
 
@@ -127,3 +173,25 @@ def _by_layer(layers: Mapping[str, str]) -> Iterable[tuple[str, str]]:
         star = ".".join("*" if part.isdecimal() else part for part in name.split("."))
         shown.setdefault((star, ".".join("*" if part.isdecimal() else part for part in text.split("."))), None)
     return list(shown)
+
+
+def places(runs: Runs) -> NDArray[np.int64]:
+    """Every place of some runs."""
+    return np.concatenate([np.arange(start, stop) for start, stop in runs] or [np.zeros(0, dtype=np.int64)])
+
+
+def runs_of(positions: NDArray[np.int64]) -> Runs:
+    """Places, in ascending order, as runs."""
+    if not len(positions):
+        return ()
+    breaks = np.flatnonzero(np.diff(positions) != 1) + 1
+    return tuple((int(run[0]), int(run[-1]) + 1) for run in np.split(positions, breaks))
+
+
+def even_runs(length: int, count: int) -> tuple[Runs, ...]:
+    """A length in as many runs as there are ranks, the first of one length, the last with what is left."""
+    size = -(-length // count)
+    return tuple(
+        ((min(rank * size, length), min((rank + 1) * size, length)),) if rank * size < length else ()
+        for rank in range(count)
+    )

@@ -4,20 +4,21 @@ A vocabulary that the ranks do not divide is padded with zeros at its end. No to
 leaves them out, so their gradient is zero and they stay what they are.
 
 To the model and to a loss the logits of a rank look like the whole: same shape, same indexing. Their cross entropy is
-computed where they are (`cross_entropy.py`), and so is what keeps words apart: scaling, a cap, a cast, another shape of
+computed where they are (as in Megatron-LM), and so is what keeps words apart: scaling, a cap, a cast, another shape of
 the tokens. All else is done on the whole, which is gathered for it first.
 """
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwise.ranks.collectives import Group, gather, sum_over
-from shardwise.sharding.tensor.columns import ColumnParallelLinear
-from shardwise.sharding.tensor.cross_entropy import cross_entropy
+from shardwise.ranks.collectives import Group, gather, start_all_reduce, sum_over
+from shardwise.sharding.tensor.linear import ColumnParallelLinear
 from shardwise.sharding.wrap_forward import wrap_forward
 from shardwise.torch_private import without_subclasses
 
@@ -63,6 +64,10 @@ class VocabParallelLogits(Tensor):
         with without_subclasses():
             return self.as_subclass(Tensor)
 
+    def like(self, local: Tensor) -> "VocabParallelLogits":
+        """Other scores of the same words."""
+        return VocabParallelLogits.of(local, self.group, self.words)
+
     def whole(self) -> Tensor:
         """The scores of all words."""
         return gather(self.local, self.group, -1, used_alike=True)[..., : self.words]
@@ -87,16 +92,16 @@ class VocabParallelLogits(Tensor):
                 shape = (*local.shape[:-1], given.words)
                 return shape[rest[0] if rest else kwargs["dim"]] if rest or kwargs else torch.Size(shape)
             if func in _EACH and not any(isinstance(each, Tensor) and each.dim() for each in (*rest, *kwargs.values())):
-                return VocabParallelLogits.of(func(local, *rest, **kwargs), given.group, given.words)
+                return given.like(func(local, *rest, **kwargs))
             if func in _NEW_SHAPES and (made := _reshaped(func, given, rest, kwargs)) is not None:
                 return made
             if func is functional.cross_entropy and (loss := _loss(given, rest, kwargs)) is not None:
                 return loss
-        whole = [each.whole() if isinstance(each, VocabParallelLogits) else each for each in args]
-        return func(
-            *whole,
-            **{key: each.whole() if isinstance(each, VocabParallelLogits) else each for key, each in kwargs.items()},
-        )
+        return func(*map(_read, args), **{key: _read(each) for key, each in kwargs.items()})
+
+
+def _read(each: Any) -> Any:
+    return each.whole() if isinstance(each, VocabParallelLogits) else each
 
 
 def _reshaped(
@@ -107,25 +112,17 @@ def _reshaped(
     if kwargs:
         return None
     if func is Tensor.__getitem__:
-        return (
-            VocabParallelLogits.of(local[rest[0]], given.group, given.words)
-            if _picks_tokens(rest[0], local.dim())
-            else None
-        )
+        return given.like(local[rest[0]]) if _picks_tokens(rest[0], local.dim()) else None
     if func in (Tensor.flatten, torch.flatten):
         if len(rest) < 2 or rest[1] % local.dim() == local.dim() - 1:
             return None
-        return VocabParallelLogits.of(local.flatten(*rest), given.group, given.words)
+        return given.like(local.flatten(*rest))
     shape = list(rest[0] if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest)
     if not all(isinstance(each, int) for each in shape) or shape[-1] not in (given.words, -1) or len(shape) < 2:
         return None
-    if shape[-1] == -1:
-        tokens = 1
-        for each in shape[:-1]:
-            tokens *= each
-        if tokens * local.shape[-1] != local.numel():
-            return None
-    return VocabParallelLogits.of(local.reshape(*shape[:-1], local.shape[-1]), given.group, given.words)
+    if shape[-1] == -1 and prod(shape[:-1]) * local.shape[-1] != local.numel():
+        return None
+    return given.like(local.reshape(*shape[:-1], local.shape[-1]))
 
 
 def _picks_tokens(index: Any, num_dims: int) -> bool:
@@ -151,6 +148,74 @@ def _loss(given: VocabParallelLogits, rest: tuple[Any, ...], kwargs: dict[str, A
     return cross_entropy(given.local, target, given.group, given.words, **named)
 
 
+def cross_entropy(
+    local: Tensor,
+    target: Tensor,
+    group: Group,
+    words: int,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:
+    """The cross entropy of scores of which each rank has its words: (tokens, words of this rank).
+
+    For a token with logits z and target t, over all words of all ranks:
+
+        loss = log(sum exp(z - m)) - (z_t - m)          m = max z; one all-reduce for m, one for the other two
+        gradient of z_i = softmax(z)_i - [i = t]        needs no further communication
+
+    Label smoothing s takes (1 - s) of the target's term and s of the mean over all words. So three numbers of each
+    token cross the ranks: the highest score, the sum of exponentials, and the target's score (and with smoothing the
+    sum of scores).
+    """
+    losses = _CrossEntropy.apply(local, target, group, words, ignore_index, label_smoothing)  # type: ignore[no-untyped-call]
+    if reduction == "none":
+        return losses  # type: ignore[no-any-return]
+    total: Tensor = losses.sum()
+    return total if reduction == "sum" else total / (target != ignore_index).sum()
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, local: Tensor, target: Tensor, group: Group, words: int, ignore_index: int, smoothing: float
+    ) -> Tensor:
+        size = local.shape[-1]
+        first = group.rank * size
+        count = max(0, min(size, words - first))
+        scores = local.float() if local.dtype in (torch.bfloat16, torch.float16) else local
+        own = scores[:, :count]
+        highest = own.amax(-1) if count else scores.new_full(scores.shape[:1], -torch.inf)
+        highest = start_all_reduce(highest, group, dist.ReduceOp.MAX).finish()
+        shifted = own - highest.unsqueeze(-1)
+        is_here = (target >= first) & (target < first + count)
+        column = (target - first).masked_fill(~is_here, 0).unsqueeze(-1)
+        hit = shifted.gather(-1, column).squeeze(-1) if count else shifted.new_zeros(shifted.shape[:1])
+        parts = [hit.masked_fill(~is_here, 0)]
+        if smoothing:
+            parts.append(shifted.sum(-1))
+        exponentials = shifted.exp_() if not smoothing else shifted.exp()
+        parts.append(exponentials.sum(-1))
+        hit, *average, total = start_all_reduce(torch.stack(parts), group).finish().unbind()
+        is_ignored = target == ignore_index
+        ctx.save_for_backward(exponentials.div_(total.unsqueeze(-1)), column, is_here, is_ignored)
+        ctx.smoothing, ctx.words, ctx.size, ctx.kind = smoothing, words, size, local.dtype
+        losses = total.log() - hit * (1 - smoothing)
+        if smoothing:
+            losses = losses - smoothing / words * average[0]
+        return losses.masked_fill(is_ignored, 0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        shares, column, is_here, is_ignored = ctx.saved_tensors
+        found = shares - ctx.smoothing / ctx.words if ctx.smoothing else shares.clone()
+        if shares.shape[-1]:
+            found.scatter_add_(-1, column, -(1 - ctx.smoothing) * is_here.to(found.dtype).unsqueeze(-1))
+        found *= gradient.masked_fill(is_ignored, 0).unsqueeze(-1)
+        return functional.pad(found, (0, ctx.size - shares.shape[-1])).to(ctx.kind), None, None, None, None, None
+
+
 class VocabularyHead(ColumnParallelLinear):
     """This rank's words of the layer that scores words. What it returns looks like the scores of all words."""
 
@@ -158,7 +223,7 @@ class VocabularyHead(ColumnParallelLinear):
 
     def forward(self, tensor: Tensor) -> Tensor:
         local = super().forward(tensor)
-        return VocabParallelLogits.of(local, self.together.group, self.words)
+        return VocabParallelLogits.of(local, self.group, self.words)
 
 
 def share_embedding(module: nn.Embedding, group: Group, words: int) -> None:

@@ -26,11 +26,10 @@ from torch import nn
 
 from shardwise.errors import ShardwiseError
 from shardwise.stages.split.cut import Cut, best_cut, given_cut
-from shardwise.stages.split.flow import UnitCall, UnitFlow, watch
+from shardwise.stages.split.flow import FLOPS_OF_A_BYTE, UnitCall, UnitFlow, watch
 from shardwise.stages.split.parts import describe_pairs, inseparable_calls, make_parts, received_bytes
 from shardwise.stages.split.stopwatch import Stopwatch
 from shardwise.stages.split.units import can_open, find_units, holds_blocks
-from shardwise.stages.split.work import FLOPS_OF_A_BYTE
 from shardwise.stages.stage import Batch
 
 #: A stage of one unit that takes this much longer than the mean is opened, if there are blocks inside.
@@ -43,13 +42,16 @@ _WORTH_OPENING = 0.98
 
 @dataclass(frozen=True, kw_only=True)
 class SplitOptions:
-    """What the user asks of a cut."""
+    """What is asked of a cut. It balances time: by FLOPs and bytes of units on the example, if nothing is said."""
 
     num_stages: int
+    #: The user's own: how many units or blocks each stage has, or the names of the stages' first units.
     cut: Sequence[int] | Sequence[str] | None = None
+    #: Of units by name; how fast each stage is; and how many bytes of parameters one may have.
     costs: Mapping[str, float] | None = None
     speeds: Sequence[float] | None = None
     limit_bytes: float | None = None
+    #: It may go through the middle of a block, so that a step takes as little time as it can.
     through_blocks: bool = False
     #: Lets all ranks see the same costs, where they hold parts of different sizes: the cut must be one.
     agree: Callable[[Sequence[UnitCall]], None] | None = None

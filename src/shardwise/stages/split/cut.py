@@ -53,7 +53,13 @@ def best_cut(
                 f" {'pair' if len(inseparable) == 1 else 'pairs'} of units {reason}",
                 remedy=f"fewer stages than {num_stages}",
             )
-        _refuse(len(costs), num_stages, stage_bytes, limit_bytes)
+        largest = max(stage_bytes(call, call + 1) for call in range(len(costs)))
+        raise ShardwiseError(
+            f"no cut of {len(costs)} units into {num_stages} stages keeps every stage within"
+            f" {format_bytes(limit_bytes)}: all together are {format_bytes(stage_bytes(0, len(costs)))}, the largest"
+            f" alone {format_bytes(largest)}",
+            remedy=f"more stages than {num_stages}, or a larger limit",
+        )
     bound = slowest * (1 + 1e-9)
 
     def squared(stage: int, first: int, end: int) -> float:
@@ -86,16 +92,6 @@ def _search(
         stages.append(range(choice[end], end))
         end = choice[end]
     return best[num_calls], tuple(reversed(stages))
-
-
-def _refuse(num_calls: int, num_stages: int, stage_bytes: Callable[[int, int], float], limit_bytes: float) -> None:
-    largest = max(stage_bytes(call, call + 1) for call in range(num_calls))
-    raise ShardwiseError(
-        f"no cut of {num_calls} units into {num_stages} stages keeps every stage within"
-        f" {format_bytes(limit_bytes)}: all together are {format_bytes(stage_bytes(0, num_calls))}, the largest"
-        f" alone {format_bytes(largest)}",
-        remedy=f"more stages than {num_stages}, or a larger limit",
-    )
 
 
 def given_cut(cut: Sequence[int] | Sequence[str], names: Sequence[str], blocks: Sequence[int], num_stages: int) -> Cut:

@@ -32,45 +32,26 @@ class Forecast:
     """Stand-ins for calls of units, remembered by the shapes of their arguments and of the batch."""
 
     def __init__(self, units: Mapping[str, nn.Module], example: Batch) -> None:
-        self._units, self._example = units, shapes_of(example)
+        self._units, self._example = units, signature_of(list(example.values()))
         self._twins: dict[str, nn.Module] = {}
         self._known: dict[tuple[Any, ...], StandIn] = {}
 
     def stand_in(
-        self,
-        call: UnitCall,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        device: torch.device,
-        shapes: tuple[Any, ...],
+        self, call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, shapes: Any
     ) -> StandIn:
-        """What the call would return for these arguments, in a batch of these shapes."""
-        arguments = leaves_of((args, kwargs))
-        signature = signature_of(arguments)
+        """What the call would return for these arguments, in a batch of these shapes: its `signature_of`."""
+        signature = signature_of(leaves_of((args, kwargs)))
         key = call.name, device, signature, shapes
         known = self._known.get(key)
         if known is None:
             is_example = shapes == self._example and signature == call.signature
-            known = self._known[key] = self._make(call, is_example, args, kwargs, device)
+            outline = call.outline if is_example else self._find(call, *pytree.tree_flatten((args, kwargs)))
+            made = {leaf: each for leaf, each in outline.tensors.items() if leaf not in call.overwritten}
+            # It is used again, so it must not become one of those tensors that are barred from graphs.
+            with torch.inference_mode(False):
+                known = StandIn(outline, {leaf: each.placeholder(device) for leaf, each in made.items()})
+            self._known[key] = known
         return known
-
-    def _make(
-        self,
-        call: UnitCall,
-        is_example: bool,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        device: torch.device,
-    ) -> StandIn:
-        if is_example:
-            outline = call.outline
-        else:
-            arguments, tree = pytree.tree_flatten((args, kwargs))
-            outline = self._find(call, arguments, tree)
-        # It is used again, so it must not become one of those tensors that are barred from graphs.
-        with torch.inference_mode(False):
-            kept = {leaf: each for leaf, each in outline.tensors.items() if leaf not in call.overwritten}
-            return StandIn(outline, {leaf: each.placeholder(device) for leaf, each in kept.items()})
 
     def _find(self, call: UnitCall, arguments: list[Any], tree: pytree.TreeSpec) -> Outline:
         given = on_meta(arguments)
@@ -97,11 +78,6 @@ class Forecast:
             changed = hook(module, args, kwargs, returned) if with_kwargs else hook(module, args, returned)
             returned = returned if changed is None else changed
         return returned
-
-
-def shapes_of(batch: Batch) -> tuple[Any, ...]:
-    """What shapes depend on that are made from a batch."""
-    return signature_of(list(batch.values()))
 
 
 def _updated(old: Any, new: Any) -> Any:

@@ -1,16 +1,17 @@
 """One stage of a split module: the module's own forward, in which only the stage's units are really called."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
+from shardwise.stages.batch import home_of
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.flow import UnitCall, UnitFlow
-from shardwise.stages.split.forecast import Forecast, shapes_of
-from shardwise.stages.split.outline import leaves_of
+from shardwise.stages.split.forecast import Forecast
+from shardwise.stages.split.outline import leaves_of, signature_of
 from shardwise.stages.split.parts import StagePart
 from shardwise.stages.split.sources import Made
 from shardwise.stages.split.switch import Inner, Switch
@@ -30,25 +31,27 @@ class ModuleStage:
             name: each for name, each in module.named_parameters() if name in part.holds
         }
         self.buffers: Mapping[str, Tensor] = {name: each for name, each in module.named_buffers() if name in part.holds}
-        self._module, self._switch, self._flow, self._part = module, switch, flow, part
-        self._signature, self._forecast = Signature(module), forecast
-        self._wrapped: dict[str, Inner] = {}
+        self.flow, self.part, self.forecast = flow, part, forecast
+        #: What each unit's call is wrapped in.
+        self.wrapped: dict[str, Inner] = {}
+        #: Where a microbatch is run: under context parallelism, where attention sees the tokens of other ranks.
+        self.running: Callable[[Batch], AbstractContextManager[Any]] = nullcontext
+        self._module, self._switch, self._signature = module, switch, Signature(module)
 
     def run(self, values: Values, batch: Batch) -> tuple[Values, Any]:
         """Compute on one microbatch: see `Stage.run`."""
         args, kwargs = self._signature.arguments(batch)
-        home = next((each.device for each in batch.values() if isinstance(each, Tensor)), torch.device("cpu"))
-        visit = _Visit(self._flow, self._part, self._forecast, self._wrapped, values, home, shapes_of(batch))
+        visit = _Visit(self, values, batch)
         output: Any = None
         leaves = [each for each in values.values() if each.requires_grad and each.is_leaf]
         try:
-            with self._switch.visited_by(visit):
+            with self.running(batch), self._switch.visited_by(visit):
                 output = self._module(*args, **kwargs)
         except _Finished:
             pass
         except Exception:
             # Behind its last unit a stage runs glue on placeholders, as far as the next unit: nothing there counts.
-            if not visit.is_done or self._part.is_last:
+            if not visit.is_done or self.part.is_last:
                 raise
         visit.check_complete()
         if not all(each.is_leaf for each in leaves):
@@ -58,37 +61,23 @@ class ModuleStage:
                 " be lost",
                 remedy='gradient_checkpointing_enable({"use_reentrant": False})',
             )
-        return visit.made, output if self._part.is_last else None
-
-    @property
-    def in_glue(self) -> frozenset[str]:
-        """The parameters, of whichever stage, that are used outside of units."""
-        return self._flow.in_glue
+        return visit.made, output if self.part.is_last else None
 
     def wrap(self, around: Callable[[str, Inner], Inner]) -> None:
         """Put something around the calls of this stage's units: recomputation, a compiler.
 
         `around(unit, call)` is given each unit's name and its call, once, and returns what to call instead.
         """
-        for unit in dict.fromkeys(self._flow.calls[call].unit for call in self._part.calls):
-            self._wrapped[unit] = around(unit, self._wrapped.get(unit, self._switch.gates[unit].inner))
+        for unit in dict.fromkeys(self.flow.calls[call].unit for call in self.part.calls):
+            self.wrapped[unit] = around(unit, self.wrapped.get(unit, self._switch.gates[unit].inner))
 
 
 class _Visit:
     """One run of one stage: answers for each unit that the module calls."""
 
-    def __init__(
-        self,
-        flow: UnitFlow,
-        part: StagePart,
-        forecast: Forecast,
-        wrapped: Mapping[str, Inner],
-        values: Values,
-        home: torch.device,
-        shapes: tuple[Any, ...],
-    ) -> None:
-        self._flow, self._part, self._forecast, self._wrapped = flow, part, forecast, wrapped
-        self._values, self._home, self._shapes = values, home, shapes
+    def __init__(self, stage: ModuleStage, values: Values, batch: Batch) -> None:
+        self._stage, self._flow, self._part = stage, stage.flow, stage.part
+        self._values, self._home, self._shapes = values, home_of(batch), signature_of(list(batch.values()))
         self._next = 0
         self.made: Values = {}
 
@@ -107,7 +96,7 @@ class _Visit:
         if index not in self._part.calls:
             self._next = index + 1
             return self._stand_in(index, call, args, kwargs)
-        returned = self._wrapped.get(unit, inner)(*args, **kwargs)
+        returned = self._stage.wrapped.get(unit, inner)(*args, **kwargs)
         self._keep(index, call, returned)
         self._next = index + 1
         return returned
@@ -127,12 +116,12 @@ class _Visit:
         outline, reads = call.outline, self._part.reads
         tensors = {leaf: self._received(index, leaf, call) for leaf in outline.tensors if Made(index, leaf) in reads}
         if len(tensors) < len(outline.tensors):
-            known = self._forecast.stand_in(call, args, kwargs, self._home, self._shapes)
+            known = self._stage.forecast.stand_in(call, args, kwargs, self._home, self._shapes)
             outline, tensors = known.outline, {**known.tensors, **tensors}
             for leaf in call.overwritten.difference(tensors):
                 tensors[leaf] = outline.tensors[leaf].placeholder(self._home, writable=True)
         arguments = leaves_of((args, kwargs)) if outline.passes else []
-        return self._forecast.hooked(call.unit, args, kwargs, outline.filled(tensors, arguments))
+        return self._stage.forecast.hooked(call.unit, args, kwargs, outline.filled(tensors, arguments))
 
     def _received(self, index: int, leaf: int, call: UnitCall) -> Tensor:
         name = self._part.reads[Made(index, leaf)]

@@ -5,6 +5,7 @@ it was computed from in turn is that unit's business.
 """
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -52,10 +53,8 @@ class Ledger:
         self._sources = WeakTensorKeyDictionary()
         #: The memory of what units returned. A weak reference keeps its number from being given to another.
         self._homes: dict[int, tuple[StorageWeakRef, Made]] = {}
-        for name, buffer in module.named_buffers():
-            self._sources[buffer] = frozenset([HeldTensor(name)])
-        for name, parameter in module.named_parameters():
-            self._sources[parameter] = frozenset([HeldTensor(name)])
+        for name, each in chain(module.named_buffers(), module.named_parameters()):
+            self._sources[each] = frozenset([HeldTensor(name)])
 
     def of(self, tensor: Tensor) -> Sources:
         found: Sources = self._sources.get(tensor, NOTHING)  # type: ignore[no-untyped-call]

@@ -8,7 +8,7 @@
 6. `module_stage.py` runs a stage: the module's own forward, with the units of other stages skipped.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from typing import Any
 
@@ -16,12 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.stages.split.choose import SplitOptions, choose, costs_of
-from shardwise.stages.split.flow import UnitCall, UnitFlow
 from shardwise.stages.split.forecast import Forecast
 from shardwise.stages.split.materialise import free, materialise
 from shardwise.stages.split.module_stage import ModuleStage
 from shardwise.stages.split.parts import StagePart, make_parts
-from shardwise.stages.split.stopwatch import Stopwatch
 from shardwise.stages.split.switch import Switch
 from shardwise.stages.stage import Batch, Split
 
@@ -32,44 +30,23 @@ def split(
     example: Batch,
     *,
     only: Collection[int] | None = None,
-    cut: Sequence[int] | Sequence[str] | None = None,
-    costs: Mapping[str, float] | None = None,
-    speeds: Sequence[float] | None = None,
-    limit_bytes: float | None = None,
     seed: int = 0,
     device: torch.device | str | None = None,
     probe: Callable[[Any], None] | None = None,
-    through_blocks: bool = False,
-    judge: Callable[[Sequence[float]], float] = max,
-    agree: Callable[[Sequence[UnitCall]], None] | None = None,
-    stopwatch: Stopwatch | None = None,
+    **options: Any,
 ) -> Split:
     """Split an unmodified module into stages, from one run on an example microbatch.
 
-    The cut balances time: FLOPs and bytes of each unit on the example, or what a `stopwatch` says that it takes, or
-    `costs` of units by name; `speeds` of the stages; `limit_bytes` for the parameters of one stage. Or it is the user's
-    `cut`: how many units or blocks each stage has, or the names of the stages' first units. With `through_blocks` it
-    may go through the middle of a block, so that a step takes as little time as it can: `judge` says how long, given
-    the stages' costs.
-
-    `only` are the stages of this process; the weights of others are freed. A module on the meta device is materialised
-    on `device` from `seed`, for these stages alone. `probe` is given the module's output on the example.
-    Where ranks hold different parts of the module, `agree` lets them see the same costs.
+    `options` are what is asked of the cut: see `SplitOptions`. `only` are the stages of this process; the weights of
+    others are freed. A module on the meta device is materialised on `device` from `seed`, for these stages alone.
+    `probe` is given the module's output on the example.
     """
-    options = SplitOptions(
-        num_stages=num_stages,
-        cut=cut,
-        costs=costs,
-        speeds=speeds,
-        limit_bytes=limit_bytes,
-        through_blocks=through_blocks,
-        judge=judge,
-        agree=agree,
-        stopwatch=stopwatch,
-    )
-    units, flow, where = choose(module, example, options, probe)
+    asked = SplitOptions(num_stages=num_stages, **options)
+    units, flow, where = choose(module, example, asked, probe)
     parts = make_parts(module, units, flow, where)
-    _check_whole(flow, parts)
+    # No call is lost, and none is made twice.
+    placed = list(chain.from_iterable(part.calls for part in parts))
+    assert placed == list(range(len(flow.calls))), f"{len(flow.calls)} units were called, {len(placed)} are in stages"
     here = range(num_stages) if only is None else sorted(only)
     home = torch.device(device) if device is not None else _home(module, example)
     kept = set().union(*(parts[stage].holds for stage in here))
@@ -91,29 +68,12 @@ def split(
     )
 
 
-def stage_costs(
-    module: nn.Module,
-    num_stages: int,
-    example: Batch,
-    *,
-    cut: Sequence[int] | Sequence[str] | None = None,
-    through_blocks: bool = False,
-    agree: Callable[[Sequence[UnitCall]], None] | None = None,
-    stopwatch: Stopwatch | None = None,
-) -> list[float]:
+def stage_costs(module: nn.Module, num_stages: int, example: Batch, **options: Any) -> list[float]:
     """What each stage would cost, in FLOPs or their like, if the module were split so. Nothing is changed."""
-    options = SplitOptions(
-        num_stages=num_stages, cut=cut, through_blocks=through_blocks, agree=agree, stopwatch=stopwatch
-    )
-    _, flow, where = choose(module, example, options)
-    costs = costs_of(flow, options)
+    asked = SplitOptions(num_stages=num_stages, **options)
+    _, flow, where = choose(module, example, asked)
+    costs = costs_of(flow, asked)
     return [sum(costs[call] for call in calls) for calls in where]
-
-
-def _check_whole(flow: UnitFlow, parts: Sequence[StagePart]) -> None:
-    """No call is lost, and none is made twice."""
-    placed = list(chain.from_iterable(part.calls for part in parts))
-    assert placed == list(range(len(flow.calls))), f"{len(flow.calls)} units were called, {len(placed)} are in stages"
 
 
 def _ties(module: nn.Module, parts: Sequence[StagePart]) -> dict[str, tuple[int, ...]]:

@@ -4,7 +4,7 @@ FLOPs say little of what an operation takes on a given processor: a head that ma
 rate than the layers before it. Where it matters, stages are cut by these seconds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -15,7 +15,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.flow import UnitCall
 from shardwise.stages.split.meta import has_meta
-from shardwise.stages.split.switch import Inner, Switch
+from shardwise.stages.split.switch import Inner, undisturbed
 from shardwise.stages.stage import Batch
 from shardwise.torch_private import pytree
 
@@ -28,6 +28,8 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
+        self._names: Iterator[str] = iter(())
+        self._units: dict[str, nn.Module] = {}
 
     def time(self, module: nn.Module, units: dict[str, nn.Module], example: Batch, calls: Sequence[UnitCall]) -> None:
         """Give each call its seconds. The module and its gradients are left as they were."""
@@ -37,35 +39,19 @@ class Stopwatch:
                 remedy="measure=False, or a module that is built where it can run",
             )
         if any(call.name not in self._seconds for call in calls):
-            self._run(module, units, example, calls)
+            args, kwargs = Signature(module).arguments(example)
+            self._names, self._units = iter([call.name for call in calls]), units
+            with undisturbed(module, units) as switch, switch.visited_by(self):
+                module(*args, **kwargs)
         for call in calls:
             call.seconds = self._seconds[call.name]
 
-    def _run(self, module: nn.Module, units: dict[str, nn.Module], example: Batch, calls: Sequence[UnitCall]) -> None:
-        args, kwargs = Signature(module).arguments(example)
-        devices = {each.device for each in module.parameters() if each.is_cuda}
-        before = [(buffer, buffer.clone()) for buffer in module.buffers()]
-        switch, visit = Switch(units), _Timing(self._seconds, units, [call.name for call in calls])
-        try:
-            with torch.random.fork_rng(devices), torch.no_grad(), switch.visited_by(visit):
-                module(*args, **kwargs)
-        finally:
-            switch.remove(units)
-            for buffer, value in before:
-                buffer.copy_(value)
-
-
-class _Timing:
-    """One run of the module, in which the calls that are not known yet are timed."""
-
-    def __init__(self, known: dict[str, float], units: dict[str, nn.Module], names: list[str]) -> None:
-        self._known, self._units, self._names = known, units, iter(names)
-
     def call(self, unit: str, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A unit is called in a run: time it, if that is not known yet."""
         name = next(self._names)
-        if name not in self._known:
+        if name not in self._seconds:
             weights: list[Tensor] = [each for each in self._units[unit].parameters() if each.requires_grad]
-            self._known[name] = min(_seconds_of(inner, args, kwargs, weights) for _ in range(_RUNS))
+            self._seconds[name] = min(_seconds_of(inner, args, kwargs, weights) for _ in range(_RUNS))
         return inner(*args, **kwargs)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from shardwise.torch_private import get_compiled_call, plain_call, set_compiled_call
@@ -59,16 +60,10 @@ class Switch:
     def __init__(self, units: Mapping[str, nn.Module]) -> None:
         self.local = threading.local()
         self.gates: dict[str, Gate] = {}
-        self._before = {name: get_compiled_call(unit) for name, unit in units.items()}
+        self.before = {name: get_compiled_call(unit) for name, unit in units.items()}
         for name, unit in units.items():
-            self.gates[name] = Gate(name, self._before[name] or plain_call(unit), self)
+            self.gates[name] = Gate(name, self.before[name] or plain_call(unit), self)
             set_compiled_call(unit, self.gates[name])
-
-    def remove(self, units: Mapping[str, nn.Module]) -> None:
-        """Take the gates away again. Only for one that was the last to be set up."""
-        for name, unit in units.items():
-            assert get_compiled_call(unit) is self.gates[name], f"another gate stands in front of that of {name}"
-            set_compiled_call(unit, self._before[name])
 
     @contextmanager
     def visited_by(self, visitor: Visitor) -> Iterator[None]:
@@ -79,3 +74,20 @@ class Switch:
             yield
         finally:
             self.local.visitor = before
+
+
+@contextmanager
+def undisturbed(module: nn.Module, units: Mapping[str, nn.Module]) -> Iterator[Switch]:
+    """A switch for one run that leaves no trace: gates, buffers and random numbers are as they were before."""
+    devices = {each.device for each in module.parameters() if each.is_cuda}
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
+    switch = Switch(units)
+    try:
+        with torch.random.fork_rng(devices), torch.no_grad():
+            yield switch
+    finally:
+        for name, unit in units.items():
+            assert get_compiled_call(unit) is switch.gates[name], f"another gate stands in front of that of {name}"
+            set_compiled_call(unit, switch.before[name])
+        for buffer, value in buffers:
+            buffer.copy_(value)

@@ -77,5 +77,4 @@ def holds_blocks(module: nn.Module) -> bool:
 
 def can_open(root: nn.Module, name: str) -> bool:
     """Whether a unit has pieces that could be units in its place."""
-    unit = root.get_submodule(name)
-    return any(holds_state(child) for child in unit.children())
+    return any(holds_state(child) for child in root.get_submodule(name).children())

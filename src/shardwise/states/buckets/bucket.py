@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.ranks.collectives import Group
-from shardwise.ranks.replicas import Replicas
+from shardwise.ranks.mesh import Replicas
 from shardwise.states.buckets.flat_layout import BucketSpec, Slot, Span
 from shardwise.states.buckets.gradients import LocalGradients, ScatteredGradients, WholeGradients
 from shardwise.states.buckets.offloaded_gradients import HostGradients, OffloadedGradients

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardwise.ranks.exchange import Exchange
-from shardwise.ranks.replicas import Replicas
+from shardwise.ranks.mesh import Replicas
 from shardwise.states.tiers.packing import pack
 
 # Parameters begin where the fastest matrix kernels want them to. Not further apart: padding is sent between ranks too.

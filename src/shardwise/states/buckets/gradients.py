@@ -20,10 +20,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from shardwise.ranks.buffer_pool import BufferPool
 from shardwise.ranks.collectives import Group
-from shardwise.ranks.exchange import Exchange, Ticket
-from shardwise.ranks.replicas import Replicas
+from shardwise.ranks.exchange import BufferPool, Exchange, Ticket
+from shardwise.ranks.mesh import Replicas
 from shardwise.states.buckets.flat_layout import BucketSpec
 from shardwise.torch_private import foreach_scale
 

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardwise.ranks.buffer_pool import BufferPool
-from shardwise.ranks.exchange import Exchange
-from shardwise.ranks.replicas import Replicas
+from shardwise.ranks.exchange import BufferPool, Exchange
+from shardwise.ranks.mesh import Replicas
 from shardwise.schedule.schedule import Schedule
 from shardwise.stages.stage import Stage
 from shardwise.states.buckets.bucket import CHANNELS_OF_A_BUCKET, AnyGradients, Bucket, BucketKey

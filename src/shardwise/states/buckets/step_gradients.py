@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardwise.ranks.collectives import Group
 from shardwise.ranks.exchange import Exchange, Ticket
-from shardwise.ranks.replicas import Replicas
+from shardwise.ranks.mesh import Replicas
 from shardwise.states.buckets.bucket import Bucket
 from shardwise.states.buckets.flat_layout import Slot
 from shardwise.states.buckets.gradients import scale_all, sum_over

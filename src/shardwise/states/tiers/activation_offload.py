@@ -26,7 +26,7 @@ from shardwise.cluster.local import available_bytes
 from shardwise.cost.memory import DEFERRED_FREE_BYTES
 from shardwise.dataflow.deferred_free import DeferredFree
 from shardwise.dataflow.streams import Event
-from shardwise.planner.host_room import check_host_room
+from shardwise.planner.host_memory import check_host_memory
 from shardwise.planner.plan import Plan
 from shardwise.stages.activation_bytes import Kept
 from shardwise.states.tiers.copy_streams import CopyStreams
@@ -229,7 +229,7 @@ class ActivationOffload:
 
     def _check_host(self, num_bytes: int) -> None:
         free = available_bytes()
-        check_host_room(self._plan, self.num_bytes + num_bytes, num_ranks=1, available=self.num_bytes + free)
+        check_host_memory(self._plan, self.num_bytes + num_bytes, num_ranks=1, available=self.num_bytes + free)
 
     def _unpack(self, saved: "Tensor | _View") -> Tensor:
         if isinstance(saved, Tensor):

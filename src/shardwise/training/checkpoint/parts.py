@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.engine.engine import Engine
-from shardwise.sharding.tensor.shards import places as places_of_runs
+from shardwise.sharding.tensor.sharding import places as places_of_runs
 from shardwise.training.checkpoint.boxes import Box, Places, all_places, views, whole_box
 from shardwise.training.world import World
 

@@ -1,0 +1,195 @@
+"""The sections of the page that need no script: bars, tables, the plan, the findings.
+
+What a user wrote goes through `words`, so that nothing of it is read as markup.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape as words
+
+from shardwise.explain.doctor.case import Finding
+from shardwise.explain.summary import Summary
+from shardwise.trace.run import Run
+from shardwise.trace.stretches import BUBBLE, Part
+from shardwise.units import counted, format_bytes, format_number, format_percent
+
+#: The colour of each part, by its name in the style sheet: its first word.
+KEYS = {part: part.split()[0] for part in Part}
+
+
+def figures(summary: Summary) -> str:
+    """The few numbers at the top."""
+    run, whole = summary.run, summary.step_seconds
+    shown = [("step", run.time(whole), "")]
+    if run.predicted is not None:
+        predicted = run.predicted.makespan
+        off = f"{(predicted / whole - 1) * 100:+.1f} %".replace("-", "\N{MINUS SIGN}") if whole > 0 else ""
+        shown.append(("predicted", run.time(predicted), off))
+    shown += [
+        ("at work", format_percent(summary.mean(Part.COMPUTE, Part.RECOMPUTATION, Part.OPTIMIZER) / (whole or 1)), ""),
+        ("bubble", format_percent(summary.bubble_seconds / (whole or 1)), ""),
+        ("exposed communication", format_percent(summary.mean(Part.EXPOSED) / (whole or 1)), ""),
+        ("ranks", str(run.trace.num_ranks), ""),
+    ]
+    if any(summary.peaks):
+        shown.append(("most held", held_text(max(summary.peaks), summary), ""))
+    return "".join(
+        f"<div><dt>{name}</dt><dd>{value}{f'<small>{note}</small>' if note else ''}</dd></div>"
+        for name, value, note in shown
+    )
+
+
+def held_text(value: float, summary: Summary) -> str:
+    """Bytes, or microbatches of a stage where no bytes were measured."""
+    return format_bytes(value) if summary.run.trace.holdings else f"{format_number(value, 3)} microbatches"
+
+
+def parts(summary: Summary, other: Summary | None) -> str:
+    """Bars for each rank, beneath each the other run's, and the numbers."""
+    longest = max(summary.step_seconds, other.step_seconds if other else 0.0) or 1.0
+    every = [*summary.parts, *(other.parts if other else ())]
+    shown = [part for part in Part if any(rank[part] > 0 for rank in every)]
+    rows = []
+    for rank, seconds in enumerate(summary.parts):
+        bars = _bars(seconds, longest, summary.run)
+        if other is not None and rank < len(other.parts):
+            bars += _bars(other.parts[rank], longest, other.run, kind=" second")
+        work = share_of(seconds[Part.COMPUTE], summary.step_seconds)
+        rows.append(f'<span class="name">rank {rank}</span><div>{bars}</div><span class="seconds">{work}</span>')
+    legend = "".join(f'<span><i style="background:var(--{KEYS[part]})"></i>{part}</span>' for part in shown)
+    note = "" if other is None else f" Beneath each, {words(other.run.name)}."
+    text = (
+        "Every rank's step, cut into what it went into; at the right, the share in which it computed. "
+        f"The parts of a rank add up to the step.{note}"
+    )
+    return (
+        f'<div class="stack">{"".join(rows)}</div><div class="legend">{legend}</div>'
+        f"{caption(text)}{_parts_table(summary, shown)}"
+    )
+
+
+def _bars(seconds: Mapping[Part, float], longest: float, run: Run, *, kind: str = "") -> str:
+    bars = "".join(
+        f'<i style="width:{100 * seconds[part] / longest:.3f}%;background:var(--{KEYS[part]})" '
+        f'title="{part}: {run.time(seconds[part])}"></i>'
+        for part in Part
+        if seconds[part] > 0
+    )
+    return f'<div class="bars{kind}">{bars}</div>'
+
+
+def _parts_table(summary: Summary, shown: Sequence[Part]) -> str:
+    whole = summary.step_seconds
+    head = ["", *(str(part) for part in shown), "bubble", "hidden communication", "sum"]
+    rows = []
+    for rank, seconds in enumerate(summary.parts):
+        cells = [share_of(seconds[part], whole) for part in shown]
+        bubble = sum(seconds[part] for part in BUBBLE)
+        total = summary.run.time(sum(seconds.values()))
+        rows.append([f"rank {rank}", *cells, share_of(bubble, whole), share_of(summary.hidden[rank], whole), total])
+    note = (
+        "Shares of the step. The bubble is warm-up, waiting and cool-down together; hidden communication took place "
+        "beside work and is in no sum."
+    )
+    return f"{table(head, rows)}{caption(note, of='table')}"
+
+
+def memory(summary: Summary) -> str:
+    """Who owns what at each rank's fullest moment."""
+    trace = summary.run.trace
+    if not trace.holdings:
+        return caption(
+            "What the chosen rank holds over time, in microbatches of a whole stage: this trace has counted no bytes."
+        )
+    owners = list(dict.fromkeys(owner for rank in summary.held for owner in rank))
+    rows = [
+        [f"rank {rank}", *(format_bytes(held.get(owner, 0.0)) for owner in owners), format_bytes(sum(held.values()))]
+        for rank, held in enumerate(summary.held)
+    ]
+    limit = summary.run.memory_bytes
+    room = "" if limit is None else f" A device has {format_bytes(limit)}."
+    return (
+        caption("What the chosen rank holds over time, owner upon owner.")
+        + table(["", *map(words, owners), "together"], rows)
+        + caption(f"Owners of the bytes at the fullest moment of each rank.{room}", of="table")
+    )
+
+
+def findings(found: Sequence[Finding], summary: Summary) -> str:
+    """What the doctor says."""
+    if not found:
+        return '<p class="none">Nothing was found to hold this run up.</p>'
+    return "\n".join(_finding(each, summary) for each in found)
+
+
+def _finding(finding: Finding, summary: Summary) -> str:
+    whole = summary.step_seconds
+    gain = finding.about
+    if finding.gain_seconds is not None and whole > 0:
+        share = finding.gain_seconds / whole
+        gain = f"predicted gain {summary.run.time(finding.gain_seconds)}, {format_percent(share)} of the step"
+    grave = " grave" if finding.gain_seconds is not None and finding.gain_seconds > 0.05 * whole else ""
+    return (
+        f'<div class="finding{grave}"><h3>{words(finding.problem)}</h3><p>{words(finding.evidence)}</p>'
+        f'<p>Try <code>{words(finding.fix)}</code></p><p class="gain">{words(gain)}</p></div>'
+    )
+
+
+def plan(summary: Summary) -> str:
+    """The plan with its reasons, and what the run ran on."""
+    run = summary.run
+    rows = [[f"<code>{words(each.key)}</code>", words(each.value), words(each.reason)] for each in run.plan]
+    told = (
+        table(["key", "value", "reason"], rows, in_words=(0, 1, 2)) if rows else '<p class="none">No plan is known.</p>'
+    )
+    facts = [[words(key.replace("_", " ")), words(value)] for key, value in run.facts.items()]
+    return told + (table(["", "of the run"], facts, in_words=(0, 1)) if facts else "")
+
+
+def lead(summary: Summary) -> str:
+    """The line under the title."""
+    run, trace = summary.run, summary.run.trace
+    plan_text = ",".join(f"{each.key}={each.value}" for each in run.plan)
+    num_microbatches = len({event.microbatch for rank in trace.compute for event in rank})
+    told = [
+        "Measured" if trace.is_measured else "Predicted",
+        f"schedule {trace.name}",
+        counted(trace.num_ranks, "rank"),
+        counted(num_microbatches, "microbatch"),
+        *([f"plan {plan_text}"] if plan_text else []),
+    ]
+    return words(" \N{MIDDLE DOT} ".join(told))
+
+
+def share_of(seconds: float, whole: float) -> str:
+    """A part of a whole in per cent; nothing is a dash."""
+    return format_percent(seconds / whole) if whole > 0 and seconds > 0 else "\N{EN DASH}"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, in_words: Sequence[int] = ()) -> str:
+    """A table of cells that are HTML already. Columns `in_words` are read, not compared."""
+    kinds = [' class="words"' if place in in_words else "" for place in range(len(head))]
+    top = "".join(f"<th{kind} scope=col>{cell}</th>" for cell, kind in zip(head, kinds, strict=True))
+    body = "\n".join(
+        "<tr>" + "".join(f"<td{kind}>{cell}</td>" for cell, kind in zip(row, kinds, strict=True)) + "</tr>"
+        for row in rows
+    )
+    return f'<div class="wide"><table class="data"><thead><tr>{top}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
+
+
+def caption(text: str, *, of: str = "figure") -> str:
+    """What stands under a figure or a table. The style sheet counts them."""
+    return f'<p class="caption"><b class="{of}"></b> {text}</p>'
+
+
+def change_of(before: float, after: float, *, more_is_worse: bool = True) -> str:
+    """By how much something has changed, coloured by whether that is good."""
+    if before == after:
+        return "same"
+    if before <= 0:
+        return "new"
+    change = after / before - 1
+    if abs(change) < 0.0005:
+        return "same"
+    kind = "worse" if (change > 0) == more_is_worse else "better"
+    sign = "+" if change > 0 else "\N{MINUS SIGN}"
+    return f'<span class="{kind}">{sign}{abs(change) * 100:.1f} %</span>'

@@ -1,0 +1,280 @@
+"""Linear layers cut by their outputs (columns) or by their inputs (rows), and the matmuls of both.
+
+    x ── column ── what needs no other channel ── row ── sum over the ranks
+
+Columns that read one tensor (query, key and value; gate and up) are computed together, so that what is gathered for
+them is gathered once, and backward sums their input gradients here first, and then once over the ranks. That sum is
+under way while the weight gradients are computed. Of rows each rank multiplies its own, and the results are summed.
+"""
+
+import copy
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.ranks.collectives import Group
+from shardwise.sharding.rng_tracker import RngTracker
+from shardwise.sharding.tensor.communication import AllReduce, Chunk, Multiply, NoCommunication, SequenceShards
+from shardwise.sharding.tensor.lazy_gather import LazyGather, SequenceLength
+from shardwise.torch_private import is_wanted
+
+
+class ParallelLinear(nn.Module):
+    """This rank's part of a linear layer. `is_transposed`: its weight lies as (inputs, outputs)."""
+
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, group: Group, *, is_transposed: bool,
+        rng: RngTracker | None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.weight, self.bias, self.is_transposed = weight, bias, is_transposed
+        self.in_features, self.out_features = weight.shape if is_transposed else reversed(weight.shape)
+        self.group, self.rng = group, rng
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, {self.group}"
+
+
+class ColumnSet:
+    """Column layers that read the same tensor.
+
+    The first that is called computes all of them; the others take what is theirs. One that is called with another
+    tensor is computed alone. What is gathered and summed goes in `num_chunks`, or as many as its size is worth.
+    """
+
+    def __init__(self, group: Group, num_chunks: int | None = None) -> None:
+        self.group, self.num_chunks = group, num_chunks
+        #: Of a sequence of which the input is this rank's piece, which is gathered here.
+        self.gathers: SequenceLength | None = None
+        #: The gradient of the input is summed here. If not, whoever gave the input does it.
+        self.reduces = True
+        self.members: list[ColumnParallelLinear] = []
+        self._ready: dict[int, Tensor] = {}
+        self._of: weakref.ref[Tensor] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ColumnSet":
+        twin = ColumnSet(self.group, self.num_chunks)
+        twin.gathers, twin.reduces = self.gathers, self.reduces
+        memo[id(self)] = twin
+        twin.members = [copy.deepcopy(each, memo) for each in self.members]
+        return twin
+
+    def run(self, tensor: Tensor, asked: "ColumnParallelLinear") -> Tensor:
+        if self._of is None or self._of() is not tensor or id(asked) not in self._ready:
+            together = self.members if self._of is None or self._of() is not tensor else [asked]
+            self._ready = dict(zip(map(id, together), self._compute(tensor, together), strict=True))
+            self._of = weakref.ref(tensor)
+        return self._ready.pop(id(asked))
+
+    def _compute(self, tensor: Tensor, layers: "list[ColumnParallelLinear]") -> tuple[Tensor, ...]:
+        weights: list[Tensor | None] = []
+        for each in layers:
+            weights += [each.weight, each.bias]
+        transposed = tuple(each.is_transposed for each in layers)
+        given, length = (tensor.piece, tensor.length) if isinstance(tensor, LazyGather) else (tensor, self.gathers)
+        communication: NoCommunication = NoCommunication(shape := given.shape[:-1])
+        if length is not None:
+            communication = SequenceShards(length.whole_shape(shape), length.tokens, self.group, self.num_chunks)
+        elif self.reduces:
+            communication = AllReduce(shape, self.group, self.num_chunks)
+        return _Columns.apply(given, communication, transposed, *weights)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class ColumnParallelLinear(ParallelLinear):
+    """This rank's outputs of a linear layer."""
+
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, together: ColumnSet, *, is_transposed: bool,
+        rng: RngTracker | None,
+    ) -> None:  # fmt: skip
+        super().__init__(weight, bias, together.group, is_transposed=is_transposed, rng=rng)
+        self.together = together
+        together.members.append(self)
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        result = self.together.run(tensor, self)
+        if self.rng is not None and self.training:
+            self.rng.enter(tensor.device)
+        return result
+
+
+class _Columns(torch.autograd.Function):
+    """Several linear layers on one input: x, w1, b1, w2, b2, ... to y1, y2, ..."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, communication: NoCommunication, transposed: tuple[bool, ...], *weights: Tensor | None
+    ) -> Any:
+        kind = _computing_type(tensor)
+        given, ctx.kinds = tensor.to(kind), (tensor.dtype, [None if each is None else each.dtype for each in weights])
+        matrices = [each.to(kind) for each in weights[::2] if each is not None]
+        biases = [None if each is None else each.to(kind) for each in weights[1::2]]
+        straight = [matrix if turned else matrix.t() for matrix, turned in zip(matrices, transposed, strict=True)]
+        made = [communication.room(each.shape[1], given) for each in straight]
+        ctx.chunks, arrived = [], []
+        for chunk, rows in communication.receive(given):
+            ctx.chunks.append(chunk)
+            arrived.append(rows)
+            for each, bias, into in zip(straight, biases, made, strict=True):
+                _multiply(rows, each, bias, chunk.of(into))
+        ctx.save_for_backward(*arrived, *matrices)
+        ctx.communication, ctx.transposed = communication, transposed
+        ctx.are_tensors = (True, False, False, *(each is not None for each in weights))
+        # Models write into them, which autograd forbids of views.
+        return tuple(communication.whole(each).detach() for each in made)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        count = len(ctx.chunks)
+        arrived, matrices = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        laid = [None if each is None else ctx.communication.lay(each) for each in gradients]
+        finish = None
+        # The input gradient goes first: its sum over the ranks is under way while weight gradients are computed.
+        if _wants(ctx, 0):
+            back = [matrix.t() if turned else matrix for matrix, turned in zip(matrices, ctx.transposed, strict=True)]
+            finish = ctx.communication.send(back[0].shape[1], back[0], _input_gradient(laid, back))
+        found: list[Tensor | None] = []
+        for number, (gradient, turned) in enumerate(zip(laid, ctx.transposed, strict=True)):
+            for which in range(2):
+                kind = ctx.kinds[1][2 * number + which]
+                if gradient is None or kind is None or not _wants(ctx, 3 + 2 * number + which):
+                    found.append(None)
+                elif which:
+                    found.append(gradient.sum((0, 1, 2)).to(kind))
+                else:
+                    pairs = ((rows, chunk.rows(gradient)) for chunk, rows in zip(ctx.chunks, arrived, strict=True))
+                    found.append(_weight_gradient(pairs, is_transposed=turned).to(kind))
+        return None if finish is None else finish().to(ctx.kinds[0]), None, None, *found
+
+
+def _input_gradient(gradients: list[Tensor | None], matrices: list[Tensor]) -> Multiply:
+    """What computes the gradient of what the layers read: the sum of what comes back through each."""
+
+    there = [(each, matrix) for each, matrix in zip(gradients, matrices, strict=True) if each is not None]
+
+    def multiply_all(chunk: Chunk, into: Tensor) -> None:
+        if not there:
+            into.zero_()
+        for number, (gradient, matrix) in enumerate(there):
+            if number == 0:
+                _multiply(chunk.rows(gradient), matrix, None, into)
+            else:
+                into.addmm_(chunk.rows(gradient), matrix)
+
+    return multiply_all
+
+
+class RowParallelLinear(ParallelLinear):
+    """This rank's inputs of a linear layer, summed over the ranks. The bias is added once, after the sum.
+
+    The sum goes in `num_chunks`, or as many as its size is worth.
+    """
+
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, group: Group, *, is_transposed: bool,
+        rng: RngTracker | None, num_chunks: int | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(weight, bias, group, is_transposed=is_transposed, rng=rng)
+        self.num_chunks = num_chunks
+        #: Of sequences of which each rank keeps its piece of the sum.
+        self.scatters: SequenceLength | None = None
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        if self.rng is not None:
+            self.rng.leave(tensor.device)
+        shape, how = tensor.shape[:-1], (self.group, self.num_chunks)
+        communication = (
+            AllReduce(shape, *how) if self.scatters is None else SequenceShards(shape, self.scatters.tokens, *how)
+        )
+        # A bias inside of the sum would be added once by each rank.
+        whole: Tensor = _Rows.apply(tensor, self.weight, communication, self.is_transposed)  # type: ignore[no-untyped-call]
+        return whole if self.bias is None else whole + self.bias
+
+
+class _Rows(torch.autograd.Function):
+    """x and w to the sum of all ranks' x @ w."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, weight: Tensor, communication: NoCommunication, is_transposed: bool
+    ) -> Tensor:
+        kind = _computing_type(tensor)
+        given, matrix = tensor.to(kind), weight.to(kind)
+        ctx.save_for_backward(given, matrix)
+        ctx.communication, ctx.is_transposed, ctx.kinds = communication, is_transposed, (tensor.dtype, weight.dtype)
+        ctx.are_tensors, ctx.left = (True, True), None
+        straight, laid = matrix if is_transposed else matrix.t(), communication.lay(given)
+        width = straight.shape[1]
+        finish = communication.send(width, given, lambda chunk, rows: _multiply(chunk.rows(laid), straight, None, rows))
+        return finish().detach()  # Models write into it, which autograd forbids of a view.
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        given, matrix = ctx.saved_tensors
+        wants_input, wants_weight = _wants(ctx, 0), _wants(ctx, 1)
+        if wants_input or ctx.left is None or ctx.left[0] is not gradient:
+            back = matrix.t() if ctx.is_transposed else matrix
+            found, arrived = _receive(ctx.communication, gradient, given, back if wants_input else None)
+        else:  # The other half of a backward, for which the first has left what it received.
+            found, (_, arrived) = None, ctx.left
+        later = ctx.needs_input_grad[1] and not wants_weight
+        ctx.left = (gradient, arrived) if later else None
+        turned: Tensor | None = None
+        if wants_weight:
+            laid = ctx.communication.lay(given)
+            pairs = ((chunk.rows(laid), rows) for chunk, rows in arrived)
+            turned = _weight_gradient(pairs, is_transposed=ctx.is_transposed).to(ctx.kinds[1])
+        return None if found is None else found.to(ctx.kinds[0]), turned, None, None
+
+
+def _receive(
+    communication: NoCommunication, gradient: Tensor, given: Tensor, matrix: Tensor | None
+) -> tuple[Tensor | None, list[tuple[Chunk, Tensor]]]:
+    """The gradient of what a layer read, if there is a matrix for it, and the rows of all gradients that arrived."""
+    laid = None if matrix is None else communication.room(matrix.shape[1], given)
+    arrived = []
+    for chunk, rows in communication.receive(gradient):
+        arrived.append((chunk, rows))
+        if laid is not None and matrix is not None:
+            _multiply(rows, matrix, None, chunk.of(laid))
+    return None if laid is None else communication.whole(laid), arrived
+
+
+def _multiply(rows: Tensor, matrix: Tensor, bias: Tensor | None, into: Tensor) -> None:
+    """Write rows @ matrix + bias into a tensor of as many numbers, in one piece or not."""
+    in_one_piece = into.is_contiguous()
+    flat = into.view(-1, into.shape[-1]) if in_one_piece else rows.new_empty((len(rows), into.shape[-1]))
+    if bias is None:
+        torch.mm(rows, matrix, out=flat)
+    else:
+        torch.addmm(bias, rows, matrix, out=flat)
+    if not in_one_piece:
+        into.copy_(flat.view(into.shape))
+
+
+def _weight_gradient(pairs: Iterable[tuple[Tensor, Tensor]], *, is_transposed: bool) -> Tensor:
+    """The gradient of a weight from chunks of what its layer read, each with the gradient of what it made."""
+    total: Tensor | None = None
+    for given, gradient in pairs:
+        left, right = (given.t(), gradient) if is_transposed else (gradient.t(), given)
+        total = left @ right if total is None else total.addmm_(left, right)
+    assert total is not None, "a layer has at least one chunk"
+    return total
+
+
+def _wants(ctx: Any, number: int) -> bool:
+    """Whether this run of backward goes on to an input of a node: halves of a backward ask for some only."""
+    if not ctx.needs_input_grad[number]:
+        return False
+    # The engine knows inputs that are tensors, and no others.
+    node = ctx.next_functions[sum(ctx.are_tensors[:number])][0]
+    return is_wanted(node)
+
+
+def _computing_type(tensor: Tensor) -> torch.dtype:
+    """What matmuls compute in: under autocast its type."""
+    device = "cpu" if tensor.is_meta else tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype

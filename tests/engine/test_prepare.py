@@ -1,0 +1,63 @@
+"""Ranks that see different costs cut a module at one place; a cut that cannot be is told in the keys of a plan."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.engine.parallelize import parallelize
+from shardwise.engine.prepare import agree_on_costs
+from shardwise.errors import ShardwiseError
+from shardwise.ranks.spawn import Ranks
+from shardwise.stages.split.flow import UnitCall
+from shardwise.stages.split.outline import outline_of
+from tests.ranks import telling
+
+
+def costs_of_a_rank(names: list[list[str]]) -> list[tuple[float, float, float]]:
+    rank = dist.get_rank()
+    calls = [
+        UnitCall(
+            name=name, unit=name, outline=outline_of(None, [], set()), signature=(), needs=frozenset(),
+            flops=100.0 * rank, bytes=10.0 * number, touched=frozenset(), weight_bytes=2.0 * rank,
+        )
+        for number, name in enumerate(names[rank])
+    ]  # fmt: skip
+    agree_on_costs(calls)
+    return [(each.flops, each.bytes, each.weight_bytes) for each in calls]
+
+
+def test_all_ranks_go_by_the_mean_of_what_each_has_seen(two: Ranks) -> None:
+    found = two.run(costs_of_a_rank, [["embed", "head"], ["embed", "head"]])
+    assert found[0] == found[1] == [(50.0, 0.0, 1.0), (50.0, 10.0, 1.0)]
+
+
+def test_ranks_that_have_called_different_units_say_so(two: Ranks) -> None:
+    with pytest.raises(ShardwiseError, match="which units run depends on the data"):
+        two.run(costs_of_a_rank, [["embed", "head"], ["embed", "block", "head"]])
+
+
+def test_a_cut_that_cannot_be_is_told_in_the_keys_of_a_plan() -> None:
+    with pytest.raises(ShardwiseError) as error:
+        telling.train("pp=2,layers=0+2")
+    assert error.value.remedy is not None
+    assert error.value.remedy.startswith("layers=3+2 ")
+
+
+class Bare(nn.Module):
+    """A module that calls no other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Embedding(3, 2).weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.t()
+
+
+def test_a_module_without_units_says_so() -> None:
+    batch = {"x": torch.ones(2, 2)}
+    with pytest.raises(ShardwiseError, match="Bare calls no module that has parameters"):
+        parallelize(
+            Bare(), "dp=1", loss=lambda output, _: output.mean(), optimizer=telling.OPTIMIZERS["sgd"](), example=batch
+        )

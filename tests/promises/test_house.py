@@ -14,6 +14,7 @@ HELD: tuple[Promise, ...] = (
     house.global_statements,
     house.readers_of_the_environment,
     house.long_files,
+    house.files_that_know_too_many,
     house.long_functions,
     house.long_classes,
     house.modules_that_do_not_say_what_they_are,

@@ -43,8 +43,11 @@ def assemble(
     # What is dropped in training is seen in training mode only.
     sharded = Sharded(module.train(), plan, wires.mesh, microbatch, options)
     place = None if isinstance(wires, OneProcess) else wires.ranks[0]
+    without_numbers = {name for name, each in module.named_parameters() if each.is_meta}
     probe = trial_of(loss, microbatch)
     split, computed, callers = prepare(module, plan, microbatch, probe=probe, rank=place, options=options)
+    if sharded.experts is not None and without_numbers:
+        sharded.experts.draw(module, without_numbers, seed=options.seed, device=home_of(microbatch))
     context = sharded.attach_context(module, options)
     if context is not None:
         context.attach_stages(split)

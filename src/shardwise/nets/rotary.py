@@ -26,6 +26,10 @@ class Rotary(nn.Module):
         # Nobody would give them their numbers later, on the meta device.
         self.register_buffer("frequencies", frequencies if device.type == "meta" else frequencies.to(device), False)
 
+    def reset_parameters(self) -> None:
+        """Give frequencies that have memory alone their numbers."""
+        self.frequencies.copy_(frequencies_of(self.rope, self.dim))
+
     def forward(self, positions: Tensor) -> Rotation:
         angles = positions[..., None].float() * self.frequencies.to(positions.device)
         return angles.cos() * self.scale, angles.sin() * self.scale

@@ -4,7 +4,9 @@ import copy
 
 import torch
 from torch import Tensor
+from torch.optim import SGD
 
+from shardwise.engine.parallelize import parallelize
 from shardwise.nets.moe import MoE
 from shardwise.nets.router import balancing_loss as of_one_device
 from shardwise.nets.routes import count_choices
@@ -54,22 +56,23 @@ def in_bfloat16(model: str) -> tuple[float, float, int]:
 
 
 def made_from_nothing(model: str) -> list[str]:
-    """Experts whose numbers are not those of the whole module, where each rank makes its own from the seed."""
-    mesh, module = make_mesh(Plan.parse("dp=2,ep=2")), meta_twin(make_model(model))
+    """Parameters whose numbers are not those of the whole module, where an engine makes each rank's from the seed."""
+    module = meta_twin(make_model(model))
     whole = copy.deepcopy(module)
-    names = [name for name, _ in module.named_parameters() if "experts." in name and "shared" not in name]
-    materialise(whole, names, seed=3)
-    sharding = shard_experts(module, mesh)
-    sharding.materialise(module, seed=3)
-    assert list(sharding.parameters) == names
-    different = []
-    for name in names:
-        mine, expected = module.get_parameter(name), whole.get_parameter(name)
-        half = len(expected) // 2
-        rows = expected[half * sharding.group.rank : half * (sharding.group.rank + 1)]
-        if not (mine.equal(rows) and mine.equal(sharding.local(name, expected)) and mine.requires_grad):
-            different.append(name)
-    return different
+    materialise(whole, [name for name, _ in (*whole.named_parameters(), *whole.named_buffers())], seed=3)
+    engine = parallelize(
+        module,
+        "dp=2,ep=2",
+        loss=lambda output, batch: (output.logits.square().sum(), batch["input_ids"].numel()),
+        optimizer=SGD,
+        example=make_batch(),
+        seed=3,
+    )
+    with engine:
+        assert engine.experts is not None
+        assert len(engine.experts.parameters) > 0
+        made = engine.state_dict()
+        return [name for name, each in whole.named_parameters() if not made[name].equal(each)]
 
 
 def alone() -> tuple[Tensor, Tensor]:

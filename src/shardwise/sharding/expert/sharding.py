@@ -1,6 +1,6 @@
 """What became of a module's experts: by the names of their parameters, where each lies."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -68,16 +68,17 @@ class ExpertSharding:
         parts = torch.split(summed, [len(each) for each in counts])
         return {name: part.tolist() for name, part in zip(self.layers, parts, strict=True)}
 
-    def materialise(self, module: nn.Module, *, seed: int = 0, device: torch.device | str = "cpu") -> None:
-        """Give experts that are on the meta device their part of what the whole module would have drawn.
+    @torch.no_grad()
+    def draw(self, module: nn.Module, names: Collection[str], *, seed: int, device: torch.device) -> None:
+        """Give experts, by name, their part of what the whole module would have drawn; one whole is there at a time.
 
-        One whole parameter is there at a time.
+        Drawn by themselves, the experts of all ranks would be the same: their names are.
         """
-        for name, parameter in list(module.named_parameters()):
-            if parameter.is_meta and name in self.parameters:
+        for name, parameter in module.named_parameters():
+            if name in names and name in self.parameters and not parameter.is_meta:
                 materialise(self.twin, [name], seed=seed, device=device)
                 drawn = self.twin.get_parameter(name)
-                replace(module, parameter, self.local(name, drawn.detach()))
+                parameter.copy_(self.local(name, drawn.detach()))
                 replace(self.twin, drawn, drawn.detach().to("meta"))
 
     def describe(self) -> str:

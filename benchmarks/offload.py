@@ -73,8 +73,8 @@ def make(settings: Settings) -> Transformer:
 
 
 def batch_of(settings: Settings, rows: int, length: int, step: int) -> dict[str, Tensor]:
-    chance = torch.Generator().manual_seed(step)
-    ids = torch.randint(settings.vocabulary, (rows, length + 1), generator=chance).cuda()
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(settings.vocabulary, (rows, length + 1), generator=generator).cuda()
     return {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
 
 

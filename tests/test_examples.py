@@ -31,8 +31,8 @@ def test_an_example_is_short_runs_and_its_loss_falls(path: Path, tmp_path: Path)
 
 def test_an_example_runs_when_python_is_started_with_it() -> None:
     command = [sys.executable, str(EXAMPLES[-1])]  # One that does without transformers: 5 s of a core to import.
-    surroundings = {**os.environ, "OMP_NUM_THREADS": "1"}
-    check(subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=surroundings))
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+    check(subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=variables))
 
 
 def check(finished: "subprocess.CompletedProcess[str]") -> None:

@@ -134,9 +134,9 @@ def test_recomputation_trades_activations_for_a_working_set() -> None:
 def test_what_is_offloaded_is_on_the_host() -> None:
     here, half = ask("8xh100", dp=8, zero=1), ask("8xh100", dp=8, zero=1, offload_optimizer=0.5)
     moved = here.bytes.parts["optimizer"] / 2
-    visiting = NUM_SLOTS * SLOT_BYTES
-    assert moved.max() > visiting
-    assert half.bytes.parts["optimizer"] == pytest.approx(moved + visiting)
+    staged = NUM_SLOTS * SLOT_BYTES
+    assert moved.max() > staged
+    assert half.bytes.parts["optimizer"] == pytest.approx(moved + staged)
     assert half.bytes.parts["masters"] == pytest.approx(here.bytes.parts["masters"])
     assert here.bytes.host[0] == 0
     assert half.bytes.host[0] == pytest.approx(moved.max())

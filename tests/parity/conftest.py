@@ -1,4 +1,4 @@
-"""Surroundings of the matrix of plans, and the page that it writes."""
+"""Options of the matrix of plans, and the page that it writes."""
 
 from collections.abc import Iterator
 

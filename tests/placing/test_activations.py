@@ -85,12 +85,12 @@ class Knotty(nn.Module):
 
 @pytest.mark.parametrize("part", [1.0, 0.4])
 @pytest.mark.parametrize(
-    "wishes",
+    "options",
     [{}, {"microbatches": 4}, {"microbatches": 4, "schedule": "zb-h1"}, {"microbatches": 4, "schedule": "interleaved"}],
     ids=["by layers", "1f1b", "zb-h1", "interleaved"],
 )
-def test_a_placement_trains_as_it_does_without_a_host(wishes: dict[str, Any], part: float) -> None:
-    nets = [sw.place(Knotty(), TWO, **wishes), sw.place(Knotty(), TWO, activations_on_host=part, **wishes)]
+def test_a_placement_trains_as_it_does_without_a_host(options: dict[str, Any], part: float) -> None:
+    nets = [sw.place(Knotty(), TWO, **options), sw.place(Knotty(), TWO, activations_on_host=part, **options)]
     for net in nets:
         optimizer = AdamW(net.parameters(), lr=0.01)
         for step in range(3):
@@ -109,14 +109,14 @@ def test_a_placement_trains_as_it_does_without_a_host(wishes: dict[str, Any], pa
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("wishes", [{}, {"microbatches": 4, "schedule": "zb-h1"}], ids=["by layers", "zb-h1"])
+@pytest.mark.parametrize("options", [{}, {"microbatches": 4, "schedule": "zb-h1"}], ids=["by layers", "zb-h1"])
 def test_copies_that_come_as_late_as_they_may_are_waited_for(
-    wishes: dict[str, Any], seed: int, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU: what is not told to wait for a copy reads or overwrites rubbish."""
-    plain = sw.place(Knotty(), TWO, **wishes)
+    plain = sw.place(Knotty(), TWO, **options)
     monkeypatch.setattr(placed_offload, "CopyStreams", lambda _: LateCopyStreams(seed))
-    late = sw.place(Knotty(), TWO, activations_on_host=0.7, **wishes)
+    late = sw.place(Knotty(), TWO, activations_on_host=0.7, **options)
     for net in (plain, late):
         for step in range(2):
             torch.manual_seed(step)
@@ -330,8 +330,8 @@ def test_a_pipeline_sends_what_has_no_room(monkeypatch: pytest.MonkeyPatch) -> N
     budget = {name: int(0.3 * needs(Net(num_blocks=12, width=24), example)) for name in TWO}
     plain = sw.place(Net(num_blocks=12, width=24), TWO, microbatches=4, example=example)
     speeds = {"cpu:0": 1.0, "cpu:1": 1.0, "cpu": 1e-6}
-    wishes: dict[str, Any] = {"microbatches": 4, "example": example, "budget": budget, "speeds": speeds}
-    placed = sw.place(Net(num_blocks=12, width=24), [*TWO, "cpu"], **wishes)
+    options: dict[str, Any] = {"microbatches": 4, "example": example, "budget": budget, "speeds": speeds}
+    placed = sw.place(Net(num_blocks=12, width=24), [*TWO, "cpu"], **options)
     assert placed._arranged.pipeline is not None
     assert placed.activations is not None
     assert set(placed.activations.parts) == set(TWO)

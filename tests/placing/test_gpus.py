@@ -128,8 +128,8 @@ def test_activations_on_the_host_change_nothing_but_the_peak(recomputes: bool) -
 
 def test_a_pipeline_of_a_gpu_and_the_cpu_sends_what_the_gpu_saves() -> None:
     ids = torch.randint(0, 11, (64, 5))
-    wishes: dict[str, Any] = {"microbatches": 4, "speeds": {"cuda:0": 1.0, "cpu": 1.0}, "host": "compute"}
-    nets = [sw.place(Net(num_blocks=4), ["cuda:0", "cpu"], activations_on_host=part, **wishes) for part in (0, 1)]
+    options: dict[str, Any] = {"microbatches": 4, "speeds": {"cuda:0": 1.0, "cpu": 1.0}, "host": "compute"}
+    nets = [sw.place(Net(num_blocks=4), ["cuda:0", "cpu"], activations_on_host=part, **options) for part in (0, 1)]
     for net in nets:
         net(ids).square().mean().backward()
     assert nets[1].activations is not None

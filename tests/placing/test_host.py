@@ -43,12 +43,12 @@ def weight_bytes(module: nn.Module) -> int:
     return sum(each.numel() * each.element_size() for each in module.parameters())
 
 
-def streamed(module: nn.Module, devices: list[str], part: float, **wishes: Any) -> Placed:
+def streamed(module: nn.Module, devices: list[str], part: float, **options: Any) -> Placed:
     """The module with room for a part of what it needs on the devices together."""
     needed = weight_bytes(module) * (4 if module.training else 1)
     num_devices = len(devices) - 1
     budget = {name: int(part * needed / num_devices) for name in devices[:-1]}
-    placed = sw.place(module, devices, budget=budget, host="stream", **wishes)
+    placed = sw.place(module, devices, budget=budget, host="stream", **options)
     assert any(place.name == "cpu" for place in placed.where.values()), "all of it has room"
     return placed
 

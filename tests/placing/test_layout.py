@@ -94,8 +94,8 @@ def test_training_counts_gradients_and_what_the_optimizer_keeps() -> None:
 def test_activations_are_those_that_autograd_keeps() -> None:
     module = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Tanh(), nn.Linear(8, 2, bias=False))
     example = {"input": torch.randn(3, 4)}
-    wishes = SplitOptions(num_stages=1, cut=None, costs=None, speeds=None, limit_bytes=None)
-    found, flow, _ = choose(module, example, wishes)
+    options = SplitOptions(num_stages=1, cut=None, costs=None, speeds=None, limit_bytes=None)
+    found, flow, _ = choose(module, example, options)
     loads = loads_of(module, found, flow, example, moments=2)
     # The first keeps its input, and its tanh (glue behind it) what it returned; that is the input of the second.
     assert [each.kept_bytes for each in loads] == [3 * 4 * 4 + 3 * 8 * 4, 0]

@@ -36,7 +36,7 @@ def test_the_first_error_stops_those_that_wait_and_reaches_the_caller() -> None:
     assert threading.active_count() == before
 
 
-def test_threads_have_the_callers_surroundings_and_leave_the_caller_its_own() -> None:
+def test_threads_have_the_callers_settings_and_leave_the_caller_its_own() -> None:
     found: list[tuple[bool, bool, int]] = []
     num_threads = torch.get_num_threads()
 

@@ -148,9 +148,9 @@ def test_a_model_that_no_device_holds_is_planned_with_its_weights_on_the_host() 
     assert chosen.best.fits
     assert composes(chosen.plan)
     assert "offload.parameters=0 needs" in chosen.plan.reasons["offload.parameters"]
-    hosted = sum(rank.hosted for rank in chosen.best.ranks)
+    on_host = sum(rank.on_host for rank in chosen.best.ranks)
     # Masters, gradients and both moments of a number.
-    assert hosted == pytest.approx(chosen.best.question.model.num_parameters * 16, rel=0.2)
+    assert on_host == pytest.approx(chosen.best.question.model.num_parameters * 16, rel=0.2)
 
 
 def test_where_all_devices_together_are_too_small_weights_are_on_the_host_under_any_axis() -> None:

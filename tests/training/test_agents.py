@@ -40,8 +40,8 @@ def start_agent(folder: Path, port: int, *, is_host: bool) -> subprocess.Popen[s
         "--rdzv-conf", f"{MEETING},is_host={int(is_host)}", "-m", "shardwise", "train", "tiny", "--plan", PLAN,
         *(word for key, value in CHANGES.items() for word in ("--set", f"{key}={value}")), "--folder", str(folder),
     ]  # fmt: skip
-    surroundings = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, env=surroundings, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    variables = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def test_when_an_agent_dies_with_its_ranks_the_other_plans_again_and_goes_on(two: Ranks, tmp_path: Path) -> None:

@@ -79,9 +79,9 @@ def test_a_run_that_was_stopped_goes_on_to_the_very_same_losses(tmp_path: Path) 
 def test_ctrl_c_saves_and_stops_and_the_run_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     words = ["train", "tiny", "--devices", "2", "--folder", str(folder), "--set", "steps=100000"]
-    surroundings = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    variables = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "shardwise", *words], env=surroundings, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        [sys.executable, "-m", "shardwise", *words], env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True,
     )  # fmt: skip
     while process.poll() is None and len(losses_of(folder) if (folder / "metrics.jsonl").is_file() else []) < 6:

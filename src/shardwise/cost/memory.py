@@ -42,11 +42,11 @@ NOT_ALLOCATED = ("context", "buffers", "workspace", "fragments")
 class StepBytes:
     """Bytes of each part on each place (first, middle, last stage; or every rank): arrays of candidates x places.
 
-    `hosted` is what of each part lives on the host instead, on each place.
+    `on_host` is what of each part lives on the host instead, on each place.
     """
 
     parts: Mapping[str, Floats]
-    hosted: Mapping[str, Floats]
+    on_host: Mapping[str, Floats]
 
     @property
     def by_place(self) -> Floats:
@@ -60,7 +60,7 @@ class StepBytes:
     @property
     def host(self) -> Floats:
         """Bytes on the host of the rank that has most there."""
-        return np.asarray(sum(self.hosted.values(), np.zeros(())).max(axis=1))
+        return np.asarray(sum(self.on_host.values(), np.zeros(())).max(axis=1))
 
     @property
     def allocated(self) -> Floats:
@@ -90,9 +90,9 @@ def step_bytes(
     parts = _states(layouts, counts, software)
     parts |= _activations(model, layouts, places, sequence, software)
     every = np.ones_like(places.begins)
-    hosted = _on_host(parts, layouts, counts)
+    on_host = _on_host(parts, layouts, counts)
     saved_loss = 1.0 if software.fused_loss else _SAVED_LOGIT / _LOGIT
-    hosted["loss"] = parts["loss"] * saved_loss * layouts.offload_activations[:, None]
+    on_host["loss"] = parts["loss"] * saved_loss * layouts.offload_activations[:, None]
     if np.any(layouts.zero == 3):
         # Two layers gathered (one ahead), the gradients of one as they are made and as they are reduced, and both ends.
         gathered = counts.layer * (3 * software.width + software.reduce_bytes) + counts.ends * software.width
@@ -107,7 +107,7 @@ def step_bytes(
         parts["workspace"] = constants.workspace_bytes * every
         parts["context"] = constants.context_bytes * every
         parts["fragments"] = constants.fragments * moving + constants.fragments_states * states
-    return StepBytes(parts=parts, hosted=hosted)
+    return StepBytes(parts=parts, on_host=on_host)
 
 
 def _on_host(parts: dict[str, Floats], layouts: Layouts, counts: Counts) -> dict[str, Floats]:
@@ -124,16 +124,16 @@ def _on_host(parts: dict[str, Floats], layouts: Layouts, counts: Counts) -> dict
     # Of weights that come for their use two layers are there, one ahead, and the ends, which may be one tensor; or the
     # shards of these, before they are gathered.
     coming = (2 * counts.layer + counts.ends) * 4.0 / np.where(layouts.zero == 3, layouts.num_sharing, 1)
-    hosted = {}
+    on_host = {}
     for name, share, on_device in (
         ("optimizer", np.maximum(layouts.offload_optimizer, layouts.offload_parameters), NUM_SLOTS * SLOT_BYTES),
         (trained, layouts.offload_parameters, coming[:, None]),
         ("gradients", layouts.offload_parameters, DEFERRED_FREE_BYTES),
         ("activations", layouts.offload_activations, DEFERRED_FREE_BYTES),
     ):
-        hosted[name] = at_home.get(name, parts[name]) * share[:, None]
-        parts[name] = parts[name] * (1.0 - share[:, None]) + np.minimum(hosted[name], on_device)
-    return hosted
+        on_host[name] = at_home.get(name, parts[name]) * share[:, None]
+        parts[name] = parts[name] * (1.0 - share[:, None]) + np.minimum(on_host[name], on_device)
+    return on_host
 
 
 def _states(layouts: Layouts, counts: Counts, software: Software) -> dict[str, Floats]:

@@ -194,9 +194,9 @@ def _offload(pricer: Pricer, layouts: Layouts, stages: Stages, held: StepBytes, 
     """
     if not (layouts.offload_parameters.any() or layouts.offload_activations.any()):
         return np.zeros(len(layouts))
-    offloaded = [2 * each for name, each in held.hosted.items() if name in ("weights", "masters")]
-    weights = sum([*offloaded, held.hosted["gradients"]], np.zeros(())).max(axis=1)
-    activations = (held.hosted["activations"] / np.maximum(places.in_flight, 1.0)).max(axis=1)
+    offloaded = [2 * each for name, each in held.on_host.items() if name in ("weights", "masters")]
+    weights = sum([*offloaded, held.on_host["gradients"]], np.zeros(())).max(axis=1)
+    activations = (held.on_host["activations"] / np.maximum(places.in_flight, 1.0)).max(axis=1)
     halves = np.where((layouts.pp > 1) & np.isin(layouts.schedule, SPLITS_BACKWARD), 2, 1)
     copied = (weights + halves * activations) / (_BOTH_WAYS * pricer.pool.node.host.device_bytes_per_second)
     slowest = _slowest(stages.first, add(stages.middle, stages.extra), stages.last, layouts)

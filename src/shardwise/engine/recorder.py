@@ -132,5 +132,5 @@ class Recorder:
         held = self._data.held()
         in_buckets = {id(each) for bucket in self._data.buckets for each in bucket.weights.parameters}
         others = sum(each.nbytes for each in self._held if id(each) not in in_buckets)
-        hosted = 0 if self._host is None or self._host.states is None else self._host.states.num_bytes
-        return {PARAMETERS: held.parameters + others, GRADIENTS: held.gradients, OPTIMIZER: held.optimizer - hosted}
+        on_host = 0 if self._host is None or self._host.states is None else self._host.states.num_bytes
+        return {PARAMETERS: held.parameters + others, GRADIENTS: held.gradients, OPTIMIZER: held.optimizer - on_host}

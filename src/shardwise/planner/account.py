@@ -36,7 +36,7 @@ class RankBytes:
     place: int
     num_ranks: int
     parts: Mapping[str, float]
-    hosted: float
+    on_host: float
     capacity: float
 
     @property
@@ -240,13 +240,13 @@ def _rank_bytes(question: Question, plan: Plan, layouts: Layouts, stages: tuple[
 
 
 def _ranks(question: Question, plan: Plan, held: StepBytes) -> tuple[RankBytes, ...]:
-    hosted = sum(held.hosted.values(), np.zeros(()))
+    on_host = sum(held.on_host.values(), np.zeros(()))
     return tuple(
         RankBytes(
             place=place,
             num_ranks=plan.num_ranks // plan.pp,
             parts={name: float(part[0, place]) for name, part in held.parts.items()},
-            hosted=float(hosted[0, place]),
+            on_host=float(on_host[0, place]),
             capacity=float(question.device.memory_bytes),
         )
         for place in range(plan.pp)

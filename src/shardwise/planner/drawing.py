@@ -103,8 +103,8 @@ def draw_memory(account: Account, canvas: Canvas) -> None:
     width = max(map(len, labels))
     for label, run in zip(labels, runs, strict=True):
         canvas.print(f"  {label.ljust(width)}  {_bar(run[0], capacity, canvas)}  {format_bytes(run[0].total):>9}")
-        if run[0].hosted:
-            canvas.print(f"  {' ' * width}  and {format_bytes(run[0].hosted)} on the host")
+        if run[0].on_host:
+            canvas.print(f"  {' ' * width}  and {format_bytes(run[0].on_host)} on the host")
     if account.host_bytes:
         there, room = format_bytes(account.host_bytes), format_bytes(account.host_capacity)
         canvas.print(f"  {there} on the host of a node, of {room} that it has for them")
@@ -204,7 +204,7 @@ def account_data(account: Account) -> dict[str, object]:
                 "num_ranks": rank.num_ranks,
                 "bytes": {name: round(part) for name, part in rank.parts.items()},
                 "total_bytes": round(rank.total),
-                "host_bytes": round(rank.hosted),
+                "host_bytes": round(rank.on_host),
                 "capacity_bytes": round(rank.capacity),
                 "headroom_bytes": round(rank.headroom),
             }

@@ -34,7 +34,7 @@ def check_host(job: Job) -> None:
     cluster = local_cluster(job.plan.num_ranks)
     software = replace(usual_software(cluster.pools[0].device), state_bytes=_STATE_BYTES[job.recipe.optimizer.name])
     question = make_question(**_asked(job.recipe), cluster=cluster, software=software)
-    needed = sum(rank.hosted * rank.num_ranks for rank in hold(question, job.plan))
+    needed = sum(rank.on_host * rank.num_ranks for rank in hold(question, job.plan))
     check_host_memory(job.plan, needed, num_ranks=job.plan.num_ranks, available=available_bytes())
 
 

@@ -94,7 +94,7 @@ def test_the_planner_counts_what_the_engines_keep_there(plan: str, four: Ranks) 
     text = f"{plan.replace('layers=1x4', 'layers=1+1+1+1')},offload.optimizer=1"
     family, config = config_for(going_on.MODELS["dense"], None)
     question = make_question(load_model(config), cluster="4xcpu", batch=8, sequence=8)
-    expected = [rank.hosted for rank in hold(question, Plan.parse(text))]
+    expected = [rank.on_host for rank in hold(question, Plan.parse(text))]
     found = four.run(bytes_on_host, text)
     assert family.name
     if "pp" in plan:

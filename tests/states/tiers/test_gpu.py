@@ -51,10 +51,10 @@ def train(plan: str, clip: float | None = None) -> tuple[list[float], dict[str, 
 )
 def test_a_gpu_trains_to_the_same_bits_with_a_host(plan: str, host: str) -> None:
     losses, weights, _ = train(plan)
-    hosted_losses, hosted_weights, host_bytes = train(f"{plan},{host}")
+    offloaded_losses, offloaded_weights, host_bytes = train(f"{plan},{host}")
     assert host_bytes > 0
-    assert hosted_losses == losses
-    assert all(torch.equal(each, weights[name]) for name, each in hosted_weights.items())
+    assert offloaded_losses == losses
+    assert all(torch.equal(each, weights[name]) for name, each in offloaded_weights.items())
 
 
 @pytest.mark.parametrize("host", ["offload.optimizer=1", "offload.optimizer=0.5", "offload.parameters=1"])
@@ -66,9 +66,9 @@ def test_many_chunks_in_few_buffers_are_the_same_bits(
     monkeypatch.setattr(states, "SLOT_BYTES", 1024)
     for count in (1, 3):
         monkeypatch.setattr(states, "NUM_SLOTS", count)
-        hosted_losses, hosted_weights, _ = train(f"microbatches=2,{host}", clip)
-        assert hosted_losses == losses
-        assert all(torch.equal(each, weights[name]) for name, each in hosted_weights.items())
+        offloaded_losses, offloaded_weights, _ = train(f"microbatches=2,{host}", clip)
+        assert offloaded_losses == losses
+        assert all(torch.equal(each, weights[name]) for name, each in offloaded_weights.items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -73,7 +73,7 @@ def give_gradients(weights: list[nn.Parameter], step: int, without: Iterable[int
         each.grad = None if number in without else gradient
 
 
-def hosted(
+def on_host(
     optimizer: Optimizer, make: Make, weights: list[nn.Parameter], copies: CopyStreams, part: float
 ) -> HostStates:
     return HostStates({optimizer: number_bytes_of(make, weights)}, part, copies)
@@ -98,7 +98,7 @@ def test_weights_and_state_are_those_of_the_plain_optimizer(name: str, part: flo
     make = MAKERS[name]
     ours, theirs = make_weights(), make_weights()
     optimizer, plain = make(ours), make(theirs)
-    host = hosted(optimizer, make, ours, copies, part)
+    host = on_host(optimizer, make, ours, copies, part)
     for step in range(STEPS):
         for weights, each in ((ours, optimizer), (theirs, plain)):
             give_gradients(weights, step, without=[step % 3])
@@ -116,7 +116,7 @@ def test_matrices_are_orthogonalised_whole(copies: CopyStreams) -> None:
 
     ours, theirs = (make_weights([(6, 4), (4, 4), (3, 9)]) for _ in range(2))
     optimizer, plain = make(ours), make(theirs)
-    host = hosted(optimizer, make, ours, copies, 1.0)
+    host = on_host(optimizer, make, ours, copies, 1.0)
     for step in range(STEPS):
         give_gradients(ours, step)
         give_gradients(theirs, step)
@@ -129,7 +129,7 @@ def test_matrices_are_orthogonalised_whole(copies: CopyStreams) -> None:
 def test_what_is_on_the_host_is_at_least_the_part_that_was_asked_for(copies: CopyStreams) -> None:
     weights = make_weights([(10, 10)] * 10)
     optimizer = AdamW(weights)
-    host = hosted(optimizer, AdamW, weights, copies, 0.35)
+    host = on_host(optimizer, AdamW, weights, copies, 0.35)
     assert host.planned_bytes == 4 * 100 * 8
     assert host.num_bytes == 0
     give_gradients(weights, 0)
@@ -145,7 +145,7 @@ def test_what_is_on_the_host_is_at_least_the_part_that_was_asked_for(copies: Cop
 def test_state_that_is_loaded_from_outside_is_taken_to_the_host(copies: CopyStreams) -> None:
     ours, theirs = make_weights(), make_weights()
     optimizer, plain = by_dim(ours), by_dim(theirs)
-    host = hosted(optimizer, by_dim, ours, copies, 1.0)
+    host = on_host(optimizer, by_dim, ours, copies, 1.0)
     for step in range(STEPS):
         give_gradients(ours, step)
         give_gradients(theirs, step)
@@ -162,7 +162,7 @@ def test_state_that_is_loaded_from_outside_is_taken_to_the_host(copies: CopyStre
 def test_a_step_that_is_left_out_leaves_the_state_alone(copies: CopyStreams) -> None:
     ours, theirs = make_weights(), make_weights()
     optimizer, plain = momentum(ours), momentum(theirs)
-    host = hosted(optimizer, momentum, ours, copies, 1.0)
+    host = on_host(optimizer, momentum, ours, copies, 1.0)
     for step in range(STEPS):
         give_gradients(ours, step)
         give_gradients(theirs, step)

@@ -247,7 +247,7 @@ def test_the_planner_counts_what_the_engines_keep_there(plan: str, two: Ranks) -
     _, config = config_for(going_on.MODELS["dense"], None)
     question = make_question(load_model(config), cluster="2xcpu", batch=8, sequence=8)
     text = f"{plan},offload.parameters=1"
-    (expected,) = [rank.hosted for rank in hold(question, Plan.parse(text))]
+    (expected,) = [rank.on_host for rank in hold(question, Plan.parse(text))]
     # Under tp norms stay on the device: ranks have parts of their gradients' sums.
     assert two.run(bytes_on_host, text) == pytest.approx([expected] * 2, rel=0.05)
 

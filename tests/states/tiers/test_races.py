@@ -22,8 +22,10 @@ STEPS = 4
 
 
 def make_weights() -> list[nn.Parameter]:
-    chance = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=chance)) for shape in ((6, 4), (5,), (7, 3), (4, 4), (3, 2, 2))]
+    generator = torch.Generator().manual_seed(0)
+    return [
+        nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((6, 4), (5,), (7, 3), (4, 4), (3, 2, 2))
+    ]
 
 
 def rehearse(

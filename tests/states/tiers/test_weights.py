@@ -140,7 +140,7 @@ def test_the_planner_counts_what_the_engines_keep_there(plan: str) -> None:
     _, config = config_for(going_on.MODELS["dense"], None)
     question = make_question(load_model(config), cluster="4xcpu", batch=8, sequence=8)
     for host in ("offload.parameters=1", "offload.parameters=1,offload.optimizer=1"):
-        expected = sum(rank.hosted for rank in hold(question, Plan.parse(f"{plan},{host}")))
+        expected = sum(rank.on_host for rank in hold(question, Plan.parse(f"{plan},{host}")))
         if "pp" in plan:  # What stages share stays on the device, here the embedding: weight, gradient and no state.
             expected -= 8 * 2 * 53 * 16 + 8 * 53 * 16
         with make_engine(f"{plan},{host}") as engine:

@@ -57,15 +57,15 @@ def feasible(question: Question) -> bool:
         axes = spread_axes(question, Tally(), 1)
         if len(axes) == 0:
             continue
-        software, hosted = question.software_in(precision), offloads(question)
-        held, fits = leanest(question, axes, software, hosted)
+        software, on_host = question.software_in(precision), offloads(question)
+        held, fits = leanest(question, axes, software, on_host)
         chosen = np.argsort(held.peak)[:_LEANEST]
         chosen = chosen[fits[chosen]]
         if len(chosen) == 0:
             continue
         again = recomputations(question)[-1:]
         layouts = with_schedules(axes.take(chosen), schedules(question), again, max(question.model.num_layers, 1))
-        most = hosted[offloads_by_recomputation(question, hosted)[again[0][0]]][-1:]
+        most = on_host[offloads_by_recomputation(question, on_host)[again[0][0]]][-1:]
         domain = min(question.cluster.pools, key=lambda pool: pool.device.memory_bytes).domain
         layouts = with_offloads(with_zeros(layouts, zeros(question, domain)), most)
         if question.price(layouts, software).fits.any():

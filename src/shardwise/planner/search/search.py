@@ -180,8 +180,8 @@ class _InPrecision:
         if len(self.offloads) > 1 and len(tight):
             rows, chosen = self._made_to_fit(found.bytes, tight, layouts)
             if len(rows):
-                hosted = with_offload(layouts.take(rows), self.offloads[chosen])
-                self._keep(hosted, self._price(hosted))
+                on_host = with_offload(layouts.take(rows), self.offloads[chosen])
+                self._keep(on_host, self._price(on_host))
 
     def _made_to_fit(self, held: StepBytes, tight: np.ndarray, layouts: Layouts) -> tuple[np.ndarray, np.ndarray]:
         """Which candidates choices of offload make fit, each with those that do: but for what moves more of one thing,

@@ -82,7 +82,7 @@ class _Frame:
         self.saved: list[weakref.ref[_Offloaded]] = []
         #: What was seen. While it is referred to, weakly, no other memory can have its address.
         self.known: dict[_Key, tuple[StorageWeakRef, weakref.ref[_Offloaded] | None]] = {}
-        self.seen_bytes = self.hosted_bytes = 0
+        self.seen_bytes = self.offloaded_bytes = 0
 
 
 class ActivationOffload:
@@ -183,10 +183,10 @@ class ActivationOffload:
                 return away
         memory = tensor.untyped_storage()
         frame.seen_bytes += memory.nbytes()
-        if frame.hosted_bytes + memory.nbytes() > self._plan.offload.activations * frame.seen_bytes:
+        if frame.offloaded_bytes + memory.nbytes() > self._plan.offload.activations * frame.seen_bytes:
             frame.known[key] = StorageWeakRef(memory), None  # type: ignore[no-untyped-call]
             return None
-        frame.hosted_bytes += memory.nbytes()
+        frame.offloaded_bytes += memory.nbytes()
         away = self._send(frame, tensor)
         frame.known[key] = StorageWeakRef(memory), weakref.ref(away)  # type: ignore[no-untyped-call]
         return away

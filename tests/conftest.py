@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from shardwise.ranks.spawn import Ranks
     from tests.crowd import Crowds
 
-#: The worker that has the ranks, by the name of its group of tests.
-RANKS = "ranks"
+#: The workers that have ranks, by the names of their groups of tests: those of two ranks, and all others.
+PAIRS, RANKS = "pairs", "ranks"
 
 # Until all tests are collected nothing is thrown away: the collector would look through all of torch again and again.
 gc.disable()
@@ -43,8 +43,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what `--whole` alone runs, and say what runs in one worker (`--dist loadgroup`).
 
-    That is all tests that share ranks, and else the tests of a file. Ranks are processes: two workers would have twice
-    as many as there are, on the same cores.
+    That is all tests that share ranks, those with two of them apart from those with more, and else the tests of a
+    file. Ranks are processes: if any worker had any of them, there would be twice as many on the same cores.
     """
     if not (config.getoption("--whole") or config.getoption("--write-composition", default=False)):
         left_out = [item for item in items if item.get_closest_marker("whole") is not None]
@@ -52,12 +52,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item.get_closest_marker("whole") is None]
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
-            shares = "crowds" in getattr(item, "fixturenames", ())
-            where = f"{item.path.parent.name}-{item.path.stem}"
-            item.add_marker(pytest.mark.xdist_group(RANKS if shares else where))
+            item.add_marker(pytest.mark.xdist_group(_group_of(item)))
     if getattr(config.option, "loadgroup", False):
         for item in items:
             _tell_group(item)
+
+
+def _group_of(item: pytest.Item) -> str:
+    fixtures = set(getattr(item, "fixturenames", ()))
+    if "crowds" not in fixtures:
+        return f"{item.path.parent.name}-{item.path.stem}"
+    count = getattr(item, "callspec", None) and item.callspec.params.get("count")  # type: ignore[attr-defined]
+    is_pair = count == 2 or ("two" in fixtures and fixtures.isdisjoint({"three", "four", "eight"}))
+    return PAIRS if is_pair else RANKS
 
 
 def _tell_group(item: pytest.Item) -> None:
@@ -84,7 +91,7 @@ def pytest_unconfigure() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before a worker's first ranks: all of them are forked from one process that has imported what they need."""
     group = item.get_closest_marker("xdist_group")
-    if group is not None and group.args == (RANKS,):
+    if group is not None and group.args[0] in (PAIRS, RANKS):
         from tests.crowd import import_once
 
         import_once()

@@ -56,4 +56,4 @@ def test_a_pair_that_is_refused_is_refused_with_a_sentence_and_a_plan_that_runs(
         assert composes(Plan.parse(caught.value.remedy))
         assert caught.value.problem
         assert "\n" not in caught.value.problem
-    assert {"zero without replicas", "two weight versions on a mesh"} <= seen
+    assert {"zero without replicas", "activations that are recomputed"} <= seen

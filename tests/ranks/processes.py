@@ -11,7 +11,7 @@ def processes_in(folder: Path) -> list[int]:
 def is_running(process: int) -> bool:
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except OSError:  # It ended, perhaps while this was read.
         return False
     return state != "Z"
 

@@ -11,8 +11,8 @@ INSTALLED := $(VENV)/.installed
 run: $(INSTALLED)
 	$(BIN)/shardwise train
 
-# A worker for each core, with one thread. One of them has all tests that share ranks, which are processes too. The linter
-# and the type checker run beside them; what they say comes at the end, in one piece. All of it must pass.
+# A worker for each core, with one thread. One of them has all tests that share two ranks, one those that share more: ranks
+# are processes too. The linter and the type checker run beside them; what they say comes at the end. All must pass.
 test: $(INSTALLED) browser
 	@said=$$(mktemp); \
 	$(MAKE) --no-print-directory lint >"$$said" 2>&1 & lint=$$!; \

@@ -11,14 +11,15 @@ RECORD = ROOT / "benchmarks" / "results" / "gpu_plans.json"
 _HEAD = """\
 # On GPUs
 
-    shardwise train                                               on the GPUs that are there
-    shardwise check --plan dp=2,tp=2,pp=2 --device cuda           eight ranks on one GPU, against one device
-    shardwise train --devices 8 --plan dp=8,zero=3 --share-gpus   the run of eight GPUs, on one
+    shardwise train tiny                                                 on the GPU that is there
+    shardwise check --plan dp=2,tp=2,pp=2,microbatches=2 --device cuda   eight ranks on one GPU, against one device
+    shardwise train tiny --devices 2 --plan dp=2 --share-gpus            the run of two GPUs, on one
 
 **Which device.** A rank computes where its module or its batch is. What was left elsewhere (a buffer, a batch that a
 loader made on the CPU, a module on the CPU whose batches are on the GPU) is moved there by `parallelize` and
-`train_step`. Where all of it is on the CPU, it stays there; unless the processes talk over NCCL, as under `torchrun` on
-a machine with a GPU for each: then each has the GPU of its local rank. A module on several GPUs is refused.
+`train_step`. Where all of it is on the CPU, it stays there; unless the processes talk over NCCL: then each has its own
+GPU, or the one that it shares. A module on several GPUs is refused. All of this was tried with one GPU: `torchrun` on
+several of them was not.
 
 **How ranks talk.** Groups over NCCL, and between two stages a group of two for each direction, on streams of their own.
 Where only gloo connects the processes, values go by way of pinned host memory. Two settings of CUDA are made before it

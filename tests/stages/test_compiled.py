@@ -224,6 +224,7 @@ def _has_compiler() -> bool:
         return False
 
 
+@pytest.mark.whole  # A GPU compiles so by default: `make test-gpu` has it.
 @pytest.mark.skipif(not _has_compiler(), reason="inductor needs a C++ compiler here")
 def test_inductor_gives_the_same_too() -> None:
     plan = "pp=2,microbatches=4,schedule=zb-h1"

@@ -44,7 +44,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("dp=2,ep=2,zero=3", 2),
         # What routers count under it is held by `tests/sharding/expert/test_loads.py`.
         pytest.param("dp=2,ep=2,tp=2,zero=1", 4, marks=pytest.mark.whole),
-        ("dp=2,ep=2,pp=2,schedule=dualpipe,microbatches=4", 4),
+        pytest.param("dp=2,ep=2,pp=2,schedule=dualpipe,microbatches=4", 4, marks=pytest.mark.whole),
     ],
 )
 def test_a_balanced_run_is_the_same_under_every_plan(

@@ -39,7 +39,7 @@ def test_a_folder_comes_back_from_our_checkpoint_to_the_bit(family: str, tmp_pat
     assert (tmp_path / "again" / "config.json").read_text() == (tmp_path / "theirs" / "config.json").read_text()
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.whole), "mixtral"])
 def test_a_folder_is_fine_tuned_as_it_is_and_transformers_reads_what_came_of_it(
     family: str, two: Ranks, tmp_path: Path
 ) -> None:

@@ -126,7 +126,7 @@ def test_two_ranks_train_to_the_same_bits(
 @pytest.mark.parametrize(
     ("plan", "optimizer", "clip"),
     [
-        ("dp=4,zero=3,zero_group=2,microbatches=2", "adamw", 0.1),
+        pytest.param("dp=4,zero=3,zero_group=2,microbatches=2", "adamw", 0.1, marks=pytest.mark.whole),
         pytest.param("dp=4,microbatches=2", "sgd", None, marks=pytest.mark.whole),
         pytest.param("dp=2,pp=2,schedule=zb-v,microbatches=4,zero=1", "sgd", 0.1, marks=pytest.mark.whole),
     ],

@@ -150,7 +150,7 @@ def _timed(engine: Engine, ahead: Prefetcher, world: World) -> float:
 
 
 def _traced(engine: Engine, ahead: Prefetcher, world: World) -> tuple[float, Trace, float]:
-    """The same with a trace, on a GPU with its streams. Returns also the trace, and the seconds that reading it took."""
+    """The same with a trace, and on a GPU with its streams. Then the trace, and the seconds that reading it took."""
     streams = StreamCollector(world.device) if world.device.type == "cuda" else None
     world.wait()
     if streams is not None:

@@ -292,15 +292,15 @@ class DeviceProfiler:
     leave out streams and what launched what."""
 
     def __init__(self) -> None:
-        self._profiler: Any = torch.autograd.profiler.profile(use_device="cuda", use_kineto=True, use_cpu=False)
+        self.profile: Any = torch.autograd.profiler.profile(use_device="cuda", use_kineto=True, use_cpu=False)
 
     def start(self) -> None:
-        self._profiler.__enter__()
+        self.profile.__enter__()
 
     def stop(self) -> list[DeviceEvent]:
         """Waits for the device."""
-        self._profiler.__exit__(None, None, None)
-        return device_events(self._profiler.kineto_results.events())
+        self.profile.__exit__(None, None, None)
+        return device_events(self.profile.kineto_results.events())
 
 
 def device_events(seen: Iterable[Any]) -> list[DeviceEvent]:

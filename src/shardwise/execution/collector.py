@@ -28,14 +28,14 @@ _NUM_LOOKS = 5
 
 
 class StreamCollector:
-    """Sees what a GPU does from `start` to `stop`. `ended` is when all of it was done, by the host's clock.
+    """Sees what a GPU does from `start` to `stop`, once. `ended` is when all of it was done, by the host's clock.
 
     `cost_seconds` is what starting and reading have taken, which is no part of what is between.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._profiler: DeviceProfiler | None = None
+        self.profiler = DeviceProfiler()
         self._seen: list[DeviceEvent] = []
         self._zero = 0
         self.ended = 0.0
@@ -45,17 +45,15 @@ class StreamCollector:
         """Begin to look, when nothing is under way."""
         torch.cuda.synchronize(self._device)
         begin = perf_counter()
-        self._profiler = DeviceProfiler()
-        self._profiler.start()
+        self.profiler.start()
         self.cost_seconds += perf_counter() - begin
 
     def stop(self) -> None:
         """Wait for the device, and take down what it did."""
-        assert self._profiler is not None, "it was started"
         torch.cuda.synchronize(self._device)
         self.ended = perf_counter()
         self._zero = zero_of_clock()
-        self._seen, self._profiler = self._profiler.stop(), None
+        self._seen = self.profiler.stop()
         self.cost_seconds += perf_counter() - self.ended
 
     def activities(self, rank: int, handed_over: Sequence[Ran], launches: Sequence[Launch]) -> list[Activity]:

@@ -165,6 +165,7 @@ def _check_trace(trace: Trace) -> None:
     _check_times(trace.windows)
     _check_times((each.start, each.end) for each in trace.activities)
     _check_numbers(number for event in trace.events for number in (event.held_at_start, event.held_at_end))
+    _check_numbers(each.launched for each in trace.activities if each.launched is not None)
     _check_numbers(number for each in trace.holdings for number in (each.time, each.num_bytes))
     _check_numbers(number for each in trace.traffic for number in (each.num_messages, each.num_bytes))
     for events in (trace.events, trace.holdings, trace.traffic, trace.activities):

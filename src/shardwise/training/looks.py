@@ -1,4 +1,4 @@
-"""When a training run looks at the streams of its GPUs: in its last step, and before that where it costs next to nothing.
+"""When a training run looks at the streams of its GPUs: in its last step, and before that where it costs little.
 
 To look slows a step by little; to begin to look, and to read what was seen, takes a moment beside it. What that takes
 is counted apart, and is in no speed that is told.

@@ -169,7 +169,7 @@ class Loop:
 
 
 def _usual(traces: Sequence[Trace]) -> Trace | None:
-    """The step whose time is the median, one alone may have been disturbed; of those whose GPUs were seen, if any were."""
+    """The step whose time is the median: one alone may have been disturbed. If GPUs were seen in some, one of these."""
     seen = [trace for trace in traces if trace.activities]
     ordered = sorted(seen or traces, key=lambda trace: trace.makespan)
     return ordered[(len(ordered) - 1) // 2] if ordered else None

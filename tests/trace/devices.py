@@ -28,7 +28,7 @@ class Device:
     events: list[Event] = field(default_factory=list)
 
     def run(self, seconds: float, *, gap: float = 0.0, idle: float = 0.0) -> None:
-        """A kernel of the main stream, after a gap in which it was launched already, or an idle time in which it was not."""
+        """A kernel of the main stream, after a gap in which it is launched already, or idle time in which it is not."""
         start = self.now + gap + idle
         launched = start - 2e-6 if idle else max(self.now - AHEAD, 0.0)
         self.add(KERNEL, COMPUTE_STREAM, start, start + seconds, launched)

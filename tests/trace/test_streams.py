@@ -1,6 +1,7 @@
 """What a GPU's time went into: every moment once, of the device and of each stream."""
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -144,7 +145,7 @@ def test_whatever_a_device_did_its_parts_add_up_and_no_moment_is_left_out(seed: 
     for rank, found in enumerate(stretches(trace)):
         assert found[0].start == 0.0
         assert found[-1].end == pytest.approx(1.0)
-        assert all(one.end == other.start for one, other in zip(found, found[1:], strict=False))
+        assert all(one.end == other.start for one, other in pairwise(found))
         computing = [each for each in trace.activities_of_ranks[rank] if each.kind is ActivityKind.KERNEL]
         for each in random.Random(seed).sample(computing, min(5, len(computing))):
             middle = (each.start + each.end) / 2

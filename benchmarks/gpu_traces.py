@@ -322,8 +322,8 @@ def main() -> int:
 def _tell(name: str, found: Mapping[str, Any]) -> None:
     print(
         f"{name}: a step of {found['step_seconds']:.4f} s, {found['num_activities']} activities\n"
-        f"    parts off by {found['parts_off']:.3%}; a look costs {found['cost']:.2%}, by pairs {found['cost_of_pairs']:.2%}, "
-        f"and {found['beside_step_seconds']:.2f} s beside it; after the first, steps {found['after_first_look']:+.2%}\n"
+        f"    parts off by {found['parts_off']:.3%}; a look costs {found['cost']:.2%} ({found['cost_of_pairs']:.2%} by "
+        f"pairs) and {found['beside_step_seconds']:.2f} s beside it; steps after it {found['after_first_look']:+.2%}\n"
         f"    off from torch {found['sums_off_same_capture']}, in other steps {found['sums_off_other_steps']}",
         flush=True,
     )

@@ -306,10 +306,12 @@ class DeviceProfiler:
 def device_events(seen: Iterable[Any]) -> list[DeviceEvent]:
     """Kineto's events as values. Calls of the host are told from what ran by their device."""
     found = []
+    names: dict[str, str] = {}  # Kernels come again and again: one text of each is enough to keep and to send.
     for each in seen:
         is_device = each.device_type() == torch.autograd.DeviceType.CUDA
         stream, start = each.device_resource_id() if is_device else None, each.start_ns()
-        found.append(DeviceEvent(each.name(), stream, start, start + each.duration_ns(), each.correlation_id()))
+        name = names.setdefault(each.name(), each.name())
+        found.append(DeviceEvent(name, stream, start, start + each.duration_ns(), each.correlation_id()))
     return found
 
 

@@ -81,6 +81,22 @@ def test_a_collective_is_the_last_of_its_kind_that_was_noted_just_before_it() ->
         assert (found.purpose, found.group, found.what) == ("", "", "NCCL all reduce")
 
 
+def test_a_note_is_for_one_collective_and_what_follows_it_is_another() -> None:
+    another = [
+        DeviceEvent("cuLaunchKernelEx", None, at(230), at(231), 6),
+        DeviceEvent(ALL_REDUCE, 20, at(702), at(705), 6),
+    ]
+    found = activities_of([*SEEN, *another], rank=0, zero=ZERO, handed_over=HANDED_OVER, launches=LAUNCHES)
+    assert [each.purpose for each in found if each.kind is ActivityKind.NCCL] == ["a sum of gradients", ""]
+
+
+def test_where_launches_were_not_seen_collectives_are_taken_in_order() -> None:
+    ran = [each for each in SEEN if each.stream is not None]
+    for launches, purpose in ((LAUNCHES, "a sum of gradients"), ([*LAUNCHES, LAUNCHES[1]], "")):
+        found = activities_of(ran, rank=0, zero=ZERO, handed_over=HANDED_OVER, launches=launches)
+        assert [each.purpose for each in found if each.kind is ActivityKind.NCCL] == [purpose]
+
+
 def test_clocks_are_compared_to_microseconds() -> None:
     zero = zero_of_clock()
     assert abs(time.time_ns() - zero - time.perf_counter_ns()) < 1e6  # A thousandth of a second: another process ran.

@@ -6,7 +6,7 @@ launched it. By when that call was, an activity belongs to an instruction, and a
 
 import time
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from time import perf_counter
 
 import torch
@@ -100,16 +100,32 @@ def activities_of(
 
 
 def _with_purposes(activities: Sequence[Activity], launches: Sequence[Launch]) -> list[Activity]:
-    """Say of each collective which of those that were noted it is: the last of its kind before it was launched."""
-    by_kernel: Mapping[str, list[Launch]] = {
-        kernel: [each for each in launches if each.kind == kind] for kind, kernel in _KERNELS.items()
-    }
-    found = []
-    for each in activities:
-        if each.kind is ActivityKind.NCCL and each.launched is not None:
-            noted = next((noted for kernel, noted in by_kernel.items() if kernel in each.name), [])
-            place = bisect_right(noted, each.launched, key=lambda launch: launch.time) - 1
-            if place >= 0 and each.launched - noted[place].time < _SOON_SECONDS:
-                each = each._replace(purpose=noted[place].purpose, group=noted[place].group)
-        found.append(each)
+    """Say of each collective which of those that were noted it is: the first of its kind to be launched after the note.
+
+    Where it is not known when they were launched they are taken in order, if there are as many as were noted.
+    """
+    found = list(activities)
+    for kind, kernel in _KERNELS.items():
+        noted = [each for each in launches if each.kind == kind]
+        places = [
+            place
+            for place, each in enumerate(found)
+            if each.kind is ActivityKind.NCCL and kernel in each.name and not each.purpose
+        ]
+        for place, launch in _pairs(places, [found[place].launched for place in places], noted):
+            found[place] = found[place]._replace(purpose=launch.purpose, group=launch.group)
     return found
+
+
+def _pairs(
+    places: Sequence[int], launched: Sequence[float | None], noted: Sequence[Launch]
+) -> Iterator[tuple[int, Launch]]:
+    if any(each is None for each in launched):
+        yield from zip(places, noted, strict=True) if len(places) == len(noted) else ()
+        return
+    taken = -1
+    for time_of, place in sorted((time_of, place) for place, time_of in zip(places, launched, strict=True) if time_of):
+        last = bisect_right(noted, time_of, key=lambda launch: launch.time) - 1
+        if last > taken and time_of - noted[last].time < _SOON_SECONDS:
+            yield place, noted[last]
+            taken = last

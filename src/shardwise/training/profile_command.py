@@ -56,12 +56,13 @@ def run(arguments: argparse.Namespace) -> Answer:
     recipe = train_command.recipe_of(arguments)
     from shardwise.training.job import Job
     from shardwise.training.profile import measure, write_run  # Loads torch.
-    from shardwise.training.run import count_devices
+    from shardwise.training.run import check_gpus, count_devices
 
     plan, num_devices = train_command.plan_of(arguments, recipe, count_devices())
     folder = _folder(arguments, recipe.name)
     job = Job(recipe=recipe, plan=plan, folder=folder, command=shlex.join(["shardwise", *sys.argv[1:]]))
     gpus: Gpus = "shared" if arguments.share_gpus else "own"
+    check_gpus(job, num_devices, gpus, command="profile")
     measured = measure(job, num_devices, arguments.steps, gpus=gpus)
     if measured is None:  # Under torchrun the first rank tells.
         return Answer(data={}, render=lambda _: None)

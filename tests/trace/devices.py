@@ -19,10 +19,11 @@ AHEAD = 400e-6
 
 @dataclass
 class Device:
-    """One rank's GPU while its step is put together. `now` is how far its main stream has come."""
+    """One rank's GPU while its step is put together. `now` is how far it has come, `ended` when its main stream did."""
 
     rank: int
     now: float = 0.0
+    ended: float = 0.0
     instruction: str = ""
     activities: list[Activity] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
@@ -30,9 +31,9 @@ class Device:
     def run(self, seconds: float, *, gap: float = 0.0, idle: float = 0.0) -> None:
         """A kernel of the main stream, after a gap in which it is launched already, or idle time in which it is not."""
         start = self.now + gap + idle
-        launched = start - 2e-6 if idle else max(self.now - AHEAD, 0.0)
+        launched = start - 2e-6 if idle else max(self.ended - AHEAD, 0.0)
         self.add(KERNEL, COMPUTE_STREAM, start, start + seconds, launched)
-        self.now = start + seconds
+        self.now = self.ended = start + seconds
 
     def add(
         self, name: str, stream: int, start: float, end: float, launched: float | None = None, *, purpose: str = ""

@@ -92,7 +92,7 @@ def changed_events(**columns: object) -> dict[str, object]:
         (changed_events(end=[1.5]), "columns of other lengths"),
         (changed_activities(end=[1.5]), "columns of other lengths"),
         (changed_activities(name=[99] * len(ON_GPUS.activities)), "a text that is none of the"),
-        (changed_activities(kind=[1] * len(ON_GPUS.activities)), "is not a valid ActivityKind"),
+        (changed_activities(kind=[4] * len(ON_GPUS.activities)), "is not a valid ActivityKind"),
         (changed_activities(rank=[2] * len(ON_GPUS.activities)), "a rank that is none of the 2"),
         ({**to_document(ON_GPUS), "windows": []}, "activities of a GPU in a step that was not measured"),
         (changed_events(end=5), "the column end, which is no list"),

@@ -1,6 +1,7 @@
 """What a GPU's time went into: every moment once, of the device and of each stream."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -87,6 +88,23 @@ def test_a_sum_is_exposed_where_no_kernel_runs_beside_it() -> None:
     assert hidden_of_ranks(trace) == pytest.approx([0.005] * 2, abs=20e-6)
 
 
+def test_what_goes_on_when_a_late_kernel_begins_was_not_waited_for() -> None:
+    """The host is late before every kernel, while gradients are summed: without the sum it would be as late."""
+    parts = _parts(kernel=1e-3, gap=0.0, idle=100e-6, hidden_sum=0.030, exposed_sum=0.010)
+    assert parts[Part.EXPOSED] == pytest.approx(0.010)
+    assert parts[Part.HOST] == pytest.approx(244 * 98e-6)
+
+
+def test_a_kernel_that_was_ready_long_before_has_waited_for_what_moves() -> None:
+    """A short kernel of another stream runs in the midst of a sum that the main stream waits for."""
+    trace = gpu_step(num_ranks=1, exposed_sum=0.020)
+    (total,) = [each for each in trace.activities if each.kind is ActivityKind.NCCL]
+    middle = (total.start + total.end) / 2
+    between = Activity(0, 31, ActivityKind.KERNEL, KERNEL, middle, middle + 1e-4, total.start - 1e-3)
+    (parts,) = parts_of_ranks(replace(trace, activities=(*trace.activities, between)))
+    assert parts[Part.EXPOSED] == pytest.approx(0.020 - 1e-4)
+
+
 def test_a_collective_that_waits_for_a_rank_is_a_bubble_until_it_comes() -> None:
     trace = gpu_step(exposed_sum=0.010, late=0.007)
     first, last = parts_of_ranks(trace)
@@ -97,7 +115,8 @@ def test_a_collective_that_waits_for_a_rank_is_a_bubble_until_it_comes() -> None
 
 def test_copies_are_exposed_where_nothing_else_runs() -> None:
     parts = _parts(copy=0.002, hidden_copy=0.003)
-    assert parts[Part.COPIES] == pytest.approx(4 * 0.002)
+    # The next one has begun when the kernel begins that waited for this one, a microsecond after it.
+    assert parts[Part.COPIES] == pytest.approx(4 * 0.002, abs=4.1e-6)
 
 
 def test_streams_add_up_to_the_step() -> None:

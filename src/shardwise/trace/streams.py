@@ -9,6 +9,7 @@ collective, and both hide a copy. Where nothing runs, either something was launc
 has launched nothing.
 """
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,16 @@ class Span(NamedTuple):
 
 #: A stretch of time, and what it is.
 _Piece = tuple[float, float, str | None]
+#: What may lie between two kernels of a busy stream.
+_LATENCY_SECONDS = 20e-6
+
+
+class _Gap(NamedTuple):
+    """A time in which no kernel runs, and when the one was launched that ends it."""
+
+    start: float
+    end: float
+    launched: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,13 +140,17 @@ def _last_arrivals(trace: Trace) -> dict[Activity, float]:
 
 def _spans(whole: tuple[float, float], activities: Sequence[Activity], begun: dict[Activity, float]) -> Iterator[Span]:
     """The device's time cut wherever what it does changes."""
+    work = [each for each in activities if each.kind in WORK]
+    busy = _flat((each.start, each.end, None) for each in work)
+    gaps = _gaps(busy, work, whole)
     nccl = [each for each in activities if each.kind is ActivityKind.NCCL]
+    copies = [each for each in activities if each.kind in COPIES]
     layers = (
-        (State.COMPUTE, _flat((each.start, each.end, None) for each in activities if each.kind in WORK)),
-        (State.COMMUNICATION, _flat((begun.get(each, each.start), each.end, each.what) for each in nccl)),
-        (State.WAITING, _flat((each.start, begun.get(each, each.start), each.what) for each in nccl)),
-        (State.COPIES, _flat((each.start, each.end, each.name) for each in activities if each.kind in COPIES)),
-        (State.LAUNCHED, _flat((each.launched or each.start, each.start, None) for each in activities)),
+        (State.COMPUTE, busy),
+        (State.COMMUNICATION, _flat(p for each in nccl for p in _exposed(each, begun.get(each), each.end, gaps))),
+        (State.WAITING, _flat(p for each in nccl for p in _exposed(each, None, begun.get(each, each.start), gaps))),
+        (State.COPIES, _flat(p for each in copies for p in _exposed(each, None, each.end, gaps))),
+        (State.LAUNCHED, _flat((_launched(each), each.start, None) for each in activities)),
     )
     changes = {time for _, pieces in layers for piece in pieces for time in piece[:2]}
     times = sorted({*whole, *(time for time in changes if whole[0] < time < whole[1])})
@@ -157,6 +172,38 @@ def _spans(whole: tuple[float, float], activities: Sequence[Activity], begun: di
         last = Span(start, end, state, on)
     if last is not None:
         yield last
+
+
+def _gaps(busy: Sequence[_Piece], work: Sequence[Activity], whole: tuple[float, float]) -> list[_Gap]:
+    """When no kernel runs. `work` is in order, so the first of it that starts with a piece is what ended the gap."""
+    launched: dict[float, float] = {}
+    for each in work:
+        launched.setdefault(each.start, each.start if each.launched is None else each.launched)
+    found, reached = [], whole[0]
+    for start, end, _ in busy:
+        found.append(_Gap(reached, start, launched.get(start, start)))
+        reached = end
+    return [*found, _Gap(reached, float("inf"), reached)]
+
+
+def _exposed(activity: Activity, start: float | None, end: float, gaps: Sequence[_Gap]) -> Iterator[_Piece]:
+    """The part of what moves from `start` to `end` in which a device stands still for it.
+
+    What goes on when the next kernel begins was not what this had waited for: the host was late, or it was the moment
+    between two kernels. Unless that was launched long before.
+    """
+    begin = activity.start if start is None else start
+    place = max(bisect_right(gaps, begin, key=lambda gap: gap.start) - 1, 0)
+    while place < len(gaps) and gaps[place].start < end:
+        gap = gaps[place]
+        was_ready = gap.end - gap.start > _LATENCY_SECONDS and gap.launched <= gap.start
+        if activity.end <= gap.end or was_ready:
+            yield max(begin, gap.start), min(end, gap.end), activity.what
+        place += 1
+
+
+def _launched(activity: Activity) -> float:
+    return activity.start if activity.launched is None else activity.launched
 
 
 def _flat(pieces: Iterable[_Piece]) -> list[_Piece]:

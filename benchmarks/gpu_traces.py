@@ -156,7 +156,7 @@ def moved_by_torch(events: Any) -> dict[str, float]:
     sums: dict[str, float] = {}
     for each in events:
         kind = kind_of(each.name)
-        if each.device_type == torch.autograd.DeviceType.CUDA and kind in _MOVED:
+        if each.device_type == torch.profiler.DeviceType.CUDA and kind in _MOVED:
             sums[kind] = sums.get(kind, 0.0) + each.time_range.elapsed_us() / 1e6
     return sums
 

@@ -308,7 +308,7 @@ def device_events(seen: Iterable[Any]) -> list[DeviceEvent]:
     found = []
     names: dict[str, str] = {}  # Kernels come again and again: one text of each is enough to keep and to send.
     for each in seen:
-        is_device = each.device_type() == torch.autograd.DeviceType.CUDA
+        is_device = each.device_type() == torch.profiler.DeviceType.CUDA
         stream, start = each.device_resource_id() if is_device else None, each.start_ns()
         name = names.setdefault(each.name(), each.name())
         found.append(DeviceEvent(name, stream, start, start + each.duration_ns(), each.correlation_id()))

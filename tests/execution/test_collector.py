@@ -128,7 +128,7 @@ class Seen:
 
 
 def test_kinetos_events_are_read_with_the_stream_of_what_ran() -> None:
-    kinds = torch.autograd.DeviceType
+    kinds = torch.profiler.DeviceType
     found = device_events(
         [Seen("cudaLaunchKernel", kinds.CPU, 4711, 100, 5, 1), Seen("gemm", kinds.CUDA, 7, 120, 30, 1)]
     )

@@ -265,7 +265,7 @@ class Recording:
                 else:
                     notes.append(Note(str(what), Lane.WAIT, start, end, None, peer))
             notes += [Note(name, Lane.COLLECTIVE, start, end) for name, start, end in self._beside]
-            ends = [each.end for each in (*notes, *seen)]
+            ends = [note.end for note in notes] + [each.end for each in seen]
             window = (window[0], max(window[1], *ends, window[0]))
             if data_wait > 0:
                 window = (window[0] - data_wait, window[1])

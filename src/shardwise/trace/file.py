@@ -21,7 +21,7 @@ _COLUMNS = Event._fields
 _JSON: dict[object, set[type]] = {str: {str}, Lane: {str}, int: {int}, float: {int, float}, int | None: {int, NoneType}}
 _KINDS = {name: _JSON[hint] for name, hint in Event.__annotations__.items()}
 #: The same of an activity of a GPU, whose texts are places in a list of them.
-_ACTIVITY_KINDS = {
+_ACTIVITY_KINDS: dict[str, set[type]] = {
     name: {int} if hint in (str, ActivityKind) else _JSON.get(hint, {int, float, NoneType})
     for name, hint in Activity.__annotations__.items()
 }

@@ -78,7 +78,7 @@ def _timeline_caption(run: Run, other: Run | None) -> str:
     kind = "was measured to do" if run.trace.is_measured else "is predicted to do"
     text = f"What each rank {kind}. Numbers are microbatches; hatched is a rank that stands still."
     if run.trace.activities:
-        text += " Beneath each, the streams of its GPU; from afar, as high as a stream was busy."
+        text += " Beneath each, the streams of its GPU: from afar, as high as a stream was busy."
     return text + (f" Beneath each row, thinner: {' or '.join(beneath)}." if beneath else "")
 
 

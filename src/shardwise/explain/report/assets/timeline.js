@@ -93,6 +93,8 @@ class Timeline {
     const area = { x: LEFT, y: this.rowTop(rank), width: this.plotWidth, height: this.box };
     drawGaps(context, this.main, rank, this.view, area, this.hatches);
     drawWork(context, this.main, rank, this.view, area, { labels: true, isFound: this.found });
+    // Where its GPU was seen, a rank stands still inside of instructions too: at the foot of their boxes.
+    if (this.main.streams[rank].length) drawGaps(context, this.main, rank, this.view, { ...area, y: area.y + this.box - 6, height: 6 }, this.hatches);
     let y = area.y + this.box + 1;
     if (this.strip) {
       this.drawMoves(context, rank, y);

@@ -227,7 +227,7 @@ def nothing_summed() -> Iterator[None]:
         return lambda: None
 
     kept = BackendExchange._start_all, BackendExchange._start_shards
-    BackendExchange._start_all = BackendExchange._start_shards = nothing  # type: ignore[method-assign, assignment]
+    BackendExchange._start_all = BackendExchange._start_shards = nothing  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from shardwise.engine.make_execution import Execution
 from shardwise.engine.make_states import States
 from shardwise.engine.parts import Parts
+from shardwise.execution.collector import StreamCollector
 from shardwise.execution.executor import Executor, Record
 from shardwise.execution.interpreter import Tally
 from shardwise.sharding.expert.load import Loads
@@ -62,10 +63,13 @@ class Engine:
         """What happened on all ranks in the last step that was recorded."""
         return self.execution.recorder.trace
 
-    def train_step(self, batch: Batch, *, trace: bool = False, data_wait: float = 0.0) -> float:
+    def train_step(
+        self, batch: Batch, *, trace: bool = False, data_wait: float = 0.0, streams: StreamCollector | None = None
+    ) -> float:
         """Take one step on a batch, the same on every rank, and return its loss. With `trace` it is recorded.
 
         `data_wait` are seconds that the caller has just stood still for the batch: a recorded step begins with them.
+        `streams`, which the caller has started, adds to the record what the rank's GPU did, and is stopped.
         """
         begin, execution, states = perf_counter(), self.execution, self.states
         recording = execution.recorder.start() if trace else None
@@ -86,7 +90,9 @@ class Engine:
                     states.update.take(tally)
                 end = perf_counter()
         if recording is not None:
-            execution.recorder.end(recording, signature, step=(start, end), begin=begin, data_wait=data_wait)
+            execution.recorder.end(
+                recording, signature, step=(start, end), begin=begin, data_wait=data_wait, streams=streams
+            )
         return tally.mean
 
     @torch.no_grad()

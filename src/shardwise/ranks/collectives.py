@@ -35,8 +35,12 @@ class Traffic:
 
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
+    #: Called when a collective is about to be launched, with its kind.
+    heard: Callable[[str], None] | None = field(default=None, compare=False, repr=False)
 
     def note(self, kind: str, num_bytes: int) -> None:
+        if self.heard is not None:
+            self.heard(kind)
         self.calls[kind] += 1
         self.bytes[kind] += num_bytes
 

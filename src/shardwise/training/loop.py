@@ -12,6 +12,7 @@ from shardwise.trace.events import Trace
 from shardwise.training.data.rows import Batch, Prefetcher
 from shardwise.training.finite import explain
 from shardwise.training.job import Job
+from shardwise.training.looks import StreamLooks
 from shardwise.training.machine import peak_share
 from shardwise.training.metrics import MetricLog
 from shardwise.training.outcome import Outcome, Result, StoppedError
@@ -37,12 +38,14 @@ class Loop:
         self._traces: deque[Trace] = deque(maxlen=_LAST_TRACES)
         self._held_out_loss: float | None = None
         self._evaluated = setup.step
+        self._looks, self._began, self._told_cost = StreamLooks(world), perf_counter(), 0.0
         self._loss: float | None = None
         self._imbalance: float | None = None
 
     def run(self) -> Outcome:
         """Go round until the recipe's last step, a signal, or an error."""
         recipe, setup, start = self._job.recipe, self._setup, perf_counter()
+        self._began = start
         step, window, stopped_by = setup.step, (setup.step, start), None
         with Prefetcher(setup.batches.at, setup.step, recipe.steps) as ahead:
             while step < recipe.steps:
@@ -60,7 +63,7 @@ class Loop:
                     self._progress.say(f"{stopped_by} after step {step}: saving")
                     break
                 self._look_up(step)
-        seconds = perf_counter() - start
+        seconds = perf_counter() - start - self._looks.cost_seconds
         if stopped_by is None and recipe.data.held_out and self._evaluated != step:
             self._evaluate(step)
         self._saver.save(step)
@@ -97,8 +100,13 @@ class Loop:
         for optimizer in engine.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
+        streams = None
+        if traced and step > self._setup.step:
+            streams = self._looks.begin(is_last=step + 1 == recipe.steps, elapsed=perf_counter() - self._began)
         start = perf_counter()
-        self._loss = engine.train_step(batch, trace=traced, data_wait=data_wait)
+        self._loss = engine.train_step(batch, trace=traced, data_wait=data_wait, streams=streams)
+        end = perf_counter() if streams is None else streams.ended
+        self._looks.end(streams)
         scale.note(is_finite=engine.was_finite)
         if not engine.was_finite and (scale.is_fixed or scale.factor < _LOWEST_SCALE):
             raise StoppedError(
@@ -112,7 +120,7 @@ class Loop:
             loss=self._loss,
             rate=rate,
             gradient_norm=engine.gradient_norm,
-            seconds=perf_counter() - start,
+            seconds=end - start,
             expert_imbalance=self._imbalance,
             experts_moved=num_moved or None,
             **({} if scale.is_fixed else {"loss_scale": scale.factor, "skipped": not engine.was_finite}),
@@ -125,7 +133,8 @@ class Loop:
         trace = setup.engine.trace
         self._traces += [] if trace is None else [trace]
         num_tokens = (step - window[0]) * recipe.batch * recipe.data.sequence
-        speed = num_tokens / (perf_counter() - window[1])
+        speed = num_tokens / (perf_counter() - window[1] - (self._looks.cost_seconds - self._told_cost))
+        self._told_cost = self._looks.cost_seconds
         assert self._loss is not None, "there was a step"
         measured: dict[str, Any] = {
             "tokens_per_second": speed,
@@ -160,6 +169,7 @@ class Loop:
 
 
 def _usual(traces: Sequence[Trace]) -> Trace | None:
-    """The step whose time is the median: one alone may have been disturbed."""
-    ordered = sorted(traces, key=lambda trace: trace.makespan)
+    """The step whose time is the median: one alone may have been disturbed. If GPUs were seen in some, one of these."""
+    seen = [trace for trace in traces if trace.activities]
+    ordered = sorted(seen or traces, key=lambda trace: trace.makespan)
     return ordered[(len(ordered) - 1) // 2] if ordered else None

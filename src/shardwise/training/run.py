@@ -30,17 +30,23 @@ def count_devices() -> int:
     return torch.cuda.device_count() or min(_MOST_PROCESSES, environment.num_cores())
 
 
-def train(job: Job, num_devices: int, *, gpus: Gpus = "own") -> Result | None:
-    """Run a job. Under `torchrun`, None on all ranks but the first."""
-    check_inputs(job)
-    make_folder(job.folder)
+def check_gpus(job: Job, num_devices: int, gpus: Gpus, *, command: str = "train") -> None:
+    """Refuse more ranks than GPUs, unless they are to share them."""
     num_gpus, is_launched = torch.cuda.device_count(), environment.place_under_torchrun() is not None
     if 0 < num_gpus < num_devices and gpus == "own" and not is_launched:
         raise ShardwiseError(
             f"the plan {job.plan} has {num_devices} ranks, and this machine has {counted(num_gpus, 'GPU')}",
             remedy=f"--devices {num_gpus}; or --share-gpus, to check the plan on what is here; or on processors:"
-            " CUDA_VISIBLE_DEVICES= shardwise train ...",
+            f" CUDA_VISIBLE_DEVICES= shardwise {command} ...",
         )
+
+
+def train(job: Job, num_devices: int, *, gpus: Gpus = "own") -> Result | None:
+    """Run a job. Under `torchrun`, None on all ranks but the first."""
+    check_inputs(job)
+    make_folder(job.folder)
+    check_gpus(job, num_devices, gpus)
+    is_launched = environment.place_under_torchrun() is not None
     if not is_launched:
         check_host(job)
     told = train_rank(job) if is_launched or num_devices == 1 else run_here(train_rank, job, num_devices, gpus)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.engine.device_update import DeviceUpdate, find_device_update
 from shardwise.engine.module_state import ModuleState
 from shardwise.engine.optimizer_state import OptimizerState
 from shardwise.engine.parts import Parts
@@ -43,7 +44,7 @@ class Update:
         self.was_finite = math.isfinite(tally.mean)  # A batch that has none says so here.
         scale = 1 / tally.count
         if self._clip is not None:
-            square = self._data.square()
+            square = self._data.square().cpu()
             self._wires.sum(square, "the norm of the gradients")
             self.gradient_norm = float(square) ** 0.5 * scale
             self.was_finite = self.was_finite and math.isfinite(self.gradient_norm)
@@ -64,6 +65,8 @@ class States:
     data: DataParallel
     host: Host | None
     update: Update
+    #: The same without a host that waits, where that can be.
+    device_update: DeviceUpdate | None
     module: ModuleState
     optimizers: OptimizerState
     #: Statistics of batch norms of which others have copies.
@@ -135,6 +138,7 @@ def make_states(parts: Parts, optimizer: MakeOptimizer | Sequence[Share], sharin
         data=data,
         host=make_host(plan, parts.device, data, wires.gather),
         update=Update(data, wires, parts.options.clip),
+        device_update=find_device_update(parts, data),
         module=ModuleState(
             module, parameters, buffers, data=data, sharded=sharded, shapes=parts.shapes,
             from_pipeline=lambda part: _from_pipeline(part, parts),

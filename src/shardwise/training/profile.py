@@ -85,7 +85,7 @@ def _measure(job: Job, world: World, setup: Setup, num_steps: int) -> Measured:
     """Steps in turn without and with a trace, so that what disturbs the machine disturbs both alike."""
     engine, plain, traced = setup.engine, [], []
     first, count = setup.step, _WARM_UP + 2 * num_steps + 1
-    with Prefetcher(setup.batches.at, first, first + count) as ahead:
+    with Prefetcher(setup.batches.at, first, first + count, pins=world.device.type == "cuda") as ahead:
         for _ in range(_WARM_UP):
             engine.train_step(on_device(ahead.next(), world))
         for _ in range(num_steps):

@@ -1,8 +1,6 @@
 """`shardwise profile`: some steps of a training run, measured, with what was predicted beside it and what to do."""
 
 import argparse
-import shlex
-import sys
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -47,14 +45,13 @@ def run(arguments: argparse.Namespace) -> Answer:
     if arguments.show:
         return train_command.run(arguments)
     recipe = train_command.recipe_of(arguments)
-    from shardwise.training.job import Job
     from shardwise.training.profile import measure, write_run  # Loads torch.
     from shardwise.training.run import count_devices
 
-    plan, num_devices = train_command.plan_of(arguments, recipe, count_devices())
+    asked = train_command.ask(arguments, recipe, count_devices())
     folder = _folder(arguments, recipe.name)
-    job = Job(recipe=recipe, plan=plan, folder=folder, command=shlex.join(["shardwise", *sys.argv[1:]]))
-    measured = measure(job, num_devices, arguments.steps)
+    job = asked.job(folder)
+    measured = measure(job, asked.num_devices, arguments.steps)
     if measured is None:  # Under torchrun the first rank tells.
         return Answer(data={}, render=lambda _: None)
     found_run = write_run(job, measured)

@@ -17,6 +17,7 @@ from shardwise.training import command as train_command
 from shardwise.units import format_percent, format_seconds
 
 if TYPE_CHECKING:
+    from shardwise.ranks.worker import Gpus
     from shardwise.training.profile import Measured
 
 DESCRIPTION = """Measure some steps of a training run: every instruction, wait and collective on every rank by wall
@@ -51,7 +52,8 @@ def run(arguments: argparse.Namespace) -> Answer:
     asked = train_command.ask(arguments, recipe, count_devices())
     folder = _folder(arguments, recipe.name)
     job = asked.job(folder)
-    measured = measure(job, asked.num_devices, arguments.steps)
+    gpus: Gpus = "shared" if arguments.share_gpus else "own"
+    measured = measure(job, asked.num_devices, arguments.steps, gpus=gpus)
     if measured is None:  # Under torchrun the first rank tells.
         return Answer(data={}, render=lambda _: None)
     found_run = write_run(job, measured)

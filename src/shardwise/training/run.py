@@ -11,7 +11,7 @@ from shardwise.training.choose import check_host
 from shardwise.training.finish import finish
 from shardwise.training.folder import make_folder, write_recipe_and_plan
 from shardwise.training.job import Job
-from shardwise.training.local_ranks import run_here
+from shardwise.training.local_ranks import check_gpus, run_here
 from shardwise.training.loop import Loop
 from shardwise.training.outcome import Outcome, Result, StoppedError
 from shardwise.training.progress import Progress
@@ -36,13 +36,8 @@ def train(job: Job, num_devices: int, *, gpus: Gpus = "own") -> Result | None:
     """Run a job. Under `torchrun`, None on all ranks but the first."""
     check_inputs(job)
     make_folder(job.folder)
-    num_gpus, is_launched = torch.cuda.device_count(), environment.place_under_torchrun() is not None
-    if 0 < num_gpus < num_devices and gpus == "own" and not is_launched:
-        raise ShardwiseError(
-            f"the plan {job.plan} has {num_devices} ranks, and this machine has {counted(num_gpus, 'GPU')}",
-            remedy=f"--devices {num_gpus}; or --share-gpus, to check the plan on what is here; or on processors:"
-            " CUDA_VISIBLE_DEVICES= shardwise train ...",
-        )
+    check_gpus(job, num_devices, gpus)
+    is_launched = environment.place_under_torchrun() is not None
     if not is_launched:
         check_host(job)
     told = train_rank(job) if is_launched or num_devices == 1 else run_here(train_rank, job, num_devices, gpus)

@@ -56,7 +56,7 @@ def test_what_is_too_small_to_pay_is_left_as_it_is_and_that_is_said_too() -> Non
     assert (precision.value, compile.value) == ("fp32", "off")
     line = line_of_choices(precision, compile)
     assert line is not None
-    assert "fp32 (TF32 off), as a step of 22.6 GFLOP on a rank is too small for bf16 to pay" in line
+    assert "fp32 (TF32 off), as a step of 21.9 GFLOP on a rank is too small for bf16 to pay" in line
     assert "is too short to compile for" in line
     assert line.endswith("(else: --set precision=bf16 --set compile=on)")
 

@@ -74,10 +74,11 @@ class Engine:
         """Take one step as `train_step` does; what it has measured can be read later, after the next was launched.
 
         Where one process has all state on its GPU, and fused optimizers, nobody waits for the GPU here. From a step on
-        that was not finite all are left out, until `go_on` is called. Elsewhere the step is over when this returns.
+        that was not finite all are left out, until `go_on` is called. Elsewhere the step is over when this returns, and
+        so is the first of an optimizer, which makes its state.
         """
         update = self.states.device_update
-        if update is None:
+        if update is None or not all(optimizer.state for optimizer in self.optimizers):
             return LaunchedStep(StepNumbers(self.train_step(batch), self.gradient_norm, self.was_finite))
         self._step(batch, update.take)
         return update.launched

@@ -23,6 +23,7 @@ from shardwise.training.data.rows import Prefetcher
 from shardwise.training.folder import manifest_of, save_step
 from shardwise.training.job import Job
 from shardwise.training.local_ranks import check_gpus
+from shardwise.training.progress import Progress
 from shardwise.training.setup import Setup, check_inputs, make_ready, on_device
 from shardwise.training.world import World
 
@@ -75,6 +76,8 @@ def measure_rank(job: Job, num_steps: int) -> Measured | None:
     world = World()
     if world.is_first:
         job.folder.mkdir(parents=True, exist_ok=True)
+        if job.said is not None:
+            Progress(speaks=True).say(job.said)
     world.wait()
     setup = make_ready(job, world)
     with setup.engine:

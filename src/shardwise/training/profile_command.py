@@ -1,6 +1,7 @@
 """`shardwise profile`: some steps of a training run, measured, with what was predicted beside it and what to do."""
 
 import argparse
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -63,7 +64,8 @@ def run(arguments: argparse.Namespace) -> Answer:
         from shardwise.training.calibrate import calibrate
 
         calibrate(measured, Path(arguments.calibrate))
-    return _answer(found_run, measured, page, arguments.calibrate)
+    answer = _answer(found_run, measured, page, arguments.calibrate)
+    return replace(answer, data={**answer.data, "precision": job.plan.precision, "compiled": job.compile})
 
 
 def _folder(arguments: argparse.Namespace, name: str) -> Path:

@@ -94,7 +94,9 @@ def _run(job: Job, world: World, stop: StopSignals, progress: Progress) -> Outco
         except Exception as error:
             if not gives_up or setup.engine.num_steps > setup.step + 1 or isinstance(error, ShardwiseError):
                 raise
-            why = next(iter(str(error).strip().splitlines()), "")
+            # The first line of torch's is which backend has failed.
+            lines = [line.strip() for line in str(error).splitlines() if line.strip() and "raised:" not in line]
+            why = lines[0] if lines else type(error).__name__
         finally:
             loop.close()
     return _NotCompiled(f"{why} (--set compile=off)")

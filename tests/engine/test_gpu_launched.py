@@ -45,6 +45,7 @@ def an_engine(device: str, plan: str = "dp=1", clip: float | None = 0.5, fused: 
 @pytest.mark.parametrize("clip", [0.5, None])
 def test_launched_steps_are_those_that_are_waited_for(device: str, plan: str, clip: float | None) -> None:
     waits, launches = (an_engine(device, plan, clip) for _ in range(2))
+    assert launches.launch_step(tokens(device, 9)).read().loss == waits.train_step(tokens(device, 9))
     for seed in range(4):
         batch = tokens(device, seed)
         expected = waits.train_step(batch)

@@ -102,8 +102,8 @@ def test_a_run_that_goes_on_keeps_the_precision_that_was_chosen_where_it_began(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["train", "tiny", "--devices", "1", "--set", "evaluation.sample=0", "--folder", str(tmp_path), "--json"]
-    assert main([*words, "--set", "steps=2", "--set", "precision=bf16"]) == 0
-    assert read_recipe(tmp_path / RECIPE).precision == "bf16"
+    assert main([*words, "--set", "steps=2", "--set", "precision=fp16"]) == 0
+    assert read_recipe(tmp_path / RECIPE).precision == "fp16"
     assert main([*words, "--set", "steps=3"]) == 0, capsys.readouterr().err
-    assert read_recipe(tmp_path / RECIPE).precision == "bf16"
-    assert '"precision": "bf16"' in capsys.readouterr().out
+    assert read_recipe(tmp_path / RECIPE).precision == "fp16"
+    assert '"precision": "fp16"' in capsys.readouterr().out

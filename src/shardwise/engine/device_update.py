@@ -44,7 +44,7 @@ class LaunchedStep:
     @property
     def is_over(self) -> bool:
         """Whether its numbers are there."""
-        return self._event is None or self._event.query()
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> StepNumbers:
         """Its numbers, when they are there."""

@@ -124,8 +124,7 @@ class Tally:
 
     def on_device(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Total and count there, in double precision, as they will be: nothing is read."""
-        wide = {"dtype": torch.float64, "device": device}
-        total, count = torch.full((), self._total, **wide), torch.full((), self._count, **wide)
+        total, count = (torch.full((), each, dtype=torch.float64, device=device) for each in (self._total, self._count))
         for each in chain.from_iterable(self._unread):
             total = total + each.total.reshape(())
             count = count + each.number

@@ -4,7 +4,6 @@ Both are chosen on a GPU alone, where they pay, and said in a line. On processor
 its recipe says otherwise.
 """
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -96,7 +95,7 @@ def line_of_choices(precision: Choice, compile: Choice) -> str | None:
 
 def with_precision(recipe: Recipe, precision: str) -> Recipe:
     """The recipe with a precision that has been chosen: a run that goes on has the same, wherever it does."""
-    return recipe if recipe.precision == precision else replace(recipe, precision=precision)
+    return recipe.changed({"precision": precision})
 
 
 def flops_of_step(recipe: Recipe) -> float:

@@ -296,6 +296,7 @@ def test_blocks_that_cannot_be_compiled_run_as_they_are_and_that_is_said(
 
     monkeypatch.setattr("shardwise.stages.compiled._inductor", broken)
     monkeypatch.setattr("shardwise.stages.compiled.find_missing", lambda _: None)
+    monkeypatch.setattr("shardwise.training.precision.LossScale.compile", lambda _: None)
     job = replace(make_job(tmp_path / "chosen", "dp=1", steps=2), compile=True, is_chosen=True, said="on a GPU: bf16")
     result = train_rank(job)
     assert isinstance(result, Result)

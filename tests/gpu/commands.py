@@ -108,7 +108,7 @@ def cases(device: str) -> list[Case]:
              holds=has_trained(6)),
         Case(name="profile", words="profile tiny --steps 2 --devices 1 --folder prof --calibrate cluster.toml",
              holds=calibrated("cluster.toml")),
-        Case(name="plan", words="plan llama3.2-1b --cluster cluster.toml --batch 8 --sequence 128", holds=said("plan"),
+        Case(name="plan", words="plan gpt2 --cluster cluster.toml --batch 2 --sequence 128", holds=said("plan"),
              after=("profile",)),
         Case(name="share", words=f"train tiny {short} --plan dp=2 --devices 2 --share-gpus --folder share",
              holds=has_trained(6)),

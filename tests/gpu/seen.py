@@ -84,7 +84,12 @@ def _losses(folder: Path) -> list[float]:
 
 def stopped_at(words: str) -> Holds:
     """It has stopped with a sentence that has these words."""
-    return lambda seen: None if words in seen.err and "Traceback" not in seen.err else "it does not say why"
+
+    def holds(seen: Seen) -> str | None:
+        problem = seen.answer["error"]["problem"]
+        return None if words in problem and "Traceback" not in seen.err else f"it says {problem}"
+
+    return holds
 
 
 def said(key: str) -> Holds:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.engine.device_update import LaunchedStep, StepNumbers
 from shardwise.engine.make_execution import Execution
 from shardwise.engine.make_states import States
 from shardwise.engine.parts import Parts
+from shardwise.engine.update import LaunchedStep, StepNumbers
 from shardwise.execution.executor import Executor, Record
 from shardwise.execution.interpreter import Tally
 from shardwise.sharding.expert.load import Loads

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardwise.engine.device_update import LaunchedStep, StepNumbers
+from shardwise.engine.update import LaunchedStep, StepNumbers
 from shardwise.trace.events import Trace
 from shardwise.training.data.rows import Batch, Prefetcher
 from shardwise.training.finite import explain

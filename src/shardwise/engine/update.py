@@ -1,4 +1,6 @@
-"""The end of a step on a GPU, for which the host asks for no number: it can hand over the next step meanwhile.
+"""The end of a step: by the host, which asks for the loss and the norm; or by a GPU alone.
+
+Where the host asks for no number, it can hand over the next step meanwhile:
 
     host      step 1 | step 2 | read 1 | step 3 | read 2 | ...       what a step has measured is read one step later
     device      `---- step 1 ----'---- step 2 ----'---- step 3 ...    and never stands still
@@ -17,9 +19,35 @@ from torch import Tensor
 from shardwise.engine.parts import Parts
 from shardwise.execution.interpreter import Tally
 from shardwise.planner.plan import Offload
-from shardwise.ranks.wires import OneProcess
+from shardwise.ranks.wires import OneProcess, Wires
 from shardwise.states.data_parallel import DataParallel
 from shardwise.torch_private import can_step_divided
+
+
+class Update:
+    """The end of a step: gradients made those of the whole batch's mean, looked at, clipped, and stepped with.
+
+    `gradient_norm` is that of the whole batch's gradient before it was clipped, if it was to be. A step whose loss or
+    norm is not finite leaves the weights alone, and `was_finite` says so.
+    """
+
+    def __init__(self, data: DataParallel, wires: Wires, clip: float | None) -> None:
+        self._data, self._wires, self._clip = data, wires, clip
+        self.gradient_norm: float | None = None
+        self.was_finite = True
+
+    def take(self, tally: Tally) -> None:
+        """Step with the gradients that were summed last."""
+        self.was_finite = math.isfinite(tally.mean)  # A batch that has none says so here.
+        scale = 1 / tally.count
+        if self._clip is not None:
+            square = self._data.square().cpu()
+            self._wires.sum(square, "the norm of the gradients")
+            self.gradient_norm = float(square) ** 0.5 * scale
+            self.was_finite = self.was_finite and math.isfinite(self.gradient_norm)
+            scale *= min(1.0, self._clip / (self.gradient_norm + 1e-6))
+        if self.was_finite:
+            self._data.step(scale)
 
 
 class StepNumbers(NamedTuple):

@@ -24,12 +24,13 @@ test: $(INSTALLED) browser
 	[ $$lint = 0 ] || echo "error: the linter, the formatter or the type checker is not content: see above" >&2; \
 	[ $$tests = 0 ] && [ $$lint = 0 ]
 
-# On a machine with a GPU, with the torch that it has: every plan over NCCL against one device, then the tests that need
-# a GPU. Nothing is installed; what cannot be run is said.
+# On a machine with a GPU, with the torch that it has: every plan over NCCL against one device, each command as it is
+# typed, then the tests that need a GPU. Nothing is installed; what cannot be run is said.
 GPU_PYTHON := $(or $(PYTHON),python3)
 GPU_TESTS := $(wildcard tests/*/test_gpu*.py tests/*/*/test_gpu*.py)
 test-gpu:
 	PYTHONPATH=src:. $(GPU_PYTHON) -m tests.gpu.every_plan --write
+	PYTHONPATH=src:. $(GPU_PYTHON) -m tests.gpu.commands
 	@if $(GPU_PYTHON) -c 'import pytest' 2>/dev/null; then \
 	    PYTHONPATH=src:. $(GPU_PYTHON) -m pytest -q -p no:cacheprovider $(GPU_TESTS); \
 	else \

@@ -24,6 +24,11 @@ def wants_colour(stream: TextIO) -> bool:
     return os.environ.get("TERM") != "dumb" and stream.isatty()
 
 
+def is_live(stream: TextIO) -> bool:
+    """Whether what was written to `stream` can be drawn over: a terminal that is not a dumb one."""
+    return os.environ.get("TERM") != "dumb" and stream.isatty()
+
+
 def width_of(stream: TextIO) -> int:
     """Columns to fill: `COLUMNS` if it is a positive number, else the terminal's, else `WIDTH_WITHOUT_TERMINAL`."""
     columns = os.environ.get("COLUMNS", "")

@@ -31,6 +31,7 @@ from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormModule
 from torch.nn.modules.batchnorm import _NormBase as RunningNormModule
 from torch.nn.modules.dropout import _DropoutNd as DropoutModule
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -117,6 +118,25 @@ def foreach_scale(tensors: list[Tensor], factor: float) -> None:
 def foreach_norm(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """The 2-norm of each tensor, in one kernel. `torch.linalg.vector_norm` is public, and one kernel for each."""
     return list(torch._foreach_norm(tensors, 2, dtype=dtype))  # type: ignore[call-arg, unused-ignore]
+
+
+def can_step_divided(optimizer: Optimizer) -> bool:
+    """Whether it can divide gradients, and leave a step out, by numbers of the device's. `GradScaler` asks the same."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def step_divided(optimizer: Optimizer, divisor: Tensor, skips: Tensor) -> None:
+    """A step of a fused optimizer with its gradients over `divisor`, or none where `skips` is 1.
+
+    The public way is a `GradScaler`, which has a scale of its own and no word for clipping.
+    """
+    setattr(optimizer, "grad_scale", divisor)  # noqa: B010 - torch's types do not know them
+    setattr(optimizer, "found_inf", skips)  # noqa: B010
+    try:
+        optimizer.step()
+    finally:
+        delattr(optimizer, "grad_scale")
+        delattr(optimizer, "found_inf")
 
 
 class EagerDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -22,6 +22,8 @@ from shardwise.trace.run import Run
 from shardwise.training.data.rows import Prefetcher
 from shardwise.training.folder import manifest_of, save_step
 from shardwise.training.job import Job
+from shardwise.training.local_ranks import check_gpus
+from shardwise.training.progress import Progress
 from shardwise.training.setup import Setup, check_inputs, make_ready, on_device
 from shardwise.training.world import World
 
@@ -61,6 +63,7 @@ class Measured:
 def measure(job: Job, num_devices: int, num_steps: int, *, gpus: Gpus = "own") -> Measured | None:
     """Measure some steps of a job. Under `torchrun`, None on all ranks but the first."""
     check_inputs(job)
+    check_gpus(job, num_devices, gpus)
     if environment.place_under_torchrun() is not None or num_devices == 1:
         return measure_rank(job, num_steps)
     with Ranks(num_devices, gpus=gpus) as ranks:
@@ -73,6 +76,8 @@ def measure_rank(job: Job, num_steps: int) -> Measured | None:
     world = World()
     if world.is_first:
         job.folder.mkdir(parents=True, exist_ok=True)
+        if job.said is not None:
+            Progress(speaks=True).say(job.said)
     world.wait()
     setup = make_ready(job, world)
     with setup.engine:
@@ -87,7 +92,7 @@ def _measure(job: Job, world: World, setup: Setup, num_steps: int) -> Measured:
     engine = setup.engine
     plain, traced, reading = list[float](), list[tuple[float, Trace]](), list[float]()
     first, count = setup.step, _WARM_UP + 2 * num_steps + 1
-    with Prefetcher(setup.batches.at, first, first + count) as ahead:
+    with Prefetcher(setup.batches.at, first, first + count, pins=world.device.type == "cuda") as ahead:
         for _ in range(_WARM_UP):
             engine.train_step(on_device(ahead.next(), world))
         # The first look at a GPU starts what looks, and takes seconds.

@@ -1,8 +1,7 @@
 """`shardwise profile`: some steps of a training run, measured, with what was predicted beside it and what to do."""
 
 import argparse
-import shlex
-import sys
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -54,16 +53,14 @@ def run(arguments: argparse.Namespace) -> Answer:
     if arguments.show:
         return train_command.run(arguments)
     recipe = train_command.recipe_of(arguments)
-    from shardwise.training.job import Job
     from shardwise.training.profile import measure, write_run  # Loads torch.
-    from shardwise.training.run import check_gpus, count_devices
+    from shardwise.training.run import count_devices
 
-    plan, num_devices = train_command.plan_of(arguments, recipe, count_devices())
+    asked = train_command.ask(arguments, recipe, count_devices())
     folder = _folder(arguments, recipe.name)
-    job = Job(recipe=recipe, plan=plan, folder=folder, command=shlex.join(["shardwise", *sys.argv[1:]]))
+    job = asked.job(folder)
     gpus: Gpus = "shared" if arguments.share_gpus else "own"
-    check_gpus(job, num_devices, gpus, command="profile")
-    measured = measure(job, num_devices, arguments.steps, gpus=gpus)
+    measured = measure(job, asked.num_devices, arguments.steps, gpus=gpus)
     if measured is None:  # Under torchrun the first rank tells.
         return Answer(data={}, render=lambda _: None)
     found_run = write_run(job, measured)
@@ -73,7 +70,8 @@ def run(arguments: argparse.Namespace) -> Answer:
         from shardwise.training.calibrate import calibrate
 
         calibrate(measured, Path(arguments.calibrate))
-    return _answer(found_run, measured, page, arguments.calibrate)
+    answer = _answer(found_run, measured, page, arguments.calibrate)
+    return replace(answer, data={**answer.data, "precision": job.plan.precision, "compiled": job.compile})
 
 
 def _folder(arguments: argparse.Namespace, name: str) -> Path:

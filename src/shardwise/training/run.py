@@ -1,5 +1,7 @@
 """A run from beginning to end, however its ranks are started: here, as processes of this machine, or by `torchrun`."""
 
+from dataclasses import dataclass, replace
+
 import torch
 
 from shardwise import environment
@@ -9,11 +11,11 @@ from shardwise.training.choose import check_host
 from shardwise.training.finish import finish
 from shardwise.training.folder import make_folder, write_recipe_and_plan
 from shardwise.training.job import Job
-from shardwise.training.local_ranks import run_here
+from shardwise.training.local_ranks import check_gpus, run_here
 from shardwise.training.loop import Loop
-from shardwise.training.outcome import Result, StoppedError
+from shardwise.training.outcome import Outcome, Result, StoppedError
 from shardwise.training.progress import Progress
-from shardwise.training.setup import check_inputs, make_ready
+from shardwise.training.setup import Setup, check_inputs, make_ready
 from shardwise.training.stop import StopSignals
 from shardwise.training.world import World
 from shardwise.units import counted, format_bytes
@@ -28,17 +30,6 @@ def count_devices() -> int:
     if launched is not None:
         return launched
     return torch.cuda.device_count() or min(_MOST_PROCESSES, environment.num_cores())
-
-
-def check_gpus(job: Job, num_devices: int, gpus: Gpus, *, command: str = "train") -> None:
-    """Refuse more ranks than GPUs, unless they are to share them."""
-    num_gpus, is_launched = torch.cuda.device_count(), environment.place_under_torchrun() is not None
-    if 0 < num_gpus < num_devices and gpus == "own" and not is_launched:
-        raise ShardwiseError(
-            f"the plan {job.plan} has {num_devices} ranks, and this machine has {counted(num_gpus, 'GPU')}",
-            remedy=f"--devices {num_gpus}; or --share-gpus, to check the plan on what is here; or on processors:"
-            f" CUDA_VISIBLE_DEVICES= shardwise {command} ...",
-        )
 
 
 def train(job: Job, num_devices: int, *, gpus: Gpus = "own") -> Result | None:
@@ -63,27 +54,62 @@ def train_rank(job: Job) -> Result | StoppedError | None:
         if world.is_first:
             make_folder(job.folder)
         world.wait()
-        setup = make_ready(job, world)
-        with setup.engine:
-            if world.is_first:
-                write_recipe_and_plan(job.folder, job.recipe, job.plan)
-            begun = f" from step {setup.step}" if setup.step else ""
-            progress.say(
-                f"{job.recipe.name}{begun}: {setup.num_parameters / 1e6:.2f} M parameters, "
-                f"{format_bytes(setup.data_bytes, decimal=True)} of tokens, plan {job.plan} on "
-                f"{world.size} x {world.device.type}, in {job.folder}"
-            )
-            num_gpus = torch.cuda.device_count()
-            if world.device.type == "cuda" and environment.place_under_torchrun() is None and world.size > num_gpus:
-                progress.say(f"{world.size} ranks share {counted(num_gpus, 'GPU')}: for checking, and slow")
-            loop = Loop(job, world, setup, stop, progress)
-            try:
-                outcome = loop.run()
-            except StoppedError as error:
-                return error
-            finally:
-                loop.close()
-        result = finish(job, outcome, world.size, progress) if world.is_first else None
+        if job.said is not None:
+            progress.say(job.said)
+        told = _run(job, world, stop, progress)
+        if isinstance(told, _NotCompiled):
+            progress.warn(f"blocks cannot be compiled here, so they run as they are: {told.why}")
+            job = replace(job, compile=False)
+            told = _run(job, world, stop, progress)
+        assert not isinstance(told, _NotCompiled), "nothing was compiled"
+        if isinstance(told, StoppedError):
+            return told
+        result = finish(job, told, world.size, progress) if world.is_first else None
         world.wait()
         world.close()
     return result
+
+
+@dataclass(frozen=True, slots=True)
+class _NotCompiled:
+    """The first step failed where nobody has asked for compiled blocks."""
+
+    why: str
+
+
+def _run(job: Job, world: World, stop: StopSignals, progress: Progress) -> Outcome | StoppedError | _NotCompiled:
+    """The steps of a run, from the checkpoint that is there or from the beginning."""
+    setup = make_ready(job, world)
+    # Ranks that fail are many, and may not fail alike: of those each error is told.
+    gives_up = job.compile and job.is_chosen and world.size == 1
+    with setup.engine:
+        if world.is_first:
+            write_recipe_and_plan(job.folder, job.recipe, job.plan)
+        _announce(job, world, setup, progress)
+        loop = Loop(job, world, setup, stop, progress)
+        try:
+            return loop.run()
+        except StoppedError as error:
+            return error
+        except Exception as error:
+            if not gives_up or setup.engine.num_steps > setup.step + 1 or isinstance(error, ShardwiseError):
+                raise
+            # The first line of torch's is which backend has failed.
+            lines = [line.strip() for line in str(error).splitlines() if line.strip() and "raised:" not in line]
+            why = lines[0] if lines else type(error).__name__
+        finally:
+            loop.close()
+    return _NotCompiled(f"{why} (--set compile=off)")
+
+
+def _announce(job: Job, world: World, setup: Setup, progress: Progress) -> None:
+    """Say what is trained, and on what."""
+    begun = f" from step {setup.step}" if setup.step else ""
+    progress.say(
+        f"{job.recipe.name}{begun}: {setup.num_parameters / 1e6:.2f} M parameters, "
+        f"{format_bytes(setup.data_bytes, decimal=True)} of tokens, plan {job.plan} on "
+        f"{world.size} x {world.device.type}, in {job.folder}"
+    )
+    num_gpus = torch.cuda.device_count()
+    if world.device.type == "cuda" and environment.place_under_torchrun() is None and world.size > num_gpus:
+        progress.say(f"{world.size} ranks share {counted(num_gpus, 'GPU')}: for checking, and slow")

@@ -1,6 +1,6 @@
 """A checkpoint written while training goes on.
 
-    training   step | copy | step | step | step ...         only the copy stops it
+    training   step | copy | step | step | step ...         only the copy stops it (`snapshot.py`)
     writer            `---- file, checksums, rename ----'    a thread of its own on every rank
 
 All ranks describe their parts once, and of those that several hold one rank is chosen to write each. A rank that has
@@ -14,7 +14,8 @@ import os
 import shutil
 import struct
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,6 @@ from shardwise.training.checkpoint.index import (
     SAVING,
     Entry,
     Stored,
-    bytes_of,
-    checksum_of,
     folder_of,
     prune,
     read_entries,
@@ -37,6 +36,7 @@ from shardwise.training.checkpoint.index import (
     write_json,
 )
 from shardwise.training.checkpoint.parts import Part
+from shardwise.training.checkpoint.snapshot import Chunks, Snapshot
 
 #: safetensors' words for types.
 _TYPES = {
@@ -49,22 +49,6 @@ _PATIENCE_SECONDS = 600.0
 
 #: What identifies a part among those of all ranks.
 Description = tuple[str, Box, int]
-
-
-def copied(parts: Iterable[Part], before: Sequence[Part]) -> list[Part]:
-    """Copies of parts, in the memory of those before where it fits. Those on a GPU come over together."""
-    fresh: list[Part] = []
-    memories = {(part.entry, part.box): part.numbers for part in before}
-    for part in parts:
-        memory = memories.get((part.entry, part.box))
-        source = part.numbers.detach()
-        if memory is None or memory.dtype != source.dtype:
-            memory = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-        memory.copy_(source, non_blocking=True)
-        fresh.append(part._replace(numbers=memory))
-    if torch.cuda.is_available():
-        torch.cuda.current_stream().synchronize()
-    return fresh
 
 
 def share_out(described: Sequence[Sequence[Description]]) -> list[set[tuple[str, Box]]]:
@@ -94,7 +78,7 @@ class Writer:
     def __init__(self, root: Path, *, rank: int, num_ranks: int, keep: int, gather: Callable[[Any], list[Any]]) -> None:
         self._root, self._rank, self._num_ranks, self._keep, self._gather = root, rank, num_ranks, keep, gather
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardwise-checkpoint")
-        self._snapshot: list[Part] = []  # Of what this rank writes; its memory is used again.
+        self._snapshot = Snapshot()  # Of what this rank writes.
         self._under_way: Future[str | None] | None = None
         self._described: list[Description] = []
         self._mine: set[tuple[str, Box]] = set()
@@ -103,8 +87,7 @@ class Writer:
         """Begin to save. Returns what went wrong with the one before, on whichever rank. Every rank calls this."""
         problem = self.finish()
         self._agree(parts)
-        mine = (part for part in parts if (part.entry, part.box) in self._mine)
-        self._snapshot = copied(mine, self._snapshot)
+        self._snapshot.take(part for part in parts if (part.entry, part.box) in self._mine)
         self._under_way = self._thread.submit(self._write, step, dict(extra))
         return problem
 
@@ -131,12 +114,15 @@ class Writer:
         folder = final.with_name(final.name + SAVING)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            entries = write_files(folder, f"rank-{self._rank:05}", self._snapshot)
+            self._snapshot.wait()
+            entries = write_files(folder, f"rank-{self._rank:05}", self._snapshot.parts)
             write_json(folder / f"rank-{self._rank:05}.json", told(entries))
         except OSError as error:
             problem = f"the checkpoint of step {step} cannot be written to {self._root}: {error.strerror or error}"
             _give_up(folder, self._rank, problem)
             return problem
+        finally:
+            self._snapshot.release()
         return self._complete(step, folder, final, extra) if self._rank == 0 else None
 
     def _complete(self, step: int, folder: Path, final: Path, extra: dict[str, Any]) -> str | None:
@@ -188,7 +174,7 @@ def write_files(folder: Path, name: str, parts: Sequence[Part]) -> dict[str, Ent
 
 
 def write_parts(path: Path, parts: Sequence[Part]) -> dict[str, Entry]:
-    """Write a safetensors file, tensor by tensor. What comes back says what is in it."""
+    """Write a safetensors file, tensor by tensor, each read once. What comes back says what is in it."""
     # `HuggingFaceStorageReader` of torch.distributed.checkpoint looks here for where a box begins in its tensor.
     offsets = {part.entry: {"saved_offsets": part.box.start} for part in parts}
     metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
@@ -196,7 +182,7 @@ def write_parts(path: Path, parts: Sequence[Part]) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     at = 0
     for part in parts:
-        assert part.entry not in entries, f"two boxes of {part.entry} in one file"
+        assert part.entry not in header, f"two boxes of {part.entry} in one file"
         num_bytes = part.numbers.nbytes
         header[part.entry] = {
             "dtype": _TYPES[part.numbers.dtype],
@@ -204,15 +190,19 @@ def write_parts(path: Path, parts: Sequence[Part]) -> dict[str, Entry]:
             "data_offsets": [at, at + num_bytes],
         }
         at += num_bytes
-        stored = Stored(file=path.name, key=part.entry, box=part.box, checksum=checksum_of(part.numbers))
-        dtype = str(part.numbers.dtype).removeprefix("torch.")
-        entries[part.entry] = Entry(shape=part.shape, dtype=dtype, boxes=(stored,))
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+    chunks = Chunks()
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for part in parts:
-            file.write(bytes_of(part.numbers))
+            checksum = 0
+            for chunk in chunks.of(part.numbers):
+                checksum = zlib.crc32(chunk, checksum)
+                file.write(chunk)
+            stored = Stored(file=path.name, key=part.entry, box=part.box, checksum=checksum)
+            dtype = str(part.numbers.dtype).removeprefix("torch.")
+            entries[part.entry] = Entry(shape=part.shape, dtype=dtype, boxes=(stored,))
         file.flush()
         os.fsync(file.fileno())
     return entries

@@ -274,6 +274,16 @@ def default_backend(device: torch.device) -> Any:
     return torch.distributed.distributed_c10d._get_default_group()._get_backend(device)
 
 
+def find_gpu_backend(group: torch.distributed.ProcessGroup) -> Any | None:
+    """What a group sends tensors of GPUs with, if that is NCCL; None if not. `ProcessGroup.abort` is public, and raises
+    for a group that has gloo too."""
+    try:
+        backend = group._get_backend(torch.device("cuda"))
+    except RuntimeError:  # It has no backend for them, or has been destroyed.
+        return None
+    return backend if backend.name() == "nccl" else None
+
+
 def default_store() -> Store:
     """The store that the default group was made with. Public only for whoever made it."""
     return torch.distributed.distributed_c10d._get_default_store()

@@ -15,11 +15,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from shardwise import environment
 from shardwise.errors import os_errors_as
+from shardwise.ranks.gpus import Gpus
 from shardwise.ranks.spawn import Ranks
 from shardwise.trace.events import Trace
 from shardwise.trace.run import Run
 from shardwise.training.data.rows import Prefetcher
 from shardwise.training.folder import manifest_of, save_step
+from shardwise.training.gpu_check import check_gpus
 from shardwise.training.job import Job
 from shardwise.training.setup import Setup, check_inputs, make_ready, on_device
 from shardwise.training.world import World
@@ -57,12 +59,13 @@ class Measured:
         return median(self.traced_seconds) / median(self.step_seconds) - 1
 
 
-def measure(job: Job, num_devices: int, num_steps: int) -> Measured | None:
+def measure(job: Job, num_devices: int, num_steps: int, *, gpus: Gpus = "own") -> Measured | None:
     """Measure some steps of a job. Under `torchrun`, None on all ranks but the first."""
     check_inputs(job)
+    check_gpus(job, num_devices, gpus)
     if environment.place_under_torchrun() is not None or num_devices == 1:
         return measure_rank(job, num_steps)
-    with Ranks(num_devices) as ranks:
+    with Ranks(num_devices, gpus=gpus) as ranks:
         found: Measured | None = ranks.run(measure_rank, job, num_steps)[0]
     return found
 

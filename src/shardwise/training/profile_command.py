@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     plan, num_devices = train_command.plan_of(arguments, recipe, count_devices())
     folder = _folder(arguments, recipe.name)
     job = Job(recipe=recipe, plan=plan, folder=folder, command=shlex.join(["shardwise", *sys.argv[1:]]))
-    measured = measure(job, num_devices, arguments.steps)
+    measured = measure(job, num_devices, arguments.steps, gpus="shared" if arguments.share_gpus else "own")
     if measured is None:  # Under torchrun the first rank tells.
         return Answer(data={}, render=lambda _: None)
     found_run = write_run(job, measured)

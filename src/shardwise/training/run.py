@@ -4,10 +4,11 @@ import torch
 
 from shardwise import environment
 from shardwise.errors import ShardwiseError
-from shardwise.ranks.worker import Gpus
+from shardwise.ranks.gpus import Gpus
 from shardwise.training.choose import check_host
 from shardwise.training.finish import finish
 from shardwise.training.folder import make_folder, write_recipe_and_plan
+from shardwise.training.gpu_check import check_gpus
 from shardwise.training.job import Job
 from shardwise.training.local_ranks import run_here
 from shardwise.training.loop import Loop
@@ -34,13 +35,10 @@ def train(job: Job, num_devices: int, *, gpus: Gpus = "own") -> Result | None:
     """Run a job. Under `torchrun`, None on all ranks but the first."""
     check_inputs(job)
     make_folder(job.folder)
-    num_gpus, is_launched = torch.cuda.device_count(), environment.place_under_torchrun() is not None
-    if 0 < num_gpus < num_devices and gpus == "own" and not is_launched:
-        raise ShardwiseError(
-            f"the plan {job.plan} has {num_devices} ranks, and this machine has {counted(num_gpus, 'GPU')}",
-            remedy=f"--devices {num_gpus}; or --share-gpus, to check the plan on what is here; or on processors:"
-            " CUDA_VISIBLE_DEVICES= shardwise train ...",
-        )
+    check_gpus(job, num_devices, gpus)
+    is_launched = environment.place_under_torchrun() is not None
+    if is_launched and gpus == "shared":
+        environment.ask_for_shared_gpus()
     if not is_launched:
         check_host(job)
     told = train_rank(job) if is_launched or num_devices == 1 else run_here(train_rank, job, num_devices, gpus)
@@ -67,9 +65,10 @@ def train_rank(job: Job) -> Result | StoppedError | None:
                 f"{format_bytes(setup.data_bytes, decimal=True)} of tokens, plan {job.plan} on "
                 f"{world.size} x {world.device.type}, in {job.folder}"
             )
-            num_gpus = torch.cuda.device_count()
-            if world.device.type == "cuda" and environment.place_under_torchrun() is None and world.size > num_gpus:
-                progress.say(f"{world.size} ranks share {counted(num_gpus, 'GPU')}: for checking, and slow")
+            num_gpus, place = torch.cuda.device_count(), environment.place_under_torchrun()
+            num_here = world.size if place is None else place[1]
+            if world.device.type == "cuda" and num_here > num_gpus:
+                progress.say(f"{num_here} ranks share {counted(num_gpus, 'GPU')}: for checking, and slow")
             loop = Loop(job, world, setup, stop, progress)
             try:
                 outcome = loop.run()

@@ -60,7 +60,7 @@ def test_roundings_of_three_times_the_size_do_not() -> None:
 
 def test_one_wrong_tensor_on_one_rank_does_not_pass() -> None:
     wrong = rounded(4e-3)
-    wrong.steps[2].gradients["norm"].mul_(1.02)  # type: ignore[index]
+    wrong.steps[2].gradients["norm"].mul_(1.02)
     judged = judge(EXACT, rounded(4e-3), [rounded(4e-3), wrong])
     assert judged.problem is not None
 

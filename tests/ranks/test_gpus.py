@@ -14,8 +14,8 @@ from shardwise.ranks import gpus
 from shardwise.ranks.first_talk import cannot_connect
 from shardwise.ranks.gpus import Found, Gpu
 from shardwise.ranks.mps import shared_at_once
-from shardwise.training import gpu_check
-from shardwise.training.gpu_check import check_gpus
+from shardwise.training import machine_check
+from shardwise.training.machine_check import check_gpus
 from tests.training.programs import make_job
 
 GIB = 2**30
@@ -121,7 +121,7 @@ def test_commands_that_ask_for_gpus_in_vain_are_refused(tmp_path: Path, capsys: 
 
 def test_one_place_asks_what_gpus_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not here can be tried by describing it there."""
-    monkeypatch.setattr(gpu_check, "find_gpus", lambda: Found(gpus=(V100,), num_in_machine=1, cuda="12.8"))
+    monkeypatch.setattr(machine_check, "find_gpus", lambda: Found(gpus=(V100,), num_in_machine=1, cuda="12.8"))
     job = make_job(tmp_path, "dp=1,precision=bf16")
     with pytest.raises(ShardwiseError, match=r"bf16 needs 8\.0"):
         check_gpus(job, 1, "own")

@@ -23,7 +23,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
@@ -56,10 +56,15 @@ _LEAVE_AT_LAST = 60.0
 
 
 def _is_of_another(error: BaseException) -> bool:
-    """Whether NCCL says that a rank at the other end is gone. What else it raises is this rank's own."""
-    text = str(error).lower()
-    signs = ("remote process exited", "ncclremoteerror", "communicator was aborted", "connection closed by remote")
-    return isinstance(error, dist.DistError) and any(sign in text for sign in signs)
+    """Whether NCCL or gloo says that a rank at the other end is gone. What else they raise is this rank's own."""
+    signs = (
+        "remote process exited",
+        "ncclremoteerror",
+        "communicator was aborted",
+        "connection closed by",
+        "connection reset by",
+    )
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in signs)
 
 
 class Waitable(Protocol):
@@ -170,17 +175,13 @@ class Watch:
         if self.note is not None and found is not None:
             self.note(*found, start, time.perf_counter())
 
-    def wait_until(self, event: threading.Event, what: object, others: Sequence[int], seconds: float) -> bool:
-        """The same, for an event that needs all of `others` to come here too: whether it has happened in time."""
+    def wait_until(self, event: threading.Event, what: object, seconds: float) -> bool:
+        """The same, for an event that all ranks have come to: whether it has happened in time."""
         self.at(what)
-        self._waits = (tuple(others), time.monotonic())
         deadline = time.monotonic() + seconds
-        try:
-            while not event.wait(0.05) and time.monotonic() < deadline:
-                self.check()
-            return event.is_set()
-        finally:
-            self._waits = None
+        while not event.wait(0.05) and time.monotonic() < deadline:
+            self.check()
+        return event.is_set()
 
     @property
     def has_stopped(self) -> bool:
@@ -264,7 +265,8 @@ class Watch:
         self._board.write(mine)
         verdict = self._find_failure()
         waits = self._waits
-        is_late = mine.on_gpu or (waits is not None and time.monotonic() - waits[1] > 2 * self._beat)
+        is_late = waits is not None and time.monotonic() - waits[1] > 2 * self._beat
+        is_late = is_late or (mine.on_gpu and mine.at_seconds > 2 * self._beat)
         if verdict is None and is_late:
             stall = find_stall(self._board.read(mine), self.rank, self._limit)
             if stall is not None:

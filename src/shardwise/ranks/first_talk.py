@@ -28,7 +28,7 @@ def first_talk(
     watch: Watch | None = None,
     seconds: float = CONNECT_SECONDS,
 ) -> None:
-    """Have a group talk for the first time. What goes wrong is a sentence, and another rank's fault is that rank's."""
+    """Have a group talk for the first time, when all its ranks are here. What goes wrong is a sentence."""
     ended, wrong = threading.Event(), list[BaseException]()
 
     def run() -> None:
@@ -44,8 +44,7 @@ def first_talk(
             ended.set()
 
     threading.Thread(target=run, name="shardwise-first-talk", daemon=True).start()
-    others = [each for each in dist.get_process_group_ranks(group) if each != dist.get_rank()]
-    is_over = ended.wait(seconds) if watch is None else watch.wait_until(ended, _CONNECTING, others, seconds)
+    is_over = ended.wait(seconds) if watch is None else watch.wait_until(ended, _CONNECTING, seconds)
     if wrong and isinstance(wrong[0], dist.DistError):
         raise cannot_connect(group.size(), _reason(wrong[0])) from wrong[0]
     if wrong:

@@ -18,8 +18,8 @@ _SECONDS = 10.0
 #: Queues of the GPU for each process, by how many there are at most. The service deals them out of one pool, and a
 #: process has its own for good (CUDA's documentation of CUDA_DEVICE_MAX_CONNECTIONS under MPS): 4 processes of 32 were
 #: more than there are, and ended with "out of memory" (H200). With fewer a pipeline may stand still, so more processes
-#: than these do without the service.
-CONNECTIONS = {3: 32}
+#: than these do without the service: all of them, until `tests/gpu/mps_trial.py` has shown how many may have it.
+CONNECTIONS: dict[int, int] = {}
 
 
 @contextlib.contextmanager

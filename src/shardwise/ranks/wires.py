@@ -110,6 +110,7 @@ class ManyProcesses(Wires):
             wanted = frozenset(links)
             if wanted not in self._links:
                 self.watch.follow(device)
+                self.gather(None)  # All are here: from now on it is NCCL that takes time.
                 self._links[wanted] = make_links(wanted, self.mesh.pipelines, device=device, watch=self.watch)
             made = self._links[wanted]
         return ProcessTransport(self._groups, device=device, links=made, watch=self.watch)
@@ -117,16 +118,17 @@ class ManyProcesses(Wires):
     def connect(self, ties: Iterable[Group], device: torch.device) -> None:
         mine = list(ties)
         self._ties += mine
-        if not is_on_nccl(device):
-            return
         groups = [*self.mesh.groups.values(), *self._of_replicas(), *mine]
-        self.watch.follow(device)
         for each in groups:
             if each.handle is not None and each.size > 1:
                 self.watch.guard(each.handle)
-                each.before_read = self.watch.mark
+        if not is_on_nccl(device):
+            return
+        self.watch.follow(device)
+        for each in groups:
+            each.before_read = self.watch.mark
+        told = describe_mixed(self.gather(gpu_of(device)))  # And all are here: from now on it is NCCL that takes time.
         connect(groups, device, self.watch)
-        told = describe_mixed(self.gather(gpu_of(device)))
         if told is not None and self.rank == 0:
             warnings.warn(told, stacklevel=2)
 

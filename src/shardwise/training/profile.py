@@ -21,8 +21,8 @@ from shardwise.trace.events import Trace
 from shardwise.trace.run import Run
 from shardwise.training.data.rows import Prefetcher
 from shardwise.training.folder import manifest_of, save_step
-from shardwise.training.gpu_check import check_gpus
 from shardwise.training.job import Job
+from shardwise.training.machine_check import check_gpus
 from shardwise.training.setup import Setup, check_inputs, make_ready, on_device
 from shardwise.training.world import World
 

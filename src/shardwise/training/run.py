@@ -5,13 +5,12 @@ import torch
 from shardwise import environment
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.gpus import Gpus
-from shardwise.training.choose import check_host
 from shardwise.training.finish import finish
 from shardwise.training.folder import make_folder, write_recipe_and_plan
-from shardwise.training.gpu_check import check_gpus
 from shardwise.training.job import Job
 from shardwise.training.local_ranks import run_here
 from shardwise.training.loop import Loop
+from shardwise.training.machine_check import check_machine
 from shardwise.training.outcome import Result, StoppedError
 from shardwise.training.progress import Progress
 from shardwise.training.setup import check_inputs, make_ready
@@ -35,12 +34,10 @@ def train(job: Job, num_devices: int, *, gpus: Gpus = "own") -> Result | None:
     """Run a job. Under `torchrun`, None on all ranks but the first."""
     check_inputs(job)
     make_folder(job.folder)
-    check_gpus(job, num_devices, gpus)
+    check_machine(job, num_devices, gpus)
     is_launched = environment.place_under_torchrun() is not None
     if is_launched and gpus == "shared":
         environment.ask_for_shared_gpus()
-    if not is_launched:
-        check_host(job)
     told = train_rank(job) if is_launched or num_devices == 1 else run_here(train_rank, job, num_devices, gpus)
     if isinstance(told, StoppedError):
         raise ShardwiseError(told.problem, remedy=told.remedy)

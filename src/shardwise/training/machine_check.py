@@ -1,4 +1,4 @@
-"""What a run asks of GPUs, refused where they cannot give it: before any rank is started."""
+"""What a run asks of this machine, refused where it cannot give it: before any rank is started."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from shardwise.cost.pipeline import SCHEDULES
 from shardwise.planner.account import hold
 from shardwise.planner.question import make_question
 from shardwise.ranks.gpus import Found, Gpus, check_any, check_fits, check_one_each, check_precision, find_gpus
-from shardwise.training.choose import asked_of, software_for
+from shardwise.training.choose import asked_of, check_host, software_for
 from shardwise.training.job import Job
 from shardwise.training.machine import find_device
 
@@ -16,6 +16,13 @@ from shardwise.training.machine import find_device
 _USUAL = "h100-80g"
 # The planner's count may be off by so much, and a run that fits is never refused.
 _TRUSTED = 1.15
+
+
+def check_machine(job: Job, num_devices: int, gpus: Gpus) -> None:
+    """Refuse a run for which this machine has not the GPUs, or not the memory on its host."""
+    check_gpus(job, num_devices, gpus)
+    if environment.place_under_torchrun() is None:
+        check_host(job)
 
 
 def check_gpus(job: Job, num_devices: int, gpus: Gpus, found: Found | None = None) -> None:

@@ -24,18 +24,11 @@ test: $(INSTALLED) browser
 	[ $$lint = 0 ] || echo "error: the linter, the formatter or the type checker is not content: see above" >&2; \
 	[ $$tests = 0 ] && [ $$lint = 0 ]
 
-# On a machine with a GPU, with the torch that it has: every plan over NCCL against one device, each command as it is
-# typed, then the tests that need a GPU. Nothing is installed; what cannot be run is said.
-GPU_PYTHON := $(or $(PYTHON),python3)
-GPU_TESTS := $(wildcard tests/*/test_gpu*.py tests/*/*/test_gpu*.py)
+# On a machine with a GPU, with the torch that it has: every plan over NCCL against one device, in fp32 and bf16, models
+# of Hugging Face, ranks that are lost, bad input, and the tests that need a GPU. Nothing is installed; what cannot be run
+# is said. With SECONDS=560 it stops in time, with status 3, and goes on when it is called again.
 test-gpu:
-	PYTHONPATH=src:. $(GPU_PYTHON) -m tests.gpu.every_plan --write
-	PYTHONPATH=src:. $(GPU_PYTHON) -m tests.gpu.commands
-	@if $(GPU_PYTHON) -c 'import pytest' 2>/dev/null; then \
-	    PYTHONPATH=src:. $(GPU_PYTHON) -m pytest -q -p no:cacheprovider $(GPU_TESTS); \
-	else \
-	    echo "skipped, as pytest is not installed: $(GPU_TESTS)"; \
-	fi
+	PYTHONPATH=src:. $(or $(PYTHON),python3) -m tests.gpu $(if $(SECONDS),--seconds $(SECONDS))
 
 # Tests of the report page open it in a real browser. Where none can be installed they are skipped, and say so.
 browser:

@@ -11,9 +11,9 @@ torch is imported when this is: rooms without torch must not import it.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -294,19 +294,6 @@ def default_backend(device: torch.device) -> Any:
     return torch.distributed.distributed_c10d._get_default_group()._get_backend(device)
 
 
-class DeviceEvent(NamedTuple):
-    """What torch's profiler has seen: something on the device, or (`stream` None) a call of the host that launched it.
-
-    Times are nanoseconds since 1970. What was launched has the `correlation` of the call that launched it.
-    """
-
-    name: str
-    stream: int | None
-    start: int
-    end: int
-    correlation: int
-
-
 class DeviceProfiler:
     """Torch's profiler (Kineto over CUPTI) of the device alone. `torch.profiler.profile` is public, and its `events()`
     leave out streams and what launched what."""
@@ -317,22 +304,20 @@ class DeviceProfiler:
     def start(self) -> None:
         self.profile.__enter__()
 
-    def stop(self) -> list[DeviceEvent]:
-        """Waits for the device."""
+    def stop(self) -> list[Any]:
+        """What Kineto has seen, when the device is done."""
         self.profile.__exit__(None, None, None)
-        return device_events(self.profile.kineto_results.events())
+        return list(self.profile.kineto_results.events())
 
 
-def device_events(seen: Iterable[Any]) -> list[DeviceEvent]:
-    """Kineto's events as values. Calls of the host are told from what ran by their device."""
-    found = []
-    names: dict[str, str] = {}  # Kernels come again and again: one text of each is enough to keep and to send.
-    for each in seen:
-        is_device = each.device_type() == torch.profiler.DeviceType.CUDA
-        stream, start = each.device_resource_id() if is_device else None, each.start_ns()
-        name = names.setdefault(each.name(), each.name())
-        found.append(DeviceEvent(name, stream, start, start + each.duration_ns(), each.correlation_id()))
-    return found
+def find_gpu_backend(group: torch.distributed.ProcessGroup) -> Any | None:
+    """What a group sends tensors of GPUs with, if that is NCCL; None if not. `ProcessGroup.abort` is public, and raises
+    for a group that has gloo too."""
+    try:
+        backend = group._get_backend(torch.device("cuda"))
+    except RuntimeError:  # It has no backend for them, or has been destroyed.
+        return None
+    return backend if backend.name() == "nccl" else None
 
 
 def default_store() -> Store:

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.execution.collector import activities_of, zero_of_clock
+from shardwise.execution.collector import DeviceEvent, activities_of, device_events, zero_of_clock
 from shardwise.execution.recording import Launch, RankNotes, Recording
 from shardwise.schedule.catalogue import make_schedule
 from shardwise.schedule.instruction import backward, forward
 from shardwise.schedule.passes.lower import lower
-from shardwise.torch_private import DeviceEvent, device_events
 from shardwise.trace.activities import Activity, ActivityKind
 from shardwise.trace.stretches import Part, parts_of_ranks
 

@@ -41,6 +41,7 @@ class Update:
         self.was_finite = math.isfinite(tally.mean)  # A batch that has none says so here.
         scale = 1 / tally.count
         if self._clip is not None:
+            self._wires.stand("the norm of the gradients")
             square = self._data.square().cpu()
             self._wires.sum(square, "the norm of the gradients")
             self.gradient_norm = float(square) ** 0.5 * scale

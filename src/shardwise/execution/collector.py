@@ -6,13 +6,14 @@ launched it. By when that call was, an activity belongs to an instruction, and a
 
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from time import perf_counter
+from typing import Any, NamedTuple
 
 import torch
 
 from shardwise.execution.recording import Launch, Ran
-from shardwise.torch_private import DeviceEvent, DeviceProfiler
+from shardwise.torch_private import DeviceProfiler
 from shardwise.trace.activities import Activity, ActivityKind, kind_of
 
 #: How kernels of NCCL are called, by the kind of the collective.
@@ -25,6 +26,19 @@ _KERNELS = {
 #: A collective is launched right after it is noted; what comes much later belongs to nothing that was noted.
 _SOON_SECONDS = 0.02
 _NUM_LOOKS = 5
+
+
+class DeviceEvent(NamedTuple):
+    """What torch's profiler has seen: something on the device, or (`stream` None) a call of the host that launched it.
+
+    Times are nanoseconds since 1970. What was launched has the `correlation` of the call that launched it.
+    """
+
+    name: str
+    stream: int | None
+    start: int
+    end: int
+    correlation: int
 
 
 class StreamCollector:
@@ -53,7 +67,7 @@ class StreamCollector:
         torch.cuda.synchronize(self._device)
         self.ended = perf_counter()
         self._zero = zero_of_clock()
-        self._seen = self.profiler.stop()
+        self._seen = device_events(self.profiler.stop())
         self.cost_seconds += perf_counter() - self.ended
 
     def activities(self, rank: int, handed_over: Sequence[Ran], launches: Sequence[Launch]) -> list[Activity]:
@@ -129,3 +143,15 @@ def _pairs(
         if last > taken and time_of - noted[last].time < _SOON_SECONDS:
             yield place, noted[last]
             taken = last
+
+
+def device_events(seen: Iterable[Any]) -> list[DeviceEvent]:
+    """Kineto's events as values. Calls of the host are told from what ran by their device."""
+    found = []
+    names: dict[str, str] = {}  # Kernels come again and again: one text of each is enough to keep and to send.
+    for each in seen:
+        is_device = each.device_type() == torch.profiler.DeviceType.CUDA
+        stream, start = each.device_resource_id() if is_device else None, each.start_ns()
+        name = names.setdefault(each.name(), each.name())
+        found.append(DeviceEvent(name, stream, start, start + each.duration_ns(), each.correlation_id()))
+    return found

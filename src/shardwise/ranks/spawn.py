@@ -25,8 +25,10 @@ from typing import Any
 
 from shardwise import environment
 from shardwise.errors import ShardwiseError
-from shardwise.ranks.faults import LOST, RankError, encode
-from shardwise.ranks.worker import Failure, Gpus, serve
+from shardwise.ranks.faults import LAST_WORD, LOST, STATUS_OF_LAST_WORD
+from shardwise.ranks.gpus import Gpus
+from shardwise.ranks.rank_error import RankError, decode, encode
+from shardwise.ranks.worker import Failure, serve
 from shardwise.torch_private import TCPStore
 
 # What ranks need, imported once for all of them. torch's optimizers load its compiler: 2 s of a core (torch 2.13).
@@ -170,9 +172,18 @@ class Ranks:
                 return pickle.loads(self._calls[rank].recv_bytes())
         self._processes[rank].join()
         _end(self._processes[rank])
-        error = _death(rank, self._processes[rank].exitcode)
+        status = self._processes[rank].exitcode
+        told = self._find_last_word() if status == STATUS_OF_LAST_WORD else None
+        if told is not None:
+            return Failure(error=told, when=time.monotonic(), follows=True)
+        error = _death(rank, status)
         self._tell_the_others(error)
         return Failure(error=error, when=time.monotonic(), follows=False)
+
+    def _find_last_word(self) -> RankError | None:
+        """What a rank has said of another before it ended its own process."""
+        assert self._store is not None, "ranks without a store"
+        return decode(self._store.get(LAST_WORD)) if self._store.check([LAST_WORD]) else None
 
     def _tell_the_others(self, error: RankError) -> None:
         assert self._store is not None, "ranks without a store"

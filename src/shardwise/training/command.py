@@ -15,7 +15,7 @@ from shardwise.training.recipe import RECIPES, Recipe, get_recipe, read_recipe
 from shardwise.units import format_percent, format_seconds
 
 if TYPE_CHECKING:
-    from shardwise.ranks.worker import Gpus
+    from shardwise.ranks.gpus import Gpus
     from shardwise.training.job import Job
     from shardwise.training.outcome import Result
 

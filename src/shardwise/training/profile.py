@@ -15,14 +15,14 @@ from shardwise import environment
 from shardwise.engine.engine import Engine
 from shardwise.errors import os_errors_as
 from shardwise.execution.collector import StreamCollector
+from shardwise.ranks.gpus import Gpus
 from shardwise.ranks.spawn import Ranks
-from shardwise.ranks.worker import Gpus
 from shardwise.trace.events import Trace
 from shardwise.trace.run import Run
 from shardwise.training.data.rows import Prefetcher
 from shardwise.training.folder import manifest_of, save_step
 from shardwise.training.job import Job
-from shardwise.training.local_ranks import check_gpus
+from shardwise.training.machine_check import check_gpus
 from shardwise.training.progress import Progress
 from shardwise.training.setup import Setup, check_inputs, make_ready, on_device
 from shardwise.training.world import World

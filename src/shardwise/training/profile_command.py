@@ -24,7 +24,7 @@ from shardwise.training import command as train_command
 from shardwise.units import format_seconds
 
 if TYPE_CHECKING:
-    from shardwise.ranks.worker import Gpus
+    from shardwise.ranks.gpus import Gpus
     from shardwise.training.profile import Measured
 
 DESCRIPTION = """Measure some steps of a training run: every instruction, wait and collective on every rank by wall

@@ -6,13 +6,13 @@ import torch
 
 from shardwise import environment
 from shardwise.errors import ShardwiseError
-from shardwise.ranks.worker import Gpus
-from shardwise.training.choose import check_host
+from shardwise.ranks.gpus import Gpus
 from shardwise.training.finish import finish
 from shardwise.training.folder import make_folder, write_recipe_and_plan
 from shardwise.training.job import Job
-from shardwise.training.local_ranks import check_gpus, run_here
+from shardwise.training.local_ranks import run_here
 from shardwise.training.loop import Loop
+from shardwise.training.machine_check import check_machine
 from shardwise.training.outcome import Outcome, Result, StoppedError
 from shardwise.training.progress import Progress
 from shardwise.training.setup import Setup, check_inputs, make_ready
@@ -36,10 +36,10 @@ def train(job: Job, num_devices: int, *, gpus: Gpus = "own") -> Result | None:
     """Run a job. Under `torchrun`, None on all ranks but the first."""
     check_inputs(job)
     make_folder(job.folder)
-    check_gpus(job, num_devices, gpus)
+    check_machine(job, num_devices, gpus)
     is_launched = environment.place_under_torchrun() is not None
-    if not is_launched:
-        check_host(job)
+    if is_launched and gpus == "shared":
+        environment.ask_for_shared_gpus()
     told = train_rank(job) if is_launched or num_devices == 1 else run_here(train_rank, job, num_devices, gpus)
     if isinstance(told, StoppedError):
         raise ShardwiseError(told.problem, remedy=told.remedy)
@@ -110,6 +110,7 @@ def _announce(job: Job, world: World, setup: Setup, progress: Progress) -> None:
         f"{format_bytes(setup.data_bytes, decimal=True)} of tokens, plan {job.plan} on "
         f"{world.size} x {world.device.type}, in {job.folder}"
     )
-    num_gpus = torch.cuda.device_count()
-    if world.device.type == "cuda" and environment.place_under_torchrun() is None and world.size > num_gpus:
-        progress.say(f"{world.size} ranks share {counted(num_gpus, 'GPU')}: for checking, and slow")
+    num_gpus, place = torch.cuda.device_count(), environment.place_under_torchrun()
+    num_here = world.size if place is None else place[1]
+    if world.device.type == "cuda" and num_here > num_gpus:
+        progress.say(f"{num_here} ranks share {counted(num_gpus, 'GPU')}: for checking, and slow")

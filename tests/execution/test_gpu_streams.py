@@ -82,7 +82,7 @@ def test_a_sum_over_replicas_is_seen_with_its_purpose_on_both() -> None:
         trace, _ = ranks.run(looked_at, "dp=2")[0]
     sums = [each for each in trace.activities if each.kind is ActivityKind.NCCL]
     assert {each.rank for each in sums} == {0, 1}
-    assert {each.purpose for each in sums} == {"a sum of gradients"}
+    assert {each.purpose for each in sums} == {"a sum of gradients"}, [(each.name, each.purpose) for each in sums]
     assert {each.group for each in sums} == {"0 1"}
     assert "NCCL all reduce" in seconds_by_word(trace.activities)
     on = {each.on for rank in stretches(trace) for each in rank if each.part is Part.EXPOSED}

@@ -109,8 +109,8 @@ def calibrated(name: str) -> Holds:
         text = (seen.folder / name).read_text(encoding="utf-8")
         if not seen.answer["step_seconds"] or "memory" not in text:
             return f"a step of {seen.answer['step_seconds']} s, and {name} is {text[:200]!r}"
-        kernels = seen.answer["device_seconds"].get("kernels", 0.0)
-        return None if seen.device == "cpu" or kernels > 0 else "no kernel was seen"
+        busy = sum(sum(use["seconds"].values()) for rank in seen.answer["streams"] for use in rank)
+        return None if seen.device == "cpu" or busy > 0 else "nothing was seen on any stream"
 
     return holds
 

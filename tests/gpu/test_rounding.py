@@ -49,11 +49,11 @@ def rounded(error: float) -> Course:
 
 def test_other_roundings_of_the_same_size_pass() -> None:
     for _ in range(20):
-        assert judge(EXACT, rounded(4e-3), [rounded(4e-3), rounded(4e-3)]).problem is None
+        assert judge(EXACT, [rounded(4e-3)], [rounded(4e-3), rounded(4e-3)]).problem is None
 
 
 def test_roundings_of_three_times_the_size_do_not() -> None:
-    judged = judge(EXACT, rounded(4e-3), [rounded(12e-3)])
+    judged = judge(EXACT, [rounded(4e-3)], [rounded(12e-3)])
     assert judged.problem is not None
     assert judged.problem.startswith("the gradient is off by 1")
 
@@ -61,7 +61,7 @@ def test_roundings_of_three_times_the_size_do_not() -> None:
 def test_one_wrong_tensor_on_one_rank_does_not_pass() -> None:
     wrong = rounded(4e-3)
     wrong.steps[2].gradients["norm"].mul_(1.02)
-    judged = judge(EXACT, rounded(4e-3), [rounded(4e-3), wrong])
+    judged = judge(EXACT, [rounded(4e-3)], [rounded(4e-3), wrong])
     assert judged.problem is not None
 
 
@@ -80,4 +80,4 @@ def test_a_loss_that_one_device_had_right_by_chance_is_held_to_half_a_step_of_bf
         exact_with = Course(
             steps=[replace(step, loss=known.loss) for step, known in zip(EXACT.steps, exact.steps, strict=True)]
         )
-        assert (judge(exact_with, theirs, [ours]).problem is None) is passes
+        assert (judge(exact_with, [theirs], [ours]).problem is None) is passes

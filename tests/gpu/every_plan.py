@@ -85,10 +85,11 @@ def try_plan(crowd: Ranks, row: Row, device: str = "cuda") -> Row:
         found = crowd.run(train, plan, row.model, timeout_seconds=LIMIT_SECONDS)
         if row.precision != "fp32":
             draws: list[Course] = []
-            while not draws or (judged.problem is not None and len(draws) < MOST_DRAWS):
-                nudged = nudge(make().on(device), seed=len(draws))
-                draws.append(train_reference(nudged, plan, looks="last step"))
+            for seed in range(MOST_DRAWS):
+                draws.append(train_reference(nudge(make().on(device), seed), plan, looks="last step"))
                 judged = judge(expected, draws, found)
+                if judged.problem is None:
+                    break
             row = replace(row, errors=judged.plan, alone=judged.alone, problem=judged.problem)
         else:
             comparison = compare(expected, found)

@@ -3,10 +3,9 @@
 One device in fp32 is taken for exact; one device in bf16 and the plan in bf16 are held against it. They round at the
 same places and see other roundings, as sums come in another order and partial sums of tp and cp are rounded too. So the
 errors of a single number are not comparable, and those of many are: each is a draw from about the same distribution.
-That has two humps where a rounding decides which expert a token goes to: one device with its weights nudged by less than
-bf16 can tell apart is off by .02, or in three of eight draws by .14 (the model `latent`, three steps). So where the plan
-is further off, one device is drawn again, up to eight times, and its worst counts.
-What is asked:
+That has two humps where a rounding decides which expert a token goes to: one device, with its weights nudged by less
+than bf16 can tell apart, is off by .02, or in three of eight draws by .14 (the model `latent`, three steps). So where
+the plan is further off, one device is drawn again, up to eight times, and its worst counts. What is asked:
 
     all tensors of a kind     the root of the mean square of their relative errors is at most FACTOR of one device's
     every tensor              at most TENSOR_FACTOR of its own on one device, or of the mean over all tensors there
@@ -79,7 +78,7 @@ def _mean(comparison: Comparison, kind: Kind) -> float:
 
 
 def _worst_tensor(ours: Comparison, draws: Sequence[Comparison], kind: Kind, mean: float) -> str | None:
-    known: dict[tuple[str, int], float] = {}
+    known: dict[tuple[str | None, int], float] = {}
     for each in (each for draw in draws for each in draw.differences if each.kind == kind):
         known[each.name, each.step] = max(each.error, known.get((each.name, each.step), 0.0))
     for each in ours.differences:

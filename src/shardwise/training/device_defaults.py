@@ -20,8 +20,8 @@ from shardwise.units import format_seconds
 
 #: The first compute capability with bf16 in its tensor cores: Ampere.
 _BF16_SINCE = (8, 0)
-#: Casts of autocast are launches too. bf16 pays where the FLOPs of a step in fp32 take longer than these, at peak: on an
-#: H200 a step of 10 ms becomes 1.4 times as long in bf16, and one of 39 ms .7 times (results/train_job.json).
+#: Casts of autocast are launches too. bf16 pays where the FLOPs of a step in fp32 take longer than these, at peak: on
+#: an H200 a step of 10 ms becomes 1.4 times as long in bf16, and one of 39 ms .7 times (results/train_job.json).
 _BF16_PAYS_SECONDS = 2e-2
 #: A block is compiled in 10 to 15 s, and there may be several kinds.
 _COMPILE_PAYS_SECONDS = 180.0

@@ -11,7 +11,6 @@ from shardwise.ranks.collectives import Group, others_bytes
 from shardwise.ranks.cpu_exchange import CpuExchange
 from shardwise.ranks.exchange import Done, Exchange, Then, Ticket
 from shardwise.ranks.faults import Watch
-from shardwise.ranks.links import is_on_nccl
 
 #: Sums that may be under way before the oldest must have ended: each holds its memory until then.
 _MOST_UNDER_WAY = 2
@@ -177,8 +176,8 @@ def _uncounted(group: Group) -> Group:
     return Group(group.handle)
 
 
-def make_exchange(device: torch.device, watch: Watch | None) -> Exchange:
+def make_exchange(device: torch.device, watch: Watch | None, *, on_nccl: bool) -> Exchange:
     """What moves numbers between replicas that compute on such a device."""
-    if device.type == "cpu":
-        return CpuExchange(watch)
-    return BackendExchange() if is_on_nccl(device) else HostExchange(watch)
+    if on_nccl:
+        return BackendExchange()
+    return CpuExchange(watch) if device.type == "cpu" else HostExchange(watch)

@@ -79,9 +79,8 @@ def connect(groups: Iterable[Group], device: torch.device) -> None:
     NCCL connects the ranks of a group when they first talk in it, and all of them wait for that. In a step, one that
     is there first would wait for others that wait for what it was to send next. Here no rank has anything else to do.
     """
-    if not is_on_nccl(device):
-        return
     handles = {id(each.handle): each.handle for each in groups if each.handle is not None and each.size > 1}
     for handle in handles.values():
         dist.all_reduce(torch.zeros(1, device=device), group=handle)
-    torch.cuda.synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -170,7 +170,7 @@ def train(case: Case) -> Outcome:
     data = DataParallel(
         held_stages, ParameterOwners(replicas_of=lambda _: replicas, ties=ties), sharing=sharing,
         optimizer=OPTIMIZERS[case.optimizer],
-        exchange=make_exchange(held_stages.device, None) if case.exchange is None else EXCHANGES[case.exchange](),
+        exchange=make_exchange(held_stages.device, None, on_nccl=False) if case.exchange is None else EXCHANGES[case.exchange](),
     )  # fmt: skip
     transport = ProcessTransport(make_groups(mesh.pipelines))
     trainer, evaluator = (

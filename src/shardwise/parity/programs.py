@@ -1,0 +1,114 @@
+"""What the ranks of a plan ask of NCCL, recorded by processes on this machine's CPU, and proven: `check --nccl`."""
+
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+
+import torch
+
+from shardwise.engine.engine import Engine
+from shardwise.engine.parallelize import check_module, parallelize
+from shardwise.errors import ShardwiseError
+from shardwise.nccl.check import Proof, prove
+from shardwise.nccl.copies import Copies
+from shardwise.nccl.program import Program
+from shardwise.nccl.rehearsal import RehearsedWires
+from shardwise.nccl.taps import put_instead, recording, touching
+from shardwise.parity.check import check_size, sentence_of
+from shardwise.parity.problem import CLIP, MakeProblem, make_optimizer, small_matrices
+from shardwise.planner.composition import check_composition
+from shardwise.planner.plan import Plan
+from shardwise.ranks.faults import RankError
+from shardwise.ranks.spawn import Ranks
+from shardwise.ranks.wires import ManyProcesses
+from shardwise.ranks.worker import Gpus
+
+_LIMIT_SECONDS = 600.0
+#: What nobody answers for so long is never answered.
+STALL_SECONDS = 30.0
+
+
+def record_on_rank(
+    plan: Plan,
+    make: MakeProblem,
+    stall_seconds: float = STALL_SECONDS,
+    broken: Callable[[Engine], None] | None = None,
+    rehearses: bool = True,
+) -> Program:
+    """Train as one rank of a plan, and return what it asked of its groups, as far as it came.
+
+    With `rehearses` a CPU stands for a GPU; without, ranks are on GPUs that NCCL connects.
+    """
+    with (
+        small_matrices(),
+        recording(rehearses=rehearses, limit_seconds=stall_seconds) as recorder,
+        put_instead() as instead,
+        ExitStack() as stack,
+    ):
+        if rehearses:
+            Copies(recorder).attach(instead)
+        try:
+            problem = make()
+            kind = RehearsedWires if rehearses else ManyProcesses
+            wires = kind(plan, limit_seconds=stall_seconds)
+            stack.callback(wires.watch.close)
+            recorder.watch = wires.watch
+            engine = parallelize(
+                problem.module,
+                plan,
+                loss=problem.loss,
+                optimizer=make_optimizer,
+                example=problem.batches[0],
+                clip=CLIP,
+                wires=wires,
+                **problem.options,
+            )
+            recorder.name(wires.named_groups())
+            if broken is not None:
+                broken(engine)
+            for step, batch in enumerate(problem.batches):
+                recorder.step = step
+                with touching(recorder):
+                    engine.train_step(batch)
+            engine.close()
+        except ShardwiseError as error:
+            if not isinstance(error, RankError):
+                raise
+            return recorder.program(error.problem.splitlines()[0])
+        except RuntimeError as error:
+            # The others are told, and what they have asked for so far says why.
+            return recorder.program(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        program = recorder.program()
+        wires.close()
+    return program
+
+
+def check_programs(
+    plan: Plan,
+    make: MakeProblem,
+    *,
+    device: str = "cpu",
+    ranks: Ranks | None = None,
+    stall_seconds: float = STALL_SECONDS,
+) -> Proof:
+    """Record what all ranks of a plan ask of NCCL, each a process on this machine, and prove that it can end.
+
+    On CPUs they go the way of GPUs over gloo; with `device="cuda"` they are on GPUs, which they may share. In fp32,
+    whatever the plan says. `ranks` may be up already.
+    """
+    check_composition(plan)
+    check_size(plan)
+    if plan.num_ranks == 1:
+        raise ShardwiseError(f"the plan {plan} has one rank, which asks NCCL for nothing", remedy="--plan dp=2")
+    exact = replace(plan, precision="fp32")
+    gpus: Gpus = "shared" if device == "cuda" else "none"
+    with torch.random.fork_rng(devices=[]), small_matrices():
+        check_module(make().module)
+    with nullcontext(ranks) if ranks is not None else Ranks(plan.num_ranks, gpus=gpus) as crowd:
+        try:
+            programs = crowd.run(
+                record_on_rank, exact, make, stall_seconds, None, device == "cpu", timeout_seconds=_LIMIT_SECONDS
+            )
+        except RankError as error:
+            raise sentence_of(error) from None
+    return prove(programs)

@@ -41,16 +41,13 @@ class Copies:
 
     def attach(self, instead: Instead) -> None:
         """Stand where copies are asked for and waited for."""
-        instead(CopyStreams, "computed", lambda _: self._computed)
+        instead(CopyStreams, "computed", lambda _: lambda _: [self._mark(COMPUTE, ())])
         instead(CopyStreams, "to_device", self._to_device)
         instead(CopyStreams, "to_host_after", self._to_host)
         instead(CopyStreams, "run_after", self._run_after)
         instead(CopyStreams, "follow", self._follow)
         instead(Event, "wait", self._wait)
         instead(Event, "is_done", self._is_done)
-
-    def _computed(self, _: CopyStreams) -> list[Event]:
-        return [self._mark(COMPUTE, ())]
 
     def _to_device(self, call: Any) -> Any:
         def noted(copies: CopyStreams, device: Tensor, host: Tensor, after: Sequence[Event] = ()) -> Event:

@@ -189,10 +189,12 @@ def _name_of(handle: Any) -> str:
 
 
 class RecordedWork:
-    """Work whose waits are noted."""
+    """Work whose waits are noted. That of a collective keeps its tensors (`held`) until then, as NCCL's does in torch;
+    that of a message does not: who sends keeps what is sent."""
 
-    def __init__(self, recorder: Recorder, works: Sequence[Any], number: int) -> None:
+    def __init__(self, recorder: Recorder, works: Sequence[Any], number: int, held: Sequence[Tensor] = ()) -> None:
         self._recorder, self._works, self._number = recorder, [each for each in works if each is not None], number
+        self._held = held
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if self._recorder.listens():
@@ -201,6 +203,7 @@ class RecordedWork:
             for each in self._works:
                 # Over gloo a group has a limit of its own, which ends what nobody answers.
                 each.wait() if timeout is None or self._recorder.rehearses else each.wait(timeout)
+        self._held = ()
         return True
 
     def is_completed(self) -> bool:

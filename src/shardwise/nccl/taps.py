@@ -22,6 +22,7 @@ from shardwise.torch_private import GET_BACKEND, GROUP_METHODS, GroupBackend, st
 
 #: Threads of ours that ask groups for nothing but to end.
 _WATCH = "shardwise-watch"
+_REDUCTIONS = ("sum", "max", "min", "product", "avg")
 
 #: Puts something in the place of an attribute of a class or a module; it is given what was there.
 Instead = Callable[[Any, str, Callable[[Any], Any]], None]
@@ -79,7 +80,8 @@ def _noted_collective(recorder: Recorder, kind: str, call: Any) -> Any:
         operation, tensors = _described(recorder, kind, number, args, kwargs)
         place = recorder.issue(operation, tensors)
         with recorder.silent():
-            return RecordedWork(recorder, [call(group, *args, **kwargs)], place)
+            held = [tensor for tensor, _ in tensors]
+            return RecordedWork(recorder, [call(group, *args, **kwargs)], place, held)
 
     return noted
 
@@ -109,7 +111,8 @@ def _described(
     if kind in ("all_reduce", "reduce", "reduce_scatter"):
         options = next((each for each in (*args, *kwargs.values()) if hasattr(each, "reduceOp")), None)
         operator = dist.ReduceOp.SUM if options is None else options.reduceOp
-        fields["reduction"] = str(operator).rpartition(".")[2].lower()
+        known = (name for name in _REDUCTIONS if operator == getattr(dist.ReduceOp, name.upper()))
+        fields["reduction"] = next(known, "another")
     return Operation(**fields), tensors
 
 

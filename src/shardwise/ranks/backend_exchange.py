@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.ranks.collectives import Group, others_bytes
+from shardwise.ranks.collectives import Group, all_gather_single, others_bytes, reduce_scatter_single
 from shardwise.ranks.cpu_exchange import CpuExchange
 from shardwise.ranks.exchange import Done, Exchange, Then, Ticket
 from shardwise.ranks.faults import Watch
@@ -75,13 +75,13 @@ class BackendExchange:
 
     def _start_shards(self, flat: Tensor, group: Group, channel: int) -> Then:  # noqa: ARG002
         own = flat.view(group.size, -1)[group.rank]
-        return _started(lambda handle: dist.reduce_scatter_tensor(own, flat, group=handle, async_op=True), group)
+        return _started(lambda handle: reduce_scatter_single(own, flat, group=handle, async_op=True), group)
 
     def _start_all(self, flat: Tensor, group: Group, channel: int) -> Then:  # noqa: ARG002
         return _started(lambda handle: handle.allreduce([flat]), group)
 
     def _start_gather(self, flat: Tensor, shard: Tensor, group: Group, channel: int) -> Then:  # noqa: ARG002
-        return _started(lambda handle: dist.all_gather_into_tensor(flat, shard, group=handle, async_op=True), group)
+        return _started(lambda handle: all_gather_single(flat, shard, group=handle, async_op=True), group)
 
     def _behind(self, wait: Then, then: Then | None) -> Ticket:
         turn = _Turn(wait, then)

@@ -177,7 +177,9 @@ class DataParallel:
                 bucket.weights.expire()
 
     def close(self) -> None:
-        """Let go of the parameters' hooks, of groups and of the thread."""
+        """Let go of the parameters' hooks, of groups and of the thread. Weights that other ranks have updated are here."""
+        for bucket in self.buckets:
+            bucket.weights.arrive()
         self._reducer.close()
         self._gradients.close()
         self.exchange.close()

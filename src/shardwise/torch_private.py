@@ -291,11 +291,6 @@ GROUP_METHODS: Mapping[str, str] = {
 GET_BACKEND = "_get_backend"
 
 
-def storage_id(storage: torch.UntypedStorage) -> int:
-    """What tells a storage from others that there are at the time. No public way: its address may be none."""
-    return int(storage._cdata)
-
-
 def default_backend(device: torch.device) -> Any:
     """What the default group sends a device's tensors with. `get_backend_config` is public, and gives text."""
     return torch.distributed.distributed_c10d._get_default_group()._get_backend(device)

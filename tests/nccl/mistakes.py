@@ -161,7 +161,7 @@ def _(programs: Programs) -> Programs:
     return swapped(programs, 1, place(rank, is_issue("all_gather")), place(rank, is_issue("reduce_scatter")))
 
 
-@mistake("two sums of buckets of different size in another order on one rank", "sums", "size")
+@mistake("two sums of buckets of different size in another order on one rank", "shards", "size")
 def _(programs: Programs) -> Programs:
     places = [number for number, event in enumerate(programs[0].events) if is_issue("reduce_scatter")(event)]
     counts = [_operation(programs[0].events[each]).count for each in places]
@@ -231,7 +231,7 @@ def _(programs: Programs) -> Programs:
     return dropped(programs, 2, place(programs[2], is_issue("all_gather"), 1))
 
 
-@mistake("a sum of the host that one rank leaves out", "pipeline", "missing")
+@mistake("a sum of the host that one rank leaves out", "pipeline", "missing", "size", "type")
 def _(programs: Programs) -> Programs:
     return dropped(programs, 1, place(programs[1], is_issue("all_reduce", on_host=True)))
 
@@ -425,10 +425,10 @@ def _(programs: Programs) -> Programs:
 def _(programs: Programs) -> Programs:
     receive = place(programs[0], is_issue("receive"))
     wait = place(programs[0], is_wait(programs[0].events[receive].number))
-    sends = [n for n, e in enumerate(programs[0].events) if is_issue("send")(e) and n < wait]
-    for _ in sends:
-        programs = moved(programs, 0, sends[0], wait)
-    return programs
+    events = programs[0].events
+    sends = [event for event in events[:wait] if is_issue("send")(event)]
+    others = [event for event in events[: wait + 1] if not is_issue("send")(event)]
+    return with_events(programs, 0, [*others, *sends, *events[wait + 1 :]])
 
 
 @mistake("a rank that waits for a sum before another has what it sums from it", "pipeline", "circle")
@@ -449,7 +449,7 @@ def _(programs: Programs) -> Programs:
     return unwaited(programs, 0, is_issue("all_gather"))
 
 
-@mistake("a sum to shards that nobody waits for", "shards", "use", "reuse", "freed")
+@mistake("a sum to shards that nobody waits for", "shards", "use", "reuse", "freed", "unwaited")
 def _(programs: Programs) -> Programs:
     return unwaited(programs, 1, is_issue("reduce_scatter"))
 
@@ -507,7 +507,7 @@ def _(programs: Programs) -> Programs:
     return touched(programs, 0, place(programs[0], is_issue("reduce_scatter")), Kind.WRITE)
 
 
-@mistake("memory of gradients given to the next bucket while they are summed", "shards", "reuse", "freed")
+@mistake("a piece of a sum that is added to its shard before it is there", "shards", "use", "reuse")
 def _(programs: Programs) -> Programs:
     at, wait, touch = used_operation(programs, 1, is_issue("reduce_scatter"))
     del wait

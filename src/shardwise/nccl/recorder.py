@@ -5,10 +5,12 @@ NCCL is asked for.
 """
 
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from shardwise.nccl.program import COMPUTE, Communicator, Event, Kind, Operation, Program, Span
 from shardwise.nccl.touches import Memories
-from shardwise.ranks.faults import Watch
+from shardwise.ranks.faults import Watch, default_store
 from shardwise.torch_private import raw_stream
 
 _PACKAGE = Path(__file__).parents[1]
@@ -49,6 +51,11 @@ class Recorder:
         self._depth = 0
         self._objects = 0
         self._lines: dict[Any, str | None] = {}
+        # A client of its own, as the watch has.
+        self._store: Any = default_store().clone() if rehearses else None  # type: ignore[attr-defined]
+        self._agreed: Counter[str] = Counter()
+        # Each rank's first recording belongs with the first of the others.
+        self._run = 0 if self._store is None else self._store.add(f"shardwise/nccl/runs/{dist.get_rank()}", 1)
         self._main_stream = None if rehearses else raw_stream(torch.cuda.current_device())
 
     def program(self, failure: str | None = None) -> Program:
@@ -132,6 +139,30 @@ class Recorder:
         self._note(Kind.COPY, number=self._count, on=stream, spans=spans, after=tuple(after))
         return self._count
 
+    def agree(self, operation: Operation) -> None:
+        """Raise if another rank asks for something else in this one's place: gloo would end the process.
+
+        The first that comes says what it is. An all-to-all is not of one size, and gloo looks at that itself.
+        """
+        if self._store is None:
+            return
+        members = " ".join(map(str, self.members_of(operation.communicator)))
+        group = f"{operation.communicator} of {members}, {operation.on_host}"
+        rank, told = dist.get_rank(), f"{operation.kind} {operation.dtype} {operation.reduction}"
+        said = [(group, told if operation.sent else f"{told} {operation.count}")]
+        if operation.transfers:
+            said = [
+                (f"{group} {rank if each.is_send else each.peer}>{each.peer if each.is_send else rank} {each.tag}",
+                 f"{each.count} {each.dtype}")
+                for each in operation.transfers
+            ]  # fmt: skip
+        for line, mine in said:
+            self._agreed[line] += 1
+            key = f"shardwise/nccl/{self._run}/{line}/{self._agreed[line]}"
+            theirs = self._store.compare_set(key, "", mine).decode()
+            if theirs != mine:
+                raise RuntimeError(f"another rank asks for {theirs.strip()} in place of {mine.strip()}")
+
     def wait(self, number: int) -> None:
         """What is computed next comes after an operation."""
         self._note(Kind.WAIT, number=number)
@@ -165,7 +196,7 @@ class Recorder:
 
     def _line(self) -> str:
         """The innermost line of ours that asks for something, and does not only pass it on."""
-        frame = sys._getframe(2)
+        frame: FrameType | None = sys._getframe(2)
         found = ""
         while frame is not None:
             name = self._lines.get(frame.f_code, "")
@@ -175,7 +206,7 @@ class Recorder:
                 if not name.startswith(_PASSING_ON):
                     return f"{name}:{frame.f_lineno}"
                 found = found or (f"{name}:{frame.f_lineno}" if not name.startswith("nccl/") else "")
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
         return found
 
 

@@ -79,6 +79,7 @@ def _noted_collective(recorder: Recorder, kind: str, call: Any) -> Any:
         assert number is not None, "it is known"
         operation, tensors = _described(recorder, kind, number, args, kwargs)
         place = recorder.issue(operation, tensors)
+        recorder.agree(operation)
         with recorder.silent():
             held = [tensor for tensor, _ in tensors]
             return RecordedWork(recorder, [call(group, *args, **kwargs)], place, held)
@@ -147,6 +148,7 @@ def _noted_transfer(recorder: Recorder, call: Any, *, is_send: bool) -> Any:
             kind="send" if is_send else "receive", communicator=number, transfers=(transfer,), on_host=on_host
         )
         place = recorder.issue(operation, [(tensors[0], not is_send)])
+        recorder.agree(operation)
         with recorder.silent():
             return RecordedWork(recorder, [call(handle, tensors, peer, *rest)], place)
 
@@ -178,6 +180,7 @@ def _noted_batch(recorder: Recorder, call: Any) -> Any:
         on_host = recorder.is_on_host(number, wanted[0].tensor)
         operation = Operation(kind="batch", communicator=number, transfers=tuple(transfers), on_host=on_host)
         place = recorder.issue(operation, [(each.tensor, each.op is not dist.isend) for each in wanted])
+        recorder.agree(operation)
         with recorder.silent():
             return [RecordedWork(recorder, call(wanted), place)]
 

@@ -50,7 +50,7 @@ class Memories:
         # As long as somebody refers to a storage that is gone, another does not get its number.
         if known is None:
             self._count += 1
-            known = self._numbers[key] = (self._count, StorageWeakRef(storage))
+            known = self._numbers[key] = (self._count, StorageWeakRef(storage))  # type: ignore[no-untyped-call]
         start, stop = extent(tensor)
         return Span(memory=known[0], start=start, stop=stop, writes=writes)
 
@@ -93,10 +93,9 @@ class Memories:
 
     def sweep(self) -> None:
         """Look which storages are gone."""
-        for key in [key for key, found in self._tracked.items() if found[0].storage.expired()]:
+        for key in [key for key, found in self._tracked.items() if _is_gone(found[0].storage)]:
             self.empty(key)
-        gone = [key for key, (_, storage) in self._numbers.items() if storage.expired()]
-        for key in gone:
+        for key in [key for key, (_, storage) in self._numbers.items() if _is_gone(storage)]:
             del self._numbers[key]
 
     def _keep(self, key: int, left: list[_Tracked]) -> None:
@@ -106,21 +105,25 @@ class Memories:
             del self._tracked[key]
 
 
+def _is_gone(storage: StorageWeakRef) -> bool:
+    return bool(storage.expired())  # type: ignore[no-untyped-call]
+
+
 def extent(tensor: Tensor) -> tuple[int, int]:
     """The first byte of a tensor in its storage, and the one behind the last."""
     size = tensor.element_size()
-    start = tensor.storage_offset() * size
+    start = int(tensor.storage_offset()) * size
     if tensor.is_contiguous():
         return start, start + tensor.numel() * size
     last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * size
+    return start, start + (int(last) + 1) * size
 
 
-class TouchMode(EagerDispatchMode):
+class TouchMode(EagerDispatchMode):  # type: ignore[no-untyped-call]
     """Sees the operators that this thread runs while `listens` says so."""
 
     def __init__(self, memories: Memories, listens: Callable[[], bool]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._memories, self._listens = memories, listens
         self._known: dict[Any, tuple[tuple[str, bool], ...]] = {}
 

@@ -13,7 +13,8 @@ from shardwise.nccl.races import races
 class Proof:
     """What was found, first what ranks do not do alike; and the counts of what was looked at.
 
-    `most_under_way` is the most operations that a rank has issued and not waited for, over NCCL.
+    `communicators` are those that are used, and `streams` are of all ranks together. `most_under_way` is the most
+    operations that a rank has issued and not waited for, over NCCL.
     """
 
     problems: tuple[Problem, ...]
@@ -42,7 +43,12 @@ def prove(programs: Sequence[Program]) -> Proof:
         if program.failure is not None and not problems:
             problems.append(_failed(program))
     streams = {(program.rank, each) for program in programs for each in streams_of(program)}
-    over_nccl = {each.number for program in programs for each in program.communicators if each.backend == "nccl"}
+    over_nccl = {
+        event.operation.communicator
+        for program in programs
+        for event in program.issued
+        if event.operation is not None and not event.operation.on_host
+    }
     return Proof(
         problems=tuple(problems),
         ranks=len(programs),

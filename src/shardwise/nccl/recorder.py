@@ -79,7 +79,12 @@ class Recorder:
                 )
 
     def listens(self) -> bool:
+        """Whether what happens now is noted."""
         return self._depth == 0
+
+    def sees_touches(self) -> bool:
+        """The same of touches. On a GPU what runs in other streams is not noted, as what these wait for is not."""
+        return self._depth == 0 and self._stream() in (self.stream, COMPUTE)
 
     @contextmanager
     def silent(self) -> Iterator[None]:
@@ -232,8 +237,10 @@ class RecordedWork:
             self._recorder.wait(self._number)
         with self._recorder.silent():
             for each in self._works:
-                # Over gloo a group has a limit of its own, which ends what nobody answers.
-                each.wait() if timeout is None or self._recorder.rehearses else each.wait(timeout)
+                if self._recorder.rehearses:
+                    each.wait(self._recorder.limit)  # What nobody answers ends.
+                else:
+                    each.wait() if timeout is None else each.wait(timeout)
         self._held = ()
         return True
 

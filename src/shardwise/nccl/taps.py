@@ -62,7 +62,7 @@ def recording(*, rehearses: bool = True, limit_seconds: float = 60.0) -> Iterato
 
 def touching(recorder: Recorder) -> TouchMode:
     """A context: which memory of operations is read and written within it, is noted too."""
-    return TouchMode(recorder.memories, recorder.listens)
+    return TouchMode(recorder.memories, recorder.sees_touches)
 
 
 def _is_noted(recorder: Recorder, handle: Any) -> bool:

@@ -1,12 +1,9 @@
 """What the ranks of a plan ask of NCCL, recorded by processes on this machine's CPU, and proven: `check --nccl`."""
 
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
-from dataclasses import replace
+from contextlib import ExitStack
 
 import torch
 
-from shardwise.engine.engine import Engine
 from shardwise.engine.parallelize import check_module, parallelize
 from shardwise.errors import ShardwiseError
 from shardwise.nccl.check import Proof, prove
@@ -21,7 +18,6 @@ from shardwise.planner.plan import Plan
 from shardwise.ranks.faults import RankError
 from shardwise.ranks.spawn import Ranks
 from shardwise.ranks.wires import ManyProcesses
-from shardwise.ranks.worker import Gpus
 
 _LIMIT_SECONDS = 600.0
 #: What nobody answers for so long is never answered.
@@ -32,7 +28,6 @@ def record_on_rank(
     plan: Plan,
     make: MakeProblem,
     stall_seconds: float = STALL_SECONDS,
-    broken: Callable[[Engine], None] | None = None,
     rehearses: bool = True,
 ) -> Program:
     """Train as one rank of a plan, and return what it asked of its groups, as far as it came.
@@ -64,8 +59,6 @@ def record_on_rank(
                 **problem.options,
             )
             recorder.name(wires.named_groups())
-            if broken is not None:
-                broken(engine)
             for step, batch in enumerate(problem.batches):
                 recorder.step = step
                 with touching(recorder):
@@ -83,32 +76,21 @@ def record_on_rank(
     return program
 
 
-def check_programs(
-    plan: Plan,
-    make: MakeProblem,
-    *,
-    device: str = "cpu",
-    ranks: Ranks | None = None,
-    stall_seconds: float = STALL_SECONDS,
-) -> Proof:
+def check_programs(plan: Plan, make: MakeProblem, *, device: str = "cpu") -> Proof:
     """Record what all ranks of a plan ask of NCCL, each a process on this machine, and prove that it can end.
 
-    On CPUs they go the way of GPUs over gloo; with `device="cuda"` they are on GPUs, which they may share. In fp32,
-    whatever the plan says. `ranks` may be up already.
+    On CPUs they go the way of GPUs over gloo; with `device="cuda"` they are on GPUs, which they may share.
     """
     check_composition(plan)
     check_size(plan)
     if plan.num_ranks == 1:
         raise ShardwiseError(f"the plan {plan} has one rank, which asks NCCL for nothing", remedy="--plan dp=2")
-    exact = replace(plan, precision="fp32")
-    gpus: Gpus = "shared" if device == "cuda" else "none"
     with torch.random.fork_rng(devices=[]), small_matrices():
         check_module(make().module)
-    with nullcontext(ranks) if ranks is not None else Ranks(plan.num_ranks, gpus=gpus) as crowd:
+    rehearses = device == "cpu"
+    with Ranks(plan.num_ranks, gpus="none" if rehearses else "shared") as ranks:
         try:
-            programs = crowd.run(
-                record_on_rank, exact, make, stall_seconds, None, device == "cpu", timeout_seconds=_LIMIT_SECONDS
-            )
+            programs = ranks.run(record_on_rank, plan, make, STALL_SECONDS, rehearses, timeout_seconds=_LIMIT_SECONDS)
         except RankError as error:
             raise sentence_of(error) from None
     return prove(programs)

@@ -16,7 +16,7 @@ from shardwise.torch_private import EagerDispatchMode, schema_of, storage_id
 #: Operators that look at a tensor and not at its numbers, beside those that give a view.
 _LOOKS_ONLY = (
     *("empty_like", "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "zeros_like", "ones_like"),
-    *("full_like", "rand_like", "randn_like", "bernoulli", "set_", "resize_", "sym_size", "sym_stride", "is_same_size"),
+    *("full_like", "rand_like", "randn_like", "set_", "resize_", "record_stream", "sym_size", "sym_stride"),
 )
 
 #: Told of a touch: its kind, the number of the operation, and the bytes.

@@ -29,6 +29,6 @@ def test_a_users_sum_that_is_not_waited_for_is_told_with_rank_step_and_instructi
     told = capsys.readouterr().out
     assert "dp=2 on 2 ranks, 1 step" in told
     assert "rank 0 reads 32 bytes in step 0 at 0F0" in told
-    assert "while all_reduce (sum) of 8 float32 on communicator 0 (world, ranks 0 1)" in told
+    assert "while all_reduce (sum) of 8 float32 on communicator 0 (the default group, ranks 0 1)" in told
     assert "stream compute has not waited for it" in told
     assert "  look at: " in told

@@ -22,7 +22,7 @@ def test_a_gather_and_a_sum_are_noted_with_their_waits_and_the_first_use_of_thei
         assert (read.number, write.number) == (gather.number, total.number)
         assert {each.communicator for each in (gather.operation, total.operation)} == {1}
         assert [(each.number, each.members, each.backend, each.name) for each in program.communicators] == [
-            (0, (0, 1), "nccl", "world"),
+            (0, (0, 1), "nccl", "the default group"),
             (1, (0, 1), "nccl", "pair"),
             (2, (1,), "gloo", ""),
         ]

@@ -109,7 +109,7 @@ class Operation:
 class Event:
     """One thing that happens on a rank. `number` is that of an operation or a copy, in order of issue.
 
-    `step` is None before the first; `at` is the instruction of the schedule, and `line` the line of ours, if known.
+    `step` is a number, None before the first, or what is done beside steps; `at` is the instruction of the schedule, and `line` the line of ours, if known.
     """
 
     kind: Kind
@@ -119,14 +119,16 @@ class Event:
     communicator: Communicator | None = None
     spans: tuple[Span, ...] = ()
     after: tuple[int, ...] = ()
-    step: int | None = None
+    step: int | str | None = None
     at: str = ""
     line: str = ""
 
     @property
     def where(self) -> str:
         """Step, instruction and line, as a sentence has them."""
-        when = "before the first step" if self.step is None else f"in step {self.step}"
+        when = f"in step {self.step}" if isinstance(self.step, int) else f"in {self.step}"
+        if self.step is None:
+            when = "before the first step"
         at = f" at {self.at}" if self.at else ""
         return f"{when}{at}{f' ({self.line})' if self.line else ''}"
 

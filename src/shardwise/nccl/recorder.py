@@ -36,13 +36,13 @@ class Recorder:
     def __init__(self, *, rehearses: bool, limit_seconds: float) -> None:
         self.rehearses, self.limit = rehearses, timedelta(seconds=limit_seconds)
         self.events: list[Event] = []
-        #: Set by whoever runs steps.
-        self.step: int | None = None
+        #: Set by whoever runs steps, and what is done beside them.
+        self.step: int | str | None = None
         self.watch: Watch | None = None
         self.stream = COMPUTE
         self.memories = Memories(self._touched)
         world = tuple(range(dist.get_world_size()))
-        self._communicators = {0: Communicator(number=0, members=world, name="world")}
+        self._communicators = {0: Communicator(number=0, members=world, name="the default group")}
         self._numbers = {_name_of(dist.group.WORLD): 0}
         self._backends: dict[int, tuple[Any, int]] = {}
         self._count = 0

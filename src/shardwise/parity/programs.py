@@ -30,7 +30,7 @@ def record_on_rank(
     stall_seconds: float = STALL_SECONDS,
     rehearses: bool = True,
 ) -> Program:
-    """Train as one rank of a plan, and return what it asked of its groups, as far as it came.
+    """Train, evaluate and gather the state as one rank of a plan; what it asked of its groups, as far as it came.
 
     With `rehearses` a CPU stands for a GPU; without, ranks are on GPUs that NCCL connects.
     """
@@ -63,6 +63,14 @@ def record_on_rank(
                 recorder.step = step
                 with touching(recorder):
                     engine.train_step(batch)
+            recorder.step = "the evaluation"
+            with touching(recorder):
+                engine.evaluate(problem.batches[0])
+            recorder.step = "the gathering of the state"
+            with touching(recorder):
+                engine.state_dict()
+                engine.optimizer_state_dict()
+            recorder.step = "the end"
             engine.close()
         except ShardwiseError as error:
             if not isinstance(error, RankError):

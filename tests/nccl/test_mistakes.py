@@ -11,7 +11,7 @@ from shardwise.planner.plan import Plan
 from tests.crowd import Crowds
 from tests.nccl.broken_code import BROKEN, record_broken
 from tests.nccl.mistakes import MISTAKES, PLANS
-from tests.parity.models import make_problem
+from tests.nccl.short import make_short
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -27,7 +27,7 @@ class Recorded:
         model, text = PLANS[name]
         plan = Plan.parse(text)
         ranks = self._crowds.of(plan.num_ranks)
-        programs: list[Program] = ranks.run(record_on_rank, plan, make_problem(model, plan))
+        programs: list[Program] = ranks.run(record_on_rank, plan, make_short(model, plan), 120.0)
         return programs
 
 

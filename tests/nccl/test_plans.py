@@ -11,8 +11,8 @@ from shardwise.parity.programs import record_on_rank
 from shardwise.planner.plan import Plan
 from tests.crowd import Crowds
 from tests.nccl.mistakes import PLANS
+from tests.nccl.short import make_short
 from tests.parity.cases import CASES
-from tests.parity.models import make_problem
 
 EVERY = [(count, model, plan) for count, cases in CASES.items() for model, plan in cases]
 #: What has every part of the others, beside the plans that mistakes are made in; those are run by `--whole`.
@@ -34,7 +34,7 @@ RUN = {
 )
 def test_what_the_ranks_of_a_plan_ask_of_nccl_is_right(count: int, model: str, text: str, crowds: Crowds) -> None:
     plan = Plan.parse(text)
-    programs: list[Program] = crowds.of(count).run(record_on_rank, plan, make_problem(model, plan))
+    programs: list[Program] = crowds.of(count).run(record_on_rank, plan, make_short(model, plan), 120.0)
     proof = prove(programs)
     assert not proof.problems, "\n".join(map(str, proof.problems[:8]))
     assert proof.ranks == count
@@ -57,11 +57,11 @@ def test_what_is_run_has_every_axis_and_every_kind_of_schedule_and_offload() -> 
 def test_layers_that_send_in_chunks_as_gpus_do_are_right_too(two) -> None:  # type: ignore[no-untyped-def]
     """On a GPU large layers send what they compute in chunks; a CPU does so if it is told."""
     plan = Plan.parse("tp=2,sp=true")
-    programs: list[Program] = two.run(record_on_rank, plan, partial(_chunked, plan))
+    programs: list[Program] = two.run(record_on_rank, plan, partial(_chunked, plan), 120.0)
     assert not prove(programs).problems
     assert prove(programs).most_under_way > 1
 
 
 def _chunked(plan: Plan) -> Problem:
-    problem = make_problem("tied", plan)()
+    problem = make_short("tied", plan)()
     return Problem(module=problem.module, batches=problem.batches, loss=problem.loss, options={"tensor_chunks": 2})

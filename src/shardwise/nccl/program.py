@@ -109,7 +109,8 @@ class Operation:
 class Event:
     """One thing that happens on a rank. `number` is that of an operation or a copy, in order of issue.
 
-    `step` is a number, None before the first, or what is done beside steps; `at` is the instruction of the schedule, and `line` the line of ours, if known.
+    `step` is a number, None before the first, or what is done beside steps; `at` is the instruction of the schedule,
+    and `line` the line of ours, if known.
     """
 
     kind: Kind

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._C._distributed_c10d import Backend as GroupBackend
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch._guards import CompileContext, TracingContext, compile_context, detect_fake_mode, tracing
 from torch._ops import OpOverload
@@ -43,6 +44,7 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "GroupBackend",
     "OpOverload",
     "PrefixStore",
     "RunningNormModule",
@@ -57,7 +59,6 @@ __all__ = [
 ]
 
 # The imports above, one by one:
-#
 # pytree                     Arguments and results of modules as flat lists of leaves. A public `torch.utils.pytree` is
 #                            announced; neither 2.11 nor 2.13 has it.
 # TorchDispatchMode          To see every operator that runs. Documented ("Extending PyTorch"), yet in a private module.
@@ -65,6 +66,7 @@ __all__ = [
 #                            device is public, and does not say where a tensor would be.
 # PrefixStore, Store,        What ranks tell each other by keys. At run time `torch.distributed` has them publicly; its
 # TCPStore                   types do not say so.
+# GroupBackend               What a group sends with (`cpu_backend`), to see its sends and receives. No public name.
 # OpOverload                 The type of an operator in a graph. No public name.
 # CompileContext ... tracing What the compiler knows while it compiles a unit, to compile halves of it later.
 # BatchNormModule,           What all batch norms, all norms with running statistics and all dropouts have in common.
@@ -287,6 +289,17 @@ current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", None) or (
 def cpu_backend(group: torch.distributed.ProcessGroup) -> Any:
     """What a group sends tensors of the CPU with. The public group does too, after a way through torch's dispatcher."""
     return group._get_backend(torch.device("cpu"))
+
+
+#: How `torch.distributed` asks a group for what it is to do, to see all of it: by the name of the method, what we call
+#: it. Some names are of torch 2.11 and some of 2.13. The public functions above them do not see what is asked directly.
+GROUP_METHODS: Mapping[str, str] = {
+    "allreduce": "all_reduce", "broadcast": "broadcast", "reduce": "reduce", "barrier": "barrier",
+    "allgather": "all_gather_list", "_allgather_base": "all_gather", "all_gather_single": "all_gather",
+    "_reduce_scatter_base": "reduce_scatter", "reduce_scatter_single": "reduce_scatter",
+    "alltoall_base": "all_to_all", "all_to_all_single": "all_to_all",
+}  # fmt: skip
+GET_BACKEND = "_get_backend"  # How a group is asked for the backend of a device.
 
 
 def default_backend(device: torch.device) -> Any:

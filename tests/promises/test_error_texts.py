@@ -797,6 +797,22 @@ error: swapped-shard cannot be injected under dp=2: every tensor is whole where 
   try: --plan tp=2, or --plan dp=2,zero=1
 """,
     ),
+    (
+        "check --plan dp=1 --nccl",
+        1,
+        """
+error: the plan dp=1 has one rank, which asks NCCL for nothing
+  try: --plan dp=2
+""",
+    ),
+    (
+        "check --plan dp=2 --nccl --inject stale-gather",
+        1,
+        """
+error: --inject stale-gather makes numbers wrong, and --nccl looks at none
+  try: --inject stale-gather without --nccl
+""",
+    ),
     # Training.
     (
         "train byts",

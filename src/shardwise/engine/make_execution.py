@@ -86,7 +86,7 @@ def _make_executor(
 
 def _listen(trainer: Executor, parts: Parts, states: States, losses: LossSum, dropouts: Dropouts | None) -> None:
     """Tell interpreters what else depends on what they run."""
-    host, on_cpu = states.host, all(each.device.type == "cpu" for each in states.parameters.values())
+    host, on_cpu = states.host, parts.device.type == "cpu" and not parts.wires.is_on_nccl(parts.device)
     is_stale = parts.schedule.staleness > 0
 
     def agree_early() -> None:

@@ -13,7 +13,6 @@ from shardwise.engine.optimizer_state import OptimizerState
 from shardwise.engine.parts import Parts
 from shardwise.engine.update import DeviceUpdate, Update, find_device_update
 from shardwise.execution.weight_stash import Stream
-from shardwise.ranks.backend_exchange import make_exchange
 from shardwise.ranks.wires import ManyProcesses, OneProcess, Wires
 from shardwise.schedule.instruction import Kind
 from shardwise.stages.stage import Stage
@@ -101,7 +100,7 @@ def make_states(parts: Parts, optimizer: MakeOptimizer | Sequence[Share], sharin
         replicas_of=lambda name: wires.experts if name in experts else wires.dense, ties=ties, tensor=sharded.tensor,
         joining=sharded if sharded.is_in_parts else None, apart=experts,
     )  # fmt: skip
-    exchange = make_exchange(held_stages.device, wires.watch)
+    exchange = wires.make_exchange(held_stages.device)
     data = DataParallel(held_stages, owners, sharing=sharing, optimizer=optimizer, exchange=exchange)
     has_copies = isinstance(wires, ManyProcesses) and (plan.dp > 1 or len(schedule.placement.pipes) > 1)
     states = States(

@@ -53,7 +53,7 @@ def check(
     `ranks` may be up already.
     """
     check_composition(plan)
-    _check_size(plan)
+    check_size(plan)
     exact = replace(plan, precision="fp32")
     gpus: Gpus = "shared" if device == "cuda" else "none"
     with torch.random.fork_rng(devices=[]), small_matrices():
@@ -67,7 +67,7 @@ def check(
         try:
             found = crowd.run(train_on_rank, exact, make, broken, timeout_seconds=_LIMIT_SECONDS)
         except RankError as error:
-            raise _sentence(error) from None
+            raise sentence_of(error) from None
     comparison = compare(expected, found)
     first = comparison.first
     held = [(rank, course.held.get(first.name or "")) for rank, course in enumerate(found)] if first else []
@@ -105,7 +105,8 @@ def _subject(plan: Plan, problem: Problem, vocabulary: int | None) -> Subject:
     )
 
 
-def _check_size(plan: Plan) -> None:
+def check_size(plan: Plan) -> None:
+    """Refuse more ranks and microbatches than a machine has room and time for."""
     if plan.microbatches > MOST_MICROBATCHES:
         raise ShardwiseError(
             f"the plan has {plan.microbatches} microbatches, and each is run here, on as many rows: at most"
@@ -121,7 +122,7 @@ def _check_size(plan: Plan) -> None:
         )
 
 
-def _sentence(error: RankError) -> ShardwiseError:
+def sentence_of(error: RankError) -> ShardwiseError:
     """A user's mistake, found by a rank, without the way that led there; a mistake of ours as it is."""
     if "shardwise.errors.ShardwiseError" not in error.problem:
         return error

@@ -3,7 +3,7 @@
 import argparse
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -16,12 +16,14 @@ from shardwise.units import counted, format_seconds
 if TYPE_CHECKING:
     from shardwise.parity.check import Verdict
     from shardwise.parity.compare import Difference
+    from shardwise.parity.problem import MakeProblem
 
 DESCRIPTION = """Train a few steps under a plan, every rank a process on this machine, and the same steps on one
 device; compare the loss, every gradient, their norm and the next weights, by the names of the module. Ranks compute on
 the CPU, or (--device cuda) on the GPUs that there are, over NCCL, sharing them where they are fewer than ranks. The
 model is small: one that has what the plan needs, a known one (--model) made small with its structure kept, or your own
-(--module). --inject breaks the run on purpose, to see that it is noticed.
+(--module). --inject breaks the run on purpose, to see that it is noticed. With --nccl nothing is compared: what every
+rank asks of NCCL is recorded, on the CPU too, and proven to be the same on all, to end, and to use no memory too early.
 """
 
 EXAMPLE = """
@@ -44,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", choices=("cpu", "cuda"), default="cpu", help="what ranks compute on (cpu); they share GPUs"
     )
     parser.add_argument("--inject", metavar="FAULT", help=f"break the run on purpose: {_FAULTS}")
+    parser.add_argument("--nccl", action="store_true", help="prove what ranks ask of NCCL; no GPU is needed")
 
 
 def run(arguments: argparse.Namespace) -> Answer:
@@ -55,6 +58,11 @@ def run(arguments: argparse.Namespace) -> Answer:
     if steps < 1:
         raise ShardwiseError(f"--steps {steps}: at least 1 is needed", remedy="--steps 3")
     _check_device(arguments.device, plan)
+    if arguments.nccl and arguments.inject is not None:
+        raise ShardwiseError(
+            f"--inject {arguments.inject} makes numbers wrong, and --nccl looks at none",
+            remedy=f"--inject {arguments.inject} without --nccl",
+        )
     start = perf_counter()
     if arguments.module is not None:
         make, vocabulary, what = problem_from(arguments.module, steps), None, arguments.module
@@ -67,10 +75,22 @@ def run(arguments: argparse.Namespace) -> Answer:
             )
         make, vocabulary = problem_of(settings, plan, steps), settings.vocabulary
         what = f"{arguments.model or 'a small transformer'}: {describe(settings)}"
+    if arguments.nccl:
+        return _prove(plan, make, what, arguments, start)
     verdict = check(plan, make, fault=arguments.inject, vocabulary=vocabulary, device=arguments.device)
     data = _data(verdict, what, arguments.inject, steps, perf_counter() - start)
     data["device"], data["devices"] = arguments.device, _num_devices(arguments.device, plan)
     return Answer(data=data, render=lambda canvas: _draw(data, canvas), status=0 if verdict.comparison.is_same else 1)
+
+
+def _prove(plan: Plan, make: "MakeProblem", what: str, arguments: argparse.Namespace, start: float) -> Answer:
+    """What ranks ask of NCCL, and whether that is right."""
+    from shardwise.parity.programs import check_programs
+
+    proof = check_programs(plan, make, device=arguments.device)
+    data = {"ok": proof.is_right, **asdict(proof), "plan": str(plan), "model": what, "steps": arguments.steps}
+    data["device"], data["seconds"] = arguments.device, round(perf_counter() - start, 1)
+    return Answer(data=data, render=lambda canvas: _draw_proof(data, canvas), status=0 if proof.is_right else 1)
 
 
 def _check_device(device: str, plan: Plan) -> None:
@@ -157,6 +177,27 @@ def _draw(data: Mapping[str, Any], canvas: Canvas) -> None:
         canvas.print(f"first tensor to show it: {first['tensor']}")
     for owner in first["owners"]:
         canvas.print(f"  {owner}")
+
+
+def _draw_proof(data: Mapping[str, Any], canvas: Canvas) -> None:
+    canvas.print(f"{data['plan']} on {counted(data['ranks'], 'rank')}, {counted(data['steps'], 'step')}")
+    canvas.print(f"{data['model']}; what ranks ask of NCCL, recorded on {data['device']}")
+    canvas.print()
+    canvas.print(
+        f"{counted(data['operations'], 'operation')} on {counted(data['communicators'], 'communicator')} and"
+        f" {counted(data['streams'], 'stream')}, at most {data['most_under_way']} under way on a rank;"
+        f" {counted(data['waits'], 'wait')}, {counted(data['touches'], 'use')} of memory"
+    )
+    took = f"in {format_seconds(data['seconds'])}"
+    if data["ok"]:
+        canvas.print(
+            canvas.paint(f"all ranks ask for the same, it can end, and no memory is used early, {took}", "green")
+        )
+        return
+    canvas.print(canvas.paint(f"{counted(len(data['problems']), 'problem')}, {took}", "bold red"))
+    for each in data["problems"][:_NUM_SHOWN]:
+        canvas.print(each["sentence"])
+        canvas.print(f"  look at: {each['look']}")
 
 
 def _cells(row: Mapping[str, Any]) -> list[object]:

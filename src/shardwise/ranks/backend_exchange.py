@@ -7,11 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.ranks.collectives import Group, others_bytes
+from shardwise.ranks.collectives import Group, all_gather_single, others_bytes, reduce_scatter_single
 from shardwise.ranks.cpu_exchange import CpuExchange
 from shardwise.ranks.exchange import Done, Exchange, Then, Ticket
 from shardwise.ranks.faults import Watch
-from shardwise.ranks.links import is_on_nccl
 
 #: Sums that may be under way before the oldest must have ended: each holds its memory until then.
 _MOST_UNDER_WAY = 2
@@ -77,15 +76,13 @@ class BackendExchange:
 
     def _start_shards(self, flat: Tensor, group: Group, channel: int) -> Then:  # noqa: ARG002
         own = flat.view(group.size, -1)[group.rank]
-        return self._started(lambda handle: dist.reduce_scatter_tensor(own, flat, group=handle, async_op=True), group)
+        return self._started(lambda handle: reduce_scatter_single(own, flat, group=handle, async_op=True), group)
 
     def _start_all(self, flat: Tensor, group: Group, channel: int) -> Then:  # noqa: ARG002
         return self._started(lambda handle: handle.allreduce([flat]), group)
 
     def _start_gather(self, flat: Tensor, shard: Tensor, group: Group, channel: int) -> Then:  # noqa: ARG002
-        return self._started(
-            lambda handle: dist.all_gather_into_tensor(flat, shard, group=handle, async_op=True), group
-        )
+        return self._started(lambda handle: all_gather_single(flat, shard, group=handle, async_op=True), group)
 
     def _started(self, start: Callable[[dist.ProcessGroup], dist.Work | None], group: Group) -> Then:
         assert group.handle is not None, "one rank alone sends nothing"
@@ -181,8 +178,8 @@ def _uncounted(group: Group) -> Group:
     return Group(group.handle)
 
 
-def make_exchange(device: torch.device, watch: Watch | None) -> Exchange:
+def make_exchange(device: torch.device, watch: Watch | None, *, on_nccl: bool) -> Exchange:
     """What moves numbers between replicas that compute on such a device."""
-    if device.type == "cpu":
-        return CpuExchange(watch)
-    return BackendExchange(watch) if is_on_nccl(device) else HostExchange(watch)
+    if on_nccl:
+        return BackendExchange(watch)
+    return CpuExchange(watch) if device.type == "cpu" else HostExchange(watch)

@@ -27,8 +27,8 @@ from torch import Tensor
 from shardwise.torch_private import find_gpu_backend
 
 # torch 2.13 has new names for these.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 @dataclass(slots=True)
@@ -130,7 +130,7 @@ def start_all_gather(tensor: Tensor, group: Group, dim: int = 0, *, length: int 
     work = None
     if not piece.is_meta:
         group.traffic.note("all_gather", others_bytes(stacked, group))
-        work = _all_gather(stacked.view(-1), piece.view(-1), group=group.handle, async_op=True)
+        work = all_gather_single(stacked.view(-1), piece.view(-1), group=group.handle, async_op=True)
     return Pending(work, lambda: _joined(stacked, dim, length), group, "all_gather")
 
 
@@ -144,7 +144,7 @@ def start_reduce_scatter(tensor: Tensor, group: Group, dim: int = 0) -> Pending:
     work = None
     if not piece.is_meta:
         group.traffic.note("reduce_scatter", others_bytes(stacked, group))
-        work = _reduce_scatter(piece.view(-1), stacked.view(-1), group=group.handle, async_op=True)
+        work = reduce_scatter_single(piece.view(-1), stacked.view(-1), group=group.handle, async_op=True)
     return Pending(work, lambda: piece.narrow(dim, 0, stop - start).contiguous(), group, "reduce_scatter")
 
 

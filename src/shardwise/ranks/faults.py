@@ -118,6 +118,11 @@ class Watch:
         # a crash (exit code -6). So whoever forgets to close, or ends with an error, is closed for.
         atexit.register(self.close)
 
+    @property
+    def place(self) -> object:
+        """Where this rank stands."""
+        return self._place
+
     def at(self, place: object) -> None:
         """Say where this rank stands now, as a text or anything that prints as one; raises if another rank failed."""
         self._place = place

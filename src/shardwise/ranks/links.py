@@ -9,7 +9,7 @@ Every rank of the world makes every group, those of other pipelines too, in one 
 by their number, and NCCL splits them off from a larger one together.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -79,7 +79,7 @@ def make_links(
         work.wait()
 
     for (source, _), group in found.items():
-        first_talk(partial(talk, source, group), group, device, watch)
+        _begin(partial(talk, source, group), group, device, watch)
     return found
 
 
@@ -89,12 +89,18 @@ def connect(groups: Iterable[Group], device: torch.device, watch: Watch | None =
     NCCL connects the ranks of a group when they first talk in it, and all of them wait for that. In a step, one that
     is there first would wait for others that wait for what it was to send next. Here no rank has anything else to do.
     """
-    if not is_on_nccl(device):
-        return
     handles = {id(each.handle): each.handle for each in groups if each.handle is not None and each.size > 1}
     for handle in handles.values():
-        first_talk(partial(_add_up, handle, device), handle, device, watch)
+        _begin(partial(_add_up, handle, device), handle, device, watch)
 
 
 def _add_up(handle: dist.ProcessGroup, device: torch.device) -> None:
     dist.all_reduce(torch.zeros(1, device=device), group=handle)
+
+
+def _begin(talk: Callable[[], None], group: dist.ProcessGroup, device: torch.device, watch: Watch | None) -> None:
+    """The first talk of a group; on a CPU that stands for a GPU there is nothing to wait for in vain."""
+    if device.type == "cuda":
+        first_talk(talk, group, device, watch)
+    else:
+        talk()

@@ -19,8 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.planner.plan import Plan
+from shardwise.ranks.backend_exchange import make_exchange
 from shardwise.ranks.clocks import SharedClock
 from shardwise.ranks.collectives import Group
+from shardwise.ranks.exchange import Exchange
 from shardwise.ranks.faults import LIMIT_SECONDS, Watch
 from shardwise.ranks.gpus import describe_mixed, gpu_of
 from shardwise.ranks.links import Link, connect, is_on_nccl, make_groups, make_links
@@ -42,6 +44,14 @@ class Wires:
     #: The ranks that hold the same dense weights, and those that hold the same experts.
     dense: Replicas
     experts: Replicas
+
+    def is_on_nccl(self, device: torch.device) -> bool:
+        """Whether this device's tensors move over NCCL."""
+        return is_on_nccl(device)
+
+    def make_exchange(self, device: torch.device) -> Exchange:
+        """What moves numbers between replicas that compute on such a device."""
+        return make_exchange(device, self.watch, on_nccl=self.is_on_nccl(device))
 
     def connect(self, ties: Iterable[Group], device: torch.device) -> None:
         """Connect all groups, and those of ties, before a step asks for them: ranks come to them at different times."""
@@ -106,11 +116,12 @@ class ManyProcesses(Wires):
         if self._groups is None:
             self._groups = make_groups(self.mesh.pipelines)
         made = None
-        if is_on_nccl(device):
+        if self.is_on_nccl(device):
             wanted = frozenset(links)
             if wanted not in self._links:
-                self.watch.follow(device)
-                self.gather(None)  # All are here: from now on it is NCCL that takes time.
+                if device.type == "cuda":
+                    self.watch.follow(device)
+                    self.gather(None)  # All are here: from now on it is NCCL that takes time.
                 self._links[wanted] = make_links(wanted, self.mesh.pipelines, device=device, watch=self.watch)
             made = self._links[wanted]
         return ProcessTransport(self._groups, device=device, links=made, watch=self.watch)
@@ -122,12 +133,15 @@ class ManyProcesses(Wires):
         for each in groups:
             if each.handle is not None and each.size > 1:
                 self.watch.guard(each.handle)
-        if not is_on_nccl(device):
+        if not self.is_on_nccl(device):
             return
-        self.watch.follow(device)
-        for each in groups:
-            each.before_read = self.watch.mark
-        told = describe_mixed(self.gather(gpu_of(device)))  # And all are here: from now on it is NCCL that takes time.
+        told = None
+        if device.type == "cuda":
+            self.watch.follow(device)
+            for each in groups:
+                each.before_read = self.watch.mark
+            # And all are here: from now on it is NCCL that takes time.
+            told = describe_mixed(self.gather(gpu_of(device)))
         connect(groups, device, self.watch)
         if told is not None and self.rank == 0:
             warnings.warn(told, stacklevel=2)
@@ -137,6 +151,19 @@ class ManyProcesses(Wires):
 
     def stand(self, place: object) -> None:
         self.watch.at(place)
+
+    def named_groups(self) -> list[tuple[str, dist.ProcessGroup]]:
+        """All groups of this process by what they are for. One of several names has the first of them."""
+        named: list[tuple[str, dist.ProcessGroup | None]] = []
+        for name, pair in (("replicas", self.dense), ("replicas of experts", self.experts)):
+            named += [(name, pair.shard.handle), (f"copies of {name}", pair.copies.handle)]
+        named += [(name, group.handle) for name, group in self.mesh.groups.items()]
+        named += [(f"tie {number}", group.handle) for number, group in enumerate(self._ties)]
+        for made in self._links.values():
+            named += [(f"link {source}>{target}", each) for (source, target), each in made.items()]
+        named += [("everybody", self._everybody)]
+        named += zip(("headers up", "headers down"), self._groups or (), strict=False)
+        return [(name, handle) for name, handle in named if handle is not None]
 
     @contextmanager
     def told_to_all(self) -> Iterator[None]:

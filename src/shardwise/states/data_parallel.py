@@ -184,7 +184,12 @@ class DataParallel:
                 bucket.weights.expire()
 
     def close(self) -> None:
-        """Let go of the parameters' hooks, of groups and of the thread."""
+        """Let go of the parameters' hooks, of groups and of the thread.
+
+        Weights that other ranks have updated are on their way since the last step: whoever reads the module has them.
+        """
+        for bucket in self.buckets:
+            bucket.weights.arrive()
         self._reducer.close()
         self._gradients.close()
         self.exchange.close()

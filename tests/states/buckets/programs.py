@@ -167,10 +167,11 @@ def train(case: Case) -> Outcome:
         schedule=complete_schedule, ranks=[place], module=module,
     )  # fmt: skip
     ties = make_ties(complete_schedule.placement, stages, mesh.pipelines, mesh.rank)
+    plain = make_exchange(held_stages.device, None, on_nccl=False)
     data = DataParallel(
         held_stages, ParameterOwners(replicas_of=lambda _: replicas, ties=ties), sharing=sharing,
         optimizer=OPTIMIZERS[case.optimizer],
-        exchange=make_exchange(held_stages.device, None) if case.exchange is None else EXCHANGES[case.exchange](),
+        exchange=plain if case.exchange is None else EXCHANGES[case.exchange](),
     )  # fmt: skip
     transport = ProcessTransport(make_groups(mesh.pipelines))
     trainer, evaluator = (

@@ -68,8 +68,7 @@ class Weights:
     def expire(self) -> None:
         """The shards have been written: what was gathered is no longer true."""
         self._holders.clear()
-        if self.presence is Presence.COMING:
-            self.wait()
+        self.arrive()
         self.presence = Presence.AWAY
         self.release()
         if not self.is_sharded:
@@ -114,6 +113,11 @@ class Weights:
             self.presence = Presence.HERE
             self._has_come()
 
+    def arrive(self) -> None:
+        """Have here what is on its way."""
+        if self.presence is Presence.COMING:
+            self.wait()
+
     def _has_come(self) -> None:
         """They are here now."""
 
@@ -127,7 +131,6 @@ class Weights:
         """Give back the memory of what other ranks keep."""
         if not self.is_sharded:
             return
-        if self.presence is Presence.COMING:
-            self.wait()
+        self.arrive()
         self.whole.untyped_storage().resize_(0)
         self.presence = Presence.AWAY

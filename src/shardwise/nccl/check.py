@@ -1,0 +1,93 @@
+"""The programs of all ranks together: what is wrong with them, and how much there is of what."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.nccl.circles import circles
+from shardwise.nccl.matching import mismatches
+from shardwise.nccl.program import Kind, Problem, Program
+from shardwise.nccl.races import races
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """What was found, first what ranks do not do alike; and the counts of what was looked at.
+
+    `communicators` are those that are used, and `streams` are of all ranks together. `most_under_way` is the most
+    operations that a rank has issued and not waited for, over NCCL.
+    """
+
+    problems: tuple[Problem, ...]
+    ranks: int
+    communicators: int
+    operations: int
+    waits: int
+    touches: int
+    streams: int
+    most_under_way: int
+
+    @property
+    def is_right(self) -> bool:
+        return not self.problems
+
+
+def prove(programs: Sequence[Program]) -> Proof:
+    """Check the programs of all ranks, in the order of the ranks."""
+    problems = list(mismatches(programs))
+    if not problems:
+        # What does not match cannot be waited for in any order.
+        problems += circles(programs)
+    for program in programs:
+        problems += races(program)
+    for program in programs:
+        if program.failure is not None and not problems:
+            problems.append(_failed(program))
+    streams = {(program.rank, each) for program in programs for each in streams_of(program)}
+    over_nccl = {
+        event.operation.communicator
+        for program in programs
+        for event in program.issued
+        if event.operation is not None and not event.operation.on_host
+    }
+    return Proof(
+        problems=tuple(problems),
+        ranks=len(programs),
+        communicators=len(over_nccl),
+        operations=sum(len(program.issued) for program in programs),
+        waits=sum(each.kind in (Kind.WAIT, Kind.KNOWN) for program in programs for each in program.events),
+        touches=sum(each.kind in (Kind.READ, Kind.WRITE, Kind.FREE) for one in programs for each in one.events),
+        streams=len(streams),
+        most_under_way=max(map(_most_under_way, programs), default=0),
+    )
+
+
+def streams_of(program: Program) -> set[str]:
+    """The streams of a rank's device: what computes and copies, and one for each communicator that it uses."""
+    found = {each.stream for each in program.events if each.kind is not Kind.MAKE}
+    for event in program.issued:
+        if event.operation is not None and not event.operation.on_host:
+            found.add(f"nccl {event.operation.communicator}")
+    return found
+
+
+def _most_under_way(program: Program) -> int:
+    under_way: set[int] = set()
+    most = 0
+    for event in program.events:
+        if event.kind is Kind.ISSUE and event.operation is not None and not event.operation.on_host:
+            under_way.add(event.number)
+            most = max(most, len(under_way))
+        elif event.kind in (Kind.WAIT, Kind.KNOWN):
+            under_way.discard(event.number)
+    return most
+
+
+def _failed(program: Program) -> Problem:
+    last = program.events[-1] if program.events else None
+    where = "at once" if last is None else last.where
+    return Problem(
+        kind="failed",
+        ranks=(program.rank,),
+        sentence=f"rank {program.rank} did not come to its end, {where}: {program.failure}",
+        look=(last.line or last.at) if last is not None else "what it was given",
+    )

@@ -1,0 +1,166 @@
+"""What one rank asks of its communicators, in order: a value that a checker reads without torch.
+
+    MAKE     a group of ranks is made; all ranks of the world make all of them
+    ISSUE    an operation is put on its communicator's stream, behind what was put on `stream` by then
+    WAIT     what is put on `stream` from now on comes after an operation, or after a copy
+    KNOWN    the host has seen that an operation, or a copy, is over
+    COPY     a copy beside the computation, or a computation there, in a stream of its own: it comes after `after`
+    READ     what is put on `stream` reads memory that an operation or a copy has to do with; WRITE and FREE alike
+
+Only the first touch of each memory after an operation is kept: what comes behind it on its stream comes later still.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+#: The stream of what is computed.
+COMPUTE = "compute"
+
+
+class Kind(StrEnum):
+    """What happens: the table above."""
+
+    MAKE = "make"
+    ISSUE = "issue"
+    WAIT = "wait"
+    KNOWN = "known"
+    COPY = "copy"
+    READ = "read"
+    WRITE = "write"
+    FREE = "free"
+
+
+TOUCHES = frozenset({Kind.READ, Kind.WRITE, Kind.FREE})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Communicator:
+    """Ranks of the world that talk: the how-many-th group that this rank has made, and what we call it.
+
+    One over gloo is for numbers of the host: what it moves is waited for by the host alone.
+    """
+
+    number: int
+    members: tuple[int, ...]
+    backend: str = "nccl"
+    name: str = ""
+
+    def __str__(self) -> str:
+        named = f"{self.name}, " if self.name else ""
+        return f"communicator {self.number} ({named}ranks {' '.join(map(str, self.members))})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Bytes of one run of memory, whose number is this rank's own; `writes`: they are written, else read."""
+
+    memory: int
+    start: int
+    stop: int
+    writes: bool = False
+
+    def overlaps(self, other: "Span") -> bool:
+        return self.memory == other.memory and self.start < other.stop and other.start < self.stop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """A send or a receive of so many numbers. `peer` is a rank of the world."""
+
+    is_send: bool
+    peer: int
+    count: int
+    dtype: str
+    tag: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """A collective, or sends and receives that begin together (`transfers`).
+
+    `count` and `dtype` are of what this rank gives. `sent` and `received` are the rows of an all-to-all by member.
+    `on_host`: over gloo, of numbers of the host.
+    """
+
+    kind: str
+    communicator: int
+    count: int = 0
+    dtype: str = ""
+    reduction: str = ""
+    sent: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
+    spans: tuple[Span, ...] = ()
+    on_host: bool = False
+
+    def __str__(self) -> str:
+        if self.transfers:
+            parts = [
+                f"{'send to' if each.is_send else 'receive from'} rank {each.peer} of {each.count} {each.dtype}"
+                for each in self.transfers
+            ]
+            return " with ".join(parts)
+        reduced = f" ({self.reduction})" if self.reduction else ""
+        return f"{self.kind}{reduced} of {self.count} {self.dtype}".rstrip()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One thing that happens on a rank. `number` is that of an operation or a copy, in order of issue.
+
+    `step` is a number, None before the first, or what is done beside steps; `at` is the instruction of the schedule,
+    and `line` the line of ours, if known.
+    """
+
+    kind: Kind
+    number: int = -1
+    stream: str = COMPUTE
+    operation: Operation | None = None
+    communicator: Communicator | None = None
+    spans: tuple[Span, ...] = ()
+    after: tuple[int, ...] = ()
+    step: int | str | None = None
+    at: str = ""
+    line: str = ""
+
+    @property
+    def where(self) -> str:
+        """Step, instruction and line, as a sentence has them."""
+        when = f"in step {self.step}" if isinstance(self.step, int) else f"in {self.step}"
+        if self.step is None:
+            when = "before the first step"
+        at = f" at {self.at}" if self.at else ""
+        return f"{when}{at}{f' ({self.line})' if self.line else ''}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """All that one rank did. `failure` is why it did not come to its end."""
+
+    rank: int
+    communicators: tuple[Communicator, ...]
+    events: Sequence[Event]
+    failure: str | None = None
+
+    def communicator(self, number: int) -> Communicator:
+        """The one with this number."""
+        return next(each for each in self.communicators if each.number == number)
+
+    @property
+    def issued(self) -> list[Event]:
+        """The operations, in order of issue."""
+        return [each for each in self.events if each.kind is Kind.ISSUE]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What cannot be, or can go wrong, on these ranks: a sentence, and what to look at."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    sentence: str
+    look: str
+
+    def __str__(self) -> str:
+        return f"{self.sentence}\n  look at: {self.look}"

@@ -1,0 +1,104 @@
+"""What the ranks of a plan ask of NCCL, recorded by processes on this machine's CPU, and proven: `check --nccl`."""
+
+from contextlib import ExitStack
+
+import torch
+
+from shardwise.engine.parallelize import check_module, parallelize
+from shardwise.errors import ShardwiseError
+from shardwise.nccl.check import Proof, prove
+from shardwise.nccl.copies import Copies
+from shardwise.nccl.program import Program
+from shardwise.nccl.rehearsal import RehearsedWires
+from shardwise.nccl.taps import put_instead, recording, touching
+from shardwise.parity.check import check_size, sentence_of
+from shardwise.parity.problem import CLIP, MakeProblem, make_optimizer, small_matrices
+from shardwise.planner.composition import check_composition
+from shardwise.planner.plan import Plan
+from shardwise.ranks.rank_error import RankError
+from shardwise.ranks.spawn import Ranks
+from shardwise.ranks.wires import ManyProcesses
+
+_LIMIT_SECONDS = 600.0
+#: What nobody answers for so long is never answered.
+STALL_SECONDS = 30.0
+
+
+def record_on_rank(
+    plan: Plan,
+    make: MakeProblem,
+    stall_seconds: float = STALL_SECONDS,
+    rehearses: bool = True,
+) -> Program:
+    """Train, evaluate and gather the state as one rank of a plan; what it asked of its groups, as far as it came.
+
+    With `rehearses` a CPU stands for a GPU; without, ranks are on GPUs that NCCL connects.
+    """
+    with (
+        small_matrices(),
+        recording(rehearses=rehearses, limit_seconds=stall_seconds) as recorder,
+        put_instead() as instead,
+        ExitStack() as stack,
+    ):
+        if rehearses:
+            Copies(recorder).attach(instead)
+        try:
+            problem = make()
+            kind = RehearsedWires if rehearses else ManyProcesses
+            wires = kind(plan, limit_seconds=stall_seconds)
+            stack.callback(wires.watch.close)
+            recorder.watch = wires.watch
+            engine = parallelize(
+                problem.module,
+                plan,
+                loss=problem.loss,
+                optimizer=make_optimizer,
+                example=problem.batches[0],
+                clip=CLIP,
+                wires=wires,
+                **problem.options,
+            )
+            recorder.name(wires.named_groups())
+            for step, batch in enumerate(problem.batches):
+                recorder.step = step
+                with touching(recorder):
+                    engine.train_step(batch)
+            recorder.step = "the evaluation"
+            with touching(recorder):
+                engine.evaluate(problem.batches[0])
+            recorder.step = "the gathering of the state"
+            with touching(recorder):
+                engine.state_dict()
+                engine.optimizer_state_dict()
+            recorder.step = "the end"
+            engine.close()
+        except ShardwiseError as error:
+            if not isinstance(error, RankError):
+                raise
+            return recorder.program(error.problem.splitlines()[0])
+        except RuntimeError as error:
+            # The others are told, and what they have asked for so far says why.
+            return recorder.program(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        program = recorder.program()
+        wires.close()
+    return program
+
+
+def check_programs(plan: Plan, make: MakeProblem, *, device: str = "cpu") -> Proof:
+    """Record what all ranks of a plan ask of NCCL, each a process on this machine, and prove that it can end.
+
+    On CPUs they go the way of GPUs over gloo; with `device="cuda"` they are on GPUs, which they may share.
+    """
+    check_composition(plan)
+    check_size(plan)
+    if plan.num_ranks == 1:
+        raise ShardwiseError(f"the plan {plan} has one rank, which asks NCCL for nothing", remedy="--plan dp=2")
+    with torch.random.fork_rng(devices=[]), small_matrices():
+        check_module(make().module)
+    rehearses = device == "cpu"
+    with Ranks(plan.num_ranks, gpus="none" if rehearses else "shared") as ranks:
+        try:
+            programs = ranks.run(record_on_rank, plan, make, STALL_SECONDS, rehearses, timeout_seconds=_LIMIT_SECONDS)
+        except RankError as error:
+            raise sentence_of(error) from None
+    return prove(programs)

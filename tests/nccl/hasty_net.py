@@ -1,0 +1,27 @@
+"""A module of a user's that sums over ranks by itself, and does not wait for the sum."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class Hasty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 2)
+        self.works: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).relu()
+        mean = hidden.detach().mean(0)
+        if dist.is_initialized():
+            self.works.append(dist.all_reduce(mean, async_op=True))
+        made: Tensor = self.second(hidden - mean)
+        return made
+
+
+def factory() -> tuple[nn.Module, dict[str, Tensor], Any]:
+    batch = {"x": torch.randn(4, 8), "y": torch.randn(4, 2)}
+    return Hasty(), batch, lambda output, batch: (output - batch["y"]).square().mean()

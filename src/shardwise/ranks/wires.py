@@ -121,7 +121,7 @@ class ManyProcesses(Wires):
             if wanted not in self._links:
                 if device.type == "cuda":
                     self.watch.follow(device)
-                    self.gather(None)  # All are here: from now on it is NCCL that takes time.
+                self.gather(None)  # All are here: from now on it is NCCL that takes time.
                 self._links[wanted] = make_links(wanted, self.mesh.pipelines, device=device, watch=self.watch)
             made = self._links[wanted]
         return ProcessTransport(self._groups, device=device, links=made, watch=self.watch)
@@ -135,15 +135,16 @@ class ManyProcesses(Wires):
                 self.watch.guard(each.handle)
         if not self.is_on_nccl(device):
             return
-        told = None
-        if device.type == "cuda":
+        is_gpu = device.type == "cuda"
+        if is_gpu:
             self.watch.follow(device)
             for each in groups:
                 each.before_read = self.watch.mark
-            # And all are here: from now on it is NCCL that takes time.
-            told = describe_mixed(self.gather(gpu_of(device)))
+        # And all are here: from now on it is NCCL that takes time.
+        found = self.gather(gpu_of(device) if is_gpu else None)
         connect(groups, device, self.watch)
-        if told is not None and self.rank == 0:
+        told = describe_mixed(found) if is_gpu and self.rank == 0 else None
+        if told is not None:
             warnings.warn(told, stacklevel=2)
 
     def _of_replicas(self) -> list[Group]:

@@ -14,10 +14,11 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, os_errors_as
 from shardwise.nets.hf import Checkpoint, save
 from shardwise.nets.hf.entries import CONFIG
 from shardwise.nets.hf.save import in_shards
+from shardwise.output import refuse_link
 from shardwise.training.checkpoint.index import FORMAT, INDEX, SAVING, Entry, find_last, told, write_json
 from shardwise.training.checkpoint.parts import Part, whole_part
 from shardwise.training.checkpoint.read import Reader
@@ -48,6 +49,8 @@ def convert(
     Files have at most `file_bytes`, or one tensor: so much is held at a time. `config` is where the `config.json` of
     tensors lies that have none beside them. Returns the kind of folder, and the bytes of its tensors.
     """
+    with os_errors_as(f"{target} cannot be written", remedy="another place for it"):
+        refuse_link(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ShardwiseError(f"{target} is not empty", remedy="a folder that is not there yet")
     source, kind = _find_source(source)

@@ -22,10 +22,10 @@ import torch
 
 from shardwise import environment
 from shardwise.errors import ShardwiseError, os_errors_as
+from shardwise.output import write_whole
 from shardwise.planner.plan import Plan
 from shardwise.schedule.replay import predict
 from shardwise.trace.events import Trace
-from shardwise.trace.file import write_whole
 from shardwise.trace.run import Run, load_run, save_run
 from shardwise.training.job import Job
 from shardwise.training.recipe import Recipe, read_recipe

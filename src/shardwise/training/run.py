@@ -67,6 +67,11 @@ def train_rank(job: Job) -> Result | StoppedError | None:
                 f"{format_bytes(setup.data_bytes, decimal=True)} of tokens, plan {job.plan} on "
                 f"{world.size} x {world.device.type}, in {job.folder}"
             )
+            if setup.is_old:
+                progress.warn(
+                    "the checkpoint is of an older format, without a checksum of its index: that could be damaged and"
+                    " nobody would see; those that are saved from now on have one"
+                )
             num_gpus = torch.cuda.device_count()
             if world.device.type == "cuda" and environment.place_under_torchrun() is None and world.size > num_gpus:
                 progress.say(f"{world.size} ranks share {counted(num_gpus, 'GPU')}: for checking, and slow")

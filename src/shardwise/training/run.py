@@ -1,5 +1,7 @@
 """A run from beginning to end, however its ranks are started: here, as processes of this machine, or by `torchrun`."""
 
+from contextlib import ExitStack
+
 import torch
 
 from shardwise import environment
@@ -7,7 +9,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.ranks.worker import Gpus
 from shardwise.training.choose import check_host
 from shardwise.training.finish import finish
-from shardwise.training.folder import make_folder, write_recipe_and_plan
+from shardwise.training.folder import make_folder, own_folder, write_recipe_and_plan
 from shardwise.training.job import Job
 from shardwise.training.local_ranks import run_here
 from shardwise.training.loop import Loop
@@ -43,7 +45,8 @@ def train(job: Job, num_devices: int, *, gpus: Gpus = "own") -> Result | None:
         )
     if not is_launched:
         check_host(job)
-    told = train_rank(job) if is_launched or num_devices == 1 else run_here(train_rank, job, num_devices, gpus)
+    with own_folder(job.folder, is_owner=not is_launched):
+        told = train_rank(job) if is_launched or num_devices == 1 else run_here(train_rank, job, num_devices, gpus)
     if isinstance(told, StoppedError):
         raise ShardwiseError(told.problem, remedy=told.remedy)
     return told
@@ -51,11 +54,12 @@ def train(job: Job, num_devices: int, *, gpus: Gpus = "own") -> Result | None:
 
 def train_rank(job: Job) -> Result | StoppedError | None:
     """What every rank does. Only the first has a result. What all ranks know went wrong is given back, not raised."""
-    with StopSignals() as stop:
+    with StopSignals() as stop, ExitStack() as stack:
         world = World()
         progress = Progress(speaks=world.is_first)
         if world.is_first:
             make_folder(job.folder)
+            stack.enter_context(own_folder(job.folder, is_owner=environment.place_under_torchrun() is not None))
         world.wait()
         setup = make_ready(job, world)
         with setup.engine:

@@ -84,7 +84,8 @@ def stop_one(number: int, folder: Path) -> dict[str, object]:
             if run.poll() is not None:
                 break
             time.sleep(0.05)
-        line = next((each for each in errors.read_text().splitlines() if named(each, rank)), "")
+        told = errors.read_text().splitlines()
+        line = next((each for each in told if named(each, rank)), " | ".join(told[-8:]))
         found = {"plan": plan, "torchrun": is_launched, "rank": rank, "rows_before": steps, "seconds": seconds}
         return {**found, "said": line}
     finally:

@@ -121,6 +121,13 @@ def _find_culprit(places: Sequence[RankLocation], chain: list[int], limit_second
         if other in chain:
             circle = sorted(chain[chain.index(other) :])
             shortest = min(places[rank].at_seconds for rank in circle)
+            quiet = max((places[rank] for rank in circle), key=lambda each: each.silent_seconds)
+            if shortest >= limit_seconds and quiet.silent_seconds >= limit_seconds / 2:
+                # It says that it waits because it was stopped while it did. Its silence is counted from the first look.
+                problem = (
+                    f"rank {quiet.rank} has not answered for {quiet.silent_seconds:.0f} s; it was last at {quiet.at}"
+                )
+                return quiet.rank, problem
             if shortest >= limit_seconds:
                 return other, f"{_ranks(circle)} have waited for each other for {shortest:.0f} s"
             continue

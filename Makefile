@@ -11,28 +11,24 @@ INSTALLED := $(VENV)/.installed
 run: $(INSTALLED)
 	$(BIN)/shardwise train
 
-# A worker for each core, with one thread. One of them has all tests that share two ranks, one those that share more: ranks
-# are processes too. The linter and the type checker run beside them; what they say comes at the end. All must pass.
+# A worker more than cores, each with one thread: while one waits for its processes another computes. One of them has all
+# tests that share two ranks, one those that share more: ranks are processes too. The linter and the type checker run
+# beside them; what they say comes at the end. All must pass.
+WORKERS = $(shell $(BIN)/python -c 'import os; print((os.cpu_count() or 1) + 1)')
 test: $(INSTALLED) browser
 	@said=$$(mktemp); \
 	$(MAKE) --no-print-directory lint >"$$said" 2>&1 & lint=$$!; \
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadgroup -q --durations=15; tests=$$?; \
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadgroup -q --durations=15; tests=$$?; \
 	wait $$lint; lint=$$?; \
 	cat "$$said"; rm -f "$$said"; \
 	[ $$lint = 0 ] || echo "error: the linter, the formatter or the type checker is not content: see above" >&2; \
 	[ $$tests = 0 ] && [ $$lint = 0 ]
 
-# On a machine with a GPU, with the torch that it has: every plan over NCCL against one device, then the tests that need
-# a GPU. Nothing is installed; what cannot be run is said.
-GPU_PYTHON := $(or $(PYTHON),python3)
-GPU_TESTS := $(wildcard tests/*/test_gpu*.py tests/*/*/test_gpu*.py)
+# On a machine with a GPU, with the torch that it has: every plan over NCCL against one device, in fp32 and bf16, models
+# of Hugging Face, ranks that are lost, bad input, and the tests that need a GPU. Nothing is installed; what cannot be run
+# is said. With SECONDS=560 it stops in time, with status 3, and goes on when it is called again.
 test-gpu:
-	PYTHONPATH=src:. $(GPU_PYTHON) -m tests.gpu.every_plan --write
-	@if $(GPU_PYTHON) -c 'import pytest' 2>/dev/null; then \
-	    PYTHONPATH=src:. $(GPU_PYTHON) -m pytest -q -p no:cacheprovider $(GPU_TESTS); \
-	else \
-	    echo "skipped, as pytest is not installed: $(GPU_TESTS)"; \
-	fi
+	PYTHONPATH=src:. $(or $(PYTHON),python3) -m tests.gpu $(if $(SECONDS),--seconds $(SECONDS))
 
 # Tests of the report page open it in a real browser. Where none can be installed they are skipped, and say so.
 browser:

@@ -24,7 +24,7 @@ from torch.distributed import pipelining
 from torch.optim import AdamW
 
 from shardwise.engine.parallelize import parallelize
-from shardwise.ranks.faults import RankError
+from shardwise.ranks.rank_error import RankError
 from shardwise.ranks.spawn import Ranks
 
 MICROBATCHES = 8

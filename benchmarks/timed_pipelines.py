@@ -27,8 +27,9 @@ from torch.distributed import pipelining
 
 from shardwise.execution.pipeline import complete
 from shardwise.execution.process import ProcessExecutor
-from shardwise.ranks.faults import RankError, Watch
+from shardwise.ranks.faults import Watch
 from shardwise.ranks.links import make_groups
+from shardwise.ranks.rank_error import RankError
 from shardwise.ranks.spawn import Ranks
 from shardwise.ranks.transport import ProcessTransport
 from shardwise.schedule.auto.search import auto

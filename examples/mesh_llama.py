@@ -14,8 +14,8 @@ def loss(output, batch):
 
 
 def train(plan):
-    """What each rank does: the same as all others. Returns the losses."""
-    device = "cuda" if torch.cuda.device_count() >= 8 else "cpu"
+    """What each rank does, on a GPU, which it may share, or on the CPU: the same as all others. Returns the losses."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
@@ -34,5 +34,6 @@ def train(plan):
 
 
 if __name__ == "__main__":
-    for step, value in enumerate(sw.spawn(train, devices=8, args=("dp=2,tp=2,pp=2,zero=1,microbatches=2",))[0]):
+    losses = sw.spawn(train, devices=8, args=("dp=2,tp=2,pp=2,zero=1,microbatches=2",), gpus="shared")[0]
+    for step, value in enumerate(losses):
         print(f"step {step}  loss {value:.4f}")

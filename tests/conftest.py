@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
+from tests.left_out import LEFT_OUT
+
 # A busy machine fails no test: how long an example takes, or takes to be made, is not looked at.
 hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -49,6 +51,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not (config.getoption("--whole") or config.getoption("--write-composition", default=False)):
         left_out = [item for item in items if item.get_closest_marker("whole") is not None]
         config.hook.pytest_deselected(items=left_out)
+        config.stash[LEFT_OUT] = frozenset(item.nodeid for item in left_out)
         items[:] = [item for item in items if item.get_closest_marker("whole") is None]
     for item in items:
         if item.get_closest_marker("xdist_group") is None:

@@ -3,8 +3,8 @@ in one place."""
 
 import os
 import platform
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -21,6 +21,11 @@ def wants_colour(stream: TextIO) -> bool:
         return False
     if os.environ.get("FORCE_COLOR", "") not in ("", "0"):
         return True
+    return os.environ.get("TERM") != "dumb" and stream.isatty()
+
+
+def is_live(stream: TextIO) -> bool:
+    """Whether what was written to `stream` can be drawn over: a terminal that is not a dumb one."""
     return os.environ.get("TERM") != "dumb" and stream.isatty()
 
 
@@ -45,6 +50,45 @@ def replace_all(variables: dict[str, str]) -> None:
     """Make the environment this one."""
     os.environ.clear()
     os.environ.update(variables)
+
+
+@contextmanager
+def changed(variables: dict[str, str]) -> Iterator[None]:
+    """Within it, these variables are so; after it, as they were."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def find_variable(name: str) -> str | None:
+    """What the environment says under a name, for a sentence that tells it."""
+    return os.environ.get(name)
+
+
+def leave_faults_to_watch() -> None:
+    """Let torch not end this process when NCCL meets a fault, unless somebody has said otherwise. Before NCCL starts.
+
+    By default its own watchdog aborts the process as soon as another rank's connection breaks (exit status -6), before
+    it can be said which rank is gone and where everybody stood. `ranks/faults.py` does that, and aborts communicators.
+    """
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+
+
+def wants_shared_gpus() -> bool:
+    """Whether ranks of `torchrun` may share GPUs: `SHARDWISE_SHARE_GPUS=1`."""
+    return os.environ.get("SHARDWISE_SHARE_GPUS", "") not in ("", "0")
+
+
+def ask_for_shared_gpus() -> None:
+    """Let ranks of `torchrun` share GPUs from now on."""
+    os.environ["SHARDWISE_SHARE_GPUS"] = "1"
 
 
 def keep_streams_apart() -> None:

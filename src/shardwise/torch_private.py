@@ -31,6 +31,7 @@ from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormModule
 from torch.nn.modules.batchnorm import _NormBase as RunningNormModule
 from torch.nn.modules.dropout import _DropoutNd as DropoutModule
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -117,6 +118,25 @@ def foreach_scale(tensors: list[Tensor], factor: float) -> None:
 def foreach_norm(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """The 2-norm of each tensor, in one kernel. `torch.linalg.vector_norm` is public, and one kernel for each."""
     return list(torch._foreach_norm(tensors, 2, dtype=dtype))  # type: ignore[call-arg, unused-ignore]
+
+
+def can_step_divided(optimizer: Optimizer) -> bool:
+    """Whether it can divide gradients, and leave a step out, by numbers of the device's. `GradScaler` asks the same."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def step_divided(optimizer: Optimizer, divisor: Tensor, skips: Tensor) -> None:
+    """A step of a fused optimizer with its gradients over `divisor`, or none where `skips` is 1.
+
+    The public way is a `GradScaler`, which has a scale of its own and no word for clipping.
+    """
+    setattr(optimizer, "grad_scale", divisor)  # noqa: B010 - torch's types do not know them
+    setattr(optimizer, "found_inf", skips)  # noqa: B010
+    try:
+        optimizer.step()
+    finally:
+        delattr(optimizer, "grad_scale")
+        delattr(optimizer, "found_inf")
 
 
 class EagerDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -272,6 +292,32 @@ def cpu_backend(group: torch.distributed.ProcessGroup) -> Any:
 def default_backend(device: torch.device) -> Any:
     """What the default group sends a device's tensors with. `get_backend_config` is public, and gives text."""
     return torch.distributed.distributed_c10d._get_default_group()._get_backend(device)
+
+
+class DeviceProfiler:
+    """Torch's profiler (Kineto over CUPTI) of the device alone. `torch.profiler.profile` is public, and its `events()`
+    leave out streams and what launched what."""
+
+    def __init__(self) -> None:
+        self.profile: Any = torch.autograd.profiler.profile(use_device="cuda", use_kineto=True, use_cpu=False)
+
+    def start(self) -> None:
+        self.profile.__enter__()
+
+    def stop(self) -> list[Any]:
+        """What Kineto has seen, when the device is done."""
+        self.profile.__exit__(None, None, None)
+        return list(self.profile.kineto_results.events())
+
+
+def find_gpu_backend(group: torch.distributed.ProcessGroup) -> Any | None:
+    """What a group sends tensors of GPUs with, if that is NCCL; None if not. `ProcessGroup.abort` is public, and raises
+    for a group that has gloo too."""
+    try:
+        backend = group._get_backend(torch.device("cuda"))
+    except RuntimeError:  # It has no backend for them, or has been destroyed.
+        return None
+    return backend if backend.name() == "nccl" else None
 
 
 def default_store() -> Store:

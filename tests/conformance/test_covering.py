@@ -29,13 +29,13 @@ def test_each_schedule_runs_in_all_its_layouts_of_several_ranks() -> None:
         assert ran == set(layouts_for(PROCESSES, schedule))
 
 
-def test_in_one_process_each_model_meets_four_schedules_and_each_schedule_five_models_in_all_its_layouts() -> None:
+def test_in_one_process_each_model_meets_three_schedules_and_each_schedule_three_models_in_all_its_layouts() -> None:
     cells = (cases_of(*cell, ONE_PROCESS, all_layouts=False) for cell in product(MODELS, SCHEDULES))
     cases = [case for (case,) in cells if is_met_alone(case)]
-    assert min(Counter(case.model for case in cases).values()) >= 4
+    assert min(Counter(case.model for case in cases).values()) >= 3
     for schedule in SCHEDULES:
         met = [case for case in cases if case.schedule == schedule]
-        assert len(met) >= 5
+        assert len(met) >= 3
         assert {(case.num_ranks, case.num_chunks, case.num_microbatches) for case in met} == set(
             layouts_for(PROCESSES, schedule)
         )

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import ShardwiseError
-from shardwise.ranks.faults import RankError, Watch
+from shardwise.ranks.faults import Watch
 from shardwise.ranks.links import make_groups, make_links
 from shardwise.ranks.message_layout import Key
 from shardwise.ranks.outbox import Sent, WaitingOutbox
+from shardwise.ranks.rank_error import RankError
 from shardwise.ranks.transport import ProcessTransport
 from shardwise.schedule.instruction import forward
 

@@ -13,7 +13,7 @@ from tests.stages.families import make_family
     ("model", "plan"),
     [
         ("gpt2", "dp=2,pp=2,zero=3,microbatches=2"),
-        ("gpt2", "tp=2,pp=2,microbatches=2"),
+        pytest.param("gpt2", "tp=2,pp=2,microbatches=2", marks=pytest.mark.whole),
         ("mixtral", "dp=2,pp=2,ep=2,zero=1,microbatches=2"),
     ],
 )
@@ -47,10 +47,12 @@ def check_compiled(ranks: Ranks, plan: str) -> None:
         assert_same(found, expected)
 
 
+@pytest.mark.whole
 def test_compiled_blocks_train_alike_where_weights_come_and_go(two: Ranks) -> None:
     check_compiled(two, "dp=2,zero=3,microbatches=2")
 
 
+@pytest.mark.whole
 def test_compiled_blocks_train_alike_where_backwards_are_split_beside_replicas(four: Ranks) -> None:
     check_compiled(four, "dp=2,pp=2,schedule=zb-v,microbatches=4,zero=3")
 

@@ -14,8 +14,8 @@ from shardwise.nets.loss import next_token_loss
 from shardwise.nets.transformer import Transformer
 from shardwise.parity.models import batch_of, default_settings
 from shardwise.planner.plan import Plan
+from shardwise.ranks.gpus import Gpus
 from shardwise.ranks.spawn import Ranks
-from shardwise.ranks.worker import Gpus
 from tests.engine import gpu_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

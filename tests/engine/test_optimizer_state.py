@@ -12,14 +12,22 @@ from tests.stages.small import small_matrices
 
 CASES = [
     ("two layers", "adamw", "dp=4,zero=3", "tp=2,pp=2,microbatches=2"),
-    ("two layers", "adamw", "tp=2,pp=2,sp=true,microbatches=2", "dp=2,cp=2,zero=1"),
+    pytest.param(
+        "two layers", "adamw", "tp=2,pp=2,sp=true,microbatches=2", "dp=2,cp=2,zero=1", marks=pytest.mark.whole
+    ),
     # Both of these plans are in the cases beside it.
     pytest.param("dense", "adamw", "dp=2,cp=2,zero=2", "pp=4,microbatches=4", marks=pytest.mark.whole),
-    ("dense", "adamw", "pp=4,microbatches=4", "dp=4,zero=3,zero_group=2"),
-    ("two layers", "sgd", "dp=2,tp=2", "dp=2,pp=2,microbatches=2,zero=1"),
-    ("two layers", "adafactor", "dp=2,tp=2,zero=1", "dp=4"),
-    ("dense", "adamw", "dp=4,zero=2,offload.optimizer=1", "pp=4,microbatches=4,offload.optimizer=0.5"),
-    ("two layers", "muon", "dp=2,tp=2,zero=2", "dp=2,pp=2,microbatches=2"),
+    pytest.param("dense", "adamw", "pp=4,microbatches=4", "dp=4,zero=3,zero_group=2", marks=pytest.mark.whole),
+    pytest.param("two layers", "sgd", "dp=2,tp=2", "dp=2,pp=2,microbatches=2,zero=1", marks=pytest.mark.whole),
+    pytest.param("two layers", "adafactor", "dp=2,tp=2,zero=1", "dp=4", marks=pytest.mark.whole),
+    pytest.param(
+        "dense",
+        "adamw",
+        "dp=4,zero=2,offload.optimizer=1",
+        "pp=4,microbatches=4,offload.optimizer=0.5",
+        marks=pytest.mark.whole,
+    ),
+    pytest.param("two layers", "muon", "dp=2,tp=2,zero=2", "dp=2,pp=2,microbatches=2", marks=pytest.mark.whole),
     ("experts", "adamw", "dp=4,ep=2,zero=1", "dp=2,tp=2,ep=2"),
 ]
 

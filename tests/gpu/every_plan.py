@@ -1,12 +1,16 @@
 """Every plan of docs/composition.md on the GPUs of this machine, over NCCL, against one of them.
 
     python -m tests.gpu.every_plan                  all of them, on 2, 4 and 8 ranks that share what GPUs there are
+    python -m tests.gpu.every_plan --precision fp32 bf16
+    python -m tests.gpu.every_plan --families       one model of each family of Hugging Face, under three plans
     python -m tests.gpu.every_plan --ranks 2 --only pp --seconds 300
     python -m tests.gpu.every_plan --write          and keep the record, from which docs/gpu.md is made
 
 It needs nothing but what the package needs, and `transformers` for the models of Hugging Face. What is left out is
 said: plans for which there was no time, and models that cannot be made here. It ends with status 1 if a plan differs
-from one device or fails. Ranks stay up from one plan to the next; after a failure there are new ones.
+from one device or fails, and with 3 if there was no time for all: called again, it goes on where it was (`record.py`).
+Ranks stay up from one plan to the next; after a failure there are new ones. In fp32 a plan is held to 1e-5, in bf16 to
+what one device's bf16 is off by (`rounding.py`).
 """
 
 import argparse
@@ -14,108 +18,208 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from shardwise import environment
 from shardwise.parity.compare import Kind, compare
 from shardwise.parity.course import Course
+from shardwise.parity.problem import MakeProblem
 from shardwise.parity.ranks import train_on_rank
 from shardwise.parity.reference import train_reference
 from shardwise.planner.plan import Plan
+from shardwise.ranks.gpus import Gpus
+from shardwise.ranks.mps import shared_at_once
 from shardwise.ranks.spawn import Ranks
 from tests.crowd import Crowd
+from tests.gpu import families
 from tests.gpu.page import PAGE, RECORD, page
+from tests.gpu.record import FILE, Record
+from tests.gpu.rounding import MOST_DRAWS, judge, nudge
 from tests.parity.cases import CASES
 from tests.parity.models import HUGGING_FACE, make_problem
 
 KINDS: tuple[Kind, ...] = ("loss", "gradient", "norm", "weight")
 #: A plan that takes longer stands still.
 LIMIT_SECONDS = 60.0
+NOT_ALL = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """How one plan went: its worst relative errors by kind, or what went wrong."""
+    """How one plan went: its worst relative errors by kind, or what went wrong. In bf16 the means against fp32, and one
+    device's beside them."""
 
     ranks: int
     model: str
     plan: str
-    seconds: float
-    errors: dict[str, float]
+    precision: str
+    seconds: float = 0.0
+    errors: dict[str, float] = field(default_factory=dict)
+    alone: dict[str, float] = field(default_factory=dict)
     problem: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{'families' if families.is_family(self.model) else 'plans'}: {self.precision} {self.plan} {self.model}"
+
+
+def problem_of(model: str, plan: Plan) -> MakeProblem:
+    return families.make_family_problem(model, plan) if families.is_family(model) else make_problem(model, plan)
 
 
 def train(plan: Plan, model: str) -> Course:
-    return train_on_rank(plan, make_problem(model, plan), looks="last step", finds_uses=False)
+    return train_on_rank(plan, problem_of(model, plan), looks="last step", finds_uses=False)
 
 
-def try_plan(crowd: Ranks, model: str, text: str) -> Row:
-    start, plan = time.perf_counter(), Plan.parse(text)
-    row = Row(ranks=crowd.devices, model=model, plan=text, seconds=0.0, errors={})
+def try_plan(crowd: Ranks, row: Row, device: str = "cuda") -> Row:
+    """Train a plan and one device, and compare them."""
+    start, exact = time.perf_counter(), Plan.parse(row.plan)
+    plan = replace(exact, precision=row.precision)
+    make = problem_of(row.model, plan)
     try:
-        expected = train_reference(make_problem(model, plan)().on("cuda"), plan, looks="last step")
-        found = crowd.run(train, plan, model, timeout_seconds=LIMIT_SECONDS)
+        expected = train_reference(make().on(device), exact, looks="last step")
+        found = crowd.run(train, plan, row.model, timeout_seconds=LIMIT_SECONDS)
+        if row.precision != "fp32":
+            draws: list[Course] = []
+            for seed in range(MOST_DRAWS):
+                draws.append(train_reference(nudge(make().on(device), seed), plan, looks="last step"))
+                judged = judge(expected, draws, found)
+                if judged.problem is None:
+                    break
+            row = replace(row, errors=judged.plan, alone=judged.alone, problem=judged.problem)
+        else:
+            comparison = compare(expected, found)
+            first = comparison.first
+            problem = None if first is None else f"differs first in {first.name}"
+            row = replace(row, errors={str(kind): comparison.worst(kind) for kind in KINDS}, problem=problem)
     except Exception as error:
-        first = str(error).splitlines()[0] if str(error) else ""
-        return replace(row, seconds=time.perf_counter() - start, problem=f"{type(error).__name__}: {first}")
-    comparison = compare(expected, found)
-    problem = None if comparison.first is None else f"differs first in {comparison.first.name}"
-    errors = {str(kind): comparison.worst(kind) for kind in KINDS}
-    return replace(row, seconds=time.perf_counter() - start, errors=errors, problem=problem)
+        first_line = str(error).splitlines()[0] if str(error) else ""
+        row = replace(row, problem=f"{type(error).__name__}: {first_line}")
+    return replace(row, seconds=time.perf_counter() - start)
+
+
+def run(
+    record: Record, wanted: Sequence[Row], deadline: float, *, device: str = "cuda", connections: int = 0
+) -> tuple[list[Row], list[str]]:
+    """Run what the record does not have yet, and say what was left out. With MPS if it is given `connections`."""
+    rows, left_out = [], []
+    gpus: Gpus = "shared" if device == "cuda" else "none"
+    for count in sorted({row.ranks for row in wanted}):
+        todo = []
+        for row in (each for each in wanted if each.ranks == count):
+            if row.name in record.rows:
+                rows.append(Row(**record.rows[row.name]))
+            elif _needs_transformers(row.model) and not _has_transformers():
+                left_out.append(f"{row.plan} ({row.model}): transformers is not installed")
+            else:
+                todo.append(row)
+        if not todo:
+            continue
+        sharing = shared_at_once(count, connections) if connections else nullcontext(False)
+        with sharing as at_once, Crowd(count, gpus=gpus) as crowd:
+            for row in todo:
+                if time.monotonic() > deadline:
+                    left_out.append(f"{row.plan} ({row.model}, {row.precision}): no time was left")
+                    continue
+                done = try_plan(crowd, row, device)
+                rows.append(done)
+                record.add(done.name, asdict(done))
+                told = done.problem or f"worst {max(done.errors.values()):.1e}{_beside(done)}"
+                print(
+                    f"{count} ranks{' (MPS)' if at_once else ''}  {done.precision}  {done.plan}  {done.model}: {told},"
+                    f" {done.seconds:.1f} s",
+                    flush=True,
+                )
+    return rows, left_out
+
+
+def _beside(row: Row) -> str:
+    return f" (one device {max(row.alone.values()):.1e})" if row.alone else ""
+
+
+def wanted_rows(*, with_families: bool, counts: Sequence[int], precisions: Sequence[str], only: str) -> list[Row]:
+    """What was asked for, in the order in which it is run."""
+    cases = families.CASES if with_families else CASES
+    return [
+        Row(ranks=count, model=model, plan=text, precision=precision)
+        for count in counts
+        for model, text in cases.get(count, [])
+        for precision in precisions
+        if only in text or only in model
+    ]
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="*", default=list(CASES), help="how many ranks (2 4 8)")
+    parser.add_argument("--precision", nargs="*", choices=("fp32", "bf16"), default=["fp32"], help="(fp32)")
+    parser.add_argument("--families", action="store_true", help="models of Hugging Face, one of each family")
+    parser.add_argument("--only", default="", help="plans and models that have this in them")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="no plan is begun after so many")
+    parser.add_argument("--anew", action="store_true", help="run also what has been recorded already")
+    parser.add_argument("--write", action="store_true", help="keep the record, and write docs/gpu.md from it")
+    parser.add_argument("--json", metavar="FILE", help="where the record goes")
+    parser.add_argument("--mps", type=int, default=0, metavar="N", help="share GPUs by MPS, with N queues a rank")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="cpu: over gloo, to try these tests")
+    return parser.parse_args(words)
 
 
 def main(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="*", default=list(CASES), help="how many ranks (2 4 8)")
-    parser.add_argument("--only", default="", help="plans that have this in them")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="no plan is begun after so many")
-    parser.add_argument("--write", action="store_true", help="keep the record, and write docs/gpu.md from it")
-    parser.add_argument("--json", metavar="FILE", help="where the record goes")
-    arguments = parser.parse_args(words)
-    if not torch.cuda.is_available():
+    arguments = parse(words)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
         print("no GPU was found: nothing was tried", file=sys.stderr)
         return 1
-    start = time.perf_counter()
-    rows: list[Row] = []
-    left_out: list[str] = []
-    for count in arguments.ranks:
-        with Crowd(count, gpus="shared") as crowd:
-            for model, text in CASES[count]:
-                if arguments.only not in text:
-                    continue
-                if time.perf_counter() - start > arguments.seconds:
-                    left_out.append(f"{text} ({model}): no time was left")
-                    continue
-                if model in HUGGING_FACE and not _has_transformers():
-                    left_out.append(f"{text} ({model}): transformers is not installed")
-                    continue
-                row = try_plan(crowd, model, text)
-                rows.append(row)
-                told = row.problem or f"worst {max(row.errors.values()):.1e}"
-                print(f"{count} ranks  {text}  {model}: {told}, {row.seconds:.1f} s", flush=True)
-    data = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "device": torch.cuda.get_device_name(),
-        "gpus": torch.cuda.device_count(),
-        "versions": environment.versions_of(["torch", "triton", "transformers"]),
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
-        "rows": [asdict(row) for row in rows],
-        "left_out": left_out,
-    }
-    files = [RECORD] if arguments.write else []
-    for file in [*files, *([Path(arguments.json)] if arguments.json else [])]:
-        file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    start = time.monotonic()
+    record = Record(Path(arguments.json) if arguments.json else FILE, anew=arguments.anew)
+    wanted = wanted_rows(
+        with_families=arguments.families, counts=arguments.ranks, precisions=arguments.precision, only=arguments.only
+    )
+    if arguments.device == "cuda":
+        torch.zeros(1, device="cuda")  # Before MPS: this process outlives it.
+    rows, left_out = run(record, wanted, start + arguments.seconds, device=arguments.device, connections=arguments.mps)
     if arguments.write:
-        PAGE.write_text(page(data), encoding="utf-8")
+        write(record)
     wrong = [row for row in rows if row.problem is not None]
     for each in left_out:
         print(f"left out: {each}")
     print(f"{len(rows) - len(wrong)} passed, {len(wrong)} failed, {len(left_out)} skipped")
-    return 1 if wrong or not rows else 0
+    for row in wrong:
+        print(f"failed: {row.precision} {row.plan} ({row.model}): {row.problem}")
+    unfinished = any("no time" in each for each in left_out)
+    return 1 if wrong or not rows else NOT_ALL if unfinished else 0
+
+
+def write(record: Record) -> None:
+    """Keep what was recorded, and write the page. What was not run this time stays as it was."""
+    kept: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
+    kept |= {key: value for key, value in record.about.items() if key != "source"}
+    for kind, precision, key in (("plans", "fp32", "rows"), ("plans", "bf16", "bf16"), ("families", "", "families")):
+        found = [row for row in record.of(kind) if precision in ("", row["precision"])]
+        order = {row.name: place for place, row in enumerate(_all_rows())}
+        if found:
+            kept[key] = sorted(found, key=lambda row: order.get(Row(**row).name, len(order)))
+    faults = record.of("faults")
+    if faults:
+        kept["faults"] = faults
+    RECORD.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(page(kept), encoding="utf-8")
+
+
+def _all_rows() -> list[Row]:
+    both = ("fp32", "bf16")
+    return [
+        row
+        for with_families in (False, True)
+        for row in wanted_rows(with_families=with_families, counts=list(CASES), precisions=both, only="")
+    ]
+
+
+def _needs_transformers(model: str) -> bool:
+    return model in HUGGING_FACE or families.is_family(model)
 
 
 def _has_transformers() -> bool:

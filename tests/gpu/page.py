@@ -31,12 +31,21 @@ another stream, or by the loading of a kernel.
 (`train`) or `gpus="shared"` (`spawn`, `Ranks`), each rank is told that it is a machine of its own, and NCCL goes over
 loopback sockets. That is for checking plans: it is slow, and says nothing of speed.
 
+**When a rank is lost.** Over NCCL a host does not wait for a collective: its GPU does. So every rank also tells the
+others how far its GPU has come. One that dies is named at once by whoever started the ranks, one that stalls or does
+not come is named after 20 s (`limit_seconds`); then communicators are aborted, so that no kernel stays, and every rank
+raises `RankError` with the place of all. A process whose host does not come back even so is ended with that sentence
+(status 70). Weights in memory after a `RankError` are not to be saved: kernels that were aborted leave anything there.
+torch's own reaction, to abort the process first, is switched off (`TORCH_NCCL_ASYNC_ERROR_HANDLING=0`, unless it is set
+already). A group that cannot connect is given up after 60 s, with the interfaces of the machine and what to set.
+
 ## Every plan, against one device
 
 `make test-gpu` trains all plans of [composition.md](composition.md) for 3 steps of AdamW in fp32 on the GPUs of a
 machine, and holds losses, norms, gradients and weights against plain torch on one of them. It needs torch and, for four
 models, `transformers`; nothing is installed. What is left out is said. Errors are relative, the worst over all tensors
-and ranks; 1e-5 is what we promise.
+and ranks; 1e-5 is what we promise. Where a command may not take long, `python -m tests.gpu --seconds 560` stops in time
+and goes on when it is called again.
 """
 
 
@@ -59,7 +68,73 @@ def page(record: dict[str, Any]) -> str:
         lines = [_line(row) for row in rows if row["ranks"] == count]
         head = "| plan | model | loss | gradient | norm | weight |\n|---|---|---|---|---|---|"
         parts.append(f"### {count} ranks: {len(lines)} plans\n\n{head}\n" + "\n".join(lines))
+    if record.get("bf16"):
+        parts.append(_in_bf16(record["bf16"]))
+    if record.get("families"):
+        parts.append(_of_families(record["families"]))
+    if record.get("faults"):
+        parts.append(_of_faults(record["faults"]))
     return "\n\n".join(parts) + "\n"
+
+
+_BF16 = """\
+## The same in bf16
+
+A plan in bf16 is to be as close to fp32 as one device in bf16 is. Errors are relative to one device's fp32: the root of
+the mean square over all tensors (of losses and norms, over the steps), of the plan and, behind the stroke, of one
+device. A plan passes if its mean is at most twice one device's, no tensor is off by more than four times what it, or
+the mean tensor, is off by there, and losses and norms by no more than twice or 2^-9 (`tests/gpu/rounding.py`)."""
+
+
+def _in_bf16(rows: list[dict[str, Any]]) -> str:
+    passed = [row for row in rows if row["problem"] is None]
+    head = "| plan | model | loss | norm | gradient | weight |\n|---|---|---|---|---|---|"
+    lines = [_beside(row) for row in rows]
+    return "\n\n".join([_BF16, f"{len(passed)} of {len(rows)} plans passed.", f"{head}\n" + "\n".join(lines)])
+
+
+def _beside(row: dict[str, Any]) -> str:
+    told = [f"{row['errors'][kind]:.1e} / {row['alone'][kind]:.1e}" for kind in row["alone"]]
+    told = told if row["problem"] is None else [row["problem"], "", "", ""]
+    return f"| `{row['plan']}` | {row['model']} | {' | '.join(told)} |"
+
+
+def _of_families(rows: list[dict[str, Any]]) -> str:
+    """A line for each family, a column for each plan and precision: the worst gradient, or that of bf16 beside."""
+    columns = list(dict.fromkeys((row["plan"], row["precision"]) for row in rows))
+    by_family: dict[str, dict[tuple[str, str], str]] = {}
+    for row in rows:
+        told = f"{row['errors'].get('gradient', 0.0):.1e}" if row["problem"] is None else row["problem"]
+        if row["problem"] is None and row["alone"]:
+            told += f" / {row['alone']['gradient']:.1e}"
+        by_family.setdefault(row["model"].removeprefix("family "), {})[row["plan"], row["precision"]] = told
+    head = "| family | " + " | ".join(f"`{plan}` {precision}" for plan, precision in columns) + " |"
+    rule = "|---" * (len(columns) + 1) + "|"
+    lines = [
+        f"| {name} | " + " | ".join(cells.get(each, "") for each in columns) + " |" for name, cells in by_family.items()
+    ]
+    passed = sum(row["problem"] is None for row in rows)
+    intro = (
+        "## Models of Hugging Face\n\nOne small model of each family, unmodified: the error of the gradients, in fp32"
+        f" the worst tensor's, in bf16 the mean and one device's. {passed} of {len(rows)} passed."
+    )
+    return "\n\n".join([intro, "\n".join([head, rule, *lines])])
+
+
+def _of_faults(rows: list[dict[str, Any]]) -> str:
+    """What happened to which rank, and how soon it was named."""
+    head = "| started by | plan | what | rank | named after | what is said |\n|---|---|---|---|---|---|"
+    lines = []
+    for row in rows:
+        took = "never" if row["seconds"] is None else f"{row['seconds']:.1f} s"
+        said = (row["problem"] or row["sentence"]).partition("\n")[0].replace("|", "\\|")
+        lines.append(f"| {row['how']} | `{row['plan']}` | {row['fault']} | {row['rank']} | {took} | {said} |")
+    intro = (
+        "## Ranks that are lost\n\nA rank is killed (SIGKILL), stopped (SIGSTOP), raises, is late (sleeps in a step) or"
+        " absent (never comes to one). Seconds are from then until whoever started the ranks was told; to save time"
+        " most have a limit of 4 s in place of 20."
+    )
+    return "\n\n".join([intro, f"{head}\n" + "\n".join(lines)])
 
 
 def _line(row: dict[str, Any]) -> str:

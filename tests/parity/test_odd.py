@@ -20,22 +20,30 @@ from tests.parity.odd import PROBLEMS
         ("batch norm", "dp=2,microbatches=2"),
         ("double precision", "dp=2,zero=1"),
         ("attention that drops", "tp=2"),
-        ("attention that drops", "cp=2"),
+        pytest.param("attention that drops", "cp=2", marks=pytest.mark.whole),
         ("padding that is routed", "cp=2,ep=2"),
         # A capacity is of a microbatch of all replicas, in the order of its tokens on one device.
         ("experts that are full", "cp=2,ep=2"),
-        ("experts that are full", "dp=2,cp=2,ep=4,microbatches=2,zero=1"),
+        pytest.param("experts that are full", "dp=2,cp=2,ep=4,microbatches=2,zero=1", marks=pytest.mark.whole),
         # Six experts on four ranks: two have one more.
         ("experts that all are chosen", "dp=4,ep=4,zero=3"),
         ("experts in groups", "dp=2,cp=2,ep=4,zero=3"),
         ("a transformer that drops", "dp=2,zero=3,microbatches=2,recompute=full"),
         ("a transformer that drops", "tp=2,sp=true"),
         ("a transformer that drops", "cp=2,context=all-to-all"),
-        ("a transformer that drops", "cp=2,tp=2"),
-        ("a transformer that drops", "dp=2,pp=2,ep=2,schedule=zb-v,microbatches=2"),
+        pytest.param("a transformer that drops", "cp=2,tp=2", marks=pytest.mark.whole),
+        pytest.param(
+            "a transformer that drops", "dp=2,pp=2,ep=2,schedule=zb-v,microbatches=2", marks=pytest.mark.whole
+        ),
         ("heads of unequal ranks", "tp=2,pp=2,microbatches=2"),
-        ("blocks with something around", "tp=2,pp=2,sp=true,microbatches=2,layers=1+2"),
-        ("blocks with something around", "cp=2,pp=2,schedule=interleaved,chunks=2,microbatches=2,zero=3"),
+        pytest.param(
+            "blocks with something around", "tp=2,pp=2,sp=true,microbatches=2,layers=1+2", marks=pytest.mark.whole
+        ),
+        pytest.param(
+            "blocks with something around",
+            "cp=2,pp=2,schedule=interleaved,chunks=2,microbatches=2,zero=3",
+            marks=pytest.mark.whole,
+        ),
     ],
 )
 def test_ranks_train_as_one_device_does(problem: str, text: str, crowds: Crowds) -> None:

@@ -83,7 +83,7 @@ class Knotty(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("part", [1.0, 0.4])
+@pytest.mark.parametrize("part", [pytest.param(1.0, marks=pytest.mark.whole), 0.4])
 @pytest.mark.parametrize(
     "options",
     [{}, {"microbatches": 4}, {"microbatches": 4, "schedule": "zb-h1"}, {"microbatches": 4, "schedule": "interleaved"}],

@@ -22,7 +22,7 @@ TWO = [
     pytest.param("mixtral", "dp=2,ep=2,zero=1", marks=pytest.mark.whole),
 ]
 FOUR = [
-    ("llama", "dp=2,tp=2,zero=1"),
+    pytest.param("llama", "dp=2,tp=2,zero=1", marks=pytest.mark.whole),
     ("llama", "dp=2,pp=2,zero=1,microbatches=4,layers=2+4"),
     pytest.param("llama", "tp=2,pp=2,microbatches=4,layers=3+3", marks=pytest.mark.whole),
 ]

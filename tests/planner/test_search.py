@@ -43,7 +43,11 @@ def everything(question: Question) -> Layouts:
 
 @pytest.mark.parametrize(
     ("model", "cluster", "batch"),
-    [("llama3-8b", "8xh100", 16), ("llama2-13b", "8xa100-40g", 8), ("gpt2-xl", "6xl40s", 12)],
+    [
+        pytest.param("llama3-8b", "8xh100", 16, marks=pytest.mark.whole),
+        ("llama2-13b", "8xa100-40g", 8),
+        ("gpt2-xl", "6xl40s", 12),
+    ],
 )
 def test_no_candidate_of_all_is_faster_than_what_was_found(model: str, cluster: str, batch: int) -> None:
     question = make_question(model, cluster=cluster, batch=batch, sequence=1024)

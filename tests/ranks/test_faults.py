@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ShardwiseError
-from shardwise.ranks.faults import RankError, RankLocation, describe_failure, find_stall
+from shardwise.ranks.rank_error import RankError, describe_failure
 from shardwise.ranks.spawn import Ranks, spawn
+from shardwise.ranks.stall import RankLocation, find_stall
 from tests.engine import programs
 from tests.ranks.processes import nobody_runs
 

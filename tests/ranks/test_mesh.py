@@ -4,8 +4,8 @@ import pytest
 
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
-from shardwise.ranks.faults import RankError
 from shardwise.ranks.mesh import make_mesh
+from shardwise.ranks.rank_error import RankError
 from shardwise.ranks.spawn import Ranks
 from tests.engine import mesh_programs
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from shardwise.ranks.faults import RankError
 from shardwise.ranks.pulse import SILENT, Pulse, Silence, key_of
+from shardwise.ranks.rank_error import RankError
 from shardwise.ranks.spawn import Ranks
 from shardwise.torch_private import Store
 from shardwise.training.checkpoint import write

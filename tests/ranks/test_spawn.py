@@ -15,7 +15,7 @@ import torch
 
 from shardwise.environment import num_cores
 from shardwise.errors import ShardwiseError
-from shardwise.ranks.faults import RankError
+from shardwise.ranks.rank_error import RankError
 from shardwise.ranks.spawn import Ranks, spawn
 from tests.engine import programs
 from tests.promises.sources import PACKAGE

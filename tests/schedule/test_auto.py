@@ -78,7 +78,7 @@ def named_spans(question: Question) -> dict[str, float]:
 # The figures
 
 
-@pytest.mark.parametrize("num_ranks", [4, 8, 16])
+@pytest.mark.parametrize("num_ranks", [4, 8, pytest.param(16, marks=pytest.mark.whole)])
 def test_with_twice_the_memory_of_1f1b_there_is_next_to_no_bubble(num_ranks: int) -> None:
     assert answered(asked(num_ranks, 3 * num_ranks, 2 * num_ranks)).bubble <= 0.015
 
@@ -90,7 +90,9 @@ def test_with_the_memory_of_1f1b_it_is_no_worse_than_the_best_of_zb_h1_and_zb_v(
     assert answered(question).span <= min(spans["zb-h1"], spans["zb-v"]) + 1e-9
 
 
-@pytest.mark.parametrize(("num_ranks", "limits"), [(4, (2, 2.5, 3, 3.5, 4)), (8, (4, 6.5, 8))])
+@pytest.mark.parametrize(
+    ("num_ranks", "limits"), [(4, (2, 2.5, 3, 3.5, 4)), pytest.param(8, (4, 6.5, 8), marks=pytest.mark.whole)]
+)
 def test_more_memory_between_v_mins_and_that_of_1f1b_is_never_slower(num_ranks: int, limits: tuple[float, ...]) -> None:
     assert limits[0] == (num_ranks + 4) // 3
     assert limits[-1] == num_ranks
@@ -107,7 +109,7 @@ def test_one_slow_stage_sets_the_pace_and_nothing_else_costs_more_than_a_twentie
     assert answered(question).span <= 1.05 * 4 * num_ranks * 4.5
 
 
-@pytest.mark.parametrize(("num_ranks", "limit"), [(4, 3.5), (8, 6)])
+@pytest.mark.parametrize(("num_ranks", "limit"), [(4, 3.5), pytest.param(8, 6, marks=pytest.mark.whole)])
 def test_between_the_memory_of_v_half_and_of_1f1b_it_is_faster_than_every_named_schedule(
     num_ranks: int, limit: float
 ) -> None:

@@ -20,7 +20,11 @@ TWO = [
     "cp=2",
     "cp=2,context=all-to-all",
 ]
-FOUR = ["dp=2,tp=2,sp=true,zero=1", "tp=2,cp=2,sp=true", "dp=2,pp=2,microbatches=2,recompute=full"]
+FOUR = [
+    pytest.param("dp=2,tp=2,sp=true,zero=1", marks=pytest.mark.whole),
+    "tp=2,cp=2,sp=true",
+    "dp=2,pp=2,microbatches=2,recompute=full",
+]
 
 
 @pytest.fixture(scope="module", autouse=True)

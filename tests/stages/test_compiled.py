@@ -224,6 +224,7 @@ def _has_compiler() -> bool:
         return False
 
 
+@pytest.mark.whole  # A GPU compiles so by default: `make test-gpu` has it.
 @pytest.mark.skipif(not _has_compiler(), reason="inductor needs a C++ compiler here")
 def test_inductor_gives_the_same_too() -> None:
     plan = "pp=2,microbatches=4,schedule=zb-h1"
@@ -231,10 +232,11 @@ def test_inductor_gives_the_same_too() -> None:
     assert_same(trained(Net(num_blocks=2), plan, [tokens()], compile=True), expected, 1e-5)
 
 
-def test_evaluation_is_compiled_and_changes_nothing() -> None:
+def test_evaluation_of_compiled_units_is_the_same_and_compiles_nothing() -> None:
     engine = an_engine(Net(num_blocks=4), "pp=2,microbatches=4,schedule=zb-v", compile="aot_eager")
     plain = an_engine(Net(num_blocks=4), "pp=2,microbatches=4,schedule=zb-v", compile="eager")
     assert engine.evaluate(tokens()) == pytest.approx(plain.evaluate(tokens()), rel=1e-6)
+    assert counters["stats"]["unique_graphs"] == 0
     assert engine.train_step(tokens()) == pytest.approx(plain.train_step(tokens()), rel=1e-6)
 
 

@@ -11,6 +11,7 @@ from shardwise.trace.events import Event, Holding, Lane, Trace, Traffic
 from shardwise.trace.file import load_trace, save_trace, to_document
 from shardwise.trace.memory import held_by_owner, peak_by_owner
 from shardwise.trace.run import Run, load_run, save_run
+from tests.trace.devices import gpu_step
 from tests.trace.played import played
 
 MEASURED = Trace(
@@ -26,7 +27,10 @@ MEASURED = Trace(
 )
 
 
-@pytest.mark.parametrize("trace", [MEASURED, played("zb-v", 2, 4, hop=0.1), played("dualpipe-v", 2, 4)])
+ON_GPUS = gpu_step(num_microbatches=1, num_kernels=2, exposed_sum=0.001, copy=0.001)
+
+
+@pytest.mark.parametrize("trace", [MEASURED, played("zb-v", 2, 4, hop=0.1), played("dualpipe-v", 2, 4), ON_GPUS])
 def test_a_trace_is_read_back_as_it_was_written(trace: Trace, tmp_path: Path) -> None:
     save_trace(trace, tmp_path / "trace.json")
     assert load_trace(tmp_path / "trace.json") == trace
@@ -60,6 +64,22 @@ def test_what_is_no_trace_is_refused(document: object, problem: str, tmp_path: P
         load_trace(path)
 
 
+def test_a_trace_from_before_streams_were_seen_has_none(tmp_path: Path) -> None:
+    document = to_document(ON_GPUS)
+    del document["activities"]
+    (tmp_path / "trace.json").write_text(json.dumps(document))
+    read = load_trace(tmp_path / "trace.json")
+    assert read.activities == ()
+    assert read.events == ON_GPUS.events
+    assert "activities" not in to_document(MEASURED)
+
+
+def changed_activities(**columns: object) -> dict[str, object]:
+    document = to_document(ON_GPUS)
+    given = document["activities"]
+    return {**document, "activities": {**given, "columns": {**given["columns"], **columns}}}
+
+
 def changed_events(**columns: object) -> dict[str, object]:
     document = to_document(MEASURED)
     return {**document, "events": {**document["events"], **columns}}
@@ -70,6 +90,11 @@ def changed_events(**columns: object) -> dict[str, object]:
     [
         (changed_events(start=["soon", 1.5]), "a str in the column start"),
         (changed_events(end=[1.5]), "columns of other lengths"),
+        (changed_activities(end=[1.5]), "columns of other lengths"),
+        (changed_activities(name=[99] * len(ON_GPUS.activities)), "a text that is none of the"),
+        (changed_activities(kind=[4] * len(ON_GPUS.activities)), "is not a valid ActivityKind"),
+        (changed_activities(rank=[2] * len(ON_GPUS.activities)), "a rank that is none of the 2"),
+        ({**to_document(ON_GPUS), "windows": []}, "activities of a GPU in a step that was not measured"),
         (changed_events(end=5), "the column end, which is no list"),
         (changed_events(end=[float("nan"), 1.75]), "something from 0.0 to nan"),
         (changed_events(end=[-1.0, 1.75]), "something from 0.0 to -1.0"),

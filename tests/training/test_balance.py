@@ -44,7 +44,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("dp=2,ep=2,zero=3", 2),
         # What routers count under it is held by `tests/sharding/expert/test_loads.py`.
         pytest.param("dp=2,ep=2,tp=2,zero=1", 4, marks=pytest.mark.whole),
-        ("dp=2,ep=2,pp=2,schedule=dualpipe,microbatches=4", 4),
+        pytest.param("dp=2,ep=2,pp=2,schedule=dualpipe,microbatches=4", 4, marks=pytest.mark.whole),
     ],
 )
 def test_a_balanced_run_is_the_same_under_every_plan(
@@ -82,7 +82,8 @@ def test_a_run_that_was_stopped_goes_on_with_its_biases_and_places_to_the_bit(tw
         assert torch.equal(each, expected[name]), name
 
 
-@pytest.mark.parametrize("after", ["pp=2,microbatches=2", pytest.param("dp=2,ep=2,zero=3", marks=pytest.mark.whole)])
+@pytest.mark.whole
+@pytest.mark.parametrize("after", ["pp=2,microbatches=2", "dp=2,ep=2,zero=3"])
 def test_it_goes_on_under_another_plan(two: Ranks, tmp_path: Path, after: str) -> None:
     two.run(train_rank, make_job(tmp_path / "whole", "dp=2,ep=2", steps=5, **BALANCED))
     for steps, plan in ((3, "dp=2,ep=2"), (5, after)):

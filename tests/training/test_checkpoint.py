@@ -32,7 +32,7 @@ def differing(found: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) ->
     )
 
 
-@pytest.mark.parametrize("plans", [DENSE, OF_EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("plans", [DENSE, pytest.param(OF_EXPERTS, marks=pytest.mark.whole)], ids=["dense", "experts"])
 def test_a_run_goes_from_plan_to_plan_and_loses_nothing(
     plans: tuple[str, ...], two: Ranks, four: Ranks, tmp_path: Path
 ) -> None:

@@ -49,7 +49,7 @@ def test_what_lies_beside_our_checkpoint_is_as_it_was_written_or_refused(tmp_pat
         convert(tmp_path / "ours", tmp_path / "again")
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.whole), "mixtral"])
 def test_a_folder_is_fine_tuned_as_it_is_and_transformers_reads_what_came_of_it(
     family: str, two: Ranks, tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from shardwise.errors import ShardwiseError
 from shardwise.testing.damages import KINDS, DamagedFolder
-from shardwise.training.checkpoint.blocks import BLOCK_BYTES, checksum, touched
+from shardwise.training.checkpoint.blocks import BLOCK_BYTES, Checksums, checksum, touched
 from shardwise.training.checkpoint.boxes import Box, whole_box
 from shardwise.training.checkpoint.index import INDEX, OLD_FORMAT, Index, read_index, saved_steps, write_index
 from shardwise.training.checkpoint.parts import Part, whole_part
@@ -133,6 +133,19 @@ def test_a_part_is_read_although_another_block_is_damaged_and_says_which_bytes(r
         assert reader.bytes_compared == BLOCK_BYTES
     finally:
         path.write_bytes(good)
+
+
+@pytest.mark.parametrize(
+    "chunk_bytes", [BLOCK_BYTES // 3, BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES, 3 * BLOCK_BYTES + 7]
+)
+@pytest.mark.parametrize("num_bytes", [0, 5, BLOCK_BYTES, 3 * BLOCK_BYTES + 1])
+def test_checksums_are_of_blocks_however_the_bytes_come(num_bytes: int, chunk_bytes: int) -> None:
+    data = Random(num_bytes).randbytes(num_bytes)
+    found, pieces = Checksums(), list[bytes]()
+    for start in range(0, num_bytes, chunk_bytes):
+        pieces += found.count_in(data[start : start + chunk_bytes])
+    assert b"".join(pieces) == data
+    assert found.numbers == [checksum(data[at : at + BLOCK_BYTES]) for at in range(0, num_bytes, BLOCK_BYTES)]
 
 
 @pytest.mark.parametrize("shape", [(7,), (), (5, 3), (3, 5, 4), (2, 1, 3, 2)])

@@ -38,7 +38,7 @@ def last_of(folder: Path) -> Path:
     return found
 
 
-@pytest.mark.parametrize("plan", ["dp=4,zero=3", "pp=2,tp=2,microbatches=2"])
+@pytest.mark.parametrize("plan", ["dp=4,zero=3", pytest.param("pp=2,tp=2,microbatches=2", marks=pytest.mark.whole)])
 def test_torch_reads_our_checkpoint_as_it_is(plan: str, four: Ranks, tmp_path: Path) -> None:
     four.run(train_rank, make_job(tmp_path, plan, steps=2))
     saved = {name: each for name, each in saved_state(tmp_path).items() if each.dim()}

@@ -7,7 +7,6 @@ import pytest
 
 from shardwise.cli import main
 from shardwise.cluster.file import load
-from shardwise.training.profile import kind_of, seconds_by_kind
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +34,8 @@ def test_a_profile_measures_and_tells_and_calibrates(capsys: pytest.CaptureFixtu
     for rank in answer["parts"]:
         assert sum(rank.values()) == pytest.approx(answer["traced_step_seconds"], rel=0.01)
     assert {(link["from"], link["to"]) for link in answer["links"]} == {(0, 1), (1, 0)}
-    assert answer["device_seconds"] == {}
+    assert answer["streams"] == [[], []]
+    assert answer["reading_seconds"] == 0
     cluster = load(Path("cluster.toml"))
     assert cluster.num_devices == 2
     device = cluster.pools[0].device
@@ -53,23 +53,3 @@ def test_a_training_runs_folder_is_not_overwritten(capsys: pytest.CaptureFixture
 def test_at_least_one_step_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "tiny", "--steps", "0"]) == 1
     assert "--steps 0: there is at least 1" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("Memcpy HtoD (Pinned -> Device)", "host to device"),
-        ("Memcpy DtoH (Device -> Pageable)", "device to host"),
-        ("Memcpy DtoD (Device -> Device)", "device to device"),
-        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "NCCL"),
-        ("Memset (Device)", "memory set"),
-        ("void gemm<float>", "kernels"),
-    ],
-)
-def test_what_a_gpu_does_is_told_apart_by_its_name(name: str, kind: str) -> None:
-    assert kind_of(name) == kind
-
-
-def test_the_seconds_of_a_kind_are_summed() -> None:
-    found = seconds_by_kind([("Memcpy HtoD", 1.0), ("a kernel", 2.0), ("Memcpy HtoD", 0.5)])
-    assert found == {"host to device": 1.5, "kernels": 2.0}

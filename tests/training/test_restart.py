@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from shardwise.planner.plan import Plan
@@ -46,6 +47,7 @@ def undisturbed(job: Job) -> None:
     train_rank(job)
 
 
+@pytest.mark.whole
 def test_a_killed_rank_brings_the_run_back_from_its_last_checkpoint(two: Ranks, tmp_path: Path) -> None:
     recipe = get_recipe("tiny").changed(CHANGES, source="the test")
     two.run(undisturbed, Job(recipe=recipe, plan=Plan.parse(PLAN), folder=tmp_path / "calm", command=""))

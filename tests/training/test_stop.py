@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shardwise.cli import main
-from shardwise.ranks.faults import RankError
+from shardwise.ranks.rank_error import RankError
 from shardwise.ranks.spawn import Ranks
 from shardwise.training.data.tokens import TokenWriter
 from shardwise.training.stop import Forwarded, StopSignals

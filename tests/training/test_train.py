@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -285,3 +286,36 @@ def test_a_disk_that_fills_up_while_training_leaves_the_old_checkpoint(
         assert f"warning: {problem}step-00000002 is still there, and training goes on" in capfd.readouterr().err
         assert len(losses_of(tmp_path)) == 6
     assert saved_steps(tmp_path / "checkpoints") == [2]
+
+
+def test_blocks_that_cannot_be_compiled_run_as_they_are_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("ptxas is not what it was")
+
+    monkeypatch.setattr("shardwise.stages.compiled._inductor", broken)
+    monkeypatch.setattr("shardwise.stages.compiled.find_missing", lambda _: None)
+    monkeypatch.setattr("shardwise.training.precision.LossScale.compile", lambda _: None)
+    job = replace(make_job(tmp_path / "chosen", "dp=1", steps=2), compile=True, is_chosen=True, said="on a GPU: bf16")
+    result = train_rank(job)
+    assert isinstance(result, Result)
+    assert (result.step, result.compiled) == (2, False)
+    told = capsys.readouterr().err
+    assert told.startswith("on a GPU: bf16\n")
+    assert "warning: blocks cannot be compiled here, so they run as they are: RuntimeError: ptxas is not what" in told
+    # Who has asked for them is told that they cannot be had.
+    with pytest.raises(Exception, match="ptxas is not what it was"):
+        train_rank(replace(job, folder=tmp_path / "asked", is_chosen=False))
+
+
+def test_a_run_that_has_nothing_left_to_do_says_so_and_no_speed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "tiny", "--devices", "1", "--set", "steps=2", "--set", "evaluation.sample=0"]
+    assert main([*words, "--folder", str(tmp_path)]) == 0
+    assert " tokens/s" in capsys.readouterr().out
+    assert main([*words, "--folder", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("step 2, nothing was left to do\n")
+    assert "tokens/s" not in out

@@ -9,7 +9,7 @@ It is the same for one process, for a pipeline and for a mesh. What differs is i
 (`assemble.py`): executors that run one rank or all, and wires to others or to nobody.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -20,6 +20,8 @@ from torch.optim import Optimizer
 from shardwise.engine.make_execution import Execution
 from shardwise.engine.make_states import States
 from shardwise.engine.parts import Parts
+from shardwise.engine.update import LaunchedStep, StepNumbers
+from shardwise.execution.collector import StreamCollector
 from shardwise.execution.executor import Executor, Record
 from shardwise.execution.interpreter import Tally
 from shardwise.sharding.expert.load import Loads
@@ -62,11 +64,39 @@ class Engine:
         """What happened on all ranks in the last step that was recorded."""
         return self.execution.recorder.trace
 
-    def train_step(self, batch: Batch, *, trace: bool = False, data_wait: float = 0.0) -> float:
+    def train_step(
+        self, batch: Batch, *, trace: bool = False, data_wait: float = 0.0, streams: StreamCollector | None = None
+    ) -> float:
         """Take one step on a batch, the same on every rank, and return its loss. With `trace` it is recorded.
 
         `data_wait` are seconds that the caller has just stood still for the batch: a recorded step begins with them.
+        `streams`, which the caller has started, adds to the record what the rank's GPU did, and is stopped.
         """
+        return self._step(batch, self.states.update.take, trace=trace, data_wait=data_wait, streams=streams).mean
+
+    def launch_step(self, batch: Batch) -> LaunchedStep:
+        """Take one step as `train_step` does; what it has measured can be read later, after the next was launched.
+
+        Where one process has all state on its GPU, and fused optimizers, nobody waits for the GPU here. From a step on
+        that was not finite all are left out, until `go_on` is called. Elsewhere the step is over when this returns, and
+        so is the first of an optimizer, which makes its state.
+        """
+        update = self.states.device_update
+        if update is None or not all(optimizer.state for optimizer in self.optimizers):
+            return LaunchedStep(StepNumbers(self.train_step(batch), self.gradient_norm, self.was_finite))
+        self._step(batch, update.take)
+        return update.launched
+
+    def go_on(self) -> None:
+        """Update again, after a launched step that was not finite."""
+        if self.states.device_update is not None:
+            self.states.device_update.go_on()
+
+    def _step(
+        self, batch: Batch, update: Callable[[Tally], None],
+        *, trace: bool = False, data_wait: float = 0.0, streams: StreamCollector | None = None,
+    ) -> Tally:  # fmt: skip
+        """One step, ended by an update."""
         begin, execution, states = perf_counter(), self.execution, self.states
         recording = execution.recorder.start() if trace else None
         record = None if recording is None else recording.note
@@ -83,11 +113,13 @@ class Engine:
                 start = perf_counter()
                 if states.stream is None:
                     states.data.finish()
-                    states.update.take(tally)
+                    update(tally)
                 end = perf_counter()
         if recording is not None:
-            execution.recorder.end(recording, signature, step=(start, end), begin=begin, data_wait=data_wait)
-        return tally.mean
+            execution.recorder.end(
+                recording, signature, step=(start, end), begin=begin, data_wait=data_wait, streams=streams
+            )
+        return tally
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> float:

@@ -61,7 +61,8 @@ class LossSum:
             tally = interpreter.find_tally(0)
             if tally is None:
                 return None
-            total.add(tally)
+            # It is asked for again and again: what has been read once is not read again.
+            total.add(tally.read())
         return total
 
     def _start(self, tally: Tally) -> tuple[Tensor, Any]:

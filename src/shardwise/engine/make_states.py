@@ -1,6 +1,5 @@
 """Where the state of the model is on this process: parameters of its stages in buckets, the host's part, and names."""
 
-import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from shardwise.engine.module_state import ModuleState
 from shardwise.engine.optimizer_state import OptimizerState
 from shardwise.engine.parts import Parts
-from shardwise.execution.interpreter import Tally
+from shardwise.engine.update import DeviceUpdate, Update, find_device_update
 from shardwise.execution.weight_stash import Stream
 from shardwise.ranks.backend_exchange import make_exchange
 from shardwise.ranks.wires import ManyProcesses, OneProcess, Wires
@@ -24,32 +23,6 @@ from shardwise.states.buckets.ties import make_ties
 from shardwise.states.data_parallel import DataParallel
 from shardwise.states.host import Host, make_host
 from shardwise.states.parameter_group import MakeOptimizer, Share
-
-
-class Update:
-    """The end of a step: gradients made those of the whole batch's mean, looked at, clipped, and stepped with.
-
-    `gradient_norm` is that of the whole batch's gradient before it was clipped, if it was to be. A step whose loss or
-    norm is not finite leaves the weights alone, and `was_finite` says so.
-    """
-
-    def __init__(self, data: DataParallel, wires: Wires, clip: float | None) -> None:
-        self._data, self._wires, self._clip = data, wires, clip
-        self.gradient_norm: float | None = None
-        self.was_finite = True
-
-    def take(self, tally: Tally) -> None:
-        """Step with the gradients that were summed last."""
-        self.was_finite = math.isfinite(tally.mean)  # A batch that has none says so here.
-        scale = 1 / tally.count
-        if self._clip is not None:
-            square = self._data.square()
-            self._wires.sum(square, "the norm of the gradients")
-            self.gradient_norm = float(square) ** 0.5 * scale
-            self.was_finite = self.was_finite and math.isfinite(self.gradient_norm)
-            scale *= min(1.0, self._clip / (self.gradient_norm + 1e-6))
-        if self.was_finite:
-            self._data.step(scale)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,6 +37,8 @@ class States:
     data: DataParallel
     host: Host | None
     update: Update
+    #: The same without a host that waits, where that can be.
+    device_update: DeviceUpdate | None
     module: ModuleState
     optimizers: OptimizerState
     #: Statistics of batch norms of which others have copies.
@@ -135,6 +110,7 @@ def make_states(parts: Parts, optimizer: MakeOptimizer | Sequence[Share], sharin
         data=data,
         host=make_host(plan, parts.device, data, wires.gather),
         update=Update(data, wires, parts.options.clip),
+        device_update=find_device_update(parts, data),
         module=ModuleState(
             module, parameters, buffers, data=data, sharded=sharded, shapes=parts.shapes,
             from_pipeline=lambda part: _from_pipeline(part, parts),

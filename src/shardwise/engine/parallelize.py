@@ -88,7 +88,7 @@ def parallelize(
         bucket_bytes=bucket_bytes,
     )
     chosen = _checked(module, plan, loss, optimizer, example, options)
-    example = put_together(module, example)
+    example = put_together(module, example, chosen.precision)
     made = wires or make_wires(chosen, limit_seconds=_COMPILING_SECONDS if compile else LIMIT_SECONDS)
     try:
         return assemble(

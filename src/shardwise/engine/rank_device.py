@@ -13,14 +13,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.engine.device_check import check_devices, check_example
+from shardwise.ranks.gpus import check_precision, check_room, gpu_of
 from shardwise.torch_private import buffer_slots
 
 _CPU = torch.device("cpu")
 
 
-def put_together(module: nn.Module, example: Any) -> Any:
+def put_together(module: nn.Module, example: Any, precision: str = "fp32") -> Any:
     """Have all of the module on this rank's device, and the example that is returned."""
     device = device_of_rank(module, example)
+    if device.type == "cuda":
+        moved = [each for each in (*module.parameters(), *module.buffers()) if _is_elsewhere(each, device)]
+        free, _ = torch.cuda.mem_get_info(device)
+        check_room(sum(each.nbytes for each in moved), free, gpu_of(device), type(module).__name__)
+        check_precision([gpu_of(device)], precision, "precision=fp16, or precision=fp32")
     put_on(module, device)
     example = batch_on(example, device)
     check_example(module, example)

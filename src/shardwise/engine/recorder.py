@@ -7,6 +7,7 @@ from functools import partial
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.execution.collector import StreamCollector
 from shardwise.execution.interpreter import Interpreter
 from shardwise.execution.recording import GRADIENTS, OPTIMIZER, PARAMETERS, RankNotes, Recording, clock_of, holdings_of
 from shardwise.ranks.collectives import Group
@@ -17,7 +18,15 @@ from shardwise.schedule.schedule import Schedule
 from shardwise.stages.activation_bytes import KeptBytes
 from shardwise.states.data_parallel import DataParallel
 from shardwise.states.host import Host
+from shardwise.trace.activities import Activity
 from shardwise.trace.events import Trace, Traffic
+
+#: What collectives of replicas are for.
+_OF_REPLICAS = {
+    "all_reduce": "a sum of gradients",
+    "reduce_scatter": "a sum of gradients",
+    "all_gather": "a gather of parameters",
+}
 
 
 class Recorder:
@@ -62,7 +71,7 @@ class Recorder:
         if recording is None:
             yield
             return
-        watch, groups = self._wires.watch, self._groups()
+        watch, groups, of_replicas = self._wires.watch, self._groups(), set(map(id, self._replicas()))
         self._sent_before = [(each, each.traffic.copy()) for each in groups]
         self._sent.clear()
         try:
@@ -77,28 +86,48 @@ class Recorder:
                 assert group.handle is not None, "one rank alone waits for nobody"
                 among = " ".join(map(str, dist.get_process_group_ranks(group.handle)))
                 group.note = partial(recording.note_collective, among)
+                group.traffic.heard = partial(_launched, recording, among, is_of_replicas=id(group) in of_replicas)
             yield
         finally:
             for group in groups:
-                group.note = None
+                group.note = group.traffic.heard = None
             for interpreter in self._interpreters:
                 interpreter.note_again = interpreter.kept_bytes = None
             if watch is not None:
                 watch.note = watch.note_beside = None
 
     def end(
-        self, recording: Recording, signature: Hashable, *, step: tuple[float, float], begin: float, data_wait: float
+        self,
+        recording: Recording,
+        signature: Hashable,
+        *,
+        step: tuple[float, float],
+        begin: float,
+        data_wait: float,
+        streams: StreamCollector | None = None,
     ) -> None:
         """A step has ended, whose update took from when to when: tell all processes what each has noted."""
         for rank in self._wires.ranks:
             recording.note_step(rank, *step)
+        # By the host's clock still: what was launched inside of an instruction is found by when it was launched.
+        handed_over = recording.ran_by(self._wires.ranks[0])
+        if streams is not None:
+            streams.stop()
         recording.settle()
         # So many small things at once would make the collector look through all of torch.
         with self._wires.told_to_all(), collection_paused():
-            self._share(recording, (begin, step[1]), data_wait, self._kept.get(signature, {}))
+            seen = [] if streams is None else streams.activities(self._wires.rank, handed_over, recording.launches)
+            self._share(recording, (begin, step[1]), data_wait, self._kept.get(signature, {}), seen)
         self._recording = recording
 
-    def _share(self, recording: Recording, window: tuple[float, float], data_wait: float, kept: KeptBytes) -> None:
+    def _share(
+        self,
+        recording: Recording,
+        window: tuple[float, float],
+        data_wait: float,
+        kept: KeptBytes,
+        seen: Sequence[Activity],
+    ) -> None:
         ranks = self._wires.ranks
         if len(ranks) > 1:
             # Ranks of one process take turns, and have no step of their own.
@@ -108,7 +137,7 @@ class Recorder:
         rank, begin = self._wires.rank, window[0] - data_wait
         held = holdings_of(rank, recording.ran_by(ranks[0]), begin=begin, state=self._state_bytes(), kept=kept)
         sent = self._traffic(rank, recording)
-        mine = recording.told_by(ranks[0], window, data_wait=data_wait, holdings=held, traffic=sent)
+        mine = recording.told_by(ranks[0], window, data_wait=data_wait, holdings=held, traffic=sent, activities=seen)
         for other, told in enumerate(self._wires.gather(mine.by_clock(self._wires.clock_correction()).packed())):
             recording.take(other, RankNotes.unpacked(told))
 
@@ -123,9 +152,13 @@ class Recorder:
 
     def _groups(self) -> list[Group]:
         """All that this rank sends in, but for its pipeline."""
-        replicas = [bucket.key.replicas for bucket in self._data.buckets]
-        every = [*self._wires.mesh.groups.values(), *(each for pair in replicas for each in (pair.shard, pair.copies))]
+        every = [*self._wires.mesh.groups.values(), *self._replicas()]
         return list({id(each): each for each in every if each.handle is not None}.values())
+
+    def _replicas(self) -> list[Group]:
+        """Those that gradients are summed in, and parameters gathered."""
+        pairs = [bucket.key.replicas for bucket in self._data.buckets]
+        return [each for pair in pairs for each in (pair.shard, pair.copies)]
 
     def _state_bytes(self) -> dict[str, int]:
         """What this process holds of the model's state, by owner, on its device."""
@@ -134,3 +167,8 @@ class Recorder:
         others = sum(each.nbytes for each in self._held if id(each) not in in_buckets)
         on_host = 0 if self._host is None or self._host.states is None else self._host.states.num_bytes
         return {PARAMETERS: held.parameters + others, GRADIENTS: held.gradients, OPTIMIZER: held.optimizer - on_host}
+
+
+def _launched(recording: Recording, among: str, kind: str, *, is_of_replicas: bool) -> None:
+    """What replicas do together is for gradients or parameters; in layers it is what it is."""
+    recording.note_launch(among, _OF_REPLICAS.get(kind) if is_of_replicas else None, kind)

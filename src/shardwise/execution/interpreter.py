@@ -12,6 +12,7 @@ from operator import is_
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from shardwise.errors import ShardwiseError
@@ -89,16 +90,45 @@ class _Measured(NamedTuple):
     number: Tensor | float
 
 
-@dataclass(slots=True)
 class Tally:
-    """The loss of a step so far: sums and what they are summed over, or means and their number."""
+    """The loss of a step so far: sums and what they are summed over, or means and their number.
 
-    total: float = 0.0
-    count: float = 0.0
+    Losses on a GPU are read when somebody asks for a number: until then the host does not wait for them.
+    """
+
+    def __init__(self, total: float = 0.0, count: float = 0.0, measured: Sequence[_Measured] = ()) -> None:
+        self._total, self._count = total, count
+        #: Losses that have not been read, rank by rank.
+        self._unread = [list(measured)] if measured else []
 
     def add(self, other: "Tally") -> None:
-        self.total += other.total
-        self.count += other.count
+        self._total += other._total
+        self._count += other._count
+        self._unread += other._unread
+
+    def read(self) -> "Tally":
+        """Read all losses, now."""
+        unread, self._unread = self._unread, []
+        for measured in unread:
+            self._total += sum(float(each.total) for each in measured)
+            self._count += sum(float(each.number) for each in measured)
+        return self
+
+    @property
+    def total(self) -> float:
+        return self.read()._total
+
+    @property
+    def count(self) -> float:
+        return self.read()._count
+
+    def on_device(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Total and count there, in double precision, as they will be: nothing is read."""
+        total, count = (torch.full((), each, dtype=torch.float64, device=device) for each in (self._total, self._count))
+        for each in chain.from_iterable(self._unread):
+            total = total + each.total.reshape(())
+            count = count + each.number
+        return total, count
 
     @property
     def mean(self) -> float:
@@ -186,10 +216,7 @@ class Interpreter:
         """The same while a step goes on; None if there are forwards to come, or it is not under way."""
         measured = self._measured.get(step)
         if step not in self._tallies and measured is not None and len(measured) == self._num_losses:
-            # Only now is it a number: on a GPU the host would have waited for each loss.
-            self._tallies[step] = Tally(
-                total=sum(float(each.total) for each in measured), count=sum(float(each.number) for each in measured)
-            )
+            self._tallies[step] = Tally(measured=measured)
         return self._tallies.get(step)
 
     def finish(self) -> None:

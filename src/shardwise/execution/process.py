@@ -125,6 +125,8 @@ class ProcessExecutor(Executor):
                     start = perf_counter()
                     do()
                     record(interpreter.rank, instruction, start, perf_counter())
+        if watch is not None:
+            watch.at("the end of its instructions")
 
     def _make_ready(self, instruction: Instruction) -> Callable[[], None]:
         """What running an instruction is, as far as it can be known before."""

@@ -23,6 +23,7 @@ from shardwise.schedule.instruction import BACKWARD, RECEIVES, SENDS, Instructio
 from shardwise.schedule.prices import activations
 from shardwise.schedule.schedule import Schedule
 from shardwise.schedule.simulate import LANES
+from shardwise.trace.activities import Activity
 from shardwise.trace.events import Event, Holding, Lane, Trace, Traffic
 
 #: What has come in is the reason why the rank goes on; what it did before that is not.
@@ -85,6 +86,15 @@ class Note(NamedTuple):
     peer: int | None = None
 
 
+class Launch(NamedTuple):
+    """That a collective of a kind was about to be launched, in some ranks, for a purpose."""
+
+    time: float
+    kind: str
+    purpose: str
+    group: str
+
+
 class RankNotes(NamedTuple):
     """What one rank tells of a step: its place in its pipeline, when the step was, what it did, held and sent."""
 
@@ -93,6 +103,7 @@ class RankNotes(NamedTuple):
     notes: list[Note]
     holdings: list[Holding]
     traffic: list[Traffic]
+    activities: list[Activity]
 
     def by_clock(self, correction: float) -> "RankNotes":
         """The same by another clock."""
@@ -101,22 +112,23 @@ class RankNotes(NamedTuple):
         window = None if self.window is None else (self.window[0] + correction, self.window[1] + correction)
         notes = [each._replace(start=each.start + correction, end=each.end + correction) for each in self.notes]
         holdings = [each._replace(time=each.time + correction) for each in self.holdings]
-        return RankNotes(self.place, window, notes, holdings, self.traffic)
+        activities = [each.later(correction) for each in self.activities]
+        return RankNotes(self.place, window, notes, holdings, self.traffic, activities)
 
     def packed(self) -> tuple[Any, ...]:
         """The same in plain values."""
         notes = _columns(self.notes, Note)
         notes[1] = [_NUMBERS[lane] for lane in notes[1]]
-        return self.place, self.window, notes, _columns(self.holdings, Holding), _columns(self.traffic, Traffic)
+        rows = ((self.holdings, Holding), (self.traffic, Traffic), (self.activities, Activity))
+        return self.place, self.window, notes, *(_columns(each, kind) for each, kind in rows)
 
     @staticmethod
     def unpacked(given: tuple[Any, ...]) -> "RankNotes":
         """What was packed."""
-        place, window, notes, holdings, traffic = given
+        place, window, notes, holdings, traffic, activities = given
         notes = [notes[0], [_LANES[number] for number in notes[1]], *notes[2:]]
-        return RankNotes(
-            place, window, list(map(Note, *notes)), list(map(Holding, *holdings)), list(map(Traffic, *traffic))
-        )
+        rows = (list(map(Note, *notes)), list(map(Holding, *holdings)), list(map(Traffic, *traffic)))
+        return RankNotes(place, window, *rows, list(map(Activity, *activities)))
 
 
 def _columns(rows: Sequence[tuple[Any, ...]], kind: Any) -> list[list[Any]]:
@@ -163,6 +175,8 @@ class Recording:
         self._again: list[tuple[int, Instruction, float, float]] = []
         self._waits: list[tuple[object, int | None, float, float]] = []
         self._beside: list[tuple[str, float, float]] = []
+        #: Collectives in the order in which they were launched.
+        self.launches: list[Launch] = []
         self._told: dict[int, RankNotes] = {}
 
     def note(self, place: int, instruction: Instruction, start: float, end: float) -> None:
@@ -184,6 +198,10 @@ class Recording:
     def note_beside(self, what: str, start: float, end: float) -> None:
         """Note that something moved beside the computation of the rank of this process; any thread may."""
         self._beside.append((what, start, end))
+
+    def note_launch(self, group: str, purpose: str | None, kind: str) -> None:
+        """Note that a collective is about to be launched: in which ranks, and what for where it is not its kind."""
+        self.launches.append(Launch(perf_counter(), kind, purpose or f"{kind} of ranks {group}", group))
 
     def note_step(self, place: int, start: float, end: float) -> None:
         """Note that all stages of a rank have stepped."""
@@ -226,11 +244,13 @@ class Recording:
         data_wait: float = 0.0,
         holdings: Iterable[Holding] = (),
         traffic: Iterable[Traffic] = (),
+        activities: Iterable[Activity] = (),
     ) -> RankNotes:
         """What a rank of this process did, in a form that can be told to others. `window` is when its step was.
 
-        The batch was waited for just before that, and belongs to the step.
+        The batch was waited for just before that, and belongs to the step. So does all that its device did after that.
         """
+        seen = list(activities)
         positions = {each: number for number, each in enumerate(self._schedule.orders[place])}
         notes = [Note("", LANES[each.kind], start, end, positions[each]) for each, start, end in self.ran_by(place)]
         notes += [
@@ -245,11 +265,13 @@ class Recording:
                 else:
                     notes.append(Note(str(what), Lane.WAIT, start, end, None, peer))
             notes += [Note(name, Lane.COLLECTIVE, start, end) for name, start, end in self._beside]
-            window = (window[0], max(window[1], *(note.end for note in notes), window[0]))
+            ends = [note.end for note in notes] + [each.end for each in seen]
+            window = (window[0], max(window[1], *ends, window[0]))
             if data_wait > 0:
                 window = (window[0] - data_wait, window[1])
                 notes.append(Note("batch", Lane.DATA, window[0], window[0] + data_wait))
-        return RankNotes(place, window, notes, list(holdings), list(traffic))
+            seen = [each._replace(start=max(each.start, window[0])) for each in seen if each.end > window[0]]
+        return RankNotes(place, window, notes, list(holdings), list(traffic), seen if window is not None else [])
 
     def take(self, rank: int, told: RankNotes) -> None:
         """Take in what a rank of the world has told."""
@@ -269,6 +291,7 @@ class Recording:
             windows=tuple((start - zero, end - zero) for start, end in windows),
             holdings=tuple(each._replace(time=each.time - zero) for told in ranks for each in told.holdings),
             traffic=tuple(each for told in ranks for each in told.traffic),
+            activities=tuple(each.later(-zero) for told in ranks for each in told.activities),
         )
 
     def _events_of(self, rank: int, zero: float) -> list[Event]:

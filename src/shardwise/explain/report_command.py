@@ -9,7 +9,9 @@ from shardwise.errors import ShardwiseError
 from shardwise.explain.doctor.examine import examine
 from shardwise.explain.runs_by_name import find_run
 from shardwise.output import check_output, save_outputs
+from shardwise.trace.events import Trace
 from shardwise.trace.run import Run
+from shardwise.trace.streams import streams_of_ranks
 from shardwise.trace.stretches import Part, parts_of_ranks
 from shardwise.units import format_percent
 
@@ -52,6 +54,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         "step": trace.makespan,
         "num_ranks": trace.num_ranks,
         "parts": [{str(part): seconds for part, seconds in rank.items()} for rank in parts_of_ranks(trace)],
+        "streams": streams_as_data(trace),
     }
     return Answer(data=data, render=lambda canvas: _render(canvas, first, path))
 
@@ -83,6 +86,7 @@ def _render(canvas: Canvas, run: Run, path: Path) -> None:
     trace = run.trace
     canvas.print(f"{canvas.paint(run.name, 'bold')}: a step of {run.time(trace.makespan)} on {trace.num_ranks} ranks")
     render_parts(canvas, run)
+    render_streams(canvas, run)
     canvas.print(f"\nwritten: {path} and {perfetto_beside(path)}")
 
 
@@ -96,3 +100,28 @@ def render_parts(canvas: Canvas, run: Run) -> None:
         for rank, seconds in enumerate(parts)
     ]
     table(["", *shown], rows, canvas)
+
+
+def streams_as_data(trace: Trace) -> list[list[dict[str, object]]]:
+    """For each rank, what each stream of its GPU did, in seconds of its step; nothing where none was seen."""
+    return [
+        [{"stream": use.stream, "role": use.role, "seconds": use.seconds, "idle": use.idle_seconds} for use in rank]
+        for rank in streams_of_ranks(trace)
+    ]
+
+
+def render_streams(canvas: Canvas, run: Run) -> None:
+    """What each stream of each GPU did, in shares of its rank's step."""
+    trace = run.trace
+    uses = [use for rank in streams_of_ranks(trace) for use in rank]
+    if not uses:
+        return
+    words = list(dict.fromkeys(word for use in uses for word in use.seconds))
+    rows = []
+    for use in uses:
+        step = trace.windows[use.rank][1] - trace.windows[use.rank][0] or 1
+        shares = [format_percent(use.seconds[word] / step) if word in use.seconds else "" for word in words]
+        name = f"rank {use.rank}, stream {use.stream}"
+        rows.append([name, use.role, *shares, format_percent(use.idle_seconds / step)])
+    canvas.print()
+    table(["", "mostly", *words, "idle"], rows, canvas)

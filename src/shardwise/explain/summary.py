@@ -8,6 +8,7 @@ from shardwise.trace.events import Trace
 from shardwise.trace.hidden import hidden_of_ranks
 from shardwise.trace.memory import peak_by_owner, peaks
 from shardwise.trace.run import Run
+from shardwise.trace.streams import StreamUse, streams_of_ranks
 from shardwise.trace.stretches import BUBBLE, Part, Stretch, parts_of_ranks, stretches
 
 
@@ -37,6 +38,11 @@ class Summary:
     def hidden(self) -> Sequence[float]:
         """Communication beside work."""
         return hidden_of_ranks(self.trace, self.cut)
+
+    @cached_property
+    def streams(self) -> Sequence[Sequence[StreamUse]]:
+        """What the streams of each rank's GPU did, where they were seen."""
+        return streams_of_ranks(self.trace)
 
     @cached_property
     def held(self) -> Sequence[Mapping[str, float]]:

@@ -74,10 +74,10 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 
 def _check_device(device: str, plan: Plan) -> None:
-    import torch
+    from shardwise.ranks.gpus import check_any, find_gpus
 
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ShardwiseError("--device cuda: torch finds no GPU on this machine", remedy=f"--device cpu --plan {plan}")
+    if device == "cuda":
+        check_any(find_gpus(), "--device cuda", f"--device cpu --plan {plan}")
 
 
 def _num_devices(device: str, plan: Plan) -> int:

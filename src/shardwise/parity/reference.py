@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.execution.compute_policy import ComputePolicy
 from shardwise.parity.course import Course, Looks, Step, Uses, are_looked_at
 from shardwise.parity.problem import Problem, clip_factor, make_optimizer, microbatches_of
 from shardwise.planner.plan import Plan
@@ -19,7 +20,7 @@ from shardwise.torch_private import BatchNormModule
 
 
 def train_reference(problem: Problem, plan: Plan, looks: Looks = "every step") -> Course:
-    """Train on one device, with the microbatches of a plan.
+    """Train on one device, with the microbatches and in the precision of a plan.
 
     A plan whose gradients are a step old (pipedream-2bw) has them here too: those of step t are of the weights before
     step t-1, and step on the weights after it.
@@ -28,13 +29,13 @@ def train_reference(problem: Problem, plan: Plan, looks: Looks = "every step") -
     # One that is built without numbers gets those that ranks get theirs of.
     materialise(module, [name for name, _ in (*module.named_parameters(), *module.named_buffers())])
     optimizer = make_optimizer(module.parameters())
-    is_stale = plan.schedule == "pipedream-2bw"
+    is_stale, policy = plan.schedule == "pipedream-2bw", ComputePolicy.of(plan)
     steps: list[Step] = []
     newest = older = _weights(module)
     first = microbatches_of(problem.batches[0], plan, apart=True)[0]
     finding, before = Finding(), _weights(module)
     with torch.no_grad(), finding.watching():
-        is_sum = isinstance(_loss(problem, signature, first), tuple)
+        is_sum = isinstance(_loss(problem, signature, first, policy), tuple)
     _put(module, before)  # Buffers are as they were.
     # What is normalised over a microbatch is so on each replica; a mean of the loss is that of each replica too.
     apart = not is_sum or any(isinstance(each, BatchNormModule) for each in module.modules())
@@ -46,7 +47,7 @@ def train_reference(problem: Problem, plan: Plan, looks: Looks = "every step") -
         optimizer.zero_grad()
         with uses.of(module):
             # A sum may be of all replicas, as a balancing loss must be.
-            loss = _gradients(problem, signature, _placed(batch, plan, dropouts, number, apart=apart))
+            loss = _gradients(problem, signature, _placed(batch, plan, dropouts, number, apart=apart), policy)
         if is_stale:
             _put(module, newest)
         gradients = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
@@ -76,11 +77,11 @@ def _placed(batch: Batch, plan: Plan, dropouts: Dropouts, step: int, *, apart: b
         yield each
 
 
-def _gradients(problem: Problem, signature: Signature, microbatches: Iterable[Batch]) -> float:
+def _gradients(problem: Problem, signature: Signature, microbatches: Iterable[Batch], policy: ComputePolicy) -> float:
     """Make the gradients of the mean over a batch, and return it."""
     sum_of_losses = count = 0.0
     for each in microbatches:
-        result = _loss(problem, signature, each)
+        result = _loss(problem, signature, each, policy)
         total, number = result if isinstance(result, tuple) else (result, 1)
         total.backward()
         sum_of_losses, count = sum_of_losses + float(total.detach()), count + float(number)
@@ -90,9 +91,10 @@ def _gradients(problem: Problem, signature: Signature, microbatches: Iterable[Ba
     return sum_of_losses / count
 
 
-def _loss(problem: Problem, signature: Signature, batch: Batch) -> Any:
+def _loss(problem: Problem, signature: Signature, batch: Batch, policy: ComputePolicy) -> Any:
     args, kwargs = signature.arguments(batch)
-    return problem.loss(problem.module(*args, **kwargs), batch)
+    with policy.precision(next(problem.module.parameters()).device):
+        return problem.loss(problem.module(*args, **kwargs), batch)
 
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:

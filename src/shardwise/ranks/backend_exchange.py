@@ -20,8 +20,9 @@ _MOST_UNDER_WAY = 2
 class BackendExchange:
     """Collectives of the backend. Results are taken in the order in which they were asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Watch | None = None) -> None:
         self._queue: deque[_Turn] = deque()
+        self._watch = watch
 
     def sum_to_shards(
         self,
@@ -76,13 +77,27 @@ class BackendExchange:
 
     def _start_shards(self, flat: Tensor, group: Group, channel: int) -> Then:  # noqa: ARG002
         own = flat.view(group.size, -1)[group.rank]
-        return _started(lambda handle: dist.reduce_scatter_tensor(own, flat, group=handle, async_op=True), group)
+        return self._started(lambda handle: dist.reduce_scatter_tensor(own, flat, group=handle, async_op=True), group)
 
     def _start_all(self, flat: Tensor, group: Group, channel: int) -> Then:  # noqa: ARG002
-        return _started(lambda handle: handle.allreduce([flat]), group)
+        return self._started(lambda handle: handle.allreduce([flat]), group)
 
     def _start_gather(self, flat: Tensor, shard: Tensor, group: Group, channel: int) -> Then:  # noqa: ARG002
-        return _started(lambda handle: dist.all_gather_into_tensor(flat, shard, group=handle, async_op=True), group)
+        return self._started(
+            lambda handle: dist.all_gather_into_tensor(flat, shard, group=handle, async_op=True), group
+        )
+
+    def _started(self, start: Callable[[dist.ProcessGroup], dist.Work | None], group: Group) -> Then:
+        assert group.handle is not None, "one rank alone sends nothing"
+        work = start(group.handle)
+        assert work is not None, "a rank that is not of the group has no work there"
+
+        def wait() -> None:
+            work.wait()
+            if self._watch is not None:  # The device waits from here on, and soon the host for the device.
+                self._watch.mark()
+
+        return wait
 
     def _behind(self, wait: Then, then: Then | None) -> Ticket:
         turn = _Turn(wait, then)
@@ -97,17 +112,6 @@ class BackendExchange:
     def finish_until(self, turn: "_Turn") -> None:
         while turn in self._queue:
             self._queue.popleft().wait()
-
-
-def _started(start: Callable[[dist.ProcessGroup], dist.Work | None], group: Group) -> Then:
-    assert group.handle is not None, "one rank alone sends nothing"
-    work = start(group.handle)
-    assert work is not None, "a rank that is not of the group has no work there"
-
-    def wait() -> None:
-        work.wait()
-
-    return wait
 
 
 class _Turn:
@@ -181,4 +185,4 @@ def make_exchange(device: torch.device, watch: Watch | None) -> Exchange:
     """What moves numbers between replicas that compute on such a device."""
     if device.type == "cpu":
         return CpuExchange(watch)
-    return BackendExchange() if is_on_nccl(device) else HostExchange(watch)
+    return BackendExchange(watch) if is_on_nccl(device) else HostExchange(watch)

@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.torch_private import find_gpu_backend
+
 # torch 2.13 has new names for these.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -35,8 +37,12 @@ class Traffic:
 
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
+    #: Called when a collective is about to be launched, with its kind.
+    heard: Callable[[str], None] | None = field(default=None, compare=False, repr=False)
 
     def note(self, kind: str, num_bytes: int) -> None:
+        if self.heard is not None:
+            self.heard(kind)
         self.calls[kind] += 1
         self.bytes[kind] += num_bytes
 
@@ -58,6 +64,8 @@ class Group:
         self.traffic = Traffic()
         #: Called after a wait for a collective of this group, with its kind and when it began and ended.
         self.note: Callable[[str, float, float], None] | None = None
+        #: Called before the host waits for what the group has computed on a device.
+        self.before_read: Callable[[], None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Group":
         return self  # A copy of a module talks to the same ranks.
@@ -88,6 +96,20 @@ def wait_for(work: dist.Work, group: Group, kind: str) -> None:
     start = perf_counter()
     work.wait()
     group.note(kind, start, perf_counter())
+
+
+def goes_over_host(device: torch.device, group: Group) -> bool:
+    """Whether what one rank sends another must be in the host's memory: gloo sends nothing of a GPU, and ends the
+    process that asks it to (SIGABRT)."""
+    return device.type == "cuda" and group.handle is not None and find_gpu_backend(group.handle) is None
+
+
+def read(numbers: Tensor, group: Group) -> list[Any]:
+    """Numbers that a collective has made, as the host's. Whoever watches this rank is told that it waits for them."""
+    if group.before_read is not None:
+        group.before_read()
+    found: list[Any] = numbers.tolist()
+    return found
 
 
 def start_all_reduce(tensor: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Pending:

@@ -10,131 +10,61 @@ stands, and looks there for errors of others. Then there are three ways for a wa
 
 A rank that waits for long because another one is busy, and moves on, is no fault. A wait cannot be polled (gloo's work
 says that it is complete only after it was waited for), so the side thread breaks the connections, and that ends it.
+
+Over NCCL it is the GPU that waits, and its host goes on until it wants a number. A rank then stands where its GPU
+does (`device_progress.py`), which waits for whoever else is not there. Communicators are aborted, so that no kernel is
+left. A host that does not come back even so (it may be in the making of a communicator, which nothing can end) has its
+process ended, with the sentence on stderr and in the store.
 """
 
 import atexit
 import contextlib
-import json
+import os
+import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 
 from shardwise import environment, torch_private
-from shardwise.errors import ShardwiseError
+from shardwise.ranks.breaking import break_all
+from shardwise.ranks.device_progress import DeviceProgress
+from shardwise.ranks.rank_error import RankError, decode, describe_failure, encode
 from shardwise.ranks.shared_memory import Pair
+from shardwise.ranks.stall import Board, RankLocation, find_stall
 from shardwise.torch_private import PrefixStore, Store
 
 #: Where the process that started the ranks writes that one of them died.
 LOST = "shardwise/lost"
+#: Where a rank that ends its own process, as its host does not come back, writes why; and the status it ends with.
+LAST_WORD, STATUS_OF_LAST_WORD = "shardwise/last word", 70
 #: How long a rank may be at one instruction, or silent, before it is named as the one that holds up the others.
 LIMIT_SECONDS = 20.0
 # Waits end by being broken, not by themselves: gloo closes every connection of a group when one wait times out.
 _FOREVER = timedelta(days=1)
-_A_MOMENT = timedelta(milliseconds=1)
-_TAG_OF_NOTHING = 987_654
 # How long a broken connection may wait for the reason why it broke.
 _SETTLE_SECONDS = 3.0
+# How long a host may take to come back from its GPU once the communicators are aborted.
+_LEAVE_SECONDS = 5.0
+# And from anything else, such as the user's own code between two steps.
+_LEAVE_AT_LAST = 60.0
 
 
-class RankError(ShardwiseError):
-    """Another process failed: `rank` is the one that did, or that is missing."""
-
-    def __init__(self, problem: str, *, remedy: str | None = None, rank: int | None = None) -> None:
-        super().__init__(problem, remedy=remedy)
-        self.rank = rank
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return partial(RankError, remedy=self.remedy, rank=self.rank), (self.problem,)
-
-
-def describe_failure(rank: int, error: BaseException) -> RankError:
-    """What a rank's own error is to everyone else: its rank, where it stood, its text and its traceback."""
-    place = next((f" {note}" for note in getattr(error, "__notes__", ()) if note.startswith("at ")), "")
-    problem = error.problem if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {error}"
-    story = "".join(traceback.format_exception(error)).rstrip().replace("\n", "\n    ")
-    remedy = error.remedy if isinstance(error, ShardwiseError) else None
-    return RankError(f"rank {rank} failed{place}: {problem}\n    {story}", remedy=remedy, rank=rank)
-
-
-def encode(error: RankError) -> str:
-    """An error as it stands in the store."""
-    return json.dumps({"problem": error.problem, "remedy": error.remedy, "rank": error.rank})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankLocation:
-    """Where a rank stands: since when, for whom it waits, and how long it has given no sign of life.
-
-    It waits for one rank to send or to receive, or for several to come to the same place: a collective.
-    """
-
-    rank: int
-    at: str
-    at_seconds: float = 0.0
-    silent_seconds: float = 0.0
-    waits_for: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        if self.waits_for:
-            return f"rank {self.rank} waits for {_ranks(self.waits_for)} at {self.at} ({self.at_seconds:.0f} s)"
-        return f"rank {self.rank} was last at {self.at} ({self.at_seconds:.0f} s)"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-
-
-def find_stall(places: Sequence[RankLocation], me: int, limit_seconds: float) -> RankError | None:
-    """Say who holds up rank `me`, if anybody: follow who waits for whom, to one that has not moved for too long."""
-    found = _find_culprit(places, [me], limit_seconds)
-    if found is None:
-        return None
-    culprit, problem = found
-    return RankError(
-        "\n  ".join([problem, *map(str, places)]),
-        remedy=f"limit_seconds={3 * limit_seconds:g}, if rank {culprit} is only slow",
-        rank=culprit,
+def _is_of_another(error: BaseException) -> bool:
+    """Whether NCCL or gloo says that a rank at the other end is gone. What else they raise is this rank's own."""
+    signs = (
+        "remote process exited",
+        "ncclremoteerror",
+        "communicator was aborted",
+        "connection closed by",
+        "connection reset by",
     )
-
-
-def _find_culprit(places: Sequence[RankLocation], chain: list[int], limit_seconds: float) -> tuple[int, str] | None:
-    """The rank at fault and what is wrong with it. Each of `chain` waits for the next."""
-    place = places[chain[-1]]
-    if place.silent_seconds >= limit_seconds:
-        problem = f"rank {place.rank} has not answered for {place.silent_seconds:.0f} s; it was last at {place.at}"
-        return place.rank, problem
-    if not place.waits_for:
-        if place.at_seconds < limit_seconds:
-            return None
-        return place.rank, f"rank {place.rank} has been at {place.at} for {place.at_seconds:.0f} s"
-    for other in place.waits_for:
-        if len(place.waits_for) > 1 and places[other].at == place.at:
-            continue  # It has come to the collective too.
-        if other in chain:
-            circle = sorted(chain[chain.index(other) :])
-            shortest = min(places[rank].at_seconds for rank in circle)
-            quiet = max((places[rank] for rank in circle), key=lambda each: each.silent_seconds)
-            if shortest >= limit_seconds and quiet.silent_seconds >= limit_seconds / 2:
-                # It says that it waits because it was stopped while it did. Its silence is counted from the first look.
-                problem = (
-                    f"rank {quiet.rank} has not answered for {quiet.silent_seconds:.0f} s; it was last at {quiet.at}"
-                )
-                return quiet.rank, problem
-            if shortest >= limit_seconds:
-                return other, f"{_ranks(circle)} have waited for each other for {shortest:.0f} s"
-            continue
-        found = _find_culprit(places, [*chain, other], limit_seconds)
-        if found is not None:
-            return found
-    return None
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in signs)
 
 
 class Waitable(Protocol):
@@ -178,7 +108,10 @@ class Watch:
         #: What it ends the waits of when a rank fails.
         self.guarded: list[dist.ProcessGroup | Pair] = []
         self._stopped, self._closed, self._hurry = threading.Event(), threading.Event(), threading.Event()
-        self._board = _Board(self._store, self._name, rank, num_ranks)
+        #: Whether the caller knows that something went wrong: it raises, or has been told.
+        self._told = threading.Event()
+        self._gpu: DeviceProgress | None = None
+        self._board = Board(self._store, self._name, rank, num_ranks)
         self._thread = threading.Thread(target=self._look, name="shardwise-watch", daemon=True)
         self._thread.start()
         # Python ends a thread that comes back from a call of the store while the process ends, and C++ takes that for
@@ -191,10 +124,23 @@ class Watch:
         self._moves += 1
         if self._verdict is not None:
             self.check()
+        if self._gpu is not None:
+            self._gpu.mark(place)
+
+    def mark(self) -> None:
+        """The same place, further on: its GPU has been asked for what the host is about to wait for."""
+        if self._gpu is not None:
+            self._gpu.mark(self._place)
+
+    def follow(self, device: torch.device) -> None:
+        """From now on this rank stands where its GPU stands, which may be behind its host: others are on NCCL too."""
+        if self._gpu is None:
+            self._gpu = DeviceProgress(device)
 
     def check(self) -> None:
         """Raise if another rank has failed, is gone, or holds everybody up."""
         if self._verdict is not None:
+            self._told.set()
             raise RankError(self._verdict.problem, remedy=self._verdict.remedy, rank=self._verdict.rank)
 
     def wait(self, work: Waitable, what: object, peer: int | None = None) -> None:
@@ -229,10 +175,27 @@ class Watch:
         if self.note is not None and found is not None:
             self.note(*found, start, time.perf_counter())
 
+    def wait_until(self, event: threading.Event, what: object, seconds: float) -> bool:
+        """The same, for an event that all ranks have come to: whether it has happened in time."""
+        self.at(what)
+        deadline = time.monotonic() + seconds
+        while not event.wait(0.05) and time.monotonic() < deadline:
+            self.check()
+        return event.is_set()
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether it has broken all that it guards."""
+        return self._stopped.is_set()
+
     def fail(self, error: BaseException) -> None:
         """Publish this rank's own error, so that the others stop with it. Another's that it raised is not its own."""
         if isinstance(error, RankError):
             return
+        if not self._told.is_set() and (self._verdict is not None or _is_of_another(error)):
+            # What comes of communicators that another rank has left, or that were aborted, is not this rank's own.
+            self.explain(error)
+        self._told.set()
         stage, microbatch = getattr(self._place, "stage", None), getattr(self._place, "microbatch", None)
         details = "" if stage is None else f" (stage {stage}, microbatch {microbatch})"
         error.add_note(f"at {self._place}{details}")
@@ -275,7 +238,10 @@ class Watch:
         self._hurry.set()
 
     def _mine(self) -> RankLocation:
-        waits = self._waits
+        waits, behind = self._waits, None if self._gpu is None else self._gpu.behind()
+        if waits is None and behind is not None:
+            # Since when is seen by the number: it changes as long as the GPU moves on.
+            return replace(self._board.mine(behind[1], -2 - behind[0], self._others), on_gpu=True)
         return self._board.mine(self._place, self._moves, waits[0] if waits else ())
 
     def _look(self) -> None:
@@ -299,7 +265,9 @@ class Watch:
         self._board.write(mine)
         verdict = self._find_failure()
         waits = self._waits
-        if verdict is None and waits is not None and time.monotonic() - waits[1] > 2 * self._beat:
+        is_late = waits is not None and time.monotonic() - waits[1] > 2 * self._beat
+        is_late = is_late or (mine.on_gpu and mine.at_seconds > 2 * self._beat)
+        if verdict is None and is_late:
             stall = find_stall(self._board.read(mine), self.rank, self._limit)
             if stall is not None:
                 self._publish(stall)
@@ -310,66 +278,28 @@ class Watch:
     def _find_failure(self) -> RankError | None:
         for key in (LOST, f"{self._name}/failed"):
             if self._store.check([key]):
-                return RankError(**json.loads(self._store.get(key)))
+                return decode(self._store.get(key))
         return None
 
     def _stop(self, verdict: RankError) -> None:
         self._verdict = verdict
         self._stopped.set()
-        for group in self.guarded:
-            _break(group)
+        break_all(self.guarded)
+        if self._gpu is not None:
+            self._see_off(verdict, self._gpu)
 
-
-class _Board:
-    """The places of all ranks in the store. Clocks of machines differ, so only the reader's own clock is used:
-    a rank has been silent since the reader last saw its place change, and a place changes with every beat."""
-
-    def __init__(self, store: Store, name: str, rank: int, num_ranks: int) -> None:
-        self._store, self._rank = store, rank
-        self._keys = [f"{name}/place/{other}" for other in range(num_ranks)]
-        self._seen: dict[int, tuple[bytes, float]] = {}
-        self._beats = 0
-        self._moved = (-1, time.monotonic())
-
-    def mine(self, place: object, moves: int, waits_for: tuple[int, ...]) -> RankLocation:
-        now = time.monotonic()
-        if moves != self._moved[0]:
-            self._moved = (moves, now)
-        return RankLocation(rank=self._rank, at=str(place), at_seconds=now - self._moved[1], waits_for=waits_for)
-
-    def write(self, mine: RankLocation) -> None:
-        self._beats += 1
-        record = {"beat": self._beats, "at": mine.at, "at_seconds": mine.at_seconds, "waits_for": mine.waits_for}
-        self._store.set(self._keys[self._rank], json.dumps(record))
-
-    def read(self, mine: RankLocation) -> list[RankLocation]:
-        return [mine if rank == self._rank else self._read(rank) for rank in range(len(self._keys))]
-
-    def _read(self, rank: int) -> RankLocation:
-        now = time.monotonic()
-        found = self._store.get(self._keys[rank]) if self._store.check([self._keys[rank]]) else b""
-        if rank not in self._seen or self._seen[rank][0] != found:
-            self._seen[rank] = (found, now)
-        silent = now - self._seen[rank][1]
-        if not found:
-            return RankLocation(rank=rank, at="nothing yet", at_seconds=silent, silent_seconds=silent)
-        record = json.loads(found)
-        at_seconds, waits_for = record["at_seconds"] + silent, tuple(record["waits_for"])
-        return RankLocation(
-            rank=rank, at=record["at"], at_seconds=at_seconds, silent_seconds=silent, waits_for=waits_for
-        )
-
-
-def _break(group: dist.ProcessGroup | Pair) -> None:
-    """End every wait under way in a group. NCCL has a call for that. Of gloo one knows that when a wait times out, it
-    closes all connections of the group; so one is made to, for what nobody ever sends."""
-    with contextlib.suppress(RuntimeError):
-        if not isinstance(group, dist.ProcessGroup):
-            group.sever()
-        elif dist.get_backend(group) == "nccl":
-            group.abort()
-        elif group.size() > 1:
-            group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), _TAG_OF_NOTHING).wait(_A_MOMENT)
+    def _see_off(self, verdict: RankError, gpu: DeviceProgress) -> None:
+        """Wait until the host knows. If it does not come back, from a GPU that stands still or from NCCL itself, end
+        this process: nothing else can."""
+        start = time.monotonic()
+        while time.monotonic() - start < (_LEAVE_SECONDS if gpu.behind() is not None else _LEAVE_AT_LAST):
+            if self._told.wait(0.1) or self._closed.is_set():
+                return
+        with contextlib.suppress(RuntimeError):
+            self._store.set(LAST_WORD, encode(verdict))
+        sys.stderr.write(f"error: {verdict}\n")
+        sys.stderr.flush()
+        os._exit(STATUS_OF_LAST_WORD)
 
 
 def default_store() -> Store:

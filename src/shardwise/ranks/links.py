@@ -10,11 +10,14 @@ by their number, and NCCL splits them off from a larger one together.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from shardwise.ranks.collectives import Group
+from shardwise.ranks.faults import Watch
+from shardwise.ranks.first_talk import first_talk
 from shardwise.torch_private import default_backend
 
 #: From a rank of a pipeline to another.
@@ -48,7 +51,12 @@ def make_groups(pipelines: Sequence[Sequence[int]]) -> tuple[dist.ProcessGroup, 
 
 
 def make_links(
-    links: Iterable[Link], pipelines: Sequence[Sequence[int]], *, device: torch.device, backend: str = "nccl"
+    links: Iterable[Link],
+    pipelines: Sequence[Sequence[int]],
+    *,
+    device: torch.device,
+    backend: str = "nccl",
+    watch: Watch | None = None,
 ) -> dict[Link, dist.ProcessGroup]:
     """Make a group of two for each link in every pipeline, and return those of which this rank is an end.
 
@@ -62,18 +70,20 @@ def make_links(
             if me in ends:
                 found[link] = group
     (mine,) = [ranks for ranks in pipelines if me in ranks]
+
     # NCCL connects two ranks when they first talk, and both wait for that. In a step, two that first send to each other
     # would wait for good. Here all go through their links in one order, so the first that is left can always be made.
-    for (source, _), group in found.items():
+    def talk(source: int, group: dist.ProcessGroup) -> None:
         number, peer = torch.zeros(1, device=device), 1 - group.rank()
         work = group.send([number], peer, 0) if me == mine[source] else group.recv([number], peer, 0)
         work.wait()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+
+    for (source, _), group in found.items():
+        first_talk(partial(talk, source, group), group, device, watch)
     return found
 
 
-def connect(groups: Iterable[Group], device: torch.device) -> None:
+def connect(groups: Iterable[Group], device: torch.device, watch: Watch | None = None) -> None:
     """Let NCCL connect groups now. Every rank of the world calls this, with its groups of each kind in one order.
 
     NCCL connects the ranks of a group when they first talk in it, and all of them wait for that. In a step, one that
@@ -83,5 +93,8 @@ def connect(groups: Iterable[Group], device: torch.device) -> None:
         return
     handles = {id(each.handle): each.handle for each in groups if each.handle is not None and each.size > 1}
     for handle in handles.values():
-        dist.all_reduce(torch.zeros(1, device=device), group=handle)
-    torch.cuda.synchronize(device)
+        first_talk(partial(_add_up, handle, device), handle, device, watch)
+
+
+def _add_up(handle: dist.ProcessGroup, device: torch.device) -> None:
+    dist.all_reduce(torch.zeros(1, device=device), group=handle)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from shardwise.errors import ShardwiseError, unknown
 from shardwise.planner.plan import Plan
 from shardwise.ranks.collectives import Group
-from shardwise.ranks.faults import RankError
+from shardwise.ranks.rank_error import RankError
 
 #: Outermost first.
 ORDER = ("pp", "dp", "cp", "tp")

@@ -21,7 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from shardwise.ranks.faults import LIMIT_SECONDS, LOST, RankError, encode
+from shardwise.ranks.faults import LIMIT_SECONDS, LOST
+from shardwise.ranks.rank_error import RankError, decode, encode
 from shardwise.torch_private import Store
 
 #: Where it is said that a rank is silent.
@@ -88,7 +89,7 @@ class Pulse:
         if self._closed.wait(_END_SECONDS):
             return
         if self._tells:
-            error = RankError(**json.loads(self._store.get(SILENT)))
+            error = decode(self._store.get(SILENT))
             text = f"error: rank {self._rank} ends, at {self._place()}: {error}\n"
             os.write(2, text.encode())
         os._exit(1)

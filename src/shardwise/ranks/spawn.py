@@ -12,7 +12,6 @@ with an interrupt, and with this process, whichever way it goes.
 
 import atexit
 import contextlib
-import json
 import multiprocessing
 import os
 import pickle
@@ -26,9 +25,11 @@ from typing import Any
 
 from shardwise import environment
 from shardwise.errors import ShardwiseError
-from shardwise.ranks.faults import LOST, RankError, encode
+from shardwise.ranks.faults import LAST_WORD, LOST, STATUS_OF_LAST_WORD
+from shardwise.ranks.gpus import Gpus
 from shardwise.ranks.pulse import SILENT, SILENT_SECONDS, Silence
-from shardwise.ranks.worker import Failure, Gpus, serve
+from shardwise.ranks.rank_error import RankError, decode, encode
+from shardwise.ranks.worker import Failure, serve
 from shardwise.torch_private import TCPStore
 
 # What ranks need, imported once for all of them. torch's optimizers load its compiler: 2 s of a core (torch 2.13).
@@ -179,11 +180,11 @@ class Ranks:
                 return pickle.loads(self._calls[rank].recv_bytes())
         self._processes[rank].join()
         _end(self._processes[rank])
-        assert self._store is not None, "ranks without a store"
-        if self._store.check([SILENT]):  # It ended because another one is silent.
-            told = RankError(**json.loads(self._store.get(SILENT)))
+        status = self._processes[rank].exitcode
+        told = self._find_told(status)
+        if told is not None:
             return Failure(error=told, when=time.monotonic(), follows=True)
-        error = _death(rank, self._processes[rank].exitcode)
+        error = _death(rank, status)
         self._tell_the_others(error)
         return Failure(error=error, when=time.monotonic(), follows=False)
 
@@ -192,6 +193,12 @@ class Ranks:
         for rank in ranks:
             if self._silences[rank].is_too_long():
                 raise self._silences[rank].error()
+
+    def _find_told(self, status: int | None) -> RankError | None:
+        """Why a rank has ended, if it is another's fault: what it said itself, or that one is silent."""
+        assert self._store is not None, "ranks without a store"
+        keys = [LAST_WORD, SILENT] if status == STATUS_OF_LAST_WORD else [SILENT]
+        return next((decode(self._store.get(key)) for key in keys if self._store.check([key])), None)
 
     def _tell_the_others(self, error: RankError) -> None:
         assert self._store is not None, "ranks without a store"

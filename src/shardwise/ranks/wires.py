@@ -9,6 +9,7 @@ what this process gives, and nobody has to be told of an error.
     wires.close()                                         an engine closes wires that it has made itself
 """
 
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -21,9 +22,11 @@ from shardwise.planner.plan import Plan
 from shardwise.ranks.clocks import SharedClock
 from shardwise.ranks.collectives import Group
 from shardwise.ranks.faults import LIMIT_SECONDS, Watch
+from shardwise.ranks.gpus import describe_mixed, gpu_of
 from shardwise.ranks.links import Link, connect, is_on_nccl, make_groups, make_links
 from shardwise.ranks.mesh import Mesh, Replicas, lone_mesh, make_mesh, make_replicas
 from shardwise.ranks.transport import ProcessTransport
+from shardwise.torch_private import find_gpu_backend
 
 
 class Wires:
@@ -42,6 +45,9 @@ class Wires:
 
     def connect(self, ties: Iterable[Group], device: torch.device) -> None:
         """Connect all groups, and those of ties, before a step asks for them: ranks come to them at different times."""
+
+    def stand(self, place: object) -> None:
+        """Say where this process stands: before it waits for its device, say."""
 
     def told_to_all(self) -> AbstractContextManager[None]:
         """A context: the others are told of an error before it goes on to the caller."""
@@ -103,17 +109,34 @@ class ManyProcesses(Wires):
         if is_on_nccl(device):
             wanted = frozenset(links)
             if wanted not in self._links:
-                self._links[wanted] = make_links(wanted, self.mesh.pipelines, device=device)
+                self.watch.follow(device)
+                self.gather(None)  # All are here: from now on it is NCCL that takes time.
+                self._links[wanted] = make_links(wanted, self.mesh.pipelines, device=device, watch=self.watch)
             made = self._links[wanted]
         return ProcessTransport(self._groups, device=device, links=made, watch=self.watch)
 
     def connect(self, ties: Iterable[Group], device: torch.device) -> None:
         mine = list(ties)
         self._ties += mine
-        connect([*self.mesh.groups.values(), *self._of_replicas(), *mine], device)
+        groups = [*self.mesh.groups.values(), *self._of_replicas(), *mine]
+        for each in groups:
+            if each.handle is not None and each.size > 1:
+                self.watch.guard(each.handle)
+        if not is_on_nccl(device):
+            return
+        self.watch.follow(device)
+        for each in groups:
+            each.before_read = self.watch.mark
+        told = describe_mixed(self.gather(gpu_of(device)))  # And all are here: from now on it is NCCL that takes time.
+        connect(groups, device, self.watch)
+        if told is not None and self.rank == 0:
+            warnings.warn(told, stacklevel=2)
 
     def _of_replicas(self) -> list[Group]:
         return [each for pair in (self.dense, self.experts) for each in (pair.shard, pair.copies)]
+
+    def stand(self, place: object) -> None:
+        self.watch.at(place)
 
     @contextmanager
     def told_to_all(self) -> Iterator[None]:
@@ -155,7 +178,9 @@ class ManyProcesses(Wires):
         self._ties.clear()
         self.watch.guarded.clear()
         for handle in {id(each): each for each in handles if isinstance(each, dist.ProcessGroup)}.values():
-            dist.destroy_process_group(handle)
+            # To destroy what was aborted would wait for ranks that are gone. It goes with this process.
+            if not self.watch.has_stopped or find_gpu_backend(handle) is None:
+                dist.destroy_process_group(handle)
         # A group's threads end with the last name for it: layers that were cut know their group for good.
         for group in groups:
             group.handle = None

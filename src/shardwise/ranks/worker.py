@@ -12,7 +12,7 @@ import threading
 import time
 from dataclasses import dataclass
 from multiprocessing import connection, parent_process
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,12 +20,11 @@ from torch.distributed.rendezvous import rendezvous
 
 from shardwise import environment
 from shardwise.errors import ShardwiseError
-from shardwise.ranks.faults import RankError, describe_failure, store_of_faults
+from shardwise.ranks.faults import store_of_faults
+from shardwise.ranks.gpus import Gpus, check_one_each, find_gpus
 from shardwise.ranks.pulse import Pulse
+from shardwise.ranks.rank_error import RankError, describe_failure
 from shardwise.torch_private import PrefixStore, TCPStore
-
-#: Which GPUs ranks of one machine compute on.
-Gpus = Literal["own", "shared", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +56,7 @@ def serve(
     threading.Thread(target=_end_with_parent, name="shardwise-parent", daemon=True).start()
     environment.replace_all(variables)
     environment.keep_streams_apart()
+    environment.leave_faults_to_watch()
     report: object = None
     try:
         _join(rank, num_ranks, port, gpus, silent_seconds)
@@ -115,9 +115,13 @@ def join_if_launched() -> None:
     place = environment.place_under_torchrun()
     if place is None or not dist.is_available() or dist.is_initialized():
         return
+    gpus: Gpus = "shared" if environment.wants_shared_gpus() else "own"
+    if gpus == "own":
+        check_one_each(find_gpus(), place[1])
     environment.keep_streams_apart()
+    environment.leave_faults_to_watch()
     store, rank, size = next(rendezvous("env://"))
-    backend = choose_backend(*place)
+    backend = choose_backend(*place, gpus)
     Pulse(store_of_faults(store), rank, size, tells=True)
     dist.init_process_group(
         backend,

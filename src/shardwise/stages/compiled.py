@@ -67,7 +67,7 @@ def check_backend(compile: bool | str, device: torch.device) -> str | None:
     if backend not in BACKENDS:
         raise unknown("backend to compile with", backend, BACKENDS)
     if backend == "inductor":
-        missing = _find_missing(device)
+        missing = find_missing(device)
         if missing is not None:
             raise ShardwiseError(
                 f"compile='inductor' needs {missing} for {device.type}, and none is found", remedy="compile='aot_eager'"
@@ -75,7 +75,8 @@ def check_backend(compile: bool | str, device: torch.device) -> str | None:
     return backend
 
 
-def _find_missing(device: torch.device) -> str | None:
+def find_missing(device: torch.device) -> str | None:
+    """What inductor would need for a device and does not find."""
     if device.type == "cpu":
         return None if has_cpp_compiler() else "a C++ compiler"
     if device.type == "cuda":
@@ -84,14 +85,24 @@ def _find_missing(device: torch.device) -> str | None:
 
 
 def compile_units(split: Split, backend: str) -> None:
-    """Compile each unit of the stages of this process, at its first call. Units of one kind share what is compiled."""
+    """Compile each unit of the stages of this process, at its first call. Units of one kind share what is compiled.
+
+    Evaluations run them as they are: they are few, and each kind of unit would be compiled once more for them.
+    """
     # All units are called from one line (`_calling`), and each kind, mode and shape of them counts against its limit.
     most = 8 * sum(map(len, split.units))
     chosen: Any = {"inductor": _inductor, "aot_eager": _aot_eager, "eager": "eager"}[backend]
     for stage in split.stages:
         if isinstance(stage, ModuleStage):
             RECOMPILE_LIMITS.raise_for(stage, most)
-            stage.wrap(lambda _, call: torch.compile(_calling(call), backend=chosen))
+            stage.wrap(lambda _, call: _in_training(torch.compile(_calling(call), backend=chosen), call))
+
+
+def _in_training(compiled: Inner, plain: Inner) -> Inner:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return (compiled if torch.is_grad_enabled() else plain)(*args, **kwargs)
+
+    return run
 
 
 def _calling(call: Inner) -> Inner:

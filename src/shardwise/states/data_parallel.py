@@ -120,7 +120,7 @@ class DataParallel:
         self._gradients.finish(step, self._updated_in_backward)
 
     def square(self) -> Tensor:
-        """This rank's part of the sum of all squares of the gradients: summed over the world it is the model's."""
+        """This rank's part of the sum of all squares of the gradients, where they are: over the world the model's."""
         return self._gradients.norm.square()
 
     @torch.no_grad()
@@ -129,6 +129,13 @@ class DataParallel:
         self.exchange.settle()
         self._gradients.scale(scale, self._updated_in_backward)
         self.updates.step(self._gradients.used, done=self._updated_in_backward)
+
+    @torch.no_grad()
+    def step_divided(self, divisor: Tensor, skips: Tensor) -> None:
+        """Update by the gradients over a number of the device's, or not at all where `skips` is 1: the host asks for
+        neither. For gradients that are where autograd has put them, and optimizers that can."""
+        self.exchange.settle()
+        self.updates.step(self._gradients.used, divided=(divisor, skips))
 
     def keep_states(self, states: HostStates, find_scale: Callable[[], float | None] | None) -> None:
         """Have the state of these optimizers on the host.

@@ -5,6 +5,8 @@ from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
+from shardwise.trace.activities import Activity
+
 
 class Lane(StrEnum):
     """What an event occupies on its rank."""
@@ -72,8 +74,8 @@ class Traffic(NamedTuple):
 class Trace:
     """Events of all ranks. Indices into `events` are what `Event.after` means.
 
-    A measured trace has `windows`: for each rank, when its step began and when it ended. `holdings` and `traffic` are
-    there where they were measured.
+    A measured trace has `windows`: for each rank, when its step began and when it ended. `holdings`, `traffic` and
+    `activities`, which are what GPUs did, are there where they were measured.
     """
 
     name: str
@@ -82,6 +84,7 @@ class Trace:
     windows: tuple[tuple[float, float], ...] = ()
     holdings: tuple[Holding, ...] = ()
     traffic: tuple[Traffic, ...] = ()
+    activities: tuple[Activity, ...] = ()
 
     @property
     def is_measured(self) -> bool:
@@ -95,6 +98,14 @@ class Trace:
             if event.lane is Lane.COMPUTE:
                 ranks[event.rank].append(event)
         return tuple(tuple(sorted(events, key=lambda event: event.start)) for events in ranks)
+
+    @cached_property
+    def activities_of_ranks(self) -> tuple[tuple[Activity, ...], ...]:
+        """For each rank, what its device did, in order."""
+        ranks: list[list[Activity]] = [[] for _ in range(self.num_ranks)]
+        for each in self.activities:
+            ranks[each.rank].append(each)
+        return tuple(tuple(sorted(mine, key=lambda each: (each.start, each.end))) for mine in ranks)
 
     @cached_property
     def makespan(self) -> float:

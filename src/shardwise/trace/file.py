@@ -12,6 +12,7 @@ from typing import Any
 
 from shardwise.errors import ShardwiseError
 from shardwise.output import write_whole
+from shardwise.trace.activities import Activity, ActivityKind
 from shardwise.trace.events import Event, Holding, Lane, Trace, Traffic
 
 _FORMAT, _VERSION = "shardwise trace", 1
@@ -20,6 +21,11 @@ _COLUMNS = Event._fields
 #: What JSON has for the type of each field of an event.
 _JSON: dict[object, set[type]] = {str: {str}, Lane: {str}, int: {int}, float: {int, float}, int | None: {int, NoneType}}
 _KINDS = {name: _JSON[hint] for name, hint in Event.__annotations__.items()}
+#: The same of an activity of a GPU, whose texts are places in a list of them.
+_ACTIVITY_KINDS: dict[str, set[type]] = {
+    name: {int} if hint in (str, ActivityKind) else _JSON.get(hint, {int, float, NoneType})
+    for name, hint in Activity.__annotations__.items()
+}
 
 
 def save_trace(trace: Trace, path: Path) -> None:
@@ -57,7 +63,18 @@ def to_document(trace: Trace) -> dict[str, Any]:
         "events": {name: list(column) for name, column in zip(_COLUMNS, columns, strict=True)},
         "holdings": trace.holdings,
         "traffic": trace.traffic,
+        **({"activities": _activities_document(trace.activities)} if trace.activities else {}),
     }
+
+
+def _activities_document(activities: Sequence[Activity]) -> dict[str, Any]:
+    """A column for each field. Texts come again and again: a column of them has places in one list."""
+    texts: dict[str, int] = {}
+    columns: dict[str, list[Any]] = {}
+    for name, column in zip(Activity._fields, zip(*activities, strict=True), strict=True):
+        is_text = Activity.__annotations__[name] in (str, ActivityKind)
+        columns[name] = [texts.setdefault(each, len(texts)) for each in column] if is_text else list(column)
+    return {"texts": list(texts), "columns": columns}
 
 
 def from_document(document: Any, *, source: str = "the trace") -> Trace:
@@ -81,7 +98,7 @@ def from_document(document: Any, *, source: str = "the trace") -> Trace:
 
 def _read(document: Mapping[str, Any]) -> Trace:
     given = document["events"]
-    _check_columns(given)
+    _check_columns(given, _KINDS)
     columns = [given[name] for name in _COLUMNS]
     lane = _COLUMNS.index("lane")
     columns[lane] = [Lane(word) for word in columns[lane]]
@@ -92,21 +109,37 @@ def _read(document: Mapping[str, Any]) -> Trace:
         windows=tuple((start, end) for start, end in document["windows"]),
         holdings=tuple(Holding(*row) for row in document["holdings"]),
         traffic=tuple(Traffic(*row) for row in document["traffic"]),
+        activities=_read_activities(document["activities"]) if "activities" in document else (),
     )
     _check_trace(trace)
     return trace
 
 
-def _check_columns(columns: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` if a column of events has something of another kind in it, or is longer than another."""
-    for name, kinds in _KINDS.items():
+def _read_activities(document: Mapping[str, Any]) -> tuple[Activity, ...]:
+    """What GPUs did; a trace from before they were seen has none."""
+    texts, columns = document["texts"], document["columns"]
+    _check_columns(columns, _ACTIVITY_KINDS)
+    read = []
+    for name, hint in Activity.__annotations__.items():
+        column = columns[name]
+        if hint in (str, ActivityKind):
+            if any(not 0 <= place < len(texts) for place in column):
+                raise ValueError(f"a text that is none of the {len(texts)}, in the column {name}")
+            column = [hint(texts[place]) for place in column]
+        read.append(column)
+    return tuple(map(Activity, *read))
+
+
+def _check_columns(columns: Mapping[str, Any], expected: Mapping[str, set[type]]) -> None:
+    """Raise a `ValueError` if a column has something of another kind in it, or is longer than another."""
+    for name, kinds in expected.items():
         column = columns[name]
         if not isinstance(column, list):
             raise ValueError(f"the column {name}, which is no list")
         wrong = set(map(type, column)) - kinds
         if wrong:
             raise ValueError(f"a {wrong.pop().__name__} in the column {name}")
-    lengths = {name: len(columns[name]) for name in _KINDS}
+    lengths = {name: len(columns[name]) for name in expected}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"columns of other lengths: {', '.join(f'{name} {count}' for name, count in lengths.items())}")
 
@@ -117,12 +150,16 @@ def _check_trace(trace: Trace) -> None:
         raise ValueError(f"{trace.num_ranks} ranks")
     if len(trace.windows) not in (0, trace.num_ranks):
         raise ValueError(f"{len(trace.windows)} windows of {trace.num_ranks} ranks")
+    if trace.activities and not trace.windows:
+        raise ValueError("activities of a GPU in a step that was not measured")
     _check_times((event.start, event.end) for event in trace.events)
     _check_times(trace.windows)
+    _check_times((each.start, each.end) for each in trace.activities)
     _check_numbers(number for event in trace.events for number in (event.held_at_start, event.held_at_end))
+    _check_numbers(each.launched for each in trace.activities if each.launched is not None)
     _check_numbers(number for each in trace.holdings for number in (each.time, each.num_bytes))
     _check_numbers(number for each in trace.traffic for number in (each.num_messages, each.num_bytes))
-    for events in (trace.events, trace.holdings, trace.traffic):
+    for events in (trace.events, trace.holdings, trace.traffic, trace.activities):
         if any(not 0 <= each.rank < trace.num_ranks for each in events):
             raise ValueError(f"a rank that is none of the {trace.num_ranks}")
     for sent in (trace.events, trace.traffic):

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from statistics import median
 
+from shardwise.trace.activities import COPIES, ActivityKind
 from shardwise.trace.attribution import BESIDE
 from shardwise.trace.events import Event, Lane, Trace
 from shardwise.trace.stretches import BUSY, Stretch, stretches
@@ -14,7 +15,8 @@ def hidden_of_ranks(trace: Trace, cut: Sequence[Sequence[Stretch]] | None = None
     """For each rank, the seconds in which it worked while something moved to it. `cut` are the trace's stretches.
 
     When a measured message arrived is known only if its receiver stood still for it. Of others it is taken that they
-    took as long as the median of those on their link, and no longer than until they were asked for.
+    took as long as the median of those on their link, and no longer than until they were asked for. Where a GPU was
+    seen at work, what it moved is known.
     """
     work = [
         [(each.start, each.end) for each in rank if each.part in BUSY]
@@ -27,13 +29,17 @@ def hidden_of_ranks(trace: Trace, cut: Sequence[Sequence[Stretch]] | None = None
 
 
 def _moving(trace: Trace) -> Iterator[tuple[int, float, float]]:
+    seen = {each.rank for each in trace.activities}
+    for activity in trace.activities:
+        if activity.kind in COPIES or activity.kind is ActivityKind.NCCL:
+            yield activity.rank, activity.start, activity.end
     for event in trace.events:
-        if event.lane in BESIDE:
+        if event.lane in BESIDE and event.rank not in seen:
             yield event.rank, event.start, event.end
         elif event.lane is Lane.SEND and event.peer is not None and not trace.is_measured:
             yield event.peer, event.start, event.end
     if trace.is_measured:
-        yield from _flights(trace)
+        yield from (each for each in _flights(trace) if each[0] not in seen)
 
 
 def _flights(trace: Trace) -> Iterator[tuple[int, float, float]]:

@@ -1,4 +1,5 @@
-"""A trace in the JSON format of Chrome and Perfetto (ui.perfetto.dev): a process for each rank, a thread for each lane.
+"""A trace in the JSON format of Chrome and Perfetto (ui.perfetto.dev): a process for each rank, a thread for each lane,
+and for each stream of its GPU.
 
 Format: "Trace Event Format", Google, 2016. Times there are microseconds; a second of ours is a million of them.
 """
@@ -6,11 +7,15 @@ Format: "Trace Event Format", Google, 2016. Times there are microseconds; a seco
 from collections.abc import Iterator, Sequence
 from itertools import count
 
+from shardwise.trace.activities import short_name
 from shardwise.trace.events import Event, Lane, Trace
 from shardwise.trace.memory import held_by_owner, held_over_time
+from shardwise.trace.streams import streams_of_ranks
 
 _MICROSECONDS = 1e6
 _LANES = tuple(Lane)
+#: The thread of a rank's first stream: behind all lanes, of which there are as many as overlap.
+_FIRST_STREAM = 1_000_000
 #: An entry of the format's list.
 Entry = dict[str, object]
 
@@ -21,6 +26,7 @@ def to_perfetto(trace: Trace) -> dict[str, object]:
     entries: list[Entry] = [*_names(trace, threads)]
     entries += [_complete(trace, event, threads[index]) for index, event in enumerate(trace.events)]
     entries += _flows(trace, threads)
+    entries += _streams(trace)
     entries += _counters(trace)
     return {"traceEvents": entries, "displayTimeUnit": "ms", "otherData": {"name": trace.name}}
 
@@ -80,6 +86,30 @@ def _complete(trace: Trace, event: Event, thread: int) -> Entry:
         "dur": (end - start) * _MICROSECONDS,
         "args": args,
     }
+
+
+def _streams(trace: Trace) -> Iterator[Entry]:
+    """What GPUs did, a thread for each stream, beneath the lanes of its rank."""
+    for rank, uses in enumerate(streams_of_ranks(trace)):
+        threads = {use.stream: _FIRST_STREAM + place for place, use in enumerate(uses)}
+        for use in uses:
+            thread = threads[use.stream]
+            yield _name("thread_name", rank, thread, {"name": f"stream {use.stream} ({use.role})"})
+            yield _name("thread_sort_index", rank, thread, {"sort_index": thread})
+        for each in trace.activities_of_ranks[rank]:
+            args: Entry = {"instruction": each.instruction, "full_name": each.name}
+            if each.launched is not None:
+                args["launched_us"] = each.launched * _MICROSECONDS
+            yield {
+                "ph": "X",
+                "name": each.purpose or short_name(each.name),
+                "cat": str(each.kind),
+                "pid": rank,
+                "tid": threads[each.stream],
+                "ts": each.start * _MICROSECONDS,
+                "dur": each.seconds * _MICROSECONDS,
+                "args": args,
+            }
 
 
 def _flows(trace: Trace, threads: Sequence[int]) -> Iterator[Entry]:

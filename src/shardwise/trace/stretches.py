@@ -5,14 +5,18 @@
 What the simulator predicts has a reason for every idle moment already (`attribution.py`). In what was measured, the
 rank has noted what it stood still for, and when the other side sent it: until then it is a bubble, from then on bytes
 are under way. What nothing was noted for is the host's own work.
+
+Where a GPU was seen at work (`streams.py`), what it did has the last word: a forward in which its device stands still
+is no computation.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
 from shardwise.trace.attribution import EXPOSED, Cause, gaps, work_of_ranks
 from shardwise.trace.events import Event, Lane, Trace
+from shardwise.trace.streams import Span, State, device_spans
 
 
 class Part(StrEnum):
@@ -22,10 +26,12 @@ class Part(StrEnum):
     RECOMPUTATION = "recomputation"
     OPTIMIZER = "optimizer"
     EXPOSED = "exposed communication"
+    COPIES = "exposed copies"  # Only of a GPU: between its memory and the host's, and nothing else runs there.
     WARM_UP = "warm-up"
     WAITING = "waiting"
     COOL_DOWN = "cool-down"
     DATA = "data wait"
+    LAUNCH = "launch gaps"  # Only of a GPU: a kernel was launched and does not run yet.
     HOST = "host overhead"
 
 
@@ -33,7 +39,17 @@ class Part(StrEnum):
 BUBBLE = frozenset({Part.WARM_UP, Part.WAITING, Part.COOL_DOWN})
 #: The device is at work.
 BUSY = frozenset({Part.COMPUTE, Part.RECOMPUTATION, Part.OPTIMIZER})
+#: What is known of a rank that stands still; its device has nothing to add.
+_EXPLAINED = BUBBLE | {Part.EXPOSED, Part.DATA}
 
+_OF_STATE = {
+    State.COMPUTE: Part.COMPUTE,
+    State.COMMUNICATION: Part.EXPOSED,
+    State.WAITING: Part.WAITING,
+    State.COPIES: Part.COPIES,
+    State.LAUNCHED: Part.LAUNCH,
+    State.IDLE: Part.HOST,
+}
 _OF_CAUSE = {cause: Part.EXPOSED if cause in EXPOSED else Part(cause) for cause in Cause}
 _OF_LANE = {
     Lane.COMPUTE: Part.COMPUTE,
@@ -90,14 +106,40 @@ def _measured(trace: Trace) -> tuple[tuple[Stretch, ...], ...]:
     for event in trace.events:
         ranks[event.rank].append(event)
     arrivals = _last_arrivals(trace)
+    devices = device_spans(trace)
     found = []
     for rank, events in enumerate(ranks):
         spans = [(event.start, event.end) for event in trace.compute[rank]] or [(trace.start, trace.start)]
         work = (spans[0][0], max(end for _, end in spans))
         noted = [each for event in events for each in _noted(trace, event, work, arrivals)]
         noted.append(Stretch(rank, trace.windows[rank][1], trace.start + trace.makespan, Part.COOL_DOWN))
-        found.append(tuple(_filled(rank, trace.start, trace.start + trace.makespan, noted)))
+        filled = _filled(rank, trace.start, trace.start + trace.makespan, noted)
+        found.append(tuple(_as_seen(filled, devices[rank]) if devices[rank] else filled))
     return tuple(found)
+
+
+def _as_seen(noted: Iterable[Stretch], spans: Sequence[Span]) -> Iterator[Stretch]:
+    """What was noted, cut by what the rank's device was seen to do. Both are of the whole step, without a hole."""
+    place = 0
+    for stretch in noted:
+        reached = stretch.start
+        while reached < stretch.end:
+            while spans[place].end <= reached and place + 1 < len(spans):
+                place += 1
+            span = spans[place]
+            end = stretch.end if place + 1 == len(spans) else min(stretch.end, span.end)
+            yield _seen(stretch, span)._replace(start=reached, end=end)
+            reached = end
+
+
+def _seen(stretch: Stretch, span: Span) -> Stretch:
+    """What a moment is, of which one thing was noted and another seen."""
+    if span.state is State.COMPUTE:
+        is_other = stretch.part in BUBBLE or stretch.part is Part.HOST
+        return Stretch(stretch.rank, 0.0, 0.0, Part.COMPUTE) if is_other else stretch
+    if stretch.part in _EXPLAINED:
+        return stretch
+    return Stretch(stretch.rank, 0.0, 0.0, _OF_STATE[span.state], span.on)
 
 
 def _noted(

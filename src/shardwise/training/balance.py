@@ -23,6 +23,11 @@ class Balancer:
     def __init__(self, engine: Engine, choice: BalanceChoice) -> None:
         self._engine, self._choice = engine, choice
 
+    @property
+    def looks(self) -> bool:
+        """Whether there is a load to look at."""
+        return self._engine.loads.are_there
+
     def after_step(self, step: int) -> tuple[float | None, int]:
         """Look at the load of a step, the `step`-th of the run, and do what the recipe says.
 

@@ -3,7 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
+from shardwise.cluster.device import Device
 from shardwise.cluster.local import available_bytes, local_cluster
+from shardwise.cost.software import Software
 from shardwise.planner.account import hold
 from shardwise.planner.host_memory import check_host_memory
 from shardwise.planner.plan import Offload, Plan
@@ -21,7 +23,7 @@ _STATE_BYTES = {"sgd": 8, "adamw": 12}
 
 def choose_plan(recipe: Recipe, num_devices: int) -> Plan:
     """The fastest plan for a recipe's step on so many devices, with its reasons."""
-    return plan(**_asked(recipe), cluster=cluster_here(num_devices), fixed={"precision": recipe.precision})
+    return plan(**asked_of(recipe), cluster=cluster_here(num_devices), fixed={"precision": recipe.precision})
 
 
 def check_host(job: Job) -> None:
@@ -32,13 +34,18 @@ def check_host(job: Job) -> None:
     if job.plan.offload == Offload():
         return
     cluster = local_cluster(job.plan.num_ranks)
-    software = replace(usual_software(cluster.pools[0].device), state_bytes=_STATE_BYTES[job.recipe.optimizer.name])
-    question = make_question(**_asked(job.recipe), cluster=cluster, software=software)
+    software = software_for(job.recipe, cluster.pools[0].device)
+    question = make_question(**asked_of(job.recipe), cluster=cluster, software=software)
     needed = sum(rank.on_host * rank.num_ranks for rank in hold(question, job.plan))
     check_host_memory(job.plan, needed, num_ranks=job.plan.num_ranks, available=available_bytes())
 
 
-def _asked(recipe: Recipe) -> dict[str, Any]:
+def software_for(recipe: Recipe, device: Device) -> Software:
+    """What our own software does on a device, with what the recipe's optimizer keeps."""
+    return replace(usual_software(device), state_bytes=_STATE_BYTES[recipe.optimizer.name])
+
+
+def asked_of(recipe: Recipe) -> dict[str, Any]:
     """The model and the batch of a recipe, as the planner takes them."""
     subject = subject_of(recipe, check_data(recipe.data, verify=False))
     return {**subject.for_planner(), "batch": recipe.batch}

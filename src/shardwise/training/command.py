@@ -5,17 +5,18 @@ import shlex
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise import environment
 from shardwise.answer import Answer, Canvas
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
 from shardwise.training.recipe import RECIPES, Recipe, get_recipe, read_recipe
-from shardwise.units import format_seconds
+from shardwise.units import format_percent, format_seconds
 
 if TYPE_CHECKING:
-    from shardwise.ranks.worker import Gpus
+    from shardwise.ranks.gpus import Gpus
+    from shardwise.training.job import Job
     from shardwise.training.outcome import Result
 
 DESCRIPTION = f"""Train a model. A recipe says what: {", ".join(RECIPES)}, or a TOML file of the same keys. Without one,
@@ -47,14 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Answer:
     recipe = recipe_of(arguments)
-    from shardwise.training.job import Job
     from shardwise.training.run import count_devices, train  # Loads torch.
 
     if arguments.devices is not None and arguments.devices < 1:
         raise ShardwiseError(f"--devices {arguments.devices}: there is at least 1", remedy="--devices 1")
-    plan, num_devices = plan_of(arguments, recipe, count_devices())
+    asked = ask(arguments, recipe, count_devices())
+    recipe, num_devices = asked.recipe, asked.num_devices
     if arguments.show:
-        return _shown(recipe, plan)
+        return _shown(recipe, asked.plan)
     from shardwise.training.folder import check_same, new_folder
 
     if arguments.folder is None and environment.find_world_size() is not None:
@@ -65,18 +66,21 @@ def run(arguments: argparse.Namespace) -> Answer:
     folder = Path(arguments.folder) if arguments.folder else new_folder(recipe)
     check_same(folder, recipe)
     gpus: Gpus = "shared" if arguments.share_gpus else "own"
-    command = shlex.join(["shardwise", *sys.argv[1:]])
-    result = train(Job(recipe=recipe, plan=plan, folder=folder, command=command), num_devices, gpus=gpus)
+    result = train(asked.job(folder), num_devices, gpus=gpus)
     return Answer(data={}, render=lambda _: None) if result is None else _answer(result)
 
 
 def recipe_of(arguments: argparse.Namespace) -> Recipe:
     """What the words ask for: a recipe, or that of the run that goes on; with what --set changes."""
     kept = Path(arguments.folder) / "recipe.toml" if arguments.folder else None
-    if arguments.recipe is None and kept is not None and kept.is_file():
-        recipe = read_recipe(kept)
+    before = read_recipe(kept) if kept is not None and kept.is_file() else None
+    if arguments.recipe is None and before is not None:
+        recipe = before
     else:
         recipe = get_recipe(arguments.recipe or "bytes")
+        if before is not None and recipe.precision == "auto":
+            # What was chosen where it began: a run that goes on has the same numbers, wherever it does.
+            recipe = recipe.changed({"precision": before.precision})
     changes = {}
     for word in arguments.set:
         key, equals, value = word.partition("=")
@@ -86,15 +90,60 @@ def recipe_of(arguments: argparse.Namespace) -> Recipe:
     return recipe.changed(changes)
 
 
-def plan_of(arguments: argparse.Namespace, recipe: Recipe, num_here: int) -> tuple[Plan, int]:
+class Asked(NamedTuple):
+    """What is to be trained, how, and on how many ranks: with all that was left open chosen for the devices here."""
+
+    recipe: Recipe
+    plan: Plan
+    num_devices: int
+    compile: bool
+    is_chosen: bool
+    said: str | None
+
+    def job(self, folder: Path) -> "Job":
+        from shardwise.training.job import Job
+
+        return Job(
+            recipe=self.recipe,
+            plan=self.plan,
+            folder=folder,
+            command=shlex.join(["shardwise", *sys.argv[1:]]),
+            compile=self.compile,
+            is_chosen=self.is_chosen,
+            said=self.said,
+        )
+
+
+def ask(arguments: argparse.Namespace, recipe: Recipe, num_here: int) -> Asked:
+    """Choose what the words leave open: the precision, the plan, and whether blocks are compiled."""
+    from shardwise.training.device_defaults import choose_compile, choose_precision, line_of_choices, with_precision
+
+    given = None if arguments.plan == "auto" else _read_plan(arguments.plan)
+    count = environment.find_world_size() or arguments.devices or (num_here if given is None else given.num_ranks)
+    if given is not None and given.precision != "fp32" and recipe.precision == "auto":
+        recipe = with_precision(recipe, given.precision)
+    precision = choose_precision(recipe, max(1, count))
+    recipe = with_precision(recipe, precision.value)
+    plan, num_devices = _plan_of(arguments, given, recipe, num_here)
+    compile = choose_compile(recipe, plan)
+    return Asked(
+        recipe, plan, num_devices, compile.value == "on", recipe.compile == "auto", line_of_choices(precision, compile)
+    )
+
+
+def _read_plan(word: str) -> Plan:
+    return Plan.load(Path(word)) if word.endswith(".toml") else Plan.parse(word)
+
+
+def _plan_of(arguments: argparse.Namespace, given: Plan | None, recipe: Recipe, num_here: int) -> tuple[Plan, int]:
     """The plan, and how many ranks it has."""
     from shardwise.training.choose import choose_plan
 
-    word, num_devices = arguments.plan, arguments.devices
-    if word == "auto":
+    num_devices = arguments.devices
+    if given is None:
         count = num_devices or num_here
         return choose_plan(recipe, count), count
-    plan = _in_precision(Plan.load(Path(word)) if word.endswith(".toml") else Plan.parse(word), recipe)
+    plan = _in_precision(given, recipe)
     launched = environment.find_world_size()
     if launched is not None and launched != plan.num_ranks and _has_begun(arguments.folder):
         # A run that `torchrun` has brought back with fewer ranks than it began with.
@@ -134,10 +183,11 @@ def _answer(result: "Result") -> Answer:
         stopped = f", stopped by {result.stopped_by}" if result.stopped_by else ""
         loss = "" if result.loss is None else f", loss {result.loss:.4f}"
         held_out = "" if result.held_out_loss is None else f", held-out loss {result.held_out_loss:.4f}"
-        canvas.print(
-            f"{canvas.paint(f'step {result.step}', 'bold')}{stopped}{loss}{held_out}, "
-            f"{format_seconds(result.seconds)}, {result.tokens_per_second:.0f} tokens/s"
-        )
+        rate = ", nothing was left to do"
+        if result.tokens_per_second is not None:
+            used = "" if result.mfu is None else f", MFU {format_percent(result.mfu)}"
+            rate = f", {format_seconds(result.seconds)}, {result.tokens_per_second:.0f} tokens/s{used}"
+        canvas.print(f"{canvas.paint(f'step {result.step}', 'bold')}{stopped}{loss}{held_out}{rate}")
         if result.sample is not None:
             canvas.print(f"\n{result.sample.rstrip()}\n")
         for name, path in (("run", result.run), ("checkpoint", result.checkpoint), ("report", result.report)):

@@ -19,6 +19,8 @@ def explain(engine: Engine, batch: Batch, loss: float, *, step: int, world: Worl
 
     Every rank calls this alike, with the weights from before the step.
     """
+    if engine.was_finite:
+        return f"at step {step} loss or gradients were not finite, and run again, from the same weights, they are"
     if math.isfinite(loss):
         return _of_gradients(engine, loss, step=step, world=world)
     with _watched(engine.module) as seen:

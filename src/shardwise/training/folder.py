@@ -37,7 +37,9 @@ RECIPE, PLAN, MANIFEST = "recipe.toml", "plan.toml", "manifest.json"
 METRICS, TENSORBOARD, CHECKPOINTS = "metrics.jsonl", "tensorboard", "checkpoints"
 #: Keys of a recipe, or beginnings of them, that may differ when a run goes on: how long it goes, how often it speaks,
 #: and what changes no number.
-_MAY_CHANGE = ("name", "steps", "log", "tensorboard", "bucket_bytes", "balance.place_every", "checkpoint", "evaluation")
+_MAY_CHANGE = (
+    "name", "steps", "log", "tensorboard", "compile", "bucket_bytes", "balance.place_every", "checkpoint", "evaluation",
+)  # fmt: skip
 _PACKAGES = ("shardwise", "torch", "numpy", "safetensors")
 
 
@@ -95,7 +97,8 @@ def manifest_of(job: Job, data: Mapping[str, Any], num_ranks: int) -> dict[str, 
         "num_ranks": num_ranks,
         "seed": recipe.seed,
         "batch": recipe.batch,
-        "precision": recipe.precision,
+        "precision": job.plan.precision,
+        "compiled": job.compile,
         "data_digest": data["digest"],
         "device": f"{num_ranks} x {gpu.name}" if gpu else f"{num_ranks} processes on {processor}",
         **({"memory_bytes": gpu.total_memory} if gpu else {}),

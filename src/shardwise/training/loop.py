@@ -1,23 +1,33 @@
-"""The loop: step, tell, evaluate, save; and stop when there is a reason to. Every rank goes round it alike."""
+"""The loop: step, tell, evaluate, save; and stop when there is a reason to. Every rank goes round it alike.
+
+A step is read when the next one has been launched, so that a GPU never waits for the host:
+
+    host      launch 1 | launch 2 | read 1 | launch 3 | read 2 ...
+
+Steps that are told of are recorded, and read at once; so is every step before anything else is done than the next.
+"""
 
 import math
 from collections import deque
 from collections.abc import Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from shardwise.engine.update import LaunchedStep, StepNumbers
 from shardwise.trace.events import Trace
 from shardwise.training.data.rows import Batch, Prefetcher
 from shardwise.training.finite import explain
 from shardwise.training.job import Job
+from shardwise.training.looks import StreamLooks
 from shardwise.training.machine import peak_share
 from shardwise.training.metrics import MetricLog
 from shardwise.training.outcome import Outcome, Result, StoppedError
-from shardwise.training.progress import Progress, line_of
+from shardwise.training.progress import Progress, told_of
 from shardwise.training.saving import Saver
 from shardwise.training.setup import Setup, on_device
+from shardwise.training.speed import Speed
 from shardwise.training.stop import StopSignals, name_of
 from shardwise.training.world import World
 
@@ -25,6 +35,15 @@ from shardwise.training.world import World
 _LOWEST_SCALE = 1.0
 #: Of so many steps that were traced last, one is kept.
 _LAST_TRACES = 5
+
+
+class _UnderWay(NamedTuple):
+    """A step that was launched, counted from 0, and what it was launched with."""
+
+    step: int
+    batch: Batch
+    rate: float
+    launched: LaunchedStep
 
 
 class Loop:
@@ -35,54 +54,71 @@ class Loop:
         self._saver = Saver(job, world, setup, progress)
         self._log = MetricLog(job, world, progress, after=setup.step)
         self._traces: deque[Trace] = deque(maxlen=_LAST_TRACES)
+        #: In the first step memory is allocated and blocks are compiled: its trace is kept if there is no other.
+        self._first_trace: Trace | None = None
         self._held_out_loss: float | None = None
         self._evaluated = setup.step
+        self._looks, self._began = StreamLooks(world), perf_counter()
         self._loss: float | None = None
         self._imbalance: float | None = None
+        self._under_way: _UnderWay | None = None
+        self._speed = Speed(setup.step, num_tokens=job.recipe.batch * job.recipe.data.sequence)
 
     def run(self) -> Outcome:
         """Go round until the recipe's last step, a signal, or an error."""
-        recipe, setup, start = self._job.recipe, self._setup, perf_counter()
-        step, window, stopped_by = setup.step, (setup.step, start), None
-        with Prefetcher(setup.batches.at, setup.step, recipe.steps) as ahead:
+        recipe, setup, world = self._job.recipe, self._setup, self._world
+        step, stopped_by, pins = setup.step, None, world.device.type == "cuda"
+        self._began = perf_counter()
+        ahead = Prefetcher(setup.batches.at, setup.step, recipe.steps, pins=pins)
+        with ahead, self._progress.bar(setup.step, recipe.steps):
             while step < recipe.steps:
                 speaks = (step + 1) % recipe.log == 0 or step + 1 == recipe.steps or step == setup.step
                 asked = perf_counter()
-                batch = on_device(ahead.next(), self._world)
+                batch = on_device(ahead.next(), world)
                 self._step(step, batch, traced=speaks, data_wait=perf_counter() - asked)
                 step += 1
                 if speaks:
-                    self._tell(step, window)
-                    window = (step, perf_counter())
-                number = int(self._world.highest(self._stop.number))
+                    self._tell(step)
+                else:
+                    self._progress.step(step, recipe.steps, None)
+                number = int(world.highest(self._stop.number))
                 if number:
+                    self._read()
                     stopped_by = name_of(number)
                     self._progress.say(f"{stopped_by} after step {step}: saving")
                     break
                 self._look_up(step)
-        seconds = perf_counter() - start
+            self._read()
+            self._speed.stop(step)
         if stopped_by is None and recipe.data.held_out and self._evaluated != step:
             self._evaluate(step)
         self._saver.save(step)
-        result = Result(
-            run=str(self._job.folder),
+        return Outcome(
+            result=self._result(step, stopped_by),
+            model=setup.model,
+            data=setup.data,
+            trace=_usual(self._traces) or self._first_trace,
+            layers="+".join(str(len(units)) for units in setup.engine.split.units),
+        )
+
+    def _result(self, step: int, stopped_by: str | None) -> Result:
+        job, setup, speed = self._job, self._setup, self._speed.tokens_per_second
+        return Result(
+            run=str(job.folder),
             step=step,
             loss=self._loss,
             held_out_loss=self._held_out_loss,
-            seconds=seconds,
-            tokens_per_second=(step - setup.step) * recipe.batch * recipe.data.sequence / seconds,
+            seconds=self._speed.seconds,
+            tokens_per_second=speed,
+            mfu=None if speed is None else self._mfu(speed),
+            memory_bytes=self._world.highest(float(self._world.memory_bytes())),
+            precision=job.plan.precision,
+            compiled=job.compile,
             num_parameters=setup.num_parameters,
-            plan=str(self._job.plan),
+            plan=str(job.plan),
             checkpoint=self._saver.finish(),
             expert_imbalance=self._imbalance,
             stopped_by=stopped_by,
-        )
-        return Outcome(
-            result=result,
-            model=setup.model,
-            data=setup.data,
-            trace=_usual(self._traces),
-            layers="+".join(str(len(units)) for units in setup.engine.split.units),
         )
 
     def close(self) -> None:
@@ -91,61 +127,99 @@ class Loop:
         self._log.close()
 
     def _step(self, step: int, batch: Batch, *, traced: bool, data_wait: float) -> None:
-        """One step, which leaves the weights alone if its numbers are not finite."""
-        recipe, engine, scale = self._job.recipe, self._setup.engine, self._setup.scale
-        rate = recipe.optimizer.learning_rate_at(step, recipe.steps)
+        """Launch one step, and read the one before it; where the host must know more of this one, read it too."""
+        recipe, setup = self._job.recipe, self._setup
+        engine, rate = setup.engine, recipe.optimizer.learning_rate_at(step, recipe.steps)
         for optimizer in engine.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
-        start = perf_counter()
-        self._loss = engine.train_step(batch, trace=traced, data_wait=data_wait)
-        scale.note(is_finite=engine.was_finite)
-        if not engine.was_finite and (scale.is_fixed or scale.factor < _LOWEST_SCALE):
-            raise StoppedError(
-                explain(engine, batch, self._loss, step=step + 1, world=self._world),
-                remedy=f"a lower rate (--set optimizer.rate={recipe.optimizer.rate / 3:.1g}); nothing of this step was"
-                " applied, and the last checkpoint is from before it",
-            )
+        if traced:
+            self._read()
+            cost, streams = self._looks.cost_seconds, None
+            if step > setup.step:
+                streams = self._looks.begin(is_last=step + 1 == recipe.steps, elapsed=perf_counter() - self._began)
+            loss = engine.train_step(batch, trace=True, data_wait=data_wait, streams=streams)
+            self._looks.end(streams)
+            self._speed.leave_out(self._looks.cost_seconds - cost)
+            launched = LaunchedStep(StepNumbers(loss, engine.gradient_norm, engine.was_finite))
+        else:
+            launched = engine.launch_step(batch)
+            self._read()
+        self._under_way = _UnderWay(step, batch, rate, launched)
+        # The scale of the next loss, and where experts lie, follow from this step.
+        if launched.is_over or not setup.scale.is_fixed or setup.balancer.looks:
+            self._read()
+
+    def _read(self) -> None:
+        """Read the step that is under way, if there is one: it has left the weights alone if it was not finite."""
+        if self._under_way is None:
+            return
+        (step, batch, rate, launched), self._under_way = self._under_way, None
+        scale, (loss, norm, was_finite) = self._setup.scale, launched.read()
+        self._loss = loss
+        scale.note(is_finite=was_finite)
+        if not was_finite and (scale.is_fixed or scale.factor < _LOWEST_SCALE):
+            self._fail(step, batch, loss, was_deferred=launched.was_deferred)
         self._imbalance, num_moved = self._setup.balancer.after_step(step + 1)
         self._log.add(
             step=step + 1,
-            loss=self._loss,
+            loss=loss,
             rate=rate,
-            gradient_norm=engine.gradient_norm,
-            seconds=perf_counter() - start,
+            gradient_norm=norm,
+            seconds=self._speed.note(step + 1),
             expert_imbalance=self._imbalance,
             experts_moved=num_moved or None,
-            **({} if scale.is_fixed else {"loss_scale": scale.factor, "skipped": not engine.was_finite}),
+            **({} if scale.is_fixed else {"loss_scale": scale.factor, "skipped": not was_finite}),
         )
 
-    def _tell(self, step: int, window: tuple[int, float]) -> None:
+    def _fail(self, step: int, batch: Batch, loss: float, *, was_deferred: bool) -> None:
+        """Stop at a step that was not finite, and say where that began."""
+        engine, rate = self._setup.engine, self._job.recipe.optimizer.rate
+        if was_deferred:
+            # It is known a step late, and the weights are as they were before it: it is run again, to be looked at.
+            engine.go_on()
+            engine.num_steps = step
+            loss = engine.train_step(batch)
+        raise StoppedError(
+            explain(engine, batch, loss, step=step + 1, world=self._world),
+            remedy=f"a lower rate (--set optimizer.rate={rate / 3:.1g}); nothing of this step was"
+            " applied, and the last checkpoint is from before it",
+        )
+
+    def _mfu(self, speed: float) -> float | None:
+        return peak_share(speed * self._setup.flops_per_token, self._job.plan.precision, self._world)
+
+    def _tell(self, step: int) -> None:
         """A line of progress, with what only all ranks together know."""
-        recipe, setup = self._job.recipe, self._setup
-        memory = self._world.highest(float(self._world.memory_bytes()))
-        trace = setup.engine.trace
-        self._traces += [] if trace is None else [trace]
-        num_tokens = (step - window[0]) * recipe.batch * recipe.data.sequence
-        speed = num_tokens / (perf_counter() - window[1])
+        recipe, trace = self._job.recipe, self._setup.engine.trace
+        memory, speed = self._world.highest(float(self._world.memory_bytes())), self._speed.since_told(step)
+        if step == self._setup.step + 1:
+            self._first_trace = trace
+        elif trace is not None:
+            self._traces.append(trace)
         assert self._loss is not None, "there was a step"
         measured: dict[str, Any] = {
             "tokens_per_second": speed,
             "memory_bytes": memory,
+            "memory_share": self._world.memory_share(memory),
             "bubble": trace.bubble if trace is not None else 0.0,
-            "used": peak_share(speed * setup.flops_per_token, recipe.precision, self._world),
+            "mfu": self._mfu(speed),
         }
         rate = recipe.optimizer.learning_rate_at(step - 1, recipe.steps)
-        self._progress.say(
-            line_of(step, recipe.steps, loss=self._loss, rate=rate, imbalance=self._imbalance, **measured)
-        )
+        told = told_of(loss=self._loss, rate=rate, imbalance=self._imbalance, **measured)
+        self._progress.step(step, recipe.steps, told)
         self._log.add(step=step, **measured)
 
     def _look_up(self, step: int) -> None:
         """Between two steps: evaluate and save, where it is time to."""
         recipe = self._job.recipe
         if recipe.evaluation.every and step % recipe.evaluation.every == 0 and recipe.data.held_out:
+            self._read()
             self._evaluate(step)
         if recipe.checkpoint.every and step % recipe.checkpoint.every == 0:
+            self._read()
             self._saver.save(step)
+        self._speed.go_on()
 
     def _evaluate(self, step: int) -> None:
         recipe, rows = self._job.recipe, self._setup.held_out
@@ -160,6 +234,7 @@ class Loop:
 
 
 def _usual(traces: Sequence[Trace]) -> Trace | None:
-    """The step whose time is the median: one alone may have been disturbed."""
-    ordered = sorted(traces, key=lambda trace: trace.makespan)
+    """The step whose time is the median: one alone may have been disturbed. If GPUs were seen in some, one of these."""
+    seen = [trace for trace in traces if trace.activities]
+    ordered = sorted(seen or traces, key=lambda trace: trace.makespan)
     return ordered[(len(ordered) - 1) // 2] if ordered else None

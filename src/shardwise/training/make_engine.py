@@ -8,6 +8,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.parallelize import parallelize
+from shardwise.planner.plan import Offload
 from shardwise.training.data.rows import Batch
 from shardwise.training.job import Job
 from shardwise.training.precision import LossScale
@@ -16,24 +17,34 @@ from shardwise.training.recipe import OptimizerChoice
 
 def make_engine(job: Job, module: nn.Module, example: Batch, scale: LossScale) -> Engine:
     choice = job.recipe.optimizer
+    # State that comes from the host and goes there is updated piece by piece.
+    may_fuse = job.plan.offload == Offload()
 
     def optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
-        return _make_optimizer(choice, parameters)
+        return make_optimizer(choice, parameters, may_fuse=may_fuse)
 
-    return parallelize(
+    engine = parallelize(
         module,
         job.plan,
         loss=scale.loss,
         optimizer=optimizer,
         example=example,
         # Without a bound the norm is asked for only where steps must be left out whose gradients are not finite.
-        clip=choice.clip or (math.inf if job.recipe.precision == "fp16" else None),
+        clip=choice.clip or (math.inf if job.plan.precision == "fp16" else None),
+        compile=job.compile,
         seed=job.recipe.seed,
         bucket_bytes=job.recipe.bucket_bytes,
     )
+    if job.compile:
+        scale.compile()
+    return engine
 
 
-def _make_optimizer(choice: OptimizerChoice, parameters: Iterable[nn.Parameter]) -> Optimizer:
+def make_optimizer(choice: OptimizerChoice, parameters: Iterable[nn.Parameter], *, may_fuse: bool = True) -> Optimizer:
+    """Torch's own; on GPUs fused, one kernel for many weights, and with no number that the host waits for."""
+    given = list(parameters)
+    fused = True if may_fuse and given and all(each.is_cuda for each in given) else None
     if choice.name == "sgd":
-        return SGD(parameters, lr=choice.rate, momentum=choice.beta1, weight_decay=choice.decay)
-    return AdamW(parameters, lr=choice.rate, betas=(choice.beta1, choice.beta2), weight_decay=choice.decay)
+        return SGD(given, lr=choice.rate, momentum=choice.beta1, weight_decay=choice.decay, fused=fused)
+    betas = (choice.beta1, choice.beta2)
+    return AdamW(given, lr=choice.rate, betas=betas, weight_decay=choice.decay, fused=fused)

@@ -14,17 +14,25 @@ class StoppedError(ShardwiseError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """A run that is over, in plain values. `sample` has the prompt before what the model wrote."""
+    """A run that is over, in plain values. `sample` has the prompt before what the model wrote.
+
+    `tokens_per_second` and `mfu` are of the steps after the first, in which memory is allocated and kernels are chosen
+    and compiled; there are none where no step was left to do. `memory_bytes` is the most that a rank has held.
+    """
 
     run: str
     step: int
     loss: float | None
     held_out_loss: float | None
     seconds: float
-    tokens_per_second: float
+    tokens_per_second: float | None
     num_parameters: int
     plan: str
     checkpoint: str | None
+    mfu: float | None = None
+    memory_bytes: float | None = None
+    precision: str = "fp32"
+    compiled: bool = False
     expert_imbalance: float | None = None
     stopped_by: str | None = None
     sample: str | None = None

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardwise.nets.loss import next_token_loss
@@ -29,6 +30,7 @@ class LossScale:
     factor: float = 1.0
     is_fixed: bool = True
     num_good: int = 0
+    _compiled: Loss | None = None
 
     @staticmethod
     def of(precision: str, loss: Loss = next_token_loss) -> "LossScale":
@@ -37,11 +39,18 @@ class LossScale:
 
     def loss(self, output: Any, batch: Mapping[str, Any]) -> "Tensor | tuple[Tensor, Tensor | int | float]":
         """The loss, as engines take it. A mean without a count weighs 1."""
-        found = self.plain(output, batch)
+        # An evaluation has no gradient, and would be compiled once more.
+        found = (self._compiled if self._compiled and torch.is_grad_enabled() else self.plain)(output, batch)
         if self.factor == 1.0:
             return found
         total, count = found if isinstance(found, tuple) else (found, 1)
         return total * self.factor, count * self.factor
+
+    def compile(self) -> None:
+        """Have the next-token loss compiled, at its first call: logits are a model's largest tensor, and are read and
+        written a few times less. A loss of the user's is left as it is."""
+        if self.plain is next_token_loss:
+            self._compiled = torch.compile(self.plain)
 
     def note(self, *, is_finite: bool) -> None:
         """How a step went."""

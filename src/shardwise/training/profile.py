@@ -3,25 +3,28 @@
 Nothing is saved but what a report is made of. The trace is of the step whose time is the median of those measured.
 """
 
-from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 
 from shardwise import environment
+from shardwise.engine.engine import Engine
 from shardwise.errors import os_errors_as
+from shardwise.execution.collector import StreamCollector
+from shardwise.ranks.gpus import Gpus
 from shardwise.ranks.spawn import Ranks
 from shardwise.trace.events import Trace
 from shardwise.trace.run import Run
 from shardwise.training.data.rows import Prefetcher
 from shardwise.training.folder import make_folder, manifest_of, own_folder, save_step
 from shardwise.training.job import Job
+from shardwise.training.machine_check import check_gpus
+from shardwise.training.progress import Progress
 from shardwise.training.setup import Setup, check_inputs, make_ready, on_device
 from shardwise.training.world import World
 
@@ -35,9 +38,9 @@ _MESSAGES, _LARGE = 8, 4 * 2**20
 class Measured:
     """What was measured. `step_seconds` are of steps without a trace, `traced_seconds` of those with one.
 
-    `layers` are the units of each stage. `device_seconds` are of the first rank's GPU in one step, by what they went
-    into; empty without a GPU. `link` are the seconds of a tiny message between the first two ranks, and the bytes/s of
-    a large one.
+    `layers` are the units of each stage. `reading_seconds` are what it took, outside of a traced step, to start to look
+    at a GPU and to read what was seen; 0 without a GPU. `link` are the seconds of a tiny message between the first two
+    ranks, and the bytes/s of a large one.
     """
 
     trace: Trace
@@ -49,7 +52,7 @@ class Measured:
     layers: tuple[int, ...]
     device: str
     data: dict[str, Any]
-    device_seconds: dict[str, float] = field(default_factory=dict)
+    reading_seconds: float = 0.0
     link: tuple[float, float] | None = None
 
     @property
@@ -58,16 +61,17 @@ class Measured:
         return median(self.traced_seconds) / median(self.step_seconds) - 1
 
 
-def measure(job: Job, num_devices: int, num_steps: int) -> Measured | None:
+def measure(job: Job, num_devices: int, num_steps: int, *, gpus: Gpus = "own") -> Measured | None:
     """Measure some steps of a job. Under `torchrun`, None on all ranks but the first."""
     check_inputs(job)
+    check_gpus(job, num_devices, gpus)
     make_folder(job.folder)
     if environment.place_under_torchrun() is not None:
         return measure_rank(job, num_steps)
     with own_folder(job.folder, is_owner=True):
         if num_devices == 1:
             return measure_rank(job, num_steps)
-        with Ranks(num_devices) as ranks:
+        with Ranks(num_devices, gpus=gpus) as ranks:
             found: Measured | None = ranks.run(measure_rank, job, num_steps)[0]
     return found
 
@@ -79,6 +83,8 @@ def measure_rank(job: Job, num_steps: int) -> Measured | None:
         if world.is_first:
             make_folder(job.folder)
             stack.enter_context(own_folder(job.folder, is_owner=environment.place_under_torchrun() is not None))
+            if job.said is not None:
+                Progress(speaks=True).say(job.said)
         world.wait()
         setup = make_ready(job, world)
         with setup.engine:
@@ -90,29 +96,32 @@ def measure_rank(job: Job, num_steps: int) -> Measured | None:
 
 def _measure(job: Job, world: World, setup: Setup, num_steps: int) -> Measured:
     """Steps in turn without and with a trace, so that what disturbs the machine disturbs both alike."""
-    engine, plain, traced = setup.engine, [], []
+    engine = setup.engine
+    plain, traced, reading = list[float](), list[tuple[float, Trace]](), list[float]()
     first, count = setup.step, _WARM_UP + 2 * num_steps + 1
-    with Prefetcher(setup.batches.at, first, first + count) as ahead:
+    with Prefetcher(setup.batches.at, first, first + count, pins=world.device.type == "cuda") as ahead:
         for _ in range(_WARM_UP):
             engine.train_step(on_device(ahead.next(), world))
+        # The first look at a GPU starts what looks, and takes seconds.
+        _traced(engine, ahead, world)
         for _ in range(num_steps):
-            plain.append(_timed(engine, ahead, world, trace=False))
-            traced.append((_timed(engine, ahead, world, trace=True), engine.trace))
-        device_seconds = _by_profiler(engine, ahead, world)
-    traces = [(seconds, trace) for seconds, trace in traced if trace is not None]
-    middle = sorted(traces, key=lambda each: each[0])[len(traces) // 2][1]
+            plain.append(_timed(engine, ahead, world))
+            seconds, trace, cost = _traced(engine, ahead, world)
+            traced.append((seconds, trace))
+            reading.append(cost)
+    middle = sorted(traced, key=lambda each: each[0])[len(traced) // 2][1]
     tokens = job.recipe.batch * job.recipe.data.sequence
     return Measured(
         trace=middle,
         step_seconds=tuple(plain),
-        traced_seconds=tuple(seconds for seconds, _ in traces),
+        traced_seconds=tuple(seconds for seconds, _ in traced),
         tokens=tokens,
         flops=setup.flops_per_token * tokens,
         num_ranks=world.size,
         layers=tuple(map(len, engine.split.units)),
         device=world.device.type,
         data={key: setup.data[key] for key in ("digest", "source")},
-        device_seconds=device_seconds,
+        reading_seconds=median(reading),
         link=_measure_link(world),
     )
 
@@ -143,53 +152,35 @@ def _way_seconds(world: World, num_bytes: int) -> float:
     return min(seconds)
 
 
-def _timed(engine: Any, ahead: Prefetcher, world: World, *, trace: bool) -> float:
+def _timed(engine: Engine, ahead: Prefetcher, world: World) -> float:
     """Seconds of a step, from the moment its batch is asked for."""
     world.wait()
     start = perf_counter()
-    batch = on_device(ahead.next(), world)
-    engine.train_step(batch, trace=trace, data_wait=perf_counter() - start)
+    engine.train_step(on_device(ahead.next(), world))
     _finish(world)
     return perf_counter() - start
+
+
+def _traced(engine: Engine, ahead: Prefetcher, world: World) -> tuple[float, Trace, float]:
+    """The same with a trace, and on a GPU with its streams. Then the trace, and the seconds that reading it took."""
+    streams = StreamCollector(world.device) if world.device.type == "cuda" else None
+    world.wait()
+    if streams is not None:
+        streams.start()
+        world.wait()
+    start = perf_counter()
+    batch = on_device(ahead.next(), world)
+    engine.train_step(batch, trace=True, data_wait=perf_counter() - start, streams=streams)
+    end = perf_counter() if streams is None else streams.ended
+    trace = engine.trace
+    assert trace is not None, "the step was recorded"
+    return end - start, trace, 0.0 if streams is None else streams.cost_seconds
 
 
 def _finish(world: World) -> None:
     """Wait for what the GPU has been given."""
     if world.device.type == "cuda":
         torch.cuda.synchronize(world.device)
-
-
-def _by_profiler(engine: Any, ahead: Prefetcher, world: World) -> dict[str, float]:
-    """One more step, seen by the GPU's own clock. All ranks take it."""
-    batch = on_device(ahead.next(), world)
-    if world.device.type != "cuda":
-        engine.train_step(batch)
-        return {}
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        engine.train_step(batch)
-        _finish(world)
-    seen = [each for each in profiler.events() or () if each.device_type == torch.profiler.DeviceType.CUDA]
-    return seconds_by_kind((each.name, each.time_range.elapsed_us() / 1e6) for each in seen)
-
-
-def seconds_by_kind(events: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """What a GPU's time went into, told apart by the names that CUDA and NCCL have for it."""
-    seconds: dict[str, float] = {}
-    for name, took in events:
-        kind = kind_of(name)
-        seconds[kind] = seconds.get(kind, 0.0) + took
-    return seconds
-
-
-def kind_of(name: str) -> str:
-    """What an event of a GPU is, by its name."""
-    lower = name.lower()
-    if lower.startswith("nccl"):
-        return "NCCL"
-    for mark, kind in (("htod", "host to device"), ("dtoh", "device to host"), ("dtod", "device to device")):
-        if "memcpy" in lower and mark in lower:
-            return kind
-    return "memory set" if lower.startswith("memset") else "kernels"
 
 
 def write_run(job: Job, measured: Measured) -> Run:
@@ -201,7 +192,6 @@ def write_run(job: Job, measured: Measured) -> Run:
         "steps_measured": len(measured.step_seconds),
         "layers": "+".join(map(str, measured.layers)),
         "predicted": "the schedule, played with the usual time of each instruction",
-        **{f"device {kind}": f"{seconds:.6f} s" for kind, seconds in measured.device_seconds.items()},
     }
     with os_errors_as(f"the profile cannot be written to {job.folder}", remedy="--folder FOLDER, another one"):
         return save_step(job, measured.trace, manifest)

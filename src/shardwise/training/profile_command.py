@@ -1,8 +1,7 @@
 """`shardwise profile`: some steps of a training run, measured, with what was predicted beside it and what to do."""
 
 import argparse
-import shlex
-import sys
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -12,20 +11,27 @@ from shardwise.answer import Answer, Canvas
 from shardwise.errors import ShardwiseError
 from shardwise.explain.doctor.examine import examine
 from shardwise.explain.doctor_command import render_findings
-from shardwise.explain.report_command import perfetto_beside, render_parts, write_report
+from shardwise.explain.report_command import (
+    perfetto_beside,
+    render_parts,
+    render_streams,
+    streams_as_data,
+    write_report,
+)
 from shardwise.output import check_output
 from shardwise.trace.run import Run
 from shardwise.trace.stretches import parts_of_ranks
 from shardwise.training import command as train_command
-from shardwise.units import format_percent, format_seconds
+from shardwise.units import format_seconds
 
 if TYPE_CHECKING:
+    from shardwise.ranks.gpus import Gpus
     from shardwise.training.profile import Measured
 
 DESCRIPTION = """Measure some steps of a training run: every instruction, wait and collective on every rank by wall
-clock, and on a GPU every kernel and copy by its own clock. It takes what `shardwise train` takes, saves no checkpoint,
-and ends with a report page and what the doctor found. --calibrate writes what was measured as a cluster.toml that the
-planner takes.
+clock, and on a GPU every kernel, collective and copy, stream by stream, by its own clock. It takes what `shardwise
+train` takes, saves no checkpoint, and ends with a report page and what the doctor found. --calibrate writes what was
+measured as a cluster.toml that the planner takes.
 """
 
 EXAMPLE = """
@@ -50,14 +56,14 @@ def run(arguments: argparse.Namespace) -> Answer:
     if arguments.calibrate is not None:
         check_output(Path(arguments.calibrate), remedy="--calibrate cluster.toml")
     recipe = train_command.recipe_of(arguments)
-    from shardwise.training.job import Job
     from shardwise.training.profile import measure, write_run  # Loads torch.
     from shardwise.training.run import count_devices
 
-    plan, num_devices = train_command.plan_of(arguments, recipe, count_devices())
+    asked = train_command.ask(arguments, recipe, count_devices())
     folder = _folder(arguments, recipe.name)
-    job = Job(recipe=recipe, plan=plan, folder=folder, command=shlex.join(["shardwise", *sys.argv[1:]]))
-    measured = measure(job, num_devices, arguments.steps)
+    job = asked.job(folder)
+    gpus: Gpus = "shared" if arguments.share_gpus else "own"
+    measured = measure(job, asked.num_devices, arguments.steps, gpus=gpus)
     if measured is None:  # Under torchrun the first rank tells.
         return Answer(data={}, render=lambda _: None)
     found_run = write_run(job, measured)
@@ -67,7 +73,8 @@ def run(arguments: argparse.Namespace) -> Answer:
         from shardwise.training.calibrate import calibrate
 
         calibrate(measured, Path(arguments.calibrate))
-    return _answer(found_run, measured, page, arguments.calibrate)
+    answer = _answer(found_run, measured, page, arguments.calibrate)
+    return replace(answer, data={**answer.data, "precision": job.plan.precision, "compiled": job.compile})
 
 
 def _folder(arguments: argparse.Namespace, name: str) -> Path:
@@ -94,7 +101,8 @@ def _answer(run: Run, measured: "Measured", page: Path, calibrated: str | None) 
         "tracing_cost": measured.tracing_cost,
         "tokens_per_second": measured.tokens / median(measured.step_seconds),
         "parts": [{str(part): seconds for part, seconds in rank.items()} for rank in parts_of_ranks(run.trace)],
-        "device_seconds": measured.device_seconds,
+        "streams": streams_as_data(run.trace),
+        "reading_seconds": measured.reading_seconds,
         "links": [
             {
                 "from": each.rank,
@@ -120,9 +128,7 @@ def _answer(run: Run, measured: "Measured", page: Path, calibrated: str | None) 
             f"{beside}\n"
         )
         render_parts(canvas, run)
-        for kind, seconds in measured.device_seconds.items():
-            share = format_percent(seconds / median(measured.step_seconds))
-            canvas.print(f"GPU of rank 0, {kind}: {format_seconds(seconds)}, {share} of a step")
+        render_streams(canvas, run)
         canvas.print()
         render_findings(canvas, run, found)
         written = [str(page), str(perfetto_beside(page)), *([calibrated] if calibrated else [])]

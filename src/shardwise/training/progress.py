@@ -1,15 +1,26 @@
-"""What a person sees while a model trains: a line now and then, on the error stream of the first rank."""
+"""What a person sees while a model trains, on the error stream of the first rank: a bar where that is a terminal, and
+a line now and then where it is a file or a pipe."""
 
 import contextlib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
 
+from shardwise import environment
 from shardwise.answer import canvas_on
 from shardwise.units import format_bytes, format_percent
 
+#: How often a bar is drawn again: a thread does that, and takes time from training.
+_REFRESHES_PER_SECOND = 4
 
-def line_of(
-    step: int,
-    num_steps: int,
+
+def line_of(step: int, num_steps: int, told: str) -> str:
+    """A line of progress."""
+    return f"step {step:>{len(str(num_steps))}}/{num_steps}  {told}"
+
+
+def told_of(
     *,
     loss: float,
     rate: float,
@@ -17,17 +28,19 @@ def line_of(
     memory_bytes: float,
     bubble: float,
     imbalance: float | None = None,
-    used: float | None = None,
+    mfu: float | None = None,
+    memory_share: float | None = None,
 ) -> str:
-    """What is known after a step. `used` is the part of the devices' peak that is used (MFU), where that is known;
-    `imbalance` the load of the busiest expert over the mean, where there are experts."""
+    """What is known after a step. `mfu` is the part of the devices' peak that is used, where that is known, and
+    `memory_share` the part of the fullest device's memory; `imbalance` the load of the busiest expert over the mean,
+    where there are experts."""
+    share = "" if memory_share is None else f" ({format_percent(memory_share)})"
     parts = [
-        f"step {step:>{len(str(num_steps))}}/{num_steps}",
         f"loss {loss:.4f}",
         f"rate {rate:.1e}",
-        f"{_thousands(tokens_per_second)} tokens/s",
-        *([] if used is None else [f"MFU {format_percent(used)}"]),
-        f"fullest {format_bytes(memory_bytes)}",
+        f"{thousands(tokens_per_second)} tokens/s",
+        *([] if mfu is None else [f"MFU {format_percent(mfu)}"]),
+        f"fullest {format_bytes(memory_bytes)}{share}",
         f"bubble {format_percent(bubble)}",
         *([] if imbalance is None else [f"imbalance {imbalance:.2f}"]),
     ]
@@ -39,12 +52,39 @@ class Progress:
 
     def __init__(self, *, speaks: bool) -> None:
         self._canvas = canvas_on(sys.stderr) if speaks else None
+        self._bar: Any = None
+
+    @contextmanager
+    def bar(self, first: int, last: int) -> Iterator[None]:
+        """Within it a terminal shows a bar, from one step to another. Without `rich` there are lines."""
+        self._bar = None if self._canvas is None else _find_bar(self._canvas.stream, first, last)
+        if self._bar is None:
+            yield
+            return
+        try:
+            with self._bar:
+                yield
+        finally:
+            self._bar = None
+
+    def step(self, step: int, num_steps: int, told: str | None) -> None:
+        """A step is over; what is told of it now and then is a line, or the words beside a bar."""
+        if self._bar is not None:
+            task = self._bar.task_ids[0]
+            self._bar.update(task, completed=step, **({} if told is None else {"told": told}))
+        elif told is not None:
+            self.say(line_of(step, num_steps, told))
 
     def say(self, text: str) -> None:
         if self._canvas is None:
             return
         # Lines may go to a file on a disk that is full, or to a pipe that nobody reads any more: training goes on.
         with contextlib.suppress(OSError):
+            if self._bar is not None:
+                from rich.text import Text
+
+                self._bar.console.print(Text.from_ansi(text), soft_wrap=True)
+                return
             self._canvas.print(text)
             self._canvas.stream.flush()
 
@@ -53,7 +93,30 @@ class Progress:
             self.say(f"{self._canvas.paint('warning:', 'bold yellow')} {text}")
 
 
-def _thousands(number: float) -> str:
+def _find_bar(stream: TextIO, first: int, last: int) -> Any:
+    """A bar for steps, if the stream is a terminal and there is what draws one."""
+    if not environment.is_live(stream):
+        return None
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+    except ImportError:
+        return None
+    columns = (
+        MofNCompleteColumn(), BarColumn(bar_width=20), TimeRemainingColumn(compact=True),
+        TextColumn("{task.fields[told]}", markup=False),
+    )  # fmt: skip
+    bar = Bar(
+        *columns, console=Console(file=stream), refresh_per_second=_REFRESHES_PER_SECOND, redirect_stdout=False,
+        redirect_stderr=False,
+    )  # fmt: skip
+    bar.add_task("", total=last, completed=first, told="")
+    return bar
+
+
+def thousands(number: float) -> str:
+    """A number in as few figures as tell enough."""
     if number < 1000:
         return f"{number:.0f}"
     return f"{number / 1000:.1f}k" if number < 1e6 else f"{number / 1e6:.2f}M"

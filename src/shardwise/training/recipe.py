@@ -136,13 +136,18 @@ class EvaluationChoice:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """A training run: `steps` steps of `batch` rows. `log` is how often a line is printed, in steps. With `tensorboard`
-    metrics are written for it too. `bucket_bytes` is how much of the gradients is summed over replicas at a time."""
+    metrics are written for it too. `bucket_bytes` is how much of the gradients is summed over replicas at a time.
+
+    `precision` and `compile` (each block, by inductor) are `auto`: fp32 and off on processors, and on a GPU bf16 and on
+    where they pay.
+    """
 
     name: str = "bytes"
     steps: Positive = 200
     batch: Positive = 32
     seed: Count = 0
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    compile: Literal["auto", "on", "off"] = "auto"
     log: Positive = 10
     tensorboard: bool = False
     bucket_bytes: Positive = 16 * 2**20

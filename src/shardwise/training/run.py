@@ -1,21 +1,22 @@
 """A run from beginning to end, however its ranks are started: here, as processes of this machine, or by `torchrun`."""
 
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 
 import torch
 
 from shardwise import environment
 from shardwise.errors import ShardwiseError
-from shardwise.ranks.worker import Gpus
-from shardwise.training.choose import check_host
+from shardwise.ranks.gpus import Gpus
 from shardwise.training.finish import finish
 from shardwise.training.folder import make_folder, own_folder, write_recipe_and_plan
 from shardwise.training.job import Job
 from shardwise.training.local_ranks import run_here
 from shardwise.training.loop import Loop
-from shardwise.training.outcome import Result, StoppedError
+from shardwise.training.machine_check import check_machine
+from shardwise.training.outcome import Outcome, Result, StoppedError
 from shardwise.training.progress import Progress
-from shardwise.training.setup import check_inputs, make_ready
+from shardwise.training.setup import Setup, check_inputs, make_ready
 from shardwise.training.stop import StopSignals
 from shardwise.training.world import World
 from shardwise.units import counted, format_bytes
@@ -36,15 +37,10 @@ def train(job: Job, num_devices: int, *, gpus: Gpus = "own") -> Result | None:
     """Run a job. Under `torchrun`, None on all ranks but the first."""
     check_inputs(job)
     make_folder(job.folder)
-    num_gpus, is_launched = torch.cuda.device_count(), environment.place_under_torchrun() is not None
-    if 0 < num_gpus < num_devices and gpus == "own" and not is_launched:
-        raise ShardwiseError(
-            f"the plan {job.plan} has {num_devices} ranks, and this machine has {counted(num_gpus, 'GPU')}",
-            remedy=f"--devices {num_gpus}; or --share-gpus, to check the plan on what is here; or on processors:"
-            " CUDA_VISIBLE_DEVICES= shardwise train ...",
-        )
-    if not is_launched:
-        check_host(job)
+    check_machine(job, num_devices, gpus)
+    is_launched = environment.place_under_torchrun() is not None
+    if is_launched and gpus == "shared":
+        environment.ask_for_shared_gpus()
     with own_folder(job.folder, is_owner=not is_launched):
         told = train_rank(job) if is_launched or num_devices == 1 else run_here(train_rank, job, num_devices, gpus)
     if isinstance(told, StoppedError):
@@ -61,32 +57,68 @@ def train_rank(job: Job) -> Result | StoppedError | None:
             make_folder(job.folder)
             stack.enter_context(own_folder(job.folder, is_owner=environment.place_under_torchrun() is not None))
         world.wait()
-        setup = make_ready(job, world)
-        with setup.engine:
-            if world.is_first:
-                write_recipe_and_plan(job.folder, job.recipe, job.plan)
-            begun = f" from step {setup.step}" if setup.step else ""
-            progress.say(
-                f"{job.recipe.name}{begun}: {setup.num_parameters / 1e6:.2f} M parameters, "
-                f"{format_bytes(setup.data_bytes, decimal=True)} of tokens, plan {job.plan} on "
-                f"{world.size} x {world.device.type}, in {job.folder}"
-            )
-            if setup.is_old:
-                progress.warn(
-                    "the checkpoint is of an older format, without a checksum of its index: that could be damaged and"
-                    " nobody would see; those that are saved from now on have one"
-                )
-            num_gpus = torch.cuda.device_count()
-            if world.device.type == "cuda" and environment.place_under_torchrun() is None and world.size > num_gpus:
-                progress.say(f"{world.size} ranks share {counted(num_gpus, 'GPU')}: for checking, and slow")
-            loop = Loop(job, world, setup, stop, progress)
-            try:
-                outcome = loop.run()
-            except StoppedError as error:
-                return error
-            finally:
-                loop.close()
-        result = finish(job, outcome, world.size, progress) if world.is_first else None
+        if job.said is not None:
+            progress.say(job.said)
+        told = _run(job, world, stop, progress)
+        if isinstance(told, _NotCompiled):
+            progress.warn(f"blocks cannot be compiled here, so they run as they are: {told.why}")
+            job = replace(job, compile=False)
+            told = _run(job, world, stop, progress)
+        assert not isinstance(told, _NotCompiled), "nothing was compiled"
+        if isinstance(told, StoppedError):
+            return told
+        result = finish(job, told, world.size, progress) if world.is_first else None
         world.wait()
         world.close()
     return result
+
+
+@dataclass(frozen=True, slots=True)
+class _NotCompiled:
+    """The first step failed where nobody has asked for compiled blocks."""
+
+    why: str
+
+
+def _run(job: Job, world: World, stop: StopSignals, progress: Progress) -> Outcome | StoppedError | _NotCompiled:
+    """The steps of a run, from the checkpoint that is there or from the beginning."""
+    setup = make_ready(job, world)
+    # Ranks that fail are many, and may not fail alike: of those each error is told.
+    gives_up = job.compile and job.is_chosen and world.size == 1
+    with setup.engine:
+        if world.is_first:
+            write_recipe_and_plan(job.folder, job.recipe, job.plan)
+        _announce(job, world, setup, progress)
+        loop = Loop(job, world, setup, stop, progress)
+        try:
+            return loop.run()
+        except StoppedError as error:
+            return error
+        except Exception as error:
+            if not gives_up or setup.engine.num_steps > setup.step + 1 or isinstance(error, ShardwiseError):
+                raise
+            # The first line of torch's is which backend has failed.
+            lines = [line.strip() for line in str(error).splitlines() if line.strip() and "raised:" not in line]
+            why = lines[0] if lines else type(error).__name__
+        finally:
+            loop.close()
+    return _NotCompiled(f"{why} (--set compile=off)")
+
+
+def _announce(job: Job, world: World, setup: Setup, progress: Progress) -> None:
+    """Say what is trained, and on what."""
+    begun = f" from step {setup.step}" if setup.step else ""
+    progress.say(
+        f"{job.recipe.name}{begun}: {setup.num_parameters / 1e6:.2f} M parameters, "
+        f"{format_bytes(setup.data_bytes, decimal=True)} of tokens, plan {job.plan} on "
+        f"{world.size} x {world.device.type}, in {job.folder}"
+    )
+    if setup.is_old:
+        progress.warn(
+            "the checkpoint is of an older format, without a checksum of its index: that could be damaged and"
+            " nobody would see; those that are saved from now on have one"
+        )
+    num_gpus, place = torch.cuda.device_count(), environment.place_under_torchrun()
+    num_here = world.size if place is None else place[1]
+    if world.device.type == "cuda" and num_here > num_gpus:
+        progress.say(f"{num_here} ranks share {counted(num_gpus, 'GPU')}: for checking, and slow")

@@ -65,7 +65,7 @@ def make_ready(job: Job, world: World) -> Setup:
     subject = subject_of(recipe, tokens.vocabulary)
     module = subject.make(tp=job.plan.tp, device=world.device)
     shapes, count, flops = shapes_of(module), num_parameters(module), subject.flops_per_token(module)
-    scale = LossScale.of(recipe.precision, subject.loss)
+    scale = LossScale.of(job.plan.precision, subject.loss)
     engine = make_engine(job, module, on_device(_example(job, batches), world), scale)
     held, balancer = Held(engine, shapes), Balancer(engine, recipe.balance)
     step, is_old = _restore(job, world, held, subject, scale, balancer)

@@ -7,7 +7,7 @@ import threading
 from types import FrameType
 from typing import Any, Self
 
-from shardwise.ranks.faults import RankError
+from shardwise.ranks.rank_error import RankError
 from shardwise.ranks.spawn import Ranks
 
 _HEARD = (signal.SIGINT, signal.SIGTERM)

@@ -57,6 +57,12 @@ class World:
             return torch.cuda.max_memory_allocated(self.device)
         return peak_memory_bytes()
 
+    def memory_share(self, num_bytes: float) -> float | None:
+        """The part of the memory of a GPU like this rank's; of a machine's there is none."""
+        if self.device.type != "cuda":
+            return None
+        return num_bytes / torch.cuda.get_device_properties(self.device).total_memory
+
     def close(self) -> None:
         if self._group is not None:
             dist.destroy_process_group(self._group)

@@ -8,6 +8,7 @@ import pytest
 from shardwise.trace.run import Run
 from tests.explain.report.browser import Browser
 from tests.explain.report.pages import a_large_run, a_run, write_page
+from tests.trace.devices import gpu_step
 
 FOCUS = "document.getElementById('chart').focus({preventScroll: true})"
 RIGHT, ENTER, ESCAPE = "\ue014", "\ue007", "\ue00c"
@@ -179,3 +180,77 @@ def test_64_ranks_and_256_microbatches_open(browser: Browser, tmp_path: Path) ->
     assert browser.complaints() == []
     assert browser.run("return window.shardwise.timeline.main.rows.length") == 64
     assert pixels(browser, "chart") > 4
+
+
+@pytest.fixture
+def on_gpus(browser: Browser, tmp_path: Path) -> Browser:
+    browser.prefer("light")
+    browser.open(write_page(tmp_path, Run(name="gpus", trace=gpu_step(exposed_sum=0.02, hidden_sum=0.01, copy=0.002))))
+    browser.run("scrollTo(0, 0)")
+    assert browser.complaints() == []
+    browser.settle()
+    return browser
+
+
+def in_lane(browser: Browser, rank: int, lane: int, activity: int) -> tuple[float, float]:
+    """Where what a stream did is in the window."""
+    found: Any = browser.run(f"""
+        const t = window.shardwise.timeline, l = t.main.streams[{rank}][{lane}], b = t.canvas.getBoundingClientRect();
+        const x = (t.x(l.begin[{activity}]) + t.x(l.end[{activity}])) / 2;
+        return [b.left + x, b.top + t.laneTop({rank}, {lane}) + t.lane / 2];
+    """)
+    return found[0], found[1]
+
+
+def test_the_streams_of_a_gpu_lie_beneath_its_rank(on_gpus: Browser) -> None:
+    streams = "return window.shardwise.timeline.main.streams.map((lanes) => lanes.map((l) => l.stream + ' ' + l.role))"
+    assert on_gpus.run(streams) == [["7 compute", "20 NCCL", "14 copies"]] * 2
+    on_gpus.click(*in_lane(on_gpus, 1, 1, 0))
+    told = details(on_gpus)
+    assert told.startswith(
+        "ncclDevKernel_AllReduce_Sum_f32_RING_LL  a sum of gradients of 0STEP0, rank 1, stream 20 (NCCL)"
+    )
+    assert "30\u2009ms" in told
+    assert told.endswith("; launched 5\u2009\u00b5s before")
+    on_gpus.click(*in_lane(on_gpus, 0, 2, 0))
+    assert details(on_gpus).startswith(
+        "Memcpy HtoD (Pinned -> Device)  host to device of 0F0, rank 0, stream 14 (copies)"
+    )
+
+
+def test_lanes_have_the_colours_of_what_ran_there(on_gpus: Browser) -> None:
+    colours = on_gpus.run("""
+        const t = window.shardwise.timeline, c = t.canvas, ratio = devicePixelRatio;
+        const all = c.getContext("2d").getImageData(0, 0, c.width, c.height).data;
+        return [[0, 30], [1, 0], [2, 0]].map(([number, place]) => {
+            const l = t.main.streams[0][number], x = (t.x(l.begin[place]) + t.x(l.end[place])) / 2;
+            const at = 4 * (Math.floor((t.laneTop(0, number) + t.lane / 2) * ratio) * c.width + Math.floor(x * ratio));
+            return [...all.slice(at, at + 3)];
+        });
+    """)
+    # Kernels without a gap, from afar, are as high as their lane; then a sum, then a copy.
+    assert colours == [[0x8B, 0xA3, 0xC4], [0xE0, 0x70, 0x6B], [0xC9, 0x96, 0x3A]]
+
+
+def test_streams_are_hidden_and_shown_by_a_key(on_gpus: Browser) -> None:
+    height = "return document.getElementById('chart').clientHeight"
+    tall = on_gpus.run(height)
+    on_gpus.press("s")
+    on_gpus.settle()
+    assert on_gpus.run(height) < tall
+    assert on_gpus.run("return document.getElementById('streams').checked") is False
+    on_gpus.press("s")
+    on_gpus.settle()
+    assert on_gpus.run(height) == tall
+
+
+def test_a_table_says_what_each_stream_did(on_gpus: Browser) -> None:
+    tables = on_gpus.run("return [...document.querySelectorAll('table.data')].map((t) => t.textContent)")
+    assert any("rank 1, stream 20" in text and "NCCL all reduce" in text for text in tables)
+
+
+def test_where_no_stream_was_seen_there_is_no_lane_and_no_box_to_tick(opened: Browser) -> None:
+    assert opened.run("return document.getElementById('streams').parentElement.offsetParent") is None
+    assert opened.run("return window.shardwise.timeline.numLanes") == 0
+    opened.press("s")
+    assert opened.complaints() == []

@@ -37,9 +37,9 @@ def test_two_ranks_do_not_notice_that_experts_moved(two: Ranks, plan: str, optim
     [
         ("dp=4,ep=2,zero=2", "adamw"),
         pytest.param("dp=2,pp=2,ep=2,microbatches=2,zero=1", "adamw", marks=pytest.mark.whole),
-        ("dp=2,tp=2,ep=2", "adafactor"),
+        pytest.param("dp=2,tp=2,ep=2", "adafactor", marks=pytest.mark.whole),
         # The model is held twice: both copies of a layer see half of the microbatches, and are placed alike.
-        ("dp=2,pp=2,ep=2,schedule=dualpipe,microbatches=4", "adamw"),
+        pytest.param("dp=2,pp=2,ep=2,schedule=dualpipe,microbatches=4", "adamw", marks=pytest.mark.whole),
     ],
 )
 def test_four_ranks_do_not_notice_that_experts_moved(four: Ranks, plan: str, optimizer: str) -> None:
@@ -48,9 +48,12 @@ def test_four_ranks_do_not_notice_that_experts_moved(four: Ranks, plan: str, opt
 
 @pytest.mark.parametrize(
     ("plan", "change"),
-    [("dp=2,ep=2,precision=bf16,zero=1", engines.in_halves), ("dp=2,ep=2,zero=3", engines.half_frozen),
-     ("dp=2,ep=2", engines.half_frozen)],
-)  # fmt: skip
+    [
+        ("dp=2,ep=2,precision=bf16,zero=1", engines.in_halves),
+        pytest.param("dp=2,ep=2,zero=3", engines.half_frozen, marks=pytest.mark.whole),
+        ("dp=2,ep=2", engines.half_frozen),
+    ],
+)
 def test_masters_and_frozen_weights_go_along(two: Ranks, plan: str, change: Callable[[nn.Module], nn.Module]) -> None:
     check_unnoticed(two, plan, "adamw", change)
 

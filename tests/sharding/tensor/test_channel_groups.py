@@ -14,7 +14,7 @@ from tests.crowd import Crowds
 from tests.sharding.tensor import channel_nets, programs
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.whole)])
 def test_gradients_are_those_of_the_whole_whatever_stands_between(num_ranks: int, crowds: Crowds) -> None:
     """Five heads and 25 channels, which neither 2 nor 3 ranks divide, and as odd a number of tokens."""
     kinds: list[tuple[str, ...]] = [(each,) for each in channel_nets.BETWEEN]

@@ -101,7 +101,7 @@ def test_a_layer_of_fewer_rows_than_chunks_has_as_many_chunks_as_rows() -> None:
     assert log == ["multiply 1"] * 3
 
 
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("sequence", [False, pytest.param(True, marks=pytest.mark.whole)])
 def test_in_chunks_gradients_are_those_of_the_whole_module(two: Ranks, sequence: bool) -> None:
     """Of several sequences some, of one alone some tokens; odd numbers of either; and blocks without a dim for them."""
     shapes = [(7, 1), (12, 1), (1, 1), (5, 3)]
@@ -134,7 +134,11 @@ def test_chunks_are_of_the_type_that_autocast_computes_in(two: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["tp=2,microbatches=2,recompute=full", "tp=2,sp=true,pp=2,microbatches=4,schedule=zb-v"]
+    "text",
+    [
+        "tp=2,microbatches=2,recompute=full",
+        pytest.param("tp=2,sp=true,pp=2,microbatches=4,schedule=zb-v", marks=pytest.mark.whole),
+    ],
 )
 def test_an_engine_trains_in_chunks_as_one_device_does(text: str, crowds: Crowds) -> None:
     plan = Plan.parse(text)

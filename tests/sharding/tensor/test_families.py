@@ -13,8 +13,8 @@ Case = dict[str, Any]
 #: heads are uneven, on 4 every key head is on two ranks.
 KINDS = ["gpt2", "llama", "qwen3", "phi3", "bloom", "falcon", "mixtral", "t5"]
 #: Those that show what is new on 3 ranks, uneven heads, and on 4, key heads on two ranks. `--whole` runs all.
-UNEVEN = ["gpt2", "llama", "phi3", "bloom", "t5"]
-REPEATED = ["llama", "phi3", "falcon", "mixtral"]
+UNEVEN = ["gpt2"]
+REPEATED = ["llama"]
 #: Of two ranks, those with sequences that are not shared too: of the others a kind is here or on four ranks.
 BOTH_WAYS = ["gpt2", "bloom", "qwen3-moe", "deepseek-v3", "t5", "bert", "vit"]
 

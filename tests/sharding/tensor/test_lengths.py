@@ -21,7 +21,7 @@ from tests.stages.families import make_family
 EXPERTS = Mixture(num_experts=4, num_chosen=2, width=16, auxiliary=0.01)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.whole)])
 def test_pieces_of_unequal_lengths_and_empty_ones_give_the_same_gradients(num_ranks: int, crowds: Crowds) -> None:
     sizes = (1, 5) if num_ranks == 2 else (2, 3, 13)
     cases: list[Any] = [(programs.net, (97, 24, 4, 4, 0.0, length), {"sequence": True}) for length in sizes]
@@ -36,7 +36,7 @@ def test_pieces_of_unequal_lengths_and_empty_ones_give_the_same_gradients(num_ra
     ("text", "make", "options"),
     [
         ("tp=2,sp=true,microbatches=2,recompute=full", partial(lengths.dropping, family="gpt2"), {}),
-        ("tp=4,sp=true", lengths.ours, {"mixture": EXPERTS}),
+        pytest.param("tp=4,sp=true", lengths.ours, {"mixture": EXPERTS}, marks=pytest.mark.whole),
         # In chunks it is run by `test_communication.py`.
         pytest.param(
             "tp=2,sp=true,pp=2,microbatches=4,schedule=zb-v",
@@ -44,10 +44,18 @@ def test_pieces_of_unequal_lengths_and_empty_ones_give_the_same_gradients(num_ra
             {},
             marks=pytest.mark.whole,
         ),
-        ("tp=2,sp=true,pp=2,microbatches=2,schedule=zb-h1", lengths.ours, {"through_blocks": True}),
-        ("dp=2,tp=2,sp=true,zero=3", partial(lengths.dropping, family="mixtral"), {}),
+        pytest.param(
+            "tp=2,sp=true,pp=2,microbatches=2,schedule=zb-h1",
+            lengths.ours,
+            {"through_blocks": True},
+            marks=pytest.mark.whole,
+        ),
+        pytest.param(
+            "dp=2,tp=2,sp=true,zero=3", partial(lengths.dropping, family="mixtral"), {}, marks=pytest.mark.whole
+        ),
         # Six of twelve tokens are a rank's of cp, and four ranks share them out.
-        ("tp=4,cp=2,sp=true", lengths.ours, {}),
+        ("tp=2,cp=2,sp=true", lengths.ours, {}),
+        pytest.param("tp=4,cp=2,sp=true", lengths.ours, {}, marks=pytest.mark.whole),
     ],
 )
 def test_batches_of_changing_lengths_train_as_on_one_device(

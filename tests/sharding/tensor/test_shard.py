@@ -17,7 +17,10 @@ def check(outcomes: list[Outcome]) -> None:
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 2), (6, 3), (3, 1), (5, 5)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads"),
+    [(4, 2), (3, 1), (5, 5), *(pytest.param(*each, marks=pytest.mark.whole) for each in ((4, 4), (6, 3)))],
+)
 def test_heads_are_shared_out_whatever_their_number(
     two: Ranks, num_heads: int, num_kv_heads: int, sequence: bool
 ) -> None:

@@ -85,14 +85,32 @@ def assert_same(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> None:
             "adamw",
             0.1,
         ),
-        ("dp=2,zero=3,microbatches=2", "offload.parameters=1", "two layers", "muon", 0.1),
+        pytest.param(
+            "dp=2,zero=3,microbatches=2", "offload.parameters=1", "two layers", "muon", 0.1, marks=pytest.mark.whole
+        ),
         ("tp=2", "offload.parameters=0.5", "two layers", "adafactor", None),
-        ("tp=2,sp=true,microbatches=2", "offload.parameters=1,offload.activations=1", "two layers", "adamw", 0.1),
-        ("cp=2,zero=3,microbatches=2", "offload.parameters=1", "two layers", "adamw", None),
+        pytest.param(
+            "tp=2,sp=true,microbatches=2",
+            "offload.parameters=1,offload.activations=1",
+            "two layers",
+            "adamw",
+            0.1,
+            marks=pytest.mark.whole,
+        ),
+        pytest.param(
+            "cp=2,zero=3,microbatches=2", "offload.parameters=1", "two layers", "adamw", None, marks=pytest.mark.whole
+        ),
         ("dp=2,ep=2,zero=1,microbatches=2", "offload.parameters=1", "experts", "adamw", 0.1),
         # Weights of 16 bits have copies in full precision.
         ("dp=2,zero=3,microbatches=2,precision=bf16", "offload.parameters=1", "halves", "adamw", 0.1),
-        ("dp=2,zero=1,microbatches=2,precision=bf16", "offload.parameters=0.5", "halves", "sgd", None),
+        pytest.param(
+            "dp=2,zero=1,microbatches=2,precision=bf16",
+            "offload.parameters=0.5",
+            "halves",
+            "sgd",
+            None,
+            marks=pytest.mark.whole,
+        ),
         ("pp=2,microbatches=2,precision=bf16", "offload.parameters=1", "halves", "adamw", None),
     ],
 )
@@ -108,9 +126,9 @@ def test_two_ranks_train_to_the_same_bits(
 @pytest.mark.parametrize(
     ("plan", "optimizer", "clip"),
     [
-        ("dp=4,zero=3,zero_group=2,microbatches=2", "adamw", 0.1),
-        ("dp=4,microbatches=2", "sgd", None),
-        ("dp=2,pp=2,schedule=zb-v,microbatches=4,zero=1", "sgd", 0.1),
+        pytest.param("dp=4,zero=3,zero_group=2,microbatches=2", "adamw", 0.1, marks=pytest.mark.whole),
+        pytest.param("dp=4,microbatches=2", "sgd", None, marks=pytest.mark.whole),
+        pytest.param("dp=2,pp=2,schedule=zb-v,microbatches=4,zero=1", "sgd", 0.1, marks=pytest.mark.whole),
     ],
 )
 def test_four_ranks_train_to_the_same_bits(plan: str, optimizer: str, clip: float | None, four: Ranks) -> None:
@@ -242,7 +260,14 @@ def bytes_on_host(plan: str) -> int:
         return engine.host_bytes
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1,precision=bf16", "cp=2,zero=3", "tp=2"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp=2",
+        "dp=2,zero=1,precision=bf16",
+        *(pytest.param(each, marks=pytest.mark.whole) for each in ("cp=2,zero=3", "tp=2")),
+    ],
+)
 def test_the_planner_counts_what_the_engines_keep_there(plan: str, two: Ranks) -> None:
     _, config = config_for(going_on.MODELS["dense"], None)
     question = make_question(load_model(config), cluster="2xcpu", batch=8, sequence=8)
@@ -273,7 +298,7 @@ def go_on(first: str, second: str) -> tuple[list[float], dict[str, Tensor]]:
     ("first", "second", "plain"),
     [
         ("dp=2,zero=3,offload.parameters=1", "dp=2,zero=1", "dp=2,zero=1"),
-        ("dp=2", "dp=2,zero=2,offload.parameters=1", "dp=2,zero=2"),
+        pytest.param("dp=2", "dp=2,zero=2,offload.parameters=1", "dp=2,zero=2", marks=pytest.mark.whole),
     ],
 )
 def test_a_state_goes_from_a_plan_with_weights_on_the_host_to_another(

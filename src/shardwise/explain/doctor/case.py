@@ -8,7 +8,9 @@ from statistics import median
 
 from shardwise.explain.summary import Summary
 from shardwise.schedule.replay import Replay, ranks_by_stages
+from shardwise.trace.activities import COPIES
 from shardwise.trace.events import Event
+from shardwise.trace.hidden import joined, overlap
 from shardwise.trace.stretches import Part
 from shardwise.units import format_percent
 
@@ -94,6 +96,24 @@ class Case(Summary):
             )
             for rank in self.cut
         ]
+
+    @property
+    def num_seen(self) -> int:
+        """Ranks whose GPU was seen at work."""
+        return sum(map(bool, self.trace.activities_of_ranks))
+
+    @cached_property
+    def copied_data_seconds(self) -> float:
+        """Seconds, on average over the ranks, in which a batch was waited for that was on its way to the GPU."""
+        total = 0.0
+        for rank, activities in enumerate(self.trace.activities_of_ranks):
+            waits = [(each.start, each.end) for each in self.cut[rank] if each.part is Part.DATA]
+            total += overlap(waits, joined([(each.start, each.end) for each in activities if each.kind in COPIES]))
+        return total / self.trace.num_ranks
+
+    def offloads(self, key: str) -> bool:
+        """Whether the plan keeps something on the host."""
+        return self.plan.get(key, "0") not in ("0", "0.0")
 
     def is_worth(self, gain: float | None) -> bool:
         return gain is not None and gain >= WORTH * self.step_seconds

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from shardwise.explain.doctor import balance, bubbles, host, memory, replicas
+from shardwise.explain.doctor import balance, bubbles, device, host, memory, replicas
 from shardwise.explain.doctor.case import Case, Finding
 from shardwise.trace.run import Run
 
@@ -22,6 +22,9 @@ RULES: tuple[Rule, ...] = (
     host.find_host_overhead,
     host.find_long_optimizer,
     host.find_wrong_prediction,
+    device.find_host_bound,
+    device.find_exposed_copies,
+    device.find_late_stream,
     memory.find_imbalance,
     memory.find_nearly_full,
     memory.find_needless_recomputation,

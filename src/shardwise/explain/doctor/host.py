@@ -12,7 +12,7 @@ _FAR_OFF = 0.25
 
 def find_data_wait(case: Case) -> Iterator[Finding]:
     """Ranks that stand still for their batch."""
-    waited = case.mean(Part.DATA)
+    waited = case.mean(Part.DATA) - case.copied_data_seconds
     if case.is_worth(waited):
         yield Finding(
             kind="data wait",
@@ -25,6 +25,8 @@ def find_data_wait(case: Case) -> Iterator[Finding]:
 
 def find_host_overhead(case: Case) -> Iterator[Finding]:
     """Instructions so short that what starts them takes a good part of the step."""
+    if case.trace.activities:
+        return  # What a GPU waits for is known better: `device.py`.
     host = case.mean(Part.HOST)
     count = sum(map(len, case.trace.compute)) / case.trace.num_ranks
     if host < _MUCH_HOST * case.step_seconds or case.num_microbatches < 2:

@@ -25,7 +25,8 @@ def find_exposed_sum(case: Case) -> Iterator[Finding]:
         num_calls = sum(each.num_messages for each in sums) / case.trace.num_ranks
         num_bytes = sum(each.num_bytes for each in sums) / case.trace.num_ranks
         mean_bytes = num_bytes / num_calls if num_calls else 0.0
-        evidence += f": on each, {num_calls:.0f} sums of {format_bytes(mean_bytes)} on average in a step"
+        if num_calls:
+            evidence += f": on each, {num_calls:.0f} sums of {format_bytes(mean_bytes)} on average in a step"
         if num_calls > _MANY_BUCKETS and mean_bytes < _SMALL_BUCKET:
             needed = max(1.0, num_bytes / _USUAL_BUCKET)
             yield Finding(

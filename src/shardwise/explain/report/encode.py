@@ -5,8 +5,10 @@ from array import array
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
 
+from shardwise.trace.activities import Activity, ActivityKind, short_name
 from shardwise.trace.events import Event, Lane, Trace
 from shardwise.trace.memory import held_by_owner, held_over_time
+from shardwise.trace.streams import streams_of_ranks, word_of
 from shardwise.trace.stretches import BUSY, Part, Stretch
 
 #: Ticks of a step: fine enough for a nanosecond in a second, and they fit in 32 bits.
@@ -14,6 +16,9 @@ _TICKS = 2**30
 _CODES = {"u8": "B", "u16": "H", "i16": "h", "u32": "I", "i32": "i", "f32": "f"}
 LANES = tuple(Lane)
 PARTS = tuple(Part)
+ACTIVITY_KINDS = tuple(ActivityKind)
+#: In a column of times: none is known.
+_NEVER = 2**32 - 1
 #: What has a box or a strip of its own. Standing still is drawn as the gap that it is.
 _DRAWN = frozenset({Lane.COMPUTE, Lane.STEP, Lane.SEND, Lane.COLLECTIVE, Lane.OFFLOAD, Lane.RELOAD})
 #: What a trace that counts no bytes counts.
@@ -47,6 +52,7 @@ def encode(trace: Trace, cut: Sequence[Sequence[Stretch]], *, label: str) -> dic
             "on": column("i32", (places[_reason(gap)] for gap in gaps)),
         },
         "reasons": "\n".join(reasons),
+        **_streams(trace, clock),
         "held": [
             {
                 "rank": rank,
@@ -58,6 +64,34 @@ def encode(trace: Trace, cut: Sequence[Sequence[Stretch]], *, label: str) -> dic
             }
             for (rank, owner), curve in curves.items()
         ],
+    }
+
+
+def _streams(trace: Trace, clock: "_Clock") -> dict[str, object]:
+    """The lanes of each rank's GPU, and the texts that their columns have places of."""
+    texts: dict[str, int] = {}
+    lanes = []
+    for rank, uses in enumerate(streams_of_ranks(trace)):
+        for use in uses:
+            mine = [each for each in trace.activities_of_ranks[rank] if each.stream == use.stream]
+            columns = _lane_columns(mine, clock, texts)
+            lanes.append({"rank": rank, "stream": use.stream, "role": use.role, "columns": columns})
+    return {"streams": lanes, "texts": "\n".join(texts)} if lanes else {}
+
+
+def _lane_columns(activities: Sequence[Activity], clock: "_Clock", texts: dict[str, int]) -> dict[str, Column]:
+    def place(text: str) -> int:
+        return texts.setdefault(text.replace("\n", " "), len(texts))
+
+    launched = (_NEVER if each.launched is None else clock.of(each.launched) for each in activities)
+    return {
+        "kind": column("u8", (ACTIVITY_KINDS.index(each.kind) for each in activities)),
+        "begin": column("u32", (clock.of(each.start) for each in activities)),
+        "end": column("u32", (clock.of(each.end) for each in activities)),
+        "launched": column("u32", launched),
+        "name": column("u32", (place(short_name(each.name)) for each in activities)),
+        "word": column("u32", (place(each.purpose or word_of(each)) for each in activities)),
+        "instruction": column("u32", (place(each.instruction) for each in activities)),
     }
 
 

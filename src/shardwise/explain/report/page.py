@@ -8,7 +8,7 @@ from importlib.resources import files
 from shardwise.explain.doctor.case import Finding
 from shardwise.explain.report import sections
 from shardwise.explain.report.comparison import comparison
-from shardwise.explain.report.encode import LANES, PARTS, encode
+from shardwise.explain.report.encode import ACTIVITY_KINDS, LANES, PARTS, encode
 from shardwise.explain.summary import Summary
 from shardwise.trace.run import Run
 from shardwise.trace.stretches import stretches
@@ -21,6 +21,7 @@ _SCRIPTS = (
     "theme.js",
     "view.js",
     "boxes.js",
+    "streams.js",
     "timeline.js",
     "overview.js",
     "details.js",
@@ -44,6 +45,7 @@ def make_page(run: Run, other: Run | None = None, *, found: Sequence[Finding] = 
             "figures": sections.figures(summary),
             "timeline_caption": _timeline_caption(run, other),
             "parts": sections.parts(summary, second),
+            "streams": sections.streams(summary),
             "memory": sections.memory(summary),
             "comparison": "" if second is None else comparison(summary, second),
             "findings": sections.findings(found, summary),
@@ -75,6 +77,8 @@ def _timeline_caption(run: Run, other: Run | None) -> str:
         beneath.append(words(other.name))
     kind = "was measured to do" if run.trace.is_measured else "is predicted to do"
     text = f"What each rank {kind}. Numbers are microbatches; hatched is a rank that stands still."
+    if run.trace.activities:
+        text += " Beneath each, the streams of its GPU: from afar, as high as a stream was busy."
     return text + (f" Beneath each row, thinner: {' or '.join(beneath)}." if beneath else "")
 
 
@@ -90,6 +94,7 @@ def _data(summary: Summary, second: Summary | None) -> str:
         "unit": run.unit,
         "heldUnit": "B" if run.trace.holdings else "",
         "lanes": LANES,
+        "kinds": ACTIVITY_KINDS,
         "parts": [{"key": sections.KEYS[part], "name": str(part)} for part in PARTS],
         "traces": traces,
     }

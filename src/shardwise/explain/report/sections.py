@@ -13,7 +13,7 @@ from shardwise.trace.stretches import BUBBLE, Part
 from shardwise.units import counted, format_bytes, format_number, format_percent
 
 #: The colour of each part, by its name in the style sheet: its first word.
-KEYS = {part: part.split()[0] for part in Part}
+KEYS = {part: part.split()[0] for part in Part} | {Part.COPIES: "copies"}
 
 
 def figures(summary: Summary) -> str:
@@ -91,6 +91,23 @@ def _parts_table(summary: Summary, shown: Sequence[Part]) -> str:
         "beside work and is in no sum."
     )
     return f"{table(head, rows)}{caption(note, of='table')}"
+
+
+def streams(summary: Summary) -> str:
+    """What each stream of each GPU did. Nothing where none was seen."""
+    uses = [use for rank in summary.streams for use in rank]
+    if not uses:
+        return ""
+    kinds = list(dict.fromkeys(kind for use in uses for kind in use.seconds))
+    rows = []
+    for use in uses:
+        begin, end = summary.trace.windows[use.rank]
+        cells = [share_of(use.seconds.get(kind, 0.0), end - begin) for kind in kinds]
+        total = summary.run.time(use.idle_seconds + sum(use.seconds.values()))
+        name = f"rank {use.rank}, stream {use.stream}"
+        rows.append([name, use.role, *cells, share_of(use.idle_seconds, end - begin), total])
+    note = "Streams of each GPU, by its own clock, in shares of the rank's step; the busiest first."
+    return table(["", "mostly", *map(words, kinds), "idle", "sum"], rows, in_words=(1,)) + caption(note, of="table")
 
 
 def memory(summary: Summary) -> str:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwise.ranks.collectives import Group, wait_for
+from shardwise.ranks.collectives import Group, goes_over_host, wait_for
 from shardwise.sharding.context.kernels import AttentionBlock, LogitScaling, bias_of, kernel_for, least_of, wide_type
 from shardwise.sharding.context.mask import BlockType, Mask, Tokens
 from shardwise.sharding.context.tiles import RingStep, Tile, ring_steps, tiles_of
@@ -197,8 +197,11 @@ class _Hop:
     """A tensor on its way to the rank that is so many further, and another on its way here from as far back."""
 
     def __init__(self, sent: Tensor, distance: int, group: Group) -> None:
-        self._sent, self._arrived, self._group = sent, torch.empty_like(sent), group
+        self._device, self._group = sent.device, group
         group.traffic.note("send", sent.numel() * sent.element_size())
+        if goes_over_host(sent.device, group):
+            sent = sent.cpu()
+        self._sent, self._arrived = sent, torch.empty_like(sent)
         target, source = (group.rank + distance) % group.size, (group.rank - distance) % group.size
         self._works = dist.batch_isend_irecv(
             [
@@ -210,7 +213,7 @@ class _Hop:
     def finish(self) -> Tensor:
         for work in self._works:
             wait_for(work, self._group, "send")
-        return self._arrived
+        return self._arrived.to(self._device)
 
 
 def _block(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from shardwise.ranks.collectives import Group, Pending, exchange, gather, scatter, span_of, start_all_to_all
+from shardwise.ranks.collectives import Group, Pending, exchange, gather, read, scatter, span_of, start_all_to_all
 from shardwise.sharding.expert.placement import Placement
 
 StageStates = TypeVar("StageStates")
@@ -76,7 +76,7 @@ class Dispatch:
         sizes, rank = self.placement.sizes, self.group.rank
         arrived = start_all_to_all(counts, self.group, sizes, [sizes[rank]] * self.group.size).finish()
         there = arrived.view(self.group.size, sizes[rank])
-        both: list[int] = torch.cat((counts, arrived)).tolist()  # The device is waited for once.
+        both: list[int] = read(torch.cat((counts, arrived)), self.group)  # The device is waited for once.
         mine, theirs = both[: len(counts)], both[len(counts) :]
         if torch.is_grad_enabled():
             self.load = [had + sum(theirs[slot :: sizes[rank]]) for slot, had in enumerate(self.load)]

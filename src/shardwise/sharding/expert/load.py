@@ -42,6 +42,11 @@ class Loads:
         self._since_told = torch.zeros(sum(self._sizes.values()), dtype=torch.int64)
         self._since_placed = self._since_told.clone()
 
+    @property
+    def are_there(self) -> bool:
+        """Whether anybody counts."""
+        return bool(self._sizes)
+
     def told(self) -> dict[str, list[int]]:
         """What was chosen since this was last asked. All ranks call it alike."""
         self._count()

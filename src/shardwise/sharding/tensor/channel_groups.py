@@ -30,8 +30,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.sharding.tensor.channel_labels import Labels, UnionFind, distinct
-from shardwise.sharding.tensor.channel_rules import LabelFlow, Operation, ParameterChannels, tensors_in
-from shardwise.stages.split.meta import Guesses
+from shardwise.sharding.tensor.channel_rules import LabelFlow, Operation, ParameterChannels
+from shardwise.stages.split.meta import Guesses, tensors_of
 from shardwise.torch_private import EagerDispatchMode
 
 #: In the place of a parameter's name: random numbers.
@@ -85,7 +85,7 @@ def trace(
     with torch.no_grad(), run.watching(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         returned = twin(*arguments, **keywords)
     # Outputs of Hugging Face are ordered dictionaries of a type of their own.
-    tensors = tensors_in(dict(returned) if isinstance(returned, dict) else returned)
+    tensors = tensors_of(dict(returned) if isinstance(returned, dict) else returned)
     run.seen.returned += [each for each in map(run.along_last, tensors) if each is not None]
     return run.seen
 
@@ -185,7 +185,7 @@ class _LabelMode(EagerDispatchMode):  # type: ignore[no-untyped-call]
         del types
         kwargs = kwargs or {}
         returned = func(*args, **kwargs)
-        operation, tensors = Operation(func, args, kwargs, returned), tensors_in((args, kwargs))
+        operation, tensors = Operation(func, args, kwargs, returned), tensors_of((args, kwargs))
         self._pass_on(self._reached_by, tensors, returned)
         if self._depth:
             return returned  # Inside a layer: what it makes of its input is known.
@@ -203,18 +203,21 @@ class _LabelMode(EagerDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, operation: Operation, tensors: list[Tensor]) -> None:
         origins = frozenset(chain.from_iterable(self._origins.get(each, ()) for each in tensors))  # type: ignore[no-untyped-call]
+        is_drawn = operation.draws or _DRAWN in origins
+        if not origins and not is_drawn:
+            return
         touched = [self.flow.labels[each] for each in tensors if each in self.flow.labels]
         labels = np.unique(np.concatenate([distinct([each])[0].reshape(-1).numpy() for each in touched]))
         for name in origins - {_DRAWN}:
             self.seen.used_on.setdefault(name, []).append(labels[labels >= 0])
-        if operation.draws or _DRAWN in origins:
+        if is_drawn:
             self.seen.drawn_at.append(labels[labels >= 0])
 
     def _pass_on(self, what: WeakTensorKeyDictionary, tensors: list[Tensor], returned: Any) -> None:
         """Give what an operation returns all that its arguments have."""
         all_of_them = frozenset(chain.from_iterable(what.get(each, ()) for each in tensors))  # type: ignore[no-untyped-call]
         if all_of_them:
-            for each in tensors_in(returned):
+            for each in tensors_of(returned):
                 what[each] = all_of_them
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.sharding.tensor.channel_labels import MOVES, Labels, UnionFind, distinct, is_expanded, moved
+from shardwise.stages.split.meta import tensors_of
 from shardwise.torch_private import pytree, schema_of
 
 
@@ -54,7 +55,7 @@ class Operation(NamedTuple):
     @property
     def made(self) -> list[Tensor]:
         """The tensors that it returned."""
-        return tensors_in(self.returned)
+        return tensors_of(self.returned)
 
 
 #: What has more is a matrix, and has no number for each channel.
@@ -85,7 +86,7 @@ class ParameterChannels:
         """An operation without labels: if it moves or casts the numbers of one parameter, they are followed."""
         func, args, kwargs, returned = operation
         known = self._find(args[0]) if args else None
-        if known is None or tensors_in((args[1:], kwargs)):
+        if known is None or tensors_of((args[1:], kwargs)):
             return
         name, places = known
         if operation.name in MOVES:
@@ -215,7 +216,7 @@ def _pointwise(flow: LabelFlow, operation: Operation) -> list[Tensor]:
 
 def _join_all(flow: LabelFlow, operation: Operation) -> list[Tensor]:
     """An operation that is not understood."""
-    given = tensors_in((operation.args, operation.kwargs))
+    given = tensors_of((operation.args, operation.kwargs))
     touched = [flow.labels[each] for each in given if each in flow.labels]
     labels = np.concatenate([distinct([each])[0].reshape(-1).numpy() for each in touched])
     labels = labels[labels >= 0]
@@ -266,8 +267,3 @@ def _dims(given: Any, count: int) -> list[int]:
     if given is None or given == []:
         return list(range(count))
     return [given] if isinstance(given, int) else list(given)
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """All tensors in arguments or results, however they are nested."""
-    return [each for each in pytree.tree_leaves(tree) if isinstance(each, Tensor)]

@@ -17,7 +17,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.stages.batch import home_of
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.lines import line_of, line_of_error
-from shardwise.stages.split.meta import call_on_meta, has_meta, on_meta
+from shardwise.stages.split.meta import call_on_meta, has_meta, on_meta, tensors_of
 from shardwise.stages.split.outline import Outline, TensorOutline, outline_of, signature_of
 from shardwise.stages.split.sources import NOTHING, Drawn, HeldTensor, Hidden, Ledger, Made, Source, Sources, storage_of
 from shardwise.stages.split.switch import Inner, undisturbed
@@ -86,7 +86,7 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._inside is not None:
             return self._inside.operation(func, args, kwargs)
-        tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        tensors = tensors_of((args, kwargs))
         sources = self.ledger.of_all(tensors) | self._decided_by
         self.in_glue.update(each.name for each in sources if isinstance(each, HeldTensor))
         note_leaks(func, sources, self.leaks)
@@ -120,9 +120,8 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
         """Note what was written into, and what was made."""
         for written in written_by(func, args, kwargs):
             self._overwrite(written, sources)
-        for each in pytree.tree_leaves(returned):
-            if isinstance(each, Tensor):
-                self.ledger.set(each, sources)
+        for each in tensors_of(returned):
+            self.ledger.set(each, sources)
 
     def _overwrite(self, written: Tensor, sources: Sources) -> None:
         made = self.ledger.write(written, sources)
@@ -221,12 +220,12 @@ class _Inside:
         self.flops = self.bytes = 0.0
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        tensors = tensors_of((args, kwargs))
         sources = self._ledger.of_all(tensors) - self._hidden
         self.sources |= sources
         note_leaks(func, sources, self._leaks)
         returned = func(*args, **kwargs)
-        made = [each for each in pytree.tree_leaves(returned) if isinstance(each, Tensor)]
+        made = tensors_of(returned)
         self.flops += flops_of(func, args, kwargs, returned)
         # Written or not: views cost little, but they are few.
         self.bytes += sum(each.numel() * each.element_size() for each in made)

@@ -98,7 +98,7 @@ class GradientNorm:
 
     @torch.no_grad()
     def square(self) -> Tensor:
-        """The sum of the squares of what this rank counts."""
+        """The sum of the squares of what this rank counts, on its device."""
         local = [bucket.local for bucket, _ in self._parts if bucket.local is not None]
         norms = self._all_norms([each for one in local for each in one.found])
         for bucket, parts in self._parts:
@@ -107,7 +107,7 @@ class GradientNorm:
                 norms += bucket.host_gradients.norms
             elif bucket.local is None:
                 norms += self._norms(parts, bucket.trained.own)
-        return torch.stack(norms).double().square().sum().cpu() if norms else torch.zeros((), dtype=torch.float64)
+        return torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
 
     def _norms(self, parts: Sequence[Part], own: Tensor) -> list[Tensor]:
         """The norm of each part of this rank's piece of a bucket."""

@@ -15,6 +15,7 @@ from shardwise.states.buckets.make import ParameterOwners
 from shardwise.states.optimizers.owners import OffloadedOwners, Owned, Owners
 from shardwise.states.parameter_group import MakeOptimizer, Share, make_on_pieces, number_bytes_of, shares_of, sort_out
 from shardwise.states.tiers.host_states import HostStates
+from shardwise.torch_private import step_divided
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -132,8 +133,16 @@ class Updates:
             for weight, name, start in named
         ]
 
-    def step(self, used: Mapping[Bucket, list[bool]], done: Collection[Bucket] = ()) -> None:
-        """Update all weights of this rank from its gradients. Optimizers have been given those of `done` already."""
+    def step(
+        self,
+        used: Mapping[Bucket, list[bool]],
+        done: Collection[Bucket] = (),
+        divided: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """Update all weights of this rank from its gradients. Optimizers have been given those of `done` already.
+
+        `divided`: by what fused optimizers are to divide gradients, and whether they are to leave the step out.
+        """
         for bucket in self._buckets:
             if bucket not in done:
                 bucket.give(used[bucket])
@@ -141,7 +150,10 @@ class Updates:
             owners.give(lambda bucket: used[bucket])
         if self.states is None:
             for optimizer in self.optimizers:
-                optimizer.step()
+                if divided is None:
+                    optimizer.step()
+                else:
+                    step_divided(optimizer, *divided)
         else:
             self.states.step()
             self._follow(self.states)

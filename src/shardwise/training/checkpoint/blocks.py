@@ -16,10 +16,25 @@ from shardwise.training.checkpoint.boxes import Box
 BLOCK_BYTES = 1 << 20
 
 
-def blocks_of(data: Any) -> Iterator[Any]:
-    """Bytes, block by block."""
-    for start in range(0, len(data), BLOCK_BYTES):
-        yield data[start : start + BLOCK_BYTES]
+class Checksums:
+    """Those of a box whose bytes come in chunks of any length: where blocks begin is by their place in the box."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self._at = 0
+
+    def count_in(self, chunk: Any) -> Iterator[Any]:
+        """The next bytes of the box, in pieces of at most a block; each is counted in when it is given out."""
+        start = 0
+        while start < len(chunk):
+            inside = self._at % BLOCK_BYTES
+            piece = chunk[start : start + BLOCK_BYTES - inside]
+            if not inside:
+                self.numbers.append(0)
+            self.numbers[-1] = checksum(piece, self.numbers[-1])
+            start += len(piece)
+            self._at += len(piece)
+            yield piece
 
 
 def touched(part: Box, whole: Box, item_bytes: int, block_bytes: int) -> Iterator[range]:
@@ -50,6 +65,6 @@ def _runs(
     yield range(begin // block_bytes, (end - 1) // block_bytes + 1)
 
 
-def checksum(data: Any) -> int:
-    """CRC-32 of some bytes."""
-    return zlib.crc32(data)
+def checksum(data: Any, before: int = 0) -> int:
+    """CRC-32 of some bytes, or of those after others that have the checksum `before`."""
+    return zlib.crc32(data, before)

@@ -1,6 +1,6 @@
 """A checkpoint written while training goes on.
 
-    training   step | copy | step | step | step ...         only the copy stops it
+    training   step | copy | step | step | step ...         only the copy stops it (`snapshot.py`)
     writer            `---- file, checksums, rename ----'    a thread of its own on every rank
 
 All ranks describe their parts once, and of those that several hold one rank is chosen to write each. A rank that has
@@ -21,9 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
-from shardwise.training.checkpoint.blocks import blocks_of, checksum
+from shardwise.training.checkpoint.blocks import Checksums, checksum
 from shardwise.training.checkpoint.boxes import Box
 from shardwise.training.checkpoint.file import TYPES, header_of
 from shardwise.training.checkpoint.index import (
@@ -32,7 +30,6 @@ from shardwise.training.checkpoint.index import (
     FileOutline,
     Index,
     Stored,
-    bytes_of,
     check_digest,
     folder_of,
     prune,
@@ -43,6 +40,7 @@ from shardwise.training.checkpoint.index import (
     write_json,
 )
 from shardwise.training.checkpoint.parts import Part
+from shardwise.training.checkpoint.snapshot import Chunks, Snapshot
 
 _POLL_SECONDS = 0.01
 # A rank whose disk takes not even an empty file cannot say so. The others give up on it after this long.
@@ -50,22 +48,6 @@ _PATIENCE_SECONDS = 600.0
 
 #: What identifies a part among those of all ranks.
 Description = tuple[str, Box, int]
-
-
-def copied(parts: Iterable[Part], before: Sequence[Part]) -> list[Part]:
-    """Copies of parts, in the memory of those before where it fits. Those on a GPU come over together."""
-    fresh: list[Part] = []
-    memories = {(part.entry, part.box): part.numbers for part in before}
-    for part in parts:
-        memory = memories.get((part.entry, part.box))
-        source = part.numbers.detach()
-        if memory is None or memory.dtype != source.dtype:
-            memory = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-        memory.copy_(source, non_blocking=True)
-        fresh.append(part._replace(numbers=memory))
-    if torch.cuda.is_available():
-        torch.cuda.current_stream().synchronize()
-    return fresh
 
 
 def share_out(described: Sequence[Sequence[Description]]) -> list[set[tuple[str, Box]]]:
@@ -95,7 +77,7 @@ class Writer:
     def __init__(self, root: Path, *, rank: int, num_ranks: int, keep: int, gather: Callable[[Any], list[Any]]) -> None:
         self._root, self._rank, self._num_ranks, self._keep, self._gather = root, rank, num_ranks, keep, gather
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardwise-checkpoint")
-        self._snapshot: list[Part] = []  # Of what this rank writes; its memory is used again.
+        self._snapshot = Snapshot()  # Of what this rank writes.
         self._under_way: Future[str | None] | None = None
         self._described: list[Description] = []
         self._mine: set[tuple[str, Box]] = set()
@@ -105,8 +87,7 @@ class Writer:
         """Begin to save. Returns what went wrong with the one before, on whichever rank. Every rank calls this."""
         problem = self.finish()
         self._agree(parts)
-        mine = (part for part in parts if (part.entry, part.box) in self._mine)
-        self._snapshot = copied(mine, self._snapshot)
+        self._snapshot.take(part for part in parts if (part.entry, part.box) in self._mine)
         self._under_way = self._thread.submit(self._write, step, dict(extra))
         return problem
 
@@ -133,13 +114,16 @@ class Writer:
         folder, name = final.with_name(f"{final.name}.{self._run}{SAVING}"), f"rank-{self._rank:05}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            entries, files = write_files(folder, name, self._snapshot, Mark(self._run, step))
+            self._snapshot.wait()
+            entries, files = write_files(folder, name, self._snapshot.parts, Mark(self._run, step))
             mine = {"run": self._run, "step": step, "files": files, "entries": told(entries)}
             write_json(folder / f"{name}.json", mine)
         except OSError as error:
             problem = f"the checkpoint of step {step} cannot be written to {self._root}: {error.strerror or error}"
             _give_up(folder, self._rank, problem)
             return problem
+        finally:
+            self._snapshot.release()
         return self._complete(step, folder, final, extra) if self._rank == 0 else None
 
     def _complete(self, step: int, folder: Path, final: Path, extra: dict[str, Any]) -> str | None:
@@ -211,17 +195,18 @@ def write_files(
 
 
 def write_parts(path: Path, parts: Sequence[Part], mark: Mark) -> tuple[dict[str, Entry], FileOutline]:
-    """Write a safetensors file, tensor by tensor. What comes back says what is in it."""
+    """Write a safetensors file, tensor by tensor, each read once. What comes back says what is in it."""
     header = header_of(_described(parts, mark))
     entries: dict[str, Entry] = {}
+    chunks = Chunks()
     with path.open("wb") as file:
         file.write(header)
         for part in parts:
-            checksums = []
-            for block in blocks_of(bytes_of(part.numbers)):
-                file.write(block)
-                checksums.append(checksum(block))
-            stored = Stored(file=path.name, key=part.entry, box=part.box, checksums=tuple(checksums))
+            checksums = Checksums()
+            for chunk in chunks.of(part.numbers):
+                for piece in checksums.count_in(chunk):
+                    file.write(piece)
+            stored = Stored(file=path.name, key=part.entry, box=part.box, checksums=tuple(checksums.numbers))
             dtype = str(part.numbers.dtype).removeprefix("torch.")
             entries[part.entry] = Entry(shape=part.shape, dtype=dtype, boxes=(stored,))
         file.flush()

@@ -14,8 +14,9 @@ function columnsOf(packed) {
 }
 
 // Events of one trace. Times are in ticks, `tick` seconds each, from the trace's start.
-function readTrace(given, lanes) {
+function readTrace(given, lanes, kinds) {
   const trace = { ...given, ...columnsOf(given.columns), names: given.names.split("\n"), lanes };
+  trace.streams = readStreams(given, kinds);
   trace.count = trace.begin.length;
   trace.letter = trace.names.map(letterOf);
   trace.rows = Array.from({ length: given.ranks }, () => ({ work: [], moves: [], gaps: [] }));

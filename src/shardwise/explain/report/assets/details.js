@@ -8,9 +8,10 @@ class Details {
     this.say({ event: -1, gap: -1 });
   }
 
-  say({ event, gap }) {
+  say({ event, gap, activity }) {
     this.place.replaceChildren();
     if (event >= 0) this.sayEvent(event);
+    else if (activity) this.sayActivity(activity);
     else if (gap >= 0) this.sayGap(gap);
     else this.write("Point at a box, or choose one with the comma and full stop keys.");
   }
@@ -66,6 +67,17 @@ class Details {
     const length = timeText((trace.gaps.end[gap] - trace.gaps.begin[gap]) * trace.tick, this.unit);
     const whom = on ? ", for " + on : "";
     return part + " " + length + whom;
+  }
+
+  sayActivity({ lane, place }) {
+    const trace = this.timeline.main, text = (column) => lane.texts[lane[column][place]];
+    const seconds = (lane.end[place] - lane.begin[place]) * trace.tick;
+    this.write(text("name"), "code");
+    this.write("  " + text("word") + (text("instruction") ? " of " + text("instruction") : "") + ", rank " + lane.rank + ", stream " + lane.stream + " (" + lane.role + "): ");
+    this.write(timeText(seconds, this.unit), "b");
+    this.write(", from " + this.span(trace, lane.begin[place], lane.end[place]));
+    const launched = lane.launched[place];
+    if (launched !== NEVER) this.write("; launched " + timeText(Math.max(lane.begin[place] - launched, 0) * trace.tick, this.unit) + " before");
   }
 
   sayGap(gap) {

@@ -15,6 +15,9 @@ function writeLegend(trace) {
   }
   if (trace.rows.some((row) => row.chunkOf.size > 1)) entries.push(legendEntry(theme.colours["F-late"], "a later chunk"));
   entries.push(legendEntry(theme.colours["gap-line"], "idle"), legendEntry(theme.colours["gap-exposed-line"], "exposed communication"));
+  if (trace.streams.some((lanes) => lanes.length)) {
+    for (const [colour, word] of [["kernel", "kernels"], ["nccl", "NCCL"], ["copies", "copies"]]) entries.push(legendEntry(theme.colours[colour], word));
+  }
   if (trace.rows.some((row) => row.moves.length)) entries.push(legendEntry(theme.colours["move-faint"], "moving"));
   document.getElementById("legend").replaceChildren(...entries);
 }
@@ -93,7 +96,7 @@ function listenToKeys(timeline, details, search, view, keys) {
   };
   const anywhere = {
     "+": () => view.zoom(0.6), "=": () => view.zoom(0.6), "-": () => view.zoom(1 / 0.6), "0": () => view.fit(),
-    "/": () => search.box.focus(), n: () => search.next(1), N: () => search.next(-1), u: keys.beneath, t: toggleTheme,
+    "/": () => search.box.focus(), n: () => search.next(1), N: () => search.next(-1), u: keys.beneath, s: keys.streams, t: toggleTheme,
     "?": keys.help, Escape: () => { timeline.choose(-1); search.clear(); details.say({ event: -1, gap: -1 }); },
   };
   document.addEventListener("keydown", (event) => {
@@ -119,10 +122,18 @@ function fillBeneath(timeline, traces) {
   };
 }
 
+// Streams are shown where there are any, until the reader hides them.
+function fillStreams(timeline) {
+  const choice = document.getElementById("streams");
+  choice.parentElement.hidden = !timeline.hasStreams;
+  choice.addEventListener("change", () => timeline.toggleStreams());
+  return () => { if (timeline.hasStreams) choice.click(); };
+}
+
 function start() {
   const given = JSON.parse(document.getElementById("data").textContent);
   startTheme();
-  const traces = given.traces.map((each) => readTrace(each, given.lanes)), main = traces[0];
+  const traces = given.traces.map((each) => readTrace(each, given.lanes, given.kinds)), main = traces[0];
   const longest = Math.max(...traces.map((trace) => (trace.length * trace.tick) / main.tick));
   const view = new View(longest);
   const timeline = new Timeline(traces, view, given.unit, given.parts);
@@ -134,7 +145,8 @@ function start() {
   writeLegend(main);
   theme.listeners.push(() => writeLegend(main));
   listenToPointer(timeline, details, view);
-  listenToKeys(timeline, details, search, view, { beneath, help: () => dialog.showModal() });
+  const streams = fillStreams(timeline);
+  listenToKeys(timeline, details, search, view, { beneath, streams, help: () => dialog.showModal() });
   document.getElementById("help").addEventListener("click", () => dialog.showModal());
   document.getElementById("zoom-in").addEventListener("click", () => view.zoom(0.6));
   document.getElementById("zoom-out").addEventListener("click", () => view.zoom(1 / 0.6));

@@ -2,7 +2,7 @@
 const theme = { colours: {}, paints: [], listeners: [] };
 const NAMED = [
   ...PAINTS, "ground", "ink", "faint", "rule", "strong-rule", "on-box", "move", "move-faint", "data",
-  "gap", "gap-line", "gap-exposed", "gap-exposed-line", ...[0, 1, 2, 3, 4, 5].map((place) => "owner-" + place),
+  "gap", "gap-line", "kernel", "nccl", "copies", "gap-exposed", "gap-exposed-line", ...[0, 1, 2, 3, 4, 5].map((place) => "owner-" + place),
 ];
 
 function applyTheme(name) {

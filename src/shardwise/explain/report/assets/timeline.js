@@ -11,6 +11,8 @@ class Timeline {
     this.unit = unit;
     this.parts = parts;
     this.beneath = traces.length > 1 ? traces[1] : null;
+    this.hasStreams = this.main.streams.some((lanes) => lanes.length);
+    this.showsStreams = this.hasStreams;
     this.chosen = -1;
     this.rank = 0;
     this.found = null;
@@ -27,7 +29,10 @@ class Timeline {
     this.box = many ? 13 : 22;
     this.strip = this.main.rows.some((row) => row.moves.length) ? (many ? 3 : 4) : 0;
     this.under = this.beneath ? (many ? 6 : 9) : 0;
-    this.pitch = this.box + (this.strip ? this.strip + 1 : 0) + (this.under ? this.under + 2 : 0) + (many ? 5 : 9);
+    this.lane = many ? 5 : 10;
+    this.numLanes = this.showsStreams ? Math.max(...this.main.streams.map((lanes) => lanes.length)) : 0;
+    this.lanesAt = this.box + (this.strip ? this.strip + 1 : 0) + (this.under ? this.under + 2 : 0) + (this.numLanes ? 3 : 0);
+    this.pitch = this.lanesAt + this.numLanes * (this.lane + 2) + (many ? 5 : 9);
     this.height = AXIS + this.main.ranks * this.pitch + 2;
   }
 
@@ -36,6 +41,14 @@ class Timeline {
     this.measure();
     this.redraw();
   }
+
+  toggleStreams() {
+    this.showsStreams = this.hasStreams && !this.showsStreams;
+    this.measure();
+    this.redraw();
+  }
+
+  laneTop(rank, number) { return this.rowTop(rank) + this.lanesAt + number * (this.lane + 2); }
 
   redraw() {
     if (this.pending) return;
@@ -72,6 +85,7 @@ class Timeline {
       context.fillStyle = rank === this.rank && this.chosen >= 0 ? colours.ink : colours.faint;
       context.fillText("rank " + rank, LEFT - 10, this.rowTop(rank) + this.box / 2 + 0.5);
     }
+    if (this.numLanes) this.drawLaneNames(context, first, last);
     this.drawnAt = performance.now();
   }
 
@@ -79,6 +93,8 @@ class Timeline {
     const area = { x: LEFT, y: this.rowTop(rank), width: this.plotWidth, height: this.box };
     drawGaps(context, this.main, rank, this.view, area, this.hatches);
     drawWork(context, this.main, rank, this.view, area, { labels: true, isFound: this.found });
+    // Where its GPU was seen, a rank stands still inside of instructions too: at the foot of their boxes.
+    if (this.main.streams[rank].length) drawGaps(context, this.main, rank, this.view, { ...area, y: area.y + this.box - 6, height: 6 }, this.hatches);
     let y = area.y + this.box + 1;
     if (this.strip) {
       this.drawMoves(context, rank, y);
@@ -88,6 +104,20 @@ class Timeline {
       context.globalAlpha = 0.62;
       drawWork(context, this.beneath, rank, this.inOther(this.beneath), { ...area, y, height: this.under }, {});
       context.globalAlpha = 1;
+    }
+    if (!this.numLanes) return;
+    this.main.streams[rank].forEach((lane, number) => {
+      drawLane(context, lane, this.view, { ...area, y: this.laneTop(rank, number), height: this.lane });
+    });
+  }
+
+  drawLaneNames(context, first, last) {
+    context.font = (this.lane < 10 ? 7 : 9.5) + "px ui-sans-serif, system-ui, sans-serif";
+    context.fillStyle = theme.colours.faint;
+    for (let rank = first; rank <= last; rank++) {
+      this.main.streams[rank].forEach((lane, number) => {
+        context.fillText("stream " + lane.stream, LEFT - 10, this.laneTop(rank, number) + this.lane / 2 + 0.5);
+      });
     }
   }
 
@@ -155,13 +185,19 @@ class Timeline {
     const colours = theme.colours;
     const idle = makeHatch(context, colours.gap, colours["gap-line"]);
     const exposed = makeHatch(context, colours["gap-exposed"], colours["gap-exposed-line"]);
-    return this.parts.map((part) => (part.key === "exposed" ? exposed : part.key === "data" ? colours.data : idle));
+    const bytes = ["exposed", "copies"];
+    return this.parts.map((part) => (bytes.includes(part.key) ? exposed : part.key === "data" ? colours.data : idle));
   }
 
-  // The event or the gap at a point of the canvas.
+  // The event, the gap or what a stream did at a point of the canvas.
   at(x, y) {
     const rank = Math.floor((y - AXIS) / this.pitch), time = this.time(x), trace = this.main;
     if (rank < 0 || rank >= trace.ranks || x < LEFT) return { event: -1, gap: -1 };
+    const number = Math.floor((y - this.laneTop(rank, 0)) / (this.lane + 2));
+    if (this.numLanes && number >= 0) {
+      const lane = trace.streams[rank][number];
+      return { event: -1, gap: -1, activity: lane ? activityAt(lane, time) : null };
+    }
     const row = trace.rows[rank], place = firstEndingAfter(row.work, trace.end, time);
     if (place < row.work.length && trace.begin[row.work[place]] <= time) return { event: row.work[place], gap: -1 };
     const gap = row.gaps[firstEndingAfter(row.gaps, trace.gaps.end, time)];

@@ -1,0 +1,139 @@
+"""The end of a step: by the host, which asks for the loss and the norm; or by a GPU alone.
+
+Where the host asks for no number, it can hand over the next step meanwhile:
+
+    host      step 1 | step 2 | read 1 | step 3 | read 2 | ...       what a step has measured is read one step later
+    device      `---- step 1 ----'---- step 2 ----'---- step 3 ...    and never stands still
+
+Whether loss and gradients are finite is known to the device alone when it updates. So it decides: from the first step
+on that is not, it leaves all steps out, until the host has seen that and says `go_on`. The weights are then those from
+before that step.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.engine.parts import Parts
+from shardwise.execution.interpreter import Tally
+from shardwise.planner.plan import Offload
+from shardwise.ranks.wires import OneProcess, Wires
+from shardwise.states.data_parallel import DataParallel
+from shardwise.torch_private import can_step_divided
+
+
+class Update:
+    """The end of a step: gradients made those of the whole batch's mean, looked at, clipped, and stepped with.
+
+    `gradient_norm` is that of the whole batch's gradient before it was clipped, if it was to be. A step whose loss or
+    norm is not finite leaves the weights alone, and `was_finite` says so.
+    """
+
+    def __init__(self, data: DataParallel, wires: Wires, clip: float | None) -> None:
+        self._data, self._wires, self._clip = data, wires, clip
+        self.gradient_norm: float | None = None
+        self.was_finite = True
+
+    def take(self, tally: Tally) -> None:
+        """Step with the gradients that were summed last."""
+        self.was_finite = math.isfinite(tally.mean)  # A batch that has none says so here.
+        scale = 1 / tally.count
+        if self._clip is not None:
+            self._wires.stand("the norm of the gradients")
+            square = self._data.square().cpu()
+            self._wires.sum(square, "the norm of the gradients")
+            self.gradient_norm = float(square) ** 0.5 * scale
+            self.was_finite = self.was_finite and math.isfinite(self.gradient_norm)
+            scale *= min(1.0, self._clip / (self.gradient_norm + 1e-6))
+        if self.was_finite:
+            self._data.step(scale)
+
+
+class StepNumbers(NamedTuple):
+    """What a step has measured. One that was not finite has left the weights alone."""
+
+    loss: float
+    gradient_norm: float | None
+    was_finite: bool
+
+
+class LaunchedStep:
+    """A step that the device has been given. `read` waits for it."""
+
+    def __init__(self, found: StepNumbers | Tensor, event: torch.cuda.Event | None = None) -> None:
+        self._found, self._event = found, event
+
+    @property
+    def was_deferred(self) -> bool:
+        """Whether the device has decided by itself what it made of the step."""
+        return isinstance(self._found, Tensor)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its numbers are there."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def read(self) -> StepNumbers:
+        """Its numbers, when they are there."""
+        if isinstance(self._found, StepNumbers):
+            return self._found
+        if self._event is not None:
+            self._event.synchronize()
+        loss, is_left_out, *norm = self._found.tolist()
+        return StepNumbers(loss, norm[0] if norm else None, not is_left_out)
+
+
+class DeviceUpdate:
+    """Gradients made those of the whole batch's mean, looked at, clipped, and stepped with, by the device alone."""
+
+    def __init__(self, data: DataParallel, clip: float | None, device: torch.device) -> None:
+        self._data, self._clip, self._device = data, clip, device
+        #: 1 from the first step on that was not finite.
+        self._leaves_out = torch.zeros((), device=device)
+        self._launched: LaunchedStep | None = None
+
+    @property
+    def launched(self) -> LaunchedStep:
+        """The last step."""
+        assert self._launched is not None, "no step has been launched"
+        return self._launched
+
+    @torch.no_grad()
+    def take(self, tally: Tally) -> None:
+        """Step with the gradients that were summed last."""
+        total, count = tally.on_device(self._device)
+        found, divisor = [total / count], count
+        if self._clip is not None:
+            norm = self._data.square().sqrt() / count
+            found.append(norm)
+            divisor = count * ((norm + 1e-6) / self._clip).clamp(min=1.0)
+        is_wrong = ~torch.isfinite(torch.stack(found)).all()
+        self._leaves_out = torch.maximum(self._leaves_out, is_wrong.float())
+        self._data.step_divided(divisor.float(), self._leaves_out)
+        numbers = torch.stack([found[0], self._leaves_out.double(), *found[1:]])
+        if self._device.type != "cuda":
+            self._launched = LaunchedStep(numbers)
+            return
+        told = torch.empty(len(numbers), dtype=torch.float64, pin_memory=True)
+        told.copy_(numbers, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self._launched = LaunchedStep(told, event)
+
+    def go_on(self) -> None:
+        """The host has seen that a step was not finite: update again."""
+        self._leaves_out.zero_()
+
+
+def find_device_update(parts: Parts, data: DataParallel) -> DeviceUpdate | None:
+    """One for a rank that is alone, has all of its state on its device, and optimizers that can; else None."""
+    clip, optimizers = parts.options.clip, data.updates.optimizers
+    # Without a bound the norm is asked for only by who wants to know of every step at once.
+    is_known = clip is None or math.isfinite(clip)
+    is_here = data.sharing.local and parts.plan.offload == Offload() and not parts.schedule.staleness
+    if not (isinstance(parts.wires, OneProcess) and is_known and is_here):
+        return None
+    can = bool(optimizers) and all(map(can_step_divided, optimizers))
+    return DeviceUpdate(data, clip, parts.device) if can else None

@@ -1,0 +1,47 @@
+"""Waits in groups of processes ended from outside, when it is known that they would last for good."""
+
+import contextlib
+import threading
+from collections.abc import Iterable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from shardwise.ranks.shared_memory import Pair
+from shardwise.torch_private import find_gpu_backend
+
+_A_MOMENT = timedelta(milliseconds=1)
+_TAG_OF_NOTHING = 987_654
+
+
+def break_all(groups: Iterable[dist.ProcessGroup | Pair]) -> None:
+    """End every wait under way in these groups, and with it their connections. It returns at once.
+
+    A communicator of NCCL that is given up frees memory, and that may wait for the kernels of another: so each has a
+    thread, and all of them are told before any is waited for.
+    """
+    every = list(groups)
+    for group in every:
+        if isinstance(group, dist.ProcessGroup) and find_gpu_backend(group) is not None:
+            threading.Thread(target=_abort, args=(group,), name="shardwise-abort", daemon=True).start()
+    for group in every:
+        _break(group)
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    """Make the kernels of a group's communicator end, and whoever waits for them go on."""
+    backend = find_gpu_backend(group)
+    with contextlib.suppress(RuntimeError):
+        if backend is not None:
+            backend.abort()
+
+
+def _break(group: dist.ProcessGroup | Pair) -> None:
+    """The same without NCCL. Of gloo one knows that when a wait times out, it closes all connections of the group; so
+    one is made to, for what nobody ever sends."""
+    with contextlib.suppress(RuntimeError):
+        if not isinstance(group, dist.ProcessGroup):
+            group.sever()
+        elif group.size() > 1 and "gloo" in str(dist.get_backend_config(group)):
+            group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), _TAG_OF_NOTHING).wait(_A_MOMENT)

@@ -1,0 +1,111 @@
+"""What a checkpoint is written from: copies of parts, made between two steps.
+
+    training   step | copy | step | step ...        a GPU with room copies in its own memory, in milliseconds
+    writer            `-- to the host, chunk by chunk, and into the file --'
+
+Without that room the copy goes to pinned memory of the host, and the next step waits for it.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.training.checkpoint.boxes import Box
+from shardwise.training.checkpoint.index import bytes_of
+from shardwise.training.checkpoint.parts import Part
+
+#: What is brought over at a time. Far larger than what a transfer costs by itself, far smaller than a model.
+_CHUNK_BYTES = 64 * 2**20
+#: What is left free on a GPU beside a copy and what steps have taken at most: memory comes in pieces.
+_MARGIN = 0.05
+
+
+class Snapshot:
+    """The parts of one checkpoint at a time. The memory of copies on the host is used again."""
+
+    def __init__(self) -> None:
+        self.parts: Sequence[Part] = ()
+        self._on_host: dict[tuple[str, Box], Tensor] = {}
+        self._copied: torch.cuda.Event | None = None
+        #: What was allocated at most before there was any copy.
+        self._most: int | None = None
+
+    def take(self, parts: Iterable[Part]) -> None:
+        """Copy parts. What a GPU has not copied yet is copied before anything changes it: all in one stream."""
+        given = list(parts)
+        stays = self._find_room(given)
+        try:
+            copies = [self._copy(part, stays=stays) for part in given]
+        except torch.cuda.OutOfMemoryError:
+            copies = [self._copy(part, stays=False) for part in given]
+            stays = False
+        self.parts = copies
+        kept = set() if stays else {(part.entry, part.box) for part in given}
+        self._on_host = {key: memory for key, memory in self._on_host.items() if key in kept}
+        if any(part.numbers.is_cuda for part in given):
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+            if not stays:
+                self._copied.synchronize()
+
+    def wait(self) -> None:
+        """Until the copies are made. The writer's thread calls this."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def release(self) -> None:
+        """It has been written: give a GPU its memory back."""
+        self.parts = ()
+
+    def _find_room(self, parts: Sequence[Part]) -> bool:
+        """Whether copies can stay on the GPU while steps go on there."""
+        on_gpu = [part.numbers for part in parts if part.numbers.is_cuda]
+        if not on_gpu:
+            return False
+        device = on_gpu[0].device
+        held = torch.cuda.memory_allocated(device)
+        if self._most is None:
+            self._most = torch.cuda.max_memory_allocated(device)
+        free, total = torch.cuda.mem_get_info(device)
+        unused = free + torch.cuda.memory_reserved(device) - held
+        needed = sum(each.nbytes for each in on_gpu)
+        return needed + max(0, self._most - held) + _MARGIN * total < unused
+
+    def _copy(self, part: Part, *, stays: bool) -> Part:
+        source = part.numbers.detach()
+        if stays and source.is_cuda:
+            return part._replace(numbers=source.clone(memory_format=torch.contiguous_format))
+        key = (part.entry, part.box)
+        memory = self._on_host.get(key)
+        if memory is None or memory.dtype != source.dtype:
+            memory = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+            self._on_host[key] = memory
+        memory.copy_(source, non_blocking=True)
+        return part._replace(numbers=memory)
+
+
+class Chunks:
+    """The bytes of tensors in pieces; those of a GPU come by way of pinned memory, on a stream of their own."""
+
+    def __init__(self) -> None:
+        self._stage: Tensor | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def of(self, numbers: Tensor) -> Iterator[Any]:
+        """Pieces, each good until the next."""
+        if not numbers.is_cuda:
+            yield bytes_of(numbers)
+            return
+        if self._stage is None or self._stream is None:
+            self._stage = torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+            self._stream = torch.cuda.Stream(numbers.device)  # type: ignore[no-untyped-call]
+        flat = numbers.detach().contiguous().view(-1).view(torch.uint8)
+        for start in range(0, len(flat), _CHUNK_BYTES):
+            piece = flat[start : start + _CHUNK_BYTES]
+            here = self._stage[: len(piece)]
+            with torch.cuda.stream(self._stream):
+                here.copy_(piece, non_blocking=True)
+            self._stream.synchronize()
+            yield here.numpy().data

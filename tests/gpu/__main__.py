@@ -1,0 +1,115 @@
+"""All that is tested on GPUs, as one command: `make test-gpu`, or
+
+    python -m tests.gpu                    everything
+    python -m tests.gpu --seconds 560      as much as fits; called again, it goes on where it was
+    python -m tests.gpu --only faults      one part
+
+Parts: plans (fp32 and bf16), families, faults, input, commands, pytest. What was done is in build/gpu_tests.json, until
+the source changes. It ends with 0 when all of it has passed, with 3 when there was no time for all, with 1 when
+something is wrong. What cannot be run is said.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from tests.gpu import every_plan, faults
+from tests.gpu.record import ROOT, Record
+
+PARTS = ("plans", "families", "faults", "input", "commands", "pytest")
+#: What a part needs at least to be begun, beside the first.
+_SECONDS = {"faults": 60.0, "input": 90.0, "commands": 240.0, "pytest": 120.0}
+
+
+def run_plans(record: Record, part: str, deadline: float) -> tuple[int, int, int]:
+    """How many plans passed, failed, and were left out."""
+    wanted = every_plan.wanted_rows(
+        with_families=part == "families", counts=(2, 4, 8), precisions=("fp32", "bf16"), only=""
+    )
+    rows, left_out = every_plan.run(record, wanted, deadline)
+    for each in left_out:
+        print(f"left out: {each}")
+    wrong = [row for row in rows if row.problem is not None]
+    for row in wrong:
+        print(f"failed: {row.precision} {row.plan} ({row.model}): {row.problem}")
+    return len(rows) - len(wrong), len(wrong), len(left_out)
+
+
+def run_faults(record: Record, deadline: float) -> tuple[int, int, int]:
+    known = {name.removeprefix("faults: ") for name in record.rows if name.startswith("faults: ")}
+    for row in faults.cases("cuda", known=known, deadline=deadline - _SECONDS["faults"]):
+        print(row, flush=True)
+        record.add(f"faults: {row.name}", asdict(row))
+    rows = record.of("faults")
+    wrong = sum(row["problem"] is not None for row in rows)
+    return len(rows) - wrong, wrong, faults.num_cases() - len(rows)
+
+
+def run_commands(record: Record, part: str, deadline: float) -> tuple[int, int, int]:
+    """Bad input, commands as they are typed, or the tests of pytest, one file after the other."""
+    commands = {part: [sys.executable, "-m", f"tests.gpu.{'bad_input' if part == 'input' else part}"]}
+    if part == "pytest":
+        if find_spec("pytest") is None:
+            print("left out: all tests of pytest, which is not installed")
+            return 0, 0, 1
+        files = sorted({*(ROOT / "tests").rglob("test_gpu*.py"), ROOT / "tests/execution/test_device_clock.py"})
+        commands = {
+            str(file.relative_to(ROOT)): [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
+            for file in files
+        }
+    passed = failed = left_out = 0
+    for name, command in commands.items():
+        key = f"{part}: {name}"
+        if key not in record.rows:
+            if time.monotonic() > deadline - _SECONDS[part]:
+                print(f"left out: {name}: no time was left")
+                left_out += 1
+                continue
+            start = time.monotonic()
+            status = subprocess.run(command, cwd=ROOT, check=False).returncode
+            record.add(key, {"status": status, "seconds": time.monotonic() - start})
+        passed, failed = (passed + 1, failed) if record.rows[key]["status"] == 0 else (passed, failed + 1)
+    return passed, failed, left_out
+
+
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="nothing is begun that may take longer")
+    parser.add_argument("--only", choices=PARTS, help="one part")
+    parser.add_argument("--anew", action="store_true", help="run also what has passed already")
+    parser.add_argument("--record", metavar="FILE", help="where it is written down (build/gpu_tests.json)")
+    arguments = parser.parse_args(words)
+    if not torch.cuda.is_available():
+        print("no GPU was found: nothing was tried", file=sys.stderr)
+        return 1
+    start = time.monotonic()
+    deadline = start + arguments.seconds
+    torch.zeros(1, device="cuda")
+    given = [Path(arguments.record)] if arguments.record else []
+    record = Record(*given, anew=arguments.anew)
+    told, wrong, missing = [], 0, 0
+    for part in PARTS if arguments.only is None else (arguments.only,):
+        if part in ("plans", "families"):
+            found = run_plans(record, part, deadline)
+        else:
+            found = run_faults(record, deadline) if part == "faults" else run_commands(record, part, deadline)
+        told.append(f"{part}: {found[0]} passed, {found[1]} failed, {found[2]} left out")
+        wrong, missing = wrong + found[1], missing + found[2]
+    every_plan.write(record)
+    print("\n".join(told), f"\n{time.monotonic() - start:.0f} s", flush=True)
+    if missing and not wrong:
+        print("not all was run: type it again to go on")
+    return 1 if wrong else every_plan.NOT_ALL if missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,61 @@
+"""What has been run on this machine's GPUs, kept from one call to the next: a call may end before all is done.
+
+A record is of one state of the source, on one kind of GPU with one torch. What was recorded of another is run again.
+"""
+
+import hashlib
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise import environment
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "build" / "gpu_tests.json"
+
+
+class Record:
+    """Results by name, written down as they come."""
+
+    def __init__(self, path: Path = FILE, *, anew: bool = False) -> None:
+        self.path, self.about = path, about()
+        self.rows: dict[str, dict[str, Any]] = {}
+        if path.exists() and not anew:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if found.get("about") == self.about:
+                self.rows = found["rows"]
+
+    def add(self, name: str, row: dict[str, Any]) -> None:
+        self.rows[name] = row
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"about": self.about, "rows": self.rows}, indent=1)
+        self.path.write_text(text + "\n", encoding="utf-8")
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        """The results whose names begin so, in the order in which they came."""
+        return [row for name, row in self.rows.items() if name.startswith(f"{kind}: ")]
+
+
+def about() -> dict[str, Any]:
+    """What a result depends on."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {
+        "source": _digest(),
+        "device": torch.cuda.get_device_name() if gpus else environment.processor_name(),
+        "gpus": gpus,
+        "versions": environment.versions_of(["torch", "triton", "transformers"]),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpus else "",  # type: ignore[no-untyped-call]
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+
+
+def _digest() -> str:
+    """Of our own source and of these tests."""
+    found = hashlib.sha256()
+    for folder in ("src/shardwise", "tests/gpu", "tests/parity"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            found.update(path.read_bytes())
+    return found.hexdigest()[:16]

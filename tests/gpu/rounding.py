@@ -1,0 +1,88 @@
+"""Whether a plan's bf16 is as close to fp32 as one device's bf16 is.
+
+One device in fp32 is taken for exact; one device in bf16 and the plan in bf16 are held against it. They round at the
+same places and see other roundings, as sums come in another order and partial sums of tp and cp are rounded too. So the
+errors of a single number are not comparable, and those of many are: each is a draw from about the same distribution.
+That has two humps where a rounding decides which expert a token goes to: one device, with its weights nudged by less
+than bf16 can tell apart, is off by .02, or in three of eight draws by .14 (the model `latent`, three steps). So where
+the plan is further off, one device is drawn again, up to eight times, and its worst counts. What is asked:
+
+    all tensors of a kind     the root of the mean square of their relative errors is at most FACTOR of one device's
+    every tensor              at most TENSOR_FACTOR of its own on one device, or of the mean over all tensors there
+    a loss, a norm            over the steps at most FACTOR of one device's, or half a step of bf16 (2^-9), below which
+                              one device may be right by chance
+
+A gradient that is not summed, or scaled by 2, is off by 10 to 100 times as much as these allow.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.parity.compare import Comparison, Kind, compare
+from shardwise.parity.course import Course
+from shardwise.parity.problem import Problem
+from shardwise.stages.split.materialise import materialise
+
+FACTOR = 2.0
+TENSOR_FACTOR = 4.0
+#: How often one device trains in bf16 at most, and how far its weights are nudged from the second time on.
+MOST_DRAWS, NUDGE = 8, 2.0**-12
+HALF_STEP = 2.0**-9
+_TENSORS: tuple[Kind, ...] = ("gradient", "weight")
+_NUMBERS: tuple[Kind, ...] = ("loss", "norm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounding:
+    """Errors against fp32 by kind, of the plan and of one device, and what is wrong."""
+
+    plan: dict[str, float]
+    alone: dict[str, float]
+    problem: str | None
+
+
+@torch.no_grad()
+def nudge(problem: Problem, seed: int) -> Problem:
+    """The same, with every weight a little off; as it is for seed 0."""
+    names = [name for name, _ in (*problem.module.named_parameters(), *problem.module.named_buffers())]
+    materialise(problem.module, names)  # As the reference would do.
+    for parameter in problem.module.parameters() if seed else ():
+        drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+        parameter.mul_(1 + NUDGE * drawn.to(parameter))
+    return problem
+
+
+def judge(exact: Course, alone: Sequence[Course], found: Sequence[Course]) -> Rounding:
+    """Hold a plan's bf16 against one device's, which has been drawn several times."""
+    ours = compare(exact, found, limit=math.inf)
+    draws = [compare(exact, [each], limit=math.inf) for each in alone]
+    kinds = (*_NUMBERS, *_TENSORS)
+    plan = {str(kind): _mean(ours, kind) for kind in kinds}
+    one = {str(kind): max(_mean(each, kind) for each in draws) for kind in kinds}
+    problem = None
+    for kind in kinds:
+        limit = max(FACTOR * one[kind], HALF_STEP if kind in _NUMBERS else 0.0)
+        if not plan[kind] <= limit:
+            problem = problem or f"the {kind} is off by {plan[kind]:.1e}, one device's by {one[kind]:.1e}"
+    for kind in _TENSORS:
+        problem = problem or _worst_tensor(ours, draws, kind, one[kind])
+    return Rounding(plan=plan, alone=one, problem=problem)
+
+
+def _mean(comparison: Comparison, kind: Kind) -> float:
+    errors = [each.error for each in comparison.differences if each.kind == kind]
+    return math.sqrt(sum(error**2 for error in errors) / len(errors)) if errors else 0.0
+
+
+def _worst_tensor(ours: Comparison, draws: Sequence[Comparison], kind: Kind, mean: float) -> str | None:
+    known: dict[tuple[str | None, int], float] = {}
+    for each in (each for draw in draws for each in draw.differences if each.kind == kind):
+        known[each.name, each.step] = max(each.error, known.get((each.name, each.step), 0.0))
+    for each in ours.differences:
+        if each.kind == kind and each.error > TENSOR_FACTOR * max(known.get((each.name, each.step), 0.0), mean):
+            error = known.get((each.name, each.step), 0.0)
+            return f"the {kind} of {each.name} is off by {each.error:.1e}, one device's by {error:.1e}"
+    return None

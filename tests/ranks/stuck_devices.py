@@ -1,0 +1,57 @@
+"""Ranks whose device never comes to what it was asked for: what NCCL's kernels do when another rank does not come."""
+
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shardwise.ranks.device_progress import DeviceProgress
+from shardwise.ranks.faults import Watch
+from shardwise.ranks.rank_error import RankError
+
+
+class StuckDevice(DeviceProgress):
+    """It passes what is marked, until it is stuck."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.is_stuck = False
+
+    def mark(self, place: object) -> None:
+        before = int(self._written[0])
+        super().mark(place)
+        if self.is_stuck:
+            self._written[0] = before
+
+
+def watch_with(device: StuckDevice, limit_seconds: float) -> Watch:
+    watch = Watch(dist.get_rank(), dist.get_world_size(), limit_seconds=limit_seconds, beat_seconds=0.1)
+    watch._gpu = device
+    return watch
+
+
+def wait_for_the_device(limit_seconds: float, comes_back: bool, folder: Path) -> str:
+    """Rank 0's device waits for rank 1, whose host stays where it is. What rank 0 is told, if its host comes back."""
+    device = StuckDevice()
+    watch = watch_with(device, limit_seconds)
+    for number in range(3):
+        watch.at(f"F{number}")
+    if dist.get_rank() == 1:
+        watch.at("a place of its own")
+        while not (folder / "told").exists():
+            time.sleep(0.05)
+        watch.close()
+        return ""
+    device.is_stuck = True
+    watch.at("B0")
+    if not comes_back:
+        time.sleep(600)
+    while True:
+        time.sleep(0.05)
+        try:
+            watch.check()
+        except RankError as error:
+            (folder / "told").touch()
+            watch.close()
+            return str(error)

@@ -1,22 +1,26 @@
-"""What a save costs the steps around it, and what a rank reads to go on under another plan.
+"""What a save costs the steps around it, what a rank reads to go on under another plan, and how fast files are.
 
 The first: the recipe `bytes` on two processes, with a checkpoint every 10 steps and with none, turn about; the time of
 a step is the median over the run, the cost is the time that a step's loop takes beside it. The second: bytes asked of
-the files by each rank, over the bytes that it keeps.
+the files by each rank, over the bytes that it keeps. The third: 256 MiB in memory, written and read by one thread,
+whole and in parts, all of it with checksums; the time is the processor's, so that neither a disk nor others count.
+`python checkpoints.py files` measures this one alone.
 """
 
 import sys
 import tempfile
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 
-from record import record
+import torch
+from record import kept, record
 
 from shardwise.planner.plan import Plan
 from shardwise.ranks.spawn import Ranks
-from shardwise.training.checkpoint.index import find_last
-from shardwise.training.checkpoint.parts import random_parts
+from shardwise.training.checkpoint.boxes import Box
+from shardwise.training.checkpoint.index import find_last, folder_of
+from shardwise.training.checkpoint.parts import Part, random_parts
 from shardwise.training.checkpoint.read import Reader, load
 from shardwise.training.checkpoint.write import Writer
 from shardwise.training.folder import CHECKPOINTS
@@ -75,7 +79,56 @@ def reading(job: Job) -> tuple[int, int]:
     return reader.bytes_read, reader.bytes_kept
 
 
+#: Of the boxes for which files are timed, and how many there are.
+SHAPE, COUNT = (2048, 4096), 8
+#: What is read of each: where it begins, and its size.
+READ = {
+    "whole": ((0, 0), SHAPE),
+    "half of the rows": ((1024, 0), (1024, 4096)),
+    "half of the columns": ((0, 2048), (2048, 2048)),
+    "an eighth of the columns": ((0, 512), (2048, 512)),
+}
+
+
+def seconds_of(root: Path) -> dict[str, float]:
+    """Processor seconds to write boxes, and to read them or parts of them: the least of four times."""
+    torch.set_num_threads(1)
+    whole = Box((0, 0), SHAPE)
+    parts = [Part(str(number), SHAPE, whole, torch.randn(SHAPE)) for number in range(COUNT)]
+    writer, found = Writer(root, rank=0, num_ranks=1, keep=1, gather=lambda given: [given]), dict[str, float]()
+
+    def note(name: str, start: float) -> None:
+        found[name] = min(found.get(name, float("inf")), process_time() - start)
+
+    for step in range(1, 5):
+        start = process_time()
+        writer.save(step, parts, {})
+        assert writer.finish() is None, "there is room"
+        note("save", start)
+        for name, (begin, size) in READ.items():
+            start = process_time()
+            with Reader(folder_of(root, step)) as reader:
+                for part in parts:
+                    reader.fill(Part(part.entry, SHAPE, Box(begin, size), torch.empty(size)))
+            note(f"read {name}", start)
+    writer.close()
+    return found
+
+
+def measured_files() -> dict[str, float]:
+    """The third."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
+        seconds = seconds_of(Path(name))
+    for what, each in seconds.items():
+        print(f"{what:30} {each:.3f} s")
+    return seconds
+
+
 def main() -> int:
+    if sys.argv[1:] == ["files"]:
+        record("checkpoints", {**kept("checkpoints"), "processor_seconds_of_256_mib": measured_files()})
+        return 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with Ranks(2) as ranks:
@@ -103,6 +156,7 @@ def main() -> int:
             "stopped_seconds": stopped,
             "share_of_step_time": saving,
             "read_over_kept": worst,
+            "processor_seconds_of_256_mib": measured_files(),
         },
     )
     return 0 if saving <= MOST_SAVING and max(worst.values()) <= MOST_READ else 1

@@ -46,7 +46,7 @@ def test_two_runs_go_on_one_page() -> None:
         (["report", "nowhere"], "there is no run at nowhere", "shardwise profile"),
         (["report", "pp=two"], "pp=two in the plan wants a whole number", "pp=2"),
         (["report", "pp=2,schedule=auto,microbatches=4"], "is found for the times of a real run", "zb-v"),
-        (["report", "pp=2,microbatches=4", "--save", "no/where.html"], "cannot be written", "--save"),
+        (["report", "pp=2,microbatches=4", "--save", "no/where.html"], "there is no folder no", "mkdir -p no"),
         (["doctor", "nowhere"], "there is no run at nowhere", "shardwise profile"),
     ],
 )

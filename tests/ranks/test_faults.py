@@ -167,6 +167,15 @@ def test_a_circle_is_a_stall_only_when_all_of_it_has_waited_for_long() -> None:
     assert error.problem.startswith("ranks 0, 1 have waited for each other for 22 s\n")
 
 
+def test_of_a_circle_the_one_that_is_silent_is_named() -> None:
+    """It was stopped while it waited, and others look at it only when they have waited for a while themselves."""
+    circle = [PLACES[0], replace(PLACES[1], waits_for=(0,), at_seconds=20, silent_seconds=18), BUSY]
+    error = find_stall(circle, 0, 20)
+    assert error is not None
+    assert error.rank == 1
+    assert error.problem.startswith("rank 1 has not answered for 18 s; it was last at 1RECV_B3<2\n")
+
+
 def test_of_a_collective_the_one_that_has_not_come_is_named() -> None:
     places = [
         RankLocation(rank=0, at="the loss", at_seconds=30, waits_for=(1, 2)),

@@ -130,10 +130,11 @@ def test_damage_is_noticed(tmp_path: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    with Reader(folder) as reader, pytest.raises(ShardwiseError, match=r"weight in .* is damaged: its checksum"):
+    with Reader(folder) as reader, pytest.raises(ShardwiseError, match=r"weight in .* is damaged between the bytes"):
         reader.whole("weight")
     file.write_bytes(content[:-4])
-    with Reader(folder) as reader, pytest.raises(ShardwiseError, match="weight cannot be read from"):
+    size = len(content)
+    with Reader(folder) as reader, pytest.raises(ShardwiseError, match=f"it has {size - 4} bytes, and {size} were"):
         reader.whole("weight")
     (folder / INDEX).write_text("{")
     with pytest.raises(ShardwiseError, match=r"index\.json is damaged"):

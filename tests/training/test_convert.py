@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from shardwise.cli import main
+from shardwise.errors import ShardwiseError
 from shardwise.ranks.spawn import Ranks
 from shardwise.training.convert import convert
 from shardwise.training.data.rows import training_and_held_out
@@ -37,6 +38,15 @@ def test_a_folder_comes_back_from_our_checkpoint_to_the_bit(family: str, tmp_pat
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) and before[name].dtype == after[name].dtype for name in before)
     assert (tmp_path / "again" / "config.json").read_text() == (tmp_path / "theirs" / "config.json").read_text()
+
+
+def test_what_lies_beside_our_checkpoint_is_as_it_was_written_or_refused(tmp_path: Path) -> None:
+    save_theirs("llama", tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    config = tmp_path / "ours" / "hf" / "config.json"
+    config.write_text(config.read_text().replace('"rms_norm_eps": 1e', '"rms_norm_eps": 2e'))
+    with pytest.raises(ShardwiseError, match="hf is damaged: its files are not those that were written"):
+        convert(tmp_path / "ours", tmp_path / "again")
 
 
 @pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.whole), "mixtral"])

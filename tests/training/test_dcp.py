@@ -1,5 +1,8 @@
 """`torch.distributed.checkpoint` reads our checkpoints as they are; and its own folders come and go by `convert`."""
 
+import os
+import pickle
+import re
 import weakref
 from pathlib import Path
 
@@ -145,3 +148,61 @@ def test_damage_and_mistakes_are_told(tmp_path: Path) -> None:
     with pytest.raises(ShardwiseError, match=r"\.metadata cannot be read"):
         convert(tmp_path / "dcp", tmp_path / "new")
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("new")], "nothing half made is left"
+
+
+class _Runs:
+    """Unpickled, it runs a command."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.system, (self.command,)
+
+
+def test_a_pickle_that_would_run_something_is_refused_and_runs_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_theirs("llama", tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "dcp", to="dcp")
+    metadata, done = tmp_path / "dcp" / ".metadata", tmp_path / "done"
+    good = metadata.read_bytes()
+    evil = _Runs(f"touch {done}")
+    pickle.loads(pickle.dumps(evil))
+    assert done.exists(), "it is a real one"
+    done.unlink()
+    known = pickle.loads(good)
+    known.planner_data = evil
+    hidden = pickle.dumps(known)
+    for content in (pickle.dumps(evil), pickle.dumps(evil, protocol=0), hidden):
+        metadata.write_bytes(content)
+        assert main(["convert", str(tmp_path / "dcp"), str(tmp_path / "new")]) == 1
+        told = capsys.readouterr().err
+        assert f"error: {metadata} names posix.system, which is nothing of torch's metadata" in told
+        assert not done.exists()
+        assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["builtins.eval", "builtins.getattr", "torch.load", "torch.hub.load", "os.system", "subprocess.Popen",
+     "torch.distributed.checkpoint.metadata.os", "torch.distributed.checkpoint.filesystem.pickle.loads"],
+)  # fmt: skip
+def test_no_name_outside_of_the_list_is_found(name: str, tmp_path: Path) -> None:
+    module, _, attribute = name.rpartition(".")
+    words = (f"\x8c{chr(len(each))}{each}" for each in (module, attribute))
+    # STACK_GLOBAL, by hand: also with dots in it, which Python follows.
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04" + "".join(words).encode("latin-1") + b"\x93.")
+    with pytest.raises(ShardwiseError, match=re.escape(f"names {name}, which is nothing of torch's metadata")):
+        TorchFolder(tmp_path)
+
+
+def test_a_piece_outside_of_the_folder_is_not_read(tmp_path: Path) -> None:
+    write_torch_folder(tmp_path / "dcp", {"one": ((2,), torch.float32)}, lambda _: torch.zeros(2))
+    known = pickle.loads((tmp_path / "dcp" / ".metadata").read_bytes())
+    for path in ("../secret", "/etc/hostname"):
+        for place in known.storage_data.values():
+            place.relative_path = path
+        (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(known))
+        with pytest.raises(ShardwiseError, match=re.escape(f"ValueError: {path} is not in the folder")):
+            TorchFolder(tmp_path / "dcp")

@@ -5,13 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.training.checkpoint import snapshot
-from shardwise.training.checkpoint.index import Entry, checksum_of
+from shardwise.training.checkpoint import blocks, snapshot
+from shardwise.training.checkpoint.blocks import checksum
+from shardwise.training.checkpoint.index import Entry, bytes_of
 from shardwise.training.checkpoint.parts import whole_part
 from shardwise.training.checkpoint.snapshot import Snapshot
-from shardwise.training.checkpoint.write import write_parts
+from shardwise.training.checkpoint.write import Mark, write_parts
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+#: Blocks end within chunks, and chunks within blocks.
+CHUNK_BYTES, BLOCK_BYTES = 1000, 768
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -19,7 +22,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.i
 def test_what_is_written_is_what_was_there_however_large(
     device: str, has_room: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(snapshot, "_CHUNK_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", BLOCK_BYTES)
     if not has_room:
         monkeypatch.setattr(Snapshot, "_find_room", lambda *_: False)
     given = {
@@ -38,7 +42,7 @@ def test_what_is_written_is_what_was_there_however_large(
         for each in given.values():
             each.add_(1)
         taken.wait()
-        entries = write_parts(tmp_path / "parts.safetensors", taken.parts)
+        entries, _ = write_parts(tmp_path / "parts.safetensors", taken.parts, Mark("4f1c", 7))
         taken.release()
         _check(tmp_path / "parts.safetensors", entries, before)
 
@@ -50,4 +54,6 @@ def _check(path: Path, entries: dict[str, Entry], before: dict[str, torch.Tensor
     assert found.keys() == before.keys()
     for name, each in before.items():
         assert torch.equal(found[name].view(each.shape), each), name
-        assert entries[name].boxes[0].checksum == checksum_of(each)
+        data = bytes_of(each)
+        starts = range(0, len(data), BLOCK_BYTES)
+        assert entries[name].boxes[0].checksums == tuple(checksum(data[at : at + BLOCK_BYTES]) for at in starts)

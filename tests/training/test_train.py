@@ -24,9 +24,9 @@ from shardwise.nets.transformer import Transformer
 from shardwise.planner.plan import Plan
 from shardwise.ranks.spawn import Ranks
 from shardwise.training import model
-from shardwise.training.checkpoint.index import Entry, find_last, saved_steps
+from shardwise.training.checkpoint.index import Entry, FileOutline, find_last, saved_steps
 from shardwise.training.checkpoint.parts import Part
-from shardwise.training.checkpoint.write import write_parts
+from shardwise.training.checkpoint.write import Mark, write_parts
 from shardwise.training.data.rows import Batch, Batches
 from shardwise.training.job import Job
 from shardwise.training.metrics import read_metrics
@@ -271,9 +271,9 @@ def test_a_run_that_is_brought_back_with_fewer_ranks_is_planned_again(
 def test_a_disk_that_fills_up_while_training_leaves_the_old_checkpoint(
     on_failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def full(path: Path, parts: Sequence[Part]) -> dict[str, Entry]:
+    def full(path: Path, parts: Sequence[Part], mark: Mark) -> tuple[dict[str, Entry], FileOutline]:
         if "step-00000002" in str(path):
-            return write_parts(path, parts)
+            return write_parts(path, parts, mark)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("shardwise.training.checkpoint.write.write_parts", full)

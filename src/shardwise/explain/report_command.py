@@ -8,6 +8,7 @@ from shardwise.answer import Answer, Canvas, table
 from shardwise.errors import ShardwiseError
 from shardwise.explain.doctor.examine import examine
 from shardwise.explain.runs_by_name import find_run
+from shardwise.output import check_output, save_outputs
 from shardwise.trace.events import Trace
 from shardwise.trace.run import Run
 from shardwise.trace.streams import streams_of_ranks
@@ -25,6 +26,8 @@ shardwise report pp=4,schedule=zb-v,microbatches=8
 shardwise report pp=4,schedule=zb-v,microbatches=8 pp=4,microbatches=8 --save compared.html
 """
 
+_ELSEWHERE = "--save FILE.html in a folder that may be written to"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run's folder, a trace, or a plan")
@@ -41,6 +44,7 @@ def run(arguments: argparse.Namespace) -> Answer:
             remedy="two runs, or two plans",
         )
     path = _path_of(arguments)
+    check_output(path, remedy=_ELSEWHERE)
     size = write_report(first, path, second)
     trace = first.trace
     data = {
@@ -61,13 +65,8 @@ def write_report(run: Run, path: Path, other: Run | None = None) -> int:
     from shardwise.trace.perfetto import to_perfetto
 
     text = make_page(run, other, found=examine(run))
-    try:
-        path.write_text(text, encoding="utf-8")
-        perfetto_beside(path).write_text(json.dumps(to_perfetto(run.trace)), encoding="utf-8")
-    except OSError as error:
-        raise ShardwiseError(
-            f"{path} cannot be written: {error.strerror}", remedy="--save FILE.html in a folder that may be written to"
-        ) from None
+    texts = {path: text, perfetto_beside(path): json.dumps(to_perfetto(run.trace))}
+    save_outputs(texts, remedy=_ELSEWHERE)
     return len(text.encode())
 
 

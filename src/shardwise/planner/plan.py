@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ShardwiseError, nearest, unknown
+from shardwise.output import save_output
 from shardwise.schedule.catalogue import CATALOGUE, check
 from shardwise.units import counted
 
@@ -122,12 +123,7 @@ class Plan:
 
     def save(self, path: Path | str) -> None:
         """Write the plan to a file, which `load` reads back."""
-        try:
-            Path(path).write_text(self.to_toml(), encoding="utf-8")
-        except OSError as error:
-            raise ShardwiseError(
-                f"the plan cannot be written to {path}: {error.strerror}", remedy="plan.toml"
-            ) from None
+        save_output(Path(path), self.to_toml(), remedy="plan.toml")
 
     def explain(self) -> str:
         """The plan and, in a line each, the reason of every choice that has one."""

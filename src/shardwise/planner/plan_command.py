@@ -6,6 +6,7 @@ from typing import Any
 
 from shardwise.answer import Answer, Canvas
 from shardwise.errors import ShardwiseError, unknown
+from shardwise.output import check_output
 from shardwise.planner.plan import read_keys
 from shardwise.units import parse_seconds
 
@@ -51,6 +52,8 @@ def run(arguments: argparse.Namespace) -> Answer:
     if arguments.task not in _TASKS:
         error = unknown("task", arguments.task, _TASKS)
         raise ShardwiseError(error.problem, remedy=f"--task {error.remedy or 'train'}")
+    if arguments.save is not None:
+        check_output(Path(arguments.save), remedy="--save plan.toml")
     if arguments.task == "serve":
         from shardwise.planner.serving_command import answer
 

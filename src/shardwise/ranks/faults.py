@@ -308,11 +308,15 @@ class Watch:
 
 
 def default_store() -> Store:
-    """The store of the default process group, without the prefix of that group.
+    """The store of the default process group, without the prefix of that group."""
+    return store_of_faults(torch_private.default_store())
+
+
+def store_of_faults(store: Store) -> Store:
+    """A store as faults are told in it, without prefixes of groups.
 
     Each attempt at a run has names of its own there: what failed in the last is no news in this.
     """
-    store = torch_private.default_store()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     attempt = environment.num_restarts()

@@ -27,6 +27,7 @@ from shardwise import environment
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.faults import LAST_WORD, LOST, STATUS_OF_LAST_WORD
 from shardwise.ranks.gpus import Gpus
+from shardwise.ranks.pulse import SILENT, SILENT_SECONDS, Silence
 from shardwise.ranks.rank_error import RankError, decode, encode
 from shardwise.ranks.worker import Failure, serve
 from shardwise.torch_private import TCPStore
@@ -35,6 +36,8 @@ from shardwise.torch_private import TCPStore
 _PRELOADED = ["shardwise.ranks.worker", "shardwise.engine.parallelize", "torch._dynamo"]
 # How long the other ranks have, after one has failed, to say so themselves.
 _GRACE_SECONDS = 5.0
+# How often this process looks whether ranks live, and how much later than they themselves it names one.
+_LOOK_SECONDS, _LATER_SECONDS = 1.0, 4.0
 
 
 def spawn(
@@ -58,7 +61,7 @@ def spawn(
 class Ranks:
     """Processes that stay up from one function to the next. After a failure the next function gets new ones."""
 
-    def __init__(self, devices: int, *, gpus: Gpus = "own") -> None:
+    def __init__(self, devices: int, *, gpus: Gpus = "own", silent_seconds: float = SILENT_SECONDS) -> None:
         if devices < 1:
             raise ShardwiseError(f"{devices} devices: at least 1 rank is needed", remedy="devices=2")
         if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -66,7 +69,8 @@ class Ranks:
                 "a rank that is starting reads the script, and the script starts ranks again",
                 remedy='if __name__ == "__main__": before what starts them',
             )
-        self.devices, self.gpus = devices, gpus
+        self.devices, self.gpus, self._silent_seconds = devices, gpus, silent_seconds
+        self._silences: list[Silence] = []
         self._processes: list[Any] = []
         self._calls: list[Any] = []
         self._store: TCPStore | None = None
@@ -125,12 +129,13 @@ class Ranks:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=serve,
-                args=(rank, self.devices, port, variables, self.gpus, theirs),
+                args=(rank, self.devices, port, variables, self.gpus, theirs, self._silent_seconds),
                 name=f"shardwise-rank-{rank}",
             )
             self._calls.append(ours)
             process.start()
             self._processes.append(process)
+            self._silences.append(Silence(self._store, rank, self._silent_seconds + _LATER_SECONDS))
             theirs.close()
 
     def _collect(self, deadline: float | None) -> list[Any]:
@@ -141,8 +146,11 @@ class Ranks:
             waiting = [rank for rank in range(self.devices) if rank not in reports]
             ready = connection.wait(
                 [self._calls[rank] for rank in waiting] + [self._processes[rank].sentinel for rank in waiting],
-                None if deadline is None else max(0.0, deadline - time.monotonic()),
+                _LOOK_SECONDS if deadline is None else min(_LOOK_SECONDS, max(0.0, deadline - time.monotonic())),
             )
+            if not ready and (deadline is None or time.monotonic() < deadline):
+                self._look_at(waiting)
+                continue
             if not ready and not failures:
                 named = ("rank " if len(waiting) == 1 else "ranks ") + ", ".join(map(str, waiting))
                 problem = f"{named} of {self.devices} had not returned when the time was up"
@@ -173,17 +181,24 @@ class Ranks:
         self._processes[rank].join()
         _end(self._processes[rank])
         status = self._processes[rank].exitcode
-        told = self._find_last_word() if status == STATUS_OF_LAST_WORD else None
+        told = self._find_told(status)
         if told is not None:
             return Failure(error=told, when=time.monotonic(), follows=True)
         error = _death(rank, status)
         self._tell_the_others(error)
         return Failure(error=error, when=time.monotonic(), follows=False)
 
-    def _find_last_word(self) -> RankError | None:
-        """What a rank has said of another before it ended its own process."""
+    def _look_at(self, ranks: Sequence[int]) -> None:
+        """Name a rank that is silent, if the others have not: all of them may be."""
+        for rank in ranks:
+            if self._silences[rank].is_too_long():
+                raise self._silences[rank].error()
+
+    def _find_told(self, status: int | None) -> RankError | None:
+        """Why a rank has ended, if it is another's fault: what it said itself, or that one is silent."""
         assert self._store is not None, "ranks without a store"
-        return decode(self._store.get(LAST_WORD)) if self._store.check([LAST_WORD]) else None
+        keys = [LAST_WORD, SILENT] if status == STATUS_OF_LAST_WORD else [SILENT]
+        return next((decode(self._store.get(key)) for key in keys if self._store.check([key])), None)
 
     def _tell_the_others(self, error: RankError) -> None:
         assert self._store is not None, "ranks without a store"
@@ -198,7 +213,7 @@ class Ranks:
             process.close()
         for calls in self._calls:
             calls.close()
-        self._processes, self._calls, self._store = [], [], None
+        self._processes, self._calls, self._silences, self._store = [], [], [], None
         atexit.unregister(self._kill)
 
 

@@ -58,8 +58,7 @@ def _find_late(places: Sequence[RankLocation], me: int, limit_seconds: float) ->
     while chain:
         place = places[chain.popleft()]
         if place.silent_seconds >= limit_seconds:
-            problem = f"rank {place.rank} has not answered for {place.silent_seconds:.0f} s; it was last at {place.at}"
-            return place.rank, problem
+            return place.rank, _silence_of(place)
         # Of one that is silent it is not known whether it has moved since.
         if not place.waits_for and place.at_seconds - place.silent_seconds >= limit_seconds:
             return place.rank, f"rank {place.rank} has been at {place.at} for {place.at_seconds:.0f} s"
@@ -78,9 +77,17 @@ def _find_circle(places: Sequence[RankLocation], chain: list[int], limit_seconds
     for other in awaited:
         if other in chain:
             circle = sorted(chain[chain.index(other) :])
+            quiet = max((places[rank] for rank in circle), key=lambda each: each.silent_seconds)
+            if quiet.silent_seconds >= limit_seconds / 2:
+                # It says that it waits because it was stopped while it did. Its silence is counted from the first look.
+                return quiet.rank, _silence_of(quiet)
             shortest = min(places[rank].at_seconds for rank in circle)
             return other, f"{_ranks(circle)} have waited for each other for {shortest:.0f} s"
     return next((found for other in awaited if (found := _find_circle(places, [*chain, other], limit_seconds))), None)
+
+
+def _silence_of(place: RankLocation) -> str:
+    return f"rank {place.rank} has not answered for {place.silent_seconds:.0f} s; it was last at {place.at}"
 
 
 def _awaited(places: Sequence[RankLocation], place: RankLocation) -> list[int]:

@@ -20,7 +20,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from shardwise import environment
 from shardwise.errors import ShardwiseError
+from shardwise.ranks.faults import store_of_faults
 from shardwise.ranks.gpus import Gpus, check_one_each, find_gpus
+from shardwise.ranks.pulse import Pulse
 from shardwise.ranks.rank_error import RankError, describe_failure
 from shardwise.torch_private import PrefixStore, TCPStore
 
@@ -44,6 +46,7 @@ def serve(
     variables: dict[str, str],
     gpus: Gpus,
     calls: "connection.Connection",  # type: ignore[type-arg, unused-ignore]
+    silent_seconds: float,
 ) -> None:
     """Join the ranks; then run what comes over `calls` until it is closed, or until something fails.
 
@@ -56,7 +59,7 @@ def serve(
     environment.leave_faults_to_watch()
     report: object = None
     try:
-        _join(rank, num_ranks, port, gpus)
+        _join(rank, num_ranks, port, gpus, silent_seconds)
         while not isinstance(report, Failure):
             call = calls.recv_bytes()
             report = _run(rank, call)
@@ -81,10 +84,11 @@ def _end_group() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _join(rank: int, num_ranks: int, port: int, gpus: Gpus) -> None:
+def _join(rank: int, num_ranks: int, port: int, gpus: Gpus, silent_seconds: float) -> None:
     torch.set_num_threads(max(1, environment.num_cores() // num_ranks))
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     backend = choose_backend(rank, num_ranks, gpus)
+    Pulse(store, rank, num_ranks, limit_seconds=silent_seconds)
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
 
 
@@ -117,8 +121,10 @@ def join_if_launched() -> None:
     environment.keep_streams_apart()
     environment.leave_faults_to_watch()
     store, rank, size = next(rendezvous("env://"))
+    backend = choose_backend(*place, gpus)
+    Pulse(store_of_faults(store), rank, size, tells=True)
     dist.init_process_group(
-        choose_backend(*place, gpus),
+        backend,
         store=PrefixStore(f"attempt {environment.num_restarts()}", store),
         rank=rank,
         world_size=size,

@@ -1,11 +1,12 @@
 """A schedule made, proven, played and measured for one question, and written to files."""
 
 import json
-import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.errors import ShardwiseError
+from shardwise.output import check_output, save_outputs
 from shardwise.schedule.catalogue import CATALOGUE, make_schedule
 from shardwise.schedule.instruction import SENDS
 from shardwise.schedule.passes.lower import lower
@@ -106,37 +107,20 @@ def names() -> list[str]:
 
 def save(outcome: Outcome, paths: list[Path]) -> None:
     """Write one file for each path, in the form that its ending names. All of them are there whole, or none at all."""
-    written: list[tuple[Path, Path]] = []
-    path = paths[0]
-    try:
-        for path in paths:
-            _check_path(path)
-        # Each is first written beside its place; when all have gone well, they are put there.
-        for path in paths:
-            beside = path.with_name(f".{len(written)}.{os.getpid()}.tmp")
-            written.append((beside, path))
-            beside.write_text(_text(outcome, path.suffix.lower()), encoding="utf-8")
-        for beside, path in written:
-            beside.replace(path)
-    except OSError as error:
-        raise ShardwiseError(
-            f"{path} cannot be written: {error.strerror}", remedy="--save in a folder that may be written to"
-        ) from None
-    finally:
-        for beside, _ in written:
-            beside.unlink(missing_ok=True)
+    for path in paths:
+        _check_path(path)
+    texts = {path: _text(outcome, path.suffix.lower()) for path in paths}
+    save_outputs(texts, remedy="--save in a folder that may be written to")
 
 
 def _check_path(path: Path) -> None:
     """Refuse what cannot be written, before anything is."""
-    if path.is_dir():
-        raise ShardwiseError(
-            f"{path} cannot be written: it is a folder", remedy=f"--save {path / 'schedule.svg'}, a file in it"
-        )
-    if not path.parent.is_dir():
-        raise ShardwiseError(
-            f"{path} cannot be written: there is no folder {path.parent}", remedy=f"mkdir -p {path.parent}"
-        )
+    with suppress(OSError):  # A name that is too long is no folder's.
+        if path.is_dir():
+            raise ShardwiseError(
+                f"{path} cannot be written: it is a folder", remedy=f"--save {path / 'schedule.svg'}, a file in it"
+            )
+    check_output(path, remedy="--save in a folder that may be written to")
     if path.suffix.lower() not in _SUFFIXES:
         raise ShardwiseError(
             f"{path.name}: nothing is known to be saved as '{path.suffix}'",

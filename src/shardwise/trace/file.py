@@ -11,6 +11,7 @@ from types import NoneType
 from typing import Any
 
 from shardwise.errors import ShardwiseError
+from shardwise.output import write_whole
 from shardwise.trace.activities import Activity, ActivityKind
 from shardwise.trace.events import Event, Holding, Lane, Trace, Traffic
 
@@ -30,16 +31,6 @@ _ACTIVITY_KINDS: dict[str, set[type]] = {
 def save_trace(trace: Trace, path: Path) -> None:
     """Write a trace, whole or not at all."""
     write_whole(path, json.dumps(to_document(trace), separators=(",", ":")))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file beside its place and move it there: what was there before stays, if there is no room."""
-    beside = path.with_name(path.name + ".part")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def load_trace(path: Path) -> Trace:

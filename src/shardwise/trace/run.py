@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ShardwiseError
+from shardwise.output import write_whole
 from shardwise.trace.events import Trace
-from shardwise.trace.file import load_trace, save_trace, write_whole
+from shardwise.trace.file import load_trace, save_trace
 from shardwise.units import format_number, format_seconds
 
 TRACE, PREDICTED, PLAN, MANIFEST = "trace.json", "predicted.json", "plan.toml", "manifest.json"

@@ -17,7 +17,8 @@ from shardwise.cluster.device import Device
 from shardwise.cluster.file import to_toml
 from shardwise.cluster.local import memory_bytes
 from shardwise.cluster.topology import Fabric, Host, Link, NodeKind
-from shardwise.errors import ShardwiseError, os_errors_as
+from shardwise.errors import ShardwiseError
+from shardwise.output import save_output
 from shardwise.placing.places import copied_bytes_per_second, matmul_flops
 from shardwise.training.machine import find_device
 from shardwise.training.profile import Measured
@@ -25,8 +26,7 @@ from shardwise.training.profile import Measured
 
 def calibrate(measured: Measured, path: Path) -> None:
     """Write `cluster.toml`."""
-    with os_errors_as(f"{path} cannot be written", remedy="--calibrate cluster.toml"):
-        path.write_text(to_toml(_cluster_of(measured)), encoding="utf-8")
+    save_output(path, to_toml(_cluster_of(measured)), remedy="--calibrate cluster.toml")
 
 
 def _cluster_of(measured: Measured) -> Cluster:

@@ -5,23 +5,26 @@ All go tensor by tensor, never the whole model at once. Those of Hugging Face st
     ours  <-->  Hugging Face  <-->  torch.distributed.checkpoint
 """
 
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from hashlib import blake2b
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, os_errors_as
 from shardwise.nets.hf import Checkpoint, save
 from shardwise.nets.hf.entries import CONFIG
 from shardwise.nets.hf.save import in_shards
-from shardwise.training.checkpoint.index import FORMAT, INDEX, SAVING, Entry, find_last, told, write_json
+from shardwise.output import refuse_link
+from shardwise.training.checkpoint.index import INDEX, SAVING, Entry, FileOutline, Index, find_last, write_index
 from shardwise.training.checkpoint.parts import Part, whole_part
 from shardwise.training.checkpoint.read import Reader
-from shardwise.training.checkpoint.write import write_parts
+from shardwise.training.checkpoint.write import Mark, write_parts
 from shardwise.training.convert_dcp import METADATA, copy_beside, from_dcp, to_dcp
 from shardwise.training.folder import CHECKPOINTS
 from shardwise.training.model import check_sayable, described, settings_from
@@ -48,6 +51,8 @@ def convert(
     Files have at most `file_bytes`, or one tensor: so much is held at a time. `config` is where the `config.json` of
     tensors lies that have none beside them. Returns the kind of folder, and the bytes of its tensors.
     """
+    with os_errors_as(f"{target} cannot be written", remedy="another place for it"):
+        refuse_link(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ShardwiseError(f"{target} is not empty", remedy="a folder that is not there yet")
     source, kind = _find_source(source)
@@ -110,15 +115,19 @@ def _convert(
 
 def _to_ours(source: Path, target: Path, dtype: torch.dtype | None, file_bytes: int) -> None:
     entries: dict[str, Entry] = {}
+    files: dict[str, FileOutline] = {}
+    mark = Mark(secrets.token_hex(8), 0)
     with Checkpoint(source) as checkpoint:
         checkpoint.check()
         settings = checkpoint.settings
         for number, parts in enumerate(_files(checkpoint, dtype, file_bytes)):
-            entries |= write_parts(target / f"rank-{number:05}.safetensors", parts)
+            path = target / f"rank-{number:05}.safetensors"
+            written, files[path.name] = write_parts(path, parts, mark)
+            entries |= written
     (target / _BESIDE).mkdir()
     copy_beside(source, target / _BESIDE)
-    extra = {"model": described(settings, str(source))}
-    write_json(target / INDEX, {"format": FORMAT, "step": 0, "extra": extra, "entries": told(entries)})
+    extra = {"model": described(settings, str(source)), _BESIDE: _digests(target / _BESIDE)}
+    write_index(target, Index(step=mark.step, entries=entries, extra=extra, files=files, run=mark.run))
 
 
 def _files(checkpoint: Checkpoint, dtype: torch.dtype | None, file_bytes: int) -> Iterator[list[Part]]:
@@ -141,10 +150,22 @@ def _to_theirs(source: Path, target: Path, dtype: torch.dtype | None, file_bytes
         weights = _Weights(reader, dtype)
         save(weights, target, settings=settings, family=description["family"], shard_bytes=file_bytes)
         stored: torch.dtype = getattr(torch, reader.weights["embed.weight"].dtype)
+        kept = reader.index.extra.get(_BESIDE)
     # What was fine-tuned keeps its tokenizer, and what its own configuration says beyond ours.
     begun = Path(description.get("folder", source / _BESIDE))
+    if "folder" not in description and kept is not None and _digests(begun) != kept:
+        raise ShardwiseError(
+            f"{begun} is damaged: its files are not those that were written",
+            remedy=f"{source}, made again",
+        )
     if (begun / CONFIG).is_file():
         copy_beside(begun, target, dtype or (stored if "folder" in description else None))
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """Of the files in a folder, by name."""
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    return {path.name: blake2b(path.read_bytes(), digest_size=16).hexdigest() for path in paths}
 
 
 class _Weights(Mapping[str, Tensor]):

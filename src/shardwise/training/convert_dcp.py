@@ -27,6 +27,7 @@ from shardwise.nets.hf.entries import CONFIG, read_entries
 from shardwise.nets.hf.files import Files
 from shardwise.nets.hf.save import write_shards
 from shardwise.nets.weights import shapes_of
+from shardwise.training.dcp_metadata import read_metadata
 
 METADATA = ".metadata"
 _BESIDE = (".json", ".txt", ".model", ".jinja")
@@ -40,18 +41,11 @@ class TorchFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._reader = folder, FileSystemReader(folder)
-        try:
-            self._metadata = self._reader.read_metadata()
-            self._reader.set_up_storage_reader(self._metadata, True)
-            known = self._metadata.state_dict_metadata
-        except Exception as error:  # It is a pickle: one that is damaged may raise anything.
-            raise ShardwiseError(
-                f"{folder / METADATA} cannot be read: {type(error).__name__}: {error}",
-                remedy="a folder that torch.distributed.checkpoint has completed",
-            ) from None
+        self._metadata = read_metadata(folder, METADATA)
+        self._reader.set_up_storage_reader(self._metadata, True)
         self.tensors: dict[str, Outline] = {
             name: (tuple(each.size), each.properties.dtype)
-            for name, each in known.items()
+            for name, each in self._metadata.state_dict_metadata.items()
             if isinstance(each, TensorStorageMetadata)
         }
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from shardwise.errors import ShardwiseError
 from shardwise.explain.report_command import write_report
-from shardwise.trace.file import write_whole
+from shardwise.output import write_whole
 from shardwise.training.folder import MANIFEST, manifest_of, save_step
 from shardwise.training.job import Job
 from shardwise.training.outcome import Outcome, Result

@@ -8,11 +8,13 @@ RUN/
     tensorboard/    the same for TensorBoard, if the recipe wants it
     trace.json      one step, on all ranks
     checkpoints/    the last ones
+    lock            whose it is, while it is trained
     report.html     all of it as a page
 """
 
 import platform
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
 from itertools import chain, count
 from pathlib import Path
@@ -22,12 +24,13 @@ import torch
 
 from shardwise import environment
 from shardwise.errors import ShardwiseError, os_errors_as
+from shardwise.output import write_whole
 from shardwise.planner.plan import Plan
 from shardwise.schedule.replay import predict
 from shardwise.trace.events import Trace
-from shardwise.trace.file import write_whole
 from shardwise.trace.run import Run, load_run, save_run
 from shardwise.training.job import Job
+from shardwise.training.lock import RunLock
 from shardwise.training.recipe import Recipe, read_recipe
 
 RECIPE, PLAN, MANIFEST = "recipe.toml", "plan.toml", "manifest.json"
@@ -66,6 +69,14 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ".writable").touch()
         (folder / ".writable").unlink(missing_ok=True)
+
+
+def own_folder(folder: Path, *, is_owner: bool) -> AbstractContextManager[object]:
+    """Within it no other run writes to the folder, if this process is the one that owns it for all ranks.
+
+    That is the one that starts them, or under `torchrun` the first.
+    """
+    return RunLock(folder) if is_owner else nullcontext()
 
 
 def write_recipe_and_plan(folder: Path, recipe: Recipe, plan: Plan) -> None:

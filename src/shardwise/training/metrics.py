@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ShardwiseError, os_errors_as
+from shardwise.output import write_whole
 from shardwise.training.folder import METRICS, TENSORBOARD
 from shardwise.training.job import Job
 from shardwise.training.progress import Progress
@@ -24,10 +25,8 @@ class Metrics:
 
     def __init__(self, folder: Path, *, after: int) -> None:
         kept, path = [json.dumps(row) for row in read_metrics(folder) if row["step"] <= after], folder / METRICS
-        beside = path.with_name(path.name + ".part")
         with os_errors_as(f"{path} cannot be written", remedy="room on its disk"):
-            beside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        beside.rename(path)
+            write_whole(path, "".join(f"{line}\n" for line in kept))
         # Not buffered: what could not be written must not be tried again beside the next row.
         self._file = path.open("ab", buffering=0)
         self._end = self._file.seek(0, 2)

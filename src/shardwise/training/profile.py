@@ -3,6 +3,7 @@
 Nothing is saved but what a report is made of. The trace is of the step whose time is the median of those measured.
 """
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
@@ -20,7 +21,7 @@ from shardwise.ranks.spawn import Ranks
 from shardwise.trace.events import Trace
 from shardwise.trace.run import Run
 from shardwise.training.data.rows import Prefetcher
-from shardwise.training.folder import manifest_of, save_step
+from shardwise.training.folder import make_folder, manifest_of, own_folder, save_step
 from shardwise.training.job import Job
 from shardwise.training.machine_check import check_gpus
 from shardwise.training.progress import Progress
@@ -64,26 +65,32 @@ def measure(job: Job, num_devices: int, num_steps: int, *, gpus: Gpus = "own") -
     """Measure some steps of a job. Under `torchrun`, None on all ranks but the first."""
     check_inputs(job)
     check_gpus(job, num_devices, gpus)
-    if environment.place_under_torchrun() is not None or num_devices == 1:
+    make_folder(job.folder)
+    if environment.place_under_torchrun() is not None:
         return measure_rank(job, num_steps)
-    with Ranks(num_devices, gpus=gpus) as ranks:
-        found: Measured | None = ranks.run(measure_rank, job, num_steps)[0]
+    with own_folder(job.folder, is_owner=True):
+        if num_devices == 1:
+            return measure_rank(job, num_steps)
+        with Ranks(num_devices, gpus=gpus) as ranks:
+            found: Measured | None = ranks.run(measure_rank, job, num_steps)[0]
     return found
 
 
 def measure_rank(job: Job, num_steps: int) -> Measured | None:
     """What every rank does."""
-    world = World()
-    if world.is_first:
-        job.folder.mkdir(parents=True, exist_ok=True)
-        if job.said is not None:
-            Progress(speaks=True).say(job.said)
-    world.wait()
-    setup = make_ready(job, world)
-    with setup.engine:
-        found = _measure(job, world, setup, num_steps)
-    world.wait()
-    world.close()
+    with ExitStack() as stack:
+        world = World()
+        if world.is_first:
+            make_folder(job.folder)
+            stack.enter_context(own_folder(job.folder, is_owner=environment.place_under_torchrun() is not None))
+            if job.said is not None:
+                Progress(speaks=True).say(job.said)
+        world.wait()
+        setup = make_ready(job, world)
+        with setup.engine:
+            found = _measure(job, world, setup, num_steps)
+        world.wait()
+        world.close()
     return found if world.is_first else None
 
 

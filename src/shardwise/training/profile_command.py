@@ -18,6 +18,7 @@ from shardwise.explain.report_command import (
     streams_as_data,
     write_report,
 )
+from shardwise.output import check_output
 from shardwise.trace.run import Run
 from shardwise.trace.stretches import parts_of_ranks
 from shardwise.training import command as train_command
@@ -52,6 +53,8 @@ def run(arguments: argparse.Namespace) -> Answer:
         raise ShardwiseError(f"--steps {arguments.steps}: there is at least 1", remedy="--steps 5")
     if arguments.show:
         return train_command.run(arguments)
+    if arguments.calibrate is not None:
+        check_output(Path(arguments.calibrate), remedy="--calibrate cluster.toml")
     recipe = train_command.recipe_of(arguments)
     from shardwise.training.profile import measure, write_run  # Loads torch.
     from shardwise.training.run import count_devices

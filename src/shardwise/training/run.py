@@ -1,5 +1,6 @@
 """A run from beginning to end, however its ranks are started: here, as processes of this machine, or by `torchrun`."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
@@ -8,7 +9,7 @@ from shardwise import environment
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.gpus import Gpus
 from shardwise.training.finish import finish
-from shardwise.training.folder import make_folder, write_recipe_and_plan
+from shardwise.training.folder import make_folder, own_folder, write_recipe_and_plan
 from shardwise.training.job import Job
 from shardwise.training.local_ranks import run_here
 from shardwise.training.loop import Loop
@@ -40,7 +41,8 @@ def train(job: Job, num_devices: int, *, gpus: Gpus = "own") -> Result | None:
     is_launched = environment.place_under_torchrun() is not None
     if is_launched and gpus == "shared":
         environment.ask_for_shared_gpus()
-    told = train_rank(job) if is_launched or num_devices == 1 else run_here(train_rank, job, num_devices, gpus)
+    with own_folder(job.folder, is_owner=not is_launched):
+        told = train_rank(job) if is_launched or num_devices == 1 else run_here(train_rank, job, num_devices, gpus)
     if isinstance(told, StoppedError):
         raise ShardwiseError(told.problem, remedy=told.remedy)
     return told
@@ -48,11 +50,12 @@ def train(job: Job, num_devices: int, *, gpus: Gpus = "own") -> Result | None:
 
 def train_rank(job: Job) -> Result | StoppedError | None:
     """What every rank does. Only the first has a result. What all ranks know went wrong is given back, not raised."""
-    with StopSignals() as stop:
+    with StopSignals() as stop, ExitStack() as stack:
         world = World()
         progress = Progress(speaks=world.is_first)
         if world.is_first:
             make_folder(job.folder)
+            stack.enter_context(own_folder(job.folder, is_owner=environment.place_under_torchrun() is not None))
         world.wait()
         if job.said is not None:
             progress.say(job.said)
@@ -110,6 +113,11 @@ def _announce(job: Job, world: World, setup: Setup, progress: Progress) -> None:
         f"{format_bytes(setup.data_bytes, decimal=True)} of tokens, plan {job.plan} on "
         f"{world.size} x {world.device.type}, in {job.folder}"
     )
+    if setup.is_old:
+        progress.warn(
+            "the checkpoint is of an older format, without a checksum of its index: that could be damaged and"
+            " nobody would see; those that are saved from now on have one"
+        )
     num_gpus, place = torch.cuda.device_count(), environment.place_under_torchrun()
     num_here = world.size if place is None else place[1]
     if world.device.type == "cuda" and num_here > num_gpus:

@@ -26,7 +26,7 @@ from shardwise.training.world import World
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """What a loop goes round with. `step` is how many steps the checkpoint had done; `model` and `data` what it says of
-    these."""
+    these; `is_old` whether it is of the format that has no checksum of its index."""
 
     engine: Engine
     held: Held
@@ -40,6 +40,7 @@ class Setup:
     step: int
     num_parameters: int
     flops_per_token: float
+    is_old: bool = False
 
 
 def check_inputs(job: Job) -> None:
@@ -67,7 +68,7 @@ def make_ready(job: Job, world: World) -> Setup:
     scale = LossScale.of(job.plan.precision, subject.loss)
     engine = make_engine(job, module, on_device(_example(job, batches), world), scale)
     held, balancer = Held(engine, shapes), Balancer(engine, recipe.balance)
-    step = _restore(job, world, held, subject, scale, balancer)
+    step, is_old = _restore(job, world, held, subject, scale, balancer)
     # Masks of dropout follow the step, so that a run which goes on has the same.
     engine.num_steps = step
     return Setup(
@@ -88,12 +89,15 @@ def make_ready(job: Job, world: World) -> Setup:
         step=step,
         num_parameters=count,
         flops_per_token=flops,
+        is_old=is_old,
     )
 
 
-def _restore(job: Job, world: World, held: Held, subject: Subject, scale: LossScale, balancer: Balancer) -> int:
+def _restore(
+    job: Job, world: World, held: Held, subject: Subject, scale: LossScale, balancer: Balancer
+) -> tuple[int, bool]:
     """Clear away what was not finished, and give the engine its first numbers: of the newest checkpoint, or of the
-    recipe's subject. Returns how many steps they have had."""
+    recipe's subject. Returns how many steps they have had, and whether they are of a checkpoint of the old format."""
     root = job.folder / CHECKPOINTS
     if world.is_first:
         clean(root)
@@ -105,10 +109,10 @@ def _restore(job: Job, world: World, held: Held, subject: Subject, scale: LossSc
             load(reader, held)
             load_random(reader, world)
             scale.take(reader.index.extra)
-            return reader.index.step
+            return reader.index.step, reader.index.is_old
     subject.fill(held)
     torch.manual_seed(job.recipe.seed * 1000 + world.rank)
-    return 0
+    return 0, False
 
 
 def _example(job: Job, batches: Batches) -> Batch:

@@ -17,6 +17,7 @@ from shardwise.nets.hf.pieces import Piece
 from shardwise.nets.settings import Settings
 from shardwise.nets.transformer import Transformer
 from shardwise.nets.weights import shapes_of, weights_of
+from shardwise.output import write_whole
 
 Item = TypeVar("Item")
 
@@ -126,4 +127,4 @@ def _put_together(weights: Mapping[str, Tensor], recipe: _Recipe) -> Tensor:
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(content, indent=2, sort_keys=True) + "\n")

@@ -2,32 +2,38 @@
 
     checkpoints/
         step-00000100/
-            index.json               which tensors there are, whole shapes, and in which file each box lies
+            index.json               which tensors there are, whole shapes, in which file each box lies, checksums
             rank-00000.safetensors   boxes, each under the name of its tensor
             rank-00000-2.safetensors second boxes of tensors of which the rank had several
             rank-00001.safetensors
-        step-00000200.saving/        not complete yet; whoever finds one after a kill may delete it
+        step-00000200.4f1c.saving/   not complete yet; whoever finds one after a kill may delete it
 
-The folder gets its name when all is written. Nothing in it says under which plan it was made.
+The folder gets its name when all is written. Nothing in it says under which plan it was made. Every byte has a
+checksum: those of boxes, block by block, and those of the files' headers are in the index, which ends with a digest of
+itself. All files of a checkpoint carry the mark of the run that wrote them.
+
+Checkpoints of the format 1 are still read. They have one checksum for a box, and none of the index.
 """
 
 import json
 import os
 import re
 import shutil
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardwise.errors import ShardwiseError, os_errors_as
+from shardwise.output import replacing
+from shardwise.training.checkpoint.blocks import BLOCK_BYTES
 from shardwise.training.checkpoint.boxes import Box
 
-FORMAT = "shardwise checkpoint 1"
+FORMAT, OLD_FORMAT = "shardwise checkpoint 2", "shardwise checkpoint 1"
 INDEX = "index.json"
 SAVING = ".saving"
 _NAME = re.compile(r"step-(\d{8,})")
@@ -35,12 +41,12 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A box in a file."""
+    """A box in a file, and the checksums of its blocks."""
 
     file: str
     key: str
     box: Box
-    checksum: int
+    checksums: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,18 +58,30 @@ class Entry:
     boxes: tuple[Stored, ...]
 
 
+class FileOutline(NamedTuple):
+    """What the index knows of a file."""
+
+    num_bytes: int
+    header_checksum: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
-    """All that a checkpoint says of itself. `extra` is what the run wants to know again: data position and the like."""
+    """All that a checkpoint says of itself. `extra` is what the run wants to know again: data position and the like.
+
+    `run` marks the run that wrote it. Of the format 1 there is neither that nor `files`, and a box is one block.
+    """
 
     step: int
     entries: Mapping[str, Entry]
     extra: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, FileOutline] = field(default_factory=dict)
+    run: str = ""
+    block_bytes: int | None = BLOCK_BYTES
 
-
-def checksum_of(numbers: Tensor) -> int:
-    """CRC-32 of the bytes of a tensor on the CPU."""
-    return zlib.crc32(bytes_of(numbers))
+    @property
+    def is_old(self) -> bool:
+        return self.block_bytes is None
 
 
 def bytes_of(numbers: Tensor) -> Any:
@@ -104,13 +122,37 @@ def prune(root: Path, keep: int) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a file beside and rename it, so that whoever sees it sees all of it."""
-    beside = path.with_name(path.name + ".part")
-    with beside.open("w", encoding="utf-8") as file:
-        json.dump(content, file)
+    """Write a file that ends with the digest of all before it. Whoever sees the file sees all of it."""
+    text = json.dumps(content).encode()[:-1]
+    with replacing(path) as file:
+        file.write(text + _ending(text))
         file.flush()
         os.fsync(file.fileno())
-    beside.rename(path)
+
+
+def check_digest(raw: bytes) -> None:
+    """Raise a `ValueError` at what `write_json` has not written so."""
+    length = len(_ending(b""))
+    if raw[-length:] != _ending(raw[:-length]):
+        raise ValueError("its digest is not the one that was written")
+
+
+def _ending(text: bytes) -> bytes:
+    return f', "digest": "{blake2b(text, digest_size=16).hexdigest()}"}}'.encode()
+
+
+def write_index(folder: Path, index: Index) -> None:
+    """Write the index of a checkpoint whose files are there."""
+    content = {
+        "format": FORMAT,
+        "run": index.run,
+        "step": index.step,
+        "extra": index.extra,
+        "block_bytes": index.block_bytes,
+        "files": index.files,
+        "entries": told(index.entries),
+    }
+    write_json(folder / INDEX, content)
 
 
 def told(entries: Mapping[str, Entry]) -> dict[str, Any]:
@@ -119,7 +161,7 @@ def told(entries: Mapping[str, Entry]) -> dict[str, Any]:
         name: {
             "shape": entry.shape,
             "dtype": entry.dtype,
-            "boxes": [[each.file, each.key, each.box.start, each.box.size, each.checksum] for each in entry.boxes],
+            "boxes": [[each.file, each.key, each.box.start, each.box.size, each.checksums] for each in entry.boxes],
         }
         for name, entry in entries.items()
     }
@@ -131,12 +173,21 @@ def read_entries(content: Mapping[str, Any]) -> dict[str, Entry]:
             shape=tuple(each["shape"]),
             dtype=each["dtype"],
             boxes=tuple(
-                Stored(file=file, key=key, box=Box(tuple(start), tuple(size)), checksum=checksum)
-                for file, key, start, size, checksum in each["boxes"]
+                Stored(
+                    file=file,
+                    key=key,
+                    box=Box(tuple(start), tuple(size)),
+                    checksums=(checksums,) if isinstance(checksums, int) else tuple(checksums),
+                )
+                for file, key, start, size, checksums in each["boxes"]
             ),
         )
         for name, each in content.items()
     }
+
+
+def read_files(content: Mapping[str, Any]) -> dict[str, FileOutline]:
+    return {name: FileOutline(*each) for name, each in content.items()}
 
 
 def without(folder: Path) -> str:
@@ -145,20 +196,47 @@ def without(folder: Path) -> str:
 
 
 def read_index(folder: Path) -> Index:
-    """The index of a checkpoint."""
+    """The index of a checkpoint. One that is not as it was written is refused."""
     path, like = folder / INDEX, "a folder like runs/NAME/checkpoints/step-00000100"
     try:
         with os_errors_as(f"{folder} is no checkpoint: {path.name} cannot be read", remedy=like):
-            content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ShardwiseError(f"{path} is damaged: {error}", remedy=without(folder)) from None
-    said = content.get("format") if isinstance(content, dict) else None
-    if said != FORMAT:
-        raise ShardwiseError(
-            f"{folder} has the format {said!r}, and this Shardwise reads {FORMAT!r}",
-            remedy="the version of Shardwise that wrote it",
-        )
-    try:
-        return Index(step=content["step"], entries=read_entries(content["entries"]), extra=content["extra"])
+            raw = path.read_bytes()
+        content = json.loads(raw)
+        said = content.get("format") if isinstance(content, dict) else None
+        if said not in (FORMAT, OLD_FORMAT):
+            raise ShardwiseError(
+                f"{folder} has the format {said!r}, and this Shardwise reads {FORMAT!r}",
+                remedy="the version of Shardwise that wrote it",
+            )
+        if said == FORMAT:
+            check_digest(raw)
+        index = _read_old(content) if said == OLD_FORMAT else _read(content)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ShardwiseError(f"{path} is damaged: {type(error).__name__} at {error}", remedy=without(folder)) from None
+        why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__} at {error}"
+        raise ShardwiseError(f"{path} is damaged: {why}", remedy=without(folder)) from None
+    named = _NAME.fullmatch(folder.name)
+    if named is not None and int(named[1]) != index.step:
+        raise ShardwiseError(
+            f"{folder} is not what it is called: {path.name} is of step {index.step}",
+            remedy=f"mv {folder} {folder_of(folder.parent, index.step)}, if nothing else is wrong with it",
+        )
+    return index
+
+
+def _read(content: Mapping[str, Any]) -> Index:
+    return Index(
+        step=content["step"],
+        entries=read_entries(content["entries"]),
+        extra=content["extra"],
+        files=read_files(content["files"]),
+        run=content["run"],
+        block_bytes=content["block_bytes"],
+    )
+
+
+def _read_old(content: Mapping[str, Any]) -> Index:
+    if set(content) != {"format", "step", "extra", "entries"}:
+        raise ValueError(f"it has other keys than those of {OLD_FORMAT!r}")
+    return Index(
+        step=content["step"], entries=read_entries(content["entries"]), extra=content["extra"], block_bytes=None
+    )

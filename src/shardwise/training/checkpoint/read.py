@@ -2,32 +2,35 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardwise.errors import ShardwiseError, some
 from shardwise.states.optimizers.state import taken
 from shardwise.training.checkpoint.boxes import Box, whole_box
-from shardwise.training.checkpoint.index import Entry, Stored, checksum_of, read_index, without
-from shardwise.training.checkpoint.parts import OPTIMIZER, Held, Part, random_parts
+from shardwise.training.checkpoint.file import TYPES, StoredFile
+from shardwise.training.checkpoint.index import Entry, Stored, read_index, without
+from shardwise.training.checkpoint.parts import OPTIMIZER, RANDOM, Held, Part, random_parts
 from shardwise.training.world import World
 
 
 class Reader:
-    """A checkpoint that is open. `bytes_read` counts what was asked for, `bytes_kept` what became of it."""
+    """A checkpoint that is open. What is read of it was compared with its checksums.
+
+    `bytes_read` counts what was asked for, `bytes_kept` what became of it, `bytes_compared` what was read to be sure.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.index = folder, read_index(folder)
-        self.bytes_read = self.bytes_kept = 0
-        self._files: dict[str, Any] = {}
+        self.bytes_read = self.bytes_kept = self.bytes_compared = 0
+        self._files: dict[str, StoredFile] = {}
 
     def __enter__(self) -> "Reader":
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.bytes_compared = sum(file.bytes_compared for file in self._files.values())
         self._files.clear()
 
     @property
@@ -53,20 +56,27 @@ class Reader:
                 remedy="the recipe that the checkpoint was made with, or another --folder",
             )
 
+    def verify(self, beginning: str = "") -> None:
+        """Read all, and compare it with the checksums; or only the entries whose names begin so."""
+        for name, entry in self.index.entries.items():
+            if name.startswith(beginning):
+                missing = whole_box(entry.shape).num_numbers
+                for stored in entry.boxes:
+                    self._read(entry, stored, stored.box)
+                    missing -= stored.box.num_numbers
+                self._check_count(name, missing)
+
     def fill(self, part: Part) -> None:
         """Read a part into its memory, whatever its type and device."""
         missing = part.box.num_numbers
-        for stored in self.index.entries[part.entry].boxes:
+        entry = self.index.entries[part.entry]
+        for stored in entry.boxes:
             overlap = stored.box.find_overlap(part.box)
             if overlap is not None:
-                numbers = self._read(stored, overlap)
+                numbers = self._read(entry, stored, overlap)
                 part.numbers[overlap.within(part.box)].copy_(numbers)
                 missing -= overlap.num_numbers
-        if missing > 0:
-            raise ShardwiseError(
-                f"{missing} numbers of {part.entry} are in no file of the checkpoint {self.folder}",
-                remedy=without(self.folder),
-            )
+        self._check_count(part.entry, missing)
         self.bytes_kept += part.numbers.numel() * part.numbers.element_size()
 
     def whole(self, name: str) -> Tensor:
@@ -75,37 +85,35 @@ class Reader:
         box = whole_box(entry.shape)
         for stored in entry.boxes:
             if stored.box == box:
-                numbers = self._read(stored, box)
-                self.bytes_kept += numbers.numel() * numbers.element_size()
+                numbers = self._read(entry, stored, box)
+                self.bytes_kept += numbers.nbytes
                 return numbers
-        target = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        target = torch.empty(entry.shape, dtype=self._dtype(entry))
         self.fill(Part(name, entry.shape, box, target))
         return target
 
-    def _read(self, stored: Stored, box: Box) -> Tensor:
-        """A part of a stored box. If it is all of it, its checksum is compared."""
-        try:
-            file = self._open(stored.file)
-            numbers: Tensor = (
-                file.get_slice(stored.key)[box.within(stored.box)] if box.size else file.get_tensor(stored.key)
-            )
-        except (SafetensorError, OSError) as error:
-            raise ShardwiseError(
-                f"{stored.key} cannot be read from {self.folder / stored.file}: {error}",
-                remedy=without(self.folder),
-            ) from None
-        self.bytes_read += numbers.numel() * numbers.element_size()
-        if box == stored.box and checksum_of(numbers) != stored.checksum:
-            raise ShardwiseError(
-                f"{stored.key} in {self.folder / stored.file} is damaged: its checksum is not the one that was written",
-                remedy=without(self.folder),
-            )
+    def _read(self, entry: Entry, stored: Stored, box: Box) -> Tensor:
+        """A part of a stored box."""
+        if stored.file not in self._files:
+            self._files[stored.file] = StoredFile(self.folder / stored.file, self.index.files.get(stored.file))
+        numbers = self._files[stored.file].read(stored, self._dtype(entry), box, self.index.block_bytes)
+        self.bytes_read += numbers.nbytes
         return numbers
 
-    def _open(self, name: str) -> Any:
-        if name not in self._files:
-            self._files[name] = safe_open(self.folder / name, framework="pt", device="cpu")
-        return self._files[name]
+    def _dtype(self, entry: Entry) -> torch.dtype:
+        found: object = getattr(torch, entry.dtype, None)
+        if not isinstance(found, torch.dtype) or found not in TYPES:
+            raise ShardwiseError(
+                f"{self.folder} is damaged: its index has the type {entry.dtype!r}", remedy=without(self.folder)
+            )
+        return found
+
+    def _check_count(self, name: str, missing: int) -> None:
+        if missing > 0:
+            raise ShardwiseError(
+                f"{missing} numbers of {name} are in no file of the checkpoint {self.folder}",
+                remedy=without(self.folder),
+            )
 
 
 @torch.no_grad()
@@ -113,10 +121,16 @@ def load(reader: Reader, held: Held) -> None:
     """Give an engine the weights and the optimizers' states of a checkpoint. Every rank calls this alike."""
     reader.check(held.shapes)
     held.settle()
-    for part in held.weights():
-        reader.fill(part)
+    load_weights(reader, held)
     held.take_over()
     load_optimizers(reader, held)
+
+
+@torch.no_grad()
+def load_weights(reader: Reader, held: Held) -> None:
+    """The weights that this rank holds. Copies of them elsewhere are still as they were."""
+    for part in held.weights():
+        reader.fill(part)
 
 
 def load_optimizers(reader: Reader, held: Held) -> None:
@@ -143,7 +157,12 @@ def load_optimizers(reader: Reader, held: Held) -> None:
 
 
 def load_random(reader: Reader, world: World) -> None:
-    """Random numbers go on as they were. A rank that was not there before has its own, from the step."""
+    """Random numbers go on as they were. A rank that was not there before has its own, from the step.
+
+    Those of ranks that are no more are nobody's, and damaged like all others: the first rank looks at all of them.
+    """
+    if world.is_first:
+        reader.verify(RANDOM)
     torch.manual_seed(reader.index.step * 1000 + world.rank)
     for part in random_parts(world):
         if part.entry in reader.index.entries:

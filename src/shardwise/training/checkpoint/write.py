@@ -6,43 +6,42 @@
 All ranks describe their parts once, and of those that several hold one rank is chosen to write each. A rank that has
 written its file says so by a small file of its own; the first rank's writer waits for all of them, writes the index and
 gives the folder its name. So a kill at any moment leaves the last good one, and nothing but a common folder is needed.
+All that ranks write bears the mark of the run, a word that its first rank has drawn: what another run has left, or is
+writing to the same place, is never taken for a part of this one's.
 """
 
 import contextlib
 import json
 import os
+import secrets
 import shutil
-import struct
 import time
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-
+from shardwise.training.checkpoint.blocks import Checksums, checksum
 from shardwise.training.checkpoint.boxes import Box
+from shardwise.training.checkpoint.file import TYPES, header_of
 from shardwise.training.checkpoint.index import (
-    FORMAT,
-    INDEX,
     SAVING,
     Entry,
+    FileOutline,
+    Index,
     Stored,
+    check_digest,
     folder_of,
     prune,
     read_entries,
+    read_files,
     told,
+    write_index,
     write_json,
 )
 from shardwise.training.checkpoint.parts import Part
 from shardwise.training.checkpoint.snapshot import Chunks, Snapshot
 
-#: safetensors' words for types.
-_TYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
 _POLL_SECONDS = 0.01
 # A rank whose disk takes not even an empty file cannot say so. The others give up on it after this long.
 _PATIENCE_SECONDS = 600.0
@@ -82,6 +81,7 @@ class Writer:
         self._under_way: Future[str | None] | None = None
         self._described: list[Description] = []
         self._mine: set[tuple[str, Box]] = set()
+        self._run: str = gather(secrets.token_hex(8))[0]
 
     def save(self, step: int, parts: Sequence[Part], extra: Mapping[str, Any]) -> str | None:
         """Begin to save. Returns what went wrong with the one before, on whichever rank. Every rank calls this."""
@@ -111,12 +111,13 @@ class Writer:
 
     def _write(self, step: int, extra: dict[str, Any]) -> str | None:
         final = folder_of(self._root, step)
-        folder = final.with_name(final.name + SAVING)
+        folder, name = final.with_name(f"{final.name}.{self._run}{SAVING}"), f"rank-{self._rank:05}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._snapshot.wait()
-            entries = write_files(folder, f"rank-{self._rank:05}", self._snapshot.parts)
-            write_json(folder / f"rank-{self._rank:05}.json", told(entries))
+            entries, files = write_files(folder, name, self._snapshot.parts, Mark(self._run, step))
+            mine = {"run": self._run, "step": step, "files": files, "entries": told(entries)}
+            write_json(folder / f"{name}.json", mine)
         except OSError as error:
             problem = f"the checkpoint of step {step} cannot be written to {self._root}: {error.strerror or error}"
             _give_up(folder, self._rank, problem)
@@ -138,74 +139,98 @@ class Writer:
                 return problem
             time.sleep(_POLL_SECONDS)
         try:
-            entries: dict[str, Entry] = {}
-            for name in names:
-                path = folder / f"{name}.json"
-                _merge(entries, read_entries(json.loads(path.read_text(encoding="utf-8"))))
-                path.unlink()
-            content = {"format": FORMAT, "step": step, "extra": extra, "entries": told(entries)}
-            write_json(folder / INDEX, content)
-            if final.exists():  # The same step, saved again after a restart: the one that is there is as good.
-                shutil.rmtree(folder)
+            entries, files = self._collect(step, [folder / f"{name}.json" for name in names])
+            write_index(folder, Index(step=step, entries=entries, extra=extra, files=files, run=self._run))
+            if not _give_name(folder, final):
                 return None
-            folder.rename(final)
             _sync_folder(self._root)
             prune(self._root, self._keep)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             shutil.rmtree(folder, ignore_errors=True)
-            return f"the checkpoint of step {step} cannot be completed in {self._root}: {error.strerror or error}"
+            why = error.strerror if isinstance(error, OSError) and error.strerror else error
+            return f"the checkpoint of step {step} cannot be completed in {self._root}: {why}"
         return None
 
+    def _collect(self, step: int, paths: Iterable[Path]) -> tuple[dict[str, Entry], dict[str, FileOutline]]:
+        """What all ranks have written. A part of another run, or of another step, is a `ValueError`."""
+        entries: dict[str, Entry] = {}
+        files: dict[str, FileOutline] = {}
+        for path in paths:
+            raw = path.read_bytes()
+            check_digest(raw)
+            content = json.loads(raw)
+            if (content["run"], content["step"]) != (self._run, step):
+                raise ValueError(f"{path.name} is of the run {content['run']} and its step {content['step']}")
+            _merge(entries, read_entries(content["entries"]))
+            files |= read_files(content["files"])
+            path.unlink()
+        return entries, files
 
-def write_files(folder: Path, name: str, parts: Sequence[Part]) -> dict[str, Entry]:
+
+class Mark(NamedTuple):
+    """Of which run and step a file is. It stands in the file itself."""
+
+    run: str
+    step: int
+
+
+def write_files(
+    folder: Path, name: str, parts: Sequence[Part], mark: Mark
+) -> tuple[dict[str, Entry], dict[str, FileOutline]]:
     """Write parts to `name.safetensors`; further boxes of an entry that is in it already go to `name-2.safetensors`,
     and so on. So a tensor has its own name in every file, and `torch.distributed.checkpoint` finds its boxes too."""
-    files: list[list[Part]] = []
+    groups: list[list[Part]] = []
     seen: dict[str, int] = {}
     for part in parts:
         number = seen[part.entry] = seen.get(part.entry, -1) + 1
-        files += [[]] if number == len(files) else []
-        files[number].append(part)
+        groups += [[]] if number == len(groups) else []
+        groups[number].append(part)
     entries: dict[str, Entry] = {}
-    for number, some in enumerate(files or [[]], start=1):
+    files: dict[str, FileOutline] = {}
+    for number, some in enumerate(groups or [[]], start=1):
         path = folder / (f"{name}.safetensors" if number == 1 else f"{name}-{number}.safetensors")
-        _merge(entries, write_parts(path, some))
-    return entries
+        written, files[path.name] = write_parts(path, some, mark)
+        _merge(entries, written)
+    return entries, files
 
 
-def write_parts(path: Path, parts: Sequence[Part]) -> dict[str, Entry]:
+def write_parts(path: Path, parts: Sequence[Part], mark: Mark) -> tuple[dict[str, Entry], FileOutline]:
     """Write a safetensors file, tensor by tensor, each read once. What comes back says what is in it."""
+    header = header_of(_described(parts, mark))
+    entries: dict[str, Entry] = {}
+    chunks = Chunks()
+    with path.open("wb") as file:
+        file.write(header)
+        for part in parts:
+            checksums = Checksums()
+            for chunk in chunks.of(part.numbers):
+                for piece in checksums.count_in(chunk):
+                    file.write(piece)
+            stored = Stored(file=path.name, key=part.entry, box=part.box, checksums=tuple(checksums.numbers))
+            dtype = str(part.numbers.dtype).removeprefix("torch.")
+            entries[part.entry] = Entry(shape=part.shape, dtype=dtype, boxes=(stored,))
+        file.flush()
+        os.fsync(file.fileno())
+        return entries, FileOutline(file.tell(), checksum(header))
+
+
+def _described(parts: Sequence[Part], mark: Mark) -> dict[str, Any]:
+    """What safetensors wants to know of each tensor, and what else is said of the file."""
     # `HuggingFaceStorageReader` of torch.distributed.checkpoint looks here for where a box begins in its tensor.
     offsets = {part.entry: {"saved_offsets": part.box.start} for part in parts}
     metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
-    header: dict[str, Any] = {"__metadata__": metadata}
-    entries: dict[str, Entry] = {}
+    header: dict[str, Any] = {"__metadata__": {**metadata, "run": mark.run, "step": str(mark.step)}}
     at = 0
     for part in parts:
         assert part.entry not in header, f"two boxes of {part.entry} in one file"
         num_bytes = part.numbers.nbytes
         header[part.entry] = {
-            "dtype": _TYPES[part.numbers.dtype],
+            "dtype": TYPES[part.numbers.dtype],
             "shape": list(part.box.size),
             "data_offsets": [at, at + num_bytes],
         }
         at += num_bytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    chunks = Chunks()
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for part in parts:
-            checksum = 0
-            for chunk in chunks.of(part.numbers):
-                checksum = zlib.crc32(chunk, checksum)
-                file.write(chunk)
-            stored = Stored(file=path.name, key=part.entry, box=part.box, checksum=checksum)
-            dtype = str(part.numbers.dtype).removeprefix("torch.")
-            entries[part.entry] = Entry(shape=part.shape, dtype=dtype, boxes=(stored,))
-        file.flush()
-        os.fsync(file.fileno())
-    return entries
+    return header
 
 
 def _merge(entries: dict[str, Entry], more: Mapping[str, Entry]) -> None:
@@ -225,6 +250,20 @@ def _give_up(folder: Path, rank: int, problem: str) -> None:
         failed.write_text(problem, encoding="utf-8")
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _give_name(folder: Path, final: Path) -> bool:
+    """Give a folder its name, if there is none: of the same step, saved again after a restart, the first is as good."""
+    if not final.exists():
+        with contextlib.suppress(FileExistsError):
+            try:
+                folder.rename(final)
+                return True
+            except OSError:  # Not every system has one word for a folder that is not empty.
+                if not final.exists():
+                    raise
+    shutil.rmtree(folder)
+    return False
 
 
 def _sync_folder(folder: Path) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.answer import Answer, Canvas
 from shardwise.errors import ShardwiseError
+from shardwise.output import check_output
 from shardwise.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ def run(arguments: argparse.Namespace) -> Answer:
     from shardwise.training.data.source import make_tokens
     from shardwise.training.data.tokenizer import get_tokenizer
 
+    if arguments.save and Path(arguments.save).parent.is_dir():  # Else its folder is made.
+        check_output(Path(arguments.save), remedy="--save FILE, at another place")
     limit = None if arguments.limit is None else parse_bytes(arguments.limit)
     tokenizer = get_tokenizer(arguments.tokenizer)
     with tempfile.TemporaryDirectory() as folder:

@@ -9,15 +9,18 @@ import os
 import struct
 import zlib
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.errors import ShardwiseError, os_errors_as
+from shardwise.output import replacing
 
 FORMAT = "shardwise tokens 1"
 BLOCK_BYTES = 1 << 20
@@ -88,30 +91,28 @@ class TokenWriter:
     def __init__(self, path: Path, *, vocabulary: int, tokenizer: str) -> None:
         self._path, self._vocabulary, self._tokenizer = path, vocabulary, tokenizer
         self._word = "U8" if vocabulary <= 1 << 8 else "U16" if vocabulary <= 1 << 16 else "U32"
-        self._beside = path.with_name(path.name + ".part")
         self._ends: list[int] = []
         self._checksums: list[int] = []
         self._rest = b""
         self.num_tokens = 0
         self._file: BinaryIO | None = None
+        self._stack = ExitStack()
 
     def __enter__(self) -> "TokenWriter":
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._beside.open("wb")
+        self._file = self._stack.enter_context(replacing(self._path))
         self._file.write(b" " * _HEADER_BYTES)
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, story: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, story: TracebackType | None
+    ) -> None:
         assert self._file is not None, "a writer is used in a with statement"
-        try:
-            if error is None:
-                self._end(self._file)
-        finally:
-            self._file.close()
-        if error is None:
-            self._beside.rename(self._path)
-        else:
-            self._beside.unlink(missing_ok=True)
+        if error is not None:
+            self._stack.__exit__(kind, error, story)
+            return
+        with self._stack:
+            self._end(self._file)
 
     def add(self, document: Iterable[int] | bytes) -> None:
         """Add a document. An empty one is left out."""

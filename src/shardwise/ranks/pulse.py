@@ -1,0 +1,163 @@
+"""A sign of life of every process, so that none is waited for in vain, whatever the others wait at.
+
+A `Watch` knows what an engine does, and says at which instruction a rank stands. Much else waits for other ranks too:
+groups that are made, objects that are gathered, a checkpoint of which each writes its part. So from before a process
+joins the others to its end a thread of it counts up in the store that they share, and looks at the next rank's count.
+A process that is stopped, or whose machine is gone, counts no more; one that is slow, or waits itself, does.
+
+    rank 0 --looks at--> rank 1 --looks at--> rank 2 --looks at--> rank 0
+
+Whoever sees that the next one has been silent for too long says so in the store. There every `Watch` finds it, and ends
+the waits that it guards. A process that has not ended shortly after is at a wait that nobody guards, and is ended.
+"""
+
+import atexit
+import json
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+from shardwise.ranks.faults import LIMIT_SECONDS, LOST
+from shardwise.ranks.rank_error import RankError, decode, encode
+from shardwise.torch_private import Store
+
+#: Where it is said that a rank is silent.
+SILENT = "shardwise/silent"
+#: Longer than a watch waits: that one says more. With what follows, others know of it within 30 s.
+SILENT_SECONDS = LIMIT_SECONDS + 1.0
+#: What a process has to end by itself, after a rank was found to be silent.
+_END_SECONDS = 2.0
+_BEAT_SECONDS = 1.0
+_SETTLE_SECONDS = 3.0
+_ENDED = "ended"
+_OURS = Path(__file__).parents[1]
+
+
+class Pulse:
+    """One process's sign of life, until it ends. `tells`: it says itself on stderr why it is ended."""
+
+    def __init__(
+        self, store: Store, rank: int, num_ranks: int, *, limit_seconds: float = SILENT_SECONDS, tells: bool = False
+    ) -> None:
+        # A client of its own, as a watch has.
+        self._store: Store = store.clone()  # type: ignore[attr-defined]
+        self._rank, self._num_ranks, self._limit, self._tells = rank, num_ranks, limit_seconds, tells
+        self._beat = min(_BEAT_SECONDS, limit_seconds / 4)
+        self._next = Silence(self._store, (rank + 1) % num_ranks, limit_seconds)
+        self._closed = threading.Event()
+        self._main = threading.main_thread().ident
+        self._thread = threading.Thread(target=self._live, name="shardwise-pulse", daemon=True)
+        self._thread.start()
+        # As of a watch: a thread that comes back from a call of the store while Python ends is taken for a crash.
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Say that this process has ended."""
+        self._closed.set()
+        self._thread.join(_SETTLE_SECONDS)
+        atexit.unregister(self.close)
+
+    def _live(self) -> None:
+        number = 0
+        try:
+            while not self._closed.wait(self._beat if number else 0.0):
+                number += 1
+                self._store.set(key_of(self._rank), json.dumps([number, self._place()]))
+                if self._next.is_too_long():
+                    self._say()
+                if self._next.has_ended:  # Then the one after it is ours to look at.
+                    self._next = Silence(self._store, (self._next.rank + 1) % self._num_ranks, self._limit)
+                if self._store.check([SILENT]):
+                    self._end()
+            self._store.set(key_of(self._rank), json.dumps([_ENDED, ""]))
+        except RuntimeError:
+            return  # The store is gone, and with it whoever started the ranks.
+
+    def _say(self) -> None:
+        """Tell all who is silent. The first one wins."""
+        if self._store.add(f"{SILENT}/found", 1) == 1:
+            told = encode(self._next.error())
+            self._store.set(LOST, told)
+            self._store.set(SILENT, told)
+
+    def _end(self) -> None:
+        """A rank is silent. Who does not end by himself in time is ended."""
+        if self._closed.wait(_END_SECONDS):
+            return
+        if self._tells:
+            error = decode(self._store.get(SILENT))
+            text = f"error: rank {self._rank} ends, at {self._place()}: {error}\n"
+            os.write(2, text.encode())
+        os._exit(1)
+
+    def _place(self) -> str:
+        """Where the main thread is, in files of ours."""
+        frame: FrameType | None = sys._current_frames().get(self._main or 0)
+        while frame is not None:
+            path = Path(frame.f_code.co_filename)
+            if path.is_relative_to(_OURS) and path.parent.name != "ranks":
+                return f"{path.relative_to(_OURS)}, {frame.f_code.co_name}"
+            frame = frame.f_back
+        return "the start or the end"
+
+
+class Silence:
+    """How long a rank has been silent, by the clock of who looks: clocks of machines differ."""
+
+    def __init__(self, store: Store, rank: int, limit_seconds: float) -> None:
+        self.rank, self.has_ended = rank, False
+        self._store, self._limit, self._place = store, limit_seconds, "nothing yet"
+        self._seen: bytes | None = None
+        self._since = self._looked = time.monotonic()
+
+    def is_too_long(self) -> bool:
+        """Look whether its count is another, and say whether it has been the same for too long.
+
+        One that has not joined yet may be slow to start, and has three times as long; known to be stopped, it has half.
+        """
+        found = self._store.get(key_of(self.rank)) if self._store.check([key_of(self.rank)]) else None
+        now = time.monotonic()
+        # Who was stopped himself, or could not reach the store, has not looked at all meanwhile.
+        if found != self._seen or now - self._looked > self._limit / 2:
+            self._seen, self._since = found, now
+        self._looked = now
+        if found is None:
+            return now - self._since >= self._limit * (0.5 if is_stopped(self.rank) else 3)
+        number, self._place = json.loads(found)
+        self.has_ended = number == _ENDED
+        return not self.has_ended and now - self._since >= self._limit
+
+    def error(self) -> RankError:
+        """What there is to say about it."""
+        silent = self._looked - self._since
+        return RankError(
+            f"rank {self.rank} has not answered for {silent:.0f} s; it was last at {self._place}. Its process is"
+            " stopped, or its machine is gone",
+            remedy="the same command again: what was saved is whole",
+            rank=self.rank,
+        )
+
+
+def is_stopped(rank: int) -> bool:
+    """Whether a process on this machine is stopped that the same launcher has started to be this rank, if that can be
+    known: one that has not joined yet gives no sign, and may only be slow to start."""
+    launcher = os.getppid()
+    for process in _words(f"/proc/{launcher}/task/{launcher}/children", b" "):
+        folder = f"/proc/{process.decode()}"
+        if f"RANK={rank}".encode() in _words(f"{folder}/environ", b"\0"):
+            return b"State:\tT (stopped)" in _words(f"{folder}/status", b"\n")
+    return False
+
+
+def _words(path: str, between: bytes) -> list[bytes]:
+    with suppress(OSError):
+        return [word for word in Path(path).read_bytes().split(between) if word]
+    return []
+
+
+def key_of(rank: int) -> str:
+    return f"shardwise/pulse/{rank}"

@@ -18,6 +18,7 @@ from shardwise.ranks.wires import ManyProcesses, OneProcess
 from shardwise.stages.batch import cut_batch, home_of
 from shardwise.stages.losses import by_rows, summed_only, trial_of
 from shardwise.stages.stage import Batch, Loss
+from shardwise.states.make_optimizers import MadeOptimizer, make_optimizers
 from shardwise.states.parameter_group import MakeOptimizer, Share
 
 # Stages whose weights are gathered at a time, where a stage's come at once.
@@ -36,6 +37,7 @@ def assemble(
     owns_wires: bool,
 ) -> Engine:
     """Put an engine together. Every process of the plan calls this alike."""
+    optimizers = make_optimizers(optimizer, dict(module.named_parameters()))
     order = tuple(name for name, _ in module.named_parameters())
     shapes = {name: each.shape for name, each in module.state_dict().items() if isinstance(each, Tensor)}
     loss = summed_only(loss, plan.cp) if plan.cp > 1 else loss
@@ -56,10 +58,10 @@ def assemble(
         loss=by_rows(loss) if options.pad else loss, options=options, sharded=sharded, order=order, shapes=shapes,
         wires=wires, device=home_of(microbatch), callers=callers,
     )  # fmt: skip
-    return from_parts(parts, optimizer, owns_wires=owns_wires)
+    return from_parts(parts, optimizers, owns_wires=owns_wires)
 
 
-def from_parts(parts: Parts, optimizer: MakeOptimizer | Sequence[Share], *, owns_wires: bool) -> Engine:
+def from_parts(parts: Parts, optimizers: Sequence[MadeOptimizer], *, owns_wires: bool) -> Engine:
     """Put an engine together for stages that have been cut, and a schedule of computation only."""
     sharing = sharing_of(parts)
     schedule = complete(
@@ -70,5 +72,5 @@ def from_parts(parts: Parts, optimizer: MakeOptimizer | Sequence[Share], *, owns
         offloads_activations=parts.plan.offload.activations > 0,
     )
     parts = replace(parts, schedule=schedule)
-    states = make_states(parts, optimizer, sharing)
+    states = make_states(parts, optimizers, sharing)
     return Engine(parts, make_execution(parts, states), states, owns_wires=owns_wires)

@@ -23,7 +23,7 @@ from shardwise.states.buckets.make import HeldStages, ParameterOwners, ZeroConfi
 from shardwise.states.buckets.ties import make_ties
 from shardwise.states.data_parallel import DataParallel
 from shardwise.states.host import Host, make_host
-from shardwise.states.parameter_group import MakeOptimizer, Share
+from shardwise.states.make_optimizers import MadeOptimizer
 
 
 class Update:
@@ -81,6 +81,7 @@ class States:
 
     def begin_step(self) -> None:
         """Begin a step without the gradients of the last."""
+        self.data.updates.check_hooks()
         self.data.begin_step()
         if self.host is not None:
             self.host.begin_step()
@@ -102,7 +103,7 @@ class States:
         self.data.close()
 
 
-def make_states(parts: Parts, optimizer: MakeOptimizer | Sequence[Share], sharing: ZeroConfig) -> States:
+def make_states(parts: Parts, optimizers: Sequence[MadeOptimizer], sharing: ZeroConfig) -> States:
     """Move the state of this process's stages to where the plan has it. Every process calls this alike."""
     module, plan, schedule, wires, sharded = parts.module, parts.plan, parts.schedule, parts.wires, parts.sharded
     here = [stage for stage in parts.split.stages if stage is not None]
@@ -127,7 +128,9 @@ def make_states(parts: Parts, optimizer: MakeOptimizer | Sequence[Share], sharin
         joining=sharded if sharded.is_in_parts else None, apart=experts,
     )  # fmt: skip
     exchange = make_exchange(held_stages.device, wires.watch)
-    data = DataParallel(held_stages, owners, sharing=sharing, optimizer=optimizer, exchange=exchange)
+    data = DataParallel(held_stages, owners, sharing=sharing, optimizers=optimizers, exchange=exchange)
+    data.updates.pieces = _pieces_of(parts)
+    data.updates.check_hooks()
     has_copies = isinstance(wires, ManyProcesses) and (plan.dp > 1 or len(schedule.placement.pipes) > 1)
     states = States(
         parameters=parameters,
@@ -167,6 +170,20 @@ def sharing_of(parts: Parts) -> ZeroConfig:
         local=is_alone and plan.zero == 0 and (is_stale or not (updates_early or has_halves)),
     )
     return sharing if bucket_bytes is None else replace(sharing, bucket_bytes=bucket_bytes)
+
+
+def _pieces_of(parts: Parts) -> str | None:
+    """What an optimizer of this process has, in words, where it does not have every parameter, whole."""
+    plan, experts = parts.plan, parts.sharded.experts
+    if plan.zero:
+        return f"pieces of parameters, as zero={plan.zero} keeps them"
+    if plan.tp > 1:
+        return f"a rank's part of every layer (tp={plan.tp})"
+    if experts is not None and experts.parameters:
+        return f"a rank's experts (ep={plan.ep})"
+    if plan.pp > 1 and not isinstance(parts.wires, OneProcess):
+        return f"the parameters of one stage (pp={plan.pp})"
+    return "some parameters at a time (offload)" if plan.offload.optimizer or plan.offload.parameters else None
 
 
 def _stages_here(parts: Parts) -> dict[int, Stage]:

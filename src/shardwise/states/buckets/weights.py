@@ -17,6 +17,7 @@ gathered again.
 
 from torch import Tensor
 
+from shardwise.errors import ShardwiseError
 from shardwise.ranks.exchange import Ticket
 from shardwise.states.buckets.flat_layout import BucketSpec
 from shardwise.states.tiers.swapped_storage import Presence
@@ -113,6 +114,33 @@ class Weights:
             ticket.wait()
             self.presence = Presence.HERE
             self._has_come()
+
+    def show(self) -> None:
+        """Have the whole here, for others than the engine: nothing of it is on its way to other ranks either."""
+        self.wait()
+        self._exchange.settle()
+
+    def is_moved(self, number: int) -> bool:
+        """Whether a parameter was given memory of another's."""
+        slot, parameter = self.layout.slots[number], self.parameters[number]
+        place = self.whole.data_ptr() + slot.start * self.whole.element_size()
+        return parameter.data_ptr() != place and parameter.numel() > 0
+
+    def bring_back(self, number: int) -> bool:
+        """Have a parameter look in here again, with its numbers, if it was given memory of another's."""
+        if not self.is_moved(number):
+            return False
+        slot, parameter = self.layout.slots[number], self.parameters[number]
+        place = self.whole[slot.start : slot.stop]
+        if parameter.shape != slot.shape or parameter.dtype != place.dtype or parameter.device != place.device:
+            raise ShardwiseError(
+                f"{slot.name} was made {list(parameter.shape)} of {parameter.dtype} on {parameter.device} since the"
+                f" engine has it, and is {list(slot.shape)} of {place.dtype} on {place.device} there",
+                remedy="module.to(...) before sw.parallelize",
+            )
+        place.view(slot.shape).copy_(parameter.data)
+        parameter.data = place.view(slot.shape)
+        return True
 
     def _has_come(self) -> None:
         """They are here now."""

@@ -152,6 +152,11 @@ def buffer_slots(module: nn.Module) -> dict[str, Any]:
     return cast(dict[str, Any], module._buffers)
 
 
+def submodules(module: nn.Module) -> dict[str, Any]:
+    """Where a module keeps those that it is made of. `named_children` leaves some out."""
+    return module._modules
+
+
 def share_slots(module: nn.Module, other: nn.Module) -> None:
     """Let a module hold what another holds, under the same names, with nothing between them. No public way."""
     module._parameters, module._buffers, module._modules = other._parameters, other._buffers, other._modules

@@ -36,7 +36,7 @@ from shardwise.states.parameter_group import shares_of, sort_out
 #: Every kind of plan on two ranks that any module can be trained under, and on four.
 TWO = (
     "dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "pp=2,microbatches=2", "tp=2", "dp=2,offload.optimizer=1.0",
-    "dp=2,offload.parameters=1.0",
+    "dp=2,offload.parameters=1.0", "pp=2,microbatches=2,recompute=full",
 )  # fmt: skip
 FOUR = ("dp=2,pp=2,microbatches=2,zero=1", "dp=2,tp=2,zero=3")
 #: In how many turns the programs of a file are tried.

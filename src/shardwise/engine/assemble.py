@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -18,8 +19,8 @@ from shardwise.ranks.wires import ManyProcesses, OneProcess
 from shardwise.stages.batch import cut_batch, home_of
 from shardwise.stages.losses import by_rows, summed_only, trial_of
 from shardwise.stages.stage import Batch, Loss
-from shardwise.states.make_optimizers import MadeOptimizer, make_optimizers
-from shardwise.states.parameter_group import MakeOptimizer, Share
+from shardwise.states.make_optimizers import MadeOptimizer, Optimizers, make_optimizers
+from shardwise.states.shared_buffers import WriteWatch, check_owners
 
 # Stages whose weights are gathered at a time, where a stage's come at once.
 _MAX_GATHERED = 2
@@ -30,7 +31,7 @@ def assemble(
     plan: Plan,
     *,
     loss: Loss,
-    optimizer: MakeOptimizer | Sequence[Share],
+    optimizer: Optimizers,
     example: Batch,
     options: Options,
     wires: OneProcess | ManyProcesses,
@@ -42,12 +43,21 @@ def assemble(
     shapes = {name: each.shape for name, each in module.state_dict().items() if isinstance(each, Tensor)}
     loss = summed_only(loss, plan.cp) if plan.cp > 1 else loss
     microbatch = cut_batch(rows_of(example, plan, wires.mesh), plan.microbatches, pad=options.pad)[0]
-    # What is dropped in training is seen in training mode only.
-    sharded = Sharded(module.train(), plan, wires.mesh, microbatch, options)
+    if not any(each.training for each in module.modules()):
+        # What is dropped in training is seen in training mode only. Of one that is partly so the user has said which.
+        module.train()
+    sharded = Sharded(module, plan, wires.mesh, microbatch, options)
     place = None if isinstance(wires, OneProcess) else wires.ranks[0]
     without_numbers = {name for name, each in module.named_parameters() if each.is_meta}
-    probe = trial_of(loss, microbatch)
+    trial, writes = trial_of(loss, microbatch), WriteWatch(module)
+    written: dict[str, bytes | None] = {}
+
+    def probe(output: Any) -> None:
+        written.update(writes.found())
+        trial(output)
+
     split, computed, callers = prepare(module, plan, microbatch, probe=probe, rank=place, options=options)
+    check_owners(written, split.units)
     if sharded.experts is not None and without_numbers:
         sharded.experts.draw(module, without_numbers, seed=options.seed, device=home_of(microbatch))
     context = sharded.attach_context(module, options)
@@ -56,7 +66,7 @@ def assemble(
     parts = Parts(
         module=module, plan=plan, split=split, schedule=computed,
         loss=by_rows(loss) if options.pad else loss, options=options, sharded=sharded, order=order, shapes=shapes,
-        wires=wires, device=home_of(microbatch), callers=callers,
+        wires=wires, device=home_of(microbatch), callers=callers, written=written,
     )  # fmt: skip
     return from_parts(parts, optimizers, owns_wires=owns_wires)
 

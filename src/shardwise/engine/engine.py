@@ -22,6 +22,7 @@ from shardwise.engine.make_execution import Execution
 from shardwise.engine.make_shown import make_shown
 from shardwise.engine.make_states import States
 from shardwise.engine.parts import Parts
+from shardwise.engine.unchanged import Unchanged
 from shardwise.execution.executor import Executor, Record
 from shardwise.execution.interpreter import Tally
 from shardwise.sharding.expert.load import Loads
@@ -66,6 +67,7 @@ class Engine:
         #: What is seen of the module between steps.
         self.shown = make_shown(parts, states.parameters, states.buffers, states.data)
         self.shown.guard()
+        self._unchanged = Unchanged(self.module)
         self.loads = Loads(self.module, self.experts, self.wires.sum, num_alike=self.plan.tp)
 
     @property
@@ -90,15 +92,16 @@ class Engine:
         begin, execution, states = perf_counter(), self.execution, self.states
         recording = execution.recorder.start() if trace else None
         record = None if recording is None else recording.note
-        states.begin_step()
         with self.wires.told_to_all():
+            self._unchanged.check()
+            states.begin_step()
             microbatches, signature = execution.batches.cut(batch), ("train", shapes_of(batch))
             if execution.dropouts is not None:
                 place = execution.batches.place(batch, microbatches[0], self.num_steps)
                 execution.dropouts.take(microbatches, place)
             self.num_steps += 1
             with execution.recorder.listening(recording, signature):
-                with states.sharing_statistics():
+                with states.written.shared():
                     tally = self._run(execution.trainer, microbatches, signature, record)
                 start = perf_counter()
                 if states.stream is None:
@@ -117,7 +120,7 @@ class Engine:
         training = [each for each in self.module.modules() if each.training]
         self.module.eval()
         try:
-            with self.wires.told_to_all():
+            with self.wires.told_to_all(), self.states.written.shared():
                 microbatches = self.execution.batches.cut(batch)
                 return self._run(self.execution.evaluator, microbatches, ("evaluate", shapes_of(batch)), None).mean
         finally:

@@ -16,7 +16,7 @@ def make_shown(
     parts: Parts, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], data: DataParallel
 ) -> Shown:
     """The views of a module whose `parameters` and `buffers` this process holds."""
-    return Shown([*_views_of_parameters(parts, parameters, data), *_views_of_buffers(parts, buffers)])
+    return Shown(parts.module, [*_views_of_parameters(parts, parameters, data), *_views_of_buffers(parts, buffers)])
 
 
 def _views_of_parameters(

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,12 +17,12 @@ from shardwise.ranks.backend_exchange import make_exchange
 from shardwise.ranks.wires import ManyProcesses, OneProcess, Wires
 from shardwise.schedule.instruction import Kind
 from shardwise.stages.stage import Stage
-from shardwise.states.batch_norm import SharedStatistics
 from shardwise.states.buckets.make import HeldStages, ParameterOwners, ZeroConfig
 from shardwise.states.buckets.ties import make_ties
 from shardwise.states.data_parallel import DataParallel
 from shardwise.states.host import Host, make_host
 from shardwise.states.make_optimizers import MadeOptimizer
+from shardwise.states.shared_buffers import SharedBuffers
 
 
 class Update:
@@ -66,18 +65,9 @@ class States:
     update: Update
     module: ModuleState
     optimizers: OptimizerState
-    #: Statistics of batch norms of which others have copies.
-    statistics: SharedStatistics | None
+    #: Buffers that forwards write, and of which others have copies.
+    written: SharedBuffers
     stream: Stream | None = None
-
-    @property
-    def shares_statistics(self) -> bool:
-        """Whether batch norms of copies tell each other what they have seen, at the end of each step."""
-        return self.statistics is not None and self.statistics.are_there
-
-    def sharing_statistics(self) -> AbstractContextManager[None]:
-        """Around the forwards of a step."""
-        return self.statistics.shared() if self.statistics is not None and self.shares_statistics else nullcontext()
 
     def begin_step(self) -> None:
         """Begin a step without the gradients of the last."""
@@ -131,7 +121,7 @@ def make_states(parts: Parts, optimizers: Sequence[MadeOptimizer], sharing: Zero
     data = DataParallel(held_stages, owners, sharing=sharing, optimizers=optimizers, exchange=exchange)
     data.updates.pieces = _pieces_of(parts)
     data.updates.check_hooks()
-    has_copies = isinstance(wires, ManyProcesses) and (plan.dp > 1 or len(schedule.placement.pipes) > 1)
+    has_copies = isinstance(wires, ManyProcesses) and (plan.dp * plan.cp > 1 or len(schedule.placement.pipes) > 1)
     states = States(
         parameters=parameters,
         buffers=buffers,
@@ -146,7 +136,10 @@ def make_states(parts: Parts, optimizers: Sequence[MadeOptimizer], sharing: Zero
             parameters, data=data, sharded=sharded, shapes=parts.shapes, order=parts.order,
             gather=wires.gather, home_of=lambda weight: states.home_of(weight),
         ),
-        statistics=SharedStatistics(module, buffers, lambda given: _from_copies(given, wires)) if has_copies else None,
+        written=SharedBuffers(
+            module, buffers, parts.written, how=parts.options.buffers,
+            gather=(lambda given: _from_copies(given, wires)) if has_copies else None,
+        ),
     )  # fmt: skip
     return states
 

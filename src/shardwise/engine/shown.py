@@ -16,14 +16,16 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
-from weakref import WeakMethod
+from weakref import WeakMethod, WeakSet
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.errors import ShardwiseError
 from shardwise.torch_private import pytree, without_subclasses
 
+#: To type checkers its properties are what they give.
+_KIND: Any = Tensor
 _PROPERTIES = (
     "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "is_meta", "is_cuda", "is_cpu", "is_sparse",
     "is_quantized", "ndim", "nbytes", "itemsize", "grad_fn", "output_nr", "names",
@@ -35,11 +37,11 @@ _METHODS = (
 )  # fmt: skip
 #: What tells nothing of a tensor's numbers.
 _HARMLESS = frozenset(
-    [getattr(Tensor, name).__get__ for name in _PROPERTIES if hasattr(Tensor, name)]
-    + [Tensor.requires_grad.__set__, Tensor.grad.__set__, *_METHODS]  # type: ignore[attr-defined]
+    [getattr(_KIND, name).__get__ for name in _PROPERTIES if hasattr(_KIND, name)]
+    + [_KIND.requires_grad.__set__, _KIND.grad.__set__, *_METHODS]
 )
-_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
-_GRADIENT = Tensor.grad.__get__  # type: ignore[attr-defined]
+_DATA = _KIND.data.__get__
+_GRADIENT = _KIND.grad.__get__
 
 
 class View:
@@ -80,7 +82,7 @@ class View:
         if wait is not None:
             wait()
         if not self.counts_writes:
-            tensor.__class__ = type(tensor).__base__
+            _be(tensor, type(tensor).__base__)
 
 
 #: What is asked before a tensor is looked at. Not an attribute of the tensor: those are saved with it.
@@ -112,6 +114,10 @@ def _asked(
         return function(*args, **kwargs)
 
 
+def _be(tensor: Any, kind: type | None) -> None:
+    tensor.__class__ = kind
+
+
 def _look(tensor: Tensor, function: Any) -> None:
     view: View = _VIEWS[tensor]
     view.look(tensor, function)
@@ -122,7 +128,7 @@ def _copied(tensor: Tensor, memo: dict[int, Any]) -> Any:
         return deepcopy(tensor, memo)
 
 
-def _reduced(tensor: Tensor, protocol: Any) -> Any:
+def _reduced(tensor: Any, protocol: Any) -> Any:
     with _as_ever(tensor):
         return tensor.__reduce_ex__(protocol)
 
@@ -132,17 +138,28 @@ def _as_ever(tensor: Tensor) -> Iterator[None]:
     _look(tensor, deepcopy)
     guarded = type(tensor)
     if guarded in _CLASSES.values():
-        tensor.__class__ = guarded.__base__
+        _be(tensor, guarded.__base__)
     try:
         yield
     finally:
-        tensor.__class__ = guarded
+        _be(tensor, guarded)
+
+
+#: Modules whose own `load_state_dict` looks first.
+_HOOKED: WeakSet[nn.Module] = WeakSet()
+
+
+def _look_before_loading(module: nn.Module, *_: Any) -> None:
+    """A module is to be loaded by its own method, which else tells of each tensor in a sentence of torch's."""
+    for each in (*module.parameters(), *module.buffers()):
+        if type(each) in _CLASSES.values():
+            _look(each, Tensor.copy_)
 
 
 class Shown:
     """The tensors of a module that are not simply there between steps, each with what is asked."""
 
-    def __init__(self, views: Iterable[tuple[Tensor, View]]) -> None:
+    def __init__(self, module: nn.Module, views: Iterable[tuple[Tensor, View]]) -> None:
         self._classes: list[tuple[Tensor, type, type]] = []
         for tensor, view in views:
             own = type(tensor) if type(tensor) not in _CLASSES.values() else type(tensor).__base__
@@ -150,11 +167,14 @@ class Shown:
             self._classes.append((tensor, own, guarded_class(own)))
             _VIEWS[tensor] = view
         self._depth = 0
+        if self._classes and module not in _HOOKED:
+            _HOOKED.add(module)
+            module.register_load_state_dict_pre_hook(_look_before_loading)
 
     def guard(self) -> None:
         """A step has ended, or an engine was made: whoever looks is asked from now on."""
         for tensor, _, guarded in self._classes:
-            tensor.__class__ = guarded
+            _be(tensor, guarded)
 
     @contextmanager
     def open(self) -> Iterator[None]:

@@ -31,6 +31,9 @@ from shardwise.states.parameter_group import (
 )
 from shardwise.torch_private import pytree, step_hooks
 
+#: What a user gives: what makes one optimizer, or several of these.
+Optimizers = MakeOptimizer | Sequence[Share]
+
 #: Where optimizers of torch keep parameters; in other attributes nobody would look for them.
 _OWN_ATTRIBUTES = {"param_groups", "state", "defaults"}
 
@@ -115,9 +118,7 @@ class MadeOptimizer:
         return {key: cut(value) for key, value in self.first[one.name].items()}
 
 
-def make_optimizers(
-    optimizer: MakeOptimizer | Sequence[Share], parameters: Mapping[str, nn.Parameter]
-) -> list[MadeOptimizer]:
+def make_optimizers(optimizer: Optimizers, parameters: Mapping[str, nn.Parameter]) -> list[MadeOptimizer]:
     """Make them on all parameters of a module, by name and in its order. Each that is trained must have one optimizer.
 
     A factory gets all parameters, as `module.parameters()` gives them; that of a share those that it takes.

@@ -13,24 +13,25 @@ DIFFERENT = {"dp": "the forward writes to the buffer .*, and 2 replicas have 2 d
 
 
 class Block(nn.Module):
-    """A layer with a buffer that `write` makes anew from what comes in."""
+    """A layer with a buffer that `write` makes anew from what comes in; in training it is read if it `reads`."""
 
-    def __init__(self, write: Callable[[Any, Tensor], None]) -> None:
+    def __init__(self, write: Callable[[Any, Tensor], None], *, reads: bool = True) -> None:
         super().__init__()
         self.up = nn.Linear(8, 8)
         self.register_buffer("seen", torch.zeros(8, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-        self.write = write
+        self.write, self.reads = write, reads
 
     def forward(self, x: Tensor) -> Tensor:
-        made = x + torch.tanh(self.up(x)) * (1 + 0.1 * self.seen)
+        factor = 1 + 0.1 * self.seen if self.reads or not self.training else 1
+        made = x + torch.tanh(self.up(x)) * factor
         if self.training:
             self.write(self, x.detach())
         return made
 
 
-def net(write: Callable[[Any, Tensor], None]) -> Net:
-    return Net(block=partial(Block, write)).double()
+def net(write: Callable[[Any, Tensor], None], *, reads: bool = True) -> Net:
+    return Net(block=partial(Block, write, reads=reads)).double()
 
 
 def count_up(block: Any, _: Tensor) -> None:
@@ -73,14 +74,16 @@ def a_running_mean(parallelize: Parallelize) -> Result:
 
 @program()
 def a_running_mean_over_replicas(parallelize: Parallelize) -> Result:
-    """And what the sentence says to do about it is what one device has."""
-    return trained(start(parallelize, net(average), buffers="mean"))
+    """And what the sentence says to do about it is what one device has, for evaluation."""
+    engine = start(parallelize, net(average, reads=False), buffers="mean")
+    return {**trained(engine), "held out": engine.evaluate(batch(8))}
 
 
 @program()
 def a_running_mean_put_in_its_place(parallelize: Parallelize) -> Result:
     """`self.seen = ...` instead of writing into it."""
-    return trained(start(parallelize, net(average_anew), buffers="mean"))
+    engine = start(parallelize, net(average_anew, reads=False), buffers="mean")
+    return {**trained(engine), "held out": engine.evaluate(batch(8))}
 
 
 @program(DIFFERENT)

@@ -409,3 +409,39 @@ def a_module_on_the_meta_device(parallelize: Parallelize) -> Result:
     engine = start(parallelize, model, make)
     engine.load_state_dict(weights)
     return trained(engine)
+
+
+@program(only="dp")
+def a_mask_on_gradients(parallelize: Parallelize) -> Result:
+    """Some rows of the embedding are not trained: a hook that multiplies."""
+    model = small_net()
+    mask = torch.ones(12, 1, dtype=torch.float64)
+    mask[3:6] = 0
+    model.embed.weight.register_hook(lambda gradient: gradient * mask)
+    return trained(start(parallelize, model))
+
+
+@program({"dp": "a hook of head.weight", "microbatches": "a hook of head.weight"}, only="dp")
+def gradients_clamped_by_a_hook(parallelize: Parallelize) -> Result:
+    """A clamp of parts is no clamp of their sum."""
+    model = small_net()
+    model.head.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    return trained(start(parallelize, model))
+
+
+@program({"dp": "a hook of head.weight"}, only="dp")
+def gradients_logged_by_a_hook(parallelize: Parallelize) -> Result:
+    """It would log those of some rows."""
+    model, norms = small_net(), list[float]()
+    model.head.weight.register_hook(lambda gradient: norms.append(float(gradient.norm())))
+    found = trained(start(parallelize, model))
+    return {**found, "norms": torch.tensor(norms)}
+
+
+@program({"dp": r"a hook of embed.weight \(register_post_accumulate_grad_hook\)"}, only="dp")
+def a_step_in_the_backward(parallelize: Parallelize) -> Result:
+    """An optimizer for each parameter, stepped when its gradient is there."""
+    model = small_net()
+    for each in model.parameters():
+        each.register_post_accumulate_grad_hook(lambda p: SGD([p], lr=0.1).step())
+    return trained(start(parallelize, model))

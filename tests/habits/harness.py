@@ -29,8 +29,8 @@ from torch.optim import Optimizer
 
 import shardwise as sw
 from shardwise.errors import ShardwiseError
+from shardwise.parity.problem import microbatches_of
 from shardwise.planner.plan import Plan
-from shardwise.stages.batch import cut_batch
 from shardwise.states.parameter_group import shares_of, sort_out
 
 #: Every kind of plan on two ranks that any module can be trained under, and on four.
@@ -63,7 +63,8 @@ class Program:
 
     def expects(self, plan: str) -> str | None:
         """What the sentence is to say, if this plan is to refuse it."""
-        return next((words for part, words in self.refused.items() if part == "all" or _has(plan, part)), None)
+        found = [words for part, words in self.refused.items() if part == "all" or _has(plan, part)]
+        return "|".join(found) or None
 
 
 def _has(plan: str, part: str) -> bool:
@@ -132,8 +133,8 @@ def _tried(one: Program, plan: str) -> str | None:
     if expected is not None:
         return f"not refused, though {expected!r} was expected"
     torch.manual_seed(0)
-    microbatches = Plan.parse(plan).microbatches
-    return _difference(came, one.run(lambda module, **options: Plain(module, microbatches, **options)))
+    parsed = Plan.parse(plan)
+    return _difference(came, one.run(lambda module, **options: Plain(module, parsed, **options)))
 
 
 def _close(engine: Any) -> None:
@@ -153,14 +154,14 @@ def _difference(came: Result, wanted: Result) -> str | None:
 
 
 class Plain:
-    """What an engine does, by plain torch: one microbatch after the other."""
+    """What an engine does, by plain torch: one microbatch after the other, each of all replicas together."""
 
     def __init__(
-        self, module: nn.Module, microbatches: int, *, loss: Any, optimizer: Any, clip: float | None = None, **_: Any
+        self, module: nn.Module, plan: Plan, *, loss: Any, optimizer: Any, clip: float | None = None, **_: Any
     ) -> None:
         if any(each.is_meta for each in module.parameters()):
             module.to_empty(device="cpu")
-        self.module, self._microbatches, self._loss, self._clip = module, microbatches, loss, clip
+        self.module, self._plan, self._loss, self._clip = module, plan, loss, clip
         if not any(each.training for each in module.modules()):
             module.train()
         parameters = dict(module.named_parameters())
@@ -176,8 +177,8 @@ class Plain:
     def train_step(self, batch: Batch) -> float:
         self.module.zero_grad()
         losses = []
-        for each in cut_batch(batch, self._microbatches):
-            loss = self._loss(self.module(each["x"]), each) / self._microbatches
+        for each in microbatches_of(batch, self._plan, apart=False):
+            loss = self._loss(self.module(each["x"]), each) / self._plan.microbatches
             loss.backward()
             losses.append(float(loss.detach()))
         if self._clip is not None:
@@ -191,10 +192,11 @@ class Plain:
     def evaluate(self, batch: Batch) -> float:
         training = [each for each in self.module.modules() if each.training]
         self.module.eval()
-        loss = sum(float(self._loss(self.module(each["x"]), each)) for each in cut_batch(batch, self._microbatches))
+        parts = microbatches_of(batch, self._plan, apart=False)
+        loss = sum(float(self._loss(self.module(each["x"]), each)) for each in parts)
         for each in training:
             each.training = True
-        return loss / self._microbatches
+        return loss / self._plan.microbatches
 
     def state_dict(self) -> dict[str, Any]:
         return {name: each.detach().clone() for name, each in self.module.state_dict().items()}

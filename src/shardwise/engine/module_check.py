@@ -4,11 +4,13 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
 from shardwise.states.shared_buffers import WAYS
+from shardwise.torch_private import accumulated_hooks, gradient_hooks
 
 
 def check_module(module: nn.Module) -> None:
@@ -42,6 +44,46 @@ def check_renormed(module: nn.Module, plan: Plan) -> None:
                 remedy=f"module.get_submodule({name!r}).max_norm = None, and norms limited in the forward:"
                 " nn.functional.embedding(...).renorm(...); or a plan of pp alone",
             )
+
+
+def check_gradient_hooks(module: nn.Module, plan: Plan) -> None:
+    """Refuse hooks of parameters that make something else of parts of a gradient than of their sum.
+
+    A hook that is linear (a mask, a factor) may be called with the gradient of some rows: it is tried on numbers.
+    """
+    parts = [f"{axis}={getattr(plan, axis)}" for axis in ("dp", "cp", "microbatches") if getattr(plan, axis) > 1]
+    for name, parameter in module.named_parameters() if parts else ():
+        hooks = list(gradient_hooks(parameter).values())
+        late = list(accumulated_hooks(parameter).values())
+        if late or (hooks and not _is_linear(hooks, parameter)):
+            which = "register_post_accumulate_grad_hook" if late else "register_hook"
+            raise ShardwiseError(
+                f"a hook of {name} ({which}) would be called with the gradients of some rows, under {', '.join(parts)},"
+                " and does not make of their sum what it makes of them",
+                remedy="a hook that multiplies; engine.gradients() to look at gradients, clip= to clip them, or an"
+                " optimizer that does it in step()",
+            )
+
+
+@torch.no_grad()
+def _is_linear(hooks: list[Any], parameter: nn.Parameter) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    one, other = (torch.randn(parameter.shape, generator=generator).to(parameter.dtype) for _ in range(2))
+    if not parameter.is_meta:
+        one, other = one.to(parameter.device), other.to(parameter.device)
+
+    def applied(gradient: Tensor) -> Tensor | None:
+        for hook in hooks:
+            gradient = hook(gradient)
+            if gradient is None:  # It only looks, and would see some rows' alone.
+                return None
+        return gradient
+
+    both, first, second, twice = (applied(each) for each in (one + other, one.clone(), other.clone(), -2 * one))
+    if both is None or first is None or second is None or twice is None:
+        return False
+    near = 1e-2 if parameter.itemsize < 4 else 1e-4
+    return torch.allclose(both, first + second, near, near) and torch.allclose(twice, -2 * first, near, near)
 
 
 def check_settings(*, clip: Any, bucket_bytes: int | None, buffers: Any) -> None:

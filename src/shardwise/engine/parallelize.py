@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from shardwise.engine.assemble import assemble
 from shardwise.engine.engine import Engine
-from shardwise.engine.module_check import check_module, check_renormed, check_settings
+from shardwise.engine.module_check import check_gradient_hooks, check_module, check_renormed, check_settings
 from shardwise.engine.prepare import Options
 from shardwise.engine.rank_device import put_together
 from shardwise.errors import ShardwiseError
@@ -122,6 +122,7 @@ def _checked(module: nn.Module, plan: Plan | str, loss: Loss, optimizer: Any, ex
         _check_alone(chosen)
     check_module(module)
     check_renormed(module, chosen)
+    check_gradient_hooks(module, chosen)
     return chosen
 
 

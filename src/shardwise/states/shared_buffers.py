@@ -6,7 +6,7 @@ user to say what one device would have had:
 
     how        every replica has from then on
     None       refused
-    "mean"     the mean of all: that of one device for a running mean of the rows, as replicas have as many each
+    "mean"     the mean of all: that of one device for a running mean that no forward of the step has read
     "first"    those of the first: what DDP broadcasts
 Statistics of batch norms are joined as in `batch_norm.py`, and need nothing said.
 

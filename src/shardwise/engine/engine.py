@@ -40,7 +40,7 @@ def _at_work(method: Callable[Concatenate["Engine", _P], _R]) -> Callable[Concat
 
     @wraps(method)
     def run(self: "Engine", /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with self.shown.open():
+        with self._shown.open():
             return method(self, *args, **kwargs)
 
     return run
@@ -65,8 +65,8 @@ class Engine:
         #: How many steps have been begun: masks of dropout depend on it. One that goes on with a training sets it.
         self.num_steps = 0
         #: What is seen of the module between steps.
-        self.shown = make_shown(parts, states.parameters, states.buffers, states.data)
-        self.shown.guard()
+        self._shown = make_shown(parts, states.parameters, states.buffers, states.data)
+        self._shown.guard()
         self._unchanged = Unchanged(self.module)
         self.loads = Loads(self.module, self.experts, self.wires.sum, num_alike=self.plan.tp)
 
@@ -248,9 +248,9 @@ class Engine:
         self.flush()
         if self.sharded.context is not None:
             self.sharded.context.detach()
-        with self.shown.open():
+        with self._shown.open():
             self.states.close()
-        self.shown.close()
+        self._shown.close()
         if self.execution.transport is not None:
             self.execution.transport.close()
         if self._owns_wires:

@@ -56,41 +56,31 @@ def parallelize(
 
     `plan` may be a `Plan` or its short form, `pp=3,schedule=zb-v,microbatches=8`. `loss(output, batch)` gives the mean
     over a microbatch, or its sum and the number that it is summed over: then all of a batch weigh the same, however
-    they are spread. It is tried on the example first. A module that is in evaluation mode is put in training mode; one
-    that is partly so stays as it is. One on the meta device gets the weights of this process's stages, from `seed`
-    alone. `optimizer` makes one for all parameters, or several are given, each for its share of them. It is called
-    once, with whole parameters as `module.parameters()` gives them.
+    they are spread. It is tried on the example first. A module in evaluation mode is put in training mode; one that is
+    partly so stays as it is. One on the meta device gets the weights of this process's stages, from `seed` alone.
+    `optimizer` makes one for all parameters, whole and as `module.parameters()` gives them, or several are given, each
+    for its share of them. Each is called once.
 
     Gradients are clipped to a global norm of `clip`, if given. With `compile` each unit is compiled, by `inductor` or
     by the backend that it names. With `pad` the microbatches need not divide a batch: some have a row more, or, in a
     batch of too few rows, repeat one that counts for nothing. With `through_blocks` a pipeline may be cut in a block
-    where whole blocks do not divide evenly; with `measure` it is cut by what units take here, which are timed first,
-    and not by their FLOPs and bytes.
+    where whole blocks do not divide evenly; with `measure` it is cut by what units take here, and not by their FLOPs
+    and bytes.
 
     What is not found is said: `tensor` names layers and how each is cut over tp, and `tensor_chunks` in how many chunks
-    such a layer sends what it computes, if not as many as pay (`docs/tensor.md`); `positions`, `entries` and `masks`
-    say how cp is to take the module and its batches (`docs/context.md`). Gradients are summed over replicas in buckets
-    of `bucket_bytes`, if given (`docs/data_parallel.md`). `buffers` says what replicas are to have of buffers that each
-    writes in its own forwards, "mean" or "first" (`docs/habits.md`). `wires` are what the processes talk over, where
-    several engines are to share it (`ranks/wires.py`); an engine that is given none makes its own and closes them.
+    such a layer sends what it computes (`docs/tensor.md`); `positions`, `entries` and `masks` say how cp is to take the
+    module and its batches (`docs/context.md`); `buffers`, "mean" or "first", what replicas are to have of buffers that
+    each writes in its own forwards (`docs/habits.md`). Gradients are summed in buckets of `bucket_bytes`, if given.
+    `wires` are what the processes talk over, where several engines are to share it (`ranks/wires.py`); an engine that
+    is given none makes its own and closes them.
 
     Where `torch.distributed` has several ranks, each of them runs one of the plan. Under `torchrun` it is started here.
     """
     options = Options(
-        clip=clip,
-        compile=compile,
-        seed=seed,
-        pad=pad,
-        through_blocks=through_blocks,
-        measure=measure,
-        tensor=tensor,
-        tensor_chunks=tensor_chunks,
-        positions=positions,
-        entries=entries,
-        masks=masks,
-        bucket_bytes=bucket_bytes,
+        clip=clip, compile=compile, seed=seed, pad=pad, through_blocks=through_blocks, measure=measure, tensor=tensor,
+        tensor_chunks=tensor_chunks, positions=positions, entries=entries, masks=masks, bucket_bytes=bucket_bytes,
         buffers=buffers,
-    )
+    )  # fmt: skip
     chosen = _checked(module, plan, loss, optimizer, example, options)
     example = put_together(module, example)
     made = wires or (make_wires(chosen, limit_seconds=_COMPILING_SECONDS) if compile else make_wires(chosen))

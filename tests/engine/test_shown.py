@@ -80,10 +80,11 @@ def test_a_look_at_what_is_not_here_is_refused_until_the_engine_is_at_work(look:
 def write_to_halves(zero: int) -> bool:
     """Weights of 16 bits are written to between steps in three ways: their masters follow, and the next step too."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 5)).bfloat16()
+    first, last = nn.Linear(6, 6).bfloat16(), nn.Linear(6, 5).bfloat16()
+    net = nn.Sequential(first, nn.Tanh(), last)
     batch = {"input": torch.randn(4, 6).bfloat16(), "y": torch.randn(4, 5).bfloat16()}
 
-    def loss(output: torch.Tensor, given: Any) -> torch.Tensor:
+    def loss(output: torch.Tensor, given: Any) -> Any:
         return (output - given["y"]).float().square().mean()
 
     engine = sw.parallelize(
@@ -92,9 +93,9 @@ def write_to_halves(zero: int) -> bool:
     )  # fmt: skip
     engine.train_step(batch)
     with torch.no_grad():
-        net[0].weight.mul_(2)
-    net[0].bias.data.fill_(3)
-    net[2].weight.data = torch.ones_like(net[2].weight)
+        first.weight.mul_(2)
+    first.bias.data.fill_(3)
+    last.weight.data = torch.ones_like(last.weight)
     wanted = {name: each.detach().clone() for name, each in net.named_parameters()}
     engine.train_step(batch)
     found = engine.state_dict()

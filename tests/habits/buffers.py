@@ -15,6 +15,9 @@ DIFFERENT = {"dp": "the forward writes to the buffer .*, and 2 replicas have 2 d
 class Block(nn.Module):
     """A layer with a buffer that `write` makes anew from what comes in; in training it is read if it `reads`."""
 
+    seen: Tensor
+    count: Tensor
+
     def __init__(self, write: Callable[[Any, Tensor], None], *, reads: bool = True) -> None:
         super().__init__()
         self.up = nn.Linear(8, 8)
@@ -101,6 +104,9 @@ def no_way_to_agree(parallelize: Parallelize) -> Result:
 class Quantised(nn.Module):
     """A codebook that moves to what is near it, without gradients."""
 
+    codes: Tensor
+    uses: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(8, 8)
@@ -113,7 +119,8 @@ class Quantised(nn.Module):
         if self.training:
             self.uses += (nearest[..., None] == torch.arange(4, device=x.device)).sum((0, 1))
             self.codes = self.codes.lerp(hidden.detach().mean((0, 1)).expand(4, 8), 0.1)
-        return x + hidden + (self.codes[nearest] - hidden).detach()
+        made: Tensor = x + hidden + (self.codes[nearest] - hidden).detach()
+        return made
 
 
 @program(DIFFERENT)
@@ -139,6 +146,8 @@ def batch_norm(parallelize: Parallelize) -> Result:
 
 class Counting(Net):
     """The count is the root's own: no unit has it."""
+
+    steps: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,6 +214,8 @@ def a_mean_that_only_evaluation_writes(parallelize: Parallelize) -> Result:
     """What replicas write while they evaluate is compared too."""
 
     class Watching(nn.Module):
+        seen: Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.up = nn.Linear(8, 8)
@@ -218,3 +229,34 @@ def a_mean_that_only_evaluation_writes(parallelize: Parallelize) -> Result:
     engine = start(parallelize, small_net(block=Watching))
     found = {"held out": engine.evaluate(batch(5))}
     return {**found, **trained(engine)}
+
+
+def late(block: Any, x: Tensor) -> None:
+    if block.count > 2:
+        average(block, x)
+    block.count += 1
+
+
+@program({"dp": "writes to the buffer layers.0.seen, and did not when the example was run"})
+def a_mean_that_begins_later(parallelize: Parallelize) -> Result:
+    """After a few steps of warm-up: the example has not shown it."""
+    return trained(start(parallelize, net(late, reads=False)), steps=5)
+
+
+@program()
+def a_mean_that_begins_later_and_what_was_said(parallelize: Parallelize) -> Result:
+    """And replicas agree from the step on that writes it."""
+    return trained(start(parallelize, net(late, reads=False), buffers="mean"), steps=5)
+
+
+@program()
+def a_buffer_put_in_place_of_another(parallelize: Parallelize) -> Result:
+    """Between steps, by the user, on all ranks alike."""
+    engine = start(parallelize, net(count_up))
+
+    def between(step: int) -> None:
+        for name, module in engine.module.named_modules():
+            if isinstance(module, Block) and (not _is_ours(engine) or f"{name}.seen" in engine.buffers):
+                module.seen = torch.full((8,), float(step), dtype=torch.float64)
+
+    return trained(engine, between=between)

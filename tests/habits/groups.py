@@ -10,6 +10,12 @@ from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, 
 import shardwise as sw
 from tests.habits.harness import Parallelize, Result, batch, program, sgd, small_net, start, trained
 
+
+def of_groups(kind: Any, groups: list[dict[str, Any]], **settings: Any) -> Optimizer:
+    made: Optimizer = kind(groups, **settings)
+    return made
+
+
 DECAY = {"weight_decay": 0.3}
 PIECES = "would see"
 
@@ -22,7 +28,7 @@ def decay_by_shape(parallelize: Parallelize) -> Result:
         every = list(parameters)
         matrices = [each for each in every if each.dim() >= 2]
         vectors = [each for each in every if each.dim() < 2]
-        return AdamW([{"params": matrices, **DECAY}, {"params": vectors, "weight_decay": 0.0}], lr=1e-2)
+        return of_groups(AdamW, [{"params": matrices, **DECAY}, {"params": vectors, "weight_decay": 0.0}], lr=1e-2)
 
     return trained(start(parallelize, small_net(), make))
 
@@ -34,7 +40,7 @@ def decay_by_identity(parallelize: Parallelize) -> Result:
 
     def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
         others = [each for each in parameters if each is not model.embed.weight]
-        return AdamW([{"params": [model.embed.weight], "lr": 1e-3}, {"params": others, **DECAY}], lr=1e-2)
+        return of_groups(AdamW, [{"params": [model.embed.weight], "lr": 1e-3}, {"params": others, **DECAY}], lr=1e-2)
 
     return trained(start(parallelize, model, make))
 
@@ -48,7 +54,7 @@ def decay_by_name(parallelize: Parallelize) -> Result:
         named = dict(model.named_parameters())
         slow = [each for name, each in named.items() if "norm" in name or name.endswith("bias")]
         fast = [each for name, each in named.items() if not ("norm" in name or name.endswith("bias"))]
-        return SGD([{"params": slow, "lr": 0.01}, {"params": fast, **DECAY}], lr=0.1)
+        return of_groups(SGD, [{"params": slow, "lr": 0.01}, {"params": fast, **DECAY}], lr=0.1)
 
     return trained(start(parallelize, model, make))
 
@@ -64,7 +70,7 @@ def decay_by_attribute(parallelize: Parallelize) -> Result:
         every = list(parameters)
         kept = [each for each in every if getattr(each, "no_decay", False)]
         rest = [each for each in every if not getattr(each, "no_decay", False)]
-        return SGD([{"params": kept, "lr": 0.5}, {"params": rest, **DECAY}], lr=0.1)
+        return of_groups(SGD, [{"params": kept, "lr": 0.5}, {"params": rest, **DECAY}], lr=0.1)
 
     return trained(start(parallelize, model, make))
 
@@ -75,8 +81,8 @@ def rate_by_place(parallelize: Parallelize) -> Result:
 
     def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
         every = list(parameters)
-        return SGD(
-            [{"params": every[:3], "lr": 0.01}, {"params": every[3:-1]}, {"params": every[-1:], "lr": 0.3}], lr=0.1
+        return of_groups(
+            SGD, [{"params": every[:3], "lr": 0.01}, {"params": every[3:-1]}, {"params": every[-1:], "lr": 0.3}], lr=0.1
         )
 
     return trained(start(parallelize, small_net(), make))
@@ -90,7 +96,7 @@ def rate_by_place_beside_frozen(parallelize: Parallelize) -> Result:
 
     def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
         every = list(parameters)
-        return SGD([{"params": every[:3], "lr": 0.01}, {"params": every[3:]}], lr=0.1)
+        return of_groups(SGD, [{"params": every[:3], "lr": 0.01}, {"params": every[3:]}], lr=0.1)
 
     return trained(start(parallelize, model, make))
 
@@ -103,7 +109,7 @@ def layer_wise_rates(parallelize: Parallelize) -> Result:
     def make(_: Iterable[nn.Parameter]) -> Optimizer:
         parts = [model.embed, *model.layers, nn.ModuleList([model.norm, model.head])]
         groups = [{"params": list(each.parameters()), "lr": 0.1 * 0.5 ** (3 - at)} for at, each in enumerate(parts)]
-        return SGD(groups, momentum=0.9)
+        return of_groups(SGD, groups, momentum=0.9)
 
     return trained(start(parallelize, model, make))
 
@@ -113,7 +119,9 @@ def a_group_for_each_parameter(parallelize: Parallelize) -> Result:
     """As LARS and layer-wise schedules have it."""
 
     def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
-        return SGD([{"params": [each], "lr": 0.02 * (1 + at % 4)} for at, each in enumerate(parameters)], momentum=0.9)
+        return of_groups(
+            SGD, [{"params": [each], "lr": 0.02 * (1 + at % 4)} for at, each in enumerate(parameters)], momentum=0.9
+        )
 
     return trained(start(parallelize, small_net(), make))
 
@@ -126,7 +134,9 @@ def tied_weights_in_one_group(parallelize: Parallelize) -> Result:
     def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
         every = list(parameters)
         tied = [each for each in every if each is model.head.weight]
-        return SGD([{"params": tied, "lr": 0.02}, {"params": [e for e in every if e is not tied[0]]}], lr=0.1)
+        return of_groups(
+            SGD, [{"params": tied, "lr": 0.02}, {"params": [e for e in every if e is not tied[0]]}], lr=0.1
+        )
 
     return trained(start(parallelize, model, make))
 
@@ -158,7 +168,9 @@ def rmsprop_and_groups(parallelize: Parallelize) -> Result:
 
     def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
         every = list(parameters)
-        return RMSprop([{"params": every[::2], "alpha": 0.9}, {"params": every[1::2], "momentum": 0.5}], lr=1e-2)
+        return of_groups(
+            RMSprop, [{"params": every[::2], "alpha": 0.9}, {"params": every[1::2], "momentum": 0.5}], lr=1e-2
+        )
 
     return trained(start(parallelize, small_net(), make))
 
@@ -175,7 +187,7 @@ def amsgrad_in_one_group(parallelize: Parallelize) -> Result:
 
     def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
         every = list(parameters)
-        return Adam([{"params": every[:4], "amsgrad": True}, {"params": every[4:]}], lr=1e-2)
+        return of_groups(Adam, [{"params": every[:4], "amsgrad": True}, {"params": every[4:]}], lr=1e-2)
 
     return trained(start(parallelize, small_net(), make))
 
@@ -187,7 +199,7 @@ def matrices_seen_whole_in_groups(parallelize: Parallelize) -> Result:
     def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
         every = list(parameters)
         groups = [[each for each in every if (each.dim() >= 2) is wide] for wide in (True, False)]
-        return Adafactor([{"params": groups[0], **DECAY}, {"params": groups[1]}], lr=1e-2)
+        return of_groups(Adafactor, [{"params": groups[0], **DECAY}, {"params": groups[1]}], lr=1e-2)
 
     return trained(start(parallelize, small_net(), make))
 
@@ -196,7 +208,7 @@ def matrices_seen_whole_in_groups(parallelize: Parallelize) -> Result:
 def shares_by_shape(parallelize: Parallelize) -> Result:
     """Two optimizers; a share sees whole parameters, also under tp."""
     shares = [
-        sw.Share(make=lambda p: SGD(p, lr=0.1, **DECAY), takes=lambda _, p: p.shape == (16, 8)),
+        sw.Share(make=lambda p: SGD(p, lr=0.1, weight_decay=0.3), takes=lambda _, p: p.shape == (16, 8)),
         sw.Share(make=lambda p: AdamW(p, lr=1e-2)),
     ]
     return trained(start(parallelize, small_net(), shares))
@@ -209,7 +221,7 @@ def a_scheduler_made_in_the_factory(parallelize: Parallelize) -> Result:
 
     def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
         every = list(parameters)
-        made = SGD([{"params": every[:5]}, {"params": every[5:]}], lr=0.1)
+        made = of_groups(SGD, [{"params": every[:5]}, {"params": every[5:]}], lr=0.1)
         rates = [lambda step: 0.5**step, lambda step: 1.0 / (1 + step)]
         schedulers.append(torch.optim.lr_scheduler.LambdaLR(made, rates))
         return made
@@ -223,7 +235,7 @@ def a_scheduler_of_the_engines_optimizer(parallelize: Parallelize) -> Result:
 
     def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
         every = list(parameters)
-        return SGD([{"params": every[:1]}, {"params": every[1:]}], lr=0.1)
+        return of_groups(SGD, [{"params": every[:1]}, {"params": every[1:]}], lr=0.1)
 
     engine = start(parallelize, small_net(), make)
     scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizers[0], [lambda s: 0.1**s, lambda s: 0.5**s])
@@ -236,7 +248,7 @@ def rates_changed_between_steps(parallelize: Parallelize) -> Result:
 
     def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
         every = list(parameters)
-        return SGD([{"params": every[-1:]}, {"params": every[:-1]}], lr=0.1)
+        return of_groups(SGD, [{"params": every[-1:]}, {"params": every[:-1]}], lr=0.1)
 
     engine = start(parallelize, small_net(), make)
 
@@ -379,7 +391,7 @@ def the_optimizers_state_goes_on(parallelize: Parallelize) -> Result:
     def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
         every = list(parameters)
         groups = [[each for each in every if (each.dim() >= 2) is wide] for wide in (True, False)]
-        return AdamW([{"params": groups[0], **DECAY}, {"params": groups[1]}], lr=1e-2)
+        return of_groups(AdamW, [{"params": groups[0], **DECAY}, {"params": groups[1]}], lr=1e-2)
 
     engine = start(parallelize, small_net(), make)
     found = {"loss": engine.train_step(batch(7))}
@@ -404,7 +416,9 @@ def a_module_on_the_meta_device(parallelize: Parallelize) -> Result:
         every = list(parameters)
         slow = [each for each in every if each is model.head.weight or each.dim() < 2]
         rest = [each for each in every if all(each is not other for other in slow)]
-        return Adagrad([{"params": slow, "lr": 0.01}, {"params": rest}], lr=0.1, initial_accumulator_value=0.1)
+        return of_groups(
+            Adagrad, [{"params": slow, "lr": 0.01}, {"params": rest}], lr=0.1, initial_accumulator_value=0.1
+        )
 
     engine = start(parallelize, model, make)
     engine.load_state_dict(weights)
@@ -417,7 +431,7 @@ def a_mask_on_gradients(parallelize: Parallelize) -> Result:
     model = small_net()
     mask = torch.ones(12, 1, dtype=torch.float64)
     mask[3:6] = 0
-    model.embed.weight.register_hook(lambda gradient: gradient * mask)
+    model.embed.weight.register_hook(lambda gradient: gradient * mask)  # type: ignore[no-untyped-call]
     return trained(start(parallelize, model))
 
 
@@ -425,7 +439,7 @@ def a_mask_on_gradients(parallelize: Parallelize) -> Result:
 def gradients_clamped_by_a_hook(parallelize: Parallelize) -> Result:
     """A clamp of parts is no clamp of their sum."""
     model = small_net()
-    model.head.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    model.head.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))  # type: ignore[no-untyped-call]
     return trained(start(parallelize, model))
 
 
@@ -433,7 +447,7 @@ def gradients_clamped_by_a_hook(parallelize: Parallelize) -> Result:
 def gradients_logged_by_a_hook(parallelize: Parallelize) -> Result:
     """It would log those of some rows."""
     model, norms = small_net(), list[float]()
-    model.head.weight.register_hook(lambda gradient: norms.append(float(gradient.norm())))
+    model.head.weight.register_hook(lambda gradient: norms.append(float(gradient.norm())))  # type: ignore[no-untyped-call]
     found = trained(start(parallelize, model))
     return {**found, "norms": torch.tensor(norms)}
 
@@ -443,5 +457,5 @@ def a_step_in_the_backward(parallelize: Parallelize) -> Result:
     """An optimizer for each parameter, stepped when its gradient is there."""
     model = small_net()
     for each in model.parameters():
-        each.register_post_accumulate_grad_hook(lambda p: SGD([p], lr=0.1).step())
+        each.register_post_accumulate_grad_hook(lambda p: SGD([p], lr=0.1).step())  # type: ignore[no-untyped-call]
     return trained(start(parallelize, model))

@@ -271,7 +271,8 @@ def unfrozen_from_the_beginning_with_rate_zero(parallelize: Parallelize) -> Resu
 
     def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
         others = [each for each in parameters if each is not model.embed.weight]
-        return SGD([{"params": [model.embed.weight], "lr": 0.0}, {"params": others}], lr=0.1)
+        groups: list[dict[str, Any]] = [{"params": [model.embed.weight], "lr": 0.0}, {"params": others}]
+        return SGD(groups, lr=0.1)
 
     engine = start(parallelize, model, make)
 
@@ -325,7 +326,8 @@ class Dropping(nn.Module):
         self.drop = nn.Dropout(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(torch.tanh(self.up(x)))
+        dropped: Tensor = self.drop(torch.tanh(self.up(x)))
+        return x + dropped
 
 
 @program()

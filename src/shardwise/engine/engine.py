@@ -56,7 +56,7 @@ class Engine:
 
     def __init__(self, parts: Parts, execution: Execution, states: States, *, owns_wires: bool) -> None:
         self.module, self.plan, self.split, self.schedule = parts.module, parts.plan, parts.split, parts.schedule
-        self.parameters, self.buffers, self._owns_wires = states.parameters, states.buffers, owns_wires
+        self.parameters, self._owns_wires = states.parameters, owns_wires
         self.execution, self.states, self.sharded, self.wires = execution, states, parts.sharded, parts.wires
         #: The ranks of the pipeline that this process runs.
         self.ranks = parts.wires.ranks
@@ -69,6 +69,11 @@ class Engine:
         self._shown.guard()
         self._unchanged = Unchanged(self.module)
         self.loads = Loads(self.module, self.experts, self.wires.sum, num_alike=self.plan.tp)
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """Those that this process holds. A forward, or a user, may have put others in their places."""
+        return {name: self.module.get_buffer(name) for name in self.states.buffers}
 
     @property
     def gradient_norm(self) -> float | None:

@@ -137,7 +137,7 @@ def make_states(parts: Parts, optimizers: Sequence[MadeOptimizer], sharing: Zero
             gather=wires.gather, home_of=lambda weight: states.home_of(weight),
         ),
         written=SharedBuffers(
-            module, buffers, parts.written, how=parts.options.buffers,
+            module, buffers, parts.written, how=parts.options.buffers, units=parts.split.units,
             gather=(lambda given: _from_copies(given, wires)) if has_copies else None,
         ),
     )  # fmt: skip

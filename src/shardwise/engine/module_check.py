@@ -73,11 +73,10 @@ def _is_linear(hooks: list[Any], parameter: nn.Parameter) -> bool:
         one, other = one.to(parameter.device), other.to(parameter.device)
 
     def applied(gradient: Tensor) -> Tensor | None:
+        made: Tensor | None = gradient
         for hook in hooks:
-            gradient = hook(gradient)
-            if gradient is None:  # It only looks, and would see some rows' alone.
-                return None
-        return gradient
+            made = None if made is None else hook(made)
+        return made  # None of one that only looks, and would see some rows' alone.
 
     both, first, second, twice = (applied(each) for each in (one + other, one.clone(), other.clone(), -2 * one))
     if both is None or first is None or second is None or twice is None:

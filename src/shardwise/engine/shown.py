@@ -169,7 +169,7 @@ class Shown:
         self._depth = 0
         if self._classes and module not in _HOOKED:
             _HOOKED.add(module)
-            module.register_load_state_dict_pre_hook(_look_before_loading)
+            module.register_load_state_dict_pre_hook(_look_before_loading)  # type: ignore[no-untyped-call]
 
     def guard(self) -> None:
         """A step has ended, or an engine was made: whoever looks is asked from now on."""

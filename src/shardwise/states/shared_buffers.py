@@ -87,82 +87,104 @@ def check_owners(written: Collection[str], units: Sequence[Sequence[str]]) -> No
 
 
 class SharedBuffers:
-    """The written buffers of this rank, `buffers` being all that it has. All ranks call it alike.
+    """The buffers of this rank that forwards write: `written` when the example was run, and others later.
 
-    `gather` gives what the ranks with other rows of the same layers give; without it there are none.
+    `buffers` are all that it has, and `units` those of each stage. `gather` gives what the ranks with other rows of the
+    same layers give; without it there are none. All ranks call it alike.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        buffers: Mapping[str, Tensor],
+        buffers: Collection[str],
         written: Written,
         *,
+        units: Sequence[Sequence[str]],
         gather: Gather | None,
         how: str | None,
     ) -> None:
-        self._gather, self._how = gather, how
-        places = {name: (slots, key) for slots, key, name, _ in _own_buffers(module)}
-        mine = [name for name in written if name in buffers]
-        self._slots: dict[str, Slot] = {name: places[name] for name in mine}
-        self._homes = {name: buffers[name] for name in mine}
+        self._gather, self._how, self._units = gather, how, units
+        self._places: dict[str, Slot] = {
+            name: (slots, key) for slots, key, name, _ in _own_buffers(module) if name in buffers
+        }
+        self._written = {name for name in written if name in self._places}
+        #: Where those are that a forward writes.
+        self.slots = [self._places[name] for name in self._written]
         self._statistics = None if gather is None else SharedStatistics(module, buffers, gather)
-        has_statistics = self._statistics is not None and self._statistics.are_there
-        has_written = gather is not None and any(gather(bool(mine)))
-        self._has_statistics, self._has_written = has_statistics, has_written
-        if has_written and how is None:
-            assert gather is not None, "there are others"
-            self._differing(gather({name: written[name] for name in mine}))
+        self._has_statistics = self._statistics is not None and self._statistics.are_there
+        # Who says how to agree has some, if not in the example.
+        self._agrees = gather is not None and any(gather(bool(self._written or (how and self._places))))
+        if gather is not None and self._agrees and how is None:
+            self._differing(gather({name: written[name] for name in self._written}))
 
     @property
     def are_there(self) -> bool:
         """Whether copies of a layer tell each other something, at the end of each step."""
-        return self._has_statistics or self._has_written
-
-    @property
-    def slots(self) -> list[Slot]:
-        """Where those are that a forward writes."""
-        return list(self._slots.values())
+        return self._has_statistics or self._agrees
 
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Around a step: at its end every copy has what all of them are to have."""
+        before = {name: (slots[key], version_of(slots[key])) for name, (slots, key) in self._places.items()}
         if self._has_statistics and self._statistics is not None:
             with self._statistics.shared():
                 yield
         else:
             yield
-        self._bring_home()
-        if self._has_written:
+        for name, (home, version) in before.items():
+            slots, key = self._places[name]
+            if slots[key] is not home or version_of(home) != version:
+                self._note(name)
+                self._bring_home(name, home)
+        if self._agrees:
             self._agree()
 
+    def _note(self, name: str) -> None:
+        """A forward has written to a buffer; perhaps for the first time."""
+        if name in self._written:
+            return
+        check_owners([name], self._units)
+        if self._gather is not None and self._how is None:
+            raise ShardwiseError(
+                f"the forward writes to the buffer {name}, and did not when the example was run: whether replicas have"
+                " the same is not looked at",
+                remedy='write to it in every forward of training; or buffers="mean", or buffers="first"',
+            )
+        self._written.add(name)
+        self.slots.append(self._places[name])
+
     @torch.no_grad()
-    def _bring_home(self) -> None:
-        """Have the tensors that are known in their places again, with the newest numbers."""
-        for name, (slots, key) in self._slots.items():
-            home, here = self._homes[name], slots[key]
-            if here is home:
-                continue
-            if not isinstance(here, Tensor) or here.shape != home.shape or here.dtype != home.dtype:
-                raise ShardwiseError(
-                    f"the forward has put something else in the place of the buffer {name}: it was {_kind(home)}, and"
-                    f" is {_kind(here)}",
-                    remedy="a buffer of one shape and type, whatever the batch",
-                )
-            home.copy_(here)
-            slots[key] = home
+    def _bring_home(self, name: str, home: Tensor) -> None:
+        """Have the tensor that was there in its place again, with the newest numbers."""
+        slots, key = self._places[name]
+        here = slots[key]
+        if here is home:
+            return
+        if not isinstance(here, Tensor) or here.shape != home.shape or here.dtype != home.dtype:
+            raise ShardwiseError(
+                f"the forward has put something else in the place of the buffer {name}: it was {_kind(home)}, and is"
+                f" {_kind(here)}",
+                remedy="a buffer of one shape and type, whatever the batch",
+            )
+        home.copy_(here)
+        slots[key] = home
+
+    @property
+    def _values(self) -> dict[str, Tensor]:
+        return {name: self._places[name][0][self._places[name][1]] for name in self._written}
 
     @torch.no_grad()
     def _agree(self) -> None:
         assert self._gather is not None, "there are others"
-        differing = self._differing(self._gather({name: digest_of(each) for name, each in self._homes.items()}))
+        mine = self._values
+        differing = self._differing(self._gather({name: digest_of(each) for name, each in mine.items()}))
         if not differing:
             return
-        told = self._gather({name: self._homes[name].cpu() for name in differing if name in self._homes})
-        for name in differing & self._homes.keys():
-            home, copies = self._homes[name], [part[name] for part in told if name in part]
-            is_mean = self._how == "mean" and home.is_floating_point()
-            home.copy_(torch.stack(copies).mean(0) if is_mean else copies[0])
+        told = self._gather({name: mine[name].cpu() for name in differing if name in mine})
+        for name in differing & mine.keys():
+            copies = [part[name] for part in told if name in part]
+            is_mean = self._how == "mean" and mine[name].is_floating_point()
+            mine[name].copy_(torch.stack(copies).mean(0) if is_mean else copies[0])
 
     def _differing(self, told: Sequence[Written]) -> set[str]:
         """The buffers of any rank that are not the same on all that have them."""

@@ -18,8 +18,8 @@ class Own(SGD):
     """Somebody's optimizer: nobody knows what it does."""
 
 
-def made(make: MakeOptimizer, **settings: bool) -> MadeOptimizer:
-    return make_optimizers([Share(make=make, **settings)], {"weight": nn.Parameter(torch.ones(5, 2))})[0]
+def made(make: MakeOptimizer, *, whole: bool | None = None) -> MadeOptimizer:
+    return make_optimizers([Share(make=make, whole=whole)], {"weight": nn.Parameter(torch.ones(5, 2))})[0]
 
 
 @pytest.mark.parametrize("make", [AdamW, partial(SGD, lr=0.1, momentum=0.9)])

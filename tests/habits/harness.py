@@ -51,11 +51,19 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A function, and by a part of a plan what the sentence of its refusal says. `only` are kinds of plans to try."""
+    """A function, and by a part of a plan what the sentence of its refusal says.
+
+    It is tried under plans that have `only`, and have not `but`, where these are given.
+    """
 
     run: Callable[[Parallelize], Result]
     refused: Mapping[str, str] = field(default_factory=dict)
     only: str | None = None
+    but: str | None = None
+
+    def is_for(self, plan: str) -> bool:
+        """Whether it is tried under this plan."""
+        return (self.only is None or _has(plan, self.only)) and (self.but is None or not _has(plan, self.but))
 
     @property
     def name(self) -> str:
@@ -77,13 +85,13 @@ PROGRAMS: dict[str, list[Program]] = {}
 
 
 def program(
-    refused: Mapping[str, str] | None = None, *, only: str | None = None
+    refused: Mapping[str, str] | None = None, *, only: str | None = None, but: str | None = None
 ) -> Callable[[Callable[[Parallelize], Result]], Callable[[Parallelize], Result]]:
     """Enter a function as a program of its file."""
 
     def enter(run: Callable[[Parallelize], Result]) -> Callable[[Parallelize], Result]:
         topic = run.__module__.rpartition(".")[2]
-        PROGRAMS.setdefault(topic, []).append(Program(run=run, refused=refused or {}, only=only))
+        PROGRAMS.setdefault(topic, []).append(Program(run=run, refused=refused or {}, only=only, but=but))
         return run
 
     return enter
@@ -103,7 +111,7 @@ def run_topic(topic: str, plan: str, turn: int | None = None) -> list[str]:
     found = []
     for number, each in enumerate(programs_of(topic)):
         is_turn = turn is None or (number + turn) % TURNS == 0
-        if is_turn and (each.only is None or _has(plan, each.only)):
+        if is_turn and each.is_for(plan):
             wrong = _tried(each, plan)
             if wrong is not None:
                 found.append(f"{topic}.{each.name} under {plan}: {wrong}")

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -13,14 +12,14 @@ from shardwise.engine.make_states import make_states, sharing_of
 from shardwise.engine.parts import Parts
 from shardwise.engine.prepare import Options, prepare
 from shardwise.engine.sharded import Sharded
+from shardwise.engine.trial import Trial
 from shardwise.execution.pipeline import complete
 from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import ManyProcesses, OneProcess
 from shardwise.stages.batch import cut_batch, home_of
-from shardwise.stages.losses import by_rows, summed_only, trial_of
+from shardwise.stages.losses import by_rows, summed_only
 from shardwise.stages.stage import Batch, Loss
 from shardwise.states.make_optimizers import MadeOptimizer, Optimizers, make_optimizers
-from shardwise.states.shared_buffers import WriteWatch, check_owners
 
 # Stages whose weights are gathered at a time, where a stage's come at once.
 _MAX_GATHERED = 2
@@ -49,15 +48,9 @@ def assemble(
     sharded = Sharded(module, plan, wires.mesh, microbatch, options)
     place = None if isinstance(wires, OneProcess) else wires.ranks[0]
     without_numbers = {name for name, each in module.named_parameters() if each.is_meta}
-    trial, writes = trial_of(loss, microbatch), WriteWatch(module)
-    written: dict[str, bytes | None] = {}
-
-    def probe(output: Any) -> None:
-        written.update(writes.found())
-        trial(output)
-
-    split, computed, callers = prepare(module, plan, microbatch, probe=probe, rank=place, options=options)
-    check_owners(written, split.units)
+    trial = Trial(module, loss, microbatch)
+    split, computed, callers = prepare(module, plan, microbatch, probe=trial.probe, rank=place, options=options)
+    trial.check(plan, shapes, split.units)
     if sharded.experts is not None and without_numbers:
         sharded.experts.draw(module, without_numbers, seed=options.seed, device=home_of(microbatch))
     context = sharded.attach_context(module, options)
@@ -66,7 +59,7 @@ def assemble(
     parts = Parts(
         module=module, plan=plan, split=split, schedule=computed,
         loss=by_rows(loss) if options.pad else loss, options=options, sharded=sharded, order=order, shapes=shapes,
-        wires=wires, device=home_of(microbatch), callers=callers, written=written,
+        wires=wires, device=home_of(microbatch), callers=callers, written=trial.written,
     )  # fmt: skip
     return from_parts(parts, optimizers, owns_wires=owns_wires)
 

@@ -36,7 +36,7 @@ _METHODS = (
     Tensor.data_ptr, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.__len__,
 )  # fmt: skip
 #: What tells nothing of a tensor's numbers.
-_HARMLESS = frozenset(
+HARMLESS = frozenset(
     [getattr(_KIND, name).__get__ for name in _PROPERTIES if hasattr(_KIND, name)]
     + [_KIND.requires_grad.__set__, _KIND.grad.__set__, *_METHODS]
 )
@@ -104,7 +104,7 @@ def _asked(
     """Every function of torch that is given such a tensor comes here."""
     del cls, types
     kwargs = kwargs or {}
-    if function not in _HARMLESS:
+    if function not in HARMLESS:
         for each in pytree.tree_leaves((args, kwargs)):
             if isinstance(each, Tensor) and type(each) in _CLASSES.values():
                 _look(each, function)

@@ -368,3 +368,25 @@ def a_module_loaded_in_evaluation_mode(parallelize: Parallelize) -> Result:
     engine = start(parallelize, model)
     assert engine.module.training
     return trained(engine)
+
+
+@program()
+def tensors_held_from_before(parallelize: Parallelize) -> Result:
+    """What looks into the memory that parameters had stays readable: it has the numbers of before."""
+    model = small_net()
+    held = [each.data for each in model.parameters()] + [each.detach()[0] for each in model.parameters()]
+    before = [each.clone() for each in held]
+    engine = start(parallelize, model)
+    found = trained(engine)
+    assert type(engine).__name__ == "Plain" or all(torch.isfinite(each).all() for each in held)
+    return {**found, "before": torch.cat([each.flatten() for each in before])}
+
+
+@program(AWAY)
+def averaged_by_torch(parallelize: Parallelize) -> Result:
+    """`AveragedModel`, told of the module after each step."""
+    model = small_net()
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    engine = start(parallelize, model)
+    found = trained(engine, between=lambda _: averaged.update_parameters(model))
+    return {**found, **{f"mean {name}": each.detach() for name, each in averaged.named_parameters()}}

@@ -26,12 +26,19 @@ from shardwise.states.tiers.swapped_storage import Presence
 class Weights:
     """The parameters of one bucket, which are made to look into its memory."""
 
+    #: Whether its memory is given back between steps, though every rank has all of it.
+    leaves = False
+
     def __init__(self, spec: BucketSpec, *, is_sharded: bool) -> None:
         self.layout, self.parameters, self.is_sharded = spec.layout, spec.parameters, is_sharded
         self._group, self._exchange, self._channel = spec.replicas.shard, spec.exchange, spec.channel
         layout, group, only = spec.layout, self._group, spec.parameters[0].data
-        # One alone is a run of memory already, if it has all of its own.
-        is_own = only.is_contiguous() and only.untyped_storage().nbytes() == layout.length * only.element_size()
+        # One alone is a run of memory already, if it has all of its own. Not if that is given back between steps:
+        # somebody may have another tensor that looks into it.
+        stays = not is_sharded and not self.leaves
+        is_own = (
+            stays and only.is_contiguous() and only.untyped_storage().nbytes() == layout.length * only.element_size()
+        )
         if len(self.parameters) == 1 and is_own:
             #: All of them, where they are here.
             self.whole = only.view(-1)

@@ -237,7 +237,7 @@ def late(block: Any, x: Tensor) -> None:
     block.count += 1
 
 
-@program({"dp": "writes to the buffer layers.0.seen, and did not when the example was run"})
+@program({"dp": "writes to the buffer layers.[01].seen, and did not when the example was run"})
 def a_mean_that_begins_later(parallelize: Parallelize) -> Result:
     """After a few steps of warm-up: the example has not shown it."""
     return trained(start(parallelize, net(late, reads=False)), steps=5)

@@ -459,3 +459,25 @@ def a_step_in_the_backward(parallelize: Parallelize) -> Result:
     for each in model.parameters():
         each.register_post_accumulate_grad_hook(lambda p: SGD([p], lr=0.1).step())  # type: ignore[no-untyped-call]
     return trained(start(parallelize, model))
+
+
+@program()
+def state_that_a_scheduler_has_seen(parallelize: Parallelize) -> Result:
+    """Saved with a scheduler on it, loaded before the next one is made; parameters were given with names."""
+
+    def make_for(model: nn.Module) -> Any:
+        return lambda _: AdamW(model.named_parameters(), lr=1e-2)
+
+    model = small_net()
+    engine = start(parallelize, model, make_for(model))
+    torch.optim.lr_scheduler.StepLR(engine.optimizers[0], 1)
+    found = {"loss": engine.train_step(batch(7))}
+    if hasattr(engine, "optimizer_state_dict"):
+        weights, state = engine.state_dict(), engine.optimizer_state_dict()
+        assert len(state["param_groups"]) == 1, state["param_groups"]
+        engine.close()
+        model = small_net()
+        engine = start(parallelize, model, make_for(model))
+        engine.load_state_dict(weights)
+        engine.load_optimizer_state_dict(state)
+    return {**found, **trained(engine)}

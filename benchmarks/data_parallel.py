@@ -32,6 +32,7 @@ from shardwise.ranks.transport import ProcessTransport
 from shardwise.stages.split import split
 from shardwise.states.buckets.make import HeldStages, ParameterOwners, ZeroConfig
 from shardwise.states.data_parallel import DataParallel
+from shardwise.states.make_optimizers import make_optimizers
 
 _RANKS, _STEPS_OF_A_TURN = 2, 2
 _PEERS = {"data parallel": "DDP", "ZeRO-1": "DDP", "ZeRO-2": "DDP", "ZeRO-3": "FSDP2"}
@@ -88,7 +89,8 @@ def ours(zero: int, example: Batch) -> Train:
     data = DataParallel(
         HeldStages(stages={0: held}, schedule=schedule, ranks=[0], module=module),
         ParameterOwners(replicas_of=partial(_always, make_replicas(mesh.ranks("gradients")))),
-        sharing=ZeroConfig(zero=zero, layerwise=True), optimizer=make_optimizer, exchange=CpuExchange(),
+        sharing=ZeroConfig(zero=zero, layerwise=True), optimizers=make_optimizers(make_optimizer, held.parameters),
+        exchange=CpuExchange(),
     )  # fmt: skip
     transport = ProcessTransport(make_groups(mesh.pipelines))
     executor = ProcessExecutor(

@@ -136,7 +136,8 @@ def train(engine: Engine, batches: Sequence[Batch]) -> Trained:
         if not gradients:
             # Where a step is left unfinished, so are its gradients.
             engine.flush()
-            gradients = gradients_of(engine.parameters)
+            # Under ZeRO a rank has pieces of them.
+            gradients = {} if engine.plan.zero else gradients_of(engine.parameters)
     return Trained(losses=tuple(losses), gradients=gradients, weights=weights_of(engine), norms=tuple(norms))
 
 

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from shardwise.schedule.schedule import Schedule as Schedule
     from shardwise.schedule.simulate import simulate as simulate
     from shardwise.schedule.verify import verify as verify
+    from shardwise.states.muon import Muon as Muon
+    from shardwise.states.parameter_group import Share as Share
+    from shardwise.states.parameter_group import is_hidden_matrix as is_hidden_matrix
     from shardwise.trace.events import Trace as Trace
 
 __version__ = "0.1.0"
@@ -28,12 +31,15 @@ __version__ = "0.1.0"
 # holds the two together.
 _HOMES = {
     "Instruction": "shardwise.schedule.instruction",
+    "Muon": "shardwise.states.muon",
     "Placement": "shardwise.schedule.placement",
     "Plan": "shardwise.planner.plan",
     "Prices": "shardwise.schedule.prices",
     "Schedule": "shardwise.schedule.schedule",
     "ShardwiseError": "shardwise.errors",
+    "Share": "shardwise.states.parameter_group",
     "Trace": "shardwise.trace.events",
+    "is_hidden_matrix": "shardwise.states.parameter_group",
     "make_schedule": "shardwise.schedule.catalogue",
     "parallelize": "shardwise.engine.parallelize",
     "place": "shardwise.placing.place",

@@ -11,6 +11,7 @@ torch is imported when this is: rooms without torch must not import it.
 """
 
 import weakref
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -173,6 +174,11 @@ def buffer_slots(module: nn.Module) -> dict[str, Any]:
     return cast(dict[str, Any], module._buffers)
 
 
+def submodules(module: nn.Module) -> dict[str, Any]:
+    """Where a module keeps those that it is made of. `named_children` leaves some out."""
+    return module._modules
+
+
 def share_slots(module: nn.Module, other: nn.Module) -> None:
     """Let a module hold what another holds, under the same names, with nothing between them. No public way."""
     module._parameters, module._buffers, module._modules = other._parameters, other._buffers, other._modules
@@ -226,6 +232,25 @@ def gradient_hooks(tensor: Tensor) -> Mapping[Any, Callable[[Tensor], Tensor | N
 def accumulated_hooks(tensor: Tensor) -> Mapping[Any, Callable[[Tensor], None]]:
     """Hooks of `register_post_accumulate_grad_hook`, to call where a gradient does not come from autograd."""
     return getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """Hooks of an optimizer's steps, and of those of all optimizers. They can be registered and not listed."""
+    from torch.optim import optimizer as home
+
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    every = (home._global_optimizer_pre_hooks, home._global_optimizer_post_hooks)
+    return [hook for hooks in (*own, *every) for hook in hooks.values()]
+
+
+def without_step_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An optimizer with the same settings and attributes, no state and no hooks. `copy.copy` drops its attributes."""
+    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
+    # A scheduler puts a `step` of its own in front, which would count.
+    twin.__dict__.update({key: each for key, each in vars(optimizer).items() if key != "step"})
+    twin.state = defaultdict(dict)
+    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    return twin
 
 
 # ---------------------------------------------------------------------------------------------------------------------

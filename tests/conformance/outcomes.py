@@ -19,6 +19,7 @@ from shardwise.execution.pipeline import schedule_of
 from shardwise.ranks.wires import OneProcess
 from shardwise.stages.split import split
 from shardwise.stages.stage import Split
+from shardwise.states.make_optimizers import make_optimizers
 from tests import same
 from tests.conformance.cases import Case, loss_of, make_batches, make_module, make_optimizer
 from tests.same import Trained, weights_of
@@ -66,7 +67,8 @@ def in_one_process(case: Case) -> Trained:
         wires=wires,
         device=torch.device("cpu"),
     )
-    return train(from_parts(parts, make_optimizer(case.optimizer), owns_wires=True), case)
+    made = make_optimizers(make_optimizer(case.optimizer), dict(module.named_parameters()))
+    return train(from_parts(parts, made, owns_wires=True), case)
 
 
 @cache

@@ -12,13 +12,14 @@ from shardwise.engine.make_states import make_states, sharing_of
 from shardwise.engine.parts import Parts
 from shardwise.engine.prepare import Options, prepare
 from shardwise.engine.sharded import Sharded
+from shardwise.engine.trial import Trial
 from shardwise.execution.pipeline import complete
 from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import ManyProcesses, OneProcess
 from shardwise.stages.batch import cut_batch, home_of
-from shardwise.stages.losses import by_rows, summed_only, trial_of
+from shardwise.stages.losses import by_rows, summed_only
 from shardwise.stages.stage import Batch, Loss
-from shardwise.states.parameter_group import MakeOptimizer, Share
+from shardwise.states.make_optimizers import MadeOptimizer, Optimizers, make_optimizers
 
 # Stages whose weights are gathered at a time, where a stage's come at once.
 _MAX_GATHERED = 2
@@ -29,23 +30,27 @@ def assemble(
     plan: Plan,
     *,
     loss: Loss,
-    optimizer: MakeOptimizer | Sequence[Share],
+    optimizer: Optimizers,
     example: Batch,
     options: Options,
     wires: OneProcess | ManyProcesses,
     owns_wires: bool,
 ) -> Engine:
     """Put an engine together. Every process of the plan calls this alike."""
+    optimizers = make_optimizers(optimizer, dict(module.named_parameters()))
     order = tuple(name for name, _ in module.named_parameters())
     shapes = {name: each.shape for name, each in module.state_dict().items() if isinstance(each, Tensor)}
     loss = summed_only(loss, plan.cp) if plan.cp > 1 else loss
     microbatch = cut_batch(rows_of(example, plan, wires.mesh), plan.microbatches, pad=options.pad)[0]
-    # What is dropped in training is seen in training mode only.
-    sharded = Sharded(module.train(), plan, wires.mesh, microbatch, options)
+    if not any(each.training for each in module.modules()):
+        # What is dropped in training is seen in training mode only. Of one that is partly so the user has said which.
+        module.train()
+    sharded = Sharded(module, plan, wires.mesh, microbatch, options)
     place = None if isinstance(wires, OneProcess) else wires.ranks[0]
     without_numbers = {name for name, each in module.named_parameters() if each.is_meta}
-    probe = trial_of(loss, microbatch)
-    split, computed, callers = prepare(module, plan, microbatch, probe=probe, rank=place, options=options)
+    trial = Trial(module, loss, microbatch)
+    split, computed, callers = prepare(module, plan, microbatch, probe=trial.probe, rank=place, options=options)
+    trial.check(plan, shapes, split.units)
     if sharded.experts is not None and without_numbers:
         sharded.experts.draw(module, without_numbers, seed=options.seed, device=home_of(microbatch))
     context = sharded.attach_context(module, options)
@@ -54,12 +59,12 @@ def assemble(
     parts = Parts(
         module=module, plan=plan, split=split, schedule=computed,
         loss=by_rows(loss) if options.pad else loss, options=options, sharded=sharded, order=order, shapes=shapes,
-        wires=wires, device=home_of(microbatch), callers=callers,
+        wires=wires, device=home_of(microbatch), callers=callers, written=trial.written,
     )  # fmt: skip
-    return from_parts(parts, optimizer, owns_wires=owns_wires)
+    return from_parts(parts, optimizers, owns_wires=owns_wires)
 
 
-def from_parts(parts: Parts, optimizer: MakeOptimizer | Sequence[Share], *, owns_wires: bool) -> Engine:
+def from_parts(parts: Parts, optimizers: Sequence[MadeOptimizer], *, owns_wires: bool) -> Engine:
     """Put an engine together for stages that have been cut, and a schedule of computation only."""
     sharing = sharing_of(parts)
     schedule = complete(
@@ -70,5 +75,5 @@ def from_parts(parts: Parts, optimizer: MakeOptimizer | Sequence[Share], *, owns
         offloads_activations=parts.plan.offload.activations > 0,
     )
     parts = replace(parts, schedule=schedule)
-    states = make_states(parts, optimizer, sharing)
+    states = make_states(parts, optimizers, sharing)
     return Engine(parts, make_execution(parts, states), states, owns_wires=owns_wires)

@@ -10,16 +10,19 @@ It is the same for one process, for a pipeline and for a mesh. What differs is i
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import wraps
 from time import perf_counter
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.engine.make_execution import Execution
+from shardwise.engine.make_shown import make_shown
 from shardwise.engine.make_states import States
 from shardwise.engine.parts import Parts
+from shardwise.engine.unchanged import Unchanged
 from shardwise.engine.update import LaunchedStep, StepNumbers
 from shardwise.execution.collector import StreamCollector
 from shardwise.execution.executor import Executor, Record
@@ -29,6 +32,20 @@ from shardwise.sharding.expert.move import better_placements, count_moved
 from shardwise.stages.batch import shapes_of
 from shardwise.stages.stage import Batch
 from shardwise.trace.events import Trace
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _at_work(method: Callable[Concatenate["Engine", _P], _R]) -> Callable[Concatenate["Engine", _P], _R]:
+    """A method that needs the module's tensors as they are."""
+
+    @wraps(method)
+    def run(self: "Engine", /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with self._shown.open():
+            return method(self, *args, **kwargs)
+
+    return run
 
 
 class Engine:
@@ -41,7 +58,7 @@ class Engine:
 
     def __init__(self, parts: Parts, execution: Execution, states: States, *, owns_wires: bool) -> None:
         self.module, self.plan, self.split, self.schedule = parts.module, parts.plan, parts.split, parts.schedule
-        self.parameters, self.buffers, self._owns_wires = states.parameters, states.buffers, owns_wires
+        self.parameters, self._owns_wires = states.parameters, owns_wires
         self.execution, self.states, self.sharded, self.wires = execution, states, parts.sharded, parts.wires
         #: The ranks of the pipeline that this process runs.
         self.ranks = parts.wires.ranks
@@ -49,7 +66,16 @@ class Engine:
         self.experts = parts.sharded.experts
         #: How many steps have been begun: masks of dropout depend on it. One that goes on with a training sets it.
         self.num_steps = 0
+        #: What is seen of the module between steps.
+        self._shown = make_shown(parts, states.parameters, states.buffers, states.data)
+        self._shown.guard()
+        self._unchanged = Unchanged(self.module)
         self.loads = Loads(self.module, self.experts, self.wires.sum, num_alike=self.plan.tp)
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """Those that this process holds. A forward, or a user, may have put others in their places."""
+        return {name: self.module.get_buffer(name) for name in self.states.buffers}
 
     @property
     def gradient_norm(self) -> float | None:
@@ -64,6 +90,7 @@ class Engine:
         """What happened on all ranks in the last step that was recorded."""
         return self.execution.recorder.trace
 
+    @_at_work
     def train_step(
         self, batch: Batch, *, trace: bool = False, data_wait: float = 0.0, streams: StreamCollector | None = None
     ) -> float:
@@ -74,6 +101,7 @@ class Engine:
         """
         return self._step(batch, self.states.update.take, trace=trace, data_wait=data_wait, streams=streams).mean
 
+    @_at_work
     def launch_step(self, batch: Batch) -> LaunchedStep:
         """Take one step as `train_step` does; what it has measured can be read later, after the next was launched.
 
@@ -100,15 +128,16 @@ class Engine:
         begin, execution, states = perf_counter(), self.execution, self.states
         recording = execution.recorder.start() if trace else None
         record = None if recording is None else recording.note
-        states.begin_step()
         with self.wires.told_to_all():
+            self._unchanged.check()
+            states.begin_step()
             microbatches, signature = execution.batches.cut(batch), ("train", shapes_of(batch))
             if execution.dropouts is not None:
                 place = execution.batches.place(batch, microbatches[0], self.num_steps)
                 execution.dropouts.take(microbatches, place)
             self.num_steps += 1
             with execution.recorder.listening(recording, signature):
-                with states.sharing_statistics():
+                with states.written.shared():
                     tally = self._run(execution.trainer, microbatches, signature, record)
                 start = perf_counter()
                 if states.stream is None:
@@ -121,6 +150,7 @@ class Engine:
             )
         return tally
 
+    @_at_work
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> float:
         """Return the loss of a batch in evaluation mode; nothing changes."""
@@ -128,7 +158,7 @@ class Engine:
         training = [each for each in self.module.modules() if each.training]
         self.module.eval()
         try:
-            with self.wires.told_to_all():
+            with self.wires.told_to_all(), self.states.written.shared():
                 microbatches = self.execution.batches.cut(batch)
                 return self._run(self.execution.evaluator, microbatches, ("evaluate", shapes_of(batch)), None).mean
         finally:
@@ -144,11 +174,13 @@ class Engine:
         self.sharded.check_attention(self.module, self.wires)
         return tally
 
+    @_at_work
     def gradients(self) -> dict[str, Tensor]:
         """The gradients of the last step as the optimizer was given them, whole, by original names, on every rank."""
         self.flush()
         return self.states.module.gradients()
 
+    @_at_work
     def state_dict(self, *, sharded: bool = False) -> dict[str, Any]:
         """Parameters and buffers under the names of the original module: whole, all of them on every rank.
 
@@ -158,6 +190,7 @@ class Engine:
         self.flush()
         return self.states.module.part() if sharded else self.states.module.whole()
 
+    @_at_work
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take weights and buffers from a state, of the whole module or of at least what this process holds."""
         self.flush()
@@ -166,10 +199,12 @@ class Engine:
         self.states.begin_stream()
 
     @property
+    @_at_work
     def numbers(self) -> dict[str, Tensor]:
         """Those of the parameters that this process holds, by name, each where it lives. First `flush`."""
         return self.states.module.numbers()
 
+    @_at_work
     def assembled(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors by original names, from what each process has of those that it holds. All call it alike."""
         return self.states.module.assembled(parts)
@@ -179,6 +214,7 @@ class Engine:
         """Those of this process."""
         return self.states.data.updates.optimizers
 
+    @_at_work
     def optimizer_state_dict(self, *, sharded: bool = False) -> dict[str, Any]:
         """What the optimizers remember, under the names of the original module: see `states/optimizers/state.py`.
 
@@ -188,6 +224,7 @@ class Engine:
         self.flush()
         return self.states.optimizers.part() if sharded else self.states.optimizers.whole()
 
+    @_at_work
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what an optimizer remembered, of all parameters or of at least those that this process holds."""
         self.flush()
@@ -203,6 +240,7 @@ class Engine:
         """Where the state of a weight lives that an optimizer of this process has."""
         return self.states.home_of(weight)
 
+    @_at_work
     def expert_load(self) -> dict[str, list[int]]:
         """By layer, how often each expert was chosen in training since the last call, in the batches of all ranks.
 
@@ -211,6 +249,7 @@ class Engine:
         with self.wires.told_to_all():
             return self.loads.told()
 
+    @_at_work
     def rebalance_experts(self, *, gain: float = 0.05) -> dict[str, int]:
         """Place experts by the load that was measured since the last call; how many moved, by layer.
 
@@ -229,6 +268,7 @@ class Engine:
         self.loads.begin_anew()
         return moved
 
+    @_at_work
     def flush(self) -> None:
         """Finish what is under way: then the weights are the newest, and state that lives on the host is there.
 
@@ -239,13 +279,16 @@ class Engine:
                 self.states.stream.flush()
         if self.states.host is not None:
             self.states.host.wait()
+        self.states.data.take_over()
 
     def close(self) -> None:
         """Let go of what the engine keeps beside the module; and of its wires, if it has made them."""
         self.flush()
         if self.sharded.context is not None:
             self.sharded.context.detach()
-        self.states.close()
+        with self._shown.open():
+            self.states.close()
+        self._shown.close()
         if self.execution.transport is not None:
             self.execution.transport.close()
         if self._owns_wires:

@@ -44,7 +44,7 @@ def make_execution(parts: Parts, states: States) -> Execution:
     dropouts = None
     if not parts.options.compile:
         dropouts = sharded.attach_dropouts(parts.module, parts.options.seed, parts.callers)
-    losses = LossSum(wires, trainer.interpreters, num_alike=parts.plan.tp, waits=lambda: states.shares_statistics)
+    losses = LossSum(wires, trainer.interpreters, num_alike=parts.plan.tp, waits=lambda: states.written.are_there)
     _listen(trainer, parts, states, losses, dropouts)
     if schedule.staleness:
         finish, update = states.data.finish, states.update.take
@@ -97,6 +97,7 @@ def _listen(trainer: Executor, parts: Parts, states: States, losses: LossSum, dr
 
     for interpreter in trainer.interpreters:
         interpreter.select_rows = None if dropouts is None else dropouts.select
+        interpreter.written = states.written.slots
         interpreter.offload = None if host is None else host.activations
         interpreter.on_losses = None if isinstance(parts.wires, OneProcess) else agree_early
     if host is not None and host.states is not None:

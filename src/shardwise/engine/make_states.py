@@ -1,7 +1,6 @@
 """Where the state of the model is on this process: parameters of its stages in buckets, the host's part, and names."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,12 +15,12 @@ from shardwise.execution.weight_stash import Stream
 from shardwise.ranks.wires import ManyProcesses, OneProcess, Wires
 from shardwise.schedule.instruction import Kind
 from shardwise.stages.stage import Stage
-from shardwise.states.batch_norm import SharedStatistics
 from shardwise.states.buckets.make import HeldStages, ParameterOwners, ZeroConfig
 from shardwise.states.buckets.ties import make_ties
 from shardwise.states.data_parallel import DataParallel
 from shardwise.states.host import Host, make_host
-from shardwise.states.parameter_group import MakeOptimizer, Share
+from shardwise.states.make_optimizers import MadeOptimizer
+from shardwise.states.shared_buffers import SharedBuffers
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,21 +39,13 @@ class States:
     device_update: DeviceUpdate | None
     module: ModuleState
     optimizers: OptimizerState
-    #: Statistics of batch norms of which others have copies.
-    statistics: SharedStatistics | None
+    #: Buffers that forwards write, and of which others have copies.
+    written: SharedBuffers
     stream: Stream | None = None
-
-    @property
-    def shares_statistics(self) -> bool:
-        """Whether batch norms of copies tell each other what they have seen, at the end of each step."""
-        return self.statistics is not None and self.statistics.are_there
-
-    def sharing_statistics(self) -> AbstractContextManager[None]:
-        """Around the forwards of a step."""
-        return self.statistics.shared() if self.statistics is not None and self.shares_statistics else nullcontext()
 
     def begin_step(self) -> None:
         """Begin a step without the gradients of the last."""
+        self.data.updates.check_hooks()
         self.data.begin_step()
         if self.host is not None:
             self.host.begin_step()
@@ -76,7 +67,7 @@ class States:
         self.data.close()
 
 
-def make_states(parts: Parts, optimizer: MakeOptimizer | Sequence[Share], sharing: ZeroConfig) -> States:
+def make_states(parts: Parts, optimizers: Sequence[MadeOptimizer], sharing: ZeroConfig) -> States:
     """Move the state of this process's stages to where the plan has it. Every process calls this alike."""
     module, plan, schedule, wires, sharded = parts.module, parts.plan, parts.schedule, parts.wires, parts.sharded
     here = [stage for stage in parts.split.stages if stage is not None]
@@ -101,8 +92,10 @@ def make_states(parts: Parts, optimizer: MakeOptimizer | Sequence[Share], sharin
         joining=sharded if sharded.is_in_parts else None, apart=experts,
     )  # fmt: skip
     exchange = wires.make_exchange(held_stages.device)
-    data = DataParallel(held_stages, owners, sharing=sharing, optimizer=optimizer, exchange=exchange)
-    has_copies = isinstance(wires, ManyProcesses) and (plan.dp > 1 or len(schedule.placement.pipes) > 1)
+    data = DataParallel(held_stages, owners, sharing=sharing, optimizers=optimizers, exchange=exchange)
+    data.updates.pieces = _pieces_of(parts)
+    data.updates.check_hooks()
+    has_copies = isinstance(wires, ManyProcesses) and (plan.dp * plan.cp > 1 or len(schedule.placement.pipes) > 1)
     states = States(
         parameters=parameters,
         buffers=buffers,
@@ -118,7 +111,10 @@ def make_states(parts: Parts, optimizer: MakeOptimizer | Sequence[Share], sharin
             parameters, data=data, sharded=sharded, shapes=parts.shapes, order=parts.order,
             gather=wires.gather, home_of=lambda weight: states.home_of(weight),
         ),
-        statistics=SharedStatistics(module, buffers, lambda given: _from_copies(given, wires)) if has_copies else None,
+        written=SharedBuffers(
+            module, buffers, parts.written, how=parts.options.buffers, units=parts.split.units,
+            gather=(lambda given: _from_copies(given, wires)) if has_copies else None,
+        ),
     )  # fmt: skip
     return states
 
@@ -142,6 +138,20 @@ def sharing_of(parts: Parts) -> ZeroConfig:
         local=is_alone and plan.zero == 0 and (is_stale or not (updates_early or has_halves)),
     )
     return sharing if bucket_bytes is None else replace(sharing, bucket_bytes=bucket_bytes)
+
+
+def _pieces_of(parts: Parts) -> str | None:
+    """What an optimizer of this process has, in words, where it does not have every parameter, whole."""
+    plan, experts = parts.plan, parts.sharded.experts
+    if plan.zero:
+        return f"pieces of parameters, as zero={plan.zero} keeps them"
+    if plan.tp > 1:
+        return f"a rank's part of every layer (tp={plan.tp})"
+    if experts is not None and experts.parameters:
+        return f"a rank's experts (ep={plan.ep})"
+    if plan.pp > 1 and not isinstance(parts.wires, OneProcess):
+        return f"the parameters of one stage (pp={plan.pp})"
+    return "some parameters at a time (offload)" if plan.offload.optimizer or plan.offload.parameters else None
 
 
 def _stages_here(parts: Parts) -> dict[int, Stage]:

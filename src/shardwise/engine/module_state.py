@@ -1,6 +1,6 @@
 """The state of a module by its own names, where ranks have parts of it: whole ones from parts, and parts of whole."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ class ModuleState:
         self,
         module: nn.Module,
         parameters: Mapping[str, nn.Parameter],
-        buffers: Mapping[str, Tensor],
+        buffers: Collection[str],
         *,
         data: DataParallel,
         sharded: Sharded,
@@ -66,7 +66,7 @@ class ModuleState:
     def _put(self, parts: Mapping[str, Tensor]) -> None:
         self._data.load({name: each for name, each in parts.items() if name in self._in_buckets})
         for name in parts.keys() - self._in_buckets:  # A buffer, or not trained.
-            (self._buffers[name] if name in self._buffers else self._parameters[name]).copy_(parts[name])
+            (self._module.get_buffer(name) if name in self._buffers else self._parameters[name]).copy_(parts[name])
 
     def _values_for(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The values of what is held here; of a tied parameter one of its names will do.
@@ -128,14 +128,18 @@ class ModuleState:
 
     def _named(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
         """Under all names that the module has for them, with the buffers."""
-        held = {**parameters, **{name: each.detach() for name, each in self._buffers.items()}}
+        held = {**parameters, **{name: each.detach() for name, each in self._buffers_now().items()}}
         return {name: held[own] for name, own in self._names_here().items()}
 
     def _names_here(self) -> dict[str, str]:
         """The entries of the module's state that are held here; a tied parameter under each of its names."""
-        own = {id(each): name for name, each in (*self._parameters.items(), *self._buffers.items())}
+        own = {id(each): name for name, each in (*self._parameters.items(), *self._buffers_now().items())}
         state: dict[str, Any] = self._module.state_dict(keep_vars=True)
         return {name: own[id(each)] for name, each in state.items() if id(each) in own}
+
+    def _buffers_now(self) -> dict[str, Tensor]:
+        """A user may have put others in their places."""
+        return {name: self._module.get_buffer(name) for name in self._buffers}
 
     def _cut(self, name: str, whole: Tensor) -> Tensor:
         return whole if name in self._buffers else self._sharded.local(name, whole)

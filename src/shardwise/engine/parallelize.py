@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 
 from shardwise.engine.assemble import assemble
 from shardwise.engine.engine import Engine
+from shardwise.engine.module_check import check_gradient_hooks, check_module, check_renormed, check_settings
 from shardwise.engine.prepare import Options
 from shardwise.engine.rank_device import put_together
 from shardwise.errors import ShardwiseError
 from shardwise.planner.composition import check_composition
 from shardwise.planner.plan import Plan
-from shardwise.ranks.faults import LIMIT_SECONDS
 from shardwise.ranks.mesh import agree_on
 from shardwise.ranks.wires import ManyProcesses, OneProcess, make_wires
 from shardwise.ranks.worker import join_if_launched
@@ -49,47 +49,41 @@ def parallelize(
     entries: Mapping[str, Entry | int | None] | None = None,
     masks: Mask | None = None,
     bucket_bytes: int | None = None,
+    buffers: str | None = None,
     wires: OneProcess | ManyProcesses | None = None,
 ) -> Engine:
     """Return an engine that trains `module` under `plan`.
 
     `plan` may be a `Plan` or its short form, `pp=3,schedule=zb-v,microbatches=8`. `loss(output, batch)` gives the mean
     over a microbatch, or its sum and the number that it is summed over: then all of a batch weigh the same, however
-    they are spread. It is tried on the example first. The module is put in training mode; one on the meta device gets
-    the weights of this process's stages, from `seed` alone. `optimizer` makes one for all parameters, or several are
-    given, each for its share of them.
+    they are spread. It is tried on the example first. A module in evaluation mode is put in training mode; one that is
+    partly so stays as it is. One on the meta device gets the weights of this process's stages, from `seed` alone.
+    `optimizer` makes one for all parameters, whole and as `module.parameters()` gives them, or several are given, each
+    for its share of them. Each is called once.
 
     Gradients are clipped to a global norm of `clip`, if given. With `compile` each unit is compiled, by `inductor` or
     by the backend that it names. With `pad` the microbatches need not divide a batch: some have a row more, or, in a
     batch of too few rows, repeat one that counts for nothing. With `through_blocks` a pipeline may be cut in a block
-    where whole blocks do not divide evenly; with `measure` it is cut by what units take here, which are timed first,
-    and not by their FLOPs and bytes.
+    where whole blocks do not divide evenly; with `measure` it is cut by what units take here, and not by their FLOPs
+    and bytes.
 
     What is not found is said: `tensor` names layers and how each is cut over tp, and `tensor_chunks` in how many chunks
-    such a layer sends what it computes, if not as many as pay (`docs/tensor.md`); `positions`, `entries` and `masks`
-    say how cp is to take the module and its batches (`docs/context.md`). Gradients are summed over replicas in buckets
-    of `bucket_bytes`, if given (`docs/data_parallel.md`). `wires` are what the processes talk over, where several
-    engines are to share it (`ranks/wires.py`); an engine that is given none makes its own and closes them.
+    such a layer sends what it computes (`docs/tensor.md`); `positions`, `entries` and `masks` say how cp is to take the
+    module and its batches (`docs/context.md`); `buffers`, "mean" or "first", what replicas are to have of buffers that
+    each writes in its own forwards (`docs/habits.md`). Gradients are summed in buckets of `bucket_bytes`, if given.
+    `wires` are what the processes talk over, where several engines are to share it (`ranks/wires.py`); an engine that
+    is given none makes its own and closes them.
 
     Where `torch.distributed` has several ranks, each of them runs one of the plan. Under `torchrun` it is started here.
     """
     options = Options(
-        clip=clip,
-        compile=compile,
-        seed=seed,
-        pad=pad,
-        through_blocks=through_blocks,
-        measure=measure,
-        tensor=tensor,
-        tensor_chunks=tensor_chunks,
-        positions=positions,
-        entries=entries,
-        masks=masks,
-        bucket_bytes=bucket_bytes,
-    )
+        clip=clip, compile=compile, seed=seed, pad=pad, through_blocks=through_blocks, measure=measure, tensor=tensor,
+        tensor_chunks=tensor_chunks, positions=positions, entries=entries, masks=masks, bucket_bytes=bucket_bytes,
+        buffers=buffers,
+    )  # fmt: skip
     chosen = _checked(module, plan, loss, optimizer, example, options)
     example = put_together(module, example, chosen.precision)
-    made = wires or make_wires(chosen, limit_seconds=_COMPILING_SECONDS if compile else LIMIT_SECONDS)
+    made = wires or (make_wires(chosen, limit_seconds=_COMPILING_SECONDS) if compile else make_wires(chosen))
     try:
         return assemble(
             module, chosen, loss=loss, optimizer=optimizer, example=example, options=options, wires=made,
@@ -104,6 +98,7 @@ def parallelize(
 def _checked(module: nn.Module, plan: Plan | str, loss: Loss, optimizer: Any, example: Batch, options: Options) -> Plan:
     """The plan, after all that can be refused before anything is made."""
     _check_arguments(module, plan, loss, optimizer, example)
+    check_settings(clip=options.clip, bucket_bytes=options.bucket_bytes, buffers=options.buffers)
     chosen = Plan.parse(plan) if isinstance(plan, str) else plan
     join_if_launched()
     are_many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -116,7 +111,8 @@ def _checked(module: nn.Module, plan: Plan | str, loss: Loss, optimizer: Any, ex
     if not are_many:
         _check_alone(chosen)
     check_module(module)
-    _check_bucket_bytes(options.bucket_bytes)
+    check_renormed(module, chosen)
+    check_gradient_hooks(module, chosen)
     return chosen
 
 
@@ -147,25 +143,6 @@ def _check_alone(plan: Plan) -> None:
         raise ShardwiseError(
             f"{axes} needs processes: one alone runs all ranks of a pipeline (pp), and of no other axis",
             remedy=f"sw.spawn(fn, devices={plan.num_ranks}), or torchrun --nproc-per-node {plan.num_ranks}",
-        )
-
-
-def check_module(module: nn.Module) -> None:
-    """Refuse a module with nothing to train."""
-    parameters = list(module.parameters())
-    if not any(parameter.requires_grad for parameter in parameters):
-        raise ShardwiseError(
-            f"none of the {len(parameters)} parameters of {type(module).__name__} requires a gradient, so there is"
-            " nothing to train",
-            remedy="module.requires_grad_()",
-        )
-
-
-def _check_bucket_bytes(bucket_bytes: int | None) -> None:
-    """Refuse buckets that hold nothing."""
-    if bucket_bytes is not None and bucket_bytes < 1:
-        raise ShardwiseError(
-            f"bucket_bytes={bucket_bytes}: a bucket holds at least one number", remedy="bucket_bytes=16 * 2**20"
         )
 
 

@@ -1,7 +1,7 @@
 """What an engine is put together from: a module that has been cut for this process, and how it is to be trained."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -19,7 +19,8 @@ class Parts:
     """`split` are the stages of the module, and `schedule` is what runs them. `device` is where batches are.
 
     Before it was cut the module had its parameters in this `order`, and its state in these `shapes`. `callers` are
-    modules that drop at random by calling a function.
+    modules that drop at random by calling a function; `written` are the buffers that a forward writes
+    (`states/shared_buffers.py`).
     """
 
     module: nn.Module
@@ -34,3 +35,4 @@ class Parts:
     wires: OneProcess | ManyProcesses
     device: torch.device
     callers: Collection[str] = ()
+    written: Mapping[str, bytes | None] = field(default_factory=dict)

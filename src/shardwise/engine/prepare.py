@@ -46,6 +46,7 @@ class Options:
     entries: Mapping[str, Entry | int | None] | None = None
     masks: Mask | None = None
     bucket_bytes: int | None = None
+    buffers: str | None = None
 
 
 class Prepared(NamedTuple):
@@ -73,13 +74,13 @@ def prepare(
         "agree": None if rank is None else agree_on_costs,
         "stopwatch": Stopwatch() if options.measure else None,
     }
-    schedule = schedule_of(plan, lambda count: stage_costs(module.train(), count, batch, **how))
+    schedule = schedule_of(plan, lambda count: stage_costs(module, count, batch, **how))
     count = len(schedule.placement.pipes[0])
     finding = Finding()
     try:
         with ComputePolicy.of(plan).precision(home), finding.watching():
             stages = split(
-                module.train(),
+                module,
                 count,
                 batch,
                 only=None if rank is None else {stage % count for stage in schedule.placement.stages[rank]},

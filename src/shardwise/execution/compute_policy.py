@@ -41,25 +41,32 @@ class ComputePolicy:
 
 @dataclass(frozen=True, slots=True)
 class RngState:
-    """The states of the random number generators at one moment."""
+    """The states of the random number generators at one moment, and of the buffers that forwards write."""
 
     cpu: Tensor
     devices: list[int]
     on_devices: list[Tensor]
+    buffers: list[tuple[dict[str, Any], str, Tensor]]
 
     @staticmethod
-    def now(tensors: Iterable[Any]) -> "RngState":
-        """The state on the CPU and on the devices of these tensors."""
-        return RngState(torch.get_rng_state(), *get_device_states(*tensors))
+    def now(tensors: Iterable[Any], written: Iterable[tuple[dict[str, Any], str]] = ()) -> "RngState":
+        """The state on the CPU and on the devices of these tensors; `written` is where modules keep such buffers."""
+        buffers = [(slots, key, slots[key].clone()) for slots, key in written]
+        return RngState(torch.get_rng_state(), *get_device_states(*tensors), buffers)
 
     @contextmanager
     def again(self, buffers: Iterable[Tensor]) -> Iterator[None]:
         """The same random numbers once more. Afterwards they go on as if nothing had been, and so do the buffers."""
         before = [(buffer, buffer.clone()) for buffer in buffers]
+        newest = [(slots, key, slots[key]) for slots, key, _ in self.buffers]
+        for slots, key, older in self.buffers:
+            slots[key] = older.clone()  # The forward may write to it again.
         with torch.random.fork_rng(devices=self.devices):
             torch.set_rng_state(self.cpu)
             set_device_states(self.devices, self.on_devices)
             yield
+        for slots, key, buffer in newest:
+            slots[key] = buffer
         for buffer, value in before:
             # Through `data`, unseen by autograd: batch norm saves its statistics for a backward that never reads them.
             buffer.data.copy_(value)

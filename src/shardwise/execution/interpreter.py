@@ -178,6 +178,8 @@ class Interpreter:
         self.kept_bytes: KeptBytes | None = None
         #: Where forwards put what they save, if not all of it stays on the device.
         self.offload: ActivationOffload | None = None
+        #: Where the modules keep buffers that forwards write.
+        self.written: Sequence[tuple[dict[str, Any], str]] = ()
         #: Called when all losses of a step are known that are measured here; with none that is at once.
         self.on_losses: Callable[[], None] | None = None
         #: Called with each computation before it is run.
@@ -273,7 +275,7 @@ class Interpreter:
         counts = self.kept_bytes is not None and stage not in self.kept_bytes
         kept = Kept(self._there_anyway(stage, microbatch)) if counts else None
         if self._trains and self.policy.recompute:
-            saved.rng = RngState.now(chain(inputs.values(), self._microbatches[microbatch].values()))
+            saved.rng = RngState.now(chain(inputs.values(), self._microbatches[microbatch].values()), self.written)
             with saving_nothing():
                 made, measured = self._run(stage, microbatch, inputs)
             if kept is not None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shardwise.engine.parallelize import check_module
+from shardwise.engine.module_check import check_module
 from shardwise.errors import ShardwiseError
 from shardwise.parity.compare import Comparison, compare
 from shardwise.parity.course import Course

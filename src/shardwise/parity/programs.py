@@ -4,7 +4,8 @@ from contextlib import ExitStack
 
 import torch
 
-from shardwise.engine.parallelize import check_module, parallelize
+from shardwise.engine.module_check import check_module
+from shardwise.engine.parallelize import parallelize
 from shardwise.errors import ShardwiseError
 from shardwise.nccl.check import Proof, prove
 from shardwise.nccl.copies import Copies

@@ -8,7 +8,7 @@ another copy has added is known from its r(k), and can be added here as if its m
 (1-m)^k r + (r' - (1-m)^k r(0)). Without momentum, where all microbatches weigh the same, it is the mean over all.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ class _Seen(NamedTuple):
 class SharedStatistics:
     """The batch norms of this rank, of which other ranks have copies."""
 
-    def __init__(self, module: nn.Module, buffers: Mapping[str, Tensor], gather: Gather) -> None:
+    def __init__(self, module: nn.Module, buffers: Collection[str], gather: Gather) -> None:
         self._gather = gather
         self._norms = {
             name: each

@@ -31,8 +31,8 @@ from shardwise.states.buckets.in_backward import OffloadedBackward, OptimizerInB
 from shardwise.states.buckets.make import HeldStages, ParameterOwners, ZeroConfig, make_buckets
 from shardwise.states.buckets.reducer import MAKES_GRADIENTS, Reducer
 from shardwise.states.buckets.step_gradients import StepGradients
+from shardwise.states.make_optimizers import MadeOptimizer
 from shardwise.states.optimizers.updates import Held, Updates
-from shardwise.states.parameter_group import MakeOptimizer, Share
 from shardwise.states.stage_weights import StageWeights, find_users, make_unit_prefetch
 from shardwise.states.tiers.host_states import HostStates
 from shardwise.states.whole_parameters import WholeParameters
@@ -50,7 +50,7 @@ class DataParallel:
         owners: ParameterOwners,
         *,
         sharing: ZeroConfig,
-        optimizer: MakeOptimizer | Sequence[Share],
+        optimizers: Sequence[MadeOptimizer],
         exchange: Exchange,
     ) -> None:
         self.sharing, self.exchange = sharing, exchange
@@ -68,7 +68,8 @@ class DataParallel:
         )  # fmt: skip
         self._gradients = StepGradients(self._trained, owners, exchange)
         self._in_backward: OptimizerInBackward | None = None
-        self.updates = Updates(optimizer, self._trained, owners, are_cut=sharing.zero > 0)
+        comes_late = sharing.updates_late or sharing.offloaded > 0
+        self.updates = Updates(optimizers, self._trained, owners, are_cut=sharing.zero > 0, sort=comes_late)
         self.wholes = WholeParameters(self.buckets, held.parameters, exchange)
         #: Whether computations have to be told of: where weights come for them, or gradients leave.
         self.is_beside = not sharing.local
@@ -77,6 +78,9 @@ class DataParallel:
 
     def begin_step(self) -> None:
         """Forget the gradients of the last step. With two versions of the weights, another one is under way."""
+        for bucket in self.buckets:
+            if bucket.is_touched:
+                bucket.take_over()
         for bucket in self._trained:
             bucket.trained.begin()
         self._reducer.begin_step()
@@ -182,6 +186,11 @@ class DataParallel:
         for bucket in self.buckets:
             if bucket.gradients is None:
                 bucket.weights.expire()
+
+    def take_over(self) -> None:
+        """Have all weights here that every rank has whole, with what was written to the module's parameters."""
+        for bucket in self.buckets:
+            bucket.take_over()
 
     def close(self) -> None:
         """Let go of the parameters' hooks, of groups and of the thread.

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from shardwise.errors import ShardwiseError
 from shardwise.states.muon import Muon
+from shardwise.torch_private import without_step_hooks
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -79,44 +80,39 @@ def sort_out(shares: Sequence[Share], parameters: Mapping[str, nn.Parameter]) ->
     return taken
 
 
-def make_on_pieces(share: Share, pieces: Sequence[nn.Parameter]) -> Optimizer | None:
-    """The optimizer of pieces of parameters; None if it must see them whole."""
-    if share.whole:
-        return None
-    # A rank that has none of them must decide as the others do, so it has an optimizer of one number that nobody uses.
-    given = pieces or [nn.Parameter(torch.zeros(1))]
-    try:
-        made = share.make(given)
-    except (ValueError, ShardwiseError):
-        # torch's Muon refuses what is no matrix.
-        if share.whole is None:
-            return None
-        raise
-    if share.whole is None and type(made) in MATRIXWISE:
-        return None
-    if share.whole is None and type(made) not in ELEMENTWISE:
-        kind = type(made).__name__
-        raise ShardwiseError(
-            f"parameters are in pieces under this plan, and whether {kind} can update a piece by itself is not known",
-            remedy=f"optimizer=[Share(make=..., whole=True)] if {kind} looks at whole matrices, whole=False if every"
-            " number is treated by itself; or zero=0",
-        )
-    return made
-
-
 def number_bytes_of(make: MakeOptimizer, weights: Sequence[nn.Parameter]) -> float:
     """The bytes that an optimizer keeps for a number, seen by stepping one on small weights like these.
 
     Counts of steps, which are single numbers, are none. Where state is of rows and columns, this is more than it takes.
     """
-    dims = sorted({each.dim() for each in weights} or {1})
+    probes = _probes_of(weights)
     with torch.random.fork_rng(devices=[]):
-        device = weights[0].device if weights else torch.device("cpu")
-        probes = [nn.Parameter(torch.zeros([_PROBED] * dim, device=device)) for dim in dims]
-        optimizer = make(probes)
-        for each in probes:
-            each.grad = torch.zeros_like(each)
-        optimizer.step()
+        return _stepped_bytes(make(probes), probes)
+
+
+def state_bytes_of(optimizer: Optimizer) -> float:
+    """The same of an optimizer that is there, seen on another with its settings."""
+    most = 0.0
+    with torch.random.fork_rng(devices=[]):
+        for group in optimizer.param_groups:
+            probes = _probes_of(group["params"])
+            twin = without_step_hooks(optimizer)
+            twin.param_groups = [{**group, "params": probes}]
+            most = max(most, _stepped_bytes(twin, probes))
+    return most
+
+
+def _probes_of(weights: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """A small weight for each number of dims that some have."""
+    dims = sorted({each.dim() for each in weights} or {1})
+    device = weights[0].device if weights else torch.device("cpu")
+    return [nn.Parameter(torch.zeros([_PROBED] * dim, device=device)) for dim in dims]
+
+
+def _stepped_bytes(optimizer: Optimizer, probes: Sequence[nn.Parameter]) -> float:
+    for each in probes:
+        each.grad = torch.zeros_like(each)
+    optimizer.step()
     return max(_state_bytes(optimizer, each) / each.numel() for each in probes)
 
 

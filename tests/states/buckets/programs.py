@@ -22,6 +22,7 @@ from shardwise.stages.split import split
 from shardwise.states.buckets.make import HeldStages, ParameterOwners, ZeroConfig
 from shardwise.states.buckets.ties import make_ties
 from shardwise.states.data_parallel import DataParallel
+from shardwise.states.make_optimizers import make_optimizers
 from shardwise.states.muon import Muon
 from shardwise.states.optimizers.updates import Held
 from shardwise.states.parameter_group import MakeOptimizer, Share, is_hidden_matrix
@@ -168,9 +169,10 @@ def train(case: Case) -> Outcome:
     )  # fmt: skip
     ties = make_ties(complete_schedule.placement, stages, mesh.pipelines, mesh.rank)
     plain = make_exchange(held_stages.device, None, on_nccl=False)
+    made = make_optimizers(OPTIMIZERS[case.optimizer], dict(module.named_parameters()))
     data = DataParallel(
         held_stages, ParameterOwners(replicas_of=lambda _: replicas, ties=ties), sharing=sharing,
-        optimizer=OPTIMIZERS[case.optimizer],
+        optimizers=made,
         exchange=plain if case.exchange is None else EXCHANGES[case.exchange](),
     )  # fmt: skip
     transport = ProcessTransport(make_groups(mesh.pipelines))

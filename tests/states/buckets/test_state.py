@@ -17,6 +17,7 @@ from shardwise.sharding.tensor.sharding import Sharding, Shards
 from shardwise.stages.stage import Batch, Values
 from shardwise.states.buckets.make import HeldStages, ParameterOwners, ZeroConfig
 from shardwise.states.data_parallel import DataParallel
+from shardwise.states.make_optimizers import make_optimizers
 from shardwise.states.muon import Muon
 from shardwise.states.parameter_group import MakeOptimizer, Share, is_hidden_matrix
 from tests.crowd import Crowds
@@ -86,7 +87,7 @@ def train_with_tensor_ranks(zero: int) -> tuple[float, dict[str, Tensor]]:
     data = DataParallel(
         HeldStages(stages={0: stage}, schedule=schedule, ranks=[0]),
         ParameterOwners(replicas_of=lambda _: replicas, tensor=sharding),
-        sharing=ZeroConfig(zero=zero), optimizer=MAKE, exchange=CpuExchange(),
+        sharing=ZeroConfig(zero=zero), optimizers=make_optimizers(MAKE, stage.parameters), exchange=CpuExchange(),
     )  # fmt: skip
     mine = numbers(1 + mesh.coordinates["dp"])
     part = mine[NORM] * (0.25 if group.rank == 0 else 0.75)
@@ -119,7 +120,8 @@ def read_and_put_back(zero: int, make: MakeOptimizer | list[Share]) -> tuple[lis
     data = DataParallel(
         HeldStages(stages={0: stage}, schedule=schedule, ranks=[0]),
         ParameterOwners(replicas_of=lambda _: replicas),
-        sharing=ZeroConfig(zero=zero, masters=True), optimizer=make, exchange=CpuExchange(),
+        sharing=ZeroConfig(zero=zero, masters=True), optimizers=make_optimizers(make, stage.parameters),
+        exchange=CpuExchange(),
     )  # fmt: skip
     step(data, stage, numbers(1))
     once = {name: data.wholes.weight(name) for name in stage.parameters}

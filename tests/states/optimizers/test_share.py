@@ -9,43 +9,36 @@ from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from shardwise.errors import ShardwiseError
+from shardwise.states.make_optimizers import MadeOptimizer, make_optimizers
 from shardwise.states.muon import Muon, orthogonalise
-from shardwise.states.parameter_group import Share, is_hidden_matrix, make_on_pieces, shares_of, sort_out
+from shardwise.states.parameter_group import MakeOptimizer, Share, is_hidden_matrix, shares_of, sort_out
 
 
 class Own(SGD):
     """Somebody's optimizer: nobody knows what it does."""
 
 
-def pieces() -> list[nn.Parameter]:
-    return [nn.Parameter(torch.ones(5))]
+def made(make: MakeOptimizer, *, whole: bool | None = None) -> MadeOptimizer:
+    return make_optimizers([Share(make=make, whole=whole)], {"weight": nn.Parameter(torch.ones(5, 2))})[0]
 
 
 @pytest.mark.parametrize("make", [AdamW, partial(SGD, lr=0.1, momentum=0.9)])
 def test_an_optimizer_that_treats_every_number_by_itself_gets_pieces(make: type[Optimizer]) -> None:
-    given = pieces()
-    made = make_on_pieces(Share(make=make), given)
-    assert made is not None
-    assert made.param_groups[0]["params"] == given
+    assert not made(make).sees_whole()
 
 
 @pytest.mark.parametrize("make", [Adafactor, Muon, torch.optim.Muon])
 def test_an_optimizer_of_matrices_does_not(make: type[Optimizer]) -> None:
-    assert make_on_pieces(Share(make=make), pieces()) is None
-
-
-@pytest.mark.parametrize(("make", "is_cut"), [(AdamW, True), (Adafactor, False), (Muon, False)])
-def test_a_rank_without_a_piece_decides_as_the_others_do(make: type[Optimizer], is_cut: bool) -> None:
-    assert (make_on_pieces(Share(make=make), []) is not None) == is_cut
+    assert made(make).sees_whole()
 
 
 def test_an_optimizer_that_nobody_knows_is_refused_until_one_says_which() -> None:
     make = partial(Own, lr=0.1)
     with pytest.raises(ShardwiseError, match="whether Own can update a piece by itself is not known") as error:
-        make_on_pieces(Share(make=make), pieces())
+        made(make).sees_whole()
     assert "whole=True" in str(error.value.remedy)
-    assert isinstance(make_on_pieces(Share(make=make, whole=False), pieces()), Own)
-    assert make_on_pieces(Share(make=make, whole=True), pieces()) is None
+    assert not made(make, whole=False).sees_whole()
+    assert made(make, whole=True).sees_whole()
 
 
 def test_parameters_go_to_the_first_share_that_takes_them() -> None:
@@ -69,7 +62,7 @@ def test_a_plain_factory_is_a_share_of_everything() -> None:
 
 def test_muon_refuses_what_is_no_matrix() -> None:
     with pytest.raises(ShardwiseError, match=r"Muon works on matrices, and was given a parameter of shape \(5,\)"):
-        Muon(pieces())
+        Muon([nn.Parameter(torch.ones(5))])
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (6, 20), (20, 6)])

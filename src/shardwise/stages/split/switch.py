@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from shardwise.torch_private import get_compiled_call, plain_call, set_compiled_call
+from shardwise.torch_private import buffer_slots, get_compiled_call, parameter_slots, plain_call, set_compiled_call
 
 Inner = Callable[..., Any]
 
@@ -80,7 +80,13 @@ class Switch:
 def undisturbed(module: nn.Module, units: Mapping[str, nn.Module]) -> Iterator[Switch]:
     """A switch for one run that leaves no trace: gates, buffers and random numbers are as they were before."""
     devices = {each.device for each in module.parameters() if each.is_cuda}
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
+    kept = [
+        (slots, key, each, each.clone() if _is_written(owner, slots) and not each.is_meta else each)
+        for owner in module.modules()
+        for slots in (buffer_slots(owner), parameter_slots(owner))
+        for key, each in slots.items()
+        if isinstance(each, Tensor)
+    ]
     switch = Switch(units)
     try:
         with torch.random.fork_rng(devices), torch.no_grad():
@@ -89,5 +95,12 @@ def undisturbed(module: nn.Module, units: Mapping[str, nn.Module]) -> Iterator[S
         for name, unit in units.items():
             assert get_compiled_call(unit) is switch.gates[name], f"another gate stands in front of that of {name}"
             set_compiled_call(unit, switch.before[name])
-        for buffer, value in buffers:
-            buffer.copy_(value)
+        for slots, key, each, value in kept:
+            slots[key] = each  # A forward may have put another there.
+            if value is not each:
+                each.data.copy_(value)  # Through `data`: that it was put back does not count as written.
+
+
+def _is_written(owner: nn.Module, slots: Mapping[str, Any]) -> bool:
+    """Whether a forward may write to what is there: buffers, and embeddings that it shortens to a norm."""
+    return slots is buffer_slots(owner) or getattr(owner, "max_norm", None) is not None

@@ -12,6 +12,7 @@ from shardwise.states.buckets.gradients import LocalGradients, ScatteredGradient
 from shardwise.states.buckets.offloaded_gradients import HostGradients, OffloadedGradients
 from shardwise.states.buckets.offloaded_weights import OffloadedWeights, OffloadedWhole
 from shardwise.states.buckets.weights import Weights
+from shardwise.torch_private import version_of
 
 AnyGradients = WholeGradients | ScatteredGradients | LocalGradients
 #: The channels of each bucket: gathers, sums over shards, sums over copies, and other transfers.
@@ -79,6 +80,10 @@ class Bucket:
         self.sharing = Group() if updates_whole else key.replicas.shard
         self.master = self._follower.float() if master and gradients is not None else None
         self.pieces = [self._piece(span) for span in self.updated(self.sharing.rank)] if gradients is not None else []
+        #: Whether its parameters have places in it all the while: two versions of weights change theirs.
+        self._has_places = spec.parameter_of is None and not (isinstance(gradients, LocalGradients) and not master)
+        #: How often each parameter had been written to from outside, when it was last looked at.
+        self._versions = [version_of(each) for each in weights.parameters]
         #: What a step's gradients are multiplied with, where that is done when they are used.
         self.factor = 1.0
         #: Whether a step has a gradient for each piece, where gradients live on the host.
@@ -213,6 +218,28 @@ class Bucket:
         whole = own.new_empty(self.layout.length)
         self._exchange.gather(whole, own.clone(), self.sharing, self._channel).wait()
         return whole
+
+    @property
+    def is_touched(self) -> bool:
+        """Whether somebody has written to the module's parameters in a way that the optimizer would not see."""
+        if self.weights.is_sharded or self.is_offloaded or not self._has_places:
+            return False
+        if self.master is not None and self._versions != [version_of(each) for each in self.weights.parameters]:
+            return True
+        return any(self.weights.is_moved(number) for number in range(len(self._versions)))
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Take over what was written to the module's parameters from outside, and have them look in here again."""
+        if self.weights.is_sharded or self.is_offloaded or not self._has_places:
+            return
+        self.weights.show()
+        for number, slot in enumerate(self.layout.slots):
+            is_moved = self.weights.bring_back(number)
+            version = version_of(self.weights.parameters[number])
+            if self.master is not None and (is_moved or version != self._versions[number]):
+                self.load(slot, self.weights.parameters[number].data)
+            self._versions[number] = version
 
     @torch.no_grad()
     def load(self, slot: Slot, whole: Tensor) -> None:

@@ -47,6 +47,7 @@ class OffloadedWeights(Weights):
     #: Master weights of what this rank updates, if there are any.
     master: HostStorage | None = None
     own_source = Source.HOST
+    leaves = True
     #: Whether they are here until they are updated, however many units let go of them.
     is_held_for_update = False
 

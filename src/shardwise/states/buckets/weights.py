@@ -17,6 +17,7 @@ gathered again.
 
 from torch import Tensor
 
+from shardwise.errors import ShardwiseError
 from shardwise.ranks.exchange import Ticket
 from shardwise.states.buckets.flat_layout import BucketSpec
 from shardwise.states.tiers.swapped_storage import Presence
@@ -25,12 +26,19 @@ from shardwise.states.tiers.swapped_storage import Presence
 class Weights:
     """The parameters of one bucket, which are made to look into its memory."""
 
+    #: Whether its memory is given back between steps, though every rank has all of it.
+    leaves = False
+
     def __init__(self, spec: BucketSpec, *, is_sharded: bool) -> None:
         self.layout, self.parameters, self.is_sharded = spec.layout, spec.parameters, is_sharded
         self._group, self._exchange, self._channel = spec.replicas.shard, spec.exchange, spec.channel
         layout, group, only = spec.layout, self._group, spec.parameters[0].data
-        # One alone is a run of memory already, if it has all of its own.
-        is_own = only.is_contiguous() and only.untyped_storage().nbytes() == layout.length * only.element_size()
+        # One alone is a run of memory already, if it has all of its own. Not if that is given back between steps:
+        # somebody may have another tensor that looks into it.
+        stays = not is_sharded and not self.leaves
+        is_own = (
+            stays and only.is_contiguous() and only.untyped_storage().nbytes() == layout.length * only.element_size()
+        )
         if len(self.parameters) == 1 and is_own:
             #: All of them, where they are here.
             self.whole = only.view(-1)
@@ -117,6 +125,33 @@ class Weights:
         """Have here what is on its way."""
         if self.presence is Presence.COMING:
             self.wait()
+
+    def show(self) -> None:
+        """Have the whole here, for others than the engine: nothing of it is on its way to other ranks either."""
+        self.wait()
+        self._exchange.settle()
+
+    def is_moved(self, number: int) -> bool:
+        """Whether a parameter was given memory of another's."""
+        slot, parameter = self.layout.slots[number], self.parameters[number]
+        place = self.whole.data_ptr() + slot.start * self.whole.element_size()
+        return parameter.data_ptr() != place and parameter.numel() > 0
+
+    def bring_back(self, number: int) -> bool:
+        """Have a parameter look in here again, with its numbers, if it was given memory of another's."""
+        if not self.is_moved(number):
+            return False
+        slot, parameter = self.layout.slots[number], self.parameters[number]
+        place = self.whole[slot.start : slot.stop]
+        if parameter.shape != slot.shape or parameter.dtype != place.dtype or parameter.device != place.device:
+            raise ShardwiseError(
+                f"{slot.name} was made {list(parameter.shape)} of {parameter.dtype} on {parameter.device} since the"
+                f" engine has it, and is {list(slot.shape)} of {place.dtype} on {place.device} there",
+                remedy="module.to(...) before sw.parallelize",
+            )
+        place.view(slot.shape).copy_(parameter.data)
+        parameter.data = place.view(slot.shape)
+        return True
 
     def _has_come(self) -> None:
         """They are here now."""

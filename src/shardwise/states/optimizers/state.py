@@ -74,10 +74,11 @@ def load_settings(optimizers: Iterable[Optimizer], names: Names, groups: Sequenc
                 raise ShardwiseError(
                     f"no group of the optimizers' state has {name}", remedy="a state of the same trained parameters"
                 )
-        settings = {key: each for key, each in saved[named[0]].items() if key != "params"}
-        if settings.keys() != _settings(group).keys():
-            own = sorted(_settings(group).keys() - settings.keys())
-            theirs = sorted(settings.keys() - _settings(group).keys())
+        settings = _settings(saved[named[0]])
+        # What somebody has added since, a scheduler its first rate, is no setting of the optimizer's own.
+        if optimizer.defaults.keys() - settings.keys():
+            own = sorted(optimizer.defaults.keys() - settings.keys())
+            theirs = sorted(settings.keys() - optimizer.defaults.keys())
             raise ShardwiseError(
                 f"the optimizers' state is not of {type(optimizer).__name__}: of {named[0]} it has "
                 f"{', '.join(theirs) or 'fewer settings'}, and not {', '.join(own) or 'others'}",
@@ -141,7 +142,7 @@ def _differs(shape: torch.Size, whole: torch.Size) -> bool:
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: each for key, each in group.items() if key != "params"}
+    return {key: each for key, each in group.items() if key not in ("params", "param_names")}
 
 
 def _are_alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""The step: every piece of a parameter is updated by the optimizer of its share."""
+"""The step: every piece of a parameter is updated by the optimizer that was made on the whole one."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,8 +12,9 @@ from shardwise.ranks.collectives import Group
 from shardwise.states.buckets.bucket import Bucket
 from shardwise.states.buckets.flat_layout import Slot
 from shardwise.states.buckets.make import ParameterOwners
+from shardwise.states.make_optimizers import MadeOptimizer, Weight, check_step_hooks
 from shardwise.states.optimizers.owners import OffloadedOwners, Owned, Owners
-from shardwise.states.parameter_group import MakeOptimizer, Share, make_on_pieces, number_bytes_of, shares_of, sort_out
+from shardwise.states.parameter_group import state_bytes_of
 from shardwise.states.tiers.host_states import HostStates
 from shardwise.torch_private import step_divided
 
@@ -58,18 +59,20 @@ class _Update:
 
 
 class Updates:
-    """The optimizers of this rank. A share that has nothing here has none.
+    """The optimizers of this rank: on every rank the same, with what the rank has of their parameters.
 
-    `are_cut`: whether replicas hold pieces of parameters; tensor parallel ranks do in any case.
+    `are_cut`: whether replicas hold pieces of parameters; tensor parallel ranks do in any case. With `sort` weights
+    stand in the order of the buckets, which is about that in which a backward is done with them.
     """
 
     def __init__(
         self,
-        optimizer: MakeOptimizer | Sequence[Share],
+        made: Sequence[MadeOptimizer],
         buckets: Sequence[Bucket],
         owners: ParameterOwners,
         *,
         are_cut: bool,
+        sort: bool = False,
     ) -> None:
         self._buckets = list(buckets)
         self.optimizers: list[Optimizer] = []
@@ -80,58 +83,53 @@ class Updates:
         self.number_bytes: dict[Optimizer, Callable[[], float]] = {}
         #: State that is on the host, if some is.
         self.states: HostStates | None = None
-        parameters = {
-            slot.name: parameter
-            for bucket in self._buckets
-            for slot, parameter in zip(bucket.layout.slots, bucket.weights.parameters, strict=True)
-        }
-        shares = shares_of(optimizer)
-        for share, names in zip(shares, sort_out(shares, parameters), strict=True):
-            if names:
-                self._add(share, set(names), are_cut=are_cut or owners.tensor is not None)
+        #: What hooks of steps would see, where that is not every parameter, whole.
+        self.pieces: str | None = None
+        for each in made:
+            self._add(each, are_cut=are_cut or owners.tensor is not None, sort=sort)
 
-    def _add(self, share: Share, names: set[str], *, are_cut: bool) -> None:
-        pieces = [piece for bucket in self._buckets for piece in bucket.pieces if piece.name in names]
-        weights = [piece.weight for piece in pieces]
+    def _add(self, made: MadeOptimizer, *, are_cut: bool, sort: bool) -> None:
+        names = made.names
         # Experts are cut too where ranks of ep have some each.
         cut = names if are_cut else names & self._apart
-        made = make_on_pieces(share, weights) if cut else share.make(weights)
-        if made is not None:
-            named = [(piece.weight, piece.name, piece.span.start) for piece in pieces]
-            self._note(share, made, named, is_joined=False)
-            return
-        if cut != names:
-            self._add(share, names - cut, are_cut=False)
+        whole = cut if cut and made.sees_whole() else set()
+        weights = [
+            Weight(piece.name, piece.span.start, piece.weight, is_joined=False)
+            for bucket in self._buckets
+            for piece in bucket.pieces
+            if piece.name in names and piece.name not in whole
+        ]
+        weights += self._owned(whole)
+        made.give(weights, None if self._joining is None else self._joining.local, sort=sort)
+        self.optimizers.append(made.optimizer)
+        self.number_bytes[made.optimizer] = partial(state_bytes_of, made.optimizer)
+        self.updated += [
+            Updated(
+                name=each.name, start=each.start, weight=each.weight, optimizer=made.optimizer, is_joined=each.is_joined
+            )
+            for each in weights
+        ]
+
+    def _owned(self, names: Collection[str]) -> list[Weight]:
+        """Those of some parameters that this rank updates whole, each having one owner."""
         by_group: dict[tuple[Group, bool], list[Owned]] = {}
         for bucket in self._buckets:
             for number, slot in enumerate(bucket.layout.slots):
-                if slot.name in cut:
+                if slot.name in names:
                     key = (bucket.sharing, bucket.is_offloaded)
                     by_group.setdefault(key, []).append(Owned(bucket, slot, number))
-        owned: list[tuple[nn.Parameter, str, int]] = []
+        found: list[Weight] = []
         for (group, is_offloaded), entries in by_group.items():
             costs = [self._cost_of(entry.slot) for entry in entries]
             owners = (OffloadedOwners if is_offloaded else Owners)(entries, group, costs, self._joining)
             self._owners.append(owners)
-            owned += owners.named
-        if owned:
-            self._note(share, share.make([weight for weight, _, _ in owned]), owned, is_joined=True)
+            found += [Weight(name, start, weight, is_joined=True) for weight, name, start in owners.named]
+        return found
 
     def _cost_of(self, slot: Slot) -> int:
         """How much work a whole parameter is: the same on all ranks that have a piece of it."""
         shape = slot.shape if self._joining is None else self._joining.of(slot.name).shape
         return int(torch.Size(shape).numel())
-
-    def _note(
-        self, share: Share, made: Optimizer, named: Sequence[tuple[nn.Parameter, str, int]], *, is_joined: bool
-    ) -> None:
-        """An optimizer of weights, each with the parameter's name and where it begins in that."""
-        self.optimizers.append(made)
-        self.number_bytes[made] = partial(number_bytes_of, share.make, [weight for weight, _, _ in named])
-        self.updated += [
-            Updated(name=name, start=start, weight=weight, optimizer=made, is_joined=is_joined)
-            for weight, name, start in named
-        ]
 
     def step(
         self,
@@ -164,6 +162,11 @@ class Updates:
                 bucket.weights.renew(_Update(self.states, bucket))
             else:
                 bucket.take_back()
+
+    def check_hooks(self) -> None:
+        """Refuse hooks of steps where they would see pieces: those that a factory has registered, and later ones."""
+        if self.pieces is not None:
+            check_step_hooks(self.optimizers, self.pieces)
 
     def _follow(self, states: HostStates) -> None:
         """Updates of what other ranks need, or wait for, have to be over before it goes to them."""

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from shardwise.engine.engine import Engine
 from shardwise.sharding.tensor.sharding import places as places_of_runs
+from shardwise.torch_private import without_subclasses
 from shardwise.training.checkpoint.boxes import Box, Places, all_places, views, whole_box
 from shardwise.training.world import World
 
@@ -78,7 +79,9 @@ class Held:
             yield from self._parts(name, numbers, tuple(shape), start)
         for name, held in engine.parameters.items():
             if name not in in_buckets:
-                yield from self._parts(name, held.detach(), tuple(held.shape))
+                with without_subclasses():  # A part is what is asked for.
+                    numbers = held.detach()
+                yield from self._parts(name, numbers, tuple(held.shape))
         for name, buffer in engine.buffers.items():
             if name in self.shapes:
                 yield from self._parts(name, buffer, tuple(buffer.shape))

@@ -146,7 +146,7 @@ def load_optimizers(reader: Reader, held: Held) -> None:
         for key in keys.get(each.name, ()):
             entry = f"{OPTIMIZER}{key}/{each.name}"
             if reader.index.entries[entry].shape == each.shape and each.shape:
-                state[key] = torch.zeros_like(each.weight.detach(), device=home)
+                state[key] = torch.zeros(each.weight.shape, dtype=each.weight.dtype, device=home)
                 for part in each.parts(key, state[key]):
                     reader.fill(part)
             else:

@@ -1,0 +1,70 @@
+"""Which tensors of a module are asked for before they are looked at, between the steps of a plan."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.engine.parts import Parts
+from shardwise.engine.shown import Shown, View
+from shardwise.planner.plan import Plan
+from shardwise.states.buckets.bucket import Bucket
+from shardwise.states.data_parallel import DataParallel
+
+
+def make_shown(
+    parts: Parts, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], data: DataParallel
+) -> Shown:
+    """The views of a module whose `parameters` and `buffers` this process holds."""
+    return Shown(parts.module, [*_views_of_parameters(parts, parameters, data), *_views_of_buffers(parts, buffers)])
+
+
+def _views_of_parameters(
+    parts: Parts, held: Mapping[str, nn.Parameter], data: DataParallel
+) -> Iterator[tuple[Tensor, View]]:
+    plan, experts = parts.plan, parts.sharded.experts
+    bucket_of = {id(each): bucket for bucket in data.buckets for each in bucket.weights.parameters}
+    for name, parameter in parts.module.named_parameters():
+        bucket = bucket_of.get(id(parameter))
+        is_expert = experts is not None and name in experts.parameters
+        problem = None
+        if name not in held:
+            problem = _elsewhere(plan)
+        elif is_expert or parameter.shape != parts.shapes.get(name, parameter.shape):
+            problem = _part(parameter.shape, parts.shapes[name], plan, is_expert=is_expert)
+        elif bucket is not None:
+            problem = _away(bucket, plan)
+        if problem is not None:
+            view = View(name, problem=problem, wait=None)
+            # What has been on the host is a parameter there when the engine is closed.
+            view.ends_with_engine = bucket is not None and bucket.is_offloaded and not bucket.weights.is_sharded
+            yield parameter, view
+        elif bucket is not None and (plan.zero or bucket.is_renewed_late or bucket.master is not None):
+            lacks = f"zero={plan.zero} adds up a piece of it on each rank" if plan.zero else None
+            view = View(name, problem=None, wait=bucket.weights.show, lacks_gradient=lacks)
+            # A write has to be seen: the optimizer's weights are others.
+            view.counts_writes = bucket.master is not None
+            yield parameter, view
+
+
+def _views_of_buffers(parts: Parts, held: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, View]]:
+    for name, buffer in parts.module.named_buffers():
+        if name not in held:
+            yield buffer, View(name, problem=_elsewhere(parts.plan), wait=None)
+
+
+def _elsewhere(plan: Plan) -> str:
+    return f"it is on another stage of the pipeline (pp={plan.pp})"
+
+
+def _part(here: torch.Size, whole: torch.Size, plan: Plan, *, is_expert: bool) -> str:
+    axis = f"ep={plan.ep}" if is_expert and plan.ep > 1 else f"tp={plan.tp}"
+    return f"it has a part of it, {list(here)} of {list(whole)} ({axis})"
+
+
+def _away(bucket: Bucket, plan: Plan) -> str | None:
+    if bucket.weights.is_sharded:
+        return f"between steps each of {bucket.key.replicas.shard.size} ranks keeps a piece of it (zero={plan.zero})"
+    if bucket.is_offloaded:
+        return f"between steps it is in memory of the host (offload.parameters={plan.offload.parameters:g})"
+    return None

@@ -1,0 +1,111 @@
+"""What of a module no engine, or not that of a plan, could train as plain torch does: told before anything is made."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import ShardwiseError
+from shardwise.planner.plan import Plan
+from shardwise.states.shared_buffers import WAYS
+from shardwise.torch_private import accumulated_hooks, gradient_hooks
+
+
+def check_module(module: nn.Module) -> None:
+    """Refuse a module with nothing to train, or with gradients that no engine sums."""
+    parameters = list(module.parameters())
+    if not any(parameter.requires_grad for parameter in parameters):
+        raise ShardwiseError(
+            f"none of the {len(parameters)} parameters of {type(module).__name__} requires a gradient, so there is"
+            " nothing to train",
+            remedy="module.requires_grad_()",
+        )
+    for name, embedding in _embeddings(module):
+        if embedding.sparse and embedding.weight.requires_grad:
+            raise ShardwiseError(
+                f"{name} is an {type(embedding).__name__} with sparse=True, and gradients are summed as dense ones",
+                remedy=f"module.get_submodule({name!r}).sparse = False",
+            )
+
+
+def check_renormed(module: nn.Module, plan: Plan) -> None:
+    """Refuse embeddings that a forward shortens, where ranks look up other rows or update other numbers."""
+    others = [f"{axis}={getattr(plan, axis)}" for axis in ("dp", "tp", "cp") if getattr(plan, axis) > 1]
+    others += [f"precision={plan.precision}"] if plan.precision != "fp32" else []
+    others += ["offload.parameters"] if plan.offload.parameters else []
+    others += [f"schedule={plan.schedule}"] if plan.schedule == "pipedream-2bw" else []
+    for name, embedding in _embeddings(module) if others else ():
+        if embedding.max_norm is not None:
+            raise ShardwiseError(
+                f"{name} has max_norm={embedding.max_norm:g}, so that forwards write to the rows that they look up,"
+                f" and under {', '.join(others)} not all ranks look up, or update, the same",
+                remedy=f"module.get_submodule({name!r}).max_norm = None, and norms limited in the forward:"
+                " nn.functional.embedding(...).renorm(...); or a plan of pp alone",
+            )
+
+
+def check_gradient_hooks(module: nn.Module, plan: Plan) -> None:
+    """Refuse hooks of parameters that make something else of parts of a gradient than of their sum.
+
+    A hook that is linear (a mask, a factor) may be called with the gradient of some rows: it is tried on numbers.
+    """
+    parts = [f"{axis}={getattr(plan, axis)}" for axis in ("dp", "cp", "microbatches") if getattr(plan, axis) > 1]
+    for name, parameter in module.named_parameters() if parts else ():
+        hooks = list(gradient_hooks(parameter).values())
+        late = list(accumulated_hooks(parameter).values())
+        if late or (hooks and not _is_linear(hooks, parameter)):
+            which = "register_post_accumulate_grad_hook" if late else "register_hook"
+            raise ShardwiseError(
+                f"a hook of {name} ({which}) would be called with the gradients of some rows, under {', '.join(parts)},"
+                " and does not make of their sum what it makes of them",
+                remedy="a hook that multiplies; engine.gradients() to look at gradients, clip= to clip them, or an"
+                " optimizer that does it in step()",
+            )
+
+
+@torch.no_grad()
+def _is_linear(hooks: list[Any], parameter: nn.Parameter) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    one, other = (torch.randn(parameter.shape, generator=generator).to(parameter.dtype) for _ in range(2))
+    if not parameter.is_meta:
+        one, other = one.to(parameter.device), other.to(parameter.device)
+
+    def applied(gradient: Tensor) -> Tensor | None:
+        made: Tensor | None = gradient
+        for hook in hooks:
+            made = None if made is None else hook(made)
+        return made  # None of one that only looks, and would see some rows' alone.
+
+    both, first, second, twice = (applied(each) for each in (one + other, one.clone(), other.clone(), -2 * one))
+    if both is None or first is None or second is None or twice is None:
+        return False
+    near = 1e-2 if parameter.itemsize < 4 else 1e-4
+    return torch.allclose(both, first + second, near, near) and torch.allclose(twice, -2 * first, near, near)
+
+
+def check_settings(*, clip: Any, bucket_bytes: int | None, buffers: Any) -> None:
+    """Refuse numbers that mean something else than they say."""
+    if clip is not None and (
+        isinstance(clip, bool) or not isinstance(clip, (int, float)) or math.isnan(clip) or clip <= 0
+    ):
+        what = "would turn gradients round" if isinstance(clip, (int, float)) and clip < 0 else "is no norm to clip to"
+        raise ShardwiseError(
+            f"clip={clip!r} {what}", remedy="clip=1.0, or clip=None; clip=float('inf') only measures the norm"
+        )
+    if bucket_bytes is not None and bucket_bytes < 1:
+        raise ShardwiseError(
+            f"bucket_bytes={bucket_bytes}: a bucket holds at least one number", remedy="bucket_bytes=16 * 2**20"
+        )
+    if buffers is not None and buffers not in WAYS:
+        raise ShardwiseError(
+            f"buffers={buffers!r} is no way to have replicas agree on what forwards write",
+            remedy='buffers="mean", or buffers="first"',
+        )
+
+
+def _embeddings(module: nn.Module) -> Iterator[tuple[str, nn.Embedding | nn.EmbeddingBag]]:
+    for name, each in module.named_modules():
+        if isinstance(each, (nn.Embedding, nn.EmbeddingBag)):
+            yield name, each

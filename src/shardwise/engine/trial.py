@@ -1,0 +1,82 @@
+"""What is seen when the example is run, beside what flows where: buffers that are written, what the loss reads."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shardwise.engine.shown import HARMLESS
+from shardwise.errors import ShardwiseError, some
+from shardwise.planner.plan import Plan
+from shardwise.stages.losses import trial_of
+from shardwise.stages.stage import Batch, Loss
+from shardwise.states.shared_buffers import WriteWatch, Written, check_owners
+from shardwise.torch_private import pytree
+
+
+class Trial:
+    """A module about to be run on the example. `probe` is given what it makes of it, as often as it is run."""
+
+    def __init__(self, module: nn.Module, loss: Loss, microbatch: Batch) -> None:
+        self._writes, self._loss = WriteWatch(module), trial_of(loss, microbatch)
+        self._reads = _Reads(module)
+        #: The buffers that a forward writes.
+        self.written: Written = {}
+
+    def probe(self, output: Any) -> None:
+        """Look at what was written, and try the loss."""
+        self.written = {**self.written, **self._writes.found()}
+        with self._reads:
+            self._loss(output)
+
+    def check(self, plan: Plan, shapes: Mapping[str, torch.Size], units: Sequence[Sequence[str]]) -> None:
+        """Refuse what stages of a plan cannot do: `units` are theirs, `shapes` those of the whole parameters."""
+        check_owners(self.written, units)
+        gone = [names[0] for names, parameter in self._reads.found if self._is_gone(names, parameter, shapes, units)]
+        away = [f"zero={plan.zero}"] if plan.zero == 3 else []
+        away += ["offload.parameters"] if plan.offload.parameters else []
+        gone = [names[0] for names, _ in self._reads.found] if away else gone
+        axes = away or [f"{axis}={getattr(plan, axis)}" for axis in ("tp", "pp", "ep") if getattr(plan, axis) > 1]
+        if gone:
+            raise ShardwiseError(
+                f"the loss reads {len(gone)} parameters ({some(gone)}), and under {', '.join(axes)} the rank that"
+                " computes it does not have them then",
+                remedy="weight_decay of the optimizer for a penalty of weights; or compute it in the forward of the"
+                " module that has them, and return it",
+            )
+
+    def _is_gone(
+        self, names: Sequence[str], parameter: Tensor, shapes: Mapping[str, torch.Size], units: Sequence[Sequence[str]]
+    ) -> bool:
+        if parameter.shape != shapes.get(names[0], parameter.shape):
+            return True
+        last = {unit.partition("#")[0] for unit in units[-1]}
+        return len(units) > 1 and not any(name.startswith(f"{unit}.") for name in names for unit in last)
+
+
+class _Reads(TorchFunctionMode):
+    """Sees which parameters of a module are computed with."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._names: dict[int, list[str]] = {}
+        for name, each in module.named_parameters(remove_duplicate=False):
+            self._names.setdefault(id(each), []).append(name)
+        self._found: dict[int, Tensor] = {}
+
+    @property
+    def found(self) -> list[tuple[list[str], Tensor]]:
+        """Each by all of its names."""
+        return [(self._names[identity], each) for identity, each in self._found.items()]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        if func not in HARMLESS:
+            for each in pytree.tree_leaves((args, kwargs)):
+                if id(each) in self._names:
+                    self._found[id(each)] = each
+        return func(*args, **(kwargs or {}))

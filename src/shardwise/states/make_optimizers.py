@@ -1,0 +1,256 @@
+"""Optimizers made once, on whole parameters; from then on it is known by name what they have.
+
+A user's factory may go by a parameter's shape, its name, its place in the list, an attribute, or by the object itself.
+So it is given the module's own parameters before any of them is cut, with numbers or on the meta device. Its groups are
+kept by name, and each is given what this rank has of their parameters:
+
+    made      group 0: embed.weight, up.weight      group 1: up.bias
+    a rank    group 0: a piece of up.weight         group 1: up.bias
+
+A group of which a rank has nothing is empty there, and still has its number. It is one optimizer all the while: what a
+factory has hung on it, a scheduler say, stays.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+
+from shardwise.errors import ShardwiseError, some
+from shardwise.states.parameter_group import (
+    ELEMENTWISE,
+    MATRIXWISE,
+    MakeOptimizer,
+    Share,
+    shares_of,
+    sort_out,
+)
+from shardwise.torch_private import pytree, step_hooks
+
+#: What a user gives: what makes one optimizer, or several of these.
+Optimizers = MakeOptimizer | Sequence[Share]
+
+#: Where optimizers of torch keep parameters; in other attributes nobody would look for them.
+_OWN_ATTRIBUTES = {"param_groups", "state", "defaults"}
+
+
+class Weight(NamedTuple):
+    """What an optimizer of this rank updates of a parameter: its numbers from `start` on, flattened.
+
+    `is_joined`: it is whole over tensor and expert parallel ranks too, where these hold parts of the parameter.
+    """
+
+    name: str
+    start: int
+    weight: nn.Parameter
+    is_joined: bool
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class MadeOptimizer:
+    """An optimizer, and by group the names of the parameters that it was made on.
+
+    `whole`: whether it must see them whole; None if nobody knows. `first` is the state that its constructor has made.
+    """
+
+    optimizer: Optimizer
+    groups: list[list[str]]
+    whole: bool | None
+    first: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def names(self) -> set[str]:
+        return {name for names in self.groups for name in names}
+
+    def sees_whole(self) -> bool:
+        """Whether it must see parameters whole, where ranks have pieces of them."""
+        if self.whole is None:
+            kind = type(self.optimizer).__name__
+            raise ShardwiseError(
+                f"parameters are in pieces under this plan, and whether {kind} can update a piece by itself is not"
+                " known",
+                remedy=f"optimizer=[sw.Share(make=..., whole=True)] if {kind} looks at whole matrices, whole=False if"
+                " every number is treated by itself; or zero=0",
+            )
+        return self.whole
+
+    def give(self, weights: Sequence[Weight], local: Callable[[str, Tensor], Tensor] | None, *, sort: bool) -> None:
+        """Put what this rank has into the groups. `local` cuts a whole for this rank, where ranks have parts.
+
+        With `sort` a group's weights stand in the order in which they are given, else in that of the parameters.
+        """
+        by_name: dict[str, list[Weight]] = {}
+        for each in weights:
+            by_name.setdefault(each.name, []).append(each)
+        places = {each.weight: place for place, each in enumerate(weights)}
+        for group, names in zip(self.optimizer.param_groups, self.groups, strict=True):
+            found = [each for name in names for each in by_name.get(name, ())]
+            if sort:
+                found.sort(key=lambda each: places[each.weight])
+            group["params"] = [each.weight for each in found]
+            if "param_names" in group:
+                group["param_names"] = [each.name for each in found]
+            for each in found:
+                if each.name in self.first:
+                    self.optimizer.state[each.weight] = self._first_of(each, group, local)
+        self.first = {}
+
+    def _first_of(
+        self, one: Weight, group: Mapping[str, Any], local: Callable[[str, Tensor], Tensor] | None
+    ) -> dict[str, Any]:
+        """What the constructor has made of a parameter's state, for this rank's piece of it."""
+
+        def cut(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if not value.dim():
+                return value.clone()
+            if value.is_meta:  # Adagrad's sums: no other has any then.
+                return torch.full_like(one.weight.detach(), group["initial_accumulator_value"])
+            mine = value if local is None or one.is_joined else local(one.name, value)
+            flat = mine.reshape(-1)[one.start : one.start + one.weight.numel()]
+            return flat.view(one.weight.shape).to(one.weight.device, one.weight.dtype, copy=True)
+
+        return {key: cut(value) for key, value in self.first[one.name].items()}
+
+
+def make_optimizers(optimizer: Optimizers, parameters: Mapping[str, nn.Parameter]) -> list[MadeOptimizer]:
+    """Make them on all parameters of a module, by name and in its order. Each that is trained must have one optimizer.
+
+    A factory gets all parameters, as `module.parameters()` gives them; that of a share those that it takes.
+    """
+    shares = shares_of(optimizer)
+    trained = {name: each for name, each in parameters.items() if each.requires_grad}
+    taken = [list(parameters)] if callable(optimizer) else sort_out(shares, trained)
+    names = {id(each): name for name, each in parameters.items()}
+    made = [
+        _made(share, [parameters[name] for name in mine], names)
+        for share, mine in zip(shares, taken, strict=True)
+        if mine
+    ]
+    _check_complete(made, trained)
+    return made
+
+
+def _made(share: Share, given: list[nn.Parameter], names: Mapping[int, str]) -> MadeOptimizer:
+    optimizer: Any = share.make(given)
+    _check_optimizer(optimizer)
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        strangers = [each for each in group["params"] if id(each) not in names]
+        if strangers:
+            raise ShardwiseError(
+                f"group {number} of {type(optimizer).__name__} has {len(strangers)} of {len(group['params'])} tensors,"
+                f" the first of shape {tuple(strangers[0].shape)}, that are no parameters of the module: they would"
+                " never get its gradients",
+                remedy="groups of the parameters that the function is given, or of module.named_parameters() of the"
+                " same module; what else is trained belongs into the module",
+            )
+        groups.append([names[id(each)] for each in group["params"]])
+    kind = type(optimizer)
+    _check_attributes(optimizer, names)
+    made = MadeOptimizer(
+        optimizer=optimizer,
+        groups=groups,
+        whole=share.whole if share.whole is not None else _whole_of(kind),
+        first={names[id(each)]: dict(state) for each, state in optimizer.state.items() if id(each) in names},
+    )
+    entries = [value for state in made.first.values() for value in state.values()]
+    if kind is not optim.Adagrad and any(isinstance(each, Tensor) and each.is_meta and each.dim() for each in entries):
+        raise ShardwiseError(
+            f"{kind.__name__} makes its state when it is made, and the module is on the meta device: the state would"
+            " have no numbers",
+            remedy=f"make the state in the first {kind.__name__}.step, or a module with weights",
+        )
+    # Whole parameters are not held by it while they are cut.
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        group["params"] = []
+    return made
+
+
+def _whole_of(kind: type[Optimizer]) -> bool | None:
+    return True if kind in MATRIXWISE else False if kind in ELEMENTWISE else None
+
+
+def _check_optimizer(made: Any) -> None:
+    """Refuse what a factory returned that is no optimizer, or one that a step of an engine cannot serve."""
+    if not isinstance(made, Optimizer):
+        what = f"a {type(made).__name__} of {len(made)}" if isinstance(made, (tuple, list)) else type(made).__name__
+        raise ShardwiseError(
+            f"the function given as optimizer returned {what}, and not one torch.optim.Optimizer",
+            remedy="lambda parameters: AdamW(parameters, lr=3e-4); make a scheduler on engine.optimizers[0]",
+        )
+    kind = type(made).__name__
+    if isinstance(made, optim.LBFGS) or _needs_closure(made):
+        raise ShardwiseError(
+            f"{kind} computes the loss again within a step, by a closure, and an engine runs one forward and backward"
+            " a step",
+            remedy="an optimizer that steps without a closure: AdamW, SGD, Muon",
+        )
+    if isinstance(made, optim.SparseAdam):
+        raise ShardwiseError(
+            "SparseAdam takes sparse gradients alone, and gradients are summed over ranks as dense ones",
+            remedy="AdamW(parameters, lr=...), and Embedding(..., sparse=False)",
+        )
+
+
+def _needs_closure(made: Optimizer) -> bool:
+    closure = inspect.signature(type(made).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _check_attributes(made: Optimizer, names: Mapping[int, str]) -> None:
+    """Refuse one of the user's own that keeps parameters beside its groups: it would go on with those it was given."""
+    for key, value in vars(made).items():
+        if key in _OWN_ATTRIBUTES:
+            continue
+        held = value.param_groups if isinstance(value, Optimizer) else value
+        if held is made.param_groups:
+            continue
+        kept = [names[id(each)] for each in pytree.tree_leaves(held) if id(each) in names]
+        if kept:
+            raise ShardwiseError(
+                f"{type(made).__name__}.{key} keeps {len(kept)} parameters beside its groups, {some(kept)}: it would"
+                " go on with these when ranks have pieces of them",
+                remedy="read them from self.param_groups in step()",
+            )
+
+
+def _check_complete(made: Sequence[MadeOptimizer], trained: Mapping[str, nn.Parameter]) -> None:
+    """Compare what factories returned with what is to be trained."""
+    number_of: dict[str, int] = {}
+    for number, each in enumerate(made):
+        for name in each.names:
+            if number_of.setdefault(name, number) != number and name in trained:
+                kinds = [type(made[at].optimizer).__name__ for at in (number_of[name], number)]
+                raise ShardwiseError(
+                    f"{name} is in two optimizers, {kinds[0]} and {kinds[1]}: each would step on it",
+                    remedy="in the function of a sw.Share, use the parameters that it is given",
+                )
+    left_out = [name for name in trained if name not in number_of]
+    if left_out:
+        module, _, _ = left_out[0].rpartition(".")
+        owner = f"module.{left_out[0]}" if not module else f"module.get_parameter({left_out[0]!r})"
+        raise ShardwiseError(
+            f"{len(left_out)} of the {len(trained)} parameters that require a gradient are in no group of the optimizer"
+            f" ({some(left_out)}): they would never move",
+            remedy=f"{owner}.requires_grad_(False) before parallelize, or a group for them (lr=0.0 leaves them as they"
+            " are)",
+        )
+
+
+def check_step_hooks(optimizers: Iterator[Optimizer] | Sequence[Optimizer], pieces: str) -> None:
+    """Refuse hooks of steps where an optimizer has something else than all parameters, whole; `pieces` says what."""
+    for optimizer in optimizers:
+        found = step_hooks(optimizer)
+        if found:
+            raise ShardwiseError(
+                f"a step hook of {type(optimizer).__name__} would see {pieces}, and not whole parameters and gradients",
+                remedy="after engine.train_step(batch): engine.gradients() and engine.state_dict() are whole, and"
+                " engine.gradient_norm is that of all with clip=float('inf'); or a plan of dp with zero=0",
+            )

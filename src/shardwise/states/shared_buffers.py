@@ -1,0 +1,208 @@
+"""Buffers that a forward writes: counters, running means, codebooks.
+
+Replicas see other rows, and each would have buffers of its own. What they have is compared at the end of every step
+that wrote some. Where all have the same (a counter, a schedule) nothing is to be done. Where they differ, it is for the
+user to say what one device would have had:
+
+    how        every replica has from then on
+    None       refused
+    "mean"     the mean of all: that of one device for a running mean that no forward of the step has read
+    "first"    those of the first: what DDP broadcasts
+Statistics of batch norms are joined as in `batch_norm.py`, and need nothing said.
+
+A forward may also put another tensor in a buffer's place (`self.ema = ...`). At the end of a step it is the tensor that
+the engine knows again, with the new numbers.
+"""
+
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import ShardwiseError
+from shardwise.nets.router import Router
+from shardwise.states.batch_norm import SharedStatistics
+from shardwise.torch_private import RunningNormModule, buffer_slots, version_of
+
+#: Gives what each rank gave, in their order.
+Gather = Callable[[Any], list[Any]]
+#: Where a module keeps a buffer.
+Slot = tuple[dict[str, Any], str]
+#: By name what a buffer had when the example had been run, told in a few bytes; nothing of one without numbers.
+Written = Mapping[str, bytes | None]
+
+WAYS = ("mean", "first")
+
+
+def digest_of(buffer: Tensor) -> bytes | None:
+    """The same for the same numbers."""
+    if buffer.is_meta:
+        return None
+    plain = buffer.detach().cpu().contiguous()
+    return hashlib.blake2b(plain.reshape(-1).view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
+
+
+class WriteWatch:
+    """Sees which buffers of a module are written from when it is made to when it is asked."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._before = [
+            (slots, key, name, each, version_of(each)) for slots, key, name, each in _own_buffers(module)
+        ]  # fmt: skip
+
+    def found(self) -> Written:
+        """Those that were written, or replaced."""
+        now = [(name, slots[key], each, version) for slots, key, name, each, version in self._before]
+        return {
+            name: digest_of(here)
+            for name, here, each, version in now
+            if isinstance(here, Tensor) and (here is not each or version_of(here) != version)
+        }
+
+
+def _own_buffers(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, str, Tensor]]:
+    """Buffers of others than batch norms, whose statistics are known, and our routers, whose counts are added up."""
+    for prefix, owner in module.named_modules():
+        if isinstance(owner, RunningNormModule):
+            continue
+        for key, each in buffer_slots(owner).items():
+            if isinstance(each, Tensor) and not (isinstance(owner, Router) and key == "load"):
+                yield buffer_slots(owner), key, f"{prefix}.{key}" if prefix else key, each
+
+
+def check_owners(written: Collection[str], units: Sequence[Sequence[str]]) -> None:
+    """Refuse buffers that several stages of a pipeline would each write on their own; `units` are those of each."""
+    names = [{unit.partition("#")[0] for unit in of_stage} for of_stage in units]
+    for name in written if len(units) > 1 else ():
+        stages = [at for at, mine in enumerate(names) if any(name.startswith(f"{unit}.") for unit in mine)]
+        if len(stages) != 1:
+            where = f"stages {', '.join(map(str, stages))} call its module" if stages else "no unit has it"
+            raise ShardwiseError(
+                f"the forward writes to the buffer {name}, and {where}: each of {len(units)} stages would have another",
+                remedy="write it in the forward of the submodule that has it, called once; or a plan without pp",
+            )
+
+
+class SharedBuffers:
+    """The buffers of this rank that forwards write: `written` when the example was run, and others later.
+
+    `buffers` are all that it has, and `units` those of each stage. `gather` gives what the ranks with other rows of the
+    same layers give; without it there are none. All ranks call it alike.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        buffers: Collection[str],
+        written: Written,
+        *,
+        units: Sequence[Sequence[str]],
+        gather: Gather | None,
+        how: str | None,
+    ) -> None:
+        self._gather, self._how, self._units = gather, how, units
+        self._places: dict[str, Slot] = {
+            name: (slots, key) for slots, key, name, _ in _own_buffers(module) if name in buffers
+        }
+        self._written = {name for name in written if name in self._places}
+        #: Where those are that a forward writes.
+        self.slots = [self._places[name] for name in self._written]
+        self._statistics = None if gather is None else SharedStatistics(module, buffers, gather)
+        self._has_statistics = self._statistics is not None and self._statistics.are_there
+        # Who says how to agree has some, if not in the example.
+        self._agrees = gather is not None and any(gather(bool(self._written or (how and self._places))))
+        if gather is not None and self._agrees and how is None:
+            self._differing(gather({name: written[name] for name in self._written}))
+
+    @property
+    def are_there(self) -> bool:
+        """Whether copies of a layer tell each other something, at the end of each step."""
+        return self._has_statistics or self._agrees
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Around a step: at its end every copy has what all of them are to have."""
+        before = {name: (slots[key], version_of(slots[key])) for name, (slots, key) in self._places.items()}
+        if self._has_statistics and self._statistics is not None:
+            with self._statistics.shared():
+                yield
+        else:
+            yield
+        for name, (home, version) in before.items():
+            slots, key = self._places[name]
+            if slots[key] is not home or version_of(home) != version:
+                self._note(name)
+                self._bring_home(name, home)
+        if self._agrees:
+            self._agree()
+
+    def _note(self, name: str) -> None:
+        """A forward has written to a buffer; perhaps for the first time."""
+        if name in self._written:
+            return
+        check_owners([name], self._units)
+        if self._gather is not None and self._how is None:
+            raise ShardwiseError(
+                f"the forward writes to the buffer {name}, and did not when the example was run: whether replicas have"
+                " the same is not looked at",
+                remedy='write to it in every forward of training; or buffers="mean", or buffers="first"',
+            )
+        self._written.add(name)
+        self.slots.append(self._places[name])
+
+    @torch.no_grad()
+    def _bring_home(self, name: str, home: Tensor) -> None:
+        """Have the tensor that was there in its place again, with the newest numbers."""
+        slots, key = self._places[name]
+        here = slots[key]
+        if here is home:
+            return
+        if not isinstance(here, Tensor) or here.shape != home.shape or here.dtype != home.dtype:
+            raise ShardwiseError(
+                f"the forward has put something else in the place of the buffer {name}: it was {_kind(home)}, and is"
+                f" {_kind(here)}",
+                remedy="a buffer of one shape and type, whatever the batch",
+            )
+        home.copy_(here)
+        slots[key] = home
+
+    @property
+    def _values(self) -> dict[str, Tensor]:
+        return {name: self._places[name][0][self._places[name][1]] for name in self._written}
+
+    @torch.no_grad()
+    def _agree(self) -> None:
+        assert self._gather is not None, "there are others"
+        mine = self._values
+        differing = self._differing(self._gather({name: digest_of(each) for name, each in mine.items()}))
+        if not differing:
+            return
+        told = self._gather({name: mine[name].cpu() for name in differing if name in mine})
+        for name in differing & mine.keys():
+            copies = [part[name] for part in told if name in part]
+            is_mean = self._how == "mean" and mine[name].is_floating_point()
+            mine[name].copy_(torch.stack(copies).mean(0) if is_mean else copies[0])
+
+    def _differing(self, told: Sequence[Written]) -> set[str]:
+        """The buffers of any rank that are not the same on all that have them."""
+        seen: dict[str, list[bytes | None]] = {}
+        for part in told:
+            for name, digest in part.items():
+                seen.setdefault(name, []).append(digest)
+        found = {name for name, digests in seen.items() if len(set(digests)) > 1}
+        if found and self._how is None:
+            name = min(found)
+            raise ShardwiseError(
+                f"the forward writes to the buffer {name}, and {len(seen[name])} replicas have {len(set(seen[name]))}"
+                " different ones: each has seen its own rows of the batch",
+                remedy='buffers="mean", the mean of all replicas after each step, which is right for running means;'
+                ' or buffers="first", those of the first, as DDP broadcasts them',
+            )
+        return found
+
+
+def _kind(value: Any) -> str:
+    return f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__

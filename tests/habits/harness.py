@@ -1,0 +1,295 @@
+"""Small programs as users of PyTorch write them, run by plain torch and under every kind of plan.
+
+A program is a function that is given `parallelize` and returns what came of it, numbers by name:
+
+    @program()
+    def decay_by_shape(parallelize):
+        model = small_net()
+        return trained(parallelize(model, loss=squares, optimizer=by_shape, example=batch(0)))
+
+It is run from the same seed with an engine of plain torch (`Plain`), and on ranks with that of a plan. What it returns
+must be equal to 1e-5, or the plan must have refused it with a `ShardwiseError` whose sentence matches what the program
+expects: `refused={"zero=3": "a piece of it"}` says that plans with zero=3 in their short form refuse it so. Anything
+else fails: a difference, a traceback, a refusal that nobody expected, and none where one was.
+
+To add programs, write functions into a file of this folder, or add a file: `test_habits.py` finds both.
+"""
+
+import re
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import shardwise as sw
+from shardwise.errors import ShardwiseError
+from shardwise.parity.problem import microbatches_of
+from shardwise.planner.plan import Plan
+from shardwise.states.parameter_group import shares_of, sort_out
+
+#: Every kind of plan on two ranks that any module can be trained under, and on four.
+TWO = (
+    "dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "pp=2,microbatches=2", "tp=2", "dp=2,offload.optimizer=1.0",
+    "dp=2,offload.parameters=1.0", "pp=2,microbatches=2,recompute=full",
+)  # fmt: skip
+FOUR = ("dp=2,pp=2,microbatches=2,zero=1", "dp=2,tp=2,zero=3")
+#: In how many turns the programs of a file are tried.
+TURNS = 3
+_TOLERANCE = 1e-5
+
+Result = Mapping[str, Any]
+#: `sw.parallelize` without the plan.
+Parallelize = Callable[..., Any]
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A function, and by a part of a plan what the sentence of its refusal says.
+
+    It is tried under plans that have `only`, and have not `but`, where these are given.
+    """
+
+    run: Callable[[Parallelize], Result]
+    refused: Mapping[str, str] = field(default_factory=dict)
+    only: str | None = None
+    but: str | None = None
+
+    def is_for(self, plan: str) -> bool:
+        """Whether it is tried under this plan."""
+        return (self.only is None or _has(plan, self.only)) and (self.but is None or not _has(plan, self.but))
+
+    @property
+    def name(self) -> str:
+        return self.run.__name__
+
+    def expects(self, plan: str) -> str | None:
+        """What the sentence is to say, if this plan is to refuse it."""
+        found = [words for part, words in self.refused.items() if part == "all" or _has(plan, part)]
+        return "|".join(found) or None
+
+
+def _has(plan: str, part: str) -> bool:
+    """Whether a plan's short form has an entry, or one of that name."""
+    entries = plan.split(",")
+    return part in entries or part in [each.partition("=")[0] for each in entries]
+
+
+PROGRAMS: dict[str, list[Program]] = {}
+
+
+def program(
+    refused: Mapping[str, str] | None = None, *, only: str | None = None, but: str | None = None
+) -> Callable[[Callable[[Parallelize], Result]], Callable[[Parallelize], Result]]:
+    """Enter a function as a program of its file."""
+
+    def enter(run: Callable[[Parallelize], Result]) -> Callable[[Parallelize], Result]:
+        topic = run.__module__.rpartition(".")[2]
+        PROGRAMS.setdefault(topic, []).append(Program(run=run, refused=refused or {}, only=only, but=but))
+        return run
+
+    return enter
+
+
+def programs_of(topic: str) -> list[Program]:
+    """The programs of a file."""
+    import_module(f"tests.habits.{topic}")
+    return PROGRAMS[topic]
+
+
+def run_topic(topic: str, plan: str, turn: int | None = None) -> list[str]:
+    """Run every program of a file on this rank of a plan; what was not as expected.
+
+    With `turn` only those whose turn it is: of `TURNS` plans in a row, each program is run under one.
+    """
+    found = []
+    for number, each in enumerate(programs_of(topic)):
+        is_turn = turn is None or (number + turn) % TURNS == 0
+        if is_turn and each.is_for(plan):
+            wrong = _tried(each, plan)
+            if wrong is not None:
+                found.append(f"{topic}.{each.name} under {plan}: {wrong}")
+    return found
+
+
+def _tried(one: Program, plan: str) -> str | None:
+    expected, open_engines = one.expects(plan), []
+
+    def under_plan(module: nn.Module, **options: Any) -> Any:
+        open_engines.append(sw.parallelize(module, plan, **options))
+        return open_engines[-1]
+
+    torch.manual_seed(0)
+    try:
+        came = one.run(under_plan)
+    except ShardwiseError as error:
+        said = str(error)
+        if expected is None:
+            return f"refused: {said}"
+        return None if re.search(expected, said) else f"refused, but not for {expected!r}: {said}"
+    except Exception:
+        return f"raised:\n{traceback.format_exc()}"
+    finally:
+        for each in open_engines:
+            _close(each)
+    if expected is not None:
+        return f"not refused, though {expected!r} was expected"
+    torch.manual_seed(0)
+    parsed = Plan.parse(plan)
+    return _difference(came, one.run(lambda module, **options: Plain(module, parsed, **options)))
+
+
+def _close(engine: Any) -> None:
+    with suppress(Exception):  # It has failed, and that was told.
+        engine.close()
+
+
+def _difference(came: Result, wanted: Result) -> str | None:
+    if came.keys() != wanted.keys():
+        return f"gives {sorted(came.keys() ^ wanted.keys())} on one side alone"
+    for name, value in wanted.items():
+        one, other = torch.as_tensor(came[name]).double(), torch.as_tensor(value).double()
+        if one.shape != other.shape or not torch.allclose(one, other, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True):
+            far = f"{float((one - other).abs().max()):.3g} apart" if one.shape == other.shape else f"{one.shape}"
+            return f"{name} is {far} from plain torch"
+    return None
+
+
+class Plain:
+    """What an engine does, by plain torch: one microbatch after the other, each of all replicas together."""
+
+    def __init__(
+        self, module: nn.Module, plan: Plan, *, loss: Any, optimizer: Any, clip: float | None = None, **_: Any
+    ) -> None:
+        if any(each.is_meta for each in module.parameters()):
+            module.to_empty(device="cpu")
+        self.module, self._plan, self._loss, self._clip = module, plan, loss, clip
+        if not any(each.training for each in module.modules()):
+            module.train()
+        parameters = dict(module.named_parameters())
+        shares = shares_of(optimizer)
+        taken = sort_out(shares, {name: each for name, each in parameters.items() if each.requires_grad})
+        self.optimizers: list[Optimizer] = (
+            [optimizer(list(module.parameters()))]
+            if callable(optimizer)
+            else [share.make([parameters[name] for name in names]) for share, names in zip(shares, taken, strict=True)]
+        )
+        self.gradient_norm: float | None = None
+
+    def train_step(self, batch: Batch) -> float:
+        self.module.zero_grad()
+        losses = []
+        for each in microbatches_of(batch, self._plan, apart=False):
+            loss = self._loss(self.module(each["x"]), each) / self._plan.microbatches
+            loss.backward()
+            losses.append(float(loss.detach()))
+        if self._clip is not None:
+            every = [each for each in self.module.parameters() if each.requires_grad]
+            self.gradient_norm = float(nn.utils.clip_grad_norm_(every, self._clip))
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return sum(losses)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> float:
+        training = [each for each in self.module.modules() if each.training]
+        self.module.eval()
+        parts = microbatches_of(batch, self._plan, apart=False)
+        loss = sum(float(self._loss(self.module(each["x"]), each)) for each in parts)
+        for each in training:
+            each.training = True
+        return loss / self._plan.microbatches
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: each.detach().clone() for name, each in self.module.state_dict().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.module.load_state_dict(state)
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {n: each.grad.clone() for n, each in self.module.named_parameters() if each.grad is not None}
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+# What programs are made of. In double precision: what differs then is another computation, and no rounding.
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.down(torch.tanh(self.up(self.norm(x))))
+        return x + hidden
+
+
+class Net(nn.Module):
+    """An embedding, two blocks and a head; the head may have the embedding's weight."""
+
+    def __init__(self, *, tied: bool = False, block: Callable[[], nn.Module] = Block) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 8)
+        self.layers = nn.ModuleList([block(), block()])
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 12, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        scores: Tensor = self.head(self.norm(hidden))
+        return scores
+
+
+def small_net(**options: Any) -> Net:
+    return Net(**options).double()
+
+
+def batch(seed: int, rows: int = 4) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(12, (rows, 4), generator=generator)
+    return {"x": ids[:, :-1], "labels": ids[:, 1:]}
+
+
+def cross_entropy(output: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), given["labels"].flatten())
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def trained(engine: Any, *, steps: int = 3, between: Callable[[int], Any] | None = None) -> dict[str, Any]:
+    """A few steps: their losses, and the weights and buffers after them."""
+    found: dict[str, Any] = {}
+    for step in range(steps):
+        found[f"loss {step}"] = engine.train_step(batch(step))
+        if between is not None:
+            found.update(between(step) or {})
+    return found | {name: each for name, each in engine.state_dict().items() if isinstance(each, Tensor)}
+
+
+def start(parallelize: Parallelize, model: nn.Module, optimizer: Any = sgd, **options: Any) -> Any:
+    """An engine of a model of this file."""
+    return parallelize(model, loss=cross_entropy, optimizer=optimizer, example=batch(0), **options)
+
+
+def topics(files: Sequence[str]) -> list[str]:
+    """The files that have programs."""
+    return sorted(each for each in files if each != "harness" and not each.startswith("test_"))

@@ -1,0 +1,37 @@
+"""Every program of this folder under every kind of plan: equal to plain torch to 1e-5, or refused with a sentence."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.crowd import Crowds
+from tests.habits.harness import FOUR, TWO, programs_of, run_topic, topics
+
+TOPICS = topics([each.stem for each in Path(__file__).parent.glob("*.py")])
+_PLANS = [(2, plan) for plan in TWO] + [(4, plan) for plan in FOUR]
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+@pytest.mark.parametrize(("count", "plan"), _PLANS, ids=str)
+def test_what_users_write_is_equal_to_plain_torch_or_refused(topic: str, count: int, plan: str, crowds: Crowds) -> None:
+    """A third of the programs for each plan, so that every program meets some plans and every plan some programs."""
+    turn = _PLANS.index((count, plan))
+    wrong = crowds.of(count).run(run_topic, topic, plan, turn)
+    assert not any(wrong), "\n".join(line for each in wrong for line in each)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("topic", TOPICS)
+@pytest.mark.parametrize(("count", "plan"), _PLANS, ids=str)
+def test_all_that_users_write_is_equal_to_plain_torch_or_refused(
+    topic: str, count: int, plan: str, crowds: Crowds
+) -> None:
+    wrong = crowds.of(count).run(run_topic, topic, plan)
+    assert not any(wrong), "\n".join(line for each in wrong for line in each)
+
+
+def test_no_program_has_the_name_of_another_and_each_says_what_it_is() -> None:
+    for topic in TOPICS:
+        names = [each.name for each in programs_of(topic)]
+        assert len(set(names)) == len(names)
+        assert all(each.run.__doc__ for each in programs_of(topic)), topic

@@ -41,7 +41,7 @@ def assemble(
     loss = summed_only(loss, plan.cp) if plan.cp > 1 else loss
     microbatch = cut_batch(rows_of(example, plan, wires.mesh), plan.microbatches, pad=options.pad)[0]
     # What is dropped in training is seen in training mode only.
-    sharded = Sharded(module.train(), plan, wires.mesh, microbatch, options)
+    sharded = Sharded(module.train(), plan, wires.mesh, microbatch, options, loss)
     place = None if isinstance(wires, OneProcess) else wires.ranks[0]
     without_numbers = {name for name, each in module.named_parameters() if each.is_meta}
     probe = trial_of(loss, microbatch)

@@ -45,6 +45,7 @@ def parallelize(
     measure: bool = False,
     tensor: Mapping[str, str] | None = None,
     tensor_chunks: int | None = None,
+    verify: bool = True,
     positions: str | None = "position_ids",
     entries: Mapping[str, Entry | int | None] | None = None,
     masks: Mask | None = None,
@@ -66,7 +67,9 @@ def parallelize(
     and not by their FLOPs and bytes.
 
     What is not found is said: `tensor` names layers and how each is cut over tp, and `tensor_chunks` in how many chunks
-    such a layer sends what it computes, if not as many as pay (`docs/tensor.md`); `positions`, `entries` and `masks`
+    such a layer sends what it computes, if not as many as pay (`docs/tensor.md`). Unless `verify` is False, a copy of the
+    module is cut first, and compared with the whole in a small forward and backward: layers that differ are left whole,
+    with a warning, and experts that are no weighted sum are refused; `positions`, `entries` and `masks`
     say how cp is to take the module and its batches (`docs/context.md`). Gradients are summed over replicas in buckets
     of `bucket_bytes`, if given (`docs/data_parallel.md`). `wires` are what the processes talk over, where several
     engines are to share it (`ranks/wires.py`); an engine that is given none makes its own and closes them.
@@ -82,6 +85,7 @@ def parallelize(
         measure=measure,
         tensor=tensor,
         tensor_chunks=tensor_chunks,
+        verify=verify,
         positions=positions,
         entries=entries,
         masks=masks,

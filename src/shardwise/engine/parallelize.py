@@ -67,9 +67,9 @@ def parallelize(
     and not by their FLOPs and bytes.
 
     What is not found is said: `tensor` names layers and how each is cut over tp, and `tensor_chunks` in how many chunks
-    such a layer sends what it computes, if not as many as pay (`docs/tensor.md`). Unless `verify` is False, a copy of the
-    module is cut first, and compared with the whole in a small forward and backward: layers that differ are left whole,
-    with a warning, and experts that are no weighted sum are refused; `positions`, `entries` and `masks`
+    such a layer sends what it computes, if not as many as pay (`docs/tensor.md`). Unless `verify` is False, a copy of
+    the module is cut first and compared with the whole in a small forward and backward: layers that differ are left
+    whole, with a warning, and experts that make no weighted sum are not shared out. `positions`, `entries` and `masks`
     say how cp is to take the module and its batches (`docs/context.md`). Gradients are summed over replicas in buckets
     of `bucket_bytes`, if given (`docs/data_parallel.md`). `wires` are what the processes talk over, where several
     engines are to share it (`ranks/wires.py`); an engine that is given none makes its own and closes them.
@@ -163,6 +163,13 @@ def check_module(module: nn.Module) -> None:
             " nothing to train",
             remedy="module.requires_grad_()",
         )
+    for name, each in module.named_modules():
+        if isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.sparse:
+            raise ShardwiseError(
+                f"{name or type(module).__name__} has sparse=True, and sparse gradients are neither summed over ranks"
+                " nor clipped here",
+                remedy=f"module.{name}.sparse = False" if name else "sparse=False",
+            )
 
 
 def _check_bucket_bytes(bucket_bytes: int | None) -> None:

@@ -67,7 +67,8 @@ class Group:
 
     def all_reduce(self, whole: Tensor, op: Any) -> dist.Work | None:
         """Start to put the sum over the ranks, or what `op` makes, in the place of a tensor. None: it is done."""
-        return dist.all_reduce(whole, op, group=self.handle, async_op=True)
+        work: dist.Work | None = dist.all_reduce(whole, op, group=self.handle, async_op=True)
+        return work
 
     def all_gather(self, stacked: Tensor, piece: Tensor) -> dist.Work | None:
         """Start to fill a flat tensor with the flat pieces of all ranks."""
@@ -83,9 +84,9 @@ class Group:
         self, arrived: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> dist.Work | None:
         """Start to exchange rows."""
-        return dist.all_to_all_single(
-            arrived, rows, list(received), list(sent), group=self.handle, async_op=True
-        )
+        how: dict[str, Any] = {"group": self.handle, "async_op": True}
+        work: dist.Work | None = dist.all_to_all_single(arrived, rows, list(received), list(sent), **how)
+        return work
 
 
 class Pending:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shardwise.sharding.expert.layers import ExpertLayer
 from shardwise.stages.split.meta import copied
+from shardwise.units import format_percent
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 
@@ -26,12 +27,12 @@ def why_no_weighted_sum(layer: ExpertLayer) -> str | None:
         for width in widths:
             try:
                 error = _error(_small(layer, dtype), width, dtype)
-            except Exception:  # noqa: S112 - tokens of another width, or a type that they do not compute in.
+            except Exception:
                 continue
             if error > _TOLERANCE[dtype]:
                 return (
                     "what they make of a token is not the sum of what each expert chosen makes of it, times its weight"
-                    f" (off by {100 * min(error, 9.99):.2g} %)"
+                    f" (off by {format_percent(min(error, 9.99))})"
                 )
             return None
     return None
@@ -69,17 +70,18 @@ def _error(experts: nn.Module, width: int, dtype: torch.dtype) -> float:
         with torch.enable_grad():
             made = call()
             slope = torch.linspace(-1, 1, made.numel(), dtype=made.dtype, device=made.device).view_as(made)
-            found = torch.autograd.grad((made * slope).sum(), leaves, allow_unused=True)
-        return [made.detach(), *(torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True))]
+            found = torch.autograd.grad((made * slope).sum(), leaves, allow_unused=True, materialize_grads=True)
+        return [made.detach(), *found]
 
     def whole() -> Tensor:
-        made: Tensor = experts(tokens, chosen, weights)
-        return made.view(3, width)
+        made: Tensor = experts(tokens, chosen, weights).view(3, width)
+        return made
 
     def apart() -> Tensor:
         rows = tokens.repeat_interleave(len(first), 0)
         made = experts(rows, chosen.reshape(-1, 1), rows.new_ones(len(rows), 1))
-        return (made.view(3, len(first), width) * weights[..., None]).sum(1)
+        summed: Tensor = (made.view(3, len(first), width) * weights[..., None]).sum(1)
+        return summed
 
     pairs = zip(gradients(whole), gradients(apart), strict=True)
     return max(float((one - other).abs().max() / one.abs().max().clamp_min(1e-12)) for one, other in pairs)

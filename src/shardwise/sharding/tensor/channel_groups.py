@@ -71,6 +71,8 @@ class ChannelTrace:
     streams: dict[str, frozenset[str]] = field(default_factory=dict)
     #: Tensors of which something else than layers read the numbers.
     read: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    #: What the module returned.
+    output: Any = None
     #: Layers whose weights something else than they themselves read: a second head, a penalty.
     used_outside: set[str] = field(default_factory=set)
 
@@ -86,6 +88,7 @@ def trace(
     run = _LabelMode(twin, layers, labelled)
     with torch.no_grad(), run.watching(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         returned = twin(*arguments, **keywords)
+    run.seen.output = returned
     # Outputs of Hugging Face are ordered dictionaries of a type of their own.
     tensors = tensors_in(dict(returned) if isinstance(returned, dict) else returned)
     run.seen.returned += [each for each in map(run.along_last, tensors) if each is not None]
@@ -127,7 +130,7 @@ class _LabelMode(EagerDispatchMode):  # type: ignore[no-untyped-call]
         self._owners = WeakTensorKeyDictionary()
         for name, layer in layers.items():
             for parameter in layer.parameters(recurse=False):
-                self._owners[parameter] = self._owners.get(parameter, ()) + (name,)  # type: ignore[no-untyped-call]
+                self._owners[parameter] = (*self._owners.get(parameter, ()), name)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -138,12 +141,8 @@ class _LabelMode(EagerDispatchMode):  # type: ignore[no-untyped-call]
                 )
             for name, module in self._modules.items():
                 # Before the user's own hooks and after them: what they do is done outside of the layer.
-                stack.callback(
-                    module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True).remove
-                )
-                stack.callback(
-                    module.register_forward_hook(partial(self._after, name), prepend=True).remove
-                )
+                stack.callback(module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(partial(self._after, name), prepend=True).remove)
             stack.enter_context(_Lists())
             stack.enter_context(Guesses())  # type: ignore[no-untyped-call]
             stack.enter_context(self)

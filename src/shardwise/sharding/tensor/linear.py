@@ -41,7 +41,8 @@ class ParallelLinear(nn.Module):
 class ColumnSet:
     """Column layers that read the same tensor.
 
-    The first that is called computes all of them; the others take what is theirs. What is gathered and summed goes in `num_chunks`, or as many as its size is worth.
+    The first that is called computes all of them; the others take what is theirs. What is gathered and summed goes in
+    `num_chunks`, or as many as its size is worth.
     """
 
     def __init__(self, group: Group, num_chunks: int | None = None) -> None:
@@ -133,8 +134,8 @@ class _Columns(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        count = len(ctx.chunks)
-        arrived, matrices = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        count, saved = len(ctx.chunks), ctx.saved_tensors  # Asked for once: a checkpoint gives them only once.
+        arrived, matrices = saved[:count], saved[count:]
         laid = [None if each is None else ctx.communication.lay(each) for each in gradients]
         finish = None
         # The input gradient goes first: its sum over the ranks is under way while weight gradients are computed.

@@ -19,6 +19,7 @@ from shardwise.sharding.tensor.sharding import Shards
 from shardwise.sharding.tensor.vocabulary import VocabParallelLogits
 from shardwise.stages.stage import Batch, Loss
 from shardwise.torch_private import EagerDispatchMode
+from shardwise.units import format_percent
 
 #: How far numbers may be apart, as a part of the largest among them. Modules that compute in float64 may still round
 #: to float32 in places.
@@ -96,11 +97,13 @@ def run(
     ]
     with torch.enable_grad(), _SteadyAttention(), _SteadyDraws():  # type: ignore[no-untyped-call]
         output = call(module)
-        for each in handles:
-            each.remove()
+        for handle in handles:
+            handle.remove()
         total: Tensor | None = None
-        course.outputs = [_whole(each) for each in tensors_in(output)]
-        for number, each in enumerate(course.outputs):
+        returned = [_whole(each) for each in tensors_in(output)]
+        # A loss may write into what it is given.
+        course.outputs = [each.detach().clone() for each in returned]
+        for number, each in enumerate(returned):
             if each.requires_grad and each.is_floating_point():
                 part = (each * _weights(each, number)).sum()
                 total = part if total is None else total + part
@@ -109,7 +112,6 @@ def run(
             made = made[0] if isinstance(made, tuple) else made
             course.outputs.append(made.detach())
             total = made if total is None else total + made
-        course.outputs = [each.detach() for each in course.outputs]
         named = dict(module.named_parameters())
         wanted = [each for each in named.values() if each.requires_grad]
         if total is not None and wanted:
@@ -154,8 +156,8 @@ class Difference:
     def __str__(self) -> str:
         if self.raised:
             return f"with a part of its channels it raises: {self.raised}"
-        what = self.mark and f"what {self.mark} returns" or self.parameter and f"the gradient of {self.parameter}"
-        return f"{what or 'what the module returns'} differs by {100 * min(self.error, 9.99):.2g} %"
+        what = (self.mark and f"what {self.mark} returns") or (self.parameter and f"the gradient of {self.parameter}")
+        return f"{what or 'what the module returns'} differs by {format_percent(min(self.error, 9.99))}"
 
 
 def compare(
@@ -192,7 +194,8 @@ def are_alike(one: Course, other: Course, dtype: torch.dtype) -> bool:
 def _compare_gradients(
     whole: Course, ranks: Sequence[Course], shards: Mapping[str, Shards], most: float
 ) -> Difference | None:
-    largest = max((float(each.abs().max()) for each in whole.gradients.values() if _counts(each)), default=0.0)
+    there = [each for each in whole.gradients.values() if each is not None and each.numel()]
+    largest = max((float(each.abs().max()) for each in there if each.is_floating_point()), default=0.0)
     worst: Difference | None = None
     for name, expected in whole.gradients.items():
         pieces = [each.gradients.get(name) for each in ranks]
@@ -205,10 +208,6 @@ def _compare_gradients(
             if error > most and (worst is None or error > worst.error):
                 worst = Difference(parameter=name, error=error)
     return worst
-
-
-def _counts(each: Tensor | None) -> bool:
-    return each is not None and each.is_floating_point() and bool(each.numel())
 
 
 def _assembled(pieces: Sequence[Tensor | None], lie: Shards, like: Tensor) -> list[Tensor]:

@@ -62,6 +62,8 @@ class Found:
     regions: list[Region] = field(default_factory=list)
     heads: list[str] = field(default_factory=list)
     whole: dict[str, str] = field(default_factory=dict)
+    #: Of those that stay whole, the ones that are kept so because of what they do, not for want of a reader.
+    kept: set[str] = field(default_factory=set)
     #: Modules whose parameters are experts' matrices, which are cut inside each expert.
     experts: list[str] = field(default_factory=list)
 

@@ -4,8 +4,8 @@
    because of what hangs on them.
 2. `channel_groups.py` (over `channel_rules.py`): one run without numbers shows which channels stay apart.
 3. `regions.py`: from that, which layers are cut, and which places each rank gets.
-4. `trial.py`: a copy is cut and run first, without numbers and then with them (`stand_in.py`, `numbers.py`). Layers that
-   do something else in parts are left whole.
+4. `trial.py`: a copy is cut and run first, without numbers and then with them (`stand_in.py`, `numbers.py`). Layers
+   that do something else in parts are left whole.
 5. `cut_layers.py`: layers become `ColumnParallelLinear`, `RowParallelLinear` (`linear.py`) and parts of a vocabulary
    (`vocabulary.py`); modules that count their heads are corrected. What they send is in `communication.py`.
 6. `sequence.py`, where asked: what lies between the regions is shared out along the sequence.
@@ -13,8 +13,8 @@
 """
 
 import warnings
-from collections.abc import Collection, Mapping
-from contextlib import nullcontext
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -28,13 +28,12 @@ from shardwise.sharding.tensor.plain_layers import has_hooks, is_layer, why_whol
 from shardwise.sharding.tensor.regions import Found, find_regions
 from shardwise.sharding.tensor.sharding import Sharding, Shards, cost_of, starred
 from shardwise.sharding.tensor.tensor_plan import TensorPlan, read_tensor_plan
-from shardwise.sharding.tensor.trial import Arguments, Trial, run_on_meta
+from shardwise.sharding.tensor.trial import Arguments, Trial
 from shardwise.stages.batch import home_of
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.meta import Guesses, meta_twin
 from shardwise.stages.stage import Batch, Loss
 from shardwise.torch_private import EagerDispatchMode, pytree
-
 
 #: Why a layer stays whole whose weight is used by others than itself.
 READ_OUTSIDE = "its weight is read outside of it, too"
@@ -74,9 +73,14 @@ def shard(
     plan = read_tensor_plan(module, spec)
     given = _example(twin, example)
     arguments = _on_meta(twin, given)
-    uncut = _uncut(module, plan) | _read_by_loss(loss, module, twin, arguments, given)
     hooked = {name for name, each in module.named_parameters(remove_duplicate=False) if has_hooks(each)}
-    found, seen = find(twin, plan, group.size, arguments, uncut, hooked)
+
+    def read_by_loss(output: Any) -> dict[str, str]:
+        return {} if loss is None else _read_by_loss(loss, module, output, given)
+
+    found, seen = find(
+        twin, plan, group.size, arguments, uncut=_uncut(module, plan), hooked=hooked, read_by_loss=read_by_loss
+    )
     if plan.is_users:
         _check_named(plan, found)
     trial = Trial(
@@ -96,18 +100,18 @@ def shard(
         unverified=trial.unverified,
     )
     if group.rank == 0:
-        _warn(sharding, trial.left)
+        _warn(sharding, trial.found, plan)
     return sharding
 
 
 def find(
-    twin: nn.Module, plan: TensorPlan, num_ranks: int, arguments: Arguments, uncut: Mapping[str, str],
-    hooked: Collection[str] = (),
+    twin: nn.Module, plan: TensorPlan, num_ranks: int, arguments: Arguments, *, uncut: Mapping[str, str],
+    hooked: Collection[str], read_by_loss: Callable[[Any], Mapping[str, str]],
 ) -> tuple[Found, ChannelTrace]:  # fmt: skip
     """What of a module, given without numbers, is to be cut, and the run that showed it.
 
     `uncut` are layers that stay whole whatever comes of the run, and why. `hooked` are parameters for whose gradients
-    somebody waits.
+    somebody waits. `read_by_loss` gives, of what the module returns, the layers whose weights the loss reads, and why.
     """
     reasons = dict(uncut)
     while True:
@@ -115,10 +119,11 @@ def find(
             name: each for name, each in twin.named_modules() if name not in reasons and _may_be_cut(name, each, plan)
         }
         seen = _trace(twin, layers, arguments)
-        if not seen.used_outside:
-            break
         # Their numbers are read beside them: by a second head, a penalty, a product with all words.
-        reasons |= dict.fromkeys(seen.used_outside, READ_OUTSIDE)
+        read = {**read_by_loss(seen.output), **dict.fromkeys(seen.used_outside, READ_OUTSIDE)}
+        if read.keys().isdisjoint(layers):
+            break
+        reasons |= read
 
     def again(labelled: Mapping[str, int]) -> ChannelTrace:
         return _trace(twin, layers, arguments, labelled)
@@ -130,28 +135,26 @@ def find(
     found = find_regions(seen, again, num_ranks, rows=rows, heads=heads, vocabularies=words)
     found.experts = list(plan.experts)
     found.whole |= reasons
+    found.kept |= reasons.keys()
     for region in [each for each in found.regions if not each.cut_inside.keys().isdisjoint(hooked)]:
         found.regions.remove(region)
         held = ", ".join(name for name in region.cut_inside if name in hooked)
         found.whole |= dict.fromkeys((*region.columns, *region.rows), f"{held} has a gradient hook")
+        found.kept |= {*region.columns, *region.rows}
     return found, seen
 
 
 def _trace(
     twin: nn.Module, layers: Mapping[str, nn.Module], arguments: Arguments, labelled: Mapping[str, int] | None = None
 ) -> ChannelTrace:
-    """A run with labels. Tensors that a forward makes without saying where are made on the meta device if they must."""
-    problem: Exception | None = None
-    for context in (nullcontext(), torch.device("meta")):
-        try:
-            with context:
-                return trace(twin, layers, *arguments, labelled=labelled)
-        except Exception as error:
-            problem = problem or error
-    raise ShardwiseError(
-        f"{type(twin).__name__} does not run on the meta device, so what can be cut is not found: {problem}",
-        remedy="a forward that does not look at numbers, or tp=1",
-    ) from problem
+    """A run with labels."""
+    try:
+        return trace(twin, layers, *arguments, labelled=labelled)
+    except Exception as error:
+        raise ShardwiseError(
+            f"{type(twin).__name__} does not run on the meta device, so what can be cut is not found: {error}",
+            remedy="a forward that does not look at numbers, or tp=1",
+        ) from error
 
 
 def _may_be_cut(name: str, module: nn.Module, plan: TensorPlan) -> bool:
@@ -201,20 +204,15 @@ class _Reads(EagerDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _read_by_loss(
-    loss: Loss | None, module: nn.Module, twin: nn.Module, arguments: Arguments, batch: Batch
-) -> dict[str, str]:
+def _read_by_loss(loss: Loss, module: nn.Module, output: Any, batch: Batch) -> dict[str, str]:
     """Layers whose parameters the loss itself reads: a penalty, a second score of the same matrix."""
-    if loss is None:
-        return {}
     layers = {name: each for name, each in module.named_modules() if is_layer(each)}
     owners = {id(each): name for name, layer in layers.items() for each in layer.parameters(recurse=False)}
     reads = _Reads(owners)
     try:
-        output = run_on_meta(twin, arguments)
         with torch.no_grad(), Guesses(), reads:  # type: ignore[no-untyped-call]
             loss(output, _meta(batch))
-    except Exception:  # noqa: S110 - what a loss cannot do is found, and told, where it is tried with numbers.
+    except Exception:
         pass
     return _with_ties(layers, dict.fromkeys(reads.read, "the loss reads its weight"))
 
@@ -255,14 +253,22 @@ def _check_named(plan: TensorPlan, found: Found) -> None:
             raise ShardwiseError(f"{name} cannot be a {kind}: {why}", remedy=f'tensor={{"{name}": "whole"}}')
 
 
-def _warn(sharding: Sharding, left: Mapping[str, str]) -> None:
-    """Tell of layers that came apart, and are whole all the same: of each kind once, with the cost of all of them."""
-    kinds: dict[str, list[str]] = {}
-    for name in left:
-        kinds.setdefault(starred(name), []).append(name)
-    for kind, names in kinds.items():
+def _warn(sharding: Sharding, found: Found, plan: TensorPlan) -> None:
+    """Tell of layers that stay whole though others like them are cut: of each reason once, with the cost of all."""
+    words = {sharding.twin.get_submodule(name).out_features for name in found.heads}
+    reasons: dict[str, list[str]] = {}
+    for name in found.kept:
+        layer = sharding.twin.get_submodule(name)
+        # An embedding is cut where a layer scores as many words, and nowhere else.
+        counts = not isinstance(layer, nn.Embedding) or layer.num_embeddings in words
+        if counts and not _is_named_whole(name, plan):
+            reasons.setdefault(starred(found.whole[name]), []).append(name)
+    for names in reasons.values():
+        together = Counter(map(starred, names))
+        kinds = list(dict.fromkeys(starred(name) if together[starred(name)] > 1 else name for name in names))
+        line = ", ".join(f'"{kind}": "whole"' for kind in kinds)
         warnings.warn(
-            f"tp={sharding.group.size}: {kind} stays whole on every rank, since {left[names[0]]}. That is"
-            f' {cost_of(sharding.twin, names, sharding.group.size)}. To say so yourself: tensor={{"{kind}": "whole"}}',
-            stacklevel=2,
+            f"tp={sharding.group.size}: {', '.join(kinds)} whole on every rank, since {found.whole[names[0]]}. This is"
+            f" {cost_of(sharding.twin, names, sharding.group.size)}; tensor={{{line}}} says that it is meant",
+            stacklevel=3,
         )

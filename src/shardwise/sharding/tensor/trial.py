@@ -12,8 +12,7 @@ Blocks that differ in their number alone are treated alike. Every process tries 
 """
 
 import traceback
-from collections.abc import Callable, Hashable
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -72,10 +71,11 @@ class Trial:
     num_chunks: int | None = None
     #: Layers that the user has named to be cut.
     named: frozenset[str] = frozenset()
-    #: What was left whole, and why; and why numbers could not be compared, if so.
-    left: dict[str, str] = field(default_factory=dict)
+    #: Why numbers could not be compared, if so.
     unverified: str = ""
     _first_reasons: dict[str, str] = field(default_factory=dict)
+    #: Where parameters would lie, from the run for shapes.
+    _shards: Mapping[str, Shards] = field(default_factory=dict)
 
     def settle(self, *, verify: bool) -> None:
         """Try until what is left computes what the whole module does."""
@@ -97,10 +97,12 @@ class Trial:
         """Cut a copy without numbers as each rank would, and run it."""
         for rank in self._different_ranks():
             twin = meta_twin(self.twin)
-            self.cut(twin, SimulatedGroup(rank, self.num_ranks))
+            self._shards = self.cut(twin, SimulatedGroup(rank, self.num_ranks)).shards()
             try:
                 run_on_meta(twin, self.on_meta)
             except Exception as error:
+                if self.sequence and replace(self, sequence=False)._fault_of_shapes() is None:
+                    raise ShardwiseError(f"sp=true: {error}", remedy="sp=false") from error
                 holder = _find_holder(twin, error)
                 kinds = self._kinds_in(holder) if holder is not None else []
                 name = holder or type(self.module).__name__
@@ -202,10 +204,8 @@ class Trial:
         raise _UntriedError(f"{type(problem).__name__}: {problem}")
 
     def _whole_of(self, example: Batch, dtype: torch.dtype, loss: Loss | None, seed: int) -> _Whole:
-        shards = self.cut(meta_twin(self.twin), SimulatedGroup(0, self.num_ranks), sequence=False).shards()
-
         def sort(name: str) -> Hashable:
-            lie = shards.get(name)
+            lie = self._shards.get(name)
             return None if lie is None else (lie.dim, lie.runs, lie.is_partial)
 
         device = fitting(self.module, sort, dtype, self.device)
@@ -259,7 +259,7 @@ class Trial:
                 raise ShardwiseError(f"{name} cannot be cut: {reason}", remedy=f'tensor={{"{name}": "whole"}}, or tp=1')
         self.found = self._without(kinds).found
         self.found.whole |= reasons
-        self.left |= reasons
+        self.found.kept |= reasons.keys()
 
     def _without(self, kinds: list[str]) -> "Trial":
         """The same with some kinds of layers whole."""
@@ -270,21 +270,14 @@ class Trial:
             experts=[name for name in self.found.experts if starred(name) not in kinds],
             whole=dict(self.found.whole),
         )
-        return replace(self, found=found, left={})
+        return replace(self, found=found)
 
 
 def run_on_meta(module: nn.Module, arguments: Arguments) -> Any:
-    """Run a module on the meta device, with what it makes without saying where there too, if it must be."""
+    """Run a module on the meta device. Nothing is sent."""
     args, kwargs = arguments
-    problem: Exception | None = None
-    for context in (nullcontext(), torch.device("meta")):
-        try:
-            with torch.no_grad(), Guesses(), context:  # type: ignore[no-untyped-call]
-                return module(*args, **kwargs)
-        except Exception as error:
-            problem = problem or error
-    assert problem is not None, "a run that gave nothing has raised"
-    raise problem
+    with torch.no_grad(), Guesses():  # type: ignore[no-untyped-call]
+        return module(*args, **kwargs)
 
 
 def _find_holder(twin: nn.Module, error: Exception) -> str | None:

@@ -47,7 +47,7 @@ _FACTS: set[Any] = {
 _IN_PLACE = {Tensor.mul_, Tensor.div_, Tensor.__imul__}
 #: Names that end in an underscore though no number is changed.
 _KEEPS_NUMBERS = {"requires_grad_", "rename_", "share_memory_"}
-_LIKE_PLUS_EQUALS = {f"__i{name}__" for name in "add sub mul truediv div floordiv mod pow and or xor".split()}
+_LIKE_PLUS_EQUALS = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow")}
 #: What is done to a tensor of a graph, and not to another that shares its numbers.
 _ON_ITSELF: set[Any] = {Tensor.register_hook, Tensor.retain_grad}
 
@@ -99,10 +99,10 @@ class VocabParallelLogits(Tensor):
             return self._gathered
         return gather(self.local, self.group, -1, used_alike=True)[..., : self.words]
 
-    def gather(self) -> Tensor:
+    def keep_whole(self) -> Tensor:
         """Have all words here from now on, and so have those whose views these are and their other views."""
         if self._view_of is not None:
-            self._view_of[0].gather()
+            self._view_of[0].keep_whole()
         elif self._gathered is None:
             self._gathered = self.whole().clone()
         return self.whole()
@@ -146,7 +146,7 @@ def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do something with the scores of all words."""
     first = args[0] if args and isinstance(args[0], VocabParallelLogits) else None
     if first is not None and (_writes(func) or kwargs.get("out") is first):
-        whole = first.gather()
+        whole = first.keep_whole()
         made = func(whole, *map(_read, args[1:]), **{key: _read(each) for key, each in kwargs.items()})
         return first if made is whole else made
     given = [each for each in (*args, *kwargs.values()) if isinstance(each, VocabParallelLogits)]
@@ -161,7 +161,7 @@ def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return made
     # Somebody may write into a view, and the scores themselves must show it: once more, of what stays.
     for each in given:
-        wholes[id(each)] = each.gather()
+        wholes[id(each)] = each.keep_whole()
     return func(*map(read, args), **{key: read(each) for key, each in kwargs.items()})
 
 

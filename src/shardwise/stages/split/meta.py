@@ -36,7 +36,24 @@ class Guesses(EagerDispatchMode):  # type: ignore[no-untyped-call]
             if func is GROUPED_MM.default and first.dim() == 2 and args[1].dim() == 3:
                 # Its meta kernel takes bf16 alone, though the real ones do not.
                 return first.new_empty((first.shape[0], args[1].shape[-1]))
+        if _are_apart(args):
+            # A forward that makes a tensor often does not say where: with numbers, all would be in one place.
+            args, kwargs = pytree.tree_map(_moved, (args, kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _are_apart(args: tuple[Any, ...]) -> bool:
+    """Whether some tensors among arguments are on the meta device and others are not."""
+    places = set()
+    for given in args:
+        for each in given if isinstance(given, (list, tuple)) else (given,):
+            if isinstance(each, Tensor) and each.dim():
+                places.add(each.is_meta)
+    return len(places) > 1
+
+
+def _moved(each: Any) -> Any:
+    return each.to("meta") if isinstance(each, Tensor) and each.dim() else each
 
 
 def is_on_meta(module: nn.Module) -> bool:

@@ -195,7 +195,7 @@ def _compare_gradients(
     whole: Course, ranks: Sequence[Course], shards: Mapping[str, Shards], most: float
 ) -> Difference | None:
     there = [each for each in whole.gradients.values() if each is not None and each.numel()]
-    largest = max((float(each.abs().max()) for each in there if each.is_floating_point()), default=0.0)
+    largest = max((_largest(each) for each in there if each.is_floating_point()), default=0.0)
     worst: Difference | None = None
     for name, expected in whole.gradients.items():
         pieces = [each.gradients.get(name) for each in ranks]
@@ -217,11 +217,18 @@ def _assembled(pieces: Sequence[Tensor | None], lie: Shards, like: Tensor) -> li
         return [torch.stack(wholes).sum(0)] if lie.is_partial else wholes
     total = torch.zeros_like(like)
     for rank, piece in enumerate(pieces):
-        if piece is not None:
+        if piece is not None and not lie.is_partial:
+            lie.put(total, piece, rank)
+        elif piece is not None:
             part = torch.zeros_like(like)
             lie.put(part, piece, rank)
             total += part
     return [total]
+
+
+def _largest(tensor: Tensor) -> float:
+    """The largest number, whatever its sign, in one pass."""
+    return float(torch.linalg.vector_norm(tensor, torch.inf))
 
 
 def _error(expected: Tensor, found: Tensor, floor: float = 0.0) -> float:
@@ -230,8 +237,8 @@ def _error(expected: Tensor, found: Tensor, floor: float = 0.0) -> float:
         return 1.0
     if not expected.is_floating_point() or not expected.numel():
         return 0.0
-    largest = max(float(expected.abs().max()), floor, 1e-30)
-    error = float((expected - found).abs().max())
+    largest = max(_largest(expected), floor, 1e-30)
+    error = _largest(expected - found)
     if error != error:  # Where the whole is not a number either, as of rows that are all masked, nothing is told.
         same = (expected - found).abs().nan_to_num(0)[~expected.isnan() & ~expected.isinf()]
         alike = torch.equal(expected.isnan(), found.isnan())

@@ -10,7 +10,7 @@ a key head, the queries of one part are shared out once more, and each of its ra
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import numpy as np
@@ -66,6 +66,24 @@ class Found:
     kept: set[str] = field(default_factory=set)
     #: Modules whose parameters are experts' matrices, which are cut inside each expert.
     experts: list[str] = field(default_factory=list)
+
+    def within(self, modules: Collection[str]) -> "Found":
+        """The same of a copy that has only these modules."""
+        regions = [
+            replace(
+                region,
+                columns={name: runs for name, runs in region.columns.items() if name in modules},
+                rows={name: runs for name, runs in region.rows.items() if name in modules},
+                inside={name for name in region.inside if name.rpartition(".")[0] in modules},
+                cut_inside={key: each for key, each in region.cut_inside.items() if key.rpartition(".")[0] in modules},
+            )
+            for region in self.regions
+        ]
+        return replace(
+            self,
+            regions=[region for region in regions if region.columns and region.rows],
+            experts=[name for name in self.experts if name in modules],
+        )
 
 
 class _Seen:

@@ -2,10 +2,13 @@
 
 What a cut does to a module does not depend on its numbers, so any will do. Random ones are better than a user's: a
 matrix of zeros, as many begin with, hides every mistake. And all blocks that are alike may have the same ones, so that
-of a model of any depth no more is there than one block of each kind, its embeddings and its head.
+of a model of any depth no more is there than one block of each kind, its embeddings and its head. Of a list of blocks
+the first of each kind is run, and the last; those between give back what they are given.
 """
 
-from collections.abc import Callable, Hashable, Mapping
+import re
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from copy import copy
 from math import prod
 from typing import Any
 
@@ -16,20 +19,31 @@ from shardwise.stages.split.materialise import materialise
 from shardwise.stages.split.meta import copied
 from shardwise.stages.split.units import is_block_list
 from shardwise.stages.stage import Batch
-from shardwise.torch_private import pytree
+from shardwise.torch_private import hooks_of, pytree
 
 #: So many tokens and rows are tried where there are more.
 _TOKENS, _ROWS = 12, 2
 #: Numbers that are drawn; beyond that they repeat. Of a vocabulary of 10^9 numbers a CPU draws the rest in 10 s.
 _DRAWN = 2**20 + 7
+#: What a block keeps of its place in a list.
+_PLACE = re.compile(r"(idx|index|layer_id|layer_number|number)$")
+#: So many are computed with in float32 on a CPU, which has half of the memory to touch then.
+_MANY = 2**25
 
 
 def stand_in(
-    module: nn.Module, sort: Callable[[str], Hashable], *, dtype: torch.dtype, device: torch.device, seed: int
-) -> nn.Module:
-    """The copy. Parameters of blocks that are alike, and of one sort, become one."""
+    module: nn.Module, sort: Callable[[str], Hashable], passing: Collection[str], *, dtype: torch.dtype,
+    device: torch.device, seed: int,
+) -> nn.Module:  # fmt: skip
+    """The copy. Parameters of blocks that are alike, and of one sort, become one.
+
+    `passing` are blocks that return a tensor like the first that they are given, and so may be left out.
+    """
     representative = _representatives(module, sort)
     memo: dict[int, Any] = {}
+    for path in _left_out(representative, passing):
+        block = module.get_submodule(path)
+        memo[id(block)] = _emptied(block)
     made: dict[str, nn.Parameter] = {}
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in module.named_parameters():
@@ -52,17 +66,54 @@ def stand_in(
     return twin
 
 
+def _left_out(representative: Mapping[str, str], passing: Collection[str]) -> list[str]:
+    """Blocks that are like an earlier one of their list, and not its last."""
+    lasts = {name.rpartition(".")[0]: name for name in representative}
+    return [
+        name
+        for name, first in representative.items()
+        if first != name and lasts[name.rpartition(".")[0]] != name and {name, first} <= set(passing)
+    ]
+
+
+def _emptied(block: nn.Module) -> nn.Module:
+    """A block without layers, that returns what it is given."""
+    made = copy(block)
+    made.__dict__ = {**vars(block), "_modules": {}, "_parameters": {}, "_buffers": {}, "forward": _first_tensor}
+    return made
+
+
+def _first_tensor(*args: Any, **kwargs: Any) -> Tensor:
+    return next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+
+
+def passing_blocks(module: nn.Module, into: set[str]) -> Iterator[Callable[[], None]]:
+    """Note, while a module runs, which blocks return a tensor like the first they are given. Gives what ends that."""
+    for name, each in module.named_modules():
+        if is_block_list(each):
+            for key, block in each.named_children():
+                path = f"{name}.{key}" if name else key
+
+                def note(_: nn.Module, args: Any, kwargs: Any, made: Any, path: str = path) -> None:
+                    given = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
+                    if isinstance(made, Tensor) and given and given[0].shape == made.shape:
+                        into.add(path)
+
+                yield block.register_forward_hook(note, with_kwargs=True).remove
+
+
 def fitting(
-    module: nn.Module, sort: Callable[[str], Hashable], dtype: torch.dtype, device: torch.device
-) -> torch.device:
-    """The device for a trial: the given one, or the host if it has too little memory free."""
-    if device.type != "cuda":
-        return device
+    module: nn.Module, sort: Callable[[str], Hashable], device: torch.device
+) -> tuple[torch.device, tuple[torch.dtype, ...]]:
+    """The device for a trial, the given one or the host if it has too little memory free; and types, the best first."""
     representative = _representatives(module, sort)
     numbers = {_first_name(name, representative): each.numel() for name, each in module.named_parameters()}
+    count = sum(numbers.values())
     # Whole and in pieces, each with its gradients.
-    needed = 4 * sum(numbers.values()) * dtype.itemsize
-    return device if needed < 0.5 * torch.cuda.mem_get_info(device)[0] else torch.device("cpu")
+    if device.type == "cuda" and 4 * count * torch.float64.itemsize > 0.5 * torch.cuda.mem_get_info(device)[0]:
+        device = torch.device("cpu")
+    many = device.type == "cpu" and count > _MANY
+    return device, (torch.float32,) if many else (torch.float64, torch.float32)
 
 
 def another(twin: nn.Module) -> nn.Module:
@@ -80,8 +131,22 @@ def _representatives(module: nn.Module, sort: Callable[[str], Hashable]) -> dict
         for key, block in each.named_children():
             path = f"{name}.{key}" if name else key
             kind = tuple((inner, tuple(p.shape), sort(f"{path}.{inner}")) for inner, p in block.named_parameters())
-            found[path] = kinds.setdefault((type(block), kind), path)
+            found[path] = kinds.setdefault((_habits(block), kind), path)
     return found
+
+
+def _habits(block: nn.Module) -> Hashable:
+    """All that a block does differently from another of its kind, apart from its numbers and its place."""
+    return tuple(
+        (name, type(each), *hooks_of(each), "forward" in vars(each), *_settings(each))
+        for name, each in block.named_modules()
+    )
+
+
+def _settings(module: nn.Module) -> Iterator[Hashable]:
+    for key, value in vars(module).items():
+        if isinstance(value, (bool, int, float, str)) and not _PLACE.search(key):
+            yield key, value
 
 
 def _first_name(name: str, representative: Mapping[str, str]) -> str:

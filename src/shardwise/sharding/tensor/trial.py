@@ -29,7 +29,7 @@ from shardwise.sharding.tensor.linear import ParallelLinear
 from shardwise.sharding.tensor.numbers import Course, Difference
 from shardwise.sharding.tensor.regions import GUESSES, Found
 from shardwise.sharding.tensor.sharding import Shards, starred
-from shardwise.sharding.tensor.stand_in import another, converted, fitting, shortened, stand_in
+from shardwise.sharding.tensor.stand_in import another, converted, fitting, passing_blocks, shortened, stand_in
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.meta import Guesses, meta_twin
 from shardwise.stages.stage import Batch, Loss
@@ -76,6 +76,7 @@ class Trial:
     _first_reasons: dict[str, str] = field(default_factory=dict)
     #: Where parameters would lie, from the run for shapes.
     _shards: Mapping[str, Shards] = field(default_factory=dict)
+    _passing: set[str] = field(default_factory=set)
 
     def settle(self, *, verify: bool) -> None:
         """Try until what is left computes what the whole module does."""
@@ -91,13 +92,15 @@ class Trial:
     def cut(self, module: nn.Module, group: Group, *, sequence: bool | None = None) -> LayerCutter:
         """Cut a module like this one."""
         with_sequence = self.sequence if sequence is None else sequence
-        return cut(module, group, self.found, self.seen, sequence=with_sequence, num_chunks=self.num_chunks)
+        found = self.found.within({name for name, _ in module.named_modules()})
+        return cut(module, group, found, self.seen, sequence=with_sequence, num_chunks=self.num_chunks)
 
     def _fault_of_shapes(self) -> tuple[list[str], str] | None:
         """Cut a copy without numbers as each rank would, and run it."""
         for rank in self._different_ranks():
             twin = meta_twin(self.twin)
             self._shards = self.cut(twin, SimulatedGroup(rank, self.num_ranks)).shards()
+            stops = list(passing_blocks(twin, self._passing))
             try:
                 run_on_meta(twin, self.on_meta)
             except Exception as error:
@@ -112,6 +115,9 @@ class Trial:
                         remedy=f'tensor={{"{starred(holder)}": "whole"}}, or tp=1' if holder else "tp=1",
                     ) from error
                 return kinds, f"{name} cannot do with a part of its channels: {error}"
+            finally:
+                for stop in stops:
+                    stop()
         return None
 
     def _different_ranks(self) -> list[int]:
@@ -194,29 +200,32 @@ class Trial:
     def _whole(self, seed: int) -> _Whole:
         """The whole copy, run: on few tokens and in float64, if the module can."""
         problem: Exception | None = None
+        device, dtypes = fitting(self.module, self._sort, self.device)
         for example in (shortened(self.example), self.example):
-            for dtype in (torch.float64, torch.float32):
+            for dtype in dtypes:
                 for loss in (self.loss, None):
                     try:
-                        return self._whole_of(example, dtype, loss, seed)
+                        return self._whole_of(example, dtype, device, loss, seed)
                     except Exception as error:
                         problem = problem or error
         raise _UntriedError(f"{type(problem).__name__}: {problem}")
 
-    def _whole_of(self, example: Batch, dtype: torch.dtype, loss: Loss | None, seed: int) -> _Whole:
-        def sort(name: str) -> Hashable:
-            lie = self._shards.get(name)
-            return None if lie is None else (lie.dim, lie.runs, lie.is_partial)
+    def _sort(self, name: str) -> Hashable:
+        """How a parameter would lie: those that lie differently cannot be one."""
+        lie = self._shards.get(name)
+        return None if lie is None else (lie.dim, lie.runs, lie.is_partial)
 
-        device = fitting(self.module, sort, dtype, self.device)
-        twin = stand_in(self.module, sort, dtype=dtype, device=device, seed=seed)
+    def _whole_of(
+        self, example: Batch, dtype: torch.dtype, device: torch.device, loss: Loss | None, seed: int
+    ) -> _Whole:
+        twin = stand_in(self.module, self._sort, self._passing, dtype=dtype, device=device, seed=seed)
         batch = converted(example, dtype, device)
         args, kwargs = Signature(self.module).arguments(batch)
 
         def call(module: nn.Module) -> Any:
             return module(*args, **kwargs)
 
-        course = numbers.run(another(twin), call, self._marks(), loss, batch)
+        course = numbers.run(another(twin), call, self._marks(twin), loss, batch)
         return _Whole(course, twin, call, batch, loss, dtype)
 
     def _compared(self, whole: _Whole, *, sequence: bool) -> Difference | None:
@@ -227,7 +236,7 @@ class Trial:
         def on_rank(group: SimulatedGroup) -> Course:
             modules[group.rank] = module = another(whole.twin)
             shards[group.rank] = self.cut(module, group, sequence=sequence).shards()
-            return numbers.run(module, whole.call, self._marks(), whole.loss, whole.batch)
+            return numbers.run(module, whole.call, self._marks(module), whole.loss, whole.batch)
 
         try:
             ranks = simulate(self.num_ranks, on_rank)
@@ -237,8 +246,11 @@ class Trial:
             return Difference(mark=rows[0] if rows else "", error=1.0, raised=str(error))
         return numbers.compare(whole.course, ranks, shards[0], whole.dtype, with_marks=not sequence)
 
-    def _marks(self) -> list[str]:
-        return [name for names in self._kinds().values() for name in names if name not in self.found.heads]
+    def _marks(self, module: nn.Module) -> list[str]:
+        """The layers whose results are looked at, of those that a copy has."""
+        there = {name for name, _ in module.named_modules()}
+        names = [name for names in self._kinds().values() for name in names]
+        return [name for name in names if name in there and name not in self.found.heads]
 
     def _give_up(self, kinds: list[str], why: str, *, guesses: bool) -> None:
         """Cut layers of these kinds otherwise, if there is a way left, or not at all."""

@@ -261,3 +261,12 @@ for _style, _refused in (
         f"experts that weigh {_style}", lambda style=_style: Model(lambda: Mixture(style)),  # type: ignore[misc]
         plan="dp=2,ep=2", refused=_refused,
     )  # fmt: skip
+
+
+def _mixed() -> nn.Module:
+    module = Model(lambda: Mixture("after"), num_blocks=2)
+    module.blocks[1] = Mixture("inside")
+    return module
+
+
+program("experts of which some weigh inside", _mixed, plan="dp=2,ep=2")

@@ -57,22 +57,19 @@ def parallelize(
     `plan` may be a `Plan` or its short form, `pp=3,schedule=zb-v,microbatches=8`. `loss(output, batch)` gives the mean
     over a microbatch, or its sum and the number that it is summed over: then all of a batch weigh the same, however
     they are spread. It is tried on the example first. The module is put in training mode; one on the meta device gets
-    the weights of this process's stages, from `seed` alone. `optimizer` makes one for all parameters, or several are
-    given, each for its share of them.
+    the weights of this process's stages, from `seed` alone. `optimizer` makes one for all parameters, or for a share.
 
     Gradients are clipped to a global norm of `clip`, if given. With `compile` each unit is compiled, by `inductor` or
     by the backend that it names. With `pad` the microbatches need not divide a batch: some have a row more, or, in a
     batch of too few rows, repeat one that counts for nothing. With `through_blocks` a pipeline may be cut in a block
-    where whole blocks do not divide evenly; with `measure` it is cut by what units take here, which are timed first,
-    and not by their FLOPs and bytes.
+    where whole blocks do not divide evenly; with `measure` it is cut by what units take here, not by FLOPs and bytes.
 
     What is not found is said: `tensor` names layers and how each is cut over tp, and `tensor_chunks` in how many chunks
-    such a layer sends what it computes, if not as many as pay (`docs/tensor.md`). Unless `verify` is False, a copy of
-    the module is cut first and compared with the whole in a small forward and backward: layers that differ are left
-    whole, with a warning, and experts that make no weighted sum are not shared out. `positions`, `entries` and `masks`
-    say how cp is to take the module and its batches (`docs/context.md`). Gradients are summed over replicas in buckets
-    of `bucket_bytes`, if given (`docs/data_parallel.md`). `wires` are what the processes talk over, where several
-    engines are to share it (`ranks/wires.py`); an engine that is given none makes its own and closes them.
+    such a layer sends what it computes, if not as many as pay (`docs/tensor.md`); `positions`, `entries` and `masks`
+    say how cp is to take the module and its batches (`docs/context.md`). With `verify` layers are cut in a copy first:
+    what computes something else in parts is left whole, with a warning. Gradients are summed over replicas in buckets
+    of `bucket_bytes`, if given (`docs/data_parallel.md`). `wires` are what processes talk over, where several engines
+    are to share it (`ranks/wires.py`).
 
     Where `torch.distributed` has several ranks, each of them runs one of the plan. Under `torchrun` it is started here.
     """

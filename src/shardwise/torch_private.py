@@ -195,6 +195,17 @@ def forward_hooks(module: nn.Module) -> Iterator[tuple[Callable[..., Any], bool]
         yield hook, key in module._forward_hooks_with_kwargs
 
 
+def hooks_of(module: nn.Module) -> list[str]:
+    """The kinds of hooks that a module has of its own. Public is only to call it."""
+    kinds = {
+        "forward": module._forward_hooks,
+        "forward pre": module._forward_pre_hooks,
+        "backward": module._backward_hooks,
+        "backward pre": module._backward_pre_hooks,
+    }
+    return [kind for kind, hooks in kinds.items() if hooks]
+
+
 def get_compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     """What a module runs in place of its plain call, hooks and all. `Module.compile` is the public way to set it."""
     return module._compiled_call_impl

@@ -45,7 +45,7 @@ def assemble(
     if not any(each.training for each in module.modules()):
         # What is dropped in training is seen in training mode only. Of one that is partly so the user has said which.
         module.train()
-    sharded = Sharded(module, plan, wires.mesh, microbatch, options)
+    sharded = Sharded(module, plan, wires.mesh, microbatch, options, loss)
     place = None if isinstance(wires, OneProcess) else wires.ranks[0]
     without_numbers = {name for name, each in module.named_parameters() if each.is_meta}
     trial = Trial(module, loss, microbatch)

@@ -45,6 +45,7 @@ def parallelize(
     measure: bool = False,
     tensor: Mapping[str, str] | None = None,
     tensor_chunks: int | None = None,
+    verify: bool = True,
     positions: str | None = "position_ids",
     entries: Mapping[str, Entry | int | None] | None = None,
     masks: Mask | None = None,
@@ -64,22 +65,21 @@ def parallelize(
     Gradients are clipped to a global norm of `clip`, if given. With `compile` each unit is compiled, by `inductor` or
     by the backend that it names. With `pad` the microbatches need not divide a batch: some have a row more, or, in a
     batch of too few rows, repeat one that counts for nothing. With `through_blocks` a pipeline may be cut in a block
-    where whole blocks do not divide evenly; with `measure` it is cut by what units take here, and not by their FLOPs
-    and bytes.
+    where whole blocks do not divide evenly; with `measure` it is cut by what units take here, not by FLOPs and bytes.
 
     What is not found is said: `tensor` names layers and how each is cut over tp, and `tensor_chunks` in how many chunks
     such a layer sends what it computes (`docs/tensor.md`); `positions`, `entries` and `masks` say how cp is to take the
     module and its batches (`docs/context.md`); `buffers`, "mean" or "first", what replicas are to have of buffers that
-    each writes in its own forwards (`docs/habits.md`). Gradients are summed in buckets of `bucket_bytes`, if given.
-    `wires` are what the processes talk over, where several engines are to share it (`ranks/wires.py`); an engine that
-    is given none makes its own and closes them.
+    each writes in its own forwards (`docs/habits.md`). With `verify` layers are cut in a copy first: what computes
+    something else in parts is left whole, with a warning. Gradients are summed in buckets of `bucket_bytes`, if given.
+    `wires` are what processes talk over, where several engines are to share it (`ranks/wires.py`).
 
     Where `torch.distributed` has several ranks, each of them runs one of the plan. Under `torchrun` it is started here.
     """
     options = Options(
         clip=clip, compile=compile, seed=seed, pad=pad, through_blocks=through_blocks, measure=measure, tensor=tensor,
         tensor_chunks=tensor_chunks, positions=positions, entries=entries, masks=masks, bucket_bytes=bucket_bytes,
-        buffers=buffers,
+        buffers=buffers, verify=verify,
     )  # fmt: skip
     chosen = _checked(module, plan, loss, optimizer, example, options)
     example = put_together(module, example, chosen.precision)

@@ -42,6 +42,7 @@ class Options:
     measure: bool = False
     tensor: Mapping[str, str] | None = None
     tensor_chunks: int | None = None
+    verify: bool = True
     positions: str | None = "position_ids"
     entries: Mapping[str, Entry | int | None] | None = None
     masks: Mask | None = None

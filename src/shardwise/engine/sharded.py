@@ -19,7 +19,7 @@ from shardwise.sharding.tensor.linear import ColumnParallelLinear
 from shardwise.sharding.tensor.shard import shard
 from shardwise.sharding.tensor.sharding import Sharding, Shards
 from shardwise.stages.batch import home_of
-from shardwise.stages.stage import Batch
+from shardwise.stages.stage import Batch, Loss
 
 
 class Sharded:
@@ -28,15 +28,17 @@ class Sharded:
     With `tensor` or `experts` it makes whole parameters from parts, and parts of whole ones. All ranks call it alike.
     """
 
-    def __init__(self, module: nn.Module, plan: Plan, mesh: Mesh, microbatch: Batch, options: Options) -> None:
+    def __init__(
+        self, module: nn.Module, plan: Plan, mesh: Mesh, microbatch: Batch, options: Options, loss: Loss | None = None
+    ) -> None:
         self._plan, self._mesh = plan, mesh
-        self.tensor = self._shard(module, microbatch, options) if plan.tp > 1 else None
+        self.tensor = self._shard(module, microbatch, options, loss) if plan.tp > 1 else None
         self.context: ContextParallel | None = None
         self._has_attended = False
         #: How experts lie on ranks, where they are shared out or have replicas.
         self.experts: ExpertSharding | None = None
         if plan.dp * plan.cp > 1:
-            self.experts = shard_experts(module, mesh, real=self._real_tokens)
+            self.experts = shard_experts(module, mesh, real=self._real_tokens, verify=options.verify)
 
     @property
     def is_in_parts(self) -> bool:
@@ -103,7 +105,7 @@ class Sharded:
         part = whole if self.tensor is None else self.tensor.local(name, whole)
         return part if self.experts is None else self.experts.local(name, part)
 
-    def _shard(self, module: nn.Module, microbatch: Batch, options: Options) -> Sharding:
+    def _shard(self, module: nn.Module, microbatch: Batch, options: Options, loss: Loss | None) -> Sharding:
         """Keep this rank's part of every layer that comes apart."""
         sharding = shard(
             module,
@@ -112,6 +114,8 @@ class Sharded:
             sequence=self._plan.sp,
             example=microbatch,
             num_chunks=options.tensor_chunks,
+            loss=loss,
+            verify=options.verify,
         )
         if any(each.is_meta for each in module.parameters()):
             sharding.materialise(module, seed=options.seed, device=home_of(microbatch))

@@ -73,6 +73,29 @@ class Group:
     def __repr__(self) -> str:
         return f"rank {self.rank} of {self.size}"
 
+    def all_reduce(self, whole: Tensor, op: Any) -> dist.Work | None:
+        """Start to put the sum over the ranks, or what `op` makes, in the place of a tensor. None: it is done."""
+        work: dist.Work | None = dist.all_reduce(whole, op, group=self.handle, async_op=True)
+        return work
+
+    def all_gather(self, stacked: Tensor, piece: Tensor) -> dist.Work | None:
+        """Start to fill a flat tensor with the flat pieces of all ranks."""
+        work: dist.Work | None = all_gather_single(stacked, piece, group=self.handle, async_op=True)
+        return work
+
+    def reduce_scatter(self, piece: Tensor, stacked: Tensor) -> dist.Work | None:
+        """Start to sum flat tensors over the ranks into this rank's piece."""
+        work: dist.Work | None = reduce_scatter_single(piece, stacked, group=self.handle, async_op=True)
+        return work
+
+    def all_to_all(
+        self, arrived: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> dist.Work | None:
+        """Start to exchange rows."""
+        how: dict[str, Any] = {"group": self.handle, "async_op": True}
+        work: dist.Work | None = dist.all_to_all_single(arrived, rows, list(received), list(sent), **how)
+        return work
+
 
 class Pending:
     """A collective that is under way. `finish` waits for it and gives the result."""
@@ -118,7 +141,7 @@ def start_all_reduce(tensor: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) 
     if group.size == 1 or whole.is_meta:
         return Pending(None, lambda: whole, group)
     group.traffic.note("all_reduce", 2 * others_bytes(whole, group))
-    return Pending(dist.all_reduce(whole, op, group=group.handle, async_op=True), lambda: whole, group, "all_reduce")
+    return Pending(group.all_reduce(whole, op), lambda: whole, group, "all_reduce")
 
 
 def start_all_gather(tensor: Tensor, group: Group, dim: int = 0, *, length: int | None = None) -> Pending:
@@ -130,7 +153,7 @@ def start_all_gather(tensor: Tensor, group: Group, dim: int = 0, *, length: int 
     work = None
     if not piece.is_meta:
         group.traffic.note("all_gather", others_bytes(stacked, group))
-        work = all_gather_single(stacked.view(-1), piece.view(-1), group=group.handle, async_op=True)
+        work = group.all_gather(stacked.view(-1), piece.view(-1))
     return Pending(work, lambda: _joined(stacked, dim, length), group, "all_gather")
 
 
@@ -144,7 +167,7 @@ def start_reduce_scatter(tensor: Tensor, group: Group, dim: int = 0) -> Pending:
     work = None
     if not piece.is_meta:
         group.traffic.note("reduce_scatter", others_bytes(stacked, group))
-        work = reduce_scatter_single(piece.view(-1), stacked.view(-1), group=group.handle, async_op=True)
+        work = group.reduce_scatter(piece.view(-1), stacked.view(-1))
     return Pending(work, lambda: piece.narrow(dim, 0, stop - start).contiguous(), group, "reduce_scatter")
 
 
@@ -158,7 +181,7 @@ def start_all_to_all(tensor: Tensor, group: Group, sent: Sequence[int], received
     if not rows.is_meta:
         row_bytes = rows[:1].numel() * rows.element_size() if len(rows) else 0
         group.traffic.note("all_to_all", (sum(sent) - sent[group.rank]) * row_bytes)
-        work = dist.all_to_all_single(arrived, rows, list(received), list(sent), group=group.handle, async_op=True)
+        work = group.all_to_all(arrived, rows, received, sent)
     return Pending(work, lambda: arrived, group, "all_to_all")
 
 

@@ -52,10 +52,12 @@ def test_parameters_of_heads_are_found_in_models_that_say_nothing_of_them(two: R
         assert norms.local_sizes["model.layers.0.self_attn.q_norm.weight"] == (2, 8)
 
 
-def test_a_module_that_counts_on_all_channels_is_refused_before_it_runs(two: Ranks) -> None:
-    said = two.run(programs.refusal, channel_nets.rigid, (), {})[0]
-    assert said.startswith("0 cannot do with a part of its channels: ")
-    assert said.endswith('\n  try: tensor={"*": "whole"}, or tp=1')
+def test_a_module_that_counts_on_all_channels_is_left_whole_or_refused_where_it_is_named(two: Ranks) -> None:
+    named = {"*.up": "column", "*.down": "row"}
+    assert two.run(programs.refusal, channel_nets.rigid, (), {})[0] == ""
+    said = two.run(programs.refusal, channel_nets.rigid, (), {"spec": named})[0]
+    assert "cannot be cut: 0 cannot do with a part of its channels: " in said
+    assert said.endswith('": "whole"}, or tp=1')
 
 
 def test_tokens_cost_nothing_while_a_module_is_looked_at() -> None:

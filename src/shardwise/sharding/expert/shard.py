@@ -12,22 +12,28 @@ from shardwise.sharding.expert.dispatch import Dispatch
 from shardwise.sharding.expert.layers import ExpertLayer, attach, find_layers, find_others
 from shardwise.sharding.expert.placement import Placement
 from shardwise.sharding.expert.sharding import ExpertSharding
+from shardwise.sharding.expert.trial import why_no_weighted_sum
 from shardwise.stages.split.materialise import replace
 from shardwise.stages.split.meta import meta_twin
 
 
 def shard_experts(
     module: nn.Module, mesh: Mesh, *, placements: Mapping[str, Placement] | None = None, overlap: bool = True,
-    real: Real = lambda: None,
+    real: Real = lambda: None, verify: bool = True,
 ) -> ExpertSharding:  # fmt: skip
     """Keep this rank's experts, in place, and let tokens travel to those of others. All ranks call this alike.
 
     Call it for every module with experts that has replicas, also where ep is 1: a balancing loss is over the tokens of
     all of them. `placements` are of layers by the names of their experts; others are placed evenly. `overlap`: rows
-    travel while the shared expert is computed. `real` says which tokens of a sequence are no padding.
+    travel while the shared expert is computed. `real` says which tokens of a sequence are no padding. Unless `verify`
+    is False, experts that are not ours are tried first (`trial.py`).
     """
     group, replicas = mesh.group("ep"), mesh.group("gradients")
     layers, others = find_layers(module), find_others(module)
+    if verify and group.size > 1:
+        reasons = {each.name: why for each in layers if not each.is_ours and (why := why_no_weighted_sum(each))}
+        layers = [each for each in layers if each.name not in reasons]
+        others |= reasons
     _check(module, mesh, layers, others)
     chosen = _choose(layers, placements or {}, group.size)
     twin = meta_twin(module)

@@ -71,6 +71,10 @@ class ChannelTrace:
     streams: dict[str, frozenset[str]] = field(default_factory=dict)
     #: Tensors of which something else than layers read the numbers.
     read: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    #: What the module returned.
+    output: Any = None
+    #: Layers whose weights something else than they themselves read: a second head, a penalty.
+    used_outside: set[str] = field(default_factory=set)
 
 
 def trace(
@@ -84,6 +88,7 @@ def trace(
     run = _LabelMode(twin, layers, labelled)
     with torch.no_grad(), run.watching(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         returned = twin(*arguments, **keywords)
+    run.seen.output = returned
     # Outputs of Hugging Face are ordered dictionaries of a type of their own.
     tensors = tensors_of(dict(returned) if isinstance(returned, dict) else returned)
     run.seen.returned += [each for each in map(run.along_last, tensors) if each is not None]
@@ -121,6 +126,11 @@ class _LabelMode(EagerDispatchMode):  # type: ignore[no-untyped-call]
         self._depth = 0
         for name, parameter in module.named_parameters():
             self._origins[parameter] = frozenset([name])
+        #: The layers that a parameter is of: several, if it is tied.
+        self._owners = WeakTensorKeyDictionary()
+        for name, layer in layers.items():
+            for parameter in layer.parameters(recurse=False):
+                self._owners[parameter] = (*self._owners.get(parameter, ()), name)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -130,8 +140,9 @@ class _LabelMode(EagerDispatchMode):  # type: ignore[no-untyped-call]
                     module.register_forward_pre_hook(partial(self._note_given, name), with_kwargs=True).remove
                 )
             for name, module in self._modules.items():
-                stack.callback(module.register_forward_pre_hook(partial(self._before, name)).remove)
-                stack.callback(module.register_forward_hook(partial(self._after, name)).remove)
+                # Before the user's own hooks and after them: what they do is done outside of the layer.
+                stack.callback(module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(partial(self._after, name), prepend=True).remove)
             stack.enter_context(_Lists())
             stack.enter_context(Guesses())  # type: ignore[no-untyped-call]
             stack.enter_context(self)
@@ -149,8 +160,9 @@ class _LabelMode(EagerDispatchMode):  # type: ignore[no-untyped-call]
         if key.isdecimal():
             self._reached_by[tensors[0]] = reached | {parent}
 
-    def _before(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _before(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth += 1
+        args = args or tuple(kwargs.values())
         if name not in self.seen.layers:
             width = width_of(module)
             first = self.flow.groups.new(width)
@@ -191,6 +203,8 @@ class _LabelMode(EagerDispatchMode):  # type: ignore[no-untyped-call]
             return returned  # Inside a layer: what it makes of its input is known.
         for each in tensors:
             self.seen.read[each] = True
+            if not operation.makes_anew:
+                self.seen.used_outside.update(self._owners.get(each, ()))  # type: ignore[no-untyped-call]
         if operation.makes_anew or not any(each in self.flow.labels for each in tensors):
             self._pass_on(self._origins, tensors, returned)
             self.flow.parameters.follow(operation)

@@ -14,11 +14,34 @@ from shardwise.sharding.rng_tracker import Channels, RngTracker
 from shardwise.sharding.tensor.channel_groups import ChannelTrace
 from shardwise.sharding.tensor.experts import expert_runs, share_experts
 from shardwise.sharding.tensor.linear import ColumnParallelLinear, ColumnSet, RowParallelLinear
-from shardwise.sharding.tensor.regions import Region
+from shardwise.sharding.tensor.plain_layers import keep_attributes
+from shardwise.sharding.tensor.regions import Found, Region
+from shardwise.sharding.tensor.sequence import SequenceRegions
 from shardwise.sharding.tensor.sharding import Runs, Shards, even_runs
 from shardwise.sharding.tensor.vocabulary import VocabularyHead, share_embedding
 from shardwise.sharding.wrap_forward import wrap_forward
 from shardwise.torch_private import parameter_slots
+
+
+def cut(
+    module: nn.Module, group: Group, found: Found, seen: ChannelTrace, *, sequence: bool, num_chunks: int | None
+) -> "LayerCutter":
+    """Cut a module, in place, as was found."""
+    cutter = LayerCutter(module, group, num_chunks)
+    for region in found.regions:
+        cutter.cut_region(region, seen)
+    for name in found.heads:
+        cutter.cut_head(name)
+    cutter.cut_embeddings(found.whole)
+    for name in found.experts:
+        cutter.cut_experts(name, found.whole)
+    cutter.tie_again()
+    if sequence:
+        by_heads = [name for region in found.regions if is_by_heads(region, seen) for name in region.columns]
+        regions = SequenceRegions(module, group, seen, by_heads)
+        regions.share()
+        cutter.mark_partial(regions.partial)
+    return cutter
 
 
 class LayerCutter:
@@ -60,8 +83,7 @@ class LayerCutter:
                 together = ColumnSet(group, self._num_chunks)
                 sets.append((read, together))
             weight, bias = self._pieces(layer, dim, runs)
-            made = ColumnParallelLinear(weight, bias, together, is_transposed=dim == 1, rng=rng)
-            self._put(name, made)
+            self._put(name, ColumnParallelLinear(weight, bias, together, is_transposed=dim == 1, rng=rng))
         for name, runs in region.rows.items():
             layer = self._module.get_submodule(name)
             dim = 1 if isinstance(layer, nn.Linear) else 0
@@ -86,7 +108,8 @@ class LayerCutter:
             return
         for name in dict.fromkeys(name.rpartition(".")[0] for name in [*region.columns, *region.rows]):
             holder = self._module.get_submodule(name)
-            self.notes += [f"{name}.{each}" for each in _correct_heads(holder, region, self._group.rank)]
+            width = len(seen.layers[next(iter(region.rows))].read[0])
+            self.notes += [f"{name}.{each}" for each in _correct_heads(holder, region, self._group.rank, width)]
             if "alibi" in inspect.signature(holder.forward).parameters:
                 _take_own_heads(holder, "alibi", region, self._group.rank)
 
@@ -102,11 +125,11 @@ class LayerCutter:
         self.cut[name] = f"vocabulary of {words} over {self._group.size} ranks"
         self._put(name, made)
 
-    def cut_embeddings(self) -> None:
+    def cut_embeddings(self, whole: Collection[str]) -> None:
         """Share out the words of embeddings that are as many as a head scores."""
         counts = set(self._words.values())
         for name, each in list(self._module.named_modules()):
-            if isinstance(each, nn.Embedding) and each.num_embeddings in counts and each.max_norm is None:
+            if isinstance(each, nn.Embedding) and each.num_embeddings in counts and name not in whole:
                 words = each.num_embeddings
                 runs = even_runs(words, self._group.size)
                 each.weight = self._piece(_weight(each), 0, runs, pads=True)
@@ -159,11 +182,14 @@ class LayerCutter:
                 is_partial=held > whole.shape[dim],
             )
             piece = shards.local(whole.detach(), self._group.rank).clone()
-            self._made[id(whole)] = nn.Parameter(piece, requires_grad=whole.requires_grad), shards
+            made = nn.Parameter(piece, requires_grad=whole.requires_grad)
+            vars(made).update(vars(whole))  # What a user has put on it: `weight.no_decay = True`.
+            self._made[id(whole)] = made, shards
         return self._made[id(whole)][0]
 
     def _put(self, name: str, layer: nn.Module) -> None:
         parent, _, key = name.rpartition(".")
+        keep_attributes(self._module.get_submodule(name), layer)
         layer.train(self._module.get_submodule(name).training)
         setattr(self._module.get_submodule(parent), key, layer)
 
@@ -192,15 +218,22 @@ _GROUPS = re.compile(r"(num|n)_(key_value|kv)_groups")
 _QUERIES = re.compile(r"(num|n)_(attention_|query_|q_)?heads?|heads|all_head_size|inner_dim|split_size")
 
 
-def _correct_heads(module: nn.Module, region: Region, rank: int) -> list[str]:
+def _correct_heads(module: nn.Module, region: Region, rank: int, width: int) -> list[str]:
     """Correct what a module that holds columns or rows of a region remembers of its heads; what was changed, in words.
 
     Most modules of today leave the number of heads open in their views. Others keep counts and widths, which are of all
-    heads; they are known by their names, and changed in proportion.
+    heads; they are known by their names, or guessed by what they are (`Region.guess`), and changed in proportion.
     """
+    if region.guess == "none":
+        return []
     queries, keys = Fraction(*region.fine[rank]), Fraction(*region.coarse[rank])
+    guessed = {"names": (), "heads": (region.fine[rank][1],), "widths": (region.fine[rank][1], width)}[region.guess]
+    named = _corrected_heads(vars(module), queries, keys)
+    for key, value in vars(module).items():
+        if type(value) is int and value in guessed and (value * queries).denominator == 1:
+            named.setdefault(key, int(value * queries))
     changed = []
-    for key, value in _corrected_heads(vars(module), queries, keys).items():
+    for key, value in named.items():
         changed.append(f"{key} {getattr(module, key)} -> {value}")
         setattr(module, key, value)
     config = getattr(module, "config", None)

@@ -19,7 +19,7 @@ from shardwise.ranks.collectives import Group
 from shardwise.sharding.rng_tracker import RngTracker
 from shardwise.sharding.tensor.communication import AllReduce, Chunk, Multiply, NoCommunication, SequenceShards
 from shardwise.sharding.tensor.lazy_gather import LazyGather, SequenceLength
-from shardwise.torch_private import is_wanted
+from shardwise.torch_private import is_wanted, version_of
 
 
 class ParallelLinear(nn.Module):
@@ -41,8 +41,8 @@ class ParallelLinear(nn.Module):
 class ColumnSet:
     """Column layers that read the same tensor.
 
-    The first that is called computes all of them; the others take what is theirs. One that is called with another
-    tensor is computed alone. What is gathered and summed goes in `num_chunks`, or as many as its size is worth.
+    The first that is called computes all of them; the others take what is theirs. What is gathered and summed goes in
+    `num_chunks`, or as many as its size is worth.
     """
 
     def __init__(self, group: Group, num_chunks: int | None = None) -> None:
@@ -54,6 +54,7 @@ class ColumnSet:
         self.members: list[ColumnParallelLinear] = []
         self._ready: dict[int, Tensor] = {}
         self._of: weakref.ref[Tensor] | None = None
+        self._state = 0, False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ColumnSet":
         twin = ColumnSet(self.group, self.num_chunks)
@@ -63,10 +64,15 @@ class ColumnSet:
         return twin
 
     def run(self, tensor: Tensor, asked: "ColumnParallelLinear") -> Tensor:
-        if self._of is None or self._of() is not tensor or id(asked) not in self._ready:
-            together = self.members if self._of is None or self._of() is not tensor else [asked]
-            self._ready = dict(zip(map(id, together), self._compute(tensor, together), strict=True))
-            self._of = weakref.ref(tensor)
+        # What was written into since, or is now wanted with gradients, is another input.
+        given = tensor.piece if isinstance(tensor, LazyGather) else tensor
+        state = 0 if given.is_inference() else version_of(given), torch.is_grad_enabled()
+        is_same = self._of is not None and self._of() is tensor and self._state == state
+        if not is_same or id(asked) not in self._ready:
+            # All of them, also where one is called again: a forward that is computed again, for its backward, must save
+            # as many tensors as the first one did; and nothing that is left from an earlier forward may be taken.
+            self._ready = dict(zip(map(id, self.members), self._compute(tensor, self.members), strict=True))
+            self._of, self._state = weakref.ref(tensor), state
         return self._ready.pop(id(asked))
 
     def _compute(self, tensor: Tensor, layers: "list[ColumnParallelLinear]") -> tuple[Tensor, ...]:
@@ -94,10 +100,10 @@ class ColumnParallelLinear(ParallelLinear):
         self.together = together
         together.members.append(self)
 
-    def forward(self, tensor: Tensor) -> Tensor:
-        result = self.together.run(tensor, self)
+    def forward(self, input: Tensor) -> Tensor:  # torch's name for it, which a caller may use.
+        result = self.together.run(input, self)
         if self.rng is not None and self.training:
-            self.rng.enter(tensor.device)
+            self.rng.enter(input.device)
         return result
 
 
@@ -128,8 +134,8 @@ class _Columns(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        count = len(ctx.chunks)
-        arrived, matrices = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        count, saved = len(ctx.chunks), ctx.saved_tensors  # Asked for once: a checkpoint gives them only once.
+        arrived, matrices = saved[:count], saved[count:]
         laid = [None if each is None else ctx.communication.lay(each) for each in gradients]
         finish = None
         # The input gradient goes first: its sum over the ranks is under way while weight gradients are computed.
@@ -182,15 +188,15 @@ class RowParallelLinear(ParallelLinear):
         #: Of sequences of which each rank keeps its piece of the sum.
         self.scatters: SequenceLength | None = None
 
-    def forward(self, tensor: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if self.rng is not None:
-            self.rng.leave(tensor.device)
-        shape, how = tensor.shape[:-1], (self.group, self.num_chunks)
+            self.rng.leave(input.device)
+        shape, how = input.shape[:-1], (self.group, self.num_chunks)
         communication = (
             AllReduce(shape, *how) if self.scatters is None else SequenceShards(shape, self.scatters.tokens, *how)
         )
         # A bias inside of the sum would be added once by each rank.
-        whole: Tensor = _Rows.apply(tensor, self.weight, communication, self.is_transposed)  # type: ignore[no-untyped-call]
+        whole: Tensor = _Rows.apply(input, self.weight, communication, self.is_transposed)  # type: ignore[no-untyped-call]
         return whole if self.bias is None else whole + self.bias
 
 

@@ -9,8 +9,8 @@ Parts go to ranks in order, as evenly as their number allows. If there are fewer
 a key head, the queries of one part are shared out once more, and each of its ranks has a copy of the key head.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import numpy as np
@@ -20,7 +20,11 @@ from torch import nn
 from shardwise.errors import ShardwiseError
 from shardwise.sharding.tensor.channel_groups import ChannelTrace
 from shardwise.sharding.tensor.channel_labels import Labels
-from shardwise.sharding.tensor.sharding import Runs, runs_of
+from shardwise.sharding.tensor.sharding import Runs, runs_of, starred
+
+#: Numbers that a module with heads keeps of them, and that become those of a rank: those with names that are known;
+#: also any that is the number of heads; also any that is the width of all; or none. What comes of it is tried.
+GUESSES = ("names", "heads", "widths", "none")
 
 #: Another run, in which only so many of the first channels of these layers have labels.
 Again = Callable[[Mapping[str, int]], ChannelTrace]
@@ -42,6 +46,13 @@ class Region:
     #: The rank of each part, where each is on one.
     owners: Mapping[int, int] = field(default_factory=dict)
     draws: bool = False
+    #: Which numbers that a module keeps of its heads are taken to be of this rank's heads: an entry of `GUESSES`.
+    guess: str = "names"
+
+    @property
+    def kind(self) -> str:
+        """What it has in common with the same region of other blocks: the names of its rows, without numbers."""
+        return ", ".join(map(starred, self.rows))
 
 
 @dataclass(kw_only=True)
@@ -51,6 +62,28 @@ class Found:
     regions: list[Region] = field(default_factory=list)
     heads: list[str] = field(default_factory=list)
     whole: dict[str, str] = field(default_factory=dict)
+    #: Of those that stay whole, the ones that are kept so because of what they do, not for want of a reader.
+    kept: set[str] = field(default_factory=set)
+    #: Modules whose parameters are experts' matrices, which are cut inside each expert.
+    experts: list[str] = field(default_factory=list)
+
+    def within(self, modules: Collection[str]) -> "Found":
+        """The same of a copy that has only these modules."""
+        regions = [
+            replace(
+                region,
+                columns={name: runs for name, runs in region.columns.items() if name in modules},
+                rows={name: runs for name, runs in region.rows.items() if name in modules},
+                inside={name for name in region.inside if name.rpartition(".")[0] in modules},
+                cut_inside={key: each for key, each in region.cut_inside.items() if key.rpartition(".")[0] in modules},
+            )
+            for region in self.regions
+        ]
+        return replace(
+            self,
+            regions=[region for region in regions if region.columns and region.rows],
+            experts=[name for name in self.experts if name in modules],
+        )
 
 
 class _Seen:
@@ -86,11 +119,15 @@ class _Sketch:
 
 
 def find_regions(
-    trace: ChannelTrace, again: Again, num_ranks: int, *, rows: Iterable[str] | None = None, heads: Iterable[str] = ()
-) -> Found:
-    """Find what can be cut. `rows`, where given, are the only layers that may be rows; `heads` are heads anyway."""
+    trace: ChannelTrace, again: Again, num_ranks: int, *, rows: Iterable[str] | None = None, heads: Iterable[str] = (),
+    vocabularies: Collection[int] = (),
+) -> Found:  # fmt: skip
+    """Find what can be cut. `rows`, where given, are the only layers that may be rows; `heads` are heads anyway.
+
+    `vocabularies` are numbers of words of embeddings that stay whole themselves.
+    """
     seen = _Seen(trace)
-    found = Found(heads=list(dict.fromkeys([*_heads(seen), *heads])))
+    found = Found(heads=list(dict.fromkeys([*_heads(seen, vocabularies), *heads])))
     taken = {*found.heads, *_embeddings(seen, found.heads)}
     few: list[_Sketch] = []
     allowed = None if rows is None else set(rows)
@@ -120,11 +157,11 @@ def _embeddings(seen: _Seen, heads: Iterable[str]) -> list[str]:
     return [name for name, each in embeddings.items() if each.num_embeddings in words]
 
 
-def _heads(seen: _Seen) -> list[str]:
+def _heads(seen: _Seen, others: Collection[int]) -> list[str]:
     """Layers whose outputs the module returns as they are, one number for each row of an embedding."""
     vocabularies = {
         each.module.weight.shape[0] for each in seen.layers.values() if isinstance(each.module, nn.Embedding)
-    }
+    } | set(others)
     return [
         name
         for name, layer in seen.layers.items()

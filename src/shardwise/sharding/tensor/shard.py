@@ -1,17 +1,20 @@
 """A module cut for tensor parallelism, in place: each rank keeps its piece of every layer that comes apart.
 
-1. `tensor_plan.py`: what the user, or the model's own plan, asks for.
+1. `tensor_plan.py`: what the user, or the model's own plan, asks for. `plain_layers.py`: which layers stay whole
+   because of what hangs on them.
 2. `channel_groups.py` (over `channel_rules.py`): one run without numbers shows which channels stay apart.
 3. `regions.py`: from that, which layers are cut, and which places each rank gets.
-4. `cut_layers.py`: layers become `ColumnParallelLinear`, `RowParallelLinear` (`linear.py`) and parts of a vocabulary
+4. `trial.py`: a copy is cut and run first, without numbers and then with them (`stand_in.py`, `numbers.py`). Layers
+   that do something else in parts are left whole.
+5. `cut_layers.py`: layers become `ColumnParallelLinear`, `RowParallelLinear` (`linear.py`) and parts of a vocabulary
    (`vocabulary.py`); modules that count their heads are corrected. What they send is in `communication.py`.
-5. `sequence.py`, where asked: what lies between the regions is shared out along the sequence.
-6. Here: one run of it without numbers, so that a module which counts on all of its channels says so before training.
+6. `sequence.py`, where asked: what lies between the regions is shared out along the sequence.
 7. `sharding.py`: where each parameter lies now.
 """
 
-import traceback
-from collections.abc import Mapping
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -21,16 +24,20 @@ from shardwise.errors import ShardwiseError
 from shardwise.ranks.collectives import Group
 from shardwise.ranks.mesh import Mesh
 from shardwise.sharding.tensor.channel_groups import ChannelTrace, trace
-from shardwise.sharding.tensor.cut_layers import LayerCutter, is_by_heads
-from shardwise.sharding.tensor.linear import ParallelLinear
+from shardwise.sharding.tensor.plain_layers import has_hooks, is_layer, why_whole
 from shardwise.sharding.tensor.regions import Found, find_regions
-from shardwise.sharding.tensor.sequence import SequenceRegions
-from shardwise.sharding.tensor.sharding import Sharding, Shards
+from shardwise.sharding.tensor.sharding import Sharding, Shards, cost_of, starred
 from shardwise.sharding.tensor.tensor_plan import TensorPlan, read_tensor_plan
+from shardwise.sharding.tensor.trial import Arguments, Trial
+from shardwise.stages.batch import home_of
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.meta import Guesses, meta_twin
-from shardwise.stages.stage import Batch
-from shardwise.torch_private import pytree
+from shardwise.stages.stage import Batch, Loss
+from shardwise.torch_private import EagerDispatchMode, pytree
+
+#: Why a layer stays whole whose weight is used by others than itself.
+READ_OUTSIDE = "its weight is read outside of it, too"
+_NAMED = "it is named whole"
 
 
 def shard(
@@ -41,12 +48,16 @@ def shard(
     sequence: bool = False,
     example: Batch | None = None,
     num_chunks: int | None = None,
+    loss: Loss | None = None,
+    verify: bool = True,
 ) -> Sharding:
     """Cut a module over the ranks of a group, in place. All of its ranks call this with the same module.
 
     `spec` names layers and what they are to be (see `tensor_plan.py`); without it the model's own plan is followed, or
     what is found in one run on `example`. `sequence`: norms, dropout and residuals are shared out along the sequence.
     What a layer sends goes in `num_chunks`, while others of them are computed, or in as many as its size is worth.
+    `loss`, where given, says which parameters it reads itself. Unless `verify` is False, a copy is cut first, and
+    compared with the whole in a small forward and backward; layers that differ are left whole, with a warning.
     """
     if num_chunks is not None and num_chunks < 1:
         raise ShardwiseError(
@@ -60,84 +71,175 @@ def shard(
         shapes = {name: Shards(shape=tuple(module.get_parameter(name).shape)) for name in names}
         return Sharding(group=group, shards=shapes, twin=twin)
     plan = read_tensor_plan(module, spec)
-    found, seen = find(twin, plan, group.size, example)
+    given = _example(twin, example)
+    arguments = _on_meta(twin, given)
+    hooked = {name for name, each in module.named_parameters(remove_duplicate=False) if has_hooks(each)}
+
+    def read_by_loss(output: Any) -> dict[str, str]:
+        return {} if loss is None else _read_by_loss(loss, module, output, given)
+
+    found, seen = find(
+        twin, plan, group.size, arguments, uncut=_uncut(module, plan), hooked=hooked, read_by_loss=read_by_loss
+    )
     if plan.is_users:
         _check_named(plan, found)
-    cutter = LayerCutter(module, group, num_chunks)
-    for region in found.regions:
-        cutter.cut_region(region, seen)
-    for name in found.heads:
-        cutter.cut_head(name)
-    cutter.cut_embeddings()
-    for name in plan.experts:
-        cutter.cut_experts(name, found.whole)
-    cutter.tie_again()
-    if sequence:
-        by_heads = [name for region in found.regions if is_by_heads(region, seen) for name in region.columns]
-        regions = SequenceRegions(module, group, seen, by_heads)
-        regions.share()
-        cutter.mark_partial(regions.partial)
-    _try_once(module, *_arguments(module, example))
-    return Sharding(
+    trial = Trial(
+        module=module, twin=twin, found=found, seen=seen, num_ranks=group.size, example=given, on_meta=arguments,
+        device=home_of(given), loss=loss, sequence=sequence, num_chunks=num_chunks,
+        named=frozenset(name for name, kind in plan.kinds.items() if kind != "whole") if plan.is_users else frozenset(),
+    )  # fmt: skip
+    trial.settle(verify=verify)
+    cutter = trial.cut(module, group)
+    sharding = Sharding(
         group=group,
         shards=cutter.shards(),
-        whole=found.whole,
+        whole=trial.found.whole,
         notes=tuple(cutter.notes),
         cut=cutter.cut,
         twin=twin,
+        unverified=trial.unverified,
     )
+    if group.rank == 0:
+        _warn(sharding, trial.found, plan)
+    return sharding
 
 
-def find(twin: nn.Module, plan: TensorPlan, num_ranks: int, example: Batch | None) -> tuple[Found, ChannelTrace]:
-    """What of a module, given without numbers, is to be cut, and the run that showed it."""
-    layers = {name: each for name, each in twin.named_modules() if _may_be_cut(name, each, plan)}
-    args, kwargs = _arguments(twin, example)
+def find(
+    twin: nn.Module, plan: TensorPlan, num_ranks: int, arguments: Arguments, *, uncut: Mapping[str, str],
+    hooked: Collection[str], read_by_loss: Callable[[Any], Mapping[str, str]],
+) -> tuple[Found, ChannelTrace]:  # fmt: skip
+    """What of a module, given without numbers, is to be cut, and the run that showed it.
+
+    `uncut` are layers that stay whole whatever comes of the run, and why. `hooked` are parameters for whose gradients
+    somebody waits. `read_by_loss` gives, of what the module returns, the layers whose weights the loss reads, and why.
+    """
+    reasons = dict(uncut)
+    while True:
+        layers = {
+            name: each for name, each in twin.named_modules() if name not in reasons and _may_be_cut(name, each, plan)
+        }
+        seen = _trace(twin, layers, arguments)
+        # Their numbers are read beside them: by a second head, a penalty, a product with all words.
+        read = {**read_by_loss(seen.output), **dict.fromkeys(seen.used_outside, READ_OUTSIDE)}
+        if read.keys().isdisjoint(layers):
+            break
+        reasons |= read
 
     def again(labelled: Mapping[str, int]) -> ChannelTrace:
-        return trace(twin, layers, args, kwargs, labelled=labelled)
+        return _trace(twin, layers, arguments, labelled)
 
+    rows = [name for name, kind in plan.kinds.items() if kind == "row"] if plan.only else None
+    said = [name for name, kind in plan.kinds.items() if kind == "vocabulary"]
+    heads = [name for name in said if isinstance(layers.get(name), nn.Linear)]
+    words = {each.num_embeddings for each in twin.modules() if isinstance(each, nn.Embedding)}
+    found = find_regions(seen, again, num_ranks, rows=rows, heads=heads, vocabularies=words)
+    found.experts = list(plan.experts)
+    found.whole |= reasons
+    found.kept |= reasons.keys()
+    for region in [each for each in found.regions if not each.cut_inside.keys().isdisjoint(hooked)]:
+        found.regions.remove(region)
+        held = ", ".join(name for name in region.cut_inside if name in hooked)
+        found.whole |= dict.fromkeys((*region.columns, *region.rows), f"{held} has a gradient hook")
+        found.kept |= {*region.columns, *region.rows}
+    return found, seen
+
+
+def _trace(
+    twin: nn.Module, layers: Mapping[str, nn.Module], arguments: Arguments, labelled: Mapping[str, int] | None = None
+) -> ChannelTrace:
+    """A run with labels."""
     try:
-        seen = trace(twin, layers, args, kwargs)
+        return trace(twin, layers, *arguments, labelled=labelled)
     except Exception as error:
         raise ShardwiseError(
             f"{type(twin).__name__} does not run on the meta device, so what can be cut is not found: {error}",
             remedy="a forward that does not look at numbers, or tp=1",
         ) from error
-    rows = [name for name, kind in plan.kinds.items() if kind == "row"] if plan.only else None
-    said = [name for name, kind in plan.kinds.items() if kind == "vocabulary"]
-    heads = [name for name in said if isinstance(layers.get(name), nn.Linear)]
-    return find_regions(seen, again, num_ranks, rows=rows, heads=heads), seen
 
 
 def _may_be_cut(name: str, module: nn.Module, plan: TensorPlan) -> bool:
-    # Hugging Face's Conv1D is a linear layer whose weight lies as (inputs, outputs).
-    is_transposed = type(module).__name__ == "Conv1D" and isinstance(getattr(module, "nf", None), int)
-    wholes = [each for each, kind in plan.kinds.items() if kind == "whole"]
-    if not isinstance(module, (nn.Linear, nn.Embedding)) and not is_transposed:
-        return False
-    if any(name == each or name.startswith(f"{each}.") for each in wholes):
+    if not is_layer(module) or _is_named_whole(name, plan):
         return False
     return not plan.only or name in plan.kinds or (not plan.is_users and isinstance(module, nn.Embedding))
 
 
-def _arguments(twin: nn.Module, example: Batch | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The example on the meta device. A Hugging Face model needs none."""
-    if example is None:
-        config = getattr(twin, "config", None)
-        if config is None or not hasattr(config, "vocab_size"):
-            raise ShardwiseError(
-                f"without an example there is no way to see what of {type(twin).__name__} can be cut",
-                remedy="shard(module, group, example={...}), with one microbatch",
-            )
-        tokens = torch.zeros(1, 4, dtype=torch.long)
-        example = {"input_ids": tokens}
-        if getattr(config, "is_encoder_decoder", False):
-            example = {**example, "decoder_input_ids": tokens}
-    args, kwargs = Signature(twin).arguments(example)
-    on_meta: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(
-        lambda each: each.detach().to("meta") if isinstance(each, Tensor) else each, (args, kwargs)
-    )
-    return on_meta
+def _is_named_whole(name: str, plan: TensorPlan) -> bool:
+    wholes = [each for each, kind in plan.kinds.items() if kind == "whole"]
+    return any(name == each or name.startswith(f"{each}.") for each in wholes)
+
+
+def _uncut(module: nn.Module, plan: TensorPlan) -> dict[str, str]:
+    """Layers that stay whole because of what hangs on them, and those that share their weights; and why."""
+    layers = {name: each for name, each in module.named_modules() if is_layer(each)}
+    found = {name: why for name, each in layers.items() if (why := why_whole(each)) is not None}
+    found |= {name: _NAMED for name in layers if _is_named_whole(name, plan)}
+    return _with_ties(layers, found)
+
+
+def _with_ties(layers: Mapping[str, nn.Module], found: dict[str, str]) -> dict[str, str]:
+    """The same with layers that share a weight with one of them."""
+    owners = {id(each): name for name in found for each in layers[name].parameters()}
+    for name, layer in layers.items():
+        for each in layer.parameters(recurse=False):
+            if id(each) in owners and name not in found:
+                found[name] = f"its weight is that of {owners[id(each)]}, which stays whole: {found[owners[id(each)]]}"
+    return found
+
+
+class _Reads(EagerDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes which of some tensors are read."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = names
+        self.read: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        for each in pytree.tree_leaves((args, kwargs or {})):
+            if id(each) in self._names:
+                self.read.add(self._names[id(each)])
+        return func(*args, **(kwargs or {}))
+
+
+def _read_by_loss(loss: Loss, module: nn.Module, output: Any, batch: Batch) -> dict[str, str]:
+    """Layers whose parameters the loss itself reads: a penalty, a second score of the same matrix."""
+    layers = {name: each for name, each in module.named_modules() if is_layer(each)}
+    owners = {id(each): name for name, layer in layers.items() for each in layer.parameters(recurse=False)}
+    reads = _Reads(owners)
+    try:
+        with torch.no_grad(), Guesses(), reads:  # type: ignore[no-untyped-call]
+            loss(output, _meta(batch))
+    except Exception:
+        pass
+    return _with_ties(layers, dict.fromkeys(reads.read, "the loss reads its weight"))
+
+
+def _example(twin: nn.Module, example: Batch | None) -> Batch:
+    """The example. A Hugging Face model needs none."""
+    if example is not None:
+        return example
+    config = getattr(twin, "config", None)
+    if config is None or not hasattr(config, "vocab_size"):
+        raise ShardwiseError(
+            f"without an example there is no way to see what of {type(twin).__name__} can be cut",
+            remedy="shard(module, group, example={...}), with one microbatch",
+        )
+    tokens = (torch.arange(8) * 7 % config.vocab_size).view(2, 4)
+    made = {"input_ids": tokens}
+    return {**made, "decoder_input_ids": tokens} if getattr(config, "is_encoder_decoder", False) else made
+
+
+def _on_meta(twin: nn.Module, example: Batch) -> Arguments:
+    """The arguments that an example gives, on the meta device."""
+    arguments: Arguments = _meta(Signature(twin).arguments(example))
+    return arguments
+
+
+def _meta(tree: Any) -> Any:
+    return pytree.tree_map(lambda each: each.detach().to("meta") if isinstance(each, Tensor) else each, tree)
 
 
 def _check_named(plan: TensorPlan, found: Found) -> None:
@@ -151,26 +253,22 @@ def _check_named(plan: TensorPlan, found: Found) -> None:
             raise ShardwiseError(f"{name} cannot be a {kind}: {why}", remedy=f'tensor={{"{name}": "whole"}}')
 
 
-def _try_once(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Run a copy of a cut module, with arguments on the meta device. Nothing is sent."""
-    twin = meta_twin(module)
-    try:
-        with torch.no_grad(), Guesses():  # type: ignore[no-untyped-call]
-            twin(*args, **kwargs)
-    except Exception as error:
-        holder = _find_holder(twin, error)
-        layers = ".".join("*" if part.isdecimal() else part for part in holder.split("."))
-        raise ShardwiseError(
-            f"{holder or type(module).__name__} cannot do with a part of its channels: {error}",
-            remedy=f'tensor={{"{layers}": "whole"}}, or tp=1' if holder else "tp=1",
-        ) from error
-
-
-def _find_holder(twin: nn.Module, error: Exception) -> str:
-    """Of the modules that ran when an error was raised, the innermost that has cut layers; "" if none has."""
-    names: dict[nn.Module, str] = {each: name for name, each in twin.named_modules()}
-    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
-        running = frame.f_locals.get("self")
-        if isinstance(running, nn.Module) and any(isinstance(each, ParallelLinear) for each in running.children()):
-            return names.get(running, "")
-    return ""
+def _warn(sharding: Sharding, found: Found, plan: TensorPlan) -> None:
+    """Tell of layers that stay whole though others like them are cut: of each reason once, with the cost of all."""
+    words = {sharding.twin.get_submodule(name).out_features for name in found.heads}
+    reasons: dict[str, list[str]] = {}
+    for name in found.kept:
+        layer = sharding.twin.get_submodule(name)
+        # An embedding is cut where a layer scores as many words, and nowhere else.
+        counts = not isinstance(layer, nn.Embedding) or layer.num_embeddings in words
+        if counts and not _is_named_whole(name, plan):
+            reasons.setdefault(starred(found.whole[name]), []).append(name)
+    for names in reasons.values():
+        together = Counter(map(starred, names))
+        kinds = list(dict.fromkeys(starred(name) if together[starred(name)] > 1 else name for name in names))
+        line = ", ".join(f'"{kind}": "whole"' for kind in kinds)
+        warnings.warn(
+            f"tp={sharding.group.size}: {', '.join(kinds)} whole on every rank, since {found.whole[names[0]]}. This is"
+            f" {cost_of(sharding.twin, names, sharding.group.size)}; tensor={{{line}}} says that it is meant",
+            stacklevel=3,
+        )

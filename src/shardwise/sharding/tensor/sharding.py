@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shardwise.errors import unknown
 from shardwise.ranks.collectives import Group, filled, start_all_gather, start_all_reduce
 from shardwise.stages.split.materialise import materialise, replace
+from shardwise.units import format_bytes, format_flops
 
 #: Half-open runs of places along a dim.
 Runs = tuple[tuple[int, int], ...]
@@ -86,6 +87,8 @@ class Sharding:
     whole: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     cut: Mapping[str, str] = field(default_factory=dict)
+    #: Why the cut module was not compared with the whole one, where that was asked for and could not be.
+    unverified: str = ""
     #: The module as it was, without numbers.
     twin: nn.Module = field(default_factory=nn.Module, repr=False)
 
@@ -162,16 +165,43 @@ class Sharding:
         """What is cut, what stays whole and how to name it, in lines for people."""
         lines = [f"{name}: {how}" for name, how in _by_layer(self.cut)]
         for name, why in _by_layer(self.whole):
-            lines.append(f'{name}: whole on every rank, since {why}; {{"{name}": "column"}} or "row" names it')
+            names = [each for each in self.whole if starred(each) == name]
+            lines.append(
+                f'{name}: whole on every rank, since {why}; {{"{name}": "column"}} or "row" names it'
+                f" ({cost_of(self.twin, names, self.group.size)})"
+            )
+        if self.unverified:
+            lines.append(f"not compared with the whole module: {self.unverified}")
         return "\n".join([*lines, *self.notes])
+
+
+def cost_of(twin: nn.Module, names: Sequence[str], num_ranks: int) -> str:
+    """What it costs a rank to have layers whole, in words."""
+    parameters = [each for name in names for each in twin.get_submodule(name).parameters()]
+    more = 1 - 1 / num_ranks
+    num_bytes = sum(each.numel() * each.element_size() for each in parameters)
+    products = [each for name in names for each in _matrices(twin.get_submodule(name))]
+    flops = 2 * sum(each.numel() for each in products)
+    return (
+        f"{format_bytes(more * num_bytes)} of weights and {format_flops(more * flops)} a token of forward more on each"
+        " rank"
+    )
+
+
+def _matrices(layer: nn.Module) -> list[Tensor]:
+    return [] if isinstance(layer, nn.Embedding) else [each for each in layer.parameters() if each.dim() > 1]
+
+
+def starred(name: str) -> str:
+    """A name with stars for numbers: layers.*.mlp.up."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
 def _by_layer(layers: Mapping[str, str]) -> Iterable[tuple[str, str]]:
     """Layers that differ in their number only, once: layers.*.mlp.up."""
     shown: dict[tuple[str, str], None] = {}
     for name, text in layers.items():
-        star = ".".join("*" if part.isdecimal() else part for part in name.split("."))
-        shown.setdefault((star, ".".join("*" if part.isdecimal() else part for part in text.split("."))), None)
+        shown.setdefault((starred(name), starred(text)), None)
     return list(shown)
 
 

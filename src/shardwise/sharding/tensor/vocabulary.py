@@ -5,7 +5,8 @@ leaves them out, so their gradient is zero and they stay what they are.
 
 To the model and to a loss the logits of a rank look like the whole: same shape, same indexing. Their cross entropy is
 computed where they are (as in Megatron-LM), and so is what keeps words apart: scaling, a cap, a cast, another shape of
-the tokens. All else is done on the whole, which is gathered for it first.
+the tokens. All else is done on the whole, which is gathered for it first. What is written into, or of which a view is
+taken that may be, is whole from then on, with all of its views: a change is seen by everyone who would see it.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from torch.nn import functional
 from shardwise.ranks.collectives import Group, gather, start_all_reduce, sum_over
 from shardwise.sharding.tensor.linear import ColumnParallelLinear
 from shardwise.sharding.wrap_forward import wrap_forward
-from shardwise.torch_private import without_subclasses
+from shardwise.torch_private import pytree, storage_id, without_subclasses
 
 #: What changes each number by itself.
 _EACH: set[Callable[..., Any]] = {
@@ -42,6 +43,11 @@ _FACTS: set[Any] = {
 }
 
 
+#: Those of the above that write into their tensor.
+_IN_PLACE = {Tensor.mul_, Tensor.div_, Tensor.__imul__}
+#: Names that end in an underscore though no number is changed.
+_KEEPS_NUMBERS = {"requires_grad_", "rename_", "share_memory_"}
+_LIKE_PLUS_EQUALS = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow")}
 #: What is done to a tensor of a graph, and not to another that shares its numbers.
 _ON_ITSELF: set[Any] = {Tensor.register_hook, Tensor.retain_grad}
 
@@ -51,11 +57,15 @@ class VocabParallelLogits(Tensor):
 
     group: Group
     words: int
+    #: The scores of all words, once they have been gathered for good.
+    _gathered: Tensor | None
+    #: The scores that these are a view of, and what makes it.
+    _view_of: "tuple[VocabParallelLogits, Callable[[Tensor], Tensor]] | None"
 
     @staticmethod
     def of(local: Tensor, group: Group, words: int) -> "VocabParallelLogits":
         made = local.as_subclass(VocabParallelLogits)
-        made.group, made.words = group, words
+        made.group, made.words, made._gathered, made._view_of = group, words, None, None
         return made
 
     @property
@@ -68,9 +78,34 @@ class VocabParallelLogits(Tensor):
         """Other scores of the same words."""
         return VocabParallelLogits.of(local, self.group, self.words)
 
+    def view_by(self, local: Tensor, make: Callable[[Tensor], Tensor]) -> "VocabParallelLogits":
+        """A view of these scores, which `make` makes of the whole."""
+        made = self.like(local)
+        made._view_of = self, make
+        return made
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether all words are here, so that what this rank had of them is out of date."""
+        return self._gathered is not None or (self._view_of is not None and self._view_of[0].is_gathered)
+
     def whole(self) -> Tensor:
         """The scores of all words."""
+        if self._gathered is not None:
+            return self._gathered
+        if self._view_of is not None and self._view_of[0].is_gathered:
+            base, make = self._view_of
+            self._gathered = make(base.whole())
+            return self._gathered
         return gather(self.local, self.group, -1, used_alike=True)[..., : self.words]
+
+    def keep_whole(self) -> Tensor:
+        """Have all words here from now on, and so have those whose views these are and their other views."""
+        if self._view_of is not None:
+            self._view_of[0].keep_whole()
+        elif self._gathered is None:
+            self._gathered = self.whole().clone()
+        return self.whole()
 
     @classmethod
     def __torch_function__(
@@ -80,9 +115,11 @@ class VocabParallelLogits(Tensor):
         kwargs = kwargs or {}
         given = args[0] if args and isinstance(args[0], VocabParallelLogits) else kwargs.get("input")
         if isinstance(given, VocabParallelLogits):
-            if func in _ON_ITSELF:
+            if func in _ON_ITSELF and not given.is_gathered:
                 with without_subclasses():
                     return func(*args, **kwargs)
+            if given.is_gathered:
+                return _on_whole(func, args, kwargs)
             local, rest = given.local, args[1:]
             if func in _FACTS:
                 return func(local, *rest, **kwargs)
@@ -92,16 +129,68 @@ class VocabParallelLogits(Tensor):
                 shape = (*local.shape[:-1], given.words)
                 return shape[rest[0] if rest else kwargs["dim"]] if rest or kwargs else torch.Size(shape)
             if func in _EACH and not any(isinstance(each, Tensor) and each.dim() for each in (*rest, *kwargs.values())):
-                return given.like(func(local, *rest, **kwargs))
+                made = func(local, *rest, **kwargs)
+                if func in _IN_PLACE:
+                    return given
+                if made is local or _share_memory(made, local):
+                    return given.view_by(made, lambda whole: func(whole, *rest, **kwargs))
+                return given.like(made)
             if func in _NEW_SHAPES and (made := _reshaped(func, given, rest, kwargs)) is not None:
                 return made
             if func is functional.cross_entropy and (loss := _loss(given, rest, kwargs)) is not None:
                 return loss
-        return func(*map(_read, args), **{key: _read(each) for key, each in kwargs.items()})
+        return _on_whole(func, args, kwargs)
+
+
+def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do something with the scores of all words."""
+    first = args[0] if args and isinstance(args[0], VocabParallelLogits) else None
+    if first is not None and (_writes(func) or kwargs.get("out") is first):
+        whole = first.keep_whole()
+        made = func(whole, *map(_read, args[1:]), **{key: _read(each) for key, each in kwargs.items()})
+        return first if made is whole else made
+    given = [each for each in (*args, *kwargs.values()) if isinstance(each, VocabParallelLogits)]
+    wholes = {id(each): each.whole() for each in given}
+
+    def read(each: Any) -> Any:
+        return wholes[id(each)] if id(each) in wholes else _read(each)
+
+    made = func(*map(read, args), **{key: read(each) for key, each in kwargs.items()})
+    views = [each for each in _tensors(made) if any(_share_memory(each, whole) for whole in wholes.values())]
+    if not views or all(each.is_gathered for each in given):
+        return made
+    # Somebody may write into a view, and the scores themselves must show it: once more, of what stays.
+    for each in given:
+        wholes[id(each)] = each.keep_whole()
+    return func(*map(read, args), **{key: read(each) for key, each in kwargs.items()})
+
+
+def _tensors(made: Any) -> list[Tensor]:
+    return [each for each in pytree.tree_leaves(made) if isinstance(each, Tensor)]
+
+
+def _writes(func: Any) -> bool:
+    """Whether a function of torch writes into its first argument: its name ends in an underscore, or is like +=."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name == "__setitem__" or name in _LIKE_PLUS_EQUALS
+    return name.endswith("_") and not name.startswith("_") and name not in _KEEPS_NUMBERS
+
+
+def _share_memory(some: Any, other: Tensor) -> bool:
+    if not isinstance(some, Tensor):
+        return False
+    with without_subclasses():
+        return storage_id(some.untyped_storage()) == storage_id(other.untyped_storage())
 
 
 def _read(each: Any) -> Any:
-    return each.whole() if isinstance(each, VocabParallelLogits) else each
+    """The scores of all words wherever they are among arguments."""
+    if isinstance(each, VocabParallelLogits):
+        return each.whole()
+    if type(each) in (list, tuple):
+        return type(each)(map(_read, each))
+    return {key: _read(value) for key, value in each.items()} if type(each) is dict else each
 
 
 def _reshaped(
@@ -112,17 +201,20 @@ def _reshaped(
     if kwargs:
         return None
     if func is Tensor.__getitem__:
-        return given.like(local[rest[0]]) if _picks_tokens(rest[0], local.dim()) else None
+        index = rest[0]
+        if not _picks_tokens(index, local.dim()):
+            return None
+        return given.view_by(local[index], lambda whole: whole[index])
     if func in (Tensor.flatten, torch.flatten):
         if len(rest) < 2 or rest[1] % local.dim() == local.dim() - 1:
             return None
-        return given.like(local.flatten(*rest))
+        return given.view_by(local.flatten(*rest), lambda whole: whole.flatten(*rest))
     shape = list(rest[0] if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest)
     if not all(isinstance(each, int) for each in shape) or shape[-1] not in (given.words, -1) or len(shape) < 2:
         return None
     if shape[-1] == -1 and prod(shape[:-1]) * local.shape[-1] != local.numel():
         return None
-    return given.like(local.reshape(*shape[:-1], local.shape[-1]))
+    return given.view_by(local.reshape(*shape[:-1], local.shape[-1]), lambda whole: whole.reshape(shape))
 
 
 def _picks_tokens(index: Any, num_dims: int) -> bool:
@@ -221,8 +313,8 @@ class VocabularyHead(ColumnParallelLinear):
 
     words: int = 0
 
-    def forward(self, tensor: Tensor) -> Tensor:
-        local = super().forward(tensor)
+    def forward(self, input: Tensor) -> Tensor:
+        local = super().forward(input)
         return VocabParallelLogits.of(local, self.group, self.words)
 
 

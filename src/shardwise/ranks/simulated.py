@@ -1,0 +1,114 @@
+"""Ranks of one process: each is a thread, and a collective is a meeting of all of them.
+
+What a plan computes can be seen like this before any process is asked for anything: nothing is sent, no rank can wait
+for another that went a different way, and all processes that look see the same.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.ranks.collectives import Group
+
+Result = TypeVar("Result")
+
+#: A rank that computes for longer than this while the others wait does something else than they do.
+_LIMIT_SECONDS = 120.0
+
+
+class Meeting:
+    """Where the threads of a group meet: each brings something, and all see what all have brought."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size)
+        self._brought: list[Any] = [None] * size
+
+    def call(self, rank: int, kind: str, tensor: Tensor | None, make: Callable[[list[Tensor]], Result]) -> Result:
+        """What `make` gives of the tensors of all ranks. Nobody goes on before everybody has it."""
+        self._brought[rank] = kind, tensor
+        self._barrier.wait(_LIMIT_SECONDS)
+        kinds = [each for each, _ in self._brought]
+        tensors = [each for _, each in self._brought]
+        try:
+            if len(set(kinds)) > 1:
+                raise RuntimeError(f"ranks went different ways: {', '.join(kinds)}")
+            made = make(tensors)
+        except BaseException:
+            self._barrier.abort()
+            raise
+        self._barrier.wait(_LIMIT_SECONDS)
+        return made
+
+    def abort(self) -> None:
+        """Let nobody wait any longer."""
+        self._barrier.abort()
+
+
+class SimulatedGroup(Group):
+    """One rank of several that are threads. Without a meeting it is alone, and may only run on the meta device."""
+
+    def __init__(self, rank: int, size: int, meeting: Meeting | None = None) -> None:
+        super().__init__()
+        self.rank, self.size, self._meeting = rank, size, meeting
+
+    def _meet(self, kind: str, tensor: Tensor | None, make: Callable[[list[Tensor]], Result]) -> Result:
+        assert self._meeting is not None, f"{kind} of a rank that is alone, with numbers"
+        return self._meeting.call(self.rank, kind, tensor, make)
+
+    def all_reduce(self, whole: Tensor, op: Any) -> None:
+        def make(tensors: list[Tensor]) -> Tensor:
+            stacked = torch.stack([each.detach() for each in tensors])
+            return stacked.amax(0) if op == dist.ReduceOp.MAX else stacked.sum(0)
+
+        assert op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX), f"{op} is not simulated"
+        made = self._meet("all_reduce", whole, make)
+        with torch.no_grad():
+            whole.copy_(made)
+
+    def all_gather(self, stacked: Tensor, piece: Tensor) -> None:
+        made = self._meet("all_gather", piece, lambda pieces: torch.cat([each.detach() for each in pieces]))
+        with torch.no_grad():
+            stacked.copy_(made)
+
+    def reduce_scatter(self, piece: Tensor, stacked: Tensor) -> None:
+        mine = slice(self.rank * piece.numel(), (self.rank + 1) * piece.numel())
+        made = self._meet(
+            "reduce_scatter", stacked, lambda tensors: torch.stack([each.detach()[mine] for each in tensors]).sum(0)
+        )
+        with torch.no_grad():
+            piece.copy_(made)
+
+    def all_to_all(self, arrived: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int]) -> None:
+        raise NotImplementedError("experts are tried without their exchange (sharding/expert/trial.py)")
+
+
+def simulate(size: int, run: Callable[[SimulatedGroup], Result]) -> list[Result]:
+    """Run a function on every rank of a group, each in a thread of this process; raise the first error."""
+    meeting = Meeting(size)
+    results: list[Result | None] = [None] * size
+    errors: list[BaseException] = []
+
+    def work(rank: int) -> None:
+        try:
+            # One thread runs a device's backwards, of all callers: ranks that meet in theirs would wait for ever.
+            with torch.autograd.set_multithreading_enabled(False):
+                results[rank] = run(SimulatedGroup(rank, size, meeting))
+                meeting.call(rank, "the end", None, lambda _: None)
+        except BaseException as error:
+            errors.append(error)
+            meeting.abort()
+
+    threads = [threading.Thread(target=work, args=(rank,), name=f"simulated rank {rank}") for rank in range(size)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    own = [each for each in errors if not isinstance(each, threading.BrokenBarrierError)]
+    if errors:
+        raise (own or errors)[0]
+    return results  # type: ignore[return-value]

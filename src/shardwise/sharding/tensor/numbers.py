@@ -1,0 +1,246 @@
+"""A cut module against the whole one, number by number: one small forward and backward of each.
+
+All ranks of the cut one are threads of this process (`ranks/simulated.py`), so nothing is sent, and every process comes
+to the same answer. Compared are what rows return, what the module returns, the loss, and the gradient of every
+parameter. Nothing is drawn at random in either: dropout drops nothing, and noise is one number.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from shardwise.sharding.tensor.sharding import Shards
+from shardwise.sharding.tensor.vocabulary import VocabParallelLogits
+from shardwise.stages.stage import Batch, Loss
+from shardwise.torch_private import EagerDispatchMode
+from shardwise.units import format_percent
+
+#: How far numbers may be apart, as a part of the largest among them. Modules that compute in float64 may still round
+#: to float32 in places.
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
+#: Gradients that are smaller than this part of the largest one are zero but for rounding.
+_NOTHING = 1e-4
+
+
+@dataclass(kw_only=True)
+class Course:
+    """What came of a forward and a backward."""
+
+    #: What layers that are looked at returned, in the order of their calls.
+    marks: list[tuple[str, Tensor]] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+
+
+class _SteadyDraws(EagerDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives one number wherever numbers are drawn at random, so that every rank and the whole draw the same."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        if name == "native_dropout":
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        made = func(*args, **kwargs)
+        if name.startswith("randperm"):
+            return made.copy_(torch.arange(len(made), device=made.device))
+        if name.startswith(("bernoulli", "rand", "normal", "uniform", "exponential", "multinomial")):
+            return made.fill_(1 if name.startswith("bernoulli") else 0.5 if made.is_floating_point() else 0)
+        return made
+
+
+class _SteadyAttention(TorchFunctionMode):
+    """Lets no attention drop: on a GPU it does so inside of one kernel."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        if func is functional.scaled_dot_product_attention:
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs = {**(kwargs or {}), **({} if len(args) > 4 else {"dropout_p": 0.0})}
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def precisely(device: torch.device) -> Iterator[None]:
+    """Products in full precision, and generators as they were afterwards. For the process, so around all threads."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+def run(
+    module: nn.Module, call: Callable[[nn.Module], Any], looked_at: Sequence[str], loss: Loss | None, batch: Batch
+) -> Course:
+    """One forward and backward of a module, with the same gradient for what it returns in every course."""
+    course = Course()
+    handles = [
+        module.get_submodule(name).register_forward_hook(
+            lambda _, __, out, name=name: course.marks.append((name, out.detach())) if isinstance(out, Tensor) else None
+        )
+        for name in looked_at
+    ]
+    with torch.enable_grad(), _SteadyAttention(), _SteadyDraws():  # type: ignore[no-untyped-call]
+        output = call(module)
+        for handle in handles:
+            handle.remove()
+        total: Tensor | None = None
+        returned = [_whole(each) for each in tensors_in(output)]
+        # A loss may write into what it is given.
+        course.outputs = [each.detach().clone() for each in returned]
+        for number, each in enumerate(returned):
+            if each.requires_grad and each.is_floating_point():
+                part = (each * _weights(each, number)).sum()
+                total = part if total is None else total + part
+        if loss is not None:
+            made = loss(output, batch)
+            made = made[0] if isinstance(made, tuple) else made
+            course.outputs.append(made.detach())
+            total = made if total is None else total + made
+        named = dict(module.named_parameters())
+        wanted = [each for each in named.values() if each.requires_grad]
+        if total is not None and wanted:
+            found = iter(torch.autograd.grad(total, wanted, allow_unused=True))
+            course.gradients = {name: next(found) if each.requires_grad else None for name, each in named.items()}
+    return course
+
+
+def _whole(each: Tensor) -> Tensor:
+    return each.whole() if isinstance(each, VocabParallelLogits) else each
+
+
+def _weights(like: Tensor, number: int) -> Tensor:
+    """What a result is multiplied with before all are summed: the gradient with which the backward begins."""
+    steps = torch.arange(like.numel(), device=like.device, dtype=torch.float64)
+    return (steps * 0.7 + number + 1).sin().div_(max(1.0, like.numel() ** 0.5)).view(like.shape).to(like.dtype)
+
+
+def tensors_in(output: Any) -> list[Tensor]:
+    """All tensors in what a module returned, however they are nested: also in dataclasses."""
+    if isinstance(output, Tensor):
+        return [output]
+    if isinstance(output, Mapping):
+        output = list(output.values())
+    elif is_dataclass(output) and not isinstance(output, type):
+        output = list(vars(output).values())
+    elif not isinstance(output, (tuple, list)):
+        return []
+    return [tensor for each in output for tensor in tensors_in(each)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The first thing that differs: the name of a layer (`mark`) or of a parameter, or neither for what is returned."""
+
+    mark: str = ""
+    parameter: str = ""
+    error: float = 0.0
+    #: What was raised, where ranks came to no result.
+    raised: str = ""
+
+    def __str__(self) -> str:
+        if self.raised:
+            return f"with a part of its channels it raises: {self.raised}"
+        what = (self.mark and f"what {self.mark} returns") or (self.parameter and f"the gradient of {self.parameter}")
+        return f"{what or 'what the module returns'} differs by {format_percent(min(self.error, 9.99))}"
+
+
+def compare(
+    whole: Course, ranks: Sequence[Course], shards: Mapping[str, Shards], dtype: torch.dtype, *, with_marks: bool
+) -> Difference | None:
+    """The first difference between the whole module and its parts on all ranks: forward first, then backward."""
+    most = TOLERANCE[dtype]
+    if with_marks:
+        for (name, expected), (other, found) in zip(whole.marks, ranks[0].marks, strict=False):
+            if name != other:
+                break
+            if (error := _error(expected, found)) > most:
+                return Difference(mark=name, error=error)
+    for each in ranks:
+        if len(each.outputs) != len(whole.outputs):
+            return Difference(error=1.0)
+        errors = [_error(*pair) for pair in zip(whole.outputs, each.outputs, strict=True)]
+        if errors and not max(errors) <= most:
+            return Difference(error=max(errors))
+    return _compare_gradients(whole, ranks, shards, most)
+
+
+def are_alike(one: Course, other: Course, dtype: torch.dtype) -> bool:
+    """Whether two courses of one module came to the same."""
+    pairs = list(zip(one.outputs, other.outputs, strict=True))
+    pairs += [
+        (each, found)
+        for name, each in one.gradients.items()
+        if each is not None and (found := other.gradients.get(name)) is not None
+    ]
+    return all(_error(*pair) <= TOLERANCE[dtype] for pair in pairs)
+
+
+def _compare_gradients(
+    whole: Course, ranks: Sequence[Course], shards: Mapping[str, Shards], most: float
+) -> Difference | None:
+    there = [each for each in whole.gradients.values() if each is not None and each.numel()]
+    largest = max((_largest(each) for each in there if each.is_floating_point()), default=0.0)
+    worst: Difference | None = None
+    for name, expected in whole.gradients.items():
+        pieces = [each.gradients.get(name) for each in ranks]
+        if expected is None and all(each is None for each in pieces):
+            continue
+        lie = shards[name]
+        wanted = pieces[0].new_zeros(lie.shape) if expected is None else expected  # type: ignore[union-attr]
+        for found in _assembled(pieces, lie, wanted):
+            error = _error(wanted, found, floor=_NOTHING * largest)
+            if error > most and (worst is None or error > worst.error):
+                worst = Difference(parameter=name, error=error)
+    return worst
+
+
+def _assembled(pieces: Sequence[Tensor | None], lie: Shards, like: Tensor) -> list[Tensor]:
+    """The gradients that a step would be made with, from those of all ranks."""
+    if lie.dim is None:
+        wholes = [torch.zeros_like(like) if each is None else each for each in pieces]
+        return [torch.stack(wholes).sum(0)] if lie.is_partial else wholes
+    total = torch.zeros_like(like)
+    for rank, piece in enumerate(pieces):
+        if piece is not None and not lie.is_partial:
+            lie.put(total, piece, rank)
+        elif piece is not None:
+            part = torch.zeros_like(like)
+            lie.put(part, piece, rank)
+            total += part
+    return [total]
+
+
+def _largest(tensor: Tensor) -> float:
+    """The largest number, whatever its sign, in one pass."""
+    return float(torch.linalg.vector_norm(tensor, torch.inf))
+
+
+def _error(expected: Tensor, found: Tensor, floor: float = 0.0) -> float:
+    """The largest difference of two tensors, as a part of the largest number."""
+    if expected.shape != found.shape:
+        return 1.0
+    if not expected.is_floating_point() or not expected.numel():
+        return 0.0
+    largest = max(_largest(expected), floor, 1e-30)
+    error = _largest(expected - found)
+    if error != error:  # Where the whole is not a number either, as of rows that are all masked, nothing is told.
+        same = (expected - found).abs().nan_to_num(0)[~expected.isnan() & ~expected.isinf()]
+        alike = torch.equal(expected.isnan(), found.isnan())
+        return float(same.max()) / largest if alike and same.numel() and largest == largest else float(not alike)
+    return error / largest

@@ -1,0 +1,302 @@
+"""A cut is tried before it is made: first without numbers, for shapes, then with them, against the whole module.
+
+What is found in one run with labels is true of channels. It says nothing of constants: a module may divide by the root
+of its width, take its first eight channels, or keep the number of its heads under a name that nobody knows. So a copy
+is cut and run, as every rank would; and where it fails, or computes something else, the layers at fault are
+
+    cut otherwise       if their pieces are heads: other numbers that their module keeps are taken to count heads
+    left whole          on every rank, by name, with what that costs
+    refused             if the user has named them to be cut
+
+Blocks that differ in their number alone are treated alike. Every process tries all ranks, so all come to one answer.
+"""
+
+import traceback
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from shardwise.errors import ShardwiseError
+from shardwise.ranks.collectives import Group
+from shardwise.ranks.simulated import SimulatedGroup, simulate
+from shardwise.sharding.tensor import numbers
+from shardwise.sharding.tensor.channel_groups import ChannelTrace
+from shardwise.sharding.tensor.cut_layers import LayerCutter, cut, is_by_heads
+from shardwise.sharding.tensor.linear import ParallelLinear
+from shardwise.sharding.tensor.numbers import Course, Difference
+from shardwise.sharding.tensor.regions import GUESSES, Found
+from shardwise.sharding.tensor.sharding import Shards, starred
+from shardwise.sharding.tensor.stand_in import another, converted, fitting, passing_blocks, shortened, stand_in
+from shardwise.stages.split.arguments import Signature
+from shardwise.stages.split.meta import Guesses, meta_twin
+from shardwise.stages.stage import Batch, Loss
+
+#: Arguments of a module on the meta device.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class _UntriedError(Exception):
+    """Why nothing could be compared."""
+
+
+class _Whole(NamedTuple):
+    """The whole copy, and what came of it."""
+
+    course: Course
+    twin: nn.Module
+    call: Callable[[nn.Module], Any]
+    batch: Batch
+    loss: Loss | None
+    dtype: torch.dtype
+
+
+@dataclass(kw_only=True)
+class Trial:
+    """One module, what was found of it, and how it is to be cut."""
+
+    module: nn.Module
+    twin: nn.Module
+    found: Found
+    seen: ChannelTrace
+    num_ranks: int
+    #: One microbatch, and the arguments that it gives on the meta device.
+    example: Batch
+    on_meta: Arguments
+    device: torch.device
+    loss: Loss | None = None
+    sequence: bool = False
+    num_chunks: int | None = None
+    #: Layers that the user has named to be cut.
+    named: frozenset[str] = frozenset()
+    #: Why numbers could not be compared, if so.
+    unverified: str = ""
+    _first_reasons: dict[str, str] = field(default_factory=dict)
+    #: Where parameters would lie, from the run for shapes.
+    _shards: Mapping[str, Shards] = field(default_factory=dict)
+    _passing: set[str] = field(default_factory=set)
+
+    def settle(self, *, verify: bool) -> None:
+        """Try until what is left computes what the whole module does."""
+        while (failure := self._fault(verify=verify)) is not None:
+            self._give_up(*failure, guesses=verify)
+
+    def _fault(self, *, verify: bool) -> tuple[list[str], str] | None:
+        """The kinds of layers that are wrong, and what is."""
+        found = self._fault_of_shapes()
+        is_cut = self.found.regions or self.found.heads or self.found.experts
+        return self._fault_of_numbers() if found is None and verify and is_cut else found
+
+    def cut(self, module: nn.Module, group: Group, *, sequence: bool | None = None) -> LayerCutter:
+        """Cut a module like this one."""
+        with_sequence = self.sequence if sequence is None else sequence
+        found = self.found.within({name for name, _ in module.named_modules()})
+        return cut(module, group, found, self.seen, sequence=with_sequence, num_chunks=self.num_chunks)
+
+    def _fault_of_shapes(self) -> tuple[list[str], str] | None:
+        """Cut a copy without numbers as each rank would, and run it."""
+        for rank in self._different_ranks():
+            twin = meta_twin(self.twin)
+            self._shards = self.cut(twin, SimulatedGroup(rank, self.num_ranks)).shards()
+            stops = list(passing_blocks(twin, self._passing))
+            try:
+                run_on_meta(twin, self.on_meta)
+            except Exception as error:
+                if self.sequence and replace(self, sequence=False)._fault_of_shapes() is None:
+                    raise ShardwiseError(f"sp=true: {error}", remedy="sp=false") from error
+                holder = _find_holder(twin, error)
+                kinds = self._kinds_in(holder) if holder is not None else []
+                name = holder or type(self.module).__name__
+                if not kinds:
+                    raise ShardwiseError(
+                        f"{name} cannot do with a part of its channels: {error}",
+                        remedy=f'tensor={{"{starred(holder)}": "whole"}}, or tp=1' if holder else "tp=1",
+                    ) from error
+                return kinds, f"{name} cannot do with a part of its channels: {error}"
+            finally:
+                for stop in stops:
+                    stop()
+        return None
+
+    def _different_ranks(self) -> list[int]:
+        """A rank of each kind: those that have as many places of everything are alike."""
+        kinds: dict[Hashable, int] = {}
+        for rank in range(self.num_ranks):
+            sizes = tuple(
+                sum(stop - start for start, stop in runs[rank])
+                for region in self.found.regions
+                for runs in (*region.columns.values(), *region.rows.values())
+            )
+            kinds.setdefault(sizes, rank)
+        return list(kinds.values())
+
+    def _kinds_in(self, holder: str) -> list[str]:
+        """The kinds of regions that have layers right in a module."""
+        within = starred(holder)
+        return list(
+            dict.fromkeys(
+                region.kind
+                for region in self.found.regions
+                if any(starred(name).rpartition(".")[0] == within for name in (*region.columns, *region.rows))
+            )
+        )
+
+    def _fault_of_numbers(self) -> tuple[list[str], str] | None:
+        """Compare a copy of the whole with what all ranks make of it."""
+        try:
+            difference = self._difference(sequence=self.sequence)
+            if difference is None:
+                return None
+            if self.sequence and self._difference(sequence=False) is None:
+                raise ShardwiseError(f"sp=true would train another model: {difference}", remedy="sp=false")
+            kinds = self._blamed(difference)
+        except _UntriedError as error:
+            self.unverified = str(error)
+            return None
+        if not kinds:
+            raise ShardwiseError(
+                f"tp={self.num_ranks} would train another model: {difference}, and no layer that is cut explains it",
+                remedy="tp=1",
+            )
+        return kinds, str(difference)
+
+    def _blamed(self, difference: Difference) -> list[str]:
+        """Of the kinds of what is cut, the one that makes the difference: by its row, or by trying without it."""
+        kinds = self._kinds()
+        for kind, names in kinds.items():
+            if difference.mark in names:
+                return [kind]
+        for kind in reversed(kinds):
+            if self._without([kind])._difference(sequence=False) is None:
+                return [kind]
+        # Several at once, or none of them.
+        return list(kinds) if self._without(list(kinds))._difference(sequence=False) is None else []
+
+    def _kinds(self) -> dict[str, list[str]]:
+        """What is cut by kinds: regions by their rows, heads and experts; and the layers that show what each makes."""
+        kinds: dict[str, list[str]] = {}
+        for region in self.found.regions:
+            kinds.setdefault(region.kind, []).extend(region.rows)
+        for name in (*self.found.heads, *self.found.experts):
+            kinds.setdefault(starred(name), []).append(name)
+        return kinds
+
+    def _difference(self, *, sequence: bool) -> Difference | None:
+        """The first difference, if it is there with two sets of numbers, and the whole does not differ from itself."""
+        found: Difference | None = None
+        with numbers.precisely(self.device):
+            for seed in (1, 2):
+                whole = self._whole(seed)
+                found = self._compared(whole, sequence=sequence)
+                if found is None:
+                    return None
+                again = numbers.run(another(whole.twin), whole.call, (), whole.loss, whole.batch)
+                if not numbers.are_alike(whole.course, again, whole.dtype):
+                    raise _UntriedError("the module computes something else whenever it is called")
+        return found
+
+    def _whole(self, seed: int) -> _Whole:
+        """The whole copy, run: on few tokens and in float64, if the module can."""
+        problem: Exception | None = None
+        device, dtypes = fitting(self.module, self._sort, self.device)
+        for example in (shortened(self.example), self.example):
+            for dtype in dtypes:
+                for loss in (self.loss, None):
+                    try:
+                        return self._whole_of(example, dtype, device, loss, seed)
+                    except Exception as error:
+                        problem = problem or error
+        raise _UntriedError(f"{type(problem).__name__}: {problem}")
+
+    def _sort(self, name: str) -> Hashable:
+        """How a parameter would lie: those that lie differently cannot be one."""
+        lie = self._shards.get(name)
+        return None if lie is None else (lie.dim, lie.runs, lie.is_partial)
+
+    def _whole_of(
+        self, example: Batch, dtype: torch.dtype, device: torch.device, loss: Loss | None, seed: int
+    ) -> _Whole:
+        twin = stand_in(self.module, self._sort, self._passing, dtype=dtype, device=device, seed=seed)
+        batch = converted(example, dtype, device)
+        args, kwargs = Signature(self.module).arguments(batch)
+
+        def call(module: nn.Module) -> Any:
+            return module(*args, **kwargs)
+
+        course = numbers.run(another(twin), call, self._marks(twin), loss, batch)
+        return _Whole(course, twin, call, batch, loss, dtype)
+
+    def _compared(self, whole: _Whole, *, sequence: bool) -> Difference | None:
+        """What all ranks make of the copy, against the whole."""
+        modules: dict[int, nn.Module] = {}
+        shards: dict[int, dict[str, Shards]] = {}
+
+        def on_rank(group: SimulatedGroup) -> Course:
+            modules[group.rank] = module = another(whole.twin)
+            shards[group.rank] = self.cut(module, group, sequence=sequence).shards()
+            return numbers.run(module, whole.call, self._marks(module), whole.loss, whole.batch)
+
+        try:
+            ranks = simulate(self.num_ranks, on_rank)
+        except Exception as error:
+            holders = [_find_holder(each, error) for each in modules.values()]
+            rows = [row for each in holders if each for kind in self._kinds_in(each) for row in self._kinds()[kind]]
+            return Difference(mark=rows[0] if rows else "", error=1.0, raised=str(error))
+        return numbers.compare(whole.course, ranks, shards[0], whole.dtype, with_marks=not sequence)
+
+    def _marks(self, module: nn.Module) -> list[str]:
+        """The layers whose results are looked at, of those that a copy has."""
+        there = {name for name, _ in module.named_modules()}
+        names = [name for names in self._kinds().values() for name in names]
+        return [name for name in names if name in there and name not in self.found.heads]
+
+    def _give_up(self, kinds: list[str], why: str, *, guesses: bool) -> None:
+        """Cut layers of these kinds otherwise, if there is a way left, or not at all."""
+        for kind in kinds:
+            self._first_reasons.setdefault(kind, why)
+        regions = [region for region in self.found.regions if region.kind in kinds]
+        if guesses and regions and all(is_by_heads(each, self.seen) and each.guess != GUESSES[-1] for each in regions):
+            for region in regions:
+                region.guess = GUESSES[GUESSES.index(region.guess) + 1]
+            return
+        reasons = {
+            name: self._first_reasons[region.kind] for region in regions for name in (*region.columns, *region.rows)
+        }
+        others = [name for name in (*self.found.heads, *self.found.experts) if starred(name) in kinds]
+        reasons |= {name: self._first_reasons[starred(name)] for name in others}
+        for name, reason in reasons.items():
+            if name in self.named:
+                raise ShardwiseError(f"{name} cannot be cut: {reason}", remedy=f'tensor={{"{name}": "whole"}}, or tp=1')
+        self.found = self._without(kinds).found
+        self.found.whole |= reasons
+        self.found.kept |= reasons.keys()
+
+    def _without(self, kinds: list[str]) -> "Trial":
+        """The same with some kinds of layers whole."""
+        found = replace(
+            self.found,
+            regions=[region for region in self.found.regions if region.kind not in kinds],
+            heads=[name for name in self.found.heads if starred(name) not in kinds],
+            experts=[name for name in self.found.experts if starred(name) not in kinds],
+            whole=dict(self.found.whole),
+        )
+        return replace(self, found=found)
+
+
+def run_on_meta(module: nn.Module, arguments: Arguments) -> Any:
+    """Run a module on the meta device. Nothing is sent."""
+    args, kwargs = arguments
+    with torch.no_grad(), Guesses():  # type: ignore[no-untyped-call]
+        return module(*args, **kwargs)
+
+
+def _find_holder(twin: nn.Module, error: Exception) -> str | None:
+    """Of the modules that ran when an error was raised, the innermost that has cut layers; None if none has."""
+    names: dict[nn.Module, str] = {each: name for name, each in twin.named_modules()}
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        running = frame.f_locals.get("self")
+        if isinstance(running, nn.Module) and any(isinstance(each, ParallelLinear) for each in running.children()):
+            return names.get(running)
+    return None

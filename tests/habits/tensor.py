@@ -76,8 +76,8 @@ def judged(name: str, num_steps: int, wires: Any) -> Verdict:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             engine = parallelize(
-                module, each.plan, loss=cast(Loss, each.loss(module)), optimizer=optimizer, example=each.batch(), wires=wires,
-                **each.options,
+                module, each.plan, loss=cast(Loss, each.loss(module)), optimizer=optimizer, example=each.batch(),
+                wires=wires, **each.options,
             )  # fmt: skip
         verdict.warned = tuple(str(one.message) for one in warned)
         with engine:

@@ -9,9 +9,8 @@ It is the same for one process, for a pipeline and for a mesh. What differs is i
 (`assemble.py`): executors that run one rank or all, and wires to others or to nobody.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from time import perf_counter
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -22,14 +21,11 @@ from shardwise.engine.make_execution import Execution
 from shardwise.engine.make_shown import make_shown
 from shardwise.engine.make_states import States
 from shardwise.engine.parts import Parts
-from shardwise.engine.unchanged import Unchanged
+from shardwise.engine.steps import Steps
 from shardwise.engine.update import LaunchedStep, StepNumbers
 from shardwise.execution.collector import StreamCollector
-from shardwise.execution.executor import Executor, Record
-from shardwise.execution.interpreter import Tally
 from shardwise.sharding.expert.load import Loads
 from shardwise.sharding.expert.move import better_placements, count_moved
-from shardwise.stages.batch import shapes_of
 from shardwise.stages.stage import Batch
 from shardwise.trace.events import Trace
 
@@ -52,30 +48,33 @@ class Engine:
     """Trains a module under a plan. Where ranks are processes, each has one and all call it alike.
 
     `parameters` and `buffers` are those that this process holds. After a step `gradient_norm` is that of the whole
-    batch's gradient before it was clipped, if it was to be. A step whose loss or norm is not finite leaves the weights
-    alone, and `was_finite` says so.
+    batch before it was clipped, if it was to be. One that is not finite leaves the weights: `was_finite` says so.
     """
 
     def __init__(self, parts: Parts, execution: Execution, states: States, *, owns_wires: bool) -> None:
         self.module, self.plan, self.split, self.schedule = parts.module, parts.plan, parts.split, parts.schedule
         self.parameters, self._owns_wires = states.parameters, owns_wires
         self.execution, self.states, self.sharded, self.wires = execution, states, parts.sharded, parts.wires
-        #: The ranks of the pipeline that this process runs.
-        self.ranks = parts.wires.ranks
-        #: How experts lie on ranks, where they are shared out or have replicas.
-        self.experts = parts.sharded.experts
-        #: How many steps have been begun: masks of dropout depend on it. One that goes on with a training sets it.
-        self.num_steps = 0
-        #: What is seen of the module between steps.
+        #: The ranks of the pipeline that this process runs; how experts lie on ranks, where they are shared out.
+        self.ranks, self.experts = parts.wires.ranks, parts.sharded.experts
+        self._steps = Steps(parts, execution, states)
         self._shown = make_shown(parts, states.parameters, states.buffers, states.data)
         self._shown.guard()
-        self._unchanged = Unchanged(self.module)
         self.loads = Loads(self.module, self.experts, self.wires.sum, num_alike=self.plan.tp)
 
     @property
     def buffers(self) -> dict[str, Tensor]:
         """Those that this process holds. A forward, or a user, may have put others in their places."""
         return {name: self.module.get_buffer(name) for name in self.states.buffers}
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps have been begun: masks of dropout depend on it. One that goes on with a training sets it."""
+        return self._steps.num_begun
+
+    @num_steps.setter
+    def num_steps(self, number: int) -> None:
+        self._steps.num_begun = number
 
     @property
     def gradient_norm(self) -> float | None:
@@ -99,20 +98,19 @@ class Engine:
         `data_wait` are seconds that the caller has just stood still for the batch: a recorded step begins with them.
         `streams`, which the caller has started, adds to the record what the rank's GPU did, and is stopped.
         """
-        return self._step(batch, self.states.update.take, trace=trace, data_wait=data_wait, streams=streams).mean
+        return self._steps.train(batch, trace=trace, data_wait=data_wait, streams=streams).mean
 
     @_at_work
     def launch_step(self, batch: Batch) -> LaunchedStep:
         """Take one step as `train_step` does; what it has measured can be read later, after the next was launched.
 
-        Where one process has all state on its GPU, and fused optimizers, nobody waits for the GPU here. From a step on
-        that was not finite all are left out, until `go_on` is called. Elsewhere the step is over when this returns, and
-        so is the first of an optimizer, which makes its state.
+        Where one process has all state on its GPU, and fused optimizers that have some, nobody waits for the GPU here,
+        and from a step on that was not finite all are left out until `go_on`. Elsewhere the step is over on return.
         """
         update = self.states.device_update
         if update is None or not all(optimizer.state for optimizer in self.optimizers):
             return LaunchedStep(StepNumbers(self.train_step(batch), self.gradient_norm, self.was_finite))
-        self._step(batch, update.take)
+        self._steps.train(batch, update.take)
         return update.launched
 
     def go_on(self) -> None:
@@ -120,59 +118,12 @@ class Engine:
         if self.states.device_update is not None:
             self.states.device_update.go_on()
 
-    def _step(
-        self, batch: Batch, update: Callable[[Tally], None],
-        *, trace: bool = False, data_wait: float = 0.0, streams: StreamCollector | None = None,
-    ) -> Tally:  # fmt: skip
-        """One step, ended by an update."""
-        begin, execution, states = perf_counter(), self.execution, self.states
-        recording = execution.recorder.start() if trace else None
-        record = None if recording is None else recording.note
-        with self.wires.told_to_all():
-            self._unchanged.check()
-            states.begin_step()
-            microbatches, signature = execution.batches.cut(batch), ("train", shapes_of(batch))
-            if execution.dropouts is not None:
-                place = execution.batches.place(batch, microbatches[0], self.num_steps)
-                execution.dropouts.take(microbatches, place)
-            self.num_steps += 1
-            with execution.recorder.listening(recording, signature):
-                with states.written.shared():
-                    tally = self._run(execution.trainer, microbatches, signature, record)
-                start = perf_counter()
-                if states.stream is None:
-                    states.data.finish()
-                    update(tally)
-                end = perf_counter()
-        if recording is not None:
-            execution.recorder.end(
-                recording, signature, step=(start, end), begin=begin, data_wait=data_wait, streams=streams
-            )
-        return tally
-
     @_at_work
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> float:
         """Return the loss of a batch in evaluation mode; nothing changes."""
         self.flush()
-        training = [each for each in self.module.modules() if each.training]
-        self.module.eval()
-        try:
-            with self.wires.told_to_all(), self.states.written.shared():
-                microbatches = self.execution.batches.cut(batch)
-                return self._run(self.execution.evaluator, microbatches, ("evaluate", shapes_of(batch)), None).mean
-        finally:
-            for each in training:
-                each.training = True
-
-    def _run(self, executor: Executor, microbatches: list[Batch], signature: Hashable, record: Record | None) -> Tally:
-        """Run a step or an evaluation, and return the loss of the whole batch."""
-        if self.states.stream is not None and executor is self.execution.trainer:
-            tally = self.states.stream.train_step(microbatches, signature, record)
-        else:
-            tally = self.execution.losses.of(executor.run(microbatches, signature=signature, record=record))
-        self.sharded.check_attention(self.module, self.wires)
-        return tally
+        return self._steps.evaluate(batch).mean
 
     @_at_work
     def gradients(self) -> dict[str, Tensor]:
@@ -184,8 +135,8 @@ class Engine:
     def state_dict(self, *, sharded: bool = False) -> dict[str, Any]:
         """Parameters and buffers under the names of the original module: whole, all of them on every rank.
 
-        Or, `sharded`, the parts that this rank has of those of its stages. A tied parameter is there under each of its
-        names. The tensors are the engine's own where it holds them whole.
+        Or, `sharded`, the parts that this rank has. A tied parameter is there under each of its names. The tensors are
+        the engine's own where it holds them whole.
         """
         self.flush()
         return self.states.module.part() if sharded else self.states.module.whole()
@@ -216,10 +167,9 @@ class Engine:
 
     @_at_work
     def optimizer_state_dict(self, *, sharded: bool = False) -> dict[str, Any]:
-        """What the optimizers remember, under the names of the original module: see `states/optimizers/state.py`.
+        """What the optimizers remember, by original names (`states/optimizers/state.py`), for any other plan to load.
 
-        Whole, all of it on every rank; or of the parts that this rank has of the parameters of its stages. It can be
-        loaded under any other plan.
+        Whole, all of it on every rank; or of the parts that this rank has of the parameters of its stages.
         """
         self.flush()
         return self.states.optimizers.part() if sharded else self.states.optimizers.whole()
@@ -242,19 +192,15 @@ class Engine:
 
     @_at_work
     def expert_load(self) -> dict[str, list[int]]:
-        """By layer, how often each expert was chosen in training since the last call, in the batches of all ranks.
-
-        That is the same on every rank. All call it alike, between steps.
-        """
+        """By layer, how often each expert was chosen in training since the last call, in the batches of all ranks."""
         with self.wires.told_to_all():
             return self.loads.told()
 
     @_at_work
     def rebalance_experts(self, *, gain: float = 0.05) -> dict[str, int]:
-        """Place experts by the load that was measured since the last call; how many moved, by layer.
+        """Place experts by the load measured since the last call, with all that is theirs; how many moved, by layer.
 
-        Weights and all that optimizers remember go along, and training does not notice. A layer is left alone unless
-        its most loaded rank gets more than `gain` less to do. All ranks call this alike, between steps.
+        A layer is left alone unless its most loaded rank gets more than `gain` less to do. All ranks call this alike.
         """
         if self.experts is None:
             return {}
@@ -262,17 +208,16 @@ class Engine:
         with self.wires.told_to_all():
             wanted = better_placements(self.experts, self.loads.since_placed(), gain)
             moved = count_moved(self.experts, wanted)
-            for layer, placement in wanted.items():
-                self.states.module.place_experts(layer, placement, self.states.optimizers)
+            self.states.module.place_experts(wanted, self.states.optimizers)
         self.states.begin_stream()
         self.loads.begin_anew()
         return moved
 
     @_at_work
     def flush(self) -> None:
-        """Finish what is under way: then the weights are the newest, and state that lives on the host is there.
+        """Finish what is under way, on every rank: then weights are the newest, and state of the host is there.
 
-        `evaluate`, `state_dict` and `load_state_dict` do this themselves. Every rank calls it.
+        `evaluate`, `state_dict` and `load_state_dict` do this themselves.
         """
         if self.states.stream is not None:
             with torch.enable_grad(), self.wires.told_to_all():
@@ -284,8 +229,7 @@ class Engine:
     def close(self) -> None:
         """Let go of what the engine keeps beside the module; and of its wires, if it has made them."""
         self.flush()
-        if self.sharded.context is not None:
-            self.sharded.context.detach()
+        self.sharded.detach_context()
         with self._shown.open():
             self.states.close()
         self._shown.close()

@@ -96,7 +96,12 @@ class ModuleState:
         return given
 
     @torch.no_grad()
-    def place_experts(self, layer: str, placement: Placement, optimizers: OptimizerState) -> None:
+    def place_experts(self, wanted: Mapping[str, Placement], optimizers: OptimizerState) -> None:
+        """Bring the experts of layers to where their placements have them. Replicas call this alike."""
+        for layer, placement in wanted.items():
+            self._place(layer, placement, optimizers)
+
+    def _place(self, layer: str, placement: Placement, optimizers: OptimizerState) -> None:
         """Bring the experts of a layer to where a placement has them. Replicas call this alike.
 
         Weights are in buckets, which ZeRO may have cut, and optimizers have pieces of them. So what belongs to the

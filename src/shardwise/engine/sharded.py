@@ -59,6 +59,11 @@ class Sharded:
         self.context.attach(module)
         return self.context
 
+    def detach_context(self) -> None:
+        """Attention is the module's own again."""
+        if self.context is not None:
+            self.context.detach()
+
     def attach_dropouts(self, module: nn.Module, seed: int, callers: Collection[str]) -> Dropouts | None:
         """Let dropouts, and `callers` of functions that drop, drop what they would under any plan."""
         layers = [each for each in module.modules() if isinstance(each, ColumnParallelLinear)]

@@ -257,7 +257,7 @@ def _warn(sharding: Sharding, found: Found, plan: TensorPlan) -> None:
     """Tell of layers that stay whole though others like them are cut: of each reason once, with the cost of all."""
     words = {sharding.twin.get_submodule(name).out_features for name in found.heads}
     reasons: dict[str, list[str]] = {}
-    for name in found.kept:
+    for name in sorted(found.kept):
         layer = sharding.twin.get_submodule(name)
         # An embedding is cut where a layer scores as many words, and nowhere else.
         counts = not isinstance(layer, nn.Embedding) or layer.num_embeddings in words

@@ -1,0 +1,75 @@
+"""A step of training, and an evaluation: the batch cut, the schedule run, gradients summed, and the update."""
+
+from collections.abc import Callable, Hashable
+from time import perf_counter
+
+from shardwise.engine.make_execution import Execution
+from shardwise.engine.make_states import States
+from shardwise.engine.parts import Parts
+from shardwise.engine.unchanged import Unchanged
+from shardwise.execution.collector import StreamCollector
+from shardwise.execution.executor import Executor, Record
+from shardwise.execution.interpreter import Tally
+from shardwise.stages.batch import shapes_of
+from shardwise.stages.stage import Batch
+
+
+class Steps:
+    """Those of one engine. `num_begun` steps of training have been begun."""
+
+    def __init__(self, parts: Parts, execution: Execution, states: States) -> None:
+        self._module, self._sharded, self._wires = parts.module, parts.sharded, parts.wires
+        self._execution, self._states = execution, states
+        self._unchanged = Unchanged(parts.module)
+        self.num_begun = 0
+
+    def train(
+        self, batch: Batch, update: Callable[[Tally], None] | None = None,
+        *, trace: bool = False, data_wait: float = 0.0, streams: StreamCollector | None = None,
+    ) -> Tally:  # fmt: skip
+        """One step, ended by an update that waits for the device or by another one; with `trace` recorded. Its loss."""
+        begin, execution, states = perf_counter(), self._execution, self._states
+        recording = execution.recorder.start() if trace else None
+        record = None if recording is None else recording.note
+        with self._wires.told_to_all():
+            self._unchanged.check()
+            states.begin_step()
+            microbatches, signature = execution.batches.cut(batch), ("train", shapes_of(batch))
+            if execution.dropouts is not None:
+                place = execution.batches.place(batch, microbatches[0], self.num_begun)
+                execution.dropouts.take(microbatches, place)
+            self.num_begun += 1
+            with execution.recorder.listening(recording, signature):
+                with states.written.shared():
+                    tally = self._run(execution.trainer, microbatches, signature, record)
+                start = perf_counter()
+                if states.stream is None:
+                    states.data.finish()
+                    (update or states.update.take)(tally)
+                end = perf_counter()
+        if recording is not None:
+            execution.recorder.end(
+                recording, signature, step=(start, end), begin=begin, data_wait=data_wait, streams=streams
+            )
+        return tally
+
+    def evaluate(self, batch: Batch) -> Tally:
+        """The loss of a batch, with every part of the module in evaluation mode meanwhile."""
+        training = [each for each in self._module.modules() if each.training]
+        self._module.eval()
+        try:
+            with self._wires.told_to_all(), self._states.written.shared():
+                microbatches = self._execution.batches.cut(batch)
+                return self._run(self._execution.evaluator, microbatches, ("evaluate", shapes_of(batch)), None)
+        finally:
+            for each in training:
+                each.training = True
+
+    def _run(self, executor: Executor, microbatches: list[Batch], signature: Hashable, record: Record | None) -> Tally:
+        """Run a step or an evaluation; the loss of the whole batch."""
+        if self._states.stream is not None and executor is self._execution.trainer:
+            tally = self._states.stream.train_step(microbatches, signature, record)
+        else:
+            tally = self._execution.losses.of(executor.run(microbatches, signature=signature, record=record))
+        self._sharded.check_attention(self._module, self._wires)
+        return tally

@@ -82,8 +82,10 @@ def test_a_sum_over_replicas_is_seen_with_its_purpose_on_both() -> None:
         trace, _ = ranks.run(looked_at, "dp=2")[0]
     sums = [each for each in trace.activities if each.kind is ActivityKind.NCCL]
     assert {each.rank for each in sums} == {0, 1}
-    assert {each.purpose for each in sums} == {"a sum of gradients"}, [(each.name, each.purpose) for each in sums]
-    assert {each.group for each in sums} == {"0 1"}
+    # Which parameters had a gradient is summed too, and is no part of the model: nobody notes that.
+    assert [each.rank for each in sums if not each.purpose] in ([0, 1], [1, 0])
+    assert {each.purpose for each in sums} == {"", "a sum of gradients"}
+    assert {each.group for each in sums if each.purpose} == {"0 1"}
     assert "NCCL all reduce" in seconds_by_word(trace.activities)
     on = {each.on for rank in stretches(trace) for each in rank if each.part is Part.EXPOSED}
     assert "a sum of gradients" in on

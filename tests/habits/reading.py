@@ -10,7 +10,6 @@ from tests.habits.harness import Net, Parallelize, Result, batch, cross_entropy,
 GONE = {
     "zero=3": "the loss reads",
     "pp": "the loss reads",
-    "tp": "the loss reads",
     "offload.parameters=1.0": "the loss reads",
 }
 LAST = {key: words for key, words in GONE.items() if key != "pp"}
@@ -58,7 +57,7 @@ class Penalised(Net):
         return super().forward(x) * (1 + 1e-2 * bias.square().sum())
 
 
-@program(only="dp", but="tp")
+@program(only="dp")
 def a_weight_of_another_layer_in_the_forward(parallelize: Parallelize) -> Result:
     """Read by the root, behind all layers."""
     return trained(parallelize(Penalised().double(), loss=cross_entropy, optimizer=sgd, example=batch(0)))

@@ -1,6 +1,8 @@
 """Every program of users under tensor parallelism trains as plain torch does, or is refused with a line to change."""
 
 import re
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -10,13 +12,21 @@ from tests.habits.tensor import Verdict
 from tests.habits.tensor_models import PROGRAMS
 
 
+#: Every second program is run without `--whole`.
+BY_DEFAULT = {"the root of the number of channels", *list(PROGRAMS)[::2]}
+
+
 @pytest.fixture(scope="module")
-def judged(two: Ranks) -> list[dict[str, Verdict]]:
-    """What came of every program, on both ranks."""
-    return two.run(tensor.judge, list(PROGRAMS))
+def judged(two: Ranks, pytestconfig: pytest.Config) -> list[dict[str, Verdict]]:
+    """What came of the programs, on both ranks."""
+    return two.run(tensor.judge, [name for name in PROGRAMS if name in BY_DEFAULT or pytestconfig.getoption("--whole")])
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+def some(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.whole) for name in names]
+
+
+@pytest.mark.parametrize("name", some(PROGRAMS))
 def test_it_trains_as_plain_torch_does_or_is_refused(judged: list[dict[str, Verdict]], name: str) -> None:
     program = PROGRAMS[name]
     for verdict in (each[name] for each in judged):
@@ -27,7 +37,9 @@ def test_it_trains_as_plain_torch_does_or_is_refused(judged: list[dict[str, Verd
             assert verdict.worst < 1e-5, verdict.where
 
 
-@pytest.mark.parametrize("name", [name for name, each in PROGRAMS.items() if "tp=2" in each.plan and not each.refused])
+@pytest.mark.parametrize(
+    "name", some(name for name, each in PROGRAMS.items() if "tp=2" in each.plan and not each.refused)
+)
 def test_layers_are_cut_but_for_those_that_must_be_whole(judged: list[dict[str, Verdict]], name: str) -> None:
     program, verdict = PROGRAMS[name], judged[0][name]
     layers = {each.rpartition(".")[0] for each in verdict.whole}

@@ -114,10 +114,9 @@ def activities_of(
 
 
 def _with_purposes(activities: Sequence[Activity], launches: Sequence[Launch]) -> list[Activity]:
-    """Say of each collective which of those that were noted it is.
+    """Say of each collective which of those that were noted it is: the first of its kind to be launched after the note.
 
-    If there are as many as were noted they are taken in the order in which they were launched: several may be noted
-    before the first is. Else each is the first of its kind to be launched after its note.
+    Where it is not known when they were launched they are taken in order, if there are as many as were noted.
     """
     found = list(activities)
     for kind, kernel in _KERNELS.items():
@@ -135,12 +134,8 @@ def _with_purposes(activities: Sequence[Activity], launches: Sequence[Launch]) -
 def _pairs(
     places: Sequence[int], launched: Sequence[float | None], noted: Sequence[Launch]
 ) -> Iterator[tuple[int, Launch]]:
-    if len(places) == len(noted):
-        known = [each for each in launched if each is not None]
-        in_order = sorted(zip(known, places, strict=True)) if len(known) == len(places) else enumerate(places)
-        yield from ((place, launch) for (_, place), launch in zip(in_order, noted, strict=True))
-        return
     if any(each is None for each in launched):
+        yield from zip(places, noted, strict=True) if len(places) == len(noted) else ()
         return
     taken = -1
     for time_of, place in sorted((time_of, place) for place, time_of in zip(places, launched, strict=True) if time_of):

@@ -57,7 +57,7 @@ def examined_step(patient: Patient) -> tuple[Trace, tuple[int, ...]]:
             time.sleep(patient.optimizer_seconds)
             return step(*args)
 
-        made.step = slow  # type: ignore[method-assign]
+        made.step = slow  # type: ignore[method-assign, assignment]
         return made
 
     engine = parallelize(

@@ -161,6 +161,22 @@ def test_two_that_each_wait_for_a_message_before_they_send_one_are_a_circle() ->
     assert "wait in a circle" in only(proven(*ranks))
 
 
+@pytest.mark.parametrize(("kind", "is_right"), [(Kind.WAIT, False), (Kind.KNOWN, True)])
+def test_to_wait_for_a_send_before_one_receives_is_a_circle_and_to_ask_whether_it_is_over_is_none(
+    kind: Kind, is_right: bool
+) -> None:
+    up, down = pair(1, "link 0>1"), pair(2, "link 1>0")
+    ranks = [Rank(0, up, down), Rank(1, up, down)]
+    for rank in range(2):
+        for number in range(2):
+            one = (send if rank == number else receive)(1 - rank, communicator=number + 1, memory=8)
+            ranks[rank].wait(ranks[rank].issue(one))
+        sent = ranks[rank].issue(send(1 - rank, communicator=rank + 1))
+        ranks[rank].wait(sent, kind=kind)
+        ranks[rank].wait(ranks[rank].issue(receive(1 - rank, communicator=2 - rank, memory=2))).wait(sent)
+    assert proven(*ranks).is_right is is_right
+
+
 def test_a_ring_in_which_all_send_and_receive_at_once_is_right_and_one_by_one_is_not() -> None:
     ring = pair(1, "cp", members=(0, 1, 2))
     ranks = [Rank(rank, ring) for rank in range(3)]

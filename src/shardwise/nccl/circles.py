@@ -6,7 +6,8 @@ What is taken for granted is the worst that NCCL and torch may do:
                      and is over when all of its ranks have begun it
     a collective     begins when the one that its rank issued before it is over, on whatever communicator: a device need
                      not run two at a time, so all ranks must have them in one order
-    a wait           holds up the host, and not a stream alone: asking for a number would
+    a wait           holds up the host, and not a stream alone: asking for a number would; to ask whether something is
+                     over holds up nobody, whatever the answer was
     the first        operation on a communicator holds up the host until all of its ranks are there: NCCL connects them
     a group          is made by all of the world together
 
@@ -67,7 +68,7 @@ def _order(program: Program, before: dict[Node, list[Node]], places: dict[tuple[
                 last.update(dict.fromkeys(queues, over))
             before[_BEGUN, rank, place] = begun
             before[over] = [(_BEGUN, rank, place)]
-        elif event.kind in (Kind.WAIT, Kind.KNOWN) and (rank, event.number) in places:
+        elif event.kind is Kind.WAIT and (rank, event.number) in places:
             host.append((_OVER, rank, places[rank, event.number]))
 
 

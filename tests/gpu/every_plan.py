@@ -32,8 +32,8 @@ from shardwise.parity.ranks import train_on_rank
 from shardwise.parity.reference import train_reference
 from shardwise.planner.plan import Plan
 from shardwise.ranks.gpus import Gpus
-from shardwise.ranks.mps import shared_at_once
 from shardwise.ranks.spawn import Ranks
+from shardwise.testing.mps import shared_at_once
 from tests.crowd import Crowd
 from tests.gpu import families
 from tests.gpu.page import PAGE, RECORD, page
@@ -119,7 +119,7 @@ def run(
                 todo.append(row)
         if not todo:
             continue
-        sharing = shared_at_once(count, connections) if connections else nullcontext(False)
+        sharing = shared_at_once(connections) if connections else nullcontext(False)
         with sharing as at_once, Crowd(count, gpus=gpus) as crowd:
             for row in todo:
                 if time.monotonic() > deadline:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -98,6 +99,18 @@ def try_spawned(plan: str, fault: str, victim: int, limit_seconds: float, gpus: 
         return _row("spawn", plan, fault, victim, folder, ended, str(error), problem)
 
 
+def _see_end(process: "subprocess.Popen[bytes]", said: IO[str]) -> tuple[int | None, float, str]:
+    """The status of a command (None: it had to be killed), when it ended, and what it said."""
+    try:
+        status: int | None = process.wait(timeout=100)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        status = None
+    ended = time.monotonic()
+    said.seek(0)
+    return status, ended, said.read()
+
+
 def try_torchrun(plan: str, fault: str, victim: int, device: str) -> Row:
     """The fault on ranks of `torchrun`, which says itself which of them ended first."""
     with tempfile.TemporaryDirectory() as name:
@@ -109,14 +122,7 @@ def try_torchrun(plan: str, fault: str, victim: int, device: str) -> Row:
         command = [sys.executable, "-m", *words, plan, fault, str(victim), str(_SHORT), str(folder)]
         with tempfile.TemporaryFile("w+") as said:
             process = subprocess.Popen(command, env=variables, stdout=said, stderr=said)
-            try:
-                status: int | None = process.wait(timeout=100)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                status = None
-            ended = time.monotonic()
-            said.seek(0)
-            text = said.read()
+            status, ended, text = _see_end(process, said)
         named = [line for line in text.splitlines() if f"rank {victim} " in line or f"rank      : {victim} " in line]
         problem = None if named else f"rank {victim} was not named: {text[-600:]}"
         if not status:
@@ -196,14 +202,7 @@ def try_train(device: str) -> Row:
             (folder / "happened").write_text(str(time.monotonic()))
             if ranks:
                 os.kill(ranks[-1], 9)
-            try:
-                status: int | None = process.wait(timeout=100)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                status = None
-            ended = time.monotonic()
-            said.seek(0)
-            text = said.read()
+            status, ended, text = _see_end(process, said)
         named = [line for line in text.splitlines() if "was killed by SIGKILL" in line]
         problem = None if named and status else f"status {status}, {len(ranks)} ranks found: {text[-600:]}"
         sentence = named[0] if named else ""

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from shardwise.parity.ranks import train_on_rank
 from shardwise.planner.plan import Plan
-from shardwise.ranks.mps import shared_at_once
 from shardwise.ranks.spawn import Ranks
+from shardwise.testing.mps import shared_at_once
 from tests.parity.models import make_problem
 
 _PLANS = {
@@ -54,7 +54,7 @@ def main(words: Sequence[str]) -> int:
     for word in words or _USUAL:
         count, queues = map(int, word.split("x"))
         start = time.perf_counter()
-        with shared_at_once(count, queues) as at_once, Ranks(count, gpus="shared") as ranks:
+        with shared_at_once(queues) as at_once, Ranks(count, gpus="shared") as ranks:
             told = [f"{count} ranks x {queues} queues", "MPS" if at_once else "MPS could not be started"]
             try:
                 told.append(f"4 MB in {max(ranks.run(add_up, timeout_seconds=60)):.1f} ms")

@@ -13,7 +13,7 @@ from shardwise.parity import command as check_command
 from shardwise.ranks import gpus
 from shardwise.ranks.first_talk import cannot_connect
 from shardwise.ranks.gpus import Found, Gpu
-from shardwise.ranks.mps import shared_at_once
+from shardwise.testing.mps import shared_at_once
 from shardwise.training import machine_check
 from shardwise.training.machine_check import check_gpus
 from tests.training.programs import make_job
@@ -157,7 +157,7 @@ def test_the_service_is_started_and_quit_and_done_without_where_it_cannot_be(
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     for name in ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_DEVICE_MAX_CONNECTIONS"):
         monkeypatch.delenv(name, raising=False)
-    with shared_at_once(2, 16) as at_once:
+    with shared_at_once(16) as at_once:
         assert at_once is (status == 0)
         pipe = environment.find_variable("CUDA_MPS_PIPE_DIRECTORY")
         assert (pipe is not None) is at_once
@@ -168,11 +168,11 @@ def test_the_service_is_started_and_quit_and_done_without_where_it_cannot_be(
     assert environment.find_variable("CUDA_MPS_PIPE_DIRECTORY") is None
 
 
-def test_more_ranks_than_the_service_has_queues_for_do_without_it(
+def test_ranks_of_which_no_number_of_queues_is_said_do_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = fake_control(tmp_path, 0)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    with shared_at_once(64) as at_once:
+    with shared_at_once() as at_once:
         assert not at_once
     assert not told.exists()

@@ -16,7 +16,6 @@ from shardwise.parity.reference import train_reference
 from shardwise.planner.composition import check_composition
 from shardwise.planner.plan import Plan
 from shardwise.ranks.gpus import Gpus
-from shardwise.ranks.mps import shared_at_once
 from shardwise.ranks.rank_error import RankError
 from shardwise.ranks.spawn import Ranks
 from shardwise.stages.split.lines import line_of_error
@@ -61,9 +60,7 @@ def check(
         check_module(problem.module)
         broken = None if fault is None else get_fault(fault, _subject(plan, problem, vocabulary)).breaks
         expected = _alone(problem, exact)
-    crowded = device == "cuda" and ranks is None and plan.num_ranks > torch.cuda.device_count()
-    sharing = shared_at_once(plan.num_ranks) if crowded else nullcontext()
-    with sharing, nullcontext(ranks) if ranks is not None else Ranks(plan.num_ranks, gpus=gpus) as crowd:
+    with nullcontext(ranks) if ranks is not None else Ranks(plan.num_ranks, gpus=gpus) as crowd:
         try:
             found = crowd.run(train_on_rank, exact, make, broken, timeout_seconds=_LIMIT_SECONDS)
         except RankError as error:

@@ -5,7 +5,6 @@ from contextlib import ExitStack
 import torch
 
 from shardwise.engine.module_check import check_module
-from shardwise.engine.parallelize import parallelize
 from shardwise.errors import ShardwiseError
 from shardwise.nccl.check import Proof, prove
 from shardwise.nccl.copies import Copies
@@ -13,7 +12,8 @@ from shardwise.nccl.program import Program
 from shardwise.nccl.rehearsal import RehearsedWires
 from shardwise.nccl.taps import put_instead, recording, touching
 from shardwise.parity.check import check_size, sentence_of
-from shardwise.parity.problem import CLIP, MakeProblem, make_optimizer, small_matrices
+from shardwise.parity.problem import MakeProblem, small_matrices
+from shardwise.parity.ranks import engine_of
 from shardwise.planner.composition import check_composition
 from shardwise.planner.plan import Plan
 from shardwise.ranks.rank_error import RankError
@@ -49,16 +49,7 @@ def record_on_rank(
             wires = kind(plan, limit_seconds=stall_seconds)
             stack.callback(wires.watch.close)
             recorder.watch = wires.watch
-            engine = parallelize(
-                problem.module,
-                plan,
-                loss=problem.loss,
-                optimizer=make_optimizer,
-                example=problem.batches[0],
-                clip=CLIP,
-                wires=wires,
-                **problem.options,
-            )
+            engine = engine_of(problem, plan, wires)
             recorder.name(wires.named_groups())
             for step, batch in enumerate(problem.batches):
                 recorder.step = step

@@ -11,11 +11,20 @@ from torch import Tensor
 from shardwise.engine.engine import Engine
 from shardwise.engine.parallelize import parallelize
 from shardwise.parity.course import Course, Looks, Step, Uses, are_looked_at
-from shardwise.parity.problem import CLIP, MakeProblem, clip_factor, make_optimizer, small_matrices
+from shardwise.parity.problem import CLIP, MakeProblem, Problem, clip_factor, make_optimizer, small_matrices
 from shardwise.planner.plan import Plan
+from shardwise.ranks.wires import ManyProcesses
 
 #: Breaks an engine that is ready to train.
 Break = Callable[[Engine], None]
+
+
+def engine_of(problem: Problem, plan: Plan, wires: ManyProcesses | None = None) -> Engine:
+    """The engine of this rank for a problem, over wires of its own if none are given."""
+    return parallelize(
+        problem.module, plan, loss=problem.loss, optimizer=make_optimizer, example=problem.batches[0], clip=CLIP,
+        wires=wires, **problem.options,
+    )  # fmt: skip
 
 
 def train_on_rank(
@@ -25,16 +34,7 @@ def train_on_rank(
     with small_matrices():
         problem = make()
         shapes = {name: each.shape for name, each in problem.module.named_parameters()}
-        engine = parallelize(
-            problem.module,
-            plan,
-            loss=problem.loss,
-            optimizer=make_optimizer,
-            example=problem.batches[0],
-            clip=CLIP,
-            **problem.options,
-        )
-        with engine:
+        with engine_of(problem, plan) as engine:
             if broken is not None:
                 broken(engine)
             steps = []

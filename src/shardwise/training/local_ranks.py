@@ -1,12 +1,10 @@
 """The ranks of a run as processes of this machine."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import TypeVar
 
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.gpus import Gpus
-from shardwise.ranks.mps import shared_at_once
 from shardwise.ranks.rank_error import RankError
 from shardwise.ranks.spawn import Ranks
 from shardwise.training.job import Job
@@ -17,8 +15,7 @@ RankNotes = TypeVar("RankNotes")
 
 def run_here(train_rank: Callable[[Job], RankNotes], job: Job, num_devices: int, gpus: Gpus = "own") -> RankNotes:
     """Run a job on ranks of this machine. A mistake of the user's that one of them has found is told as it is."""
-    sharing = shared_at_once(num_devices) if gpus == "shared" else nullcontext()
-    with sharing, Ranks(num_devices, gpus=gpus) as ranks, Forwarded(ranks) as stop:
+    with Ranks(num_devices, gpus=gpus) as ranks, Forwarded(ranks) as stop:
         try:
             told: RankNotes = ranks.run(train_rank, job)[0]
         except RankError as error:

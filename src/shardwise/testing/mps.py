@@ -1,7 +1,8 @@
 """Ranks that share a GPU, at once and not in turns: NVIDIA's Multi-Process Service, started here and ended here.
 
-Without it the GPU goes from process to process by the clock, and a collective of 8 ranks waits for 8 turns: a sum of
-4 MB took 127 ms without, 6.4 ms with it (H200). Where it cannot be started, all works as before, and slower.
+Without it the GPU goes from process to process by the clock, and a collective of 8 ranks waits for 8 turns. Commands do
+without it: the service deals queues of the GPU out of one pool, 4 processes of 32 queues ended with "out of memory"
+(H200), and with fewer a pipeline may stand still. `tests/gpu/mps_trial.py` is to show how many do.
 """
 
 import contextlib
@@ -15,30 +16,23 @@ from shardwise import environment
 
 _CONTROL = "nvidia-cuda-mps-control"
 _SECONDS = 10.0
-#: Queues of the GPU for each process, by how many there are at most. The service deals them out of one pool, and a
-#: process has its own for good (CUDA's documentation of CUDA_DEVICE_MAX_CONNECTIONS under MPS): 4 processes of 32 were
-#: more than there are, and ended with "out of memory" (H200). With fewer a pipeline may stand still, so more processes
-#: than these do without the service: all of them, until `tests/gpu/mps_trial.py` has shown how many may have it.
-CONNECTIONS: dict[int, int] = {}
 
 
 @contextlib.contextmanager
-def shared_at_once(num_ranks: int, connections: int | None = None) -> Iterator[bool]:
+def shared_at_once(connections: int | None = None) -> Iterator[bool]:
     """Within it, ranks that are started share GPUs at once, if the service can be started: that is what it gives.
 
-    `connections` are the queues of each; if not given, those that are known to do, and else there is no service.
+    `connections` are the queues of each; if not given, there is no service.
     """
-    # The process that starts the ranks may compute too.
-    queues = connections or next((many for most, many in sorted(CONNECTIONS.items()) if num_ranks + 1 <= most), None)
     control = shutil.which(_CONTROL)
-    if queues is None or control is None or environment.find_variable("CUDA_MPS_PIPE_DIRECTORY") is not None:
+    if connections is None or control is None or environment.find_variable("CUDA_MPS_PIPE_DIRECTORY") is not None:
         yield False
         return
     with tempfile.TemporaryDirectory(prefix="shardwise-mps-") as folder:
         variables = {
             "CUDA_MPS_PIPE_DIRECTORY": str(Path(folder) / "pipe"),
             "CUDA_MPS_LOG_DIRECTORY": str(Path(folder) / "log"),
-            "CUDA_DEVICE_MAX_CONNECTIONS": str(queues),
+            "CUDA_DEVICE_MAX_CONNECTIONS": str(connections),
         }
         for name in ("pipe", "log"):
             (Path(folder) / name).mkdir()

@@ -115,9 +115,11 @@ def cases() -> dict[str, tuple[Callable[[], str], str]]:
             lambda: command("check", "--plan", "dp=2", "--device", "cuda", **all_hidden),
             "CUDA_VISIBLE_DEVICES= hides",
         ),
-        "a batch that does not fit": (
-            lambda: command("train", "tiny", "--devices", "1", "--set", "batch=4194304"),
-            "short)",
+        "a model that is trained and does not fit": (
+            lambda: command(
+                "train", "tiny", "--devices", "1", "--set", "model.width=32768", "--set", "model.layers=16"
+            ),
+            "the leanest plan needs",
         ),
         "a module that does not fit": (too_large, "short)"),
         "an interface that is not there": (no_interface, "NCCL_SOCKET_IFNAME is nosuch0"),

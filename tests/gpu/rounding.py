@@ -5,10 +5,11 @@ same places and see other roundings, as sums come in another order and partial s
 errors of a single number are not comparable, and those of many are: each is a draw from about the same distribution.
 That has two humps where a rounding decides which expert a token goes to: one device, with its weights nudged by less
 than bf16 can tell apart, is off by .02, or in three of eight draws by .14 (the model `latent`, three steps). So where
-the plan is further off, one device is drawn again, up to eight times, and its worst counts. What is asked:
+the plan is further off, one device is drawn again, up to eight times, and its worst counts; a tensor's worst is that of
+its like in any layer, as such a token may be in another layer each time. What is asked:
 
     all tensors of a kind     the root of the mean square of their relative errors is at most FACTOR of one device's
-    every tensor              at most TENSOR_FACTOR of its own on one device, or of the mean over all tensors there
+    every tensor              at most TENSOR_FACTOR of its like's on one device, or of the mean over all tensors there
     a loss, a norm            over the steps at most FACTOR of one device's, or half a step of bf16 (2^-9), below which
                               one device may be right by chance
 
@@ -16,12 +17,13 @@ A gradient that is not summed, or scaled by 2, is off by 10 to 100 times as much
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from shardwise.parity.compare import Comparison, Kind, compare
+from shardwise.parity.compare import Comparison, Difference, Kind, compare
 from shardwise.parity.course import Course
 from shardwise.parity.problem import Problem
 from shardwise.stages.split.materialise import materialise
@@ -78,11 +80,16 @@ def _mean(comparison: Comparison, kind: Kind) -> float:
 
 
 def _worst_tensor(ours: Comparison, draws: Sequence[Comparison], kind: Kind, mean: float) -> str | None:
-    known: dict[tuple[str | None, int], float] = {}
+    known: dict[tuple[str, int], float] = {}
     for each in (each for draw in draws for each in draw.differences if each.kind == kind):
-        known[each.name, each.step] = max(each.error, known.get((each.name, each.step), 0.0))
+        known[_like(each), each.step] = max(each.error, known.get((_like(each), each.step), 0.0))
     for each in ours.differences:
-        if each.kind == kind and each.error > TENSOR_FACTOR * max(known.get((each.name, each.step), 0.0), mean):
-            error = known.get((each.name, each.step), 0.0)
+        error = known.get((_like(each), each.step), 0.0)
+        if each.kind == kind and each.error > TENSOR_FACTOR * max(error, mean):
             return f"the {kind} of {each.name} is off by {each.error:.1e}, one device's by {error:.1e}"
     return None
+
+
+def _like(difference: Difference) -> str:
+    """What tensors at the same place in other layers share: the name without its numbers."""
+    return re.sub(r"\d+", "*", difference.name or "")

@@ -84,7 +84,7 @@ def _plain_gradients(module: nn.Module, microbatches: Sequence[Batch], loss: Los
     for microbatch in microbatches:
         result = loss(module(**arguments_of(module, microbatch)), microbatch)
         share, number = result if isinstance(result, tuple) else (result, 1)
-        share.backward()  # type: ignore[no-untyped-call]
+        share.backward()
         total, count = total + float(share.detach()), count + float(number)
     for parameter in module.parameters():
         if parameter.grad is not None:

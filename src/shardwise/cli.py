@@ -8,7 +8,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from io import TextIOWrapper
 from typing import NamedTuple, NoReturn, Protocol, cast
@@ -35,6 +35,8 @@ class CommandModule(Protocol):
     def add_arguments(self, parser: argparse.ArgumentParser, /) -> None: ...
 
     def run(self, arguments: argparse.Namespace, /) -> Answer: ...
+
+    # And, where it has one, `meant_by(option, value)`: what to type for an option that there is none of, or None.
 
 
 COMMANDS = (
@@ -98,7 +100,8 @@ def _obey(words: list[str]) -> int:
     if not {"-h", "--help"}.isdisjoint(words):
         canvas.print(parser.format_help().rstrip())
         return 0
-    arguments = _parse(parser, words[1:], example=_examples(module)[0])
+    meant_by = getattr(module, "meant_by", None)
+    arguments = _parse(parser, words[1:], example=_examples(module)[0], meant_by=meant_by)
     answer = module.run(arguments)
     if arguments.json:
         canvas.print(json_text(answer.data))
@@ -151,19 +154,39 @@ def _examples(module: CommandModule) -> list[str]:
     return [line.strip() for line in module.EXAMPLE.strip().splitlines()]
 
 
-def _parse(parser: argparse.ArgumentParser, words: list[str], *, example: str) -> argparse.Namespace:
+def _parse(
+    parser: argparse.ArgumentParser, words: list[str], *, example: str,
+    meant_by: Callable[[str, str], str | None] | None = None,
+) -> argparse.Namespace:  # fmt: skip
     """What the words say. A wrong call whose remedy is not plain from the words is answered with the example."""
     known = [option for option in parser._option_string_actions if option.startswith("--")]
     before_dashes = words[: words.index("--")] if "--" in words else words
     try:
         # Asked first: else of a misspelt `--stagse 4` it is said that `--stages` is missing, or its 4 becomes a NAME.
-        for option in [word.split("=")[0] for word in before_dashes if word.startswith("--")]:
-            if option not in known:
+        for place, word in enumerate(before_dashes):
+            option, _, value = word.partition("=")
+            if option.startswith("--") and option not in known:
                 error = unknown("option", option, known)
-                raise WrongCallError(error.problem, remedy=error.remedy)
+                following = "".join(before_dashes[place + 1 : place + 2])
+                value = value or ("" if following.startswith("--") else following)
+                meant = None if meant_by is None else meant_by(option, value)
+                raise WrongCallError(error.problem, remedy=meant or error.remedy)
         return parser.parse_args(words)
     except WrongCallError as error:
-        raise WrongCallError(error.problem, remedy=error.remedy or example) from None
+        remedy = error.remedy or _in_the_plan(error.problem, words) or example
+        raise WrongCallError(error.problem, remedy=remedy) from None
+
+
+def _in_the_plan(problem: str, words: list[str]) -> str | None:
+    """What to type if words were not understood that are keys of a plan: they stand in one word with the others."""
+    left = re.fullmatch(r"not understood: ((?:[\w.]+=\S+ ?)+)", problem)
+    if left is None or "--plan" not in words[:-1]:
+        return None
+    from shardwise.planner.plan import read_keys  # Only ever needed on the way to an error.
+
+    found = left[1].strip().replace(" ", ",")
+    read_keys(found)
+    return f"--plan {words[words.index('--plan') + 1]},{found}"
 
 
 _REWORDED = (

@@ -132,6 +132,11 @@ def place_under_torchrun() -> tuple[int, int] | None:
     return int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
 
 
+def rank_under_torchrun() -> int:
+    """Which of all processes this is."""
+    return int(os.environ["RANK"])
+
+
 def find_world_size() -> int | None:
     """How many processes `torchrun` has started on all machines together, if it has started this one."""
     return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None

@@ -8,6 +8,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 _MOST_NAMES = 3
+#: What other programs call things that have another name here.
+_ALSO_CALLED = {
+    "float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32",
+    "lr": "optimizer.rate", "learning_rate": "optimizer.rate", "weight_decay": "optimizer.decay",
+    "warmup_steps": "optimizer.warmup", "max_grad_norm": "optimizer.clip", "grad_clip": "optimizer.clip",
+    "batch_size": "batch", "global_batch_size": "batch", "max_steps": "steps", "num_steps": "steps",
+    "sequence_length": "data.sequence", "seq_length": "data.sequence", "seq_len": "data.sequence",
+    "max_length": "data.sequence", "block_size": "data.sequence",
+}  # fmt: skip
 
 
 class ShardwiseError(Exception):
@@ -40,11 +49,19 @@ def os_errors_as(problem: str, *, remedy: str) -> Iterator[None]:
         raise ShardwiseError(f"{problem}: {error.strerror}", remedy=remedy) from None
 
 
+def also_called(word: str, known: Iterable[str]) -> str | None:
+    """The known word for what other programs call `word`."""
+    meant = _ALSO_CALLED.get(word.lower().replace("-", "_"))
+    return meant if meant is not None and meant in known else None
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word that `word` was most likely meant to be, if any is near."""
     from difflib import get_close_matches  # Only ever needed on the way to an error.
 
     by_lower_case = {candidate.lower(): candidate for candidate in known}
+    if (meant := also_called(word, by_lower_case.values())) is not None:
+        return meant
     matches = get_close_matches(word.lower(), by_lower_case, n=1, cutoff=0.6)
     return by_lower_case[matches[0]] if matches else None
 

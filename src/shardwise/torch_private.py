@@ -484,3 +484,8 @@ class RecompileLimits:
 
 #: A setting of the whole process, so there is one of it.
 RECOMPILE_LIMITS = RecompileLimits()
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile(module)` has made it, or `module.compile()` was called. There is no public way to ask."""
+    return isinstance(getattr(module, "_orig_mod", None), nn.Module) or module._compiled_call_impl is not None

@@ -17,8 +17,8 @@ To add programs, write functions into a file of this folder, or add a file: `tes
 
 import re
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -181,13 +181,14 @@ class Plain:
             else [share.make([parameters[name] for name in names]) for share, names in zip(shares, taken, strict=True)]
         )
         self.gradient_norm: float | None = None
+        self._measured: list[Mapping[str, Any]] = []
 
-    def train_step(self, batch: Batch) -> float:
+    def train_step(self, batch: Batch, *, metrics: Any = None) -> float:
         self.module.zero_grad()
-        losses = []
+        losses, self._measured = [], []
         for each in microbatches_of(batch, self._plan, apart=False):
-            loss = self._loss(self.module(each["x"]), each) / self._plan.microbatches
-            loss.backward()
+            loss = self._measure(self.module(each["x"]), each, metrics) / self._plan.microbatches
+            loss.backward()  # type: ignore[no-untyped-call]
             losses.append(float(loss.detach()))
         if self._clip is not None:
             every = [each for each in self.module.parameters() if each.requires_grad]
@@ -197,14 +198,48 @@ class Plain:
         return sum(losses)
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch) -> float:
+    def evaluate(self, batch: Batch, *, metrics: Any = None) -> float:
+        self._measured = []
+        with self._evaluating():
+            parts = microbatches_of(batch, self._plan, apart=False)
+            losses = [float(self._measure(self.module(each["x"]), each, metrics)) for each in parts]
+        return sum(losses) / self._plan.microbatches
+
+    @torch.no_grad()
+    def predict(self, batch: Batch) -> Any:
+        with self._evaluating():
+            return self.module(batch["x"])
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Means count as one each, sums with their numbers."""
+        names = {name: None for each in self._measured for name in each}
+        pairs = {name: [each[name] for each in self._measured if name in each] for name in names}
+        both = {
+            name: [each if isinstance(each, tuple) else (each, 1) for each in found] for name, found in pairs.items()
+        }
+        return {
+            name: sum(_number(total) for total, _ in found) / sum(_number(number) for _, number in found)
+            for name, found in both.items()
+        }
+
+    def _measure(self, output: Any, given: Mapping[str, Any], metrics: Any) -> Tensor:
+        """The loss of a microbatch; its metrics are noted."""
+        observed = {} if metrics is None else metrics(output, given)
+        result = self._loss(output, given)
+        parts = list(result) if isinstance(result, tuple) else [result]
+        own = parts.pop() if isinstance(parts[-1], dict) else {}
+        self._measured.append({**observed, **own})
+        loss: Tensor = parts[0] / parts[1] if len(parts) > 1 else parts[0]
+        return loss
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
         training = [each for each in self.module.modules() if each.training]
         self.module.eval()
-        parts = microbatches_of(batch, self._plan, apart=False)
-        loss = sum(float(self._loss(self.module(each["x"]), each)) for each in parts)
+        yield
         for each in training:
             each.training = True
-        return loss / self._plan.microbatches
 
     def state_dict(self) -> dict[str, Any]:
         return {name: each.detach().clone() for name, each in self.module.state_dict().items()}
@@ -220,6 +255,10 @@ class Plain:
 
     def close(self) -> None:
         pass
+
+
+def _number(value: Any) -> float:
+    return float(torch.as_tensor(value).detach())
 
 
 # What programs are made of. In double precision: what differs then is another computation, and no rounding.

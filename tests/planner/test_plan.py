@@ -1,13 +1,17 @@
 """The plan as a value, and its short and file forms."""
 
+import inspect
 import pickle
+import re
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import shardwise as sw
 from shardwise.errors import ShardwiseError
-from shardwise.planner.plan import Offload, Plan
+from shardwise.planner.plan import OF_PARALLELIZE, Offload, Plan
 
 FULL = Plan(
     dp=2,
@@ -204,3 +208,27 @@ def test_another_number_of_processes_is_refused_with_the_product() -> None:
     with pytest.raises(ShardwiseError, match="plan dp=1 needs 1 rank but there are 2"):
         Plan().check_world(2)
     Plan(dp=2, pp=2).check_world(4)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"dp": "two"}, "dp=two in the plan wants a whole number"),
+        ({"dp": "2"}, "dp='2' of a plan is a text"),
+        ({"tp": 2.5}, "tp=2.5 in the plan wants a whole number"),
+        ({"pp": True}, "pp=True in the plan wants a whole number"),
+        ({"layers": "4+4"}, "layers='4+4' of a plan is a text"),
+        ({"schedule": 3}, "schedule=3 in the plan wants a word"),
+        ({"sp": "yes"}, "sp=yes in the plan wants true or false"),
+        ({"offload": 0.5}, "offload=0.5 is no Offload"),
+    ],
+    ids=str,
+)
+def test_a_value_of_another_kind_is_refused_in_python_too(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ShardwiseError, match=re.escape(said)):
+        Plan(**given)
+
+
+def test_what_parallelize_takes_is_no_key_of_a_plan() -> None:
+    arguments = list(inspect.signature(sw.parallelize).parameters)
+    assert sorted(OF_PARALLELIZE) == sorted(set(arguments) - {"module", "plan"})

@@ -863,6 +863,78 @@ error: the recipe absent.toml cannot be read: No such file or directory
 """,
     ),
     (
+        "train tiny --lr 1e-3",
+        2,
+        """
+error: unknown option '--lr'; known: --help, --plan, --devices, --share-gpus, --set, --folder, --show, --json
+  try: --set optimizer.rate=1e-3
+""",
+    ),
+    (
+        "train tiny --batch-size=4",
+        2,
+        """
+error: unknown option '--batch-size'; known: --help, --plan, --devices, --share-gpus, --set, --folder, --show, --json
+  try: --set batch=4
+""",
+    ),
+    (
+        "train tiny --resume mine",
+        2,
+        """
+error: unknown option '--resume'; known: --help, --plan, --devices, --share-gpus, --set, --folder, --show, --json
+  try: --folder mine
+""",
+    ),
+    (
+        "train folder",
+        1,
+        """
+error: folder is a folder, and no recipe
+  try: shardwise train --folder folder
+""",
+    ),
+    (
+        "train tiny --set precision=float16",
+        1,
+        """
+error: unknown precision 'float16'; known: auto, fp32, bf16, fp16 (in --set)
+  try: precision=fp16
+""",
+    ),
+    (
+        "check --plan dp=2,precision=bfloat16",
+        1,
+        """
+error: unknown precision 'bfloat16'; known: fp32, bf16, fp16
+  try: precision=bf16
+""",
+    ),
+    (
+        "check --plan dp=2 pad=True",
+        1,
+        """
+error: pad is no key of a plan, but an argument of sw.parallelize
+  try: sw.parallelize(module, plan, pad=True, ...)
+""",
+    ),
+    (
+        "check --plan dp=2 tp=2",
+        2,
+        """
+error: not understood: tp=2
+  try: --plan dp=2,tp=2
+""",
+    ),
+    (
+        "train tiny --set batch=7 --plan dp=2",
+        1,
+        """
+error: a batch of 7 rows cannot be shared out evenly under dp=2
+  try: --set batch=6 or --set batch=8
+""",
+    ),
+    (
         "train tiny --devices 0",
         1,
         """

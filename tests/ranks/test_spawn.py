@@ -127,7 +127,9 @@ def test_a_script_that_starts_ranks_when_it_is_read_is_told_of_the_guard(tmp_pat
         timeout=300,
     )
     assert finished.returncode == 1
-    assert 'try: if __name__ == "__main__":' in finished.stderr.decode()
+    # Once, and by the process that was called alone.
+    assert finished.stderr.decode().count('try: if __name__ == "__main__":') == 1
+    assert finished.stderr.decode().count("Traceback") == 1
 
 
 @pytest.mark.parametrize(

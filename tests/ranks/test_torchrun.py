@@ -11,7 +11,7 @@ from tests.apart import RANKS, run_script
 
 pytestmark = pytest.mark.xdist_group(RANKS)
 ROOT = Path(__file__).parents[2]
-SCRIPT, UNCLOSED = (Path(__file__).with_name(name) for name in ("train_script.py", "unclosed_script.py"))
+SCRIPT, UNCLOSED, FAILING = (Path(__file__).with_name(f"{name}_script.py") for name in ("train", "unclosed", "failing"))
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
@@ -49,3 +49,15 @@ def test_a_script_that_does_not_close_its_engine_ends_well(ending: str) -> None:
     assert done.returncode == 0, done.stderr
     assert "terminate called" not in done.stderr
     assert done.stdout.split() == ["trained", "trained"]
+
+
+def test_a_rank_that_fails_has_the_one_traceback_and_is_called_the_cause() -> None:
+    done = launched(FAILING)
+    assert done.returncode != 0
+    of_ranks = [line for line in done.stderr.splitlines() if line.startswith("[rank")]
+    assert [line for line in of_ranks if "Traceback" in line] == ["[rank1]: Traceback (most recent call last):"]
+    (line,) = [line for line in of_ranks if line.startswith("[rank0]")]
+    assert line.startswith("[rank0]: rank 0 stops: rank 1 failed at 0F0")
+    assert line.endswith("ValueError: the second rank has enough")
+    _, _, cause = done.stderr.partition("Root Cause")
+    assert "rank      : 1 (local_rank: 1)" in cause

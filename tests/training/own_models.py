@@ -51,5 +51,33 @@ def a_llama() -> nn.Module:
     return made
 
 
+def a_tied_gpt2() -> nn.Module:
+    import transformers as hf
+
+    made: nn.Module = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2))
+    return made
+
+
+def a_mixtral() -> nn.Module:
+    import transformers as hf
+
+    config = hf.MixtralConfig(
+        vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        num_key_value_heads=1, num_local_experts=4,
+    )  # fmt: skip
+    made: nn.Module = hf.MixtralForCausalLM(config)
+    return made
+
+
+class ReaderOfDocuments(Reader):
+    def forward(self, input_ids: Tensor, documents: Tensor | None = None) -> Tensor:
+        del documents
+        return super().forward(input_ids)
+
+
+def reader_of_documents() -> nn.Module:
+    return ReaderOfDocuments()
+
+
 def no_module() -> Tensor:
     return torch.zeros(1)

@@ -21,7 +21,7 @@ def test_a_recipe_is_read_back_from_its_file(name: str, tmp_path: Path) -> None:
 def test_what_a_file_leaves_out_is_as_by_default(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text("steps = 7\n[model]\nwidth = 64\nkv_heads = 2\n")
-    assert read_recipe(path) == Recipe(steps=7, model=ModelChoice(width=64, kv_heads=2))
+    assert read_recipe(path) == Recipe(name="mine", steps=7, model=ModelChoice(width=64, kv_heads=2))
 
 
 def test_text_becomes_the_type_of_its_key() -> None:

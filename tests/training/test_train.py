@@ -319,3 +319,20 @@ def test_a_run_that_has_nothing_left_to_do_says_so_and_no_speed(
     out = capsys.readouterr().out
     assert out.startswith("step 2, nothing was left to do\n")
     assert "tokens/s" not in out
+
+
+def test_a_run_goes_on_under_its_own_plan_unless_another_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By default another would be chosen here: there are more cores than one."""
+    few = [word for each in ("checkpoint.every=0", "evaluation.sample=0") for word in ("--set", each)]
+    assert main(["train", "tiny", "--plan", "dp=1", "--folder", str(tmp_path), "--set", "steps=1", *few]) == 0
+    capsys.readouterr()
+    assert main(["train", "--folder", str(tmp_path), "--set", "steps=2", "--json"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["plan"] == "dp=1"
+    assert "it goes on under its own plan dp=1 (else: --plan auto)" in told.err
+    assert main(["train", "--folder", str(tmp_path), "--devices", "2", "--show", "--json"]) == 0
+    assert Plan.parse(json.loads(capsys.readouterr().out)["plan"]).num_ranks == 2
+    assert main(["train", "--folder", str(tmp_path), "--plan", "dp=2", "--show", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"] == "dp=2"

@@ -60,6 +60,7 @@ def assemble(
         module=module, plan=plan, split=split, schedule=computed,
         loss=by_rows(loss) if options.pad else loss, options=options, sharded=sharded, order=order, shapes=shapes,
         wires=wires, device=home_of(microbatch), callers=callers, written=trial.written,
+        has_metrics=trial.has_metrics,
     )  # fmt: skip
     return from_parts(parts, optimizers, owns_wires=owns_wires)
 

@@ -25,11 +25,15 @@ class Batches:
     ) -> None:
         self._plan, self._mesh, self._device, self._pad, self._context = plan, mesh, device, pad, context
 
-    def cut(self, batch: Batch) -> list[Batch]:
-        """The microbatches of this process, on its device."""
+    def cut(self, batch: Batch, *, predicts: bool = False) -> list[Batch]:
+        """The microbatches of this process, on its device. `predicts`: nobody takes a loss of them."""
         rows = batch_on(rows_of(batch, self._plan, self._mesh), self._device)
         microbatches = cut_batch(rows, self._plan.microbatches, pad=self._pad)
-        return microbatches if self._context is None else [self._context.cut(each) for each in microbatches]
+        return (
+            microbatches
+            if self._context is None
+            else [self._context.cut(each, predicts=predicts) for each in microbatches]
+        )
 
     def place(self, batch: Batch, microbatch: Batch, step: int) -> Place:
         """Where the first microbatch of this process stands in a batch."""

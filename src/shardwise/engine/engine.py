@@ -26,6 +26,7 @@ from shardwise.engine.update import LaunchedStep, StepNumbers
 from shardwise.execution.collector import StreamCollector
 from shardwise.sharding.expert.load import Loads
 from shardwise.sharding.expert.move import better_placements, count_moved
+from shardwise.stages.metrics import Metrics
 from shardwise.stages.stage import Batch
 from shardwise.trace.events import Trace
 
@@ -89,16 +90,23 @@ class Engine:
         """What happened on all ranks in the last step that was recorded."""
         return self.execution.recorder.trace
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Those of the last step or evaluation, over the whole batch, on every rank: means by name."""
+        return self._steps.metrics.means
+
     @_at_work
     def train_step(
-        self, batch: Batch, *, trace: bool = False, data_wait: float = 0.0, streams: StreamCollector | None = None
-    ) -> float:
+        self, batch: Batch, *, metrics: Metrics | None = None, trace: bool = False, data_wait: float = 0.0,
+        streams: StreamCollector | None = None,
+    ) -> float:  # fmt: skip
         """Take one step on a batch, the same on every rank, and return its loss. With `trace` it is recorded.
 
-        `data_wait` are seconds that the caller has just stood still for the batch: a recorded step begins with them.
-        `streams`, which the caller has started, adds to the record what the rank's GPU did, and is stopped.
+        `metrics(output, batch)` is given every microbatch's output, and `engine.metrics` has the batch's. `data_wait`
+        are seconds that the caller has just stood still for the batch: a recorded step begins with them. `streams`,
+        which the caller has started, adds to the record what the rank's GPU did, and is stopped.
         """
-        return self._steps.train(batch, trace=trace, data_wait=data_wait, streams=streams).mean
+        return self._steps.train(batch, metrics=metrics, trace=trace, data_wait=data_wait, streams=streams).mean
 
     @_at_work
     def launch_step(self, batch: Batch) -> LaunchedStep:
@@ -120,10 +128,17 @@ class Engine:
 
     @_at_work
     @torch.no_grad()
-    def evaluate(self, batch: Batch) -> float:
-        """Return the loss of a batch in evaluation mode; nothing changes."""
+    def evaluate(self, batch: Batch, *, metrics: Metrics | None = None) -> float:
+        """Return the loss of a batch in evaluation mode; nothing changes. Of `metrics` see `train_step`."""
         self.flush()
-        return self._steps.evaluate(batch).mean
+        return self._steps.evaluate(batch, metrics).mean
+
+    @_at_work
+    @torch.no_grad()
+    def predict(self, batch: Batch) -> Any:
+        """Return what the module returns for a batch in evaluation mode, whole, on every rank; nothing changes."""
+        self.flush()
+        return self._steps.predict(batch)
 
     @_at_work
     def gradients(self) -> dict[str, Tensor]:

@@ -1,6 +1,8 @@
 """What runs the steps of this process: an executor of one rank or of all, and what listens to its interpreters."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from shardwise.engine.batches import Batches
 from shardwise.engine.loss_sum import LossSum
@@ -21,10 +23,14 @@ from shardwise.sharding.dropout import Dropouts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """What runs a step and what runs an evaluation, the batches that they are given, and what is noted of them."""
+    """What runs a step and what runs an evaluation, the batches that they are given, and what is noted of them.
+
+    `make_predictor` makes what runs the forwards without a loss, and keeps what the module returns.
+    """
 
     trainer: Executor
     evaluator: Executor
+    make_predictor: Callable[[], Executor]
     transport: ProcessTransport | None
     batches: Batches
     losses: LossSum
@@ -40,7 +46,7 @@ def make_execution(parts: Parts, states: States) -> Execution:
     wires, schedule, sharded = parts.wires, parts.schedule, parts.sharded
     transport = None if isinstance(wires, OneProcess) else wires.make_transport(schedule.links, parts.device)
     both = (schedule, forward_only(schedule))
-    trainer, evaluator = (_make_executor(each, parts, states, transport) for each in both)
+    trainer, evaluator = (_make_executor(each, parts, states, transport, measures=True) for each in both)
     dropouts = None
     if not parts.options.compile:
         dropouts = sharded.attach_dropouts(parts.module, parts.options.seed, parts.callers)
@@ -52,6 +58,7 @@ def make_execution(parts: Parts, states: States) -> Execution:
     return Execution(
         trainer=trainer,
         evaluator=evaluator,
+        make_predictor=partial(_make_executor, both[1], parts, states, transport, measures=False),
         transport=transport,
         batches=Batches(parts.plan, wires.mesh, device=parts.device, pad=parts.options.pad, context=sharded.context),
         losses=losses,
@@ -64,9 +71,9 @@ def make_execution(parts: Parts, states: States) -> Execution:
 
 
 def _make_executor(
-    schedule: Schedule, parts: Parts, states: States, transport: ProcessTransport | None
+    schedule: Schedule, parts: Parts, states: States, transport: ProcessTransport | None, *, measures: bool
 ) -> LocalExecutor | ProcessExecutor:
-    split, loss, policy = parts.split, parts.loss, ComputePolicy.of(parts.plan)
+    split, policy, loss = parts.split, ComputePolicy.of(parts.plan), parts.loss if measures else None
     beside = states.data if states.data.is_beside else None
     if isinstance(parts.wires, OneProcess):
         return LocalExecutor(schedule, split, loss, policy, beside=beside)

@@ -10,11 +10,17 @@ from torch import Tensor, nn
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
 from shardwise.states.shared_buffers import WAYS
-from shardwise.torch_private import accumulated_hooks, gradient_hooks
+from shardwise.torch_private import accumulated_hooks, gradient_hooks, is_compiled
 
 
 def check_module(module: nn.Module) -> None:
     """Refuse a module with nothing to train, or with gradients that no engine sums."""
+    if is_compiled(module):
+        raise ShardwiseError(
+            "the module is compiled as a whole by torch.compile, and what is inside it cannot be followed or cut",
+            remedy="the module from before torch.compile, and parallelize(..., compile=True); or layer.compile() of its"
+            " layers",
+        )
     parameters = list(module.parameters())
     if not any(parameter.requires_grad for parameter in parameters):
         raise ShardwiseError(

@@ -20,7 +20,7 @@ class Parts:
 
     Before it was cut the module had its parameters in this `order`, and its state in these `shapes`. `callers` are
     modules that drop at random by calling a function; `written` are the buffers that a forward writes
-    (`states/shared_buffers.py`).
+    (`states/shared_buffers.py`). `has_metrics` says whether the loss returns metrics beside itself.
     """
 
     module: nn.Module
@@ -36,3 +36,4 @@ class Parts:
     device: torch.device
     callers: Collection[str] = ()
     written: Mapping[str, bytes | None] = field(default_factory=dict)
+    has_metrics: bool = False

@@ -1,16 +1,21 @@
-"""A step of training, and an evaluation: the batch cut, the schedule run, gradients summed, and the update."""
+"""A step of training, an evaluation, a prediction: the batch cut, the schedule run; gradients summed, the update."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from time import perf_counter
+from typing import Any
 
 from shardwise.engine.make_execution import Execution
 from shardwise.engine.make_states import States
+from shardwise.engine.metrics import MetricSum
 from shardwise.engine.parts import Parts
+from shardwise.engine.predictions import Predictions
 from shardwise.engine.unchanged import Unchanged
 from shardwise.execution.collector import StreamCollector
 from shardwise.execution.executor import Executor, Record
 from shardwise.execution.interpreter import Tally
 from shardwise.stages.batch import shapes_of
+from shardwise.stages.metrics import Metrics
 from shardwise.stages.stage import Batch
 
 
@@ -20,12 +25,14 @@ class Steps:
     def __init__(self, parts: Parts, execution: Execution, states: States) -> None:
         self._module, self._sharded, self._wires = parts.module, parts.sharded, parts.wires
         self._execution, self._states = execution, states
-        self._unchanged = Unchanged(parts.module)
+        self._unchanged, self.metrics = Unchanged(parts.module), MetricSum(parts)
+        self._predictions = Predictions(parts, execution)
         self.num_begun = 0
 
     def train(
         self, batch: Batch, update: Callable[[Tally], None] | None = None,
-        *, trace: bool = False, data_wait: float = 0.0, streams: StreamCollector | None = None,
+        *, metrics: Metrics | None = None, trace: bool = False, data_wait: float = 0.0,
+        streams: StreamCollector | None = None,
     ) -> Tally:  # fmt: skip
         """One step, ended by an update that waits for the device or by another one; with `trace` recorded. Its loss."""
         begin, execution, states = perf_counter(), self._execution, self._states
@@ -40,7 +47,7 @@ class Steps:
                 execution.dropouts.take(microbatches, place)
             self.num_begun += 1
             with execution.recorder.listening(recording, signature):
-                with states.written.shared():
+                with states.written.shared(), self.metrics.of(execution.trainer, metrics):
                     tally = self._run(execution.trainer, microbatches, signature, record)
                 start = perf_counter()
                 if states.stream is None:
@@ -53,14 +60,29 @@ class Steps:
             )
         return tally
 
-    def evaluate(self, batch: Batch) -> Tally:
+    def evaluate(self, batch: Batch, metrics: Metrics | None = None) -> Tally:
         """The loss of a batch, with every part of the module in evaluation mode meanwhile."""
+        evaluator = self._execution.evaluator
+        with self._in_evaluation_mode(), self.metrics.of(evaluator, metrics):
+            microbatches = self._execution.batches.cut(batch)
+            return self._run(evaluator, microbatches, ("evaluate", shapes_of(batch)), None)
+
+    def predict(self, batch: Batch) -> Any:
+        """What the module returns for a batch in evaluation mode."""
+        with self._in_evaluation_mode():
+            given = self._predictions.cut(batch)
+            predictor = self._predictions.executor
+            predictor.run(given.microbatches, signature=("predict", shapes_of(given.batch)))
+            self._sharded.check_attention(self._module, self._wires)
+            return self._predictions.joined(given)
+
+    @contextmanager
+    def _in_evaluation_mode(self) -> Iterator[None]:
         training = [each for each in self._module.modules() if each.training]
         self._module.eval()
         try:
             with self._wires.told_to_all(), self._states.written.shared():
-                microbatches = self._execution.batches.cut(batch)
-                return self._run(self._execution.evaluator, microbatches, ("evaluate", shapes_of(batch)), None)
+                yield
         finally:
             for each in training:
                 each.training = True

@@ -24,12 +24,14 @@ class Trial:
         self._reads = _Reads(module)
         #: The buffers that a forward writes.
         self.written: Written = {}
+        #: Whether the loss returns metrics beside itself.
+        self.has_metrics = False
 
     def probe(self, output: Any) -> None:
         """Look at what was written, and try the loss."""
         self.written = {**self.written, **self._writes.found()}
         with self._reads:
-            self._loss(output)
+            self.has_metrics = self._loss(output)
 
     def check(self, plan: Plan, shapes: Mapping[str, torch.Size], units: Sequence[Sequence[str]]) -> None:
         """Refuse what stages of a plan cannot do: `units` are theirs, `shapes` those of the whole parameters."""

@@ -24,6 +24,7 @@ from shardwise.schedule.schedule import Schedule
 from shardwise.stages.activation_bytes import Kept, KeptBytes
 from shardwise.stages.batch import home_of
 from shardwise.stages.losses import describe
+from shardwise.stages.metrics import Pairs, pairs_of, take_metrics
 from shardwise.stages.stage import Batch, Loss, Split, Values
 
 
@@ -84,10 +85,15 @@ class _Saved:
 
 
 class _Measured(NamedTuple):
-    """The loss of a microbatch, and the number that it is summed over; a mean counts as one."""
+    """The loss of a microbatch, and the number that it is summed over; a mean counts as one. Metrics beside it."""
 
     total: Tensor
     number: Tensor | float
+    metrics: Pairs
+
+
+#: What a stage has made for others; and the loss, of a last one.
+_Made = tuple[Values, _Measured | None]
 
 
 class Tally:
@@ -180,6 +186,9 @@ class Interpreter:
         self.offload: ActivationOffload | None = None
         #: Where the modules keep buffers that forwards write.
         self.written: Sequence[tuple[dict[str, Any], str]] = ()
+        #: What else is measured of the module's output; and all metrics of each microbatch of the last step.
+        self.observe: Callable[[Any, Batch], Pairs] | None = None
+        self.metrics: list[Pairs] = []
         #: Called when all losses of a step are known that are measured here; with none that is at once.
         self.on_losses: Callable[[], None] | None = None
         #: Called with each computation before it is run.
@@ -203,7 +212,7 @@ class Interpreter:
         """Take the batch of a step, in microbatches."""
         first = step * self.schedule.num_microbatches
         self._microbatches.update(enumerate(microbatches, first))
-        self._measured[step] = []
+        self._measured[step], self.metrics = [], []
         if self.on_losses is not None and not self._num_losses:
             self.on_losses()
 
@@ -291,7 +300,8 @@ class Interpreter:
             self.kept_bytes[stage] = kept.num_bytes
         if measured is not None:
             step = self.schedule.step_of(microbatch)
-            self._measured[step].append(_Measured(measured.total.detach(), measured.number))
+            self._measured[step].append(_Measured(measured.total.detach(), measured.number, {}))
+            self.metrics.append(measured.metrics)
             if self.on_losses is not None and len(self._measured[step]) == self._num_losses:
                 self.on_losses()
         if self._trains:
@@ -312,7 +322,7 @@ class Interpreter:
             return self.offload.saving(stays, kept, (stage, microbatch))
         return nullcontext() if kept is None else kept.counting()
 
-    def _run(self, stage: int, microbatch: int, inputs: Values) -> tuple[Values, _Measured | None]:
+    def _run(self, stage: int, microbatch: int, inputs: Values, *, is_again: bool = False) -> _Made:
         """What a stage makes of its inputs; and the loss, if it is the last."""
         batch = self._microbatches[microbatch]
         if self.select_weights is not None:
@@ -326,7 +336,8 @@ class Interpreter:
             if self.loss is None:
                 self.outputs[microbatch] = output
                 return made, None
-            measured = _measure(self.loss, output, batch, stage, microbatch)
+            observed = {} if self.observe is None or is_again else self.observe(output, batch)
+            measured = _measure(self.loss, output, batch, stage, microbatch, observed)
         if self._trains and not measured.total.requires_grad:
             raise ShardwiseError(
                 "the loss does not depend on any parameter that requires a gradient, so there is nothing to train",
@@ -341,7 +352,7 @@ class Interpreter:
         if saved.rng is not None:
             begun = perf_counter()
             with saved.rng.again(self._stages[stage].buffers.values()):
-                saved.outputs, measured = self._run(stage, microbatch, saved.inputs)
+                saved.outputs, measured = self._run(stage, microbatch, saved.inputs, is_again=True)
             saved.loss = None if measured is None else measured.total
             if self.note_again is not None:
                 self.note_again(self.rank, instruction, begun, perf_counter())
@@ -392,14 +403,15 @@ def _leaves(saved: _Saved) -> list[Tensor]:
     return [leaf for leaf in saved.inputs.values() if leaf.requires_grad]
 
 
-def _measure(loss: Loss, output: Any, batch: Batch, stage: int, microbatch: int) -> _Measured:
-    """The loss of a microbatch."""
+def _measure(loss: Loss, output: Any, batch: Batch, stage: int, microbatch: int, observed: Pairs) -> _Measured:
+    """The loss of a microbatch, and its metrics with those that were observed before."""
     try:
-        result = loss(output, batch)
+        result, metrics = take_metrics(loss(output, batch))
     except Exception as error:
         error.add_note(f"in the loss of microbatch {microbatch}, which stage {stage} gave {describe(output)}")
         raise
-    measured = _Measured(*result) if isinstance(result, tuple) else _Measured(result, 1)
+    total, number = result if isinstance(result, tuple) else (result, 1)
+    measured = _Measured(total, number, {**observed, **({} if metrics is None else pairs_of(metrics))})
     if measured.total.numel() != 1:
         raise ShardwiseError(
             f"the loss is {describe(measured.total)}, but it must be one number for a microbatch",

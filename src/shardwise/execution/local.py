@@ -33,7 +33,7 @@ class LocalExecutor(Executor):
         self,
         schedule: Schedule,
         split: Split,
-        loss: Loss,
+        loss: Loss | None,
         policy: ComputePolicy | None = None,
         *,
         beside: StageStates | None = None,

@@ -53,7 +53,7 @@ class ProcessExecutor(Executor):
         rank: int,
         schedule: Schedule,
         split: Split,
-        loss: Loss,
+        loss: Loss | None,
         *,
         transport: ProcessTransport,
         on_reduce: Callable[[Instruction], None],

@@ -8,10 +8,8 @@ Instead of one batch, used in every step, it may return a list, used in turn. Wh
 it returns as a fourth thing: `{"tensor": {"layers.*.up": "column", "layers.*.down": "row"}}`.
 """
 
-import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,45 +18,23 @@ from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError, unknown
 from shardwise.parity.problem import OPTIONS, MakeProblem, Problem
-from shardwise.stages.split.lines import line_of_error
+from shardwise.stages.factory import find_factory, split_name
 from shardwise.torch_private import DropoutModule
 
 _HALVES = (torch.bfloat16, torch.float16)
-_EXAMPLE = "--module my_package.my_module:factory"
+_OPTION = "--module "
 
 
 def problem_from(where: str, num_steps: int) -> MakeProblem:
     """What calls the factory, on every rank alike."""
-    name, colon, attribute = where.partition(":")
-    if not colon or not name or not attribute:
-        raise ShardwiseError(f"--module {where} is no package.module:factory", remedy=_EXAMPLE)
-    return partial(_make, name, attribute, num_steps, str(Path.cwd()))
+    split_name(where, _OPTION)
+    return partial(_make, where, num_steps, str(Path.cwd()))
 
 
-def _make(name: str, attribute: str, num_steps: int, folder: str) -> Problem:
-    if folder not in sys.path:
-        sys.path.insert(0, folder)  # As `python -m` would: a module beside which the command is called is found.
-    try:
-        home = import_module(name)
-    except Exception as error:
-        why = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
-        raise ShardwiseError(f"--module {name}:{attribute} cannot be imported: {why}", remedy=_EXAMPLE) from None
-    factory = getattr(home, attribute, None)
-    if not callable(factory):
-        functions = [key for key, each in vars(home).items() if callable(each) and not key.startswith("_")]
-        told = unknown(f"function of {name}", attribute, functions)
-        raise ShardwiseError(told.problem, remedy=told.remedy and f"--module {name}:{told.remedy}")
+def _make(where: str, num_steps: int, folder: str) -> Problem:
+    factory = find_factory(where, _OPTION, folder)
     torch.manual_seed(0)
-    try:
-        made = factory()
-    except ShardwiseError:
-        raise
-    except Exception as error:
-        raise ShardwiseError(
-            f"{name}:{attribute} raises {type(error).__name__}: {error}, at {line_of_error(error)}",
-            remedy="a function without arguments that returns a module, a batch and a loss",
-        ) from error
-    return _checked(made, f"{name}:{attribute}", num_steps)
+    return _checked(factory(), where, num_steps)
 
 
 def _checked(made: Any, where: str, num_steps: int) -> Problem:

@@ -13,6 +13,7 @@ from shardwise.parity.problem import Problem, clip_factor, make_optimizer, micro
 from shardwise.planner.plan import Plan
 from shardwise.sharding.dropout import Dropouts, Finding, Place, num_tokens_of
 from shardwise.stages.batch import length_of
+from shardwise.stages.metrics import take_metrics
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.materialise import materialise
 from shardwise.stages.stage import Batch
@@ -94,7 +95,7 @@ def _gradients(problem: Problem, signature: Signature, microbatches: Iterable[Ba
 def _loss(problem: Problem, signature: Signature, batch: Batch, policy: ComputePolicy) -> Any:
     args, kwargs = signature.arguments(batch)
     with policy.precision(next(problem.module.parameters()).device):
-        return problem.loss(problem.module(*args, **kwargs), batch)
+        return take_metrics(problem.loss(problem.module(*args, **kwargs), batch))[0]
 
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:

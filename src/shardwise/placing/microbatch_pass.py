@@ -24,11 +24,11 @@ from shardwise.execution.threads import Mail, ThreadContext, run_together
 from shardwise.placing.activation_offload import PlacedActivationOffload
 from shardwise.placing.batch_rows import rows_of
 from shardwise.placing.moving import CrossDeviceMode, moved
-from shardwise.placing.outputs import Joint
 from shardwise.placing.places import Place
 from shardwise.placing.rng_state import RngState
 from shardwise.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind
 from shardwise.schedule.schedule import Schedule
+from shardwise.stages.outputs import Joint
 from shardwise.stages.split.outline import leaves_of
 from shardwise.stages.stage import Batch, Split, Stage, Values
 from shardwise.states.tiers.streamed_gradients import give

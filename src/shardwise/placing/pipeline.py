@@ -22,11 +22,11 @@ from shardwise.execution.pipeline import complete, forward_only, schedule_of
 from shardwise.placing.activation_offload import PlacedActivationOffload
 from shardwise.placing.batch_rows import cut_rows, home_of, inputs_with_gradient, rows_of
 from shardwise.placing.microbatch_pass import MicrobatchPass
-from shardwise.placing.outputs import Joint
 from shardwise.placing.places import Place, PlaceOptions
 from shardwise.placing.rng_state import RngState
 from shardwise.planner.plan import Plan
 from shardwise.schedule.schedule import Schedule
+from shardwise.stages.outputs import Joint
 from shardwise.stages.stage import Batch, Split
 
 

@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import groupby
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,11 @@ def _split(text: str) -> dict[str, str]:
 
 
 def _read(key: str, value: Any) -> Any:
+    if key in OF_PARALLELIZE:
+        raise ShardwiseError(
+            f"{key} is no key of a plan, but an argument of sw.parallelize",
+            remedy=f"sw.parallelize(module, plan, {key}={value}, ...)",
+        )
     if key not in _READERS:
         raise unknown("plan key", key, _READERS)
     return _READERS[key](key, value)
@@ -246,8 +252,8 @@ def _make(entries: Mapping[str, Any], *, reasons: Mapping[str, str]) -> Plan:
 def _read_count(key: str, value: Any) -> int:
     if isinstance(value, str) and value.removeprefix("-").isdecimal():
         return int(value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
+    if not isinstance(value, bool) and isinstance(value, Integral):
+        return int(value)
     raise ShardwiseError(f"{key}={value} in the plan wants a whole number", remedy=f"{key}={_EXAMPLES.get(key, 2)}")
 
 
@@ -294,6 +300,12 @@ def _read_word(key: str, value: Any) -> str:
     return value
 
 
+#: What is told to `parallelize` and not in a plan.
+OF_PARALLELIZE = (
+    "loss", "optimizer", "example", "clip", "compile", "seed", "pad", "through_blocks", "measure", "tensor",
+    "tensor_chunks", "verify", "positions", "entries", "masks", "bucket_bytes", "buffers", "wires",
+)  # fmt: skip
+_MAY_BE_OPEN = ("chunks", "layers", "zero_group", "recompute_layers")
 _EXAMPLES = {"zero": "1", "microbatches": "8", "layers": "4+4"}
 _READERS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys((*AXES, "chunks", "zero_group", "recompute_layers"), _read_count),
@@ -310,8 +322,21 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
 }
 
 
+def _check_kinds(plan: Plan) -> None:
+    """Refuse values of another kind than a key has: in Python anything can be given."""
+    if not isinstance(plan.offload, Offload):
+        raise ShardwiseError(f"offload={plan.offload!r} is no Offload", remedy='Plan.parse("offload.optimizer=0.5")')
+    for key, value in _entries(plan).items():
+        if value is None and key in _MAY_BE_OPEN:
+            continue
+        made = _READERS[key](key, list(value) if isinstance(value, tuple) else value)
+        if isinstance(value, str) and not isinstance(made, str):
+            raise ShardwiseError(f"{key}={value!r} of a plan is a text", remedy=f"{key}={made!r}")
+
+
 def _check(plan: Plan) -> None:
     """Refuse what no model and no cluster could make right."""
+    _check_kinds(plan)
     for axis in AXES:
         if getattr(plan, axis) < 1:
             sizes = " x ".join(f"{name}={getattr(plan, name)}" for name in _MULTIPLY)

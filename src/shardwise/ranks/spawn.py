@@ -38,6 +38,8 @@ _PRELOADED = ["shardwise.ranks.worker", "shardwise.engine.parallelize", "torch._
 _GRACE_SECONDS = 5.0
 # How often this process looks whether ranks live, and how much later than they themselves it names one.
 _LOOK_SECONDS, _LATER_SECONDS = 1.0, 4.0
+# How a rank ends that would start ranks itself.
+_STARTS_AGAIN_STATUS = 75
 
 
 def spawn(
@@ -65,10 +67,10 @@ class Ranks:
         if devices < 1:
             raise ShardwiseError(f"{devices} devices: at least 1 rank is needed", remedy="devices=2")
         if getattr(multiprocessing.current_process(), "_inheriting", False):
-            raise ShardwiseError(
-                "a rank that is starting reads the script, and the script starts ranks again",
-                remedy='if __name__ == "__main__": before what starts them',
-            )
+            # A rank that is starting reads the script, and the script starts ranks again. The process that has started
+            # this one says so, once for all ranks.
+            sys.stdout.flush()
+            os._exit(_STARTS_AGAIN_STATUS)
         self.devices, self.gpus, self._silent_seconds = devices, gpus, silent_seconds
         self._silences: list[Silence] = []
         self._processes: list[Any] = []
@@ -181,6 +183,11 @@ class Ranks:
         self._processes[rank].join()
         _end(self._processes[rank])
         status = self._processes[rank].exitcode
+        if status == _STARTS_AGAIN_STATUS:
+            raise ShardwiseError(
+                "the script starts ranks whenever it is read, and every rank that is starting reads it",
+                remedy='if __name__ == "__main__": before what starts them',
+            )
         told = self._find_told(status)
         if told is not None:
             return Failure(error=told, when=time.monotonic(), follows=True)

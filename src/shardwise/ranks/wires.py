@@ -70,6 +70,9 @@ class Wires:
     def sum(self, numbers: Tensor, what: str) -> None:
         """Add up numbers of the CPU over all processes, in place."""
 
+    def broadcast(self, numbers: Tensor, source: int, what: str) -> None:
+        """Have numbers of the CPU as one process has them, in place."""
+
     def gather(self, given: Any, group: str | None = None) -> list[Any]:  # noqa: ARG002 - every group is this process
         """What each process gives; with a name, each of this one's group of the mesh."""
         return [given]
@@ -179,6 +182,11 @@ class ManyProcesses(Wires):
 
     def sum(self, numbers: Tensor, what: str) -> None:
         self.watch.wait(self.start_sum(numbers), what)
+
+    def broadcast(self, numbers: Tensor, source: int, what: str) -> None:
+        work = dist.broadcast(numbers, source, group=self._everybody, async_op=True)
+        assert work is not None, "this process is of the group"
+        self.watch.wait(work, what)
 
     def gather(self, given: Any, group: str | None = None) -> list[Any]:
         among = self._everybody if group is None else self.mesh.group(group).handle

@@ -12,6 +12,7 @@ import threading
 import time
 from dataclasses import dataclass
 from multiprocessing import connection, parent_process
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ from shardwise.ranks.gpus import Gpus, check_one_each, find_gpus
 from shardwise.ranks.pulse import Pulse
 from shardwise.ranks.rank_error import RankError, describe_failure
 from shardwise.torch_private import PrefixStore, TCPStore
+
+#: How much later a rank under `torchrun` ends than the one whose failure it follows.
+_LATER_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +117,10 @@ def join_if_launched() -> None:
     after a failure could read where another one was before; so every attempt has names of its own in the store.
     """
     place = environment.place_under_torchrun()
-    if place is None or not dist.is_available() or dist.is_initialized():
+    if place is None or not dist.is_available():
+        return
+    _tell_once(place[1])
+    if dist.is_initialized():
         return
     gpus: Gpus = "shared" if environment.wants_shared_gpus() else "own"
     if gpus == "own":
@@ -129,6 +136,30 @@ def join_if_launched() -> None:
         rank=rank,
         world_size=size,
     )
+
+
+def _tell_once(num_here: int) -> None:
+    """Let a rank that ends because another has failed say that in a line: the one that failed says where.
+
+    It waits a moment before it ends, so that `torchrun` sees that one end first, and calls it the cause.
+    """
+    before = sys.excepthook
+    if getattr(before, "tells_once", False):
+        return
+
+    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        rank = environment.rank_under_torchrun()
+        is_anothers = isinstance(error, RankError) and error.rank not in (None, rank)
+        # One on another machine has told it there.
+        if not (is_anothers and isinstance(error, RankError) and (error.rank or 0) // num_here == rank // num_here):
+            before(kind, error, trace)
+            return
+        line = error.problem.partition("\n    Traceback")[0].rstrip()
+        print(f"rank {rank} stops: {line}", file=sys.stderr, flush=True)
+        time.sleep(_LATER_SECONDS)
+
+    tell.tells_once = True  # type: ignore[attr-defined]
+    sys.excepthook = tell
 
 
 def _run(rank: int, call: bytes) -> object:

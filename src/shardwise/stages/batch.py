@@ -1,6 +1,7 @@
 """A batch: cut into microbatches, and where it is."""
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,20 @@ def cut_batch(batch: Batch, num_microbatches: int, *, pad: bool = False) -> list
         _rows(batch, length, first, end) if end > first else Padding(_rows(batch, length, length - 1, length))
         for first, end in pairwise(ends)
     ]
+
+
+def padded(batch: Batch, length: int) -> Batch:
+    """The batch with its last row repeated up to a length."""
+    before = length_of(batch)
+    if before == length:
+        return batch
+
+    def fill(entry: Any) -> Any:
+        if not (isinstance(entry, Tensor) and entry.dim() and entry.shape[0] == before):
+            return entry
+        return torch.cat((entry, entry[-1:].expand(length - before, *entry.shape[1:])))
+
+    return {name: fill(entry) for name, entry in batch.items()}
 
 
 def _rows(batch: Batch, length: int, first: int, end: int) -> Batch:

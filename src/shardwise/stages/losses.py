@@ -7,16 +7,22 @@ from torch import Tensor
 
 from shardwise.errors import ShardwiseError, nearest
 from shardwise.stages.batch import Padding, length_of
+from shardwise.stages.metrics import pairs_of, take_metrics, with_metrics
 from shardwise.stages.split.lines import line_of_error
 from shardwise.stages.stage import Batch, Loss
 
 
-def trial_of(loss: Loss, batch: Batch) -> Callable[[Any], None]:
-    """What tries the loss on the module's output for this microbatch, and refuses one that cannot work."""
+def trial_of(loss: Loss, batch: Batch) -> Callable[[Any], bool]:
+    """What tries the loss on the module's output for this microbatch, and refuses one that cannot work.
 
-    def attempt(output: Any) -> None:
+    It says whether there are metrics beside it.
+    """
+
+    def attempt(output: Any) -> bool:
         try:
-            result = loss(output, batch)
+            result, metrics = take_metrics(loss(output, batch))
+            if metrics is not None:
+                pairs_of(metrics)
         except ShardwiseError:
             raise
         except Exception as error:
@@ -31,6 +37,7 @@ def trial_of(loss: Loss, batch: Batch) -> Callable[[Any], None]:
                 f"the loss is {describe(total)}, but it must be one number for a microbatch",
                 remedy="return loss.sum(), loss.numel()",
             )
+        return metrics is not None
 
     return attempt
 
@@ -50,14 +57,14 @@ def _remedy(error: Exception, output: Any, batch: Batch) -> str:
 def summed_only(loss: Loss, cp: int) -> Loss:
     """The same loss, refused if it is a mean: ranks have different numbers of tokens that count."""
 
-    def checked(output: Any, batch: Batch) -> tuple[Tensor, Tensor | int | float]:
-        result = loss(output, batch)
+    def checked(output: Any, batch: Batch) -> Any:
+        result, metrics = take_metrics(loss(output, batch))
         if not isinstance(result, tuple):
             raise ShardwiseError(
                 f"the loss is a mean, and under cp={cp} a mean of means over parts of sequences is not the whole's",
                 remedy="return the sum and the number that it is summed over: total, (labels != -100).sum()",
             )
-        return result
+        return with_metrics(result, None if metrics is None else pairs_of(metrics, cp=cp))
 
     return checked
 
@@ -65,10 +72,13 @@ def summed_only(loss: Loss, cp: int) -> Loss:
 def by_rows(loss: Loss) -> Loss:
     """The same loss where microbatches differ in size: a mean weighs as much as it has rows, padding nothing."""
 
-    def weighed(output: Any, batch: Batch) -> tuple[Tensor, Tensor | int | float]:
-        result = loss(output, batch)
-        total, number = result if isinstance(result, tuple) else (result * length_of(batch), length_of(batch))
-        return (total * 0, 0) if isinstance(batch, Padding) else (total, number)
+    def weighed(output: Any, batch: Batch) -> Any:
+        result, metrics = take_metrics(loss(output, batch))
+        rows, is_padding = length_of(batch), isinstance(batch, Padding)
+        total, number = result if isinstance(result, tuple) else (result * rows, rows)
+        if metrics is not None:
+            metrics = {} if is_padding else pairs_of(metrics, rows=rows)
+        return with_metrics((total * 0, 0) if is_padding else (total, number), metrics)
 
     return weighed
 

@@ -15,8 +15,9 @@ from torch import nn
 Values = dict[str, torch.Tensor]
 Batch = Mapping[str, Any]
 
-#: From the module's output and the microbatch: its loss, or a sum and the number that it is summed over.
-Loss = Callable[[Any, Batch], "torch.Tensor | tuple[torch.Tensor, torch.Tensor | int | float]"]
+#: From the module's output and the microbatch: its loss, or a sum and the number that it is summed over; and beside
+#: either, metrics by name (`metrics.py`).
+Loss = Callable[[Any, Batch], "torch.Tensor | tuple[Any, ...]"]
 
 #: A call of a unit, whatever its arguments.
 Call = Callable[..., Any]

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise import environment
 from shardwise.answer import Answer, Canvas
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, also_called
 from shardwise.planner.plan import Plan
+from shardwise.training import fields
 from shardwise.training.recipe import RECIPES, Recipe, get_recipe, read_recipe
-from shardwise.units import format_percent, format_seconds
+from shardwise.units import counted, format_percent, format_seconds
 
 if TYPE_CHECKING:
     from shardwise.ranks.gpus import Gpus
@@ -30,13 +31,20 @@ shardwise train tiny --devices 1 --folder runs/tiny
 shardwise train tiny --set steps=6 --set optimizer.rate=1e-3 --plan dp=2
 """
 
+#: Options of other programs' commands that train, and what they are here.
+_OPTIONS_OF_OTHERS = {
+    **dict.fromkeys(("resume", "output_dir", "logdir"), "--folder"),
+    **dict.fromkeys(("gpus", "nproc_per_node", "num_processes"), "--devices"),
+}
 #: Exit statuses of a run that a signal stopped, as shells have them.
 _STATUS = {"SIGINT": 130, "SIGTERM": 143}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help=f"{', '.join(RECIPES)}, or a TOML file (bytes)")
-    parser.add_argument("--plan", default="auto", metavar="P", help="a plan like pp=2,microbatches=8, a file, or auto")
+    parser.add_argument(
+        "--plan", metavar="P", help="a plan like pp=2,microbatches=8, a file, or auto (a run that goes on: its own)"
+    )
     parser.add_argument("--devices", type=int, metavar="N", help="how many ranks (all GPUs, or else up to 4 processes)")
     parser.add_argument(
         "--share-gpus", action="store_true", help="more ranks than GPUs: to check a plan, not for speed"
@@ -44,6 +52,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the recipe")
     parser.add_argument("--folder", metavar="FOLDER", help="where it all goes; a run that is there goes on")
     parser.add_argument("--show", action="store_true", help="show recipe and plan, and train nothing")
+
+
+def meant_by(option: str, value: str) -> str | None:
+    """What to type for an option that there is none of: a key of recipes is set."""
+    name = option.lstrip("-").replace("-", "_")
+    if name in _OPTIONS_OF_OTHERS:
+        return f"{_OPTIONS_OF_OTHERS[name]} {value or 'VALUE'}"
+    keys = list(fields.leaves(Recipe()))
+    key = also_called(name, keys) or next((key for key in keys if key.rpartition(".")[2] == name), None)
+    return None if key is None else f"--set {key}={value or 'VALUE'}"
 
 
 def run(arguments: argparse.Namespace) -> Answer:
@@ -81,6 +99,8 @@ def recipe_of(arguments: argparse.Namespace) -> Recipe:
         if before is not None and recipe.precision == "auto":
             # What was chosen where it began: a run that goes on has the same numbers, wherever it does.
             recipe = recipe.changed({"precision": before.precision})
+        if before is not None and recipe.data.masks is None:
+            recipe = recipe.changed({"data.masks": before.data.masks})
     changes = {}
     for word in arguments.set:
         key, equals, value = word.partition("=")
@@ -116,9 +136,16 @@ class Asked(NamedTuple):
 
 def ask(arguments: argparse.Namespace, recipe: Recipe, num_here: int) -> Asked:
     """Choose what the words leave open: the precision, the plan, and whether blocks are compiled."""
-    from shardwise.training.device_defaults import choose_compile, choose_precision, line_of_choices, with_precision
+    from shardwise.training.device_defaults import (
+        choose_compile,
+        choose_precision,
+        line_of_choices,
+        with_masks,
+        with_precision,
+    )
 
-    given = None if arguments.plan == "auto" else _read_plan(arguments.plan)
+    own = _find_own_plan(arguments, num_here)
+    given = own.plan if arguments.plan is None else None if arguments.plan == "auto" else _read_plan(arguments.plan)
     count = environment.find_world_size() or arguments.devices or (num_here if given is None else given.num_ranks)
     if given is not None and given.precision != "fp32" and recipe.precision == "auto":
         recipe = with_precision(recipe, given.precision)
@@ -126,9 +153,32 @@ def ask(arguments: argparse.Namespace, recipe: Recipe, num_here: int) -> Asked:
     recipe = with_precision(recipe, precision.value)
     plan, num_devices = _plan_of(arguments, given, recipe, num_here)
     compile = choose_compile(recipe, plan)
-    return Asked(
-        recipe, plan, num_devices, compile.value == "on", recipe.compile == "auto", line_of_choices(precision, compile)
-    )
+    said = "\n".join(filter(None, (own.said, line_of_choices(precision, compile)))) or None
+    return Asked(with_masks(recipe), plan, num_devices, compile.value == "on", recipe.compile == "auto", said)
+
+
+class _OwnPlan(NamedTuple):
+    """The plan of the run that goes on, if there is one and it is to be taken; and what is said of that."""
+
+    plan: Plan | None = None
+    said: str | None = None
+
+
+def _find_own_plan(arguments: argparse.Namespace, num_here: int) -> _OwnPlan:
+    """A run goes on under the plan that it had, unless another is asked for or there are too few ranks for it."""
+    kept = Path(arguments.folder or "") / "plan.toml"
+    if arguments.plan is not None or not _has_begun(arguments.folder) or not kept.is_file():
+        return _OwnPlan()
+    import torch
+
+    plan, launched = Plan.load(kept), environment.find_world_size()
+    count = launched or arguments.devices
+    if count is None and torch.cuda.is_available() and not arguments.share_gpus and num_here < plan.num_ranks:
+        count = num_here
+    if count in (None, plan.num_ranks) or (count == 1 and plan.num_ranks == plan.pp):
+        return _OwnPlan(plan, f"it goes on under its own plan {plan} (else: --plan auto)")
+    ranks = counted(plan.num_ranks, "rank")
+    return _OwnPlan(None, f"its own plan {plan} is for {ranks}, and there are {count}: another is chosen")
 
 
 def _read_plan(word: str) -> Plan:

@@ -26,6 +26,7 @@ from shardwise.training.checkpoint.parts import Part, whole_part
 from shardwise.training.checkpoint.read import Reader
 from shardwise.training.checkpoint.write import Mark, write_parts
 from shardwise.training.convert_dcp import METADATA, copy_beside, from_dcp, to_dcp
+from shardwise.training.convert_own import own_to_theirs
 from shardwise.training.folder import CHECKPOINTS
 from shardwise.training.model import check_sayable, described, settings_from
 
@@ -145,6 +146,9 @@ def _files(checkpoint: Checkpoint, dtype: torch.dtype | None, file_bytes: int) -
 def _to_theirs(source: Path, target: Path, dtype: torch.dtype | None, file_bytes: int) -> None:
     with Reader(source) as reader:
         description = reader.index.extra.get("model", {})
+        if description.get("hf") is not None:
+            own_to_theirs(reader, description, target, dtype, file_bytes)
+            return
         check_sayable(description, origin=source)
         settings = settings_from(description, origin=source)
         weights = _Weights(reader, dtype)

@@ -99,6 +99,13 @@ def with_precision(recipe: Recipe, precision: str) -> Recipe:
     return recipe.changed({"precision": precision})
 
 
+def with_masks(recipe: Recipe) -> Recipe:
+    """The recipe with masks on or off, as the module takes them, where that was left open."""
+    if recipe.data.masks is not None:
+        return recipe
+    return recipe.changed({"data.masks": subject_of(recipe, check_data(recipe.data, verify=False)).masks})
+
+
 def flops_of_step(recipe: Recipe) -> float:
     """Model FLOPs of a step, forward and backward, by the recipe alone."""
     subject = subject_of(recipe, check_data(recipe.data, verify=False))

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
 from shardwise.training.recipe import Recipe
 
@@ -23,3 +24,16 @@ class Job:
     compile: bool = False
     is_chosen: bool = False
     said: str | None = None
+
+
+def check_rows(job: Job) -> None:
+    """Refuse a batch that replicas and their microbatches cannot share out evenly."""
+    rows, plan = job.recipe.batch, job.plan
+    pieces = plan.dp * plan.microbatches
+    if rows % pieces:
+        shared = [f"{key}={getattr(plan, key)}" for key in ("dp", "microbatches") if getattr(plan, key) > 1]
+        sizes = [str(each) for each in (rows - rows % pieces, rows - rows % pieces + pieces) if each]
+        raise ShardwiseError(
+            f"a batch of {rows} rows cannot be shared out evenly under {','.join(shared)}",
+            remedy=" or ".join(f"--set batch={size}" for size in sizes),
+        )

@@ -170,6 +170,8 @@ class Ours:
     def __init__(self, recipe: Recipe, vocabulary: int) -> None:
         self._recipe = recipe
         self.loss: Loss = next_token_loss
+        #: Whether no token is to see another document: ours can be told.
+        self.masks = recipe.data.masks is not False
         self._plain = settings_of(recipe, vocabulary)
         self.settings = in_training(self._plain, recipe)
 

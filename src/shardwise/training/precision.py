@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.nets.loss import next_token_loss
+from shardwise.stages.metrics import take_metrics, with_metrics
 from shardwise.stages.stage import Loss
 
 # The loss is a sum: its gradient by a logit is at most 1 times the factor, and half precision ends at 65504.
@@ -37,14 +38,16 @@ class LossScale:
         is_half = precision == "fp16"
         return LossScale(plain=loss, factor=_FIRST if is_half else 1.0, is_fixed=not is_half)
 
-    def loss(self, output: Any, batch: Mapping[str, Any]) -> "Tensor | tuple[Tensor, Tensor | int | float]":
+    def loss(self, output: Any, batch: Mapping[str, Any]) -> "Tensor | tuple[Any, ...]":
         """The loss, as engines take it. A mean without a count weighs 1."""
         # An evaluation has no gradient, and would be compiled once more.
         found = (self._compiled if self._compiled and torch.is_grad_enabled() else self.plain)(output, batch)
         if self.factor == 1.0:
             return found
-        total, count = found if isinstance(found, tuple) else (found, 1)
-        return total * self.factor, count * self.factor
+        result, metrics = take_metrics(found)
+        total, count = result if isinstance(result, tuple) else (result, 1)
+        scaled: tuple[Any, ...] = with_metrics((total * self.factor, count * self.factor), metrics)
+        return scaled
 
     def compile(self) -> None:
         """Have the next-token loss compiled, at its first call: logits are a model's largest tensor, and are read and

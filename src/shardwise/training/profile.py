@@ -83,23 +83,25 @@ def measure_rank(job: Job, num_steps: int) -> Measured | None:
         if world.is_first:
             make_folder(job.folder)
             stack.enter_context(own_folder(job.folder, is_owner=environment.place_under_torchrun() is not None))
-            if job.said is not None:
-                Progress(speaks=True).say(job.said)
+        progress = Progress(speaks=world.is_first)
+        if job.said is not None:
+            progress.say(job.said)
         world.wait()
         setup = make_ready(job, world)
         with setup.engine:
-            found = _measure(job, world, setup, num_steps)
+            found = _measure(job, world, setup, num_steps, progress)
         world.wait()
         world.close()
     return found if world.is_first else None
 
 
-def _measure(job: Job, world: World, setup: Setup, num_steps: int) -> Measured:
+def _measure(job: Job, world: World, setup: Setup, num_steps: int, progress: Progress) -> Measured:
     """Steps in turn without and with a trace, so that what disturbs the machine disturbs both alike."""
     engine = setup.engine
     plain, traced, reading = list[float](), list[tuple[float, Trace]](), list[float]()
     first, count = setup.step, _WARM_UP + 2 * num_steps + 1
-    with Prefetcher(setup.batches.at, first, first + count, pins=world.device.type == "cuda") as ahead:
+    ahead = Prefetcher(setup.batches.at, first, first + count, pins=world.device.type == "cuda")
+    with ahead, progress.bar(0, num_steps):
         for _ in range(_WARM_UP):
             engine.train_step(on_device(ahead.next(), world))
         # The first look at a GPU starts what looks, and takes seconds.
@@ -109,6 +111,7 @@ def _measure(job: Job, world: World, setup: Setup, num_steps: int) -> Measured:
             seconds, trace, cost = _traced(engine, ahead, world)
             traced.append((seconds, trace))
             reading.append(cost)
+            progress.step(len(plain), num_steps, None)
     middle = sorted(traced, key=lambda each: each[0])[len(traced) // 2][1]
     tokens = job.recipe.batch * job.recipe.data.sequence
     return Measured(

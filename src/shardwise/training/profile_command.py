@@ -48,6 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calibrate", metavar="FILE", help="write this machine's measured prices as a cluster.toml")
 
 
+def meant_by(option: str, value: str) -> str | None:
+    """What to type for an option that there is none of."""
+    return train_command.meant_by(option, value)
+
+
 def run(arguments: argparse.Namespace) -> Answer:
     if arguments.steps < 1:
         raise ShardwiseError(f"--steps {arguments.steps}: there is at least 1", remedy="--steps 5")

@@ -53,13 +53,14 @@ class ModelChoice:
 class DataChoice:
     """What is read: a token file of `shardwise data`, or `stdlib`, the sources of Python's standard library.
 
-    Rows have `sequence` tokens. With `masks` no token sees another document. The last `held_out` of the tokens are kept
-    for evaluation. Of `stdlib`, `limit_bytes` are taken.
+    Rows have `sequence` tokens. With `masks` no token sees another document; `none` has them where the module takes
+    `documents`, as ours do. The last `held_out` of the tokens are kept for evaluation. Of `stdlib`, `limit_bytes` are
+    taken.
     """
 
     source: str = "stdlib"
     sequence: Positive = 128
-    masks: bool = True
+    masks: bool | None = None
     held_out: Share = 0.02
     limit_bytes: Positive = 4_000_000
 
@@ -184,7 +185,7 @@ def read_recipe(path: Path) -> Recipe:
         raise ShardwiseError(f"the recipe {path} is no text: {error}", remedy="a TOML file in UTF-8") from None
     except tomllib.TOMLDecodeError as error:
         raise ShardwiseError(f"the recipe {path} is no TOML: {error}", remedy="lines like: steps = 100") from None
-    return Recipe().changed(fields.dotted(tree), source=path.name)
+    return Recipe(name=path.stem).changed(fields.dotted(tree), source=path.name)
 
 
 def get_recipe(word: str) -> Recipe:
@@ -192,6 +193,12 @@ def get_recipe(word: str) -> Recipe:
     if word in RECIPES:
         return RECIPES[word]
     path = Path(word)
+    if path.is_dir():
+        has_run = (path / "recipe.toml").is_file()
+        raise ShardwiseError(
+            f"{word} is the folder of a run, and no recipe" if has_run else f"{word} is a folder, and no recipe",
+            remedy=f"shardwise train --folder {word}" + (", which goes on with it" if has_run else ""),
+        )
     if path.suffix or "/" in word or path.is_file():
         return read_recipe(path)
     error = unknown("recipe", word, RECIPES)

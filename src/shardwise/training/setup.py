@@ -14,7 +14,7 @@ from shardwise.training.checkpoint.read import Reader, load, load_random
 from shardwise.training.data.rows import Batch, Batches, Rows, training_and_held_out
 from shardwise.training.data.source import check_data, open_data
 from shardwise.training.folder import CHECKPOINTS
-from shardwise.training.job import Job
+from shardwise.training.job import Job, check_rows
 from shardwise.training.make_engine import make_engine
 from shardwise.training.metrics import find_board
 from shardwise.training.model import num_parameters
@@ -46,6 +46,7 @@ class Setup:
 def check_inputs(job: Job) -> None:
     """Before any rank is started: refuse data or a model that cannot be read, and curves that nothing here can draw."""
     subject_of(job.recipe, check_data(job.recipe.data))
+    check_rows(job)
     if job.recipe.tensorboard:
         find_board()
 
@@ -54,15 +55,15 @@ def make_ready(job: Job, world: World) -> Setup:
     """Every rank calls this alike."""
     recipe = job.recipe
     tokens = open_data(recipe.data, job.folder, world)
+    subject = subject_of(recipe, tokens.vocabulary)
     rows, held_out = training_and_held_out(
         tokens,
         sequence=recipe.data.sequence,
         held_out=recipe.data.held_out,
-        masks=recipe.data.masks,
+        masks=subject.masks,
         batch=recipe.batch,
     )
     batches = Batches(rows=rows, size=recipe.batch, seed=recipe.seed)
-    subject = subject_of(recipe, tokens.vocabulary)
     module = subject.make(tp=job.plan.tp, device=world.device)
     shapes, count, flops = shapes_of(module), num_parameters(module), subject.flops_per_token(module)
     scale = LossScale.of(job.plan.precision, subject.loss)

@@ -7,22 +7,21 @@ each [rows, sequence], and with data.masks `documents`; the module's `forward` t
 """
 
 import inspect
-import sys
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.errors import ShardwiseError, unknown
+from shardwise.errors import ShardwiseError
 from shardwise.nets.loss import next_token_loss
+from shardwise.stages.factory import find_factory
 from shardwise.stages.stage import Batch, Loss
 from shardwise.training.checkpoint.parts import Held
+from shardwise.training.convert_own import describe_hf
 from shardwise.training.model import Ours, num_parameters
 from shardwise.training.recipe import Recipe
 
-_EXAMPLE = "--set model.source=my_package.my_module:factory"
+_OPTION = "--set model.source="
 _DOCUMENTS = "documents"
 #: What batches have.
 _ENTRIES = ("input_ids", "labels", _DOCUMENTS)
@@ -37,8 +36,11 @@ class Own:
     def __init__(self, recipe: Recipe) -> None:
         assert recipe.model.source is not None, "an own module has a source"
         self._recipe, self._source = recipe, recipe.model.source
-        self._factory = _find_factory(self._source)
-        self.loss = self._made()[1]
+        self._factory = find_factory(self._source, _OPTION)
+        module, self.loss = self._made()
+        #: Whether no token is to see another document: as the recipe says, or else where the module can be told.
+        self.masks = self._masks_for(module)
+        self._hf = describe_hf(module)
 
     def make(self, *, tp: int, device: torch.device) -> nn.Module:  # noqa: ARG002 - it is whole, however it is cut
         return self._made()[0].to(device)
@@ -50,7 +52,7 @@ class Own:
         return 6.0 * num_parameters(module)
 
     def description(self) -> dict[str, Any]:
-        return {"source": self._source}
+        return {"source": self._source, **({} if self._hf is None else {"hf": self._hf})}
 
     def for_planner(self) -> dict[str, Any]:
         module, choice = self._made()[0], self._recipe.data
@@ -67,13 +69,16 @@ class Own:
                 f"{self._source} returns a {type(made).__name__}, and not a module, or a module and a loss",
                 remedy="return module, or: return module, loss",
             )
-        takes = inspect.signature(module.forward).parameters
-        if self._recipe.data.masks and _DOCUMENTS not in takes:
+        return module, loss
+
+    def _masks_for(self, module: nn.Module) -> bool:
+        takes, masks = inspect.signature(module.forward).parameters, self._recipe.data.masks
+        if masks and _DOCUMENTS not in takes:
             raise ShardwiseError(
                 f"data.masks=true, and the module of {self._source} takes no {_DOCUMENTS}, but {', '.join(takes)}",
-                remedy="--set data.masks=false",
+                remedy="--set data.masks=none, which has them where the module takes them",
             )
-        return module, loss
+        return _DOCUMENTS in takes if masks is None else masks
 
 
 #: How the module of a run is made, where its first values come from, and what a checkpoint says of it.
@@ -88,23 +93,3 @@ def subject_of(recipe: Recipe, vocabulary: int) -> Subject:
 def _next_token_loss(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """That of language models, for modules that return logits, bare or among other things."""
     return next_token_loss(getattr(output, "logits", output), batch)
-
-
-def _find_factory(where: str) -> Any:
-    """The function of this name. A module beside which the command is called is found, as `python -m` finds it."""
-    name, colon, attribute = where.partition(":")
-    if not colon or not name or not attribute:
-        raise ShardwiseError(f"model.source={where} is no package.module:factory", remedy=_EXAMPLE)
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        home = import_module(name)
-    except ImportError as error:
-        raise ShardwiseError(f"model.source={where} cannot be imported: {error}", remedy=_EXAMPLE) from None
-    factory = getattr(home, attribute, None)
-    if not callable(factory):
-        functions = [key for key, each in vars(home).items() if callable(each) and not key.startswith("_")]
-        told = unknown(f"function of {name}", attribute, functions)
-        raise ShardwiseError(told.problem, remedy=told.remedy and f"--set model.source={name}:{told.remedy}")
-    return factory

@@ -112,14 +112,18 @@ class ContextParallel:
         while self._undo:
             self._undo.pop()()
 
-    def cut(self, batch: Batch) -> LocalBatch:
-        """This rank's part of a batch, or a microbatch, that all ranks of the group have whole."""
+    def cut(self, batch: Batch, *, predicts: bool = False) -> LocalBatch:
+        """This rank's part of a batch, or a microbatch, that all ranks of the group have whole.
+
+        `predicts`: nobody takes a loss of it, so tokens may be added that no label leaves out.
+        """
         if self._counts_itself and self._sharding.positions not in batch:
             raise ShardwiseError(
                 "the module makes positions from its tokens in a way of its own, so a part of them gets wrong ones",
                 remedy="position_ids in the batch, made from the whole sequences",
             )
-        return shard_sequence(batch, rank=self.group.rank, num_ranks=self.group.size, sharding=self._sharding)
+        sharding = replace(self._sharding, predicts=predicts)
+        return shard_sequence(batch, rank=self.group.rank, num_ranks=self.group.size, sharding=sharding)
 
     @contextmanager
     def running(self, batch: Batch) -> Iterator[None]:

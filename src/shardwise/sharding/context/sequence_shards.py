@@ -56,12 +56,14 @@ class SequenceSharding:
     `entries` adds to the names that are known: the entry, its dim, or None for what every rank gets whole. `positions`
     is the argument in which the module takes positions, None if it wants none; `packs` says that positions which begin
     again begin another document. `drops` are entries that only attention asks for, and the module does not take.
+    `predicts` says that no loss is taken, which tokens that are added would have to be left out of.
     """
 
     entries: Mapping[str, Entry | int | None] = field(default_factory=dict)
     positions: str | None = "position_ids"
     packs: bool = False
     pads: bool = True
+    predicts: bool = False
     drops: frozenset[str] = frozenset()
 
 
@@ -152,7 +154,7 @@ def _num_added(length: int, num_ranks: int, entries: Mapping[str, Entry], how: S
     """How many tokens are added so that the sequence divides."""
     num_pieces = 2 * num_ranks
     num_added = -length % num_pieces
-    can_ignore = any(entry.ignores for entry in entries.values())
+    can_ignore = how.predicts or any(entry.ignores for entry in entries.values())
     if num_added and not (how.pads and can_ignore):
         below = length + num_added - num_pieces
         sizes = " or ".join(str(size) for size in (below, length + num_added) if size)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardwise.errors import ShardwiseError
-from shardwise.placing.outputs import Joint
+from shardwise.stages.outputs import Joint
 
 CPU = torch.device("cpu")
 

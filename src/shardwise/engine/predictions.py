@@ -1,0 +1,206 @@
+"""What the module returns for a batch, whole and on every rank, from what each process has computed of it.
+
+microbatch ── output of a last stage ── words of all ranks (tp) ── told to all ── tokens of all ranks (cp)
+                                                                                    │
+batch      ── rows of all microbatches and replicas (dp), without those that were added to divide them
+
+A batch may have any number of rows: its last is repeated until all microbatches are full, and what comes of these is
+left out again. In evaluation mode rows do not see each other.
+"""
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.engine.make_execution import Execution
+from shardwise.engine.parts import Parts
+from shardwise.errors import ShardwiseError
+from shardwise.execution.executor import Executor
+from shardwise.sharding.context.sequence_shards import LocalBatch
+from shardwise.sharding.tensor.lazy_gather import LazyGather
+from shardwise.sharding.tensor.vocabulary import VocabParallelLogits
+from shardwise.sharding.zigzag import zigzag_unshard
+from shardwise.stages.batch import length_of, padded
+from shardwise.stages.outputs import Joint
+from shardwise.stages.split.outline import open_dataclasses
+from shardwise.stages.stage import Batch
+from shardwise.torch_private import pytree
+
+#: What an output may have beside tensors.
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Hole:
+    """Where in an output a tensor was."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Place(NamedTuple):
+    """Whose an output is: a replica's, of a microbatch, of one rank's tokens."""
+
+    replica: int
+    microbatch: int
+    piece: int
+
+
+class Given(NamedTuple):
+    """A batch that is predicted, with rows added; this process's microbatches of it; and how many rows are real."""
+
+    batch: Batch
+    microbatches: list[Batch]
+    num_rows: int
+
+
+class Predictions:
+    """Those of one engine. Every process calls this alike."""
+
+    def __init__(self, parts: Parts, execution: Execution) -> None:
+        self._parts, self._execution = parts, execution
+        self._executor: Executor | None = None
+
+    @property
+    def executor(self) -> Executor:
+        """What runs the forwards, and keeps what the module returns. It is made when it is first asked for."""
+        if self._executor is None:
+            self._executor = self._execution.make_predictor()
+        return self._executor
+
+    def cut(self, batch: Batch) -> Given:
+        """This process's part of a batch."""
+        num_rows, plan = length_of(batch), self._parts.plan
+        if not num_rows:
+            raise ShardwiseError("the batch has no row", remedy="a batch of at least 1")
+        whole = padded(batch, -(-num_rows // (plan.dp * plan.microbatches)) * plan.dp * plan.microbatches)
+        return Given(whole, self._execution.batches.cut(whole, predicts=True), num_rows)
+
+    def joined(self, given: Given) -> Any:
+        """The output for the whole batch, from those of the microbatches that were run last."""
+        mine: dict[_Place, Any] = {}
+        axes = self._parts.wires.mesh.coordinates
+        for interpreter in self.executor.interpreters:
+            for number, output in sorted(interpreter.outputs.items()):
+                open_dataclasses(output)
+                mine[_Place(axes.get("dp", 0), number, axes.get("cp", 0))] = pytree.tree_map(_whole, output)
+            interpreter.outputs.clear()
+        outputs = mine if self._parts.wires.watch is None else self._told(mine, has_first=axes["tp"] == 0)
+        return self._join(outputs, given)
+
+    def _told(self, mine: dict[_Place, Any], *, has_first: bool) -> dict[_Place, Any]:
+        """The outputs of all processes; ranks of a tensor parallel group have the same, and the first tells them."""
+        wires = self._parts.wires
+        found: dict[_Place, Any] = {}
+        told = wires.gather({place: _outline(each) for place, each in mine.items()} if has_first else {})
+        for source, outlines in enumerate(told):
+            for place, outline in outlines.items():
+                open_dataclasses(outline)
+                holes, tree = pytree.tree_flatten(outline)
+                given = iter(pytree.tree_leaves(mine[place])) if source == wires.rank else iter(holes)
+                leaves = []
+                for hole, each in zip(holes, given, strict=True):
+                    if isinstance(hole, _Hole):
+                        # Over the host, and as bytes: the group of all ranks may be one of gloo, which knows few kinds.
+                        tensor = each.detach().cpu().contiguous() if isinstance(each, Tensor) else _empty(hole)
+                        if tensor.numel():
+                            wires.broadcast(tensor.reshape(-1).view(torch.uint8), source, "the outputs of a batch")
+                        leaves.append(tensor)
+                    else:
+                        leaves.append(hole)
+                found[place] = pytree.tree_unflatten(leaves, tree)
+        return found
+
+    def _join(self, outputs: dict[_Place, Any], given: Given) -> Any:
+        """One output from those of replicas, microbatches and ranks of cp."""
+        by_rows: list[Any] = []
+        for place in sorted(outputs):
+            if place.piece == 0:
+                pieces = [outputs[place._replace(piece=piece)] for piece in range(self._parts.plan.cp)]
+                by_rows.append(pieces[0] if len(pieces) == 1 else _join_tokens(pieces, given.microbatches[0]))
+        if len(by_rows) > 1:
+            _check_plain(by_rows)
+        length = length_of(given.batch)
+        joint = Joint(by_rows, [length // len(by_rows)] * len(by_rows))
+        tensors = {number: joint.joined(number, self._parts.device) for number in joint.tensors}
+        if given.num_rows < length:
+            for number, leaf in joint.tensors.items():
+                if leaf.how == "mean":
+                    raise ShardwiseError(
+                        f"the module returns one number for a microbatch (number {number + 1} of its output), and the"
+                        f" batch of {given.num_rows} rows does not divide into {len(by_rows)} equal ones",
+                        remedy=f"a batch of {length}; or a batch without labels, if the number is a loss",
+                    )
+                if leaf.how == "rows":
+                    tensors[number] = tensors[number][: given.num_rows]
+        return joint.filled(tensors)
+
+
+def _whole(leaf: Any) -> Any:
+    """A leaf of an output with all of its words and tokens."""
+    return leaf.whole() if isinstance(leaf, (VocabParallelLogits, LazyGather)) else leaf
+
+
+def _outline(output: Any) -> Any:
+    """An output without its tensors, to be sent; what cannot be is refused."""
+    outline = pytree.tree_map(lambda e: _Hole(tuple(e.shape), e.dtype) if isinstance(e, Tensor) else e, output)
+    _check_plain([output])
+    try:
+        pickle.dumps(outline)
+    except Exception as error:
+        raise ShardwiseError(
+            f"the module returns a {type(output).__name__}, which cannot be sent to other ranks: {error}",
+            remedy="a class at the top of a file, a tuple, a list or a dictionary",
+        ) from None
+    return outline
+
+
+def _empty(hole: _Hole) -> Tensor:
+    return torch.empty(hole.shape, dtype=hole.dtype)
+
+
+def _check_plain(outputs: Sequence[Any]) -> None:
+    """Refuse what is neither a tensor nor a plain value, or is another value for each microbatch."""
+    every = [[each for each in pytree.tree_leaves(output) if not isinstance(each, Tensor)] for output in outputs]
+    for each in every[0]:
+        if not isinstance(each, _PLAIN):
+            raise ShardwiseError(
+                f"the module returns a {type(each).__name__}, and what is inside it cannot be joined from parts",
+                remedy="tensors, plain values, and tuples, lists, dictionaries or dataclasses of these",
+            )
+    for others in every[1:]:
+        if len(others) == len(every[0]) and others != every[0]:
+            one, other = next((a, b) for a, b in zip(every[0], others, strict=True) if a != b)
+            raise ShardwiseError(
+                f"the module returns {one!r} for one microbatch and {other!r} for another, and no tensor: which is the"
+                " batch's is not known",
+                remedy="a tensor with a row for each of the batch, or microbatches=1 and dp=1",
+            )
+
+
+def _join_tokens(pieces: Sequence[Any], microbatch: Batch) -> Any:
+    """One output from those of ranks that have parts of the tokens."""
+    assert isinstance(microbatch, LocalBatch), "it was cut for cp"
+    tokens, num_ranks = microbatch.tokens, len(pieces)
+    every = [pytree.tree_flatten(each) for each in pieces]
+
+    def join(parts: Sequence[Any]) -> Any:
+        first = parts[0]
+        if not isinstance(first, Tensor):
+            return first
+        if first.dim() > 1 and first.shape[1] == tokens.length // num_ranks:
+            return zigzag_unshard(parts, 1)[:, : tokens.num_real]
+        if all(torch.equal(first, each) for each in parts[1:]):
+            return first
+        raise ShardwiseError(
+            f"the module returns a tensor of shape {tuple(first.shape)}, which under cp={num_ranks} is of each rank's"
+            f" {tokens.length // num_ranks} tokens, and they are not its second dim: it cannot be joined",
+            remedy="an output of [batch, tokens, ...], or cp=1; without labels in the batch, if it is a loss",
+        )
+
+    leaves = [join(parts) for parts in zip(*(leaves for leaves, _ in every), strict=True)]
+    return pytree.tree_unflatten(leaves, every[0][1])

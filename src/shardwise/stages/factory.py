@@ -1,0 +1,51 @@
+"""A function of the user's that makes a module, by its name: `package.module:factory`."""
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ShardwiseError, unknown
+from shardwise.stages.split.lines import line_of_error
+
+_FORM = "my_package.my_module:factory"
+
+
+def split_name(where: str, option: str) -> tuple[str, str]:
+    """Module and function. `option` is what stands before it on a command line: `--module `, say."""
+    name, colon, attribute = where.partition(":")
+    if not colon or not name or not attribute:
+        raise ShardwiseError(f"{option}{where} is no package.module:factory", remedy=f"{option}{_FORM}")
+    return name, attribute
+
+
+def find_factory(where: str, option: str, folder: str | None = None) -> Callable[[], Any]:
+    """The function of this name. A module beside which the command is called is found, as `python -m` finds it."""
+    name, attribute = split_name(where, option)
+    here = folder or str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        home = import_module(name)
+    except Exception as error:
+        why = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        raise ShardwiseError(f"{option}{where} cannot be imported: {why}", remedy=f"{option}{_FORM}") from None
+    factory = getattr(home, attribute, None)
+    if not callable(factory):
+        functions = [key for key, each in vars(home).items() if callable(each) and not key.startswith("_")]
+        told = unknown(f"function of {name}", attribute, functions)
+        raise ShardwiseError(told.problem, remedy=told.remedy and f"{option}{name}:{told.remedy}")
+    return lambda: _called(factory, where)
+
+
+def _called(factory: Callable[[], Any], where: str) -> Any:
+    try:
+        return factory()
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        raise ShardwiseError(
+            f"{where} raises {type(error).__name__}: {error}, at {line_of_error(error)}",
+            remedy="a function without arguments that returns what it makes",
+        ) from error

@@ -66,7 +66,7 @@ def make_execution(parts: Parts, states: States) -> Execution:
 def _make_executor(
     schedule: Schedule, parts: Parts, states: States, transport: ProcessTransport | None
 ) -> LocalExecutor | ProcessExecutor:
-    split, loss, policy = parts.split, parts.loss, ComputePolicy.of(parts.plan)
+    split, loss, policy = parts.split, parts.loss, ComputePolicy.of(parts.plan, schedule)
     beside = states.data if states.data.is_beside else None
     if isinstance(parts.wires, OneProcess):
         return LocalExecutor(schedule, split, loss, policy, beside=beside)

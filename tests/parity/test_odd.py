@@ -27,15 +27,15 @@ from tests.parity.odd import PROBLEMS
         pytest.param("experts that are full", "dp=2,cp=2,ep=4,microbatches=2,zero=1", marks=pytest.mark.whole),
         # Six experts on four ranks: two have one more.
         ("experts that all are chosen", "dp=4,ep=4,zero=3"),
-        ("experts in groups", "dp=2,cp=2,ep=4,zero=3"),
+        ("experts in groups", "dp=2,cp=2,ep=4,zero=3,recompute=selective"),
         ("a transformer that drops", "dp=2,zero=3,microbatches=2,recompute=full"),
-        ("a transformer that drops", "tp=2,sp=true"),
-        ("a transformer that drops", "cp=2,context=all-to-all"),
+        ("a transformer that drops", "tp=2,sp=true,recompute=selective"),
+        ("a transformer that drops", "cp=2,context=all-to-all,recompute=selective"),
         pytest.param("a transformer that drops", "cp=2,tp=2", marks=pytest.mark.whole),
         pytest.param(
             "a transformer that drops", "dp=2,pp=2,ep=2,schedule=zb-v,microbatches=2", marks=pytest.mark.whole
         ),
-        ("heads of unequal ranks", "tp=2,pp=2,microbatches=2"),
+        ("heads of unequal ranks", "tp=2,pp=2,microbatches=2,recompute=full,recompute_layers=1"),
         pytest.param(
             "blocks with something around", "tp=2,pp=2,sp=true,microbatches=2,layers=1+2", marks=pytest.mark.whole
         ),

@@ -17,19 +17,14 @@ REFUSED = {
         "schedule=dualpipe keeps two copies of each weight, but offload.parameters=0.5 stores only one on the host",
         "pp=2,microbatches=4,offload.parameters=0.5",
     ),
-    "selective recomputation": (
-        "pp=2,recompute=selective",
-        "recompute=selective is not supported yet: the engines recompute a stage's whole forward or nothing",
-        "pp=2,recompute=full",
-    ),
     "recomputation of some layers": (
-        "pp=2,recompute=full,recompute_layers=3",
-        "recompute_layers=3 is not supported yet: the engines recompute a stage's whole forward or nothing",
-        "pp=2,recompute=full",
+        "pp=2,schedule=zb-h1,recompute=full,recompute_layers=3",
+        "schedule=zb-h1 runs backwards in two halves and recomputes a stage at once, not recompute_layers=3 of it",
+        "pp=2,schedule=zb-h1,recompute=full",
     ),
     "activations that are recomputed": (
         "pp=2,recompute=full,offload.activations=0.5",
-        "recompute=full keeps only the inputs of a stage, so offload.activations=0.5 has nothing to move",
+        "recompute=full keeps little of what offload.activations=0.5 would move, and the engine does one or the other",
         "pp=2,recompute=full",
     ),
     "many chunks of auto": (

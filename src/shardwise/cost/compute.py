@@ -15,7 +15,17 @@ from shardwise.cost.numbers import Floats, Number, ceil_divide
 from shardwise.cost.software import Software
 from shardwise.model.flops import flops, gemm
 from shardwise.model.model import Block
-from shardwise.model.operations import Attention, CrossEntropy, Matmul, Norm, Operation, Permutation, Router, Scan
+from shardwise.model.operations import (
+    Attention,
+    CrossEntropy,
+    Matmul,
+    Norm,
+    Operation,
+    Permutation,
+    Product,
+    Router,
+    Scan,
+)
 from shardwise.model.share import Share
 from shardwise.model.traffic import traffic
 
@@ -77,6 +87,11 @@ class Engine:
         if parts is None:
             return self.block(block, share).forward
         again = [each for each in block.operations if not parts.isdisjoint(each.rerun_by)]
+        return self._sum(block, again, share).forward
+
+    def rerun_between(self, block: Block, share: Share) -> Floats:
+        """Seconds of all that is neither a matmul nor attention, which a backward computes again."""
+        again = [each for each in block.operations if not isinstance(each, (Matmul, Product, Attention))]
         return self._sum(block, again, share).forward
 
     def _sum(self, block: Block, operations: Iterable[Operation], share: Share) -> Seconds:

@@ -9,10 +9,11 @@ from shardwise.cluster.device import Device
 from shardwise.cost.constants import CONSTANTS, Constants
 from shardwise.cost.layouts import Layouts
 from shardwise.cost.numbers import Floats
+from shardwise.cost.pipeline import SPLITS_BACKWARD
 from shardwise.cost.places import PLACES, Counts, Places, count_blocks, ends_of, layer_kinds
 from shardwise.cost.software import Software
 from shardwise.cost.stage import DECIDE_WORK, share_of, share_of_ends
-from shardwise.model.activations import saved_bytes
+from shardwise.model.activations import made_bytes, saved_bytes
 from shardwise.model.model import Block, Model
 from shardwise.model.operations import Attention, CrossEntropy, Norm
 from shardwise.model.share import Share
@@ -161,17 +162,18 @@ def _activations(
     zero = np.zeros(len(some))
     every = np.ones_like(places.begins)
     layers = layer_kinds(model)
-    activations, biggest = np.zeros_like(places.begins), zero
+    activations, biggest, at_once = np.zeros_like(places.begins), zero, np.zeros_like(places.begins)
     for index, (block, _) in enumerate(layers):
         none = zero + saved(block, share, software)
         chosen = np.where(
             some.recompute == 2,
             zero + block.input_bytes(share),
-            np.where(some.recompute == 1, zero + saved(block, share, software, _SELECTIVE), none),
+            np.where(some.recompute == 1, zero + _selected(block, share, software), none),
         )
         kept = none + (chosen - none) * some.recompute_share
         activations = activations + places.kept_layers[:, :, index] * kept[kinds, None]
         biggest = np.maximum(biggest, none)
+        at_once = at_once + places.layers[:, :, index] / layouts.chunks[:, None] * none[kinds, None]
     before, after, outside = *ends_of(model), share_of_ends(share)
     begin = sum((zero + saved(block, outside, software) for block in before), zero)
     end = sum((zero + saved(block, outside, software) for block in after), zero)
@@ -185,13 +187,25 @@ def _activations(
     return {
         "scores": scores[kinds, None] * every,
         "activations": activations,
-        # A layer at work, where layers keep little or their activations leave.
-        "recomputed": np.where((layouts.recompute == 2) | (layouts.offload_activations > 0), biggest[kinds], 0.0)[
-            :, None
-        ]
-        * every,
+        "recomputed": _at_work(layouts, software, biggest[kinds, None] * every, at_once),
         "loss": np.minimum(places.ends, 1.0) * loss[kinds, None],
     }
+
+
+def _at_work(layouts: Layouts, software: Software, layer: Floats, stage: Floats) -> Floats:
+    """A layer at work, where layers keep little or their activations leave; or a stage that is recomputed at once."""
+    recomputes = layouts.recompute >= (1 if software.by_operation else 2)
+    splits = np.isin(layouts.schedule, SPLITS_BACKWARD) & (layouts.pp > 1) & software.recomputes_stages
+    one = recomputes | (layouts.offload_activations > 0)
+    return np.where((recomputes & splits)[:, None], np.maximum(stage, layer), np.where(one[:, None], layer, 0.0))
+
+
+def _selected(block: Block, share: Share, software: Software) -> Floats:
+    """Bytes that a block keeps under selective recomputation."""
+    if not software.by_operation:
+        return saved(block, share, software, _SELECTIVE)
+    kept = np.asarray(block.input_bytes(share) + made_bytes(block.operations, share), dtype=np.float64)
+    return np.minimum(kept, saved(block, share, software))
 
 
 def saved(block: Block, share: Share, software: Software, recompute: tuple[str, ...] | str = "none") -> Floats:

@@ -11,6 +11,7 @@ import numpy as np
 
 from shardwise.cost.compute import Seconds
 from shardwise.cost.numbers import Floats, Number
+from shardwise.schedule.catalogue import CATALOGUE
 
 SCHEDULES = (
     "1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe", "dualpipe-v",
@@ -19,7 +20,7 @@ SCHEDULES = (
 
 
 #: Schedules whose backward has two halves, by index.
-SPLITS_BACKWARD = [index for index, name in enumerate(SCHEDULES) if name.startswith(("zb", "v-", "dual"))]
+SPLITS_BACKWARD = [index for index, name in enumerate(SCHEDULES) if CATALOGUE[name].splits_backward]
 
 
 class Span(NamedTuple):

@@ -26,6 +26,11 @@ class Software:
     # What a forward casts of weights is saved for its backward (autocast: ours), also of weights that ZeRO-3 gathered;
     # else they are cast when they are gathered, and freed with what was gathered (FSDP).
     saves_casts: bool = False
+    # What selective recomputation means: matmuls and attention are kept and the rest is made again (`by_operation`:
+    # torch's, and ours); else the scores of attention are made again, and nothing else (Korthikanti et al. 2022).
+    by_operation: bool = False
+    # Where backwards are run in two halves, a stage is recomputed at once and not layer by layer (ours).
+    recomputes_stages: bool = False
     # Gradients of weights are added to earlier ones by the product's own kernel.
     fused_accumulation: bool = True
     # What runs beside compute: reductions of gradients; gathers of shards; tensor parallel sums, all of them or only

@@ -158,10 +158,16 @@ class Pricer:
         rerun, repeated_tp, repeated_ep = zero, zero, zero
         if again:
             full = layouts.recompute == 2
-            selective = self.engine.rerun(block, share, _SELECTIVE)
+            between = self.software.by_operation
+            engine = self.engine
+            selective = engine.rerun_between(block, share) if between else engine.rerun(block, share, _SELECTIVE)
             part = layouts.recompute_share
             rerun = part * np.where(full, seconds.forward, np.where(layouts.recompute == 1, selective, 0.0))
-            repeated_tp, repeated_ep = np.where(full, part * tp_forward, 0.0), np.where(full, part * ep_forward, 0.0)
+            # What matmuls made is there, summed over ranks; what they read under sp is gathered again.
+            some = (layouts.recompute == 1) & between
+            gathered = np.where(some & layouts.sequence_parallel, 0.5 * tp_forward, 0.0)
+            repeated_tp = part * np.where(full, tp_forward, gathered)
+            repeated_ep = part * np.where(full | some, ep_forward, 0.0)
         return Work(
             forward=seconds.forward + zero,
             input=seconds.input + zero,

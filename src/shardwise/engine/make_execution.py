@@ -73,7 +73,8 @@ def make_execution(parts: Parts, states: States) -> Execution:
 def _make_executor(
     schedule: Schedule, parts: Parts, states: States, transport: ProcessTransport | None, *, measures: bool
 ) -> LocalExecutor | ProcessExecutor:
-    split, policy, loss = parts.split, ComputePolicy.of(parts.plan), parts.loss if measures else None
+    split, policy = parts.split, ComputePolicy.of(parts.plan, schedule)
+    loss = parts.loss if measures else None
     beside = states.data if states.data.is_beside else None
     if isinstance(parts.wires, OneProcess):
         return LocalExecutor(schedule, split, loss, policy, beside=beside)

@@ -13,7 +13,6 @@ from shardwise.engine.parts import Parts
 from shardwise.engine.update import DeviceUpdate, Update, find_device_update
 from shardwise.execution.weight_stash import Stream
 from shardwise.ranks.wires import ManyProcesses, OneProcess, Wires
-from shardwise.schedule.instruction import Kind
 from shardwise.stages.stage import Stage
 from shardwise.states.buckets.make import HeldStages, ParameterOwners, ZeroConfig
 from shardwise.states.buckets.ties import make_ties
@@ -124,13 +123,12 @@ def sharing_of(parts: Parts) -> ZeroConfig:
     plan, schedule, bucket_bytes = parts.plan, parts.schedule, parts.options.bucket_bytes
     is_alone, is_stale = plan.num_ranks == plan.pp, schedule.staleness > 0
     has_halves = any(each.itemsize < 4 for each in parts.module.parameters())
-    splits_backward = any(part.kind is Kind.W for order in schedule.orders for each in order for part in each.parts)
     updates_early = plan.offload.optimizer > 0 or plan.offload.parameters > 0
     sharing = ZeroConfig(
         zero=plan.zero,
         # With two versions of the weights, the one that a batch used is stepped on in place.
         masters=plan.precision != "fp32" and not is_stale,
-        layerwise=not splits_backward,
+        layerwise=not schedule.splits_backward,
         offloaded=plan.offload.parameters,
         updates_late=updates_early,
         # What is updated in the backward, with its state from the host, is known bucket by bucket; so are the masters

@@ -20,6 +20,7 @@ from shardwise.sharding.context.sequence_shards import Entry
 from shardwise.sharding.dropout import Finding
 from shardwise.stages.batch import home_of
 from shardwise.stages.compiled import check_backend, compile_units
+from shardwise.stages.recompute import recompute_units
 from shardwise.stages.split.choose import TooFewUnitsError
 from shardwise.stages.split.flow import UnitCall
 from shardwise.stages.split.split import split, stage_costs
@@ -97,8 +98,19 @@ def prepare(
         ) from None
     except ShardwiseError as error:
         raise _in_keys(error) from None
+    policy = ComputePolicy.of(plan, schedule)
+    by_layer = policy.recompute == "layers"
+    how_again: dict[str, Any] = {
+        "selective": policy.selective,
+        "num_layers": plan.recompute_layers,
+        "stops_early": plan.tp * plan.cp * plan.ep == 1,
+    }
+    if by_layer and policy.selective and backend is not None:
+        recompute_units(stages, is_compiled=True, **how_again)
     if backend is not None:
         compile_units(stages, backend)
+    if by_layer and not (policy.selective and backend is not None):
+        recompute_units(stages, is_compiled=backend is not None, **how_again)
     return Prepared(stages, schedule, tuple(finding.names(module)))
 
 

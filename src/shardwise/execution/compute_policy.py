@@ -1,20 +1,24 @@
 """How stages are computed: what a forward keeps for its backward, and in which precision.
 
-Recomputation keeps a stage's inputs and nothing else. The forward still builds its graph, with nothing saved in it:
-that is how it is known which values will want a gradient. Before the backward it is run again, with the random numbers
-that it had (dropout drops the same) and without a trace in the buffers (batch norm counts a microbatch once).
+What is recomputed is run again with the random numbers that it had (dropout drops the same) and without a trace in the
+buffers (batch norm counts a microbatch once):
+
+    layer by layer    inside of the backward, each layer when its turn has come (`stages/recompute.py`)
+    a whole stage     before a backward that is run in two halves. The forward still builds its graph, with nothing
+                      saved in it: that is how it is known which values will want a gradient.
 """
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from shardwise.planner.plan import Plan
+from shardwise.schedule.schedule import Schedule
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -27,12 +31,19 @@ class ComputePolicy:
     count, both are, and the mean stays (`training/precision.py`).
     """
 
-    recompute: bool = False
+    recompute: Literal["none", "layers", "stage"] = "none"
+    #: Whether matmuls and attention of what is recomputed are kept.
+    selective: bool = False
     autocast: torch.dtype | None = None
 
     @staticmethod
-    def of(plan: Plan) -> "ComputePolicy":
-        return ComputePolicy(recompute=plan.recompute == "full", autocast=_AUTOCAST.get(plan.precision))
+    def of(plan: Plan, schedule: Schedule | None = None) -> "ComputePolicy":
+        how: Literal["layers", "stage"] = "stage" if schedule is not None and schedule.splits_backward else "layers"
+        return ComputePolicy(
+            recompute="none" if plan.recompute == "none" else how,
+            selective=plan.recompute == "selective",
+            autocast=_AUTOCAST.get(plan.precision),
+        )
 
     def precision(self, device: torch.device) -> AbstractContextManager[Any]:
         """Where forwards and losses are computed. Backwards are not: they follow their forward's types."""
@@ -64,12 +75,15 @@ class RngState:
         with torch.random.fork_rng(devices=self.devices):
             torch.set_rng_state(self.cpu)
             set_device_states(self.devices, self.on_devices)
-            yield
-        for slots, key, buffer in newest:
-            slots[key] = buffer
-        for buffer, value in before:
-            # Through `data`, unseen by autograd: batch norm saves its statistics for a backward that never reads them.
-            buffer.data.copy_(value)
+            try:
+                yield
+            finally:  # It may be broken off, when all that is wanted of it is there.
+                for slots, key, buffer in newest:
+                    slots[key] = buffer
+                for buffer, value in before:
+                    # Through `data`, unseen by autograd: batch norm saves its statistics for a backward that never
+                    # reads them.
+                    buffer.data.copy_(value)
 
 
 def saving_nothing() -> AbstractContextManager[Any]:

@@ -7,6 +7,7 @@ instruction means the same in one process and in many.
 from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from operator import is_
 from time import perf_counter
@@ -18,6 +19,7 @@ from torch import Tensor
 from shardwise.errors import ShardwiseError
 from shardwise.execution.backward import Halves, find_halves, full_backward, input_gradients
 from shardwise.execution.compute_policy import ComputePolicy, RngState, saving_nothing
+from shardwise.execution.replay import replayed
 from shardwise.execution.stage_io import StageIO
 from shardwise.schedule.instruction import BACKWARD, Instruction, Kind
 from shardwise.schedule.schedule import Schedule
@@ -25,6 +27,7 @@ from shardwise.stages.activation_bytes import Kept, KeptBytes
 from shardwise.stages.batch import home_of
 from shardwise.stages.losses import describe
 from shardwise.stages.metrics import Pairs, pairs_of, take_metrics
+from shardwise.stages.recalled import recalling
 from shardwise.stages.stage import Batch, Loss, Split, Values
 
 
@@ -75,6 +78,8 @@ class _Saved:
     outputs: Values = field(default_factory=dict)
     loss: Tensor | None = None
     rng: RngState | None = None
+    #: What to enter when they are: what of it is not computed but was kept.
+    kept: AbstractContextManager[Any] = field(default_factory=nullcontext)
     #: Where the backward of a last stage begins if not at its loss: tensors of the output, and their gradients.
     starts: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     wants_gradient: Container[str] = ()
@@ -195,6 +200,8 @@ class Interpreter:
         self.before: Callable[[Instruction], None] | None = None
         #: Called when a forward was made again: rank, the backward that it was for, and when.
         self.note_again: Callable[[int, Instruction, float, float], None] | None = None
+        #: What is being run.
+        self._now: Instruction | None = None
         self._handlers: dict[Kind, Callable[[Instruction], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -242,6 +249,7 @@ class Interpreter:
             try:
                 if self.before is not None:
                     self.before(part)
+                self._now = part
                 self._handlers[part.kind](part)
             except Exception as error:
                 error.add_note(f"in {part}: stage {part.stage}, microbatch {part.microbatch}, rank {self.rank}")
@@ -283,18 +291,16 @@ class Interpreter:
         saved = _Saved(inputs=inputs)
         counts = self.kept_bytes is not None and stage not in self.kept_bytes
         kept = Kept(self._there_anyway(stage, microbatch)) if counts else None
-        if self._trains and self.policy.recompute:
+        if self._trains and self.policy.recompute == "stage":
             saved.rng = RngState.now(chain(inputs.values(), self._microbatches[microbatch].values()), self.written)
-            with saving_nothing():
+            first, saved.kept = recalling(kept) if self.policy.selective else (nullcontext(), nullcontext())
+            with first, saving_nothing():
                 made, measured = self._run(stage, microbatch, inputs)
             if kept is not None:
                 kept.add(inputs.values())
         else:
-            if kept is None and self.offload is None:
+            with self._saving(stage, microbatch, inputs, kept), self._replayed(stage, microbatch, kept):
                 made, measured = self._run(stage, microbatch, inputs)
-            else:
-                with self._saving(stage, microbatch, inputs, kept):
-                    made, measured = self._run(stage, microbatch, inputs)
             saved.outputs, saved.loss = made, None if measured is None else measured.total
         if kept is not None and self.kept_bytes is not None:
             self.kept_bytes[stage] = kept.num_bytes
@@ -322,13 +328,30 @@ class Interpreter:
             return self.offload.saving(stays, kept, (stage, microbatch))
         return nullcontext() if kept is None else kept.counting()
 
-    def _run(self, stage: int, microbatch: int, inputs: Values, *, is_again: bool = False) -> _Made:
-        """What a stage makes of its inputs; and the loss, if it is the last."""
-        batch = self._microbatches[microbatch]
+    def _replayed(self, stage: int, microbatch: int, kept: Kept | None) -> AbstractContextManager[Any]:
+        """Around a forward: where it is taken down how its layers are recomputed, if they are."""
+        if not self._trains or self.policy.recompute != "layers":
+            return nullcontext()
+        return replayed(
+            self._stages[stage], self._microbatches[microbatch], written=self.written, kept=kept,
+            select=partial(self._select, microbatch), note=self._note_again,
+        )  # fmt: skip
+
+    def _note_again(self, begun: float, ended: float) -> None:
+        if self.note_again is not None and self._now is not None:
+            self.note_again(self.rank, self._now, begun, ended)
+
+    def _select(self, microbatch: int, batch: Batch) -> None:
+        """Have what depends on the microbatch be its own."""
         if self.select_weights is not None:
             self.select_weights(self.schedule.step_of(microbatch))
         if self.select_rows is not None:
             self.select_rows(batch)
+
+    def _run(self, stage: int, microbatch: int, inputs: Values, *, is_again: bool = False) -> _Made:
+        """What a stage makes of its inputs; and the loss, if it is the last."""
+        batch = self._microbatches[microbatch]
+        self._select(microbatch, batch)
         with nullcontext() if self.policy.autocast is None else self.policy.precision(home_of(batch)):
             made, output = self._stages[stage].run(inputs, batch)
             if stage not in self._lasts:
@@ -351,11 +374,10 @@ class Interpreter:
         saved = self._saved[stage, microbatch]
         if saved.rng is not None:
             begun = perf_counter()
-            with saved.rng.again(self._stages[stage].buffers.values()):
+            with saved.rng.again(self._stages[stage].buffers.values()), saved.kept:
                 saved.outputs, measured = self._run(stage, microbatch, saved.inputs, is_again=True)
             saved.loss = None if measured is None else measured.total
-            if self.note_again is not None:
-                self.note_again(self.rank, instruction, begun, perf_counter())
+            self._note_again(begun, perf_counter())
         outputs: list[Tensor] = []
         gradients: list[Tensor | None] = []
         if saved.loss is not None and saved.loss.requires_grad:

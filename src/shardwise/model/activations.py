@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable
 
 from shardwise.model.flops import chosen_parts, expert_rows, gemm
-from shardwise.model.operations import Matmul, Operation, Saved
+from shardwise.model.operations import Attention, Matmul, Operation, Product, Saved
 from shardwise.model.share import Count, Share, divided, total
 
 
@@ -19,6 +19,24 @@ def saved_bytes(operations: Iterable[Operation], share: Share, recompute: str | 
     every = (saved for operation in operations for saved in operation.saves)
     kept = (saved for saved in every if _is_kept(saved, share) and parts.isdisjoint(saved.dropped_by))
     return total(tensor_bytes(saved, share) for saved in kept)
+
+
+def made_bytes(operations: Iterable[Operation], share: Share) -> Count:
+    """Bytes of what matmuls and attention make: what recomputation keeps that makes all else again."""
+    return total(_made_bytes(each, share) for each in operations)
+
+
+def _made_bytes(operation: Operation, share: Share) -> Count:
+    if isinstance(operation, Matmul):
+        return expert_rows(operation, share) * gemm(operation, share).n * share.width
+    if isinstance(operation, Product):
+        return share.microbatch * operation.batch * operation.m * operation.n * share.width
+    if isinstance(operation, Attention):
+        pairs = share.num_rows(operation.rows) * divided(operation.heads, share.tp)
+        # The logarithm of a softmax's sum, in fp32; without flash attention the scores are what a matmul makes.
+        beside = 4 if share.flash else share.sequence * share.width
+        return pairs * (operation.v_dim * share.width + beside)
+    return 0
 
 
 def tensor_bytes(saved: Saved, share: Share) -> Count:

@@ -11,7 +11,6 @@ from shardwise.planner.plan import Plan
 from shardwise.schedule.catalogue import CATALOGUE
 
 _MOST_CHUNKS_OF_AUTO = 2
-_ALL_OR_NOTHING = "is not supported yet: the engines recompute a stage's whole forward or nothing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +21,10 @@ class Rule:
     applies: Callable[[Plan], bool]
     problem: Callable[[Plan], str]
     instead: Callable[[Plan], Plan]
+
+
+def _may_split_backward(plan: Plan) -> bool:
+    return plan.pp > 1 and (plan.schedule == "auto" or CATALOGUE[plan.schedule].splits_backward)
 
 
 def _is_stale(plan: Plan) -> bool:
@@ -58,23 +61,20 @@ RULES: tuple[Rule, ...] = (
         instead=lambda plan: replace(plan, schedule="1f1b", chunks=None, layers=None),
     ),
     Rule(
-        name="selective recomputation",
-        applies=lambda plan: plan.recompute == "selective",
-        problem=lambda plan: f"recompute={plan.recompute} {_ALL_OR_NOTHING}",
-        instead=lambda plan: replace(plan, recompute="full"),
-    ),
-    Rule(
         name="recomputation of some layers",
-        applies=lambda plan: plan.recompute_layers is not None,
-        problem=lambda plan: f"recompute_layers={plan.recompute_layers} {_ALL_OR_NOTHING}",
+        applies=lambda plan: plan.recompute_layers is not None and _may_split_backward(plan),
+        problem=lambda plan: (
+            f"schedule={plan.schedule} runs backwards in two halves and recomputes a stage at once, not"
+            f" recompute_layers={plan.recompute_layers} of it"
+        ),
         instead=lambda plan: replace(plan, recompute_layers=None),
     ),
     Rule(
         name="activations that are recomputed",
-        applies=lambda plan: plan.recompute == "full" and plan.offload.activations > 0,
+        applies=lambda plan: plan.recompute != "none" and plan.offload.activations > 0,
         problem=lambda plan: (
-            f"recompute=full keeps only the inputs of a stage, so offload.activations="
-            f"{plan.offload.activations:g} has nothing to move"
+            f"recompute={plan.recompute} keeps little of what offload.activations={plan.offload.activations:g} would"
+            " move, and the engine does one or the other"
         ),
         instead=lambda plan: replace(plan, offload=replace(plan.offload, activations=0.0)),
     ),

@@ -101,7 +101,7 @@ class Question:
 
 
 def usual_software(device: Device) -> Software:
-    """Kernels that torch has for a device today, and sequence parallelism and autocast as the engines have them.
+    """Kernels that torch has for a device today; sequence parallelism, autocast, recomputation as the engine has them.
 
     On processors nothing but attention is fused, so norms and activation functions keep what they make on the way.
     """
@@ -110,6 +110,8 @@ def usual_software(device: Device) -> Software:
         attention=_KERNELS.get(device.architecture, "flash2"),
         gathered_once=True,
         saves_casts=True,
+        by_operation=True,
+        recomputes_stages=True,
         fused=is_fused,
         fused_norms=is_fused,
     )

@@ -17,7 +17,8 @@ class Entry:
 
     It needs `least_microbatches` for each rank (0: any number will do). One that is `mirrored` holds the model twice,
     in opposite directions, and needs an even number of ranks and of microbatches. `chunks` is how many chunks a rank
-    holds: a fixed number, or, if `any_chunks_from` is given, that many or more (and even, if `even_chunks`).
+    holds: a fixed number, or, if `any_chunks_from` is given, that many or more (and even, if `even_chunks`). It may
+    split backwards: the gradients of inputs first, those of weights later.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Entry:
     even_chunks: bool = False
     least_microbatches: int = 0
     mirrored: bool = False
+    splits_backward: bool = False
 
     @property
     def num_weight_copies(self) -> int:
@@ -48,18 +50,27 @@ CATALOGUE = {
         Entry(name="interleaved", idea="1F1B over several chunks a rank", chunks=2, any_chunks_from=1),
         Entry(name="looped-bfs", idea="all microbatches through a chunk, then the next", chunks=2, any_chunks_from=1),
         Entry(name="pipedream-2bw", idea="no flush: two weight versions, one step stale", least_microbatches=1),
-        Entry(name="zb-h1", idea="weight gradients fill the bubble, memory of 1F1B"),
-        Entry(name="zb-h2", idea="no bubble in the span, twice the memory"),
-        Entry(name="zb-v", idea="no bubble in the span, memory of 1F1B, when F = I = W", chunks=2),
-        Entry(name="v-half", idea="half the memory of 1F1B, half its bubble", chunks=2),
-        Entry(name="v-min", idea="a third of the memory of 1F1B", chunks=2),
-        Entry(name="dualpipe-v", idea="forwards overlap backwards, folded", chunks=2, least_microbatches=2),
+        Entry(name="zb-h1", idea="weight gradients fill the bubble, memory of 1F1B", splits_backward=True),
+        Entry(name="zb-h2", idea="no bubble in the span, twice the memory", splits_backward=True),
+        Entry(
+            name="zb-v", idea="no bubble in the span, memory of 1F1B, when F = I = W", chunks=2, splits_backward=True
+        ),
+        Entry(name="v-half", idea="half the memory of 1F1B, half its bubble", chunks=2, splits_backward=True),
+        Entry(name="v-min", idea="a third of the memory of 1F1B", chunks=2, splits_backward=True),
+        Entry(
+            name="dualpipe-v",
+            idea="forwards overlap backwards, folded",
+            chunks=2,
+            least_microbatches=2,
+            splits_backward=True,
+        ),
         Entry(
             name="dualpipe",
             idea="forwards overlap backwards, the model held twice",
             chunks=2,
             least_microbatches=2,
             mirrored=True,
+            splits_backward=True,
         ),
         Entry(name="chimera", idea="two pipes in opposite directions, the model held twice", chunks=2, mirrored=True),
         Entry(name="hanayo", idea="waves over the ranks", chunks=4, any_chunks_from=2, even_chunks=True),

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from shardwise.schedule.instruction import RECEIVES, SENDS, Instruction
+from shardwise.schedule.instruction import RECEIVES, SENDS, Instruction, Kind
 from shardwise.schedule.placement import Placement
 
 Orders = tuple[tuple[Instruction, ...], ...]
@@ -58,6 +58,11 @@ class Schedule:
     def total_microbatches(self) -> int:
         """Microbatches of all steps together."""
         return self.num_microbatches * self.num_steps
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of weights are computed apart from those of inputs."""
+        return any(part.kind is Kind.W for order in self.orders for each in order for part in each.parts)
 
     @cached_property
     def communicates(self) -> bool:

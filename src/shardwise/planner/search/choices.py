@@ -74,7 +74,8 @@ def recomputations(question: Question) -> list[tuple[int, float]]:
         offload = _fixed_offload(question) or Offload()
         if wanted not in (None, name) or (question.runnable and not _runs(pp=2, recompute=name, offload=offload)):
             continue
-        if name == "selective" and question.software_in("bf16").is_flash and wanted is None:
+        software = question.software_in("bf16")
+        if name == "selective" and software.is_flash and not software.by_operation and wanted is None:
             continue  # Scores of attention are not kept, so there is nothing to make again.
         found.append((code, 1.0))
         if name == "full" and not (question.runnable and not _runs(pp=2, recompute=name, recompute_layers=1)):

@@ -19,6 +19,7 @@ from shardwise.ranks.collectives import Group
 from shardwise.sharding.rng_tracker import RngTracker
 from shardwise.sharding.tensor.communication import AllReduce, Chunk, Multiply, NoCommunication, SequenceShards
 from shardwise.sharding.tensor.lazy_gather import LazyGather, SequenceLength
+from shardwise.stages.recalled import keep, taken
 from shardwise.torch_private import is_wanted, version_of
 
 
@@ -119,13 +120,15 @@ class _Columns(torch.autograd.Function):
         matrices = [each.to(kind) for each in weights[::2] if each is not None]
         biases = [None if each is None else each.to(kind) for each in weights[1::2]]
         straight = [matrix if turned else matrix.t() for matrix, turned in zip(matrices, transposed, strict=True)]
-        made = [communication.room(each.shape[1], given) for each in straight]
+        known = taken(_Columns)
+        made = [communication.room(each.shape[1], given) for each in straight] if known is None else known
         ctx.chunks, arrived = [], []
         for chunk, rows in communication.receive(given):
             ctx.chunks.append(chunk)
             arrived.append(rows)
-            for each, bias, into in zip(straight, biases, made, strict=True):
+            for each, bias, into in zip(straight, biases, made, strict=True) if known is None else ():
                 _multiply(rows, each, bias, chunk.of(into))
+        keep(_Columns, made)
         ctx.save_for_backward(*arrived, *matrices)
         ctx.communication, ctx.transposed = communication, transposed
         ctx.are_tensors = (True, False, False, *(each is not None for each in weights))
@@ -212,10 +215,15 @@ class _Rows(torch.autograd.Function):
         ctx.save_for_backward(given, matrix)
         ctx.communication, ctx.is_transposed, ctx.kinds = communication, is_transposed, (tensor.dtype, weight.dtype)
         ctx.are_tensors, ctx.left = (True, True), None
+        known: Tensor | None = taken(_Rows)
+        if known is not None:
+            return known
         straight, laid = matrix if is_transposed else matrix.t(), communication.lay(given)
         width = straight.shape[1]
         finish = communication.send(width, given, lambda chunk, rows: _multiply(chunk.rows(laid), straight, None, rows))
-        return finish().detach()  # Models write into it, which autograd forbids of a view.
+        made = finish().detach()  # Models write into it, which autograd forbids of a view.
+        keep(_Rows, made)
+        return made
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

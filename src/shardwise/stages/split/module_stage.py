@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
+from shardwise.stages.activation_bytes import Kept
 from shardwise.stages.batch import home_of
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.flow import UnitCall, UnitFlow
@@ -17,6 +18,9 @@ from shardwise.stages.split.sources import Made
 from shardwise.stages.split.switch import Inner, Switch
 from shardwise.stages.stage import Batch, Values
 from shardwise.torch_private import pytree
+
+#: What to enter while a layer is run again for its backward, and who counts what is kept of its first run.
+Moment = tuple[Callable[[], AbstractContextManager[Any]], Kept | None]
 
 
 class _Finished(BaseException):
@@ -36,6 +40,8 @@ class ModuleStage:
         self.wrapped: dict[str, Inner] = {}
         #: Where a microbatch is run: under context parallelism, where attention sees the tokens of other ranks.
         self.running: Callable[[Batch], AbstractContextManager[Any]] = nullcontext
+        #: Takes down how it is now, for a layer that will be recomputed; None where none will be.
+        self.moment: Callable[[nn.Module], Moment] | None = None
         self._module, self._switch, self._signature = module, switch, Signature(module)
 
     def run(self, values: Values, batch: Batch) -> tuple[Values, Any]:
@@ -63,12 +69,21 @@ class ModuleStage:
             )
         return visit.made, output if self.part.is_last else None
 
+    @property
+    def unit_names(self) -> list[str]:
+        """Its units, in the order in which they are first called."""
+        return list(dict.fromkeys(self.flow.calls[call].unit for call in self.part.calls))
+
+    def unit(self, name: str) -> nn.Module:
+        """A unit of the module, of this stage or of another."""
+        return self._module.get_submodule(name)
+
     def wrap(self, around: Callable[[str, Inner], Inner]) -> None:
         """Put something around the calls of this stage's units: recomputation, a compiler.
 
         `around(unit, call)` is given each unit's name and its call, once, and returns what to call instead.
         """
-        for unit in dict.fromkeys(self.flow.calls[call].unit for call in self.part.calls):
+        for unit in self.unit_names:
             self.wrapped[unit] = around(unit, self.wrapped.get(unit, self._switch.gates[unit].inner))
 
 

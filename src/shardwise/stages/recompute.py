@@ -1,0 +1,99 @@
+"""Layers that are computed again in the backward, one at a time: a step keeps what goes into them, not what they make.
+
+    recompute=full         a layer keeps its inputs
+    recompute=selective    and what its matmuls, convolutions and attention made: only the rest is computed again
+
+              forward                              backward
+    kept      in 0 | in 0, in 1 | in 0, in 1, in 2
+    made                                           2 again, back 2 | 1 again, back 1 | 0 again, back 0
+
+So beside the inputs, what one layer makes is there at a time. What comes before and after the layers (embeddings, the
+head, the loss) is kept: there is one of each, and the head is dear. `torch.utils.checkpoint` does it, with the random
+numbers, the buffers and the rows that the first forward had.
+
+A backward in two halves goes through its graph many times, and each time all would be computed again. Under such a
+schedule a stage is recomputed whole, once, before its first half (`execution/compute_policy.py`).
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
+
+from shardwise.stages.recalled import DEAR, recalling
+from shardwise.stages.split.module_stage import ModuleStage
+from shardwise.stages.split.switch import Inner
+from shardwise.stages.stage import Split
+
+
+def choose(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    """Whether what an operation makes is kept, for torch's compiler."""
+    return CheckpointPolicy.MUST_SAVE if operation in DEAR else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def recompute_units(
+    split: Split, *, selective: bool, num_layers: int | None, is_compiled: bool, stops_early: bool
+) -> None:
+    """Have the layers of the stages of this process computed again in backwards; of each stage the first few, if told.
+
+    A compiled unit is recomputed as a whole. Where it keeps some of what it makes, torch's compiler has to know: then
+    this comes before compilation, and takes care of random numbers alone. `stops_early`: a second forward ends when all
+    is there that its backward needs. Ranks that talk in the middle of a layer go on to its end.
+    """
+    for stage in split.stages:
+        if isinstance(stage, ModuleStage):
+            chosen = set(layers_of(stage, split)[:num_layers])
+            around = _inside if selective and is_compiled else partial(_outside, stage, selective, stops_early)
+            stage.wrap(lambda unit, call, chosen=chosen, around=around: around(unit, call) if unit in chosen else call)
+
+
+def layers_of(stage: ModuleStage, split: Split) -> list[str]:
+    """The units of a stage that are layers: of a kind that there are several of. If there are none, all are."""
+    kinds = {unit: type(stage.unit(unit)) for units in split.units for unit in units}
+    counts = Counter(kinds.values())
+    repeated = {unit for unit, kind in kinds.items() if counts[kind] > 1} or set(kinds)
+    return [unit for unit in stage.unit_names if unit in repeated]
+
+
+_chosen = partial(create_selective_checkpoint_contexts, choose)
+
+
+def _inside(_unit: str, call: Inner) -> Inner:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(call, *args, use_reentrant=False, context_fn=_chosen, **kwargs)
+
+    return run
+
+
+def _outside(stage: ModuleStage, selective: bool, stops_early: bool, unit: str, call: Inner) -> Inner:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if stage.moment is None or not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        again, counted = stage.moment(stage.unit(unit))
+
+        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+            if not selective:
+                return nullcontext(), again()
+            first, second = recalling(counted)
+            return first, _both(again(), second)
+
+        with set_checkpoint_early_stop(stops_early):
+            # Random numbers are those of `again`, with the buffers.
+            return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
+
+    return run
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield

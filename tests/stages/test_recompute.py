@@ -1,0 +1,138 @@
+"""Layers that are computed again in backwards: the same bits, nothing but inputs kept, and nothing dear twice."""
+
+import weakref
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise.engine.engine import Engine
+from shardwise.execution.recording import ACTIVATIONS
+from shardwise.stages.recalled import DEAR
+from shardwise.torch_private import TorchDispatchMode
+from tests.engine.test_engine import NUM_TOKENS, Dropping, Net, an_engine, gradients_of, tokens
+
+KINDS = ("none", "full", "selective")
+
+
+class Matmuls(TorchDispatchMode):
+    """Counts what is dear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in DEAR
+        return func(*args, **(kwargs or {}))
+
+
+class Gated(nn.Module):
+    """Blocks whose insides are saved behind a matmul."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embedding = nn.Embedding(NUM_TOKENS, 8)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.Tanh()) for _ in range(4)
+        )
+        self.head = nn.Linear(8, NUM_TOKENS)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def count_matmuls(engine: Engine) -> int:
+    with Matmuls() as found:
+        engine.train_step(tokens())
+    return found.count
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "microbatches=2,precision=bf16",
+        "pp=2,microbatches=4",
+        "pp=2,schedule=pipedream-2bw,microbatches=4",
+        "pp=2,schedule=zb-v,microbatches=4",
+    ],
+)
+def test_no_bit_changes_with_dropout_and_batch_norm(plan: str) -> None:
+    results = []
+    for kind in (*KINDS, *([] if "zb" in plan else ["full,recompute_layers=1"])):
+        engine = an_engine(f"{plan},recompute={kind}", Dropping())
+        torch.manual_seed(7)
+        losses = [engine.train_step(tokens(seed=step)) for step in range(2)]
+        results.append((losses, engine.state_dict(), torch.get_rng_state()))
+    losses, weights, chance = results[0]
+    for again, alike, left in results[1:]:
+        assert losses == again
+        assert all(torch.equal(alike[name], each) for name, each in weights.items())
+        assert torch.equal(chance, left)
+
+
+def test_one_layer_at_a_time_is_there_again() -> None:
+    """Of eight layers' insides, how many are alive when one is made in the backward: those of that layer alone."""
+    alive: list[int] = []
+    seen: list[weakref.ref[Tensor]] = []
+
+    def watch(_module: nn.Module, _given: Any, made: Tensor) -> None:
+        alive.append(sum(each() is not None for each in seen))
+        seen.append(weakref.ref(made))
+
+    most = {}
+    for recompute in KINDS:
+        net = Net(num_blocks=8)
+        for block in net.blocks:
+            block.get_submodule("0").register_forward_hook(watch)  # What a LayerNorm makes, a Linear saves.
+        engine = an_engine(f"recompute={recompute}", net)
+        alive.clear()
+        seen.clear()
+        engine.train_step(tokens())
+        most[recompute] = max(alive)
+    assert most == {"none": 7, "full": 0, "selective": 0}
+
+
+@pytest.mark.parametrize("plan", ["microbatches=1", "pp=2,microbatches=2", "pp=2,schedule=zb-h1,microbatches=2"])
+def test_selective_recomputation_multiplies_nothing_twice(plan: str) -> None:
+    none, full, selective = (count_matmuls(an_engine(f"{plan},recompute={kind}", Gated())) for kind in KINDS)
+    assert none == selective < full
+
+
+def test_some_layers_of_each_stage_are_recomputed() -> None:
+    calls: Counter[str] = Counter()
+    net = Net(num_blocks=6)
+    for name, block in net.blocks.named_children():
+        block.get_submodule("0").register_forward_hook(lambda *_, name=name: calls.update([name]))
+    engine = an_engine("pp=2,microbatches=2,layers=4+3,recompute=full,recompute_layers=1", net)
+    calls.clear()
+    engine.train_step(tokens())
+    assert sorted(name for name, count in calls.items() if count > 2) == ["0", "3"]
+
+
+def test_what_is_kept_is_said_of_a_step() -> None:
+    kept = {}
+    for recompute in KINDS:
+        engine = an_engine(f"recompute={recompute}", Gated())
+        engine.train_step(tokens(), trace=True)
+        assert engine.trace is not None
+        kept[recompute] = max(each.num_bytes for each in engine.trace.holdings if each.owner == ACTIVATIONS)
+    assert kept["full"] < kept["selective"] < kept["none"]
+
+
+def test_evaluations_keep_nothing_and_recompute_nothing() -> None:
+    engine = an_engine("recompute=full", Net(num_blocks=4))
+    engine.train_step(tokens())
+    with Matmuls() as found:
+        engine.evaluate(tokens())
+    other = an_engine("recompute=none", Net(num_blocks=4))
+    with Matmuls() as plain:
+        other.evaluate(tokens())
+    assert found.count == plain.count
+    assert gradients_of(engine.parameters)

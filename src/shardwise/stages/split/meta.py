@@ -26,25 +26,29 @@ class Guesses(EagerDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         del types
-        first = args[0] if args else None
-        if isinstance(first, Tensor) and first.is_meta:
-            if func is LOCAL_SCALAR.default:
-                return False if first.dtype is torch.bool else 0.0 if first.dtype.is_floating_point else 0
-            if func is aten.nonzero.default:
-                return first.new_empty((first.numel(), first.dim()), dtype=torch.long)
-            if func is aten.equal.default:
-                return False
-            if func is GROUPED_MM.default and first.dim() == 2 and args[1].dim() == 3:
-                # Its meta kernel takes bf16 alone, though the real ones do not.
-                return first.new_empty((first.shape[0], args[1].shape[-1]))
-        kwargs = kwargs or {}
-        key = find_key(func, args, kwargs)
-        if key is not None:
-            return run_or_recall(key, func, args, kwargs)
-        if _are_apart(args):
-            # A forward that makes a tensor often does not say where: with numbers, all would be in one place.
-            args, kwargs = pytree.tree_map(_moved, (args, kwargs))
-        return func(*args, **kwargs)
+        return run_or_guess(func, args, kwargs or {})
+
+
+def run_or_guess(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operation returns, or what is answered in its place: `Guesses` for one operation."""
+    first = args[0] if args else None
+    if isinstance(first, Tensor) and first.is_meta:
+        if func is LOCAL_SCALAR.default:
+            return False if first.dtype is torch.bool else 0.0 if first.dtype.is_floating_point else 0
+        if func is aten.nonzero.default:
+            return first.new_empty((first.numel(), first.dim()), dtype=torch.long)
+        if func is aten.equal.default:
+            return False
+        if func is GROUPED_MM.default and first.dim() == 2 and args[1].dim() == 3:
+            # Its meta kernel takes bf16 alone, though the real ones do not.
+            return first.new_empty((first.shape[0], args[1].shape[-1]))
+    key = find_key(func, args, kwargs)
+    if key is not None:
+        return run_or_recall(key, func, args, kwargs)
+    if _are_apart(args):
+        # A forward that makes a tensor often does not say where: with numbers, all would be in one place.
+        args, kwargs = pytree.tree_map(_moved, (args, kwargs))
+    return func(*args, **kwargs)
 
 
 def tensors_of(given: Any) -> list[Tensor]:

@@ -40,7 +40,7 @@ TWO = (
 )  # fmt: skip
 FOUR = ("dp=2,pp=2,microbatches=2,zero=1", "dp=2,tp=2,zero=3")
 #: In how many turns the programs of a file are tried: each under one or two of the eleven plans.
-TURNS = 8
+TURNS = 9
 _TOLERANCE = 1e-5
 
 Result = Mapping[str, Any]

@@ -84,7 +84,13 @@ def _add(key: list[Any], given: Any) -> bool:
         kind = type(each)
         if kind in _PLAIN:
             # A number in a tensor may count as a number alone when types are settled.
-            if not each.is_meta or not each.dim() or each.layout is not torch.strided or each.is_conj():
+            if (
+                not each.is_meta
+                or not each.dim()
+                or each.layout is not torch.strided
+                or each.is_conj()
+                or each.is_neg()
+            ):
                 return False
             key += (each.shape, each.stride(), each.dtype)
         elif kind in (list, tuple, torch.Size):

@@ -41,13 +41,14 @@ def _copy_plain(module: nn.Module, memo: dict[int, Any]) -> None:
     left = [module]
     while left:
         each = left.pop()
-        if id(each) not in memo and _is_plain(type(each)):
-            memo[id(each)] = shell = type(each).__new__(type(each))
+        kind: type[Any] = type(each)
+        if id(each) not in memo and _is_plain(kind):
+            memo[id(each)] = shell = kind.__new__(kind)
             shells.append((each, shell))
             left += each.children()
     for each, shell in shells:
         # All modules are known to `memo` now, so that what refers to one gets its copy.
-        state: dict[str, Any] = each.__getstate__()  # type: ignore[assignment]
+        state: dict[str, Any] = each.__getstate__()  # type: ignore[no-untyped-call]
         shell.__setstate__({key: _copy(held, memo) for key, held in state.items()})  # type: ignore[no-untyped-call]
 
 
@@ -61,7 +62,7 @@ def _copy(held: Any, memo: dict[int, Any]) -> Any:
 
 
 @cache
-def _is_plain(kind: type[nn.Module]) -> bool:
+def _is_plain(kind: type[Any]) -> bool:
     """Whether a class leaves it to `deepcopy` how it is copied, and all that it has is in its dictionary."""
     alike = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__new__")
     return (

@@ -3,8 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,37 +26,26 @@ def launched(script: Path, *arguments: str) -> "subprocess.CompletedProcess[str]
 def losses_of(done: "subprocess.CompletedProcess[str]") -> list[list[float]]:
     """The losses that each rank printed."""
     assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line != "trained"]
-    return [[float.fromhex(word) for word in line.split()] for line in lines]
+    return [[float.fromhex(word) for word in line.split()] for line in done.stdout.splitlines()]
 
 
-@pytest.fixture(scope="module")
-def under_torchrun() -> Callable[[str], "subprocess.CompletedProcess[str]"]:
-    """The script under `torchrun`, and how it ends. Three processes import torch for it: each ending is run once."""
-    return cache(lambda ending: launched(UNCLOSED, ending))
-
-
-def test_a_script_gives_the_same_losses_alone_under_torchrun_and_through_spawn(
-    tmp_path: Path, under_torchrun: Callable[[str], "subprocess.CompletedProcess[str]"]
-) -> None:
+def test_a_script_gives_the_same_losses_alone_under_torchrun_and_through_spawn(tmp_path: Path) -> None:
     (alone,) = losses_of(run_script(SCRIPT, folder=tmp_path))
-    launched = losses_of(under_torchrun("one is gone"))
+    under_torchrun = losses_of(launched(SCRIPT))
     spawned = losses_of(run_script(SCRIPT, "--spawn", folder=tmp_path))
     assert len(alone) == 3
     assert alone[2] < alone[0]
-    assert launched == spawned == [spawned[0], spawned[0]]
-    assert launched[0] == pytest.approx(alone, rel=1e-6)
+    assert under_torchrun == spawned == [spawned[0], spawned[0]]
+    assert under_torchrun[0] == pytest.approx(alone, rel=1e-6)
 
 
 @pytest.mark.parametrize("ending", [pytest.param("both end", marks=pytest.mark.whole), "one is gone"])
-def test_a_script_that_does_not_close_its_engine_ends_well(
-    ending: str, under_torchrun: Callable[[str], "subprocess.CompletedProcess[str]"]
-) -> None:
+def test_a_script_that_does_not_close_its_engine_ends_well(ending: str) -> None:
     """It aborted (-6) if Python ended while the watch was in a call of the store. The script looks there all the time.
 
     A rank that is gone without a word must hold up nobody's end.
     """
-    done = under_torchrun(ending)
+    done = launched(UNCLOSED, ending)
     assert done.returncode == 0, done.stderr
     assert "terminate called" not in done.stderr
-    assert [line for line in done.stdout.split() if line == "trained"] == ["trained", "trained"]
+    assert done.stdout.split() == ["trained", "trained"]

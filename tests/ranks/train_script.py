@@ -28,11 +28,7 @@ def main() -> list[float]:
     return [engine.train_step(batch) for _ in range(3)]
 
 
-def write(losses: list[float]) -> None:
-    # One write, so that two ranks do not print into each other's line.
-    sys.stdout.write(" ".join(map(float.hex, losses)) + "\n")
-
-
 if __name__ == "__main__":
     for losses in sw.spawn(main, devices=2) if "--spawn" in sys.argv else [main()]:
-        write(losses)
+        # One write, so that two ranks do not print into each other's line.
+        sys.stdout.write(" ".join(map(float.hex, losses)) + "\n")

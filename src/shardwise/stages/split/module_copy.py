@@ -41,7 +41,7 @@ def _copy_plain(module: nn.Module, memo: dict[int, Any]) -> None:
     left = [module]
     while left:
         each = left.pop()
-        kind: type[Any] = type(each)
+        kind: Any = type(each)
         if id(each) not in memo and _is_plain(kind):
             memo[id(each)] = shell = kind.__new__(kind)
             shells.append((each, shell))
@@ -62,7 +62,7 @@ def _copy(held: Any, memo: dict[int, Any]) -> Any:
 
 
 @cache
-def _is_plain(kind: type[Any]) -> bool:
+def _is_plain(kind: Any) -> bool:
     """Whether a class leaves it to `deepcopy` how it is copied, and all that it has is in its dictionary."""
     alike = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__new__")
     return (

@@ -13,12 +13,13 @@ run: $(INSTALLED)
 
 # A worker more than cores, each with one thread: while one waits for its processes another computes. One of them has all
 # tests that share two ranks, one those that share more: ranks are processes too. The linter and the type checker run
-# beside them; what they say comes at the end. All must pass.
+# beside them; what they say comes at the end. All must pass. What Python compiles is kept, also where that is switched
+# off: every process that a test starts would compile it again.
 WORKERS = $(shell $(BIN)/python -c 'import os; print((os.cpu_count() or 1) + 1)')
 test: $(INSTALLED) browser
 	@said=$$(mktemp); \
 	$(MAKE) --no-print-directory lint >"$$said" 2>&1 & lint=$$!; \
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadgroup -q --durations=15; tests=$$?; \
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadgroup -q --durations=15; tests=$$?; \
 	wait $$lint; lint=$$?; \
 	cat "$$said"; rm -f "$$said"; \
 	[ $$lint = 0 ] || echo "error: the linter, the formatter or the type checker is not content: see above" >&2; \

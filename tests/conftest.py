@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
-from tests.left_out import LEFT_OUT
+from tests.left_out import LEFT_OUT, left_out_of
 
 # A busy machine fails no test: how long an example takes, or takes to be made, is not looked at.
 hypothesis.settings.register_profile(
@@ -49,10 +49,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     file. Ranks are processes: if any worker had any of them, there would be twice as many on the same cores.
     """
     if not (config.getoption("--whole") or config.getoption("--write-composition", default=False)):
-        left_out = [item for item in items if item.get_closest_marker("whole") is not None]
+        left_out = left_out_of(items)
         config.hook.pytest_deselected(items=left_out)
         config.stash[LEFT_OUT] = frozenset(item.nodeid for item in left_out)
-        items[:] = [item for item in items if item.get_closest_marker("whole") is None]
+        gone = set(map(id, left_out))
+        items[:] = [item for item in items if id(item) not in gone]
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(_group_of(item)))

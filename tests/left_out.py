@@ -1,6 +1,121 @@
-"""What a run without `--whole` leaves out."""
+"""What a run without `--whole` leaves out: what is marked `whole`, and of long rows of cases all but a part.
+
+Of a row (one test with many parameters) every second or third case runs, but
+
+    each value of each parameter, where there are several parameters, is in a case that runs
+    a case that has found a seeded fault runs always (`tests/mutations`)
+    a test that is named on the command line with its parameters runs, as it is alone then
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[1]
 #: The names of the tests that this run leaves out.
 LEFT_OUT = pytest.StashKey[frozenset[str]]()
+
+#: One case in so many is run of the tests of a file, or of a test. Here a case is like its neighbours but for a size, a
+#: family or a plan, and costs most; `benchmarks/suite.py` tells what each costs.
+ONE_IN = {
+    "tests/conformance/test_five_failures.py": 4,
+    "tests/dataflow/test_flows.py": 2,
+    "tests/engine/test_engine.py": 2,
+    "tests/engine/test_process_engine.py": 2,
+    "tests/execution/test_stale.py": 3,
+    "tests/explain/doctor/test_corpus.py": 2,
+    "tests/explain/doctor/test_real.py": 2,
+    "tests/model/test_trace.py": 3,
+    "tests/nccl/test_mistakes.py::test_a_mistake_in_the_library_is_found": 3,
+    "tests/nets/hf/test_files.py": 3,
+    "tests/nets/test_parity.py": 3,
+    "tests/nets/test_pipeline.py": 2,
+    "tests/parity/test_check.py::test_a_fault_is_caught_and_its_tensor_named": 3,
+    "tests/parity/test_models.py": 3,
+    "tests/placing/test_activations.py": 2,
+    "tests/placing/test_host.py": 2,
+    "tests/placing/test_models.py": 2,
+    "tests/placing/test_parity.py": 2,
+    "tests/planner/test_measured.py": 3,
+    "tests/planner/test_odd_runs.py": 2,
+    "tests/ranks/test_told.py": 2,
+    "tests/ranks/test_transport.py": 2,
+    "tests/schedule/test_facts_formulas.py": 3,
+    "tests/schedule/test_facts_tables.py": 2,
+    "tests/schedule/test_mutations.py": 2,
+    "tests/schedule/test_passes.py": 3,
+    "tests/sharding/context/test_attention.py": 3,
+    "tests/sharding/context/test_models.py": 2,
+    "tests/sharding/expert/test_engines.py": 2,
+    "tests/sharding/expert/test_loads.py": 2,
+    "tests/sharding/expert/test_move.py": 2,
+    "tests/sharding/expert/test_parity.py": 2,
+    "tests/sharding/expert/test_stages.py": 2,
+    "tests/sharding/tensor/test_communication.py": 2,
+    "tests/sharding/tensor/test_shard.py": 3,
+    "tests/sharding/test_dropout.py": 2,
+    "tests/stages/test_split_meta.py": 2,
+    "tests/stages/test_split_parity.py": 2,
+    "tests/states/buckets/test_equality.py": 3,
+    "tests/states/buckets/test_memory_and_traffic.py": 2,
+    "tests/states/tiers/test_engines.py": 3,
+    "tests/states/tiers/test_host_updates.py": 2,
+    "tests/states/tiers/test_offloaded_buckets.py": 3,
+    "tests/states/tiers/test_optimizer_in_backward.py": 2,
+    "tests/states/tiers/test_races.py": 2,
+    "tests/states/tiers/test_weights.py": 2,
+    "tests/training/test_dcp.py": 2,
+}
+
+
+@cache
+def finders() -> dict[str, str]:
+    """For each seeded fault, the test that found it when the faults were last tried."""
+    results = json.loads((ROOT / "benchmarks" / "results" / "mutations.json").read_text(encoding="utf-8"))["results"]
+    return {fault: row["test"] for fault, row in results["new"]["faults"].items()}
+
+
+def left_out_of(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """The items that are run with `--whole` alone."""
+    marked = {id(each) for each in items if each.get_closest_marker("whole") is not None}
+    needed = set(finders().values())
+    rows: dict[str, list[pytest.Item]] = {}
+    for each in items:
+        if id(each) not in marked:
+            rows.setdefault(each.nodeid.partition("[")[0], []).append(each)
+    turns: dict[str, int] = {}
+    for row, cases in rows.items():
+        path = row.partition("::")[0]
+        one_in = ONE_IN.get(row) or ONE_IN.get(path)
+        if one_in is not None:
+            turn = turns[path] = turns.get(path, -1) + 1
+            kept = _kept(cases, one_in, turn, needed)
+            marked |= {id(each) for number, each in enumerate(cases) if number not in kept}
+    return [each for each in items if id(each) in marked]
+
+
+def _kept(cases: Sequence[pytest.Item], one_in: int, turn: int, needed: set[str]) -> set[int]:
+    """Which cases of a row are run; `turn` is another for the next row, so that both do not keep the same values."""
+    if len(cases) < 3:
+        return set(range(len(cases)))
+    kept = {
+        number for number, each in enumerate(cases) if (number + turn) % one_in == 0 or each.nodeid in needed
+    }  # fmt: skip
+    indices = [getattr(each, "callspec").indices for each in cases]  # noqa: B009 - pytest has no name for its type
+    for axis in _axes(indices):
+        met = {axis[number] for number in kept}
+        for number, value in enumerate(axis):
+            if value not in met:
+                met.add(value)
+                kept.add(number)
+    return kept
+
+
+def _axes(indices: Sequence[dict[str, int]]) -> Iterable[tuple[int, ...]]:
+    """What each of several parameters is in each case; none if there is one, of which all values would be kept."""
+    columns = {tuple(each[name] for each in indices) for name in indices[0]}
+    several = sorted(column for column in columns if len(set(column)) > 1)
+    return several if len(several) > 1 else []

@@ -8,10 +8,10 @@ but hardly on both.
 from functools import cache
 
 from shardwise.schedule.catalogue import CATALOGUE, make_schedule
-from tests.conformance.cases import MODELS, SCHEDULES, Case
+from tests.conformance.cases import MODELS, PROCESSES, SCHEDULES, Case, layouts_for
 
-#: How many schedules a model meets, and at least how many models a schedule does.
-NUM_MET = 3
+#: At least how many schedules a model meets, and how many models a schedule.
+NUM_MET = 2
 
 #: Models by what they ask of the way between ranks.
 MODEL_KINDS = {
@@ -43,17 +43,22 @@ def is_met_alone(case: Case) -> bool:
 def met_on_ranks() -> dict[tuple[str, str], int]:
     """The pairs of a model and a schedule that are run, and the index of each among the pairs of its schedule.
 
-    A model takes first what its kind has not met in kind, then the schedule that was met least.
+    A model takes first what its kind has not met in kind, then the schedule that has the most layouts left. Of kinds
+    with few models each meets more.
     """
     met: dict[tuple[str, str], int] = {}
     kinds: set[tuple[str, tuple[bool, ...]]] = set()
+    num_layouts = {each: max(NUM_MET, len(layouts_for(PROCESSES, each))) for each in SCHEDULES}
+    num_kinds = len(set(map(schedule_kind, SCHEDULES)))
     for kind, models in MODEL_KINDS.items():
         for model in models:
-            for _ in range(NUM_MET):
+            for _ in range(max(NUM_MET, -(-num_kinds // len(models)))):
                 counts = {
                     each: sum(other == each for _, other in met) for each in SCHEDULES if (model, each) not in met
                 }
-                chosen = min(counts, key=lambda each: ((kind, schedule_kind(each)) in kinds, counts[each]))
+                chosen = min(
+                    counts, key=lambda each: ((kind, schedule_kind(each)) in kinds, counts[each] - num_layouts[each])
+                )
                 met[model, chosen] = counts[chosen]
                 kinds.add((kind, schedule_kind(chosen)))
     return {pair: met[pair] for pair in sorted(met, key=lambda pair: MODELS.index(pair[0]))}

@@ -24,7 +24,7 @@ cell has one of the numbers of stages that are named at the bottom, another for 
 
 This page is written by the tests: `pytest tests/conformance --write-docs` runs every cell, for all models, or with `-k`
 for some. With `--every-layout` each cell is the worst of all its numbers of stages. `make test` runs two cells of seven
-of the first table, of two steps; of the second it runs three schedules for each model, and at least three models for
+of the first table, of two steps; of the second two or three schedules for each model, and two models or more for
 each schedule, so that every kind of model meets every kind of schedule (`tests/conformance/covering.py`). All cells are
 run by `pytest --whole`.
 """

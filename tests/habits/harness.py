@@ -39,8 +39,8 @@ TWO = (
     "dp=2,offload.parameters=1.0", "pp=2,microbatches=2,recompute=full",
 )  # fmt: skip
 FOUR = ("dp=2,pp=2,microbatches=2,zero=1", "dp=2,tp=2,zero=3")
-#: In how many turns the programs of a file are tried.
-TURNS = 5
+#: In how many turns the programs of a file are tried: each under one or two of the eleven plans.
+TURNS = 9
 _TOLERANCE = 1e-5
 
 Result = Mapping[str, Any]

@@ -14,7 +14,7 @@ _PLANS = [(2, plan) for plan in TWO] + [(4, plan) for plan in FOUR]
 @pytest.mark.parametrize("topic", TOPICS)
 @pytest.mark.parametrize(("count", "plan"), _PLANS, ids=str)
 def test_what_users_write_is_equal_to_plain_torch_or_refused(topic: str, count: int, plan: str, crowds: Crowds) -> None:
-    """A fifth of the programs for each plan, so that every program meets some plans and every plan some programs."""
+    """A ninth of the programs for each plan, so that every program meets a plan and every plan some programs."""
     turn = _PLANS.index((count, plan))
     wrong = crowds.of(count).run(run_topic, topic, plan, turn)
     assert not any(wrong), "\n".join(line for each in wrong for line in each)

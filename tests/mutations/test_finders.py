@@ -1,22 +1,10 @@
 """What `make test` leaves out guards nothing alone: every seeded fault is found by a test that it runs."""
 
-import json
 import re
-from functools import cache
-from pathlib import Path
 
 import pytest
 
-from tests.left_out import LEFT_OUT
-
-ROOT = Path(__file__).parents[2]
-
-
-@cache
-def finders() -> dict[str, str]:
-    """For each seeded fault, the test that found it when the faults were last tried."""
-    results = json.loads((ROOT / "benchmarks" / "results" / "mutations.json").read_text(encoding="utf-8"))["results"]
-    return {fault: row["test"] for fault, row in results["new"]["faults"].items()}
+from tests.left_out import LEFT_OUT, ONE_IN, ROOT, finders
 
 
 def test_every_fault_has_been_found() -> None:
@@ -33,3 +21,9 @@ def test_no_test_that_found_a_fault_is_left_out(pytestconfig: pytest.Config) -> 
 def test_a_test_that_found_a_fault_is_still_there(test: str) -> None:
     path, _, name = test.partition("::")
     assert re.search(rf"^def {name}\(", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_every_row_that_is_run_in_part_is_there() -> None:
+    for row in ONE_IN:
+        path, _, name = row.partition("::")
+        assert f"def {name}" in (ROOT / path).read_text(encoding="utf-8"), row

@@ -5,7 +5,7 @@ from functools import partial
 
 from shardwise.parity.problem import MakeProblem, Problem
 from shardwise.planner.plan import Plan
-from tests.parity.models import make_problem
+from tests.parity.models import make_problem, untried
 
 
 def make_short(model: str, plan: Plan) -> MakeProblem:
@@ -13,5 +13,5 @@ def make_short(model: str, plan: Plan) -> MakeProblem:
 
 
 def _shortened(model: str, plan: Plan) -> Problem:
-    problem = make_problem(model, plan)()
+    problem = untried(make_problem(model, plan))
     return replace(problem, batches=problem.batches[:2])

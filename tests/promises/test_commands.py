@@ -29,7 +29,12 @@ def test_json_is_offered(command: Command, capsys: pytest.CaptureFixture[str]) -
     assert "--json" in capsys.readouterr().out
 
 
-@every_command
+@pytest.mark.parametrize(
+    "command",
+    # Those that start ranks: where the server that they are forked from is up.
+    [pytest.param(each, marks=pytest.mark.xdist_group("ranks") if each.name == "check" else ()) for each in COMMANDS],
+    ids=lambda command: command.name,
+)
 def test_every_example_answers_in_json_and_has_no_colour_in_a_pipe_unless_it_is_forced(
     command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -78,6 +78,7 @@ def test_what_only_linux_has_is_asked_for_before_it_is_used() -> None:
     assert found == []
 
 
+@pytest.mark.whole  # Each way that it goes is in a test of this file.
 def test_a_plan_of_two_processes_is_checked_on_a_machine_that_is_not_linux(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_LINUX, encoding="utf-8")
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])}

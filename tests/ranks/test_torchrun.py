@@ -39,7 +39,8 @@ def test_a_script_gives_the_same_losses_alone_under_torchrun_and_through_spawn(t
     assert under_torchrun[0] == pytest.approx(alone, rel=1e-6)
 
 
-@pytest.mark.parametrize("ending", [pytest.param("both end", marks=pytest.mark.whole), "one is gone"])
+@pytest.mark.whole  # The script of the test above does not close its engine either, and must end well too.
+@pytest.mark.parametrize("ending", ["both end", "one is gone"])
 def test_a_script_that_does_not_close_its_engine_ends_well(ending: str) -> None:
     """It aborted (-6) if Python ended while the watch was in a call of the store. The script looks there all the time.
 

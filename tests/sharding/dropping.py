@@ -76,6 +76,7 @@ def train(plan: str, seed: int = 0, first_step: int = 0) -> tuple[list[float], d
         optimizer=lambda parameters: SGD(parameters, lr=0.1),
         example=batch_of(ROWS, LENGTH, WORDS, 0),
         seed=seed,
+        verify=False,
     )
     engine.num_steps = first_step
     losses = [engine.train_step(batch_of(ROWS, LENGTH, WORDS, step)) for step in range(NUM_STEPS)]

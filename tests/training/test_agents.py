@@ -44,6 +44,7 @@ def start_agent(folder: Path, port: int, *, is_host: bool) -> subprocess.Popen[s
     return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.whole
 def test_when_an_agent_dies_with_its_ranks_the_other_plans_again_and_goes_on(two: Ranks, tmp_path: Path) -> None:
     recipe = get_recipe("tiny").changed(CHANGES, source="the test")
     two.run(undisturbed, Job(recipe=recipe, plan=Plan.parse(PLAN), folder=tmp_path / "calm", command=""))

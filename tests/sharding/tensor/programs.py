@@ -66,8 +66,11 @@ def family(name: str, length: int = 12) -> tuple[nn.Module, dict[str, Tensor]]:
     return module, batch
 
 
-def parity(make: Make, arguments: tuple[Any, ...] = (), **options: Any) -> Outcome:
-    """Loss and gradients of a module, cut and whole, on the ranks of the world."""
+def parity(make: Make, arguments: tuple[Any, ...] = (), *, verify: bool = False, **options: Any) -> Outcome:
+    """Loss and gradients of a module, cut and whole, on the ranks of the world.
+
+    They are compared here, so the trial that would compare a copy first is left out unless it is asked for.
+    """
     with small_matrices():
         module, batch = make(*arguments)
         labels = batch.pop("labels_", None)
@@ -76,7 +79,7 @@ def parity(make: Make, arguments: tuple[Any, ...] = (), **options: Any) -> Outco
         loss = loss_of(reference(**batch), loss_batch)
         loss.backward()  # type: ignore[no-untyped-call]
         group = Group(dist.group.WORLD)
-        sharding = shard(module, group, example=batch, **options)
+        sharding = shard(module, group, example=batch, verify=verify, **options)
         group.traffic.clear()
         mine = loss_of(module(**batch), loss_batch)
         mine.backward()  # type: ignore[no-untyped-call]
@@ -204,7 +207,7 @@ def halves(sequence: bool, num_chunks: int | None = None) -> tuple[float, dict[s
         module, batch = net(97, 24, 4, 2)
         labels = batch.pop("labels_")
         group = Group(dist.group.WORLD)
-        shard(module, group, example=batch, sequence=sequence, num_chunks=num_chunks)
+        shard(module, group, example=batch, sequence=sequence, num_chunks=num_chunks, verify=False)
         start = module.get_submodule("words")(batch["tokens"]).detach().requires_grad_()
         module.words = _Given()
 
@@ -242,7 +245,7 @@ def staged(name: str, sequence: bool) -> tuple[float, float]:
         reference = copy.deepcopy(module)
         expected = loss_of(reference(**batch), {"labels": labels})
         expected.backward()  # type: ignore[no-untyped-call]
-        sharding = shard(module, Group(dist.group.WORLD), example=batch, sequence=sequence)
+        sharding = shard(module, Group(dist.group.WORLD), example=batch, sequence=sequence, verify=False)
         stages = split(module, 2, batch).stages
         values: dict[str, Tensor] = {}
         all_made: dict[str, Tensor] = {}
@@ -289,7 +292,7 @@ def dropped(sequence: bool) -> tuple[list[float], bool]:
     with small_matrices():
         module, batch = net(97, 24, 4, 4, 0.5)
         labels = batch.pop("labels_")
-        shard(module.train(), Group(dist.group.WORLD), example=batch, sequence=sequence)
+        shard(module.train(), Group(dist.group.WORLD), example=batch, sequence=sequence, verify=False)
         losses = []
         for _ in range(2):
             torch.manual_seed(5)
@@ -305,7 +308,7 @@ def masks(probability: float) -> list[Tensor]:
     with small_matrices():
         module, batch = net(97, 24, 4, 4, probability)
         batch.pop("labels_")
-        shard(module.train(), Group(dist.group.WORLD), example=batch)
+        shard(module.train(), Group(dist.group.WORLD), example=batch, verify=False)
         seen: list[Tensor] = []
         attention = module.get_submodule("blocks.0.attention.drop")
         attention.register_forward_hook(lambda _, __, out: seen.append((out == 0).detach()))
@@ -385,7 +388,7 @@ def in_chunks(sequence: bool, num_chunks: int | None, kind: torch.dtype | None) 
         module, batch = net(97, 24, 4, 2, length=7, rows=3)
         labels = batch.pop("labels_")
         group = Group(dist.group.WORLD)
-        sharding = shard(module, group, example=batch, sequence=sequence, num_chunks=num_chunks)
+        sharding = shard(module, group, example=batch, sequence=sequence, num_chunks=num_chunks, verify=False)
         found = []
         for _ in range(2):
             module.zero_grad(set_to_none=True)

@@ -44,6 +44,7 @@ def make_engine(
         example=going_on.batch(0),
         clip=clip,
         bucket_bytes=1500,
+        verify=False,
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.sharding.expert.layers import ExpertLayer
-from shardwise.stages.split.meta import copied
+from shardwise.stages.split.module_copy import copied
 from shardwise.units import format_percent
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}

@@ -31,7 +31,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.sharding.tensor.channel_labels import Labels, UnionFind, distinct
 from shardwise.sharding.tensor.channel_rules import LabelFlow, Operation, ParameterChannels
-from shardwise.stages.split.meta import Guesses, tensors_of
+from shardwise.stages.split.meta import run_or_guess, tensors_of
 from shardwise.torch_private import EagerDispatchMode
 
 #: In the place of a parameter's name: random numbers.
@@ -144,7 +144,6 @@ class _LabelMode(EagerDispatchMode):  # type: ignore[no-untyped-call]
                 stack.callback(module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(partial(self._after, name), prepend=True).remove)
             stack.enter_context(_Lists())
-            stack.enter_context(Guesses())  # type: ignore[no-untyped-call]
             stack.enter_context(self)
             yield
 
@@ -196,7 +195,8 @@ class _LabelMode(EagerDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         del types
         kwargs = kwargs or {}
-        returned = func(*args, **kwargs)
+        # No mode of its own for guesses: it would see every operation on labels too, which are most of them.
+        returned = run_or_guess(func, args, kwargs)
         operation, tensors = Operation(func, args, kwargs, returned), tensors_of((args, kwargs))
         self._pass_on(self._reached_by, tensors, returned)
         if self._depth:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.stages.split.materialise import materialise
-from shardwise.stages.split.meta import copied
+from shardwise.stages.split.module_copy import copied
 from shardwise.stages.split.units import is_block_list
 from shardwise.stages.stage import Batch
 from shardwise.torch_private import hooks_of, pytree

@@ -6,7 +6,7 @@ parameters this process has, or in which order they are made.
 """
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -23,13 +23,11 @@ def materialise(
     module: nn.Module, names: Collection[str], *, seed: int = 0, device: torch.device | str = "cpu"
 ) -> None:
     """Give these parameters and buffers, by name, memory on a device and initial values. Others stay as they are."""
-    wanted: dict[str, Tensor] = {}
-    for name, each in list(_tensors(module)):
-        if name in names and each.is_meta:
-            wanted[name] = torch.empty_like(each.detach(), device=device)
-            replace(module, each, wanted[name])
-    if not wanted:
+    there = {name: each for name, each in _tensors(module) if name in names and each.is_meta}
+    if not there:
         return
+    wanted = {name: torch.empty_like(each.detach(), device=device) for name, each in there.items()}
+    replace_all(module, ((there[name], wanted[name]) for name in there))
     draws = _Draws(module, wanted, seed)
     devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad(), draws:
@@ -60,24 +58,33 @@ def _loose_tensors(module: nn.Module, draws: "_Draws") -> list[str]:
 
 def free(module: nn.Module, kept: Collection[str], in_glue: Collection[str], device: torch.device | str) -> None:
     """Give back the memory of all but these. What glue touches stays where it is, as zeros that take up no memory."""
-    for name, each in list(_tensors(module)):
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for name, each in _tensors(module):
         if name in kept:
             continue
         if name in in_glue:
-            replace(module, each, torch.zeros((), dtype=each.dtype, device=device).expand(each.shape))
+            pairs.append((each, torch.zeros((), dtype=each.dtype, device=device).expand(each.shape)))
         elif not each.is_meta:
-            replace(module, each, each.detach().to("meta"))
+            pairs.append((each, each.detach().to("meta")))
+    replace_all(module, pairs)
 
 
 def replace(module: nn.Module, old: Tensor, new: Tensor) -> None:
     """Put a tensor in the place of another, wherever the module holds it."""
-    if isinstance(old, nn.Parameter):
-        new = nn.Parameter(new, requires_grad=old.requires_grad)
+    replace_all(module, [(old, new)])
+
+
+def replace_all(module: nn.Module, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Put new tensors in the places of old ones, wherever the module holds them, in one walk."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+    for old, new in pairs:
+        given = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
+        made[id(old)] = (old, given)  # The old one too: while it is there, no other has its id.
     for each in module.modules():
         for held in (parameter_slots(each), buffer_slots(each)):
             for key, tensor in held.items():
-                if tensor is old:
-                    held[key] = new
+                if id(tensor) in made:
+                    held[key] = made[id(tensor)][1]
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -1,17 +1,18 @@
 """A unit run without numbers, on the meta device, to learn the outline of what it returns."""
 
-import copy
-import inspect
 from collections.abc import Callable
-from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.stages.split.meta_results import find_key, run_or_recall
+from shardwise.stages.split.module_copy import copied
 from shardwise.torch_private import GROUPED_MM, LOCAL_SCALAR, EagerDispatchMode, pytree
 
 aten = torch.ops.aten
+#: What operations are given most often beside tensors.
+_NO_TENSORS = frozenset([int, float, bool, str, type(None), torch.dtype, torch.device])
 
 
 class Guesses(EagerDispatchMode):  # type: ignore[no-untyped-call]
@@ -25,21 +26,29 @@ class Guesses(EagerDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         del types
-        first = args[0] if args else None
-        if isinstance(first, Tensor) and first.is_meta:
-            if func is LOCAL_SCALAR.default:
-                return False if first.dtype is torch.bool else 0.0 if first.dtype.is_floating_point else 0
-            if func is aten.nonzero.default:
-                return first.new_empty((first.numel(), first.dim()), dtype=torch.long)
-            if func is aten.equal.default:
-                return False
-            if func is GROUPED_MM.default and first.dim() == 2 and args[1].dim() == 3:
-                # Its meta kernel takes bf16 alone, though the real ones do not.
-                return first.new_empty((first.shape[0], args[1].shape[-1]))
-        if _are_apart(args):
-            # A forward that makes a tensor often does not say where: with numbers, all would be in one place.
-            args, kwargs = pytree.tree_map(_moved, (args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        return run_or_guess(func, args, kwargs or {})
+
+
+def run_or_guess(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operation returns, or what is answered in its place: `Guesses` for one operation."""
+    first = args[0] if args else None
+    if isinstance(first, Tensor) and first.is_meta:
+        if func is LOCAL_SCALAR.default:
+            return False if first.dtype is torch.bool else 0.0 if first.dtype.is_floating_point else 0
+        if func is aten.nonzero.default:
+            return first.new_empty((first.numel(), first.dim()), dtype=torch.long)
+        if func is aten.equal.default:
+            return False
+        if func is GROUPED_MM.default and first.dim() == 2 and args[1].dim() == 3:
+            # Its meta kernel takes bf16 alone, though the real ones do not.
+            return first.new_empty((first.shape[0], args[1].shape[-1]))
+    key = find_key(func, args, kwargs)
+    if key is not None:
+        return run_or_recall(key, func, args, kwargs)
+    if _are_apart(args):
+        # A forward that makes a tensor often does not say where: with numbers, all would be in one place.
+        args, kwargs = pytree.tree_map(_moved, (args, kwargs))
+    return func(*args, **kwargs)
 
 
 def tensors_of(given: Any) -> list[Tensor]:
@@ -47,13 +56,15 @@ def tensors_of(given: Any) -> list[Tensor]:
 
     A trace asks this of every operation, twice: torch's own way to look into a tree takes four times as long.
     """
+    if type(given) in _NO_TENSORS:
+        return []
     if isinstance(given, Tensor):
         return [given]
     if isinstance(given, dict):
         given = given.values()
     elif not isinstance(given, (tuple, list)):
         return []
-    return [tensor for each in given for tensor in tensors_of(each)]
+    return [tensor for each in given if type(each) not in _NO_TENSORS for tensor in tensors_of(each)]
 
 
 def _are_apart(args: tuple[Any, ...]) -> bool:
@@ -88,32 +99,6 @@ def meta_twin(module: nn.Module) -> nn.Module:
     for buffer in module.buffers():
         twins[id(buffer)] = buffer.detach().to("meta")
     return copied(module, twins)
-
-
-def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A copy of a module, with other tensors in the place of those in `memo`; so is what its functions refer to."""
-    for each in module.modules():
-        for held in vars(each).values():
-            # What weight_norm leaves behind is a result, and nothing that can be copied.
-            if isinstance(held, Tensor) and not held.is_leaf:
-                memo.setdefault(id(held), held.detach().to("meta"))
-    twin = copy.deepcopy(module, memo)
-    for each in twin.modules():
-        # A forward that a user put there holds, as a rule, the one that was there before: the original's.
-        own = vars(each).get("forward")
-        if isinstance(own, FunctionType) and own.__closure__:
-            cells = tuple(CellType(_within(cell.cell_contents, memo)) for cell in own.__closure__)
-            other = FunctionType(own.__code__, own.__globals__, own.__name__, own.__defaults__, cells)
-            other.__kwdefaults__, other.__signature__ = own.__kwdefaults__, inspect.signature(own)  # type: ignore[attr-defined]
-            vars(each)["forward"] = other
-    return twin
-
-
-def _within(held: Any, memo: dict[int, Any]) -> Any:
-    """What a function refers to, if it is a part of a module that was copied: the part of the copy."""
-    if isinstance(held, MethodType) and id(held.__self__) in memo:
-        return MethodType(held.__func__, memo[id(held.__self__)])
-    return memo.get(id(held), held) if isinstance(held, (nn.Module, Tensor)) else held
 
 
 def on_meta(arguments: list[Any]) -> list[Any]:

@@ -1,0 +1,73 @@
+"""Operators without numbers: what is remembered of them is what they would return."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from shardwise.stages.split import meta_results
+from shardwise.stages.split.meta import Guesses
+from tests.settings import settings_kept
+
+
+def on_meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+OPERATORS: dict[str, Callable[[], Any]] = {
+    "a norm": lambda: functional.layer_norm(on_meta(2, 3, 8), [8], on_meta(8), on_meta(8)),
+    "a product with a bias": lambda: torch.addmm(on_meta(5), on_meta(3, 4), on_meta(4, 5)),
+    "broadcast": lambda: on_meta(2, 1, 4) + on_meta(3, 1),
+    "of two types": lambda: on_meta(3) * on_meta(3, dtype=torch.float64),
+    "a number that is no integer": lambda: on_meta(3, dtype=torch.int64) * 0.5,
+    "a number that is one": lambda: on_meta(3, dtype=torch.int64) * 1,
+    "another layout": lambda: on_meta(4, 3).t() + 1,
+    "two results": lambda: on_meta(3, 5).max(dim=1),
+    "a list": lambda: torch.cat([on_meta(2, 3), on_meta(4, 3)]),
+}
+
+
+def outline(returned: Any) -> list[tuple[Any, ...]]:
+    tensors = [returned] if isinstance(returned, Tensor) else list(returned)
+    return [(each.shape, each.stride(), each.dtype, each.device.type) for each in tensors]
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_second_call_gives_what_the_operator_would(name: str) -> None:
+    wanted = outline(OPERATORS[name]())
+    with Guesses():  # type: ignore[no-untyped-call]
+        first = OPERATORS[name]()
+        num_known = len(meta_results._KNOWN)
+        second = OPERATORS[name]()
+    assert outline(first) == outline(second) == wanted
+    assert len(meta_results._KNOWN) == num_known, "it is known now"
+
+
+def test_integers_that_are_divided_are_of_the_default_type() -> None:
+    whole = on_meta(3, dtype=torch.int64)
+    with settings_kept(), Guesses():  # type: ignore[no-untyped-call]
+        assert (whole / 2).dtype is torch.float32
+        torch.set_default_dtype(torch.float64)
+        assert (whole / 2).dtype is torch.float64
+
+
+def test_views_and_what_is_written_into_stay_what_they_are() -> None:
+    with Guesses():  # type: ignore[no-untyped-call]
+        for _ in range(2):
+            tensor = on_meta(4, 6)
+            assert tensor.view(24).untyped_storage()._cdata == tensor.untyped_storage()._cdata
+            assert tensor.add_(1) is tensor
+            assert torch.ops.aten._unsafe_view(tensor, [24]).shape == (24,)
+            assert torch.ops.aten._unsafe_view(tensor, [24]).untyped_storage()._cdata == tensor.untyped_storage()._cdata
+
+
+def test_no_more_is_remembered_than_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meta_results, "_MOST", 3)
+    monkeypatch.setattr(meta_results, "_KNOWN", {})
+    with Guesses():  # type: ignore[no-untyped-call]
+        for size in range(1, 9):
+            assert (on_meta(size) + 1).shape == (size,)
+            assert len(meta_results._KNOWN) <= 3

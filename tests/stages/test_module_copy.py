@@ -1,0 +1,75 @@
+"""A copy of a module is what `deepcopy` would make, with other tensors in the place of some."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.stages.split.module_copy import _is_plain, copied
+
+
+class Part(nn.Module):
+    def __init__(self, parent: nn.Module, seen: dict[str, int]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.seen, self.settings = seen, {"deep": [1, 2]}
+        vars(self)["parent"] = parent
+
+
+class Owner(nn.Module):
+    """Parts that know their parent and share a dictionary, a tied weight, a buffer that is not saved, and a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, int] = {}
+        first, second = Part(self, self.seen), Part(self, self.seen)
+        second.linear.weight = first.linear.weight
+        self.parts = nn.ModuleList([first, second])
+        self.register_buffer("steps", torch.zeros(2), persistent=False)
+        self.parts[0].register_forward_hook(print)
+
+
+class Alone(nn.Module):
+    """A module that says itself how it is copied."""
+
+    def __init__(self, times: int = 0) -> None:
+        super().__init__()
+        self.times, self.linear = times, nn.Linear(2, 2)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Alone":
+        return Alone(self.times + 1)
+
+
+def test_what_was_shared_is_shared_and_nothing_is_the_originals() -> None:
+    owner: Any = Owner().eval()
+    twin: Any = copied(owner, {})
+    other = copy.deepcopy(owner)
+    first, second = twin.parts
+    assert first.parent is twin
+    assert first.seen is second.seen is twin.seen is not owner.seen
+    assert first.settings == {"deep": [1, 2]}
+    assert first.settings["deep"] is not owner.parts[0].settings["deep"]
+    assert first.linear.weight is second.linear.weight is not owner.parts[0].linear.weight
+    assert twin.state_dict().keys() == owner.state_dict().keys()
+    assert list(first._forward_hooks.values()) == [print]
+    assert not twin.training
+    assert vars(twin).keys() == vars(other).keys()
+    twin.parts[0].register_forward_hook(print)
+    assert len(owner.parts[0]._forward_hooks) == 1
+
+
+def test_tensors_that_are_given_take_the_place_of_others() -> None:
+    owner: Any = Owner()
+    weight = nn.Parameter(torch.ones(3, 3))
+    memo: dict[int, Any] = {id(owner.parts[0].linear.weight): weight}
+    twin: Any = copied(owner, memo)
+    assert twin.parts[0].linear.weight is twin.parts[1].linear.weight is weight
+    assert twin.steps is not owner.steps
+
+
+def test_a_module_that_says_how_it_is_copied_is_asked() -> None:
+    kinds: list[Any] = [nn.Linear, Alone]
+    assert [_is_plain(each) for each in kinds] == [True, False]
+    twin: Any = copied(nn.Sequential(Alone(), nn.ReLU()), {})
+    assert twin[0].times == 1

@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         judged = []
         for case, verdict in bench.judge_all(cases):
             judged.append((case, verdict))
-            if verdict.kind in FAILS or (given.show and verdict.kind == "refused"):
+            if verdict.kind in FAILS or (given.show and verdict.kind in ("refused", "unfit")):
                 _tell(bench, case, verdict, shrinks=verdict.kind in FAILS and not given.no_shrink)
         refused = [replace(case, plan=f"dp={case.num_ranks}") for case, verdict in judged if verdict.kind == "refused"]
         plainly = {case.seed: verdict.kind for case, verdict in bench.judge_all(refused)}

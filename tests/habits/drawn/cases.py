@@ -137,6 +137,8 @@ def draw(seed: int, plan: str | None = None) -> Case:
         blocks = tuple(_block(rng, fits) for _ in range(num_blocks))
     if "ep" in chosen and not any(each.kind == "Mixture" for block in blocks for each in block):
         blocks = (blocks[0] + (_operation(rng, lambda each: each.kind == "Mixture" and fits(each)),), *blocks[1:])
+    if "cp" in chosen and not any(_attends(each) for block in blocks for each in block):
+        blocks = (blocks[0] + (_operation(rng, _attends),), *blocks[1:])
     hangs = tuple((rng.choice(list(HANGS)), rng.randrange(1000)) for _ in range(rng.choice((0, 0, 1, 1, 2))))
     losses = [name for name in LOSSES if LOSSES[name].counts or "cp" not in chosen]
     loss = rng.choice(losses)
@@ -152,6 +154,11 @@ def draw(seed: int, plan: str | None = None) -> Case:
         loss=loss,
         clip=rng.choice((None, None, 0.5)),
     )
+
+
+def _attends(each: Operation) -> bool:
+    """Whether it is attention that cp finds."""
+    return each.kind == "Attention" and not each.mixes_tokens()
 
 
 def _block(rng: random.Random, fits: Callable[[Operation], bool]) -> tuple[Operation, ...]:

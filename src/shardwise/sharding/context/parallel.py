@@ -29,7 +29,7 @@ from shardwise.sharding.context.attention_calls import AttentionCalls
 from shardwise.sharding.context.kernels import AttentionBlock, LogitScaling, Plain
 from shardwise.sharding.context.mask import Mask, Tokens
 from shardwise.sharding.context.ring import AttentionCall, ring_attention
-from shardwise.sharding.context.sequence_shards import Entry, LocalBatch, SequenceSharding, shard_sequence
+from shardwise.sharding.context.sequence_shards import Entry, LocalBatch, SequenceSharding, first_tokens, shard_sequence
 from shardwise.sharding.dropout import WeightDrop
 from shardwise.sharding.zigzag import zigzag_shard
 from shardwise.stages.split.module_stage import ModuleStage
@@ -65,6 +65,9 @@ class ContextParallel:
         self.num_calls = 0
         #: Says for queries and a probability which weights are dropped.
         self.drops: Callable[[Tensor, float], WeightDrop | None] | None = None
+        #: Whether attention is to drop what it is told to, and what looks like attention by hand is refused. Not so
+        #: while a copy is tried; and what was tried need not be guessed.
+        self.draws = self.is_strict = True
         self._attention, self._masks = FORMS[form], masks
         self._sharding = SequenceSharding(entries=entries or {}, positions=positions, pads=pads)
         self._name = f"shardwise-context-{next(_NUMBERS)}"
@@ -121,6 +124,10 @@ class ContextParallel:
             )
         return shard_sequence(batch, rank=self.group.rank, num_ranks=self.group.size, sharding=self._sharding)
 
+    def shortened(self, batch: Batch, num_tokens: int) -> Batch:
+        """The first tokens of a batch, about so many and such that they divide."""
+        return first_tokens(batch, num_tokens, 2 * self.group.size, self._sharding)
+
     @contextmanager
     def running(self, batch: Batch) -> Iterator[None]:
         """Where the module's forward is run on a batch that was cut here."""
@@ -130,7 +137,7 @@ class ContextParallel:
         try:
             if self._watches:
                 num_tokens = batch.tokens.length // self.group.size
-                with AttentionCalls(self.attend, num_tokens, self._masks):
+                with AttentionCalls(self.attend, num_tokens, self._masks, is_strict=self.is_strict):
                     yield
             else:
                 yield
@@ -170,7 +177,7 @@ class ContextParallel:
 
     def _drop(self, query: Tensor, dropout: float) -> WeightDrop | None:
         """What drops weights: the same on every rank, whichever of them it has."""
-        if not dropout:
+        if not dropout or not self.draws:
             return None
         drop = None if self.drops is None else self.drops(query, dropout)
         if drop is None:

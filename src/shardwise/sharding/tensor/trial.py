@@ -29,7 +29,7 @@ from shardwise.sharding.tensor.linear import ParallelLinear
 from shardwise.sharding.tensor.numbers import Course, Difference
 from shardwise.sharding.tensor.regions import GUESSES, Found
 from shardwise.sharding.tensor.sharding import Shards, starred
-from shardwise.sharding.tensor.stand_in import another, converted, fitting, passing_blocks, shortened, stand_in
+from shardwise.sharding.stand_in import another, converted, fitting, passing_blocks, shortened, stand_in
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.meta import Guesses, meta_twin
 from shardwise.stages.stage import Batch, Loss

@@ -14,6 +14,10 @@ from shardwise.torch_private import GROUPED_MM, LOCAL_SCALAR, EagerDispatchMode,
 aten = torch.ops.aten
 
 
+#: Operations that take a list of places, or of masks, after the tensor that they are about.
+_INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
+
+
 class Guesses(EagerDispatchMode):  # type: ignore[no-untyped-call]
     """Answers questions about numbers where there are none, so that units which ask them get through.
 
@@ -36,10 +40,20 @@ class Guesses(EagerDispatchMode):  # type: ignore[no-untyped-call]
             if func is GROUPED_MM.default and first.dim() == 2 and args[1].dim() == 3:
                 # Its meta kernel takes bf16 alone, though the real ones do not.
                 return first.new_empty((first.shape[0], args[1].shape[-1]))
+        if func in _INDEXED and any(isinstance(each, Tensor) and each.dtype is torch.bool for each in args[1]):
+            # A choice by a mask: as if it chose everything.
+            args = (first, [one for each in args[1] for one in _places(each)], *args[2:])
         if _are_apart(args):
             # A forward that makes a tensor often does not say where: with numbers, all would be in one place.
             args, kwargs = pytree.tree_map(_moved, (args, kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _places(index: Any) -> list[Any]:
+    """What chooses as a mask does, in the form of places along each of its dims."""
+    if not isinstance(index, Tensor) or index.dtype is not torch.bool or not index.is_meta:
+        return [index]
+    return [index.new_empty(index.numel(), dtype=torch.long) for _ in range(index.dim())]
 
 
 def tensors_of(given: Any) -> list[Tensor]:

@@ -1,0 +1,43 @@
+"""Nothing drawn at random while a copy of a module is tried: dropout drops nothing, and noise is one number."""
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from shardwise.torch_private import EagerDispatchMode
+
+
+class SteadyDraws(EagerDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives one number wherever numbers are drawn at random, so that every rank and the whole draw the same."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        if name == "native_dropout":
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        made = func(*args, **kwargs)
+        if name.startswith("randperm"):
+            return made.copy_(torch.arange(len(made), device=made.device))
+        if name.startswith(("bernoulli", "rand", "normal", "uniform", "exponential", "multinomial")):
+            return made.fill_(1 if name.startswith("bernoulli") else 0.5 if made.is_floating_point() else 0)
+        return made
+
+
+class SteadyAttention(TorchFunctionMode):
+    """Lets no attention drop: on a GPU it does so inside of one kernel."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        if func is functional.scaled_dot_product_attention:
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs = {**(kwargs or {}), **({} if len(args) > 4 else {"dropout_p": 0.0})}
+        return func(*args, **(kwargs or {}))

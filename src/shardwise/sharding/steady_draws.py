@@ -1,10 +1,13 @@
-"""Nothing drawn at random while a copy of a module is tried: dropout drops nothing, and noise is one number."""
+"""While a copy of a module is tried nothing is drawn at random, and nothing is recomputed."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
 from shardwise.torch_private import EagerDispatchMode
 
@@ -41,3 +44,25 @@ class SteadyAttention(TorchFunctionMode):
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
             kwargs = {**(kwargs or {}), **({} if len(args) > 4 else {"dropout_p": 0.0})}
         return func(*args, **(kwargs or {}))
+
+
+class _NotRecomputed:
+    """In the place of what `checkpoint(..., use_reentrant=True)` applies."""
+
+    @staticmethod
+    def apply(function: Any, _: bool, *args: Any) -> Any:
+        # Its outputs have gradients only if one of its inputs has.
+        has_gradients = any(isinstance(each, torch.Tensor) and each.requires_grad for each in args)
+        with torch.set_grad_enabled(has_gradients and torch.is_grad_enabled()):
+            return function(*args)
+
+
+@contextmanager
+def nothing_recomputed() -> Iterator[None]:
+    """Let such checkpoints run as they are, as they refuse to give gradients to `autograd.grad`. For the process."""
+    before = checkpoint.CheckpointFunction
+    checkpoint.CheckpointFunction = _NotRecomputed  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        checkpoint.CheckpointFunction = before  # type: ignore[misc]

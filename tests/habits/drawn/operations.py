@@ -67,6 +67,7 @@ class Gated(nn.Module):
         if self.joined == "lerp":
             return self.w2(torch.lerp(gate, up, 0.3))
         if self.joined == "in place":
+            gate = gate * 1.0
             gate *= up
             return self.w2(gate)
         return self.w2(gate * up)
@@ -143,7 +144,7 @@ class Torch(nn.Module):
             "conv depthwise": lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH),
             "conv one": lambda: nn.Conv1d(WIDTH, WIDTH, 1),
             "bilinear": lambda: nn.Bilinear(WIDTH, WIDTH, WIDTH),
-            "prelu": lambda: nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.PReLU(HIDDEN), nn.Linear(HIDDEN, WIDTH)),
+            "prelu": lambda: nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.PReLU(), nn.Linear(HIDDEN, WIDTH)),
             "sequential": lambda: nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)),
             "deep": lambda: nn.Sequential(
                 nn.Linear(WIDTH, HIDDEN), nn.ReLU(inplace=True), nn.Linear(HIDDEN, HIDDEN), nn.LayerNorm(HIDDEN),
@@ -381,6 +382,6 @@ KINDS: dict[str, Kind] = {
     "Buffers": Kind(make=Buffers, choices={"how": ("read", "counted", "counted and read", "running")}, weight=1),
     "Experts": Kind(make=Experts, choices={"how": ("all", "stacked", "the best")}, weight=1),
     "Mixture": Kind(
-        make=Mixture, choices={"form": ("plain", "weights inside", "not a sum"), "top": (1, 2)}, weight=1
+        make=Mixture, choices={"form": ("plain", "plain", "weights inside", "weights inside", "plain", "not a sum"), "top": (1, 2)}, weight=1
     ),
 }  # fmt: skip

@@ -98,7 +98,7 @@ OPTIMIZERS: dict[str, Make] = {
     "by shape": lambda _, parameters: AdamW(_groups(parameters, lambda each: each.ndim < 2), lr=1e-2, eps=1e-4),
     "by name": _by_name,
     "by identity": lambda module, parameters: SGD(
-        _groups(parameters, lambda each: each is module.get_parameter("head.weight")), lr=0.1
+        _groups(parameters, lambda each: each is module.get_submodule("head").weight), lr=0.1
     ),
     "by attribute": lambda _, parameters: SGD(
         _groups(parameters, lambda each: getattr(each, "no_decay", False)), lr=0.1

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.sharding.stand_in import tensors_in
-from shardwise.sharding.steady_draws import SteadyAttention, SteadyDraws
+from shardwise.sharding.steady_draws import SteadyAttention, SteadyDraws, nothing_recomputed
 from shardwise.sharding.tensor.sharding import Shards
 from shardwise.sharding.tensor.vocabulary import VocabParallelLogits
 from shardwise.stages.stage import Batch, Loss
@@ -43,7 +43,7 @@ def precisely(device: torch.device) -> Iterator[None]:
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), nothing_recomputed():
             yield
     finally:
         torch.set_float32_matmul_precision(precision)

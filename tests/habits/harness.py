@@ -292,4 +292,6 @@ def start(parallelize: Parallelize, model: nn.Module, optimizer: Any = sgd, **op
 
 def topics(files: Sequence[str]) -> list[str]:
     """The files that have programs; those of tensor parallelism have a test of their own."""
-    return sorted(each for each in files if each != "harness" and not each.startswith(("test_", "tensor")))
+    return sorted(
+        each for each in files if each not in ("harness", "random_modules") and not each.startswith(("test_", "tensor"))
+    )

@@ -2,8 +2,9 @@
 
     python -m tests.habits.random_modules --seeds 0:2000 --json
 
-A seed gives a module, what hangs on it, an optimizer, a loss and a plan (`drawn/cases.py`). It is trained for four steps
-by plain torch and on ranks that stay up. A failure is made smaller, as long as it fails in the same way, and printed.
+A seed gives a module, what hangs on it, an optimizer, a loss and a plan (`drawn/cases.py`). It is trained for four
+steps by plain torch and on ranks that stay up. A failure is made smaller, as long as it fails in the same way, and is
+printed.
 """
 
 import argparse
@@ -22,6 +23,8 @@ from tests.habits.drawn.plans import kind_of
 #: How many cases ranks are given at a time.
 _AT_A_TIME = 20
 _MOST_STEPS = 60
+#: Ranks that take longer than this, and five seconds for a case, are lost.
+_START_SECONDS = 60
 
 Judge = Callable[[Sequence[Case]], list[Verdict]]
 
@@ -35,7 +38,8 @@ class Bench:
     def judge(self, cases: Sequence[Case]) -> list[Verdict]:
         """A verdict for each case, all of which have one number of ranks."""
         try:
-            found: list[Verdict] = self._crowds.of(cases[0].num_ranks).run(judge, list(cases))[0]
+            crowd = self._crowds.of(cases[0].num_ranks)
+            found: list[Verdict] = crowd.run(judge, list(cases), timeout_seconds=_START_SECONDS + 5 * len(cases))[0]
         except Exception as error:
             if len(cases) == 1:
                 return [Verdict("crash", f"the ranks were lost: {error}")]
@@ -49,6 +53,7 @@ class Bench:
             for at in range(0, len(alike), _AT_A_TIME):
                 some = alike[at : at + _AT_A_TIME]
                 yield from zip(some, self.judge(some), strict=True)
+                print(f"{num_ranks} ranks: {at + len(some)} of {len(alike)}", file=sys.stderr, flush=True)
 
     def shrink(self, case: Case, verdict: Verdict) -> tuple[Case, Verdict]:
         """The smallest case found that fails in the same way."""
@@ -75,7 +80,7 @@ def reason_of(said: str) -> str:
 
 
 def summary(judged: Sequence[tuple[Case, Verdict]], accepted: Callable[[Case], bool]) -> dict[str, Any]:
-    """Counts by kind of plan, and refusals by reason. `accepted` says whether plain dp takes a case that was refused."""
+    """Counts by kind of plan, and refusals by reason. `accepted`: whether plain dp takes a case that was refused."""
     by_plan: dict[str, Counter[str]] = defaultdict(Counter)
     reasons: Counter[str] = Counter()
     for case, verdict in judged:
@@ -89,7 +94,8 @@ def summary(judged: Sequence[tuple[Case, Verdict]], accepted: Callable[[Case], b
     asked = sum(count for kind, count in total.items() if kind not in ("unfit", "refused by dp too"))
     return {
         "total": dict(total), "refused": round(total["refused"] / max(asked, 1), 4),
-        "by plan": {plan: dict(count) for plan, count in sorted(by_plan.items())}, "reasons": dict(reasons.most_common()),
+        "by plan": {plan: dict(count) for plan, count in sorted(by_plan.items())},
+        "reasons": dict(reasons.most_common()),
     }  # fmt: skip
 
 

@@ -315,7 +315,6 @@ class Rooted(Feed):
         return self.down(hidden / hidden.shape[-1] ** 0.5)
 
 
-
 program("an input that is written into", lambda: Model(Written), whole=("up", "gate", "down"))
 program("a look without gradients", lambda: Model(Peeks), whole=ALL_OF_FEED)
 program("latents that stay", lambda: Model(Latents))

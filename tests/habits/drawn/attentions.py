@@ -41,9 +41,7 @@ class Attention(nn.Module):
         elif how["projections"] == "kv":
             self.q, self.kv = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * keys)
         else:
-            self.q_proj, self.k_proj, self.v_proj = (
-                nn.Linear(WIDTH, size, bias=bias) for size in (WIDTH, keys, keys)
-            )
+            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(WIDTH, size, bias=bias) for size in (WIDTH, keys, keys))
         self.out = nn.Linear(WIDTH, WIDTH, bias=bias)
         self.keys = keys
         self.scale = self.head_dim**-0.5

@@ -1,4 +1,4 @@
-"""A case: a module, what hangs on it, an optimizer, a loss and a plan, as a value that is drawn, printed and made smaller."""
+"""A case: a module, what hangs on it, an optimizer, a loss and a plan, as a value: drawn, printed, made smaller."""
 
 import inspect
 import random
@@ -60,7 +60,9 @@ class Block(nn.Module):
         super().__init__()
         self.ways = [each.way for each in operations]
         self.steps = nn.ModuleList(KINDS[each.kind].make(**each.choices) for each in operations)
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) if way.startswith("norm") else nn.Identity() for way in self.ways)
+        self.norms = nn.ModuleList(
+            nn.LayerNorm(WIDTH) if way.startswith("norm") else nn.Identity() for way in self.ways
+        )
         self.gammas = nn.ParameterList(
             nn.Parameter(torch.full((WIDTH,), 0.3)) for way in self.ways if way == "layer scale"
         )

@@ -1,5 +1,6 @@
 """What people hang on a module after it was made: hooks, ties, marks, parametrizations, frozen parts."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +37,9 @@ def _at(found: list[Any], number: int) -> Any:
 
 
 def _modules(module: nn.Module) -> list[nn.Module]:
-    return [each for name, each in module.named_modules() if name and not isinstance(each, (nn.ModuleList, nn.ModuleDict))]
+    return [
+        each for name, each in module.named_modules() if name and not isinstance(each, (nn.ModuleList, nn.ModuleDict))
+    ]
 
 
 def _scaled(_: Any, __: Any, out: Any) -> Any:
@@ -102,7 +105,9 @@ def _weight_norm(module: nn.Module, number: int) -> None:
 
 def _old_weight_norm(module: nn.Module, number: int) -> None:
     if found := _plain(module):
-        nn.utils.weight_norm(_at(found, number))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            nn.utils.weight_norm(_at(found, number))
 
 
 def _orthogonal(module: nn.Module, number: int) -> None:

@@ -24,7 +24,7 @@ STEPS = 4
 TOLERANCE, IN_DOUBLE = 1e-5, 1e-8
 _LIMIT_SECONDS = 60.0
 
-#: What may come of a case, the worst last. `unfit`: plain torch cannot train it, so there is nothing to be held against.
+#: What may come of a case, the worst last. `unfit`: plain torch cannot train it, so there is nothing to compare.
 KINDS = ("equal", "refused", "unfit", "late", "crash", "wrong")
 FAILS = ("late", "crash", "wrong")
 
@@ -109,9 +109,7 @@ def _under_plan(case: Case, dtype: torch.dtype, wires: Any, came: dict[str, Tens
     )  # fmt: skip
     with engine:
         for step in range(STEPS):
-            came[f"loss {step}"] = torch.tensor(
-                engine.train_step(_batch(case, step, dtype)), dtype=torch.float64
-            )
+            came[f"loss {step}"] = torch.tensor(engine.train_step(_batch(case, step, dtype)), dtype=torch.float64)
         came.update({name: each for name, each in engine.state_dict().items() if isinstance(each, Tensor)})
 
 

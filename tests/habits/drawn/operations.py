@@ -366,8 +366,8 @@ KINDS: dict[str, Kind] = {
     "Torch": Kind(
         make=Torch,
         choices={"kind": (
-            "linear", "mha", "mha weights", "encoder", "encoder post", "gru", "lstm", "conv", "conv depthwise", "conv one",
-            "bilinear", "prelu", "sequential", "deep",
+            "linear", "mha", "mha weights", "encoder", "encoder post", "gru", "lstm", "conv", "conv depthwise",
+            "conv one", "bilinear", "prelu", "sequential", "deep",
         )},
         weight=4,
         mixes=lambda how: how["kind"] not in ("linear", "conv one", "bilinear", "prelu", "sequential", "deep"),
@@ -378,10 +378,13 @@ KINDS: dict[str, Kind] = {
         weight=1,
         mixes=lambda _: True,
     ),
-    "Shared": Kind(make=Shared, choices={"how": ("dict", "twice", "list", "numbers", "transposed", "and its transpose")}),
+    "Shared": Kind(
+        make=Shared, choices={"how": ("dict", "twice", "list", "numbers", "transposed", "and its transpose")}
+    ),
     "Buffers": Kind(make=Buffers, choices={"how": ("read", "counted", "counted and read", "running")}, weight=1),
     "Experts": Kind(make=Experts, choices={"how": ("all", "stacked", "the best")}, weight=1),
     "Mixture": Kind(
-        make=Mixture, choices={"form": ("plain", "plain", "weights inside", "weights inside", "plain", "not a sum"), "top": (1, 2)}, weight=1
+        make=Mixture, weight=1,
+        choices={"form": ("plain", "plain", "weights inside", "weights inside", "plain", "not a sum"), "top": (1, 2)},
     ),
 }  # fmt: skip

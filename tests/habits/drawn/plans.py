@@ -48,7 +48,7 @@ def kind_of(plan: str) -> str:
 
 
 def fitting(plan: str) -> Callable[[Any], bool]:
-    """Which operations are drawn for a plan. Under cp nine of ten leave tokens to torch's attention: others are refused."""
+    """Which operations are drawn for a plan. Under cp most leave tokens to torch's attention: others are refused."""
     if "cp" not in plan:
         return lambda _: True
     count = iter(range(10**9))

@@ -110,9 +110,7 @@ def first_tokens(batch: Batch, num_tokens: int, num_pieces: int, sharding: Seque
     kept = max(min(num_tokens, length) // num_pieces, 1) * num_pieces
     if kept >= length:
         return batch
-    return {
-        name: each.narrow(entries[name].dim, 0, kept) if name in entries else each for name, each in batch.items()
-    }
+    return {name: each.narrow(entries[name].dim, 0, kept) if name in entries else each for name, each in batch.items()}
 
 
 def _entries_of(batch: Batch, how: SequenceSharding) -> dict[str, Entry]:

@@ -1,7 +1,7 @@
 """A module is tried on parts of sequences before it is trained on them: a part must give what the whole gives there.
 
-Attention is answered from the tokens of all ranks. What else mixes tokens (a shift, a mean over them, positions that are
-counted in the forward) does so among those of one rank, and nobody would notice. So a copy with numbers of its own
+Attention is answered from the tokens of all ranks. What else mixes tokens (a shift, a mean over them, positions that
+are counted in the forward) does so among those of one rank, and nobody would notice. So a copy with numbers of its own
 (`stand_in.py`) is run on a few tokens: by every rank whole, and then by all ranks together, each on its part. Compared
 are what modules return and the loss. What is drawn at random is not: nothing is dropped meanwhile.
 """
@@ -58,7 +58,7 @@ def are_parts_alike(module: nn.Module, make: Callable[[], ContextParallel], batc
                 try:
                     twin = stand_in(module, lambda _: None, passing, dtype=dtype, device=device, seed=1)
                     whole = _run(another(twin), given, tried)
-                except Exception:  # noqa: S112 - another type, or more tokens, may do
+                except Exception:  # Another type, or more tokens, may do.
                     continue
                 _compare(another(twin), make(), given, tried, whole, _TOLERANCE[dtype])
                 return True
@@ -188,7 +188,11 @@ def _agree(
     largest = max(float(worst), apart if apart > most else 0.0)
     if largest:
         place = f"{wrong} of {type(twin).__name__}" if wrong else type(twin).__name__
-        raise _refusal(place, f"a part of a sequence gives other numbers than the whole, by {format_percent(min(largest, 9.99))}", group)
+        raise _refusal(
+            place,
+            f"a part of a sequence gives other numbers than the whole, by {format_percent(min(largest, 9.99))}",
+            group,
+        )
 
 
 def _refusal(place: str, what: str, group: Group) -> ShardwiseError:

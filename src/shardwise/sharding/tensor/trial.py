@@ -22,15 +22,15 @@ from torch import nn
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.collectives import Group
 from shardwise.ranks.simulated import SimulatedGroup, simulate
+from shardwise.sharding.stand_in import another, converted, fitting, passing_blocks, shortened, stand_in
 from shardwise.sharding.tensor import numbers
 from shardwise.sharding.tensor.channel_groups import ChannelTrace
 from shardwise.sharding.tensor.cut_layers import LayerCutter, cut, is_by_heads
 from shardwise.sharding.tensor.linear import ParallelLinear
 from shardwise.sharding.tensor.numbers import Course, Difference
-from shardwise.sharding.tensor.sequence import UnsharedError
 from shardwise.sharding.tensor.regions import GUESSES, Found
+from shardwise.sharding.tensor.sequence import UnsharedError
 from shardwise.sharding.tensor.sharding import Shards, starred
-from shardwise.sharding.stand_in import another, converted, fitting, passing_blocks, shortened, stand_in
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.meta import Guesses, meta_twin
 from shardwise.stages.stage import Batch, Loss

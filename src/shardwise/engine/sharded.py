@@ -68,6 +68,8 @@ class Sharded:
             form=cast(Literal["ring", "all-to-all"], self._plan.context),
             positions=options.positions,
             entries=options.entries,
+            # Tokens that are added would count in what forwards write.
+            pads=options.buffers is None,
             masks=options.masks,
         )
 

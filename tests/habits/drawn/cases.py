@@ -189,7 +189,7 @@ def smaller(case: Case) -> Iterator[Case]:
                 yield replace(case, blocks=(*blocks[:at], block[:place] + block[place + 1 :], *blocks[at + 1 :]))
     for at in range(len(case.hangs)):
         yield replace(case, hangs=case.hangs[:at] + case.hangs[at + 1 :])
-    plain = {
+    plain: dict[str, Any] = {
         "container": CONTAINERS[0], "output": OUTPUTS[0], "takes_ids": True, "optimizer": "sgd",
         "loss": "sum and number" if "cp" in case.plan else "mean", "clip": None,
     }  # fmt: skip

@@ -42,7 +42,7 @@ def kind_of(plan: str) -> str:
     """What a plan is counted as: its axes, and its ZeRO stage."""
     keys = [part.partition("=")[0] for part in plan.split(",")]
     axes = [key for key in ("dp", "tp", "pp", "cp", "ep") if key in keys]
-    more = [key for key in ("sp", "zero", "recompute") if key in keys]
+    more: list[str] = [key for key in ("sp", "zero", "recompute") if key in keys]
     more += ["offload"] if any(key.startswith("offload") for key in keys) else []
     return " x ".join(axes) + "".join(f", {key}" for key in more)
 

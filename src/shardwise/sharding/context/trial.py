@@ -139,12 +139,12 @@ def _compare(
         for (name, expected), (other, found) in zip(whole.made, course.made, strict=False)
         if name == other
     ]
-    wrong, error = "", 0.0
+    wrong, apart = "", 0.0
     if len(whole.made) == len(course.made) and part.tokens.length == length:
-        wrong, error = _first_difference(pairs, length, group, most)
+        wrong, apart = _first_difference(pairs, length, group, most)
         outputs = [("what it returns", *pair) for pair in zip(whole.output, course.output, strict=False)]
-        wrong, error = (wrong, error) if wrong else _first_difference(outputs, length, group, most)
-    _agree(twin, wrong, error, whole.loss, course.loss, group, home_of(batch), most)
+        wrong, apart = (wrong, apart) if wrong else _first_difference(outputs, length, group, most)
+    _agree(twin, wrong, apart, whole.loss, course.loss, group, home_of(batch), most)
 
 
 def _first_difference(

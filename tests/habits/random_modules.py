@@ -106,10 +106,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="seeds whose plan has this in it")
     parser.add_argument("--json", action="store_true", help="print the counts as JSON")
     parser.add_argument("--no-shrink", action="store_true", help="print failures as they were drawn")
+    parser.add_argument("--with-crossing", action="store_true", help="numbers that are no tensors between stages, too")
+    parser.add_argument(
+        "--with-losses", action="store_true", help="losses that are no mean of means of equal parts, too"
+    )
     parser.add_argument("--show", action="store_true", help="print every refusal")
     given = parser.parse_args(arguments)
     first, _, last = given.seeds.partition(":")
-    cases = [draw(seed, given.plan) for seed in range(int(first), int(last or int(first) + 1))]
+    seeds = range(int(first), int(last or int(first) + 1))
+    more = {"with_crossing": given.with_crossing, "with_losses": given.with_losses}
+    cases = [draw(seed, given.plan, **more) for seed in seeds]
     cases = [each for each in cases if given.only in each.plan]
     import_once()
     crowds = Crowds()

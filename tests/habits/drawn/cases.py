@@ -13,12 +13,14 @@ from tests.habits.drawn import plans
 from tests.habits.drawn.attentions import WIDTH
 from tests.habits.drawn.hangings import HANGS
 from tests.habits.drawn.operations import KINDS
-from tests.habits.drawn.trainings import LOSSES, OPTIMIZERS, WORDS
+from tests.habits.drawn.trainings import LOSSES, OPTIMIZERS, UNEVEN_LOSSES, WORDS
 
 #: How the output of an operation joins what went into it. The simplest comes first.
 WAYS = ("residual", "plain", "norm first", "norm last", "layer scale")
 CONTAINERS = ("list", "sequential", "dict")
 OUTPUTS = ("tensor", "tuple", "dict")
+#: What the forward of the whole hands on beside what blocks return. Numbers of a batch are for plans without replicas.
+CROSSINGS = ("none", "skips", "a float", "an int", "floats in a list")
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Case:
     optimizer: str = "sgd"
     loss: str = "mean"
     clip: float | None = None
+    crossing: str = CROSSINGS[0]
 
     @property
     def num_ranks(self) -> int:
@@ -100,20 +103,33 @@ class Net(nn.Module):
             self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=not case.takes_ids)
-        self.output = case.output
+        self.output, self.crossing = case.output, case.crossing
 
     def forward(self, x: Tensor) -> Any:
-        h = self.embed(x)
+        h = first = self.embed(x)
         if isinstance(self.blocks, nn.Sequential):
             h = self.blocks(h)
         else:
             for each in self.blocks.values() if isinstance(self.blocks, nn.ModuleDict) else self.blocks:
                 h = each(h)
+        h = self._crossed(h, first)
         h = self.norm(h)
         scores = self.head(h)
         if self.output == "tuple":
             return scores, h
         return {"logits": scores, "hidden": h} if self.output == "dict" else scores
+
+    def _crossed(self, h: Tensor, first: Tensor) -> Tensor:
+        if self.crossing == "skips":
+            return h + first
+        if self.crossing == "a float":
+            return h * (1 + float(first.detach().mean()))
+        if self.crossing == "an int":
+            return h + int(first.detach().mean() > 0)
+        if self.crossing == "floats in a list":
+            seen = [float(each.detach().mean()) for each in (first, h)]
+            return h * (1 + sum(seen))
+        return h
 
 
 def make_module(case: Case, dtype: torch.dtype) -> nn.Module:
@@ -125,8 +141,8 @@ def make_module(case: Case, dtype: torch.dtype) -> nn.Module:
     return module.to(dtype)
 
 
-def draw(seed: int, plan: str | None = None) -> Case:
-    """The case of a seed."""
+def draw(seed: int, plan: str | None = None, *, with_crossing: bool = False, with_losses: bool = False) -> Case:
+    """The case of a seed; if asked for, with what is no tensor between stages, or a loss that weighs parts unevenly."""
     rng = random.Random(seed)
     chosen = plan or plans.draw(rng)
     stages = plans.num_stages_of(chosen)
@@ -144,7 +160,7 @@ def draw(seed: int, plan: str | None = None) -> Case:
     hangs = tuple((rng.choice(list(HANGS)), rng.randrange(1000)) for _ in range(rng.choice((0, 0, 1, 1, 2))))
     losses = [name for name in LOSSES if LOSSES[name].counts or "cp" not in chosen]
     loss = rng.choice(losses)
-    return Case(
+    drawn = Case(
         seed=seed,
         plan=chosen,
         blocks=blocks,
@@ -156,6 +172,11 @@ def draw(seed: int, plan: str | None = None) -> Case:
         loss=loss,
         clip=rng.choice((None, None, 0.5)),
     )
+    if with_crossing:
+        drawn = replace(drawn, crossing=rng.choice(CROSSINGS[:2] if "dp" in chosen or "cp" in chosen else CROSSINGS))
+    if with_losses:
+        drawn = replace(drawn, loss=rng.choice(list(UNEVEN_LOSSES)))
+    return drawn
 
 
 def _attends(each: Operation) -> bool:
@@ -191,7 +212,7 @@ def smaller(case: Case) -> Iterator[Case]:
         yield replace(case, hangs=case.hangs[:at] + case.hangs[at + 1 :])
     plain: dict[str, Any] = {
         "container": CONTAINERS[0], "output": OUTPUTS[0], "takes_ids": True, "optimizer": "sgd",
-        "loss": "sum and number" if "cp" in case.plan else "mean", "clip": None,
+        "loss": "sum and number" if "cp" in case.plan else "mean", "clip": None, "crossing": CROSSINGS[0],
     }  # fmt: skip
     for key, value in plain.items():
         if getattr(case, key) != value:
@@ -225,7 +246,7 @@ def program_of(case: Case, *, with_source: bool = True) -> str:
     head = (
         f"seed {case.seed} under {case.plan}: embed({'ids' if case.takes_ids else 'numbers'})\n{made}\n"
         f"    hangs {case.hangs}, container {case.container}, output {case.output}, optimizer {case.optimizer},"
-        f" loss {case.loss}, clip {case.clip}"
+        f" loss {case.loss}, clip {case.clip}, crossing {case.crossing}"
     )
     return "\n".join([head, *sources] if with_source else [head])
 

@@ -16,7 +16,7 @@ from shardwise.parity.problem import microbatches_of
 from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import make_wires
 from tests.habits.drawn.cases import Case, make_module
-from tests.habits.drawn.trainings import LOSSES, OPTIMIZERS, batch
+from tests.habits.drawn.trainings import LOSSES, OPTIMIZERS, UNEVEN_LOSSES, batch
 from tests.stages.small import small_matrices
 
 STEPS = 4
@@ -26,6 +26,7 @@ _LIMIT_SECONDS = 60.0
 
 #: What may come of a case, the worst last. `unfit`: plain torch cannot train it, so there is nothing to compare.
 KINDS = ("equal", "refused", "unfit", "late", "crash", "wrong")
+_EVERY_LOSS = {**LOSSES, **UNEVEN_LOSSES}
 FAILS = ("late", "crash", "wrong")
 
 
@@ -104,7 +105,7 @@ def _under_plan(case: Case, dtype: torch.dtype, wires: Any, came: dict[str, Tens
     if "cp" in case.plan:
         more = {"positions": None, "entries": {"x": 1, "weights": None}}
     engine = sw.parallelize(
-        module, case.plan, loss=LOSSES[case.loss].of, example=example, clip=case.clip, wires=wires,
+        module, case.plan, loss=_EVERY_LOSS[case.loss].of, example=example, clip=case.clip, wires=wires,
         optimizer=lambda parameters: OPTIMIZERS[case.optimizer](module, list(parameters)), **more,
     )  # fmt: skip
     with engine:
@@ -129,7 +130,9 @@ def _plainly(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
     for step in range(STEPS):
         optimizer.zero_grad()
         pieces = microbatches_of(_batch(case, step, dtype), plan, apart=has_statistics)
-        made = [LOSSES[case.loss].of(module(each["x"]), each) for each in pieces]
+        if case.loss in UNEVEN_LOSSES:  # What the user meant is the loss of the whole batch.
+            pieces = [_batch(case, step, dtype)]
+        made = [_EVERY_LOSS[case.loss].of(module(each["x"]), each) for each in pieces]
         if isinstance(made[0], tuple):
             loss = sum(each[0] for each in made) / sum(each[1] for each in made)
         else:

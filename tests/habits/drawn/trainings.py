@@ -76,6 +76,12 @@ LOSSES: dict[str, Loss] = {
     "with a penalty of scores": Loss(_with_more),
 }
 
+#: Losses that are no mean of the means of equal parts, and do not say so.
+UNEVEN_LOSSES: dict[str, Loss] = {
+    "a mean of some": Loss(lambda output, given: _counted(output, given)[0] / _counted(output, given)[1]),
+    "a sum": Loss(lambda output, given: _entropy(output, given, "sum") / 64),
+}
+
 #: Makes an optimizer: it is given the module, and what `parallelize` gives a factory.
 Make = Callable[[nn.Module, list[nn.Parameter]], Optimizer]
 

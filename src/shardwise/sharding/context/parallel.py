@@ -96,7 +96,7 @@ class ContextParallel:
         self._sharding = replace(self._sharding, packs=bool(models), drops=drops)
         if models:
             self._undo.append(hf.install(module, self._name, self.attend))
-        own = [each for each in module.modules() if callable(each.__dict__.get("attend"))]
+        own = _with_attend(module)
         for each in own:
             self._undo.append(partial(setattr, each, "attend", each.attend))
             setattr(each, "attend", self._attend_by_mask)  # noqa: B010 - a method of theirs, not a submodule
@@ -193,6 +193,16 @@ class ContextParallel:
         """For modules whose attention is a function `attend` of theirs: causal, with the window of their mask."""
         mask = Mask(causal=True, window=own.window, documents=True, padding=True)
         return self.attend(query, key, value, mask, scale, dropout=dropout)
+
+
+def is_of_others(module: nn.Module) -> bool:
+    """Whether a module's attention is found call by call: it is neither of transformers nor of our nets."""
+    return not hf.models_in(module) and not _with_attend(module)
+
+
+def _with_attend(module: nn.Module) -> list[nn.Module]:
+    """The modules whose attention is a function of theirs."""
+    return [each for each in module.modules() if callable(each.__dict__.get("attend"))]
 
 
 def _check_tokenwise(module: nn.Module) -> None:

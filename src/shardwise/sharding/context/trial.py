@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.collectives import Group
-from shardwise.sharding.context.parallel import ContextParallel
+from shardwise.sharding.context.parallel import ContextParallel, is_of_others
 from shardwise.sharding.stand_in import another, converted, fitting, passing_blocks, stand_in, tensors_in
 from shardwise.sharding.steady_draws import SteadyAttention, SteadyDraws
 from shardwise.sharding.zigzag import zigzag_shard
@@ -49,6 +49,8 @@ def are_parts_alike(module: nn.Module, make: Callable[[], ContextParallel], batc
     `make` gives a context like the one that the module will have, and `batch` is a microbatch. All ranks of the group
     call this alike.
     """
+    if not is_of_others(module):
+        return False  # What these do with tokens is known by their kind.
     device, dtypes = fitting(module, lambda _: None, home_of(batch))
     passing = _passing(module, batch)
     for example in (make().shortened(batch, _TOKENS), batch):

@@ -14,7 +14,7 @@ from tests.habits.drawn.plans import PLANS
 from tests.habits.random_modules import Bench, reason_of, summary
 
 #: Seeds of two ranks that are tried by default; with four ranks they are tried with `--whole`.
-BY_DEFAULT = range(64)
+BY_DEFAULT = range(40)
 WHOLE = range(2000)
 #: At most so many of the cases that plain dp takes may be refused.
 MOST_REFUSED = 0.05

@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from tests.habits.drawn.operations import WIDTH, Mixture
+from tests.habits.drawn.attentions import WIDTH
+from tests.habits.drawn.operations import Mixture
 from tests.habits.harness import Parallelize, Result, program, start, trained
 
 
@@ -85,5 +85,5 @@ def routers_that_are_tied(parallelize: Parallelize) -> Result:
     first, second = (each.get_submodule("router") for each in model.layers)
     second.weight = first.weight
     assert isinstance(first.weight, nn.Parameter)
-    first.weight.register_hook(lambda gradient: torch.mul(gradient, 0.5))
+    first.weight.register_hook(lambda gradient: gradient * 0.5)  # type: ignore[no-untyped-call]
     return trained(start(parallelize, model))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 from shardwise.execution import backward
 from shardwise.execution.backward import full_backward, input_gradients
@@ -321,3 +322,15 @@ def test_nodes_of_custom_functions_live_until_the_second_half() -> None:
             assert weight.grad is not None
             torch.testing.assert_close(weight.grad, wanted)
             weight.grad = None
+
+
+def test_a_graph_with_a_reentrant_checkpoint_is_run_at_once() -> None:
+    layer = nn.Linear(3, 3)
+    given = torch.ones(2, 3, requires_grad=True)
+    made = checkpoint(layer, given * 2, use_reentrant=True).square().sum()
+    halves = input_gradients([made], [None], [given])
+    found = [given.grad, layer.weight.grad]
+    halves.run()
+    expected = torch.autograd.grad(layer(given * 2).square().sum(), [given, layer.weight])
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)

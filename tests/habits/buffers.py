@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from tests.habits.harness import Net, Parallelize, Result, batch, program, small_net, start, trained
 
-DIFFERENT = {"dp": "the forward writes to the buffer .*, and 2 replicas have 2 different ones"}
+DIFFERENT = dict.fromkeys(("dp", "cp"), "the forward writes to the buffer .*, and 2 replicas have 2 different ones")
+#: Sequences of these programs have three tokens. A fourth would be counted.
+ADDED = {"cp": "a sequence of 3 tokens does not divide into 4 pieces"}
 
 
 class Block(nn.Module):
@@ -75,14 +77,14 @@ def a_running_mean(parallelize: Parallelize) -> Result:
     return trained(start(parallelize, net(average)))
 
 
-@program()
+@program(ADDED)
 def a_running_mean_over_replicas(parallelize: Parallelize) -> Result:
     """And what the sentence says to do about it is what one device has, for evaluation."""
     engine = start(parallelize, net(average, reads=False), buffers="mean")
     return {**trained(engine), "held out": engine.evaluate(batch(8))}
 
 
-@program()
+@program(ADDED)
 def a_running_mean_put_in_its_place(parallelize: Parallelize) -> Result:
     """`self.seen = ...` instead of writing into it."""
     engine = start(parallelize, net(average_anew, reads=False), buffers="mean")
@@ -123,13 +125,13 @@ class Quantised(nn.Module):
         return made
 
 
-@program(DIFFERENT)
+@program({**DIFFERENT, "cp": "a part of a sequence gives other numbers than the whole"})
 def a_codebook(parallelize: Parallelize) -> Result:
     """VQ-VAE."""
     return trained(start(parallelize, small_net(block=Quantised)))
 
 
-@program()
+@program({"cp": "is a BatchNorm1d, which mixes the tokens"})
 def batch_norm(parallelize: Parallelize) -> Result:
     """In evaluation with statistics that were loaded: nothing is written."""
     from tests.habits.looking import Normed
@@ -165,7 +167,7 @@ def a_counter_of_the_root(parallelize: Parallelize) -> Result:
     return trained(start(parallelize, Counting().double()))
 
 
-@program(dict.fromkeys(("dp", "tp"), "has max_norm=0.5, so that forwards write"))
+@program(dict.fromkeys(("dp", "tp", "cp"), "has max_norm=0.5, so that forwards write"))
 def an_embedding_with_a_largest_norm(parallelize: Parallelize) -> Result:
     """A forward shortens the rows that it looks up."""
     model = small_net()
@@ -209,7 +211,7 @@ def a_buffer_looked_at(parallelize: Parallelize) -> Result:
     return trained(engine, between=between)
 
 
-@program({"dp": DIFFERENT["dp"]})
+@program(DIFFERENT)
 def a_mean_that_only_evaluation_writes(parallelize: Parallelize) -> Result:
     """What replicas write while they evaluate is compared too."""
 
@@ -237,13 +239,13 @@ def late(block: Any, x: Tensor) -> None:
     block.count += 1
 
 
-@program({"dp": "writes to the buffer layers.[01].seen, and did not when the example was run"})
+@program(dict.fromkeys(("dp", "cp"), "writes to the buffer layers.[01].seen, and did not when the example was run"))
 def a_mean_that_begins_later(parallelize: Parallelize) -> Result:
     """After a few steps of warm-up: the example has not shown it."""
     return trained(start(parallelize, net(late, reads=False)), steps=5)
 
 
-@program()
+@program(ADDED)
 def a_mean_that_begins_later_and_what_was_said(parallelize: Parallelize) -> Result:
     """And replicas agree from the step on that writes it."""
     return trained(start(parallelize, net(late, reads=False), buffers="mean"), steps=5)

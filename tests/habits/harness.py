@@ -36,7 +36,7 @@ from shardwise.states.parameter_group import shares_of, sort_out
 #: Every kind of plan on two ranks that any module can be trained under, and on four.
 TWO = (
     "dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "pp=2,microbatches=2", "tp=2", "dp=2,offload.optimizer=1.0",
-    "dp=2,offload.parameters=1.0", "pp=2,microbatches=2,recompute=full",
+    "dp=2,offload.parameters=1.0", "pp=2,microbatches=2,recompute=full", "cp=2", "dp=2,ep=2",
 )  # fmt: skip
 FOUR = ("dp=2,pp=2,microbatches=2,zero=1", "dp=2,tp=2,zero=3")
 #: In how many turns the programs of a file are tried: each under one or two of the eleven plans.
@@ -62,7 +62,9 @@ class Program:
     but: str | None = None
 
     def is_for(self, plan: str) -> bool:
-        """Whether it is tried under this plan."""
+        """Whether it is tried under this plan. Under ep those with experts are."""
+        if _has(plan, "ep") and self.only != "ep":
+            return False
         return (self.only is None or _has(plan, self.only)) and (self.but is None or not _has(plan, self.but))
 
     @property
@@ -122,6 +124,8 @@ def _tried(one: Program, plan: str) -> str | None:
     expected, open_engines = one.expects(plan), []
 
     def under_plan(module: nn.Module, **options: Any) -> Any:
+        if _has(plan, "cp"):
+            options = _for_parts(options)
         open_engines.append(sw.parallelize(module, plan, **options))
         return open_engines[-1]
 
@@ -143,6 +147,18 @@ def _tried(one: Program, plan: str) -> str | None:
     torch.manual_seed(0)
     parsed = Plan.parse(plan)
     return _difference(came, one.run(lambda module, **options: Plain(module, parsed, **options)))
+
+
+def _for_parts(options: dict[str, Any]) -> dict[str, Any]:
+    """What cp is to be told of these programs: where tokens are; and of a mean, its sum and over how many it is."""
+    loss = options["loss"]
+
+    def summed(output: Any, given: Batch) -> Any:
+        count = (given["labels"] >= 0).sum()
+        found = loss(output, given)
+        return found if isinstance(found, tuple) else (found * count, count)
+
+    return {"positions": None, "entries": {"x": 1}, **options, "loss": summed}
 
 
 def _close(engine: Any) -> None:
@@ -331,4 +347,6 @@ def start(parallelize: Parallelize, model: nn.Module, optimizer: Any = sgd, **op
 
 def topics(files: Sequence[str]) -> list[str]:
     """The files that have programs; those of tensor parallelism have a test of their own."""
-    return sorted(each for each in files if each != "harness" and not each.startswith(("test_", "tensor")))
+    return sorted(
+        each for each in files if each not in ("harness", "random_modules") and not each.startswith(("test_", "tensor"))
+    )

@@ -350,7 +350,7 @@ class Normed(nn.Module):
         return x + normed
 
 
-@program()
+@program({"cp": "is a BatchNorm1d, which mixes the tokens"})
 def frozen_batch_norms(parallelize: Parallelize) -> Result:
     """Fine-tuning with statistics as they are: `bn.eval()` before training, which is not undone."""
     model = small_net(block=Normed)

@@ -304,11 +304,23 @@ class Backwards(Feed):
         return out
 
 
+class Rooted(Feed):
+    """Something that counts channels, where `autograd.grad` is refused."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self._inner, x, use_reentrant=True)
+
+    def _inner(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        return self.down(hidden / hidden.shape[-1] ** 0.5)
+
+
 program("an input that is written into", lambda: Model(Written), whole=("up", "gate", "down"))
 program("a look without gradients", lambda: Model(Peeks), whole=ALL_OF_FEED)
 program("latents that stay", lambda: Model(Latents))
 program("a gradient that counts channels", lambda: Model(Backwards), whole=ALL_OF_FEED)
 program("checkpoint without reentrance", lambda: Model(Checkpointed))
+program("the root of the width in a checkpoint that is reentrant", lambda: Model(Rooted), whole=ALL_OF_FEED)
 program("a layer called twice", lambda: Model(Twice))
 
 

@@ -58,13 +58,15 @@ class Model(nn.Module):
 
 @dataclass(kw_only=True)
 class Program:
-    """What a user wrote. `whole`: layers that are to stay whole, by a part of their names; `refused`: what is said."""
+    """What a user wrote. `whole`: layers that are to stay whole, by a part of their names; `refused`: what is said;
+    `warns`: what the one warning begins with, if it is not of layers that stay whole."""
 
     make: Callable[[], nn.Module]
     loss: Callable[[nn.Module], Loss] = lambda _: entropy
     batch: Callable[[], dict[str, Tensor]] = tokens
     whole: tuple[str, ...] = ()
     refused: str = ""
+    warns: str = ""
     plan: str = "tp=2"
     options: dict[str, Any] = field(default_factory=dict)
     #: Looks at what training has left: of the whole run, and of the one in parts.

@@ -46,6 +46,9 @@ def assemble(
         # What is dropped in training is seen in training mode only. Of one that is partly so the user has said which.
         module.train()
     sharded = Sharded(module, plan, wires.mesh, microbatch, options, loss)
+    if sharded.tensor is not None:
+        # What could not be shared out along the sequence is whole on every rank.
+        plan = replace(plan, sp=sharded.tensor.is_along_sequence)
     place = None if isinstance(wires, OneProcess) else wires.ranks[0]
     without_numbers = {name for name, each in module.named_parameters() if each.is_meta}
     trial = Trial(module, loss, microbatch)

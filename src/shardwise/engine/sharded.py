@@ -1,6 +1,7 @@
 """What this rank has of every layer: its part of the matrices (tp), of the experts (ep), of the sequences (cp)."""
 
 from collections.abc import Collection
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -12,6 +13,7 @@ from shardwise.planner.plan import Plan
 from shardwise.ranks.mesh import Mesh
 from shardwise.ranks.wires import Wires
 from shardwise.sharding.context.parallel import ContextParallel
+from shardwise.sharding.context.trial import are_parts_alike
 from shardwise.sharding.dropout import Dropouts
 from shardwise.sharding.expert.shard import shard_experts
 from shardwise.sharding.expert.sharding import ExpertSharding
@@ -34,11 +36,17 @@ class Sharded:
         self._plan, self._mesh = plan, mesh
         self.tensor = self._shard(module, microbatch, options, loss) if plan.tp > 1 else None
         self.context: ContextParallel | None = None
-        self._has_attended = False
         #: How experts lie on ranks, where they are shared out or have replicas.
         self.experts: ExpertSharding | None = None
         if plan.dp * plan.cp > 1:
             self.experts = shard_experts(module, mesh, real=self._real_tokens, verify=options.verify)
+        #: Whether parts of sequences are known to give what the whole gives.
+        self._is_tried = (
+            plan.cp > 1
+            and options.verify
+            and are_parts_alike(module, partial(self._make_context, options), microbatch, loss)
+        )
+        self._has_attended = self._is_tried
 
     @property
     def is_in_parts(self) -> bool:
@@ -49,15 +57,21 @@ class Sharded:
         """Let attention see what other ranks have of a sequence."""
         if self._plan.cp == 1:
             return None
-        self.context = ContextParallel(
+        self.context = self._make_context(options)
+        self.context.is_strict = not self._is_tried
+        self.context.attach(module)
+        return self.context
+
+    def _make_context(self, options: Options) -> ContextParallel:
+        return ContextParallel(
             self._mesh.group("cp"),
             form=cast(Literal["ring", "all-to-all"], self._plan.context),
             positions=options.positions,
             entries=options.entries,
+            # Tokens that are added would count in what forwards write.
+            pads=options.buffers is None,
             masks=options.masks,
         )
-        self.context.attach(module)
-        return self.context
 
     def detach_context(self) -> None:
         """Attention is the module's own again."""

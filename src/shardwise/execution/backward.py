@@ -51,6 +51,14 @@ def full_backward(outputs: Sequence[Tensor], gradients: Gradients) -> None:
     _run_engine(outputs, _given(outputs, gradients), (), accumulates=True)
 
 
+#: The node of a checkpoint that runs another backward inside of the one that it is called in.
+_REENTRANT = "CheckpointFunctionBackward"
+
+
+class _ReentrantError(Exception):
+    """A graph has such a node."""
+
+
 @dataclass(slots=True, eq=False)
 class Halves:
     """A graph cut in two: found from its outputs and inputs alone, before any gradient is there."""
@@ -63,6 +71,8 @@ class Halves:
     #: The outputs outside the spine, by number: what they are given arrives at the last cut.
     apart: list[int]
     has_spine: bool
+    #: Whether it cannot be cut: what `checkpoint(..., use_reentrant=True)` has left runs in a plain backward alone.
+    is_one: bool = False
     #: What the first half has found on the ways of all cuts, one after the other. Held until the second has run.
     arrived: list[Tensor | None] = field(default_factory=list)
 
@@ -85,7 +95,10 @@ class Halves:
 def find_halves(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Halves:
     """Find where to cut the graph of these outputs."""
     roots = [get_gradient_edge(output) for output in outputs]
-    spine, cuts, at_once = _find_cuts([root.node for root in roots], set(map(id, inputs)))
+    try:
+        spine, cuts, at_once = _find_cuts([root.node for root in roots], set(map(id, inputs)))
+    except _ReentrantError:
+        return Halves([], [], (), [], has_spine=False, is_one=True)
     targets: list[Tensor | GradientEdge] = [*inputs, *at_once]
     apart: list[int] = []
     for cut in cuts:
@@ -110,6 +123,9 @@ def input_gradients(
     `halves` is what `find_halves` gave for the same outputs and inputs, if it was asked before.
     """
     found = find_halves(outputs, inputs) if halves is None else halves
+    if found.is_one:
+        full_backward(outputs, gradients)
+        return found
     given = _given(outputs, gradients)
     if found.has_spine:
         reached = _run_engine(outputs, given, found.targets, accumulates=False)
@@ -228,6 +244,8 @@ def _explore(roots: Sequence[Node], ends: set[int]) -> "tuple[set[Node], dict[No
     ways: dict[Node | None, _Leaves] = {}
     leaves: dict[Node, _Leaves] = {}
     for node, children in _children_first(roots):
+        if isinstance(node, PythonNode) and type(node).__name__ == _REENTRANT:
+            raise _ReentrantError
         if not children:
             variable = getattr(node, "variable", None)
             if id(variable) in ends:

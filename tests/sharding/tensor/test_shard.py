@@ -169,11 +169,6 @@ NET = (97, 24, 4, 4)
             "tensor_chunks=0: what a layer sends is one chunk or more\n"
             "  try: tensor_chunks=1, or none, for as many as pay",
         ),
-        (
-            programs.mlp, (8, 12, 8), {"sequence": True},
-            "sequence=True shares out lists of blocks, and Mlp has none with cut layers\n"
-            "  try: sp=false, or the blocks in an nn.ModuleList",
-        ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_said_with_what_would_do(

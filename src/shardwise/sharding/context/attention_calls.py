@@ -24,12 +24,13 @@ _SOFTMAX = (functional.softmax, torch.softmax, torch.Tensor.softmax)
 class AttentionCalls(TorchFunctionMode):
     """Gives each call of `scaled_dot_product_attention` to `attend`. `masks` is what a mask means, if calls have one.
 
-    Attention that is computed in another way would see this rank's tokens alone, and is refused where it is noticed.
+    Attention that is computed in another way would see this rank's tokens alone. `is_strict` refuses what looks like
+    it: where a module was not tried with numbers.
     """
 
-    def __init__(self, attend: Attend, num_tokens: int, masks: Mask | None) -> None:
+    def __init__(self, attend: Attend, num_tokens: int, masks: Mask | None, *, is_strict: bool = True) -> None:
         super().__init__()
-        self._attend, self._num_tokens, self._masks = attend, num_tokens, masks
+        self._attend, self._num_tokens, self._masks, self._is_strict = attend, num_tokens, masks, is_strict
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -43,7 +44,7 @@ class AttentionCalls(TorchFunctionMode):
                 "nn.MultiheadAttention computes attention within itself, where it gets no keys of other ranks",
                 remedy="torch.nn.functional.scaled_dot_product_attention in the module, or cp=1",
             )
-        scores = (args[0] if args else kwargs["input"]) if func in _SOFTMAX else None
+        scores = (args[0] if args else kwargs["input"]) if func in _SOFTMAX and self._is_strict else None
         if scores is not None and scores.dim() > 2 and scores.shape[-2:] == (self._num_tokens, self._num_tokens):
             raise ShardwiseError(
                 f"a softmax over {self._num_tokens} x {self._num_tokens} of this rank's tokens looks like attention"

@@ -29,7 +29,7 @@ from shardwise.sharding.context.attention_calls import AttentionCalls
 from shardwise.sharding.context.kernels import AttentionBlock, LogitScaling, Plain
 from shardwise.sharding.context.mask import Mask, Tokens
 from shardwise.sharding.context.ring import AttentionCall, ring_attention
-from shardwise.sharding.context.sequence_shards import Entry, LocalBatch, SequenceSharding, shard_sequence
+from shardwise.sharding.context.sequence_shards import Entry, LocalBatch, SequenceSharding, first_tokens, shard_sequence
 from shardwise.sharding.dropout import WeightDrop
 from shardwise.sharding.zigzag import zigzag_shard
 from shardwise.stages.split.module_stage import ModuleStage
@@ -65,6 +65,9 @@ class ContextParallel:
         self.num_calls = 0
         #: Says for queries and a probability which weights are dropped.
         self.drops: Callable[[Tensor, float], WeightDrop | None] | None = None
+        #: Whether attention is to drop what it is told to, and what looks like attention by hand is refused. Not so
+        #: while a copy is tried; and what was tried need not be guessed.
+        self.draws = self.is_strict = True
         self._attention, self._masks = FORMS[form], masks
         self._sharding = SequenceSharding(entries=entries or {}, positions=positions, pads=pads)
         self._name = f"shardwise-context-{next(_NUMBERS)}"
@@ -93,7 +96,7 @@ class ContextParallel:
         self._sharding = replace(self._sharding, packs=bool(models), drops=drops)
         if models:
             self._undo.append(hf.install(module, self._name, self.attend))
-        own = [each for each in module.modules() if callable(each.__dict__.get("attend"))]
+        own = _with_attend(module)
         for each in own:
             self._undo.append(partial(setattr, each, "attend", each.attend))
             setattr(each, "attend", self._attend_by_mask)  # noqa: B010 - a method of theirs, not a submodule
@@ -125,6 +128,10 @@ class ContextParallel:
         sharding = replace(self._sharding, predicts=predicts)
         return shard_sequence(batch, rank=self.group.rank, num_ranks=self.group.size, sharding=sharding)
 
+    def shortened(self, batch: Batch, num_tokens: int) -> Batch:
+        """The first tokens of a batch, about so many and such that they divide."""
+        return first_tokens(batch, num_tokens, 2 * self.group.size, self._sharding)
+
     @contextmanager
     def running(self, batch: Batch) -> Iterator[None]:
         """Where the module's forward is run on a batch that was cut here."""
@@ -134,7 +141,7 @@ class ContextParallel:
         try:
             if self._watches:
                 num_tokens = batch.tokens.length // self.group.size
-                with AttentionCalls(self.attend, num_tokens, self._masks):
+                with AttentionCalls(self.attend, num_tokens, self._masks, is_strict=self.is_strict):
                     yield
             else:
                 yield
@@ -174,7 +181,7 @@ class ContextParallel:
 
     def _drop(self, query: Tensor, dropout: float) -> WeightDrop | None:
         """What drops weights: the same on every rank, whichever of them it has."""
-        if not dropout:
+        if not dropout or not self.draws:
             return None
         drop = None if self.drops is None else self.drops(query, dropout)
         if drop is None:
@@ -190,6 +197,16 @@ class ContextParallel:
         """For modules whose attention is a function `attend` of theirs: causal, with the window of their mask."""
         mask = Mask(causal=True, window=own.window, documents=True, padding=True)
         return self.attend(query, key, value, mask, scale, dropout=dropout)
+
+
+def is_of_others(module: nn.Module) -> bool:
+    """Whether a module's attention is found call by call: it is neither of transformers nor of our nets."""
+    return not hf.models_in(module) and not _with_attend(module)
+
+
+def _with_attend(module: nn.Module) -> list[nn.Module]:
+    """The modules whose attention is a function of theirs."""
+    return [each for each in module.modules() if callable(each.__dict__.get("attend"))]
 
 
 def _check_tokenwise(module: nn.Module) -> None:

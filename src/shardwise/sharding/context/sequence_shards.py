@@ -105,6 +105,16 @@ def shard_sequence(batch: Batch, *, rank: int, num_ranks: int, sharding: Sequenc
     return LocalBatch({name: each for name, each in whole.items() if name not in how.drops}, tokens)
 
 
+def first_tokens(batch: Batch, num_tokens: int, num_pieces: int, sharding: SequenceSharding) -> Batch:
+    """The first tokens of all sequences: at most `num_tokens`, or as many as there are pieces, if these divide them."""
+    entries = _entries_of(batch, sharding)
+    length = _length_of(batch, entries)
+    kept = max(min(num_tokens, length) // num_pieces, 1) * num_pieces
+    if kept >= length:
+        return batch
+    return {name: each.narrow(entries[name].dim, 0, kept) if name in entries else each for name, each in batch.items()}
+
+
 def _entries_of(batch: Batch, how: SequenceSharding) -> dict[str, Entry]:
     """The entries of a batch that have something for each token."""
     known: dict[str, Entry | int | None] = {**ENTRIES, **how.entries}

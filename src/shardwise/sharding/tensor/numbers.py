@@ -7,18 +7,17 @@ parameter. Nothing is drawn at random in either: dropout drops nothing, and nois
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
+from shardwise.sharding.stand_in import tensors_in
+from shardwise.sharding.steady_draws import SteadyAttention, SteadyDraws, nothing_recomputed
 from shardwise.sharding.tensor.sharding import Shards
 from shardwise.sharding.tensor.vocabulary import VocabParallelLogits
 from shardwise.stages.stage import Batch, Loss
-from shardwise.torch_private import EagerDispatchMode
 from shardwise.units import format_percent
 
 #: How far numbers may be apart, as a part of the largest among them. Modules that compute in float64 may still round
@@ -38,47 +37,13 @@ class Course:
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
 
 
-class _SteadyDraws(EagerDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives one number wherever numbers are drawn at random, so that every rank and the whole draw the same."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        del types
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
-        name = func.overloadpacket.__name__
-        if name == "native_dropout":
-            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        made = func(*args, **kwargs)
-        if name.startswith("randperm"):
-            return made.copy_(torch.arange(len(made), device=made.device))
-        if name.startswith(("bernoulli", "rand", "normal", "uniform", "exponential", "multinomial")):
-            return made.fill_(1 if name.startswith("bernoulli") else 0.5 if made.is_floating_point() else 0)
-        return made
-
-
-class _SteadyAttention(TorchFunctionMode):
-    """Lets no attention drop: on a GPU it does so inside of one kernel."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        del types
-        if func is functional.scaled_dot_product_attention:
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            kwargs = {**(kwargs or {}), **({} if len(args) > 4 else {"dropout_p": 0.0})}
-        return func(*args, **(kwargs or {}))
-
-
 @contextmanager
 def precisely(device: torch.device) -> Iterator[None]:
     """Products in full precision, and generators as they were afterwards. For the process, so around all threads."""
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), nothing_recomputed():
             yield
     finally:
         torch.set_float32_matmul_precision(precision)
@@ -95,7 +60,7 @@ def run(
         )
         for name in looked_at
     ]
-    with torch.enable_grad(), _SteadyAttention(), _SteadyDraws():  # type: ignore[no-untyped-call]
+    with torch.enable_grad(), SteadyAttention(), SteadyDraws():  # type: ignore[no-untyped-call]
         output = call(module)
         for handle in handles:
             handle.remove()
@@ -128,19 +93,6 @@ def _weights(like: Tensor, number: int) -> Tensor:
     """What a result is multiplied with before all are summed: the gradient with which the backward begins."""
     steps = torch.arange(like.numel(), device=like.device, dtype=torch.float64)
     return (steps * 0.7 + number + 1).sin().div_(max(1.0, like.numel() ** 0.5)).view(like.shape).to(like.dtype)
-
-
-def tensors_in(output: Any) -> list[Tensor]:
-    """All tensors in what a module returned, however they are nested: also in dataclasses."""
-    if isinstance(output, Tensor):
-        return [output]
-    if isinstance(output, Mapping):
-        output = list(output.values())
-    elif is_dataclass(output) and not isinstance(output, type):
-        output = list(vars(output).values())
-    elif not isinstance(output, (tuple, list)):
-        return []
-    return [tensor for each in output for tensor in tensors_in(each)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,10 @@ from shardwise.stages.split.units import is_block_list
 from shardwise.torch_private import DropoutModule, RunningNormModule
 
 
+class UnsharedError(ShardwiseError):
+    """A module of which nothing can be shared out along the sequence."""
+
+
 class SequenceRegions:
     """Shares out the blocks of one module; keeps which parameters now have parts of their gradients."""
 
@@ -41,10 +45,7 @@ class SequenceRegions:
         """Share out every list of blocks that holds cut layers."""
         lists = list(self._outermost_lists("", self._module))
         if not lists:
-            raise ShardwiseError(
-                f"sequence=True shares out lists of blocks, and {type(self._module).__name__} has none with cut layers",
-                remedy="sp=false, or the blocks in an nn.ModuleList",
-            )
+            raise UnsharedError(f"{type(self._module).__name__} has no list of blocks with cut layers")
         for name, blocks in lists:
             length = SequenceLength(self._group)
             # A hook of the first block. A stage that does not hold it calls no more than this.
@@ -63,6 +64,8 @@ class SequenceRegions:
                 for part in block.children()
                 for each in part.modules()
             ):
+                if not all(place.isdecimal() for place, _ in child.named_children()):
+                    raise UnsharedError(f"the blocks of {path} have names, and no order")
                 yield path, blocks
             else:
                 yield from self._outermost_lists(path, child)
@@ -107,11 +110,8 @@ class SequenceRegions:
             module.scatters = length
         if not isinstance(module, ColumnParallelLinear):
             self.partial |= {key for key, _ in module.named_parameters(name, recurse=False)}
-        columns = {
-            f"{name}.{key}": each
-            for key, each in module.named_children()
-            if isinstance(each, ColumnParallelLinear) and stream in self._seen.streams[f"{name}.{key}"]
-        }
+        cut_here = [(key, each) for key, each in module.named_children() if isinstance(each, ColumnParallelLinear)]
+        columns = {f"{name}.{key}": each for key, each in cut_here if stream in self._seen.streams[f"{name}.{key}"]}
         if has_all or (not is_block and self._reads_all(name, columns)):
             for each in columns.values():
                 each.together.reduces = False
@@ -137,10 +137,9 @@ class SequenceRegions:
         """Let columns that read the stream gather it themselves."""
         for key, each in columns.items():
             if key in self._by_heads:
-                raise ShardwiseError(
-                    f"sequence=True: {key} is a part of an attention that is written out in the block {name}, where it"
-                    " cannot be given all tokens",
-                    remedy="attention in a module of its own, or sp=false",
+                raise UnsharedError(
+                    f"{key} is a part of an attention that is written out in the block {name}, where it cannot be given"
+                    " all tokens"
                 )
             each.together.gathers = length
 

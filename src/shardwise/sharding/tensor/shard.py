@@ -98,9 +98,16 @@ def shard(
         cut=cutter.cut,
         twin=twin,
         unverified=trial.unverified,
+        is_along_sequence=trial.sequence,
     )
     if group.rank == 0:
         _warn(sharding, trial.found, plan)
+        if trial.unshared:
+            warnings.warn(
+                f"sp=true shares out nothing, since {trial.unshared}. What lies between the layers that are cut is"
+                " whole on every rank; sp=false says that it is meant",
+                stacklevel=3,
+            )
     return sharding
 
 

@@ -89,6 +89,8 @@ class Sharding:
     cut: Mapping[str, str] = field(default_factory=dict)
     #: Why the cut module was not compared with the whole one, where that was asked for and could not be.
     unverified: str = ""
+    #: Whether what lies between cut layers is shared out along the sequence.
+    is_along_sequence: bool = False
     #: The module as it was, without numbers.
     twin: nn.Module = field(default_factory=nn.Module, repr=False)
 

@@ -22,14 +22,15 @@ from torch import nn
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.collectives import Group
 from shardwise.ranks.simulated import SimulatedGroup, simulate
+from shardwise.sharding.stand_in import another, converted, fitting, passing_blocks, shortened, stand_in
 from shardwise.sharding.tensor import numbers
 from shardwise.sharding.tensor.channel_groups import ChannelTrace
 from shardwise.sharding.tensor.cut_layers import LayerCutter, cut, is_by_heads
 from shardwise.sharding.tensor.linear import ParallelLinear
 from shardwise.sharding.tensor.numbers import Course, Difference
 from shardwise.sharding.tensor.regions import GUESSES, Found
+from shardwise.sharding.tensor.sequence import UnsharedError
 from shardwise.sharding.tensor.sharding import Shards, starred
-from shardwise.sharding.tensor.stand_in import another, converted, fitting, passing_blocks, shortened, stand_in
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.meta import Guesses, meta_twin
 from shardwise.stages.stage import Batch, Loss
@@ -73,6 +74,8 @@ class Trial:
     named: frozenset[str] = frozenset()
     #: Why numbers could not be compared, if so.
     unverified: str = ""
+    #: Why nothing is shared out along the sequence, though it was asked for.
+    unshared: str = ""
     _first_reasons: dict[str, str] = field(default_factory=dict)
     #: Where parameters would lie, from the run for shapes.
     _shards: Mapping[str, Shards] = field(default_factory=dict)
@@ -99,13 +102,16 @@ class Trial:
         """Cut a copy without numbers as each rank would, and run it."""
         for rank in self._different_ranks():
             twin = meta_twin(self.twin)
-            self._shards = self.cut(twin, SimulatedGroup(rank, self.num_ranks)).shards()
+            try:
+                self._shards = self.cut(twin, SimulatedGroup(rank, self.num_ranks)).shards()
+            except UnsharedError as error:
+                return self._fault_without_sequence(error.problem)
             stops = list(passing_blocks(twin, self._passing))
             try:
                 run_on_meta(twin, self.on_meta)
             except Exception as error:
                 if self.sequence and replace(self, sequence=False)._fault_of_shapes() is None:
-                    raise ShardwiseError(f"sp=true: {error}", remedy="sp=false") from error
+                    return self._fault_without_sequence(f"with a part of the tokens it raises: {error}")
                 holder = _find_holder(twin, error)
                 kinds = self._kinds_in(holder) if holder is not None else []
                 name = holder or type(self.module).__name__
@@ -119,6 +125,11 @@ class Trial:
                 for stop in stops:
                     stop()
         return None
+
+    def _fault_without_sequence(self, why: str) -> tuple[list[str], str] | None:
+        """Share out nothing along the sequence: what is computed is the same."""
+        self.sequence, self.unshared = False, why
+        return self._fault_of_shapes()
 
     def _different_ranks(self) -> list[int]:
         """A rank of each kind: those that have as many places of everything are alike."""
@@ -150,7 +161,7 @@ class Trial:
             if difference is None:
                 return None
             if self.sequence and self._difference(sequence=False) is None:
-                raise ShardwiseError(f"sp=true would train another model: {difference}", remedy="sp=false")
+                return self._fault_without_sequence(f"with a part of the tokens {difference}")
             kinds = self._blamed(difference)
         except _UntriedError as error:
             self.unverified = str(error)

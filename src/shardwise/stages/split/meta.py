@@ -15,6 +15,10 @@ aten = torch.ops.aten
 _NO_TENSORS = frozenset([int, float, bool, str, type(None), torch.dtype, torch.device])
 
 
+#: Operations that take a list of places, or of masks, after the tensor that they are about.
+_INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
+
+
 class Guesses(EagerDispatchMode):  # type: ignore[no-untyped-call]
     """Answers questions about numbers where there are none, so that units which ask them get through.
 
@@ -42,6 +46,9 @@ def run_or_guess(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         if func is GROUPED_MM.default and first.dim() == 2 and args[1].dim() == 3:
             # Its meta kernel takes bf16 alone, though the real ones do not.
             return first.new_empty((first.shape[0], args[1].shape[-1]))
+    if func in _INDEXED and any(isinstance(each, Tensor) and each.dtype is torch.bool for each in args[1]):
+        # A choice by a mask: as if it chose everything.
+        args = (first, [one for each in args[1] for one in _places(each)], *args[2:])
     key = find_key(func, args, kwargs)
     if key is not None:
         return run_or_recall(key, func, args, kwargs)
@@ -49,6 +56,13 @@ def run_or_guess(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         # A forward that makes a tensor often does not say where: with numbers, all would be in one place.
         args, kwargs = pytree.tree_map(_moved, (args, kwargs))
     return func(*args, **kwargs)
+
+
+def _places(index: Any) -> list[Any]:
+    """What chooses as a mask does, in the form of places along each of its dims."""
+    if not isinstance(index, Tensor) or index.dtype is not torch.bool or not index.is_meta:
+        return [index]
+    return [index.new_empty(index.numel(), dtype=torch.long) for _ in range(index.dim())]
 
 
 def tensors_of(given: Any) -> list[Tensor]:

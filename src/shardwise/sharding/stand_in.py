@@ -9,6 +9,7 @@ the first of each kind is run, and the last; those between give back what they a
 import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from copy import copy
+from dataclasses import is_dataclass
 from math import prod
 from typing import Any
 
@@ -210,3 +211,16 @@ def shortened(batch: Batch) -> Batch:
                     each = each.narrow(dim, 0, _TOKENS)
         made[name] = each
     return made
+
+
+def tensors_in(output: Any) -> list[Tensor]:
+    """All tensors in what a module returned, however they are nested: also in dataclasses."""
+    if isinstance(output, Tensor):
+        return [output]
+    if isinstance(output, Mapping):
+        output = list(output.values())
+    elif is_dataclass(output) and not isinstance(output, type):
+        output = list(vars(output).values())
+    elif not isinstance(output, (tuple, list)):
+        return []
+    return [tensor for each in output for tensor in tensors_in(each)]

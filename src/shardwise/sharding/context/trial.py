@@ -1,0 +1,205 @@
+"""A module is tried on parts of sequences before it is trained on them: a part must give what the whole gives there.
+
+Attention is answered from the tokens of all ranks. What else mixes tokens (a shift, a mean over them, positions that
+are counted in the forward) does so among those of one rank, and nobody would notice. So a copy with numbers of its own
+(`stand_in.py`) is run on a few tokens: by every rank whole, and then by all ranks together, each on its part. Compared
+are what modules return and the loss. What is drawn at random is not: nothing is dropped meanwhile.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.errors import ShardwiseError
+from shardwise.ranks.collectives import Group
+from shardwise.sharding.context.parallel import ContextParallel, is_of_others
+from shardwise.sharding.stand_in import another, converted, fitting, passing_blocks, stand_in, tensors_in
+from shardwise.sharding.steady_draws import SteadyAttention, SteadyDraws
+from shardwise.sharding.zigzag import zigzag_shard
+from shardwise.stages.batch import home_of
+from shardwise.stages.split.arguments import Signature
+from shardwise.stages.split.meta import Guesses, meta_twin
+from shardwise.stages.stage import Batch, Loss
+from shardwise.torch_private import pytree
+from shardwise.units import format_percent
+
+_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
+#: About so many tokens of a sequence are tried.
+_TOKENS = 12
+
+
+@dataclass(kw_only=True)
+class _Course:
+    """What came of a forward: what each module returned, in the order in which they ended, the output, the loss."""
+
+    made: list[tuple[str, Tensor]] = field(default_factory=list)
+    output: list[Tensor] = field(default_factory=list)
+    #: The sum and what it is over.
+    loss: tuple[float, float] | None = None
+
+
+def are_parts_alike(module: nn.Module, make: Callable[[], ContextParallel], batch: Batch, loss: Loss | None) -> bool:
+    """Refuse a module that makes something else of parts of sequences. False: it could not be tried.
+
+    `make` gives a context like the one that the module will have, and `batch` is a microbatch. All ranks of the group
+    call this alike.
+    """
+    if not is_of_others(module):
+        return False  # What these do with tokens is known by their kind.
+    device, dtypes = fitting(module, lambda _: None, home_of(batch))
+    passing = _passing(module, batch)
+    for example in (make().shortened(batch, _TOKENS), batch):
+        for dtype in dtypes:
+            for tried in (loss, None):
+                given = converted(example, dtype, device)
+                try:
+                    twin = stand_in(module, lambda _: None, passing, dtype=dtype, device=device, seed=1)
+                    whole = _run(another(twin), given, tried)
+                except Exception:  # Another type, or more tokens, may do.
+                    continue
+                _compare(another(twin), make(), given, tried, whole, _TOLERANCE[dtype])
+                return True
+    return False
+
+
+def _passing(module: nn.Module, batch: Batch) -> set[str]:
+    """Blocks that need not be run, as far as a run without numbers tells."""
+    found: set[str] = set()
+    twin = meta_twin(module)
+    stops = list(passing_blocks(twin, found))
+    args, kwargs = pytree.tree_map(
+        lambda each: each.detach().to("meta") if isinstance(each, Tensor) else each, Signature(twin).arguments(batch)
+    )
+    try:
+        with torch.no_grad(), Guesses():  # type: ignore[no-untyped-call]
+            twin(*args, **kwargs)
+    except Exception:
+        return set()
+    finally:
+        for stop in stops:
+            stop()
+    return found
+
+
+def _run(module: nn.Module, batch: Batch, loss: Loss | None) -> _Course:
+    course = _Course()
+    args, kwargs = Signature(module).arguments(batch)
+    with torch.no_grad(), _noting(module, course.made), SteadyAttention(), SteadyDraws():  # type: ignore[no-untyped-call]
+        output = module(*args, **kwargs)
+        course.output = [_whole(each).detach().clone() for each in tensors_in(output)]
+        if loss is not None:
+            total, count = loss(output, batch)
+            course.loss = float(total), float(count)
+    return course
+
+
+def _whole(each: Tensor) -> Tensor:
+    """Scores may be in parts over tp."""
+    gather = getattr(each, "whole", None)
+    return each if gather is None else gather()
+
+
+@contextmanager
+def _noting(module: nn.Module, made: list[tuple[str, Tensor]]) -> Iterator[None]:
+    def note(name: str, returned: Any) -> None:
+        if type(returned) is Tensor:
+            made.append((name, returned.detach().clone()))
+
+    with ExitStack() as hooks:
+        for name, each in module.named_modules():
+            handle = each.register_forward_hook(lambda _, __, returned, name=name: note(name, returned))
+            hooks.callback(handle.remove)
+        yield
+
+
+def _compare(
+    twin: nn.Module, context: ContextParallel, batch: Batch, loss: Loss | None, whole: _Course, most: float
+) -> None:
+    """Run this rank's part, and refuse if any rank's differs."""
+    context.draws = context.is_strict = False
+    context.attach(twin)
+    part = context.cut(batch)
+    try:
+        with context.running(part):
+            course = _run(twin, part, loss)
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        raise _refusal(
+            type(twin).__name__, f"with a part of a sequence it raises {type(error).__name__}: {error}", context.group
+        ) from error
+    finally:
+        context.detach()
+    length, group = part.tokens.num_real, context.group
+    pairs = [
+        (name, expected, found)
+        for (name, expected), (other, found) in zip(whole.made, course.made, strict=False)
+        if name == other
+    ]
+    wrong, apart = "", 0.0
+    if len(whole.made) == len(course.made) and part.tokens.length == length:
+        wrong, apart = _first_difference(pairs, length, group, most)
+        outputs = [("what it returns", *pair) for pair in zip(whole.output, course.output, strict=False)]
+        wrong, apart = (wrong, apart) if wrong else _first_difference(outputs, length, group, most)
+    _agree(twin, wrong, apart, whole.loss, course.loss, group, home_of(batch), most)
+
+
+def _first_difference(
+    pairs: list[tuple[str, Tensor, Tensor]], length: int, group: Group, most: float
+) -> tuple[str, float]:
+    for name, expected, found in pairs:
+        mine = _part_of(expected, found, length, group)
+        if mine is not None and mine.is_floating_point() and mine.numel():
+            error = float((mine - found).abs().max() / mine.abs().max().clamp_min(1e-30))
+            if error > most:
+                return name, error
+    return "", 0.0
+
+
+def _part_of(whole: Tensor, part: Tensor, length: int, group: Group) -> Tensor | None:
+    """What of a result of all tokens is this rank's; None if nobody can tell."""
+    if whole.dim() != part.dim() or not whole.dim():
+        return None
+    differ = [dim for dim in range(whole.dim()) if whole.shape[dim] != part.shape[dim]]
+    if not differ:
+        return whole if length not in whole.shape[1:] else None
+    if len(differ) > 1 or whole.shape[differ[0]] != length:
+        return None
+    return zigzag_shard(whole, differ[0], group.rank, group.size)
+
+
+def _agree(
+    twin: nn.Module, wrong: str, error: float, whole: tuple[float, float] | None, part: tuple[float, float] | None,
+    group: Group, device: torch.device, most: float,
+) -> None:  # fmt: skip
+    """Refuse on all ranks what is wrong on one."""
+    total, count = part or (0.0, 0.0)
+    sums = torch.tensor([total, count], dtype=torch.float64, device=device)
+    worst = torch.tensor([error], dtype=torch.float64, device=device)
+    for each, kind in ((sums, dist.ReduceOp.SUM), (worst, dist.ReduceOp.MAX)):
+        work = group.all_reduce(each, kind) if group.size > 1 else None
+        if work is not None:
+            work.wait()
+    total, count = sums.tolist()
+    apart = abs(total / count - whole[0] / whole[1]) / max(abs(whole[0] / whole[1]), 1e-30) if whole and count else 0.0
+    largest = max(float(worst), apart if apart > most else 0.0)
+    if largest:
+        place = f"{wrong} of {type(twin).__name__}" if wrong else type(twin).__name__
+        raise _refusal(
+            place,
+            f"a part of a sequence gives other numbers than the whole, by {format_percent(min(largest, 9.99))}",
+            group,
+        )
+
+
+def _refusal(place: str, what: str, group: Group) -> ShardwiseError:
+    return ShardwiseError(
+        f"{place}: {what}, and cp={group.size} gives each rank a part; tokens see those of other ranks in torch's"
+        " scaled_dot_product_attention alone",
+        remedy="torch.nn.functional.scaled_dot_product_attention in the module, positions from position_ids, or cp=1",
+    )

@@ -1,0 +1,68 @@
+"""While a copy of a module is tried nothing is drawn at random, and nothing is recomputed."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
+
+from shardwise.torch_private import EagerDispatchMode
+
+
+class SteadyDraws(EagerDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives one number wherever numbers are drawn at random, so that every rank and the whole draw the same."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        if name == "native_dropout":
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        made = func(*args, **kwargs)
+        if name.startswith("randperm"):
+            return made.copy_(torch.arange(len(made), device=made.device))
+        if name.startswith(("bernoulli", "rand", "normal", "uniform", "exponential", "multinomial")):
+            return made.fill_(1 if name.startswith("bernoulli") else 0.5 if made.is_floating_point() else 0)
+        return made
+
+
+class SteadyAttention(TorchFunctionMode):
+    """Lets no attention drop: on a GPU it does so inside of one kernel."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        if func is functional.scaled_dot_product_attention:
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs = {**(kwargs or {}), **({} if len(args) > 4 else {"dropout_p": 0.0})}
+        return func(*args, **(kwargs or {}))
+
+
+class _NotRecomputed:
+    """In the place of what `checkpoint(..., use_reentrant=True)` applies."""
+
+    @staticmethod
+    def apply(function: Any, _: bool, *args: Any) -> Any:
+        # Its outputs have gradients only if one of its inputs has.
+        has_gradients = any(isinstance(each, torch.Tensor) and each.requires_grad for each in args)
+        with torch.set_grad_enabled(has_gradients and torch.is_grad_enabled()):
+            return function(*args)
+
+
+@contextmanager
+def nothing_recomputed() -> Iterator[None]:
+    """Let such checkpoints run as they are, as they refuse to give gradients to `autograd.grad`. For the process."""
+    before = checkpoint.CheckpointFunction
+    checkpoint.CheckpointFunction = _NotRecomputed  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        checkpoint.CheckpointFunction = before  # type: ignore[misc]

@@ -1,0 +1,88 @@
+"""What modules do with tokens, under cp: what treats each by itself is right, what mixes them is refused by name."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.habits.harness import Block, Net, Parallelize, Result, program, start, trained
+
+OTHERS = {"cp": "a part of a sequence gives other numbers than the whole|with a part of a sequence it raises"}
+
+
+class Shifts(Block):
+    """The token before is added, as RWKV does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + functional.pad(x[:, :-1], (0, 0, 1, 0)))
+
+
+class Pools(Block):
+    """The mean of all tokens is taken off each."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(dim=1, keepdim=True))
+
+
+class Counts(Block):
+    """Places are counted in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Embedding(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.places(torch.arange(x.shape[1])))
+
+
+class Attends(Block):
+    """Attention by hand, of one head and without a name that tells."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = (x @ x.transpose(1, 2)).tril().exp()
+        return super().forward(weights @ x / weights.sum(-1, keepdim=True))
+
+
+class Routes(Block):
+    """A softmax that is as wide as a rank has tokens, and is no attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.router(x).softmax(-1).chunk(2, -1)
+        return super().forward(x * first - x.tanh() * second)
+
+
+def with_block(parallelize: Parallelize, block: type[Block]) -> Result:
+    return trained(start(parallelize, Net(block=block).double()))
+
+
+@program(OTHERS, only="cp")
+def the_token_before(parallelize: Parallelize) -> Result:
+    """On the first token of a part it is another rank's."""
+    return with_block(parallelize, Shifts)
+
+
+@program(OTHERS, only="cp")
+def the_mean_of_tokens(parallelize: Parallelize) -> Result:
+    """A part has another mean."""
+    return with_block(parallelize, Pools)
+
+
+@program(OTHERS, only="cp")
+def places_counted_in_the_forward(parallelize: Parallelize) -> Result:
+    """Every rank would count from 0."""
+    return with_block(parallelize, Counts)
+
+
+@program(OTHERS, only="cp")
+def attention_without_a_softmax(parallelize: Parallelize) -> Result:
+    """Nothing in it looks like attention."""
+    return with_block(parallelize, Attends)
+
+
+@program(only="cp")
+def a_router_as_wide_as_a_part(parallelize: Parallelize) -> Result:
+    """Looks like attention, and each token is treated by itself."""
+    return with_block(parallelize, Routes)

@@ -75,7 +75,7 @@ def test_the_doctor_tells_what_it_found_and_what_to_type(capsys: pytest.CaptureF
     assert main(["doctor", "pp=4,microbatches=8"]) == 0
     told = capsys.readouterr().out
     assert told.startswith("pp=4,microbatches=8: 1 finding\n\n1. ranks idle for want of input for 27.3 % of the step\n")
-    assert "   try: schedule=zb-v\n   predicted gain: 7.5, 22.7 % of the step\n" in told
+    assert "   try: schedule=zb-v\n   predicted gain: 7.5 F, 22.7 % of the step\n" in told
 
 
 def test_the_doctor_answers_machines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,7 +38,7 @@ _MESSAGES, _LARGE = 8, 4 * 2**20
 class Measured:
     """What was measured. `step_seconds` are of steps without a trace, `traced_seconds` of those with one.
 
-    `layers` are the units of each stage. `reading_seconds` are what it took, outside of a traced step, to start to look
+    `cut` is how the model was cut. `reading_seconds` are what it took, outside of a traced step, to start to look
     at a GPU and to read what was seen; 0 without a GPU. `link` are the seconds of a tiny message between the first two
     ranks, and the bytes/s of a large one.
     """
@@ -49,7 +49,7 @@ class Measured:
     tokens: int
     flops: float
     num_ranks: int
-    layers: tuple[int, ...]
+    cut: dict[str, Any]
     device: str
     data: dict[str, Any]
     reading_seconds: float = 0.0
@@ -118,7 +118,7 @@ def _measure(job: Job, world: World, setup: Setup, num_steps: int) -> Measured:
         tokens=tokens,
         flops=setup.flops_per_token * tokens,
         num_ranks=world.size,
-        layers=tuple(map(len, engine.split.units)),
+        cut=engine.split.as_data,
         device=world.device.type,
         data={key: setup.data[key] for key in ("digest", "source")},
         reading_seconds=median(reading),
@@ -190,7 +190,7 @@ def write_run(job: Job, measured: Measured) -> Run:
         "step_seconds": median(measured.step_seconds),
         "tokens_per_second": measured.tokens / median(measured.step_seconds),
         "steps_measured": len(measured.step_seconds),
-        "layers": "+".join(map(str, measured.layers)),
+        **measured.cut,
         "predicted": "the schedule, played with the usual time of each instruction",
     }
     with os_errors_as(f"the profile cannot be written to {job.folder}", remedy="--folder FOLDER, another one"):

@@ -5,6 +5,7 @@ from itertools import pairwise
 from statistics import median
 
 from shardwise.explain.doctor.case import Case, Finding
+from shardwise.explain.doctor.host import fewer_microbatches
 from shardwise.trace.activities import COPIES, WORK, Activity, short_name
 from shardwise.trace.hidden import joined, overlap
 from shardwise.trace.streams import StreamUse
@@ -30,6 +31,8 @@ def find_host_bound(case: Case) -> Iterator[Finding]:
         f"them under {case.time(usual)}"
     )
     fix, gain = _fewer_launches(case, idle)
+    if not case.is_worth(gain):
+        return
     if usual < _TINY_SECONDS:
         yield Finding(
             kind="tiny kernels",
@@ -62,8 +65,8 @@ def _inside(activity: Activity) -> str:
 def _fewer_launches(case: Case, idle: float) -> tuple[str, float]:
     """As many launches for more work: larger microbatches, else a larger batch."""
     if case.num_microbatches > 1:
-        fewer = case.num_microbatches // 2
-        return f"microbatches={fewer}", idle * (1 - fewer / case.num_microbatches)
+        fewer, gain = fewer_microbatches(case, idle)
+        return f"microbatches={fewer}", gain
     rows = case.run.facts.get("batch", "")
     twice = str(2 * int(rows)) if rows.isdecimal() else "ROWS, twice as many as now"
     return f"--set batch={twice}   (in a script: parallelize(..., compile=True), for fewer kernels)", idle / 2

@@ -36,7 +36,7 @@ def find_bubble(case: Case) -> Iterator[Finding]:
             kind="bubble",
             problem=f"ranks idle for want of input for {case.share(case.bubble_seconds)} of the step",
             evidence=(
-                f"{case.trace.name} with {case.num_microbatches} microbatches, played with the measured times, takes "
+                f"{case.trace.name} with {case.num_microbatches} microbatches, played with its usual times, takes "
                 f"{case.time(replay.usual_seconds)}; {others}, with no more activations held than now"
             ),
             fix=fix,

@@ -10,12 +10,13 @@ from shardwise.errors import ShardwiseError
 from shardwise.parity.compare import Comparison, compare
 from shardwise.parity.course import Course
 from shardwise.parity.faults import Subject, get_fault
+from shardwise.parity.memory_check import check_memory
 from shardwise.parity.problem import MakeProblem, Problem, small_matrices
 from shardwise.parity.ranks import train_on_rank
 from shardwise.parity.reference import train_reference
 from shardwise.planner.composition import check_composition
 from shardwise.planner.plan import Plan
-from shardwise.ranks.gpus import Gpus
+from shardwise.ranks.gpus import Gpus, find_gpus
 from shardwise.ranks.rank_error import RankError
 from shardwise.ranks.spawn import Ranks
 from shardwise.stages.split.lines import line_of_error
@@ -56,8 +57,12 @@ def check(
     exact = replace(plan, precision="fp32")
     gpus: Gpus = "shared" if device == "cuda" else "none"
     with torch.random.fork_rng(devices=[]), small_matrices():
-        problem = make().on(device)
+        problem = make()
         check_module(problem.module)
+        if ranks is None:
+            gpus_here = find_gpus().gpus if device == "cuda" else ()
+            check_memory(problem.module, plan, num_steps=len(problem.batches), gpus=gpus_here)
+        problem = problem.on(device)
         broken = None if fault is None else get_fault(fault, _subject(plan, problem, vocabulary)).breaks
         expected = _alone(problem, exact)
     with nullcontext(ranks) if ranks is not None else Ranks(plan.num_ranks, gpus=gpus) as crowd:

@@ -12,10 +12,12 @@ from shardwise.nccl.program import Program
 from shardwise.nccl.rehearsal import RehearsedWires
 from shardwise.nccl.taps import put_instead, recording, touching
 from shardwise.parity.check import check_size, sentence_of
+from shardwise.parity.memory_check import check_memory
 from shardwise.parity.problem import MakeProblem, small_matrices
 from shardwise.parity.ranks import engine_of
 from shardwise.planner.composition import check_composition
 from shardwise.planner.plan import Plan
+from shardwise.ranks.gpus import find_gpus
 from shardwise.ranks.rank_error import RankError
 from shardwise.ranks.spawn import Ranks
 from shardwise.ranks.wires import ManyProcesses
@@ -86,7 +88,10 @@ def check_programs(plan: Plan, make: MakeProblem, *, device: str = "cpu") -> Pro
     if plan.num_ranks == 1:
         raise ShardwiseError(f"the plan {plan} has one rank, which asks NCCL for nothing", remedy="--plan dp=2")
     with torch.random.fork_rng(devices=[]), small_matrices():
-        check_module(make().module)
+        module = make().module
+        check_module(module)
+        check_memory(module, plan, num_steps=0, gpus=find_gpus().gpus if device == "cuda" else ())
+        del module
     rehearses = device == "cpu"
     with Ranks(plan.num_ranks, gpus="none" if rehearses else "shared") as ranks:
         try:

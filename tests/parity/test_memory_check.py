@@ -1,4 +1,4 @@
-"""A module that this machine has no memory for is refused before a rank is started, with bytes; one that fits is not."""
+"""A module that this machine has no memory for is refused before a rank is started, with bytes."""
 
 from pathlib import Path
 

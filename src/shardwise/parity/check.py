@@ -5,18 +5,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shardwise.engine.module_check import check_module
 from shardwise.errors import ShardwiseError
 from shardwise.parity.compare import Comparison, compare
 from shardwise.parity.course import Course
 from shardwise.parity.faults import Subject, get_fault
-from shardwise.parity.memory_check import check_memory
+from shardwise.parity.memory_check import check_given
 from shardwise.parity.problem import MakeProblem, Problem, small_matrices
 from shardwise.parity.ranks import train_on_rank
 from shardwise.parity.reference import train_reference
 from shardwise.planner.composition import check_composition
 from shardwise.planner.plan import Plan
-from shardwise.ranks.gpus import Gpus, find_gpus
+from shardwise.ranks.gpus import Gpus
 from shardwise.ranks.rank_error import RankError
 from shardwise.ranks.spawn import Ranks
 from shardwise.stages.split.lines import line_of_error
@@ -58,10 +57,7 @@ def check(
     gpus: Gpus = "shared" if device == "cuda" else "none"
     with torch.random.fork_rng(devices=[]), small_matrices():
         problem = make()
-        check_module(problem.module)
-        if ranks is None:
-            gpus_here = find_gpus().gpus if device == "cuda" else ()
-            check_memory(problem.module, plan, num_steps=len(problem.batches), gpus=gpus_here)
+        check_given(problem.module, plan, num_steps=len(problem.batches), device=device)
         problem = problem.on(device)
         broken = None if fault is None else get_fault(fault, _subject(plan, problem, vocabulary)).breaks
         expected = _alone(problem, exact)

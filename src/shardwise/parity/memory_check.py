@@ -6,9 +6,10 @@ from itertools import chain
 from torch import nn
 
 from shardwise.cluster.local import available_bytes
+from shardwise.engine.module_check import check_module
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
-from shardwise.ranks.gpus import Gpu
+from shardwise.ranks.gpus import Gpu, find_gpus
 from shardwise.units import counted, format_bytes
 
 _REMEDY = "--steps 1, or a module of the same kind with fewer or narrower layers: what a plan does to it is the same"
@@ -16,6 +17,12 @@ _REMEDY = "--steps 1, or a module of the same kind with fewer or narrower layers
 _TRAINED = 4
 #: What is kept of each step, to be compared: gradients, the weights that were used, and those after it.
 _KEPT = 3
+
+
+def check_given(module: nn.Module, plan: Plan, *, num_steps: int, device: str) -> None:
+    """Refuse a module that cannot be trained as plain torch does, or that a check on this machine has no room for."""
+    check_module(module)
+    check_memory(module, plan, num_steps=num_steps, gpus=find_gpus().gpus if device == "cuda" else ())
 
 
 def check_memory(
@@ -46,7 +53,8 @@ def check_memory(
         compared = f" and {counted(num_steps, 'step')} that are compared" if num_steps else ""
         raise ShardwiseError(
             f"{name} needs {format_bytes(needed)} more of this machine's memory, for {format_bytes(weights)} of"
-            f" weights, {counted(plan.num_ranks, 'rank')}{compared}; {format_bytes(room)} are available ({format_bytes(needed - room)} short)",
+            f" weights, {counted(plan.num_ranks, 'rank')}{compared};"
+            f" {format_bytes(room)} are available ({format_bytes(needed - room)} short)",
             remedy=_REMEDY,
         )
     if gpus:

@@ -127,26 +127,26 @@ def _measure(job: Job, world: World, setup: Setup, num_steps: int) -> Measured:
 
 
 def _measure_link(world: World) -> tuple[float, float] | None:
-    """Messages there and back between the first two ranks, while the others wait."""
+    """Messages there and back between the first two ranks, in a group of their own, while the others wait."""
     found = None
-    if world.size > 1 and world.rank < 2:
-        latency = _way_seconds(world, 8)
-        found = latency, _LARGE / max(_way_seconds(world, _LARGE) - latency, 1e-9)
+    pair = dist.new_group([0, 1]) if world.size > 1 else None  # Every rank of the world makes it.
+    if pair is not None and world.rank < 2:
+        latency = _way_seconds(world, pair, 8)
+        found = latency, _LARGE / max(_way_seconds(world, pair, _LARGE) - latency, 1e-9)
     world.wait()
     return found
 
 
-def _way_seconds(world: World, num_bytes: int) -> float:
+def _way_seconds(world: World, pair: dist.ProcessGroup, num_bytes: int) -> float:
     """One way, of the quickest of a few."""
     message, seconds = torch.zeros(num_bytes, dtype=torch.uint8, device=world.device), []
     for _ in range(_MESSAGES):
         start = perf_counter()
-        if world.is_first:
-            dist.send(message, 1)
-            dist.recv(message, 1)
-        else:
-            dist.recv(message, 0)
-            dist.send(message, 0)
+        for is_send in (world.is_first, not world.is_first):
+            kind = dist.isend if is_send else dist.irecv
+            # As a batch: a lone send would have NCCL connect the two once more.
+            (work,) = dist.batch_isend_irecv([dist.P2POp(kind, message, group=pair, group_peer=1 - world.rank)])
+            work.wait()
         _finish(world)
         seconds.append((perf_counter() - start) / 2)
     return min(seconds)

@@ -19,10 +19,10 @@ from pathlib import Path
 from record import record
 
 from shardwise.errors import ShardwiseError
+from shardwise.trace.metrics import read_metrics
 from shardwise.training.checkpoint.index import SAVING, find_last
 from shardwise.training.checkpoint.read import Reader
 from shardwise.training.folder import CHECKPOINTS
-from shardwise.training.metrics import read_metrics
 
 NUM_KILLS, STEPS = 20, 400
 PLANS = ("dp=2,zero=1", "pp=2,microbatches=2", "tp=2", "dp=2,zero=3", "pp=2,schedule=zb-h1,microbatches=4", "dp=2")

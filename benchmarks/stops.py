@@ -19,7 +19,7 @@ from pathlib import Path
 
 from record import record
 
-from shardwise.training.metrics import read_metrics
+from shardwise.trace.metrics import read_metrics
 
 NUM_STOPS, AT_A_TIME, WITHIN_SECONDS = 20, 4, 30.0
 PLANS = ("dp=2", "dp=2,zero=3", "pp=2,microbatches=2", "tp=2")

@@ -8,8 +8,8 @@ from record import record
 
 from shardwise.planner.plan import Plan
 from shardwise.ranks.spawn import Ranks
+from shardwise.trace.metrics import read_metrics
 from shardwise.training.job import Job
-from shardwise.training.metrics import read_metrics
 from shardwise.training.recipe import get_recipe
 from shardwise.training.run import train_rank
 

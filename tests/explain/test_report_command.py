@@ -75,7 +75,7 @@ def test_the_doctor_tells_what_it_found_and_what_to_type(capsys: pytest.CaptureF
     assert main(["doctor", "pp=4,microbatches=8"]) == 0
     told = capsys.readouterr().out
     assert told.startswith("pp=4,microbatches=8: 1 finding\n\n1. ranks idle for want of input for 27.3 % of the step\n")
-    assert "   try: schedule=zb-v\n   predicted gain: 7.5, 22.7 % of the step\n" in told
+    assert "   try: schedule=zb-v\n   predicted gain: 7.5 F, 22.7 % of the step\n" in told
 
 
 def test_the_doctor_answers_machines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,3 +84,25 @@ def test_the_doctor_answers_machines(capsys: pytest.CaptureFixture[str]) -> None
     assert answer["findings"][0]["kind"] == "bubble"
     assert main(["doctor", "pp=2,schedule=zb-v,microbatches=64", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["findings"] == []
+
+
+def test_a_plan_is_shown_with_all_of_its_ranks_and_its_unit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "dp=64,pp=8,microbatches=16"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith(
+        "dp=64,pp=8,microbatches=16: a step of 69 F on 512 ranks\n"
+        "F is the time of the forward of a microbatch on an average stage\n"
+        "each row is one of 64 ranks that do the same, named by the first\n"
+    )
+    assert "rank 448 x 64" in told
+    assert main(["report", "dp=2,pp=2,microbatches=4,order=dp-pp-cp-tp", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["num_ranks"], answer["unit"], answer["alike"]) == (4, "F", [[0, 2], [1, 3]])
+
+
+def test_the_layers_of_a_plan_count(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "pp=2,microbatches=4,layers=1+3", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert [rank["compute"] for rank in answer["parts"]] == [6, 18]
+    assert main(["report", "pp=2,microbatches=4,layers=1+3+2"]) == 1
+    assert "layers=1+3+2" in capsys.readouterr().err

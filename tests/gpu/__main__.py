@@ -4,7 +4,9 @@
     python -m tests.gpu --seconds 560      as much as fits; called again, it goes on where it was
     python -m tests.gpu --only faults      one part
 
-Parts: plans (fp32 and bf16), families, faults, input, commands, pytest. What was done is in build/gpu_tests.json, until
+Parts: plans (every one in fp32 and bf16, with 2, 4 and 8 ranks), families of Hugging Face, faults (ranks that are
+lost), nccl (what ranks ask of it, against what CPUs rehearse), input (bad input), commands (as they are typed) and
+pytest (every test file that asks for a GPU; its skips are listed). What was done is in build/gpu_tests.json, until
 the source changes. It ends with 0 when all of it has passed, with 3 when there was no time for all, with 1 when
 something is wrong. What cannot be run is said.
 """
@@ -23,9 +25,13 @@ import torch
 from tests.gpu import every_plan, faults
 from tests.gpu.record import ROOT, Record
 
-PARTS = ("plans", "families", "faults", "input", "commands", "pytest")
+PARTS = ("plans", "families", "faults", "nccl", "input", "commands", "pytest")
+#: What is run as a module of its own, by the part's name.
+MODULES = {"nccl": "nccl_programs", "input": "bad_input", "commands": "commands"}
+#: What a test file has that does something on a GPU alone.
+_ON_A_GPU = ("cuda.is_available()", "needs a GPU")
 #: What a part needs at least to be begun, beside the first.
-_SECONDS = {"faults": 60.0, "input": 150.0, "commands": 240.0, "pytest": 120.0}
+_SECONDS = {"faults": 60.0, "nccl": 180.0, "input": 150.0, "commands": 240.0, "pytest": 120.0}
 
 
 def run_plans(record: Record, part: str, deadline: float) -> tuple[int, int, int]:
@@ -53,16 +59,15 @@ def run_faults(record: Record, deadline: float) -> tuple[int, int, int]:
 
 
 def run_commands(record: Record, part: str, deadline: float) -> tuple[int, int, int]:
-    """Bad input, commands as they are typed, or the tests of pytest, one file after the other."""
-    commands = {part: [sys.executable, "-m", f"tests.gpu.{'bad_input' if part == 'input' else part}"]}
+    """What is a module of its own, or the tests of pytest, one file after the other."""
+    commands = {part: [sys.executable, "-m", f"tests.gpu.{MODULES.get(part, part)}"]}
     if part == "pytest":
         if find_spec("pytest") is None:
             print("left out: all tests of pytest, which is not installed")
             return 0, 0, 1
-        files = sorted({*(ROOT / "tests").rglob("test_gpu*.py"), ROOT / "tests/execution/test_device_clock.py"})
         commands = {
             str(file.relative_to(ROOT)): [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
-            for file in files
+            for file in files_for_gpus()
         }
     passed = failed = left_out = 0
     for name, command in commands.items():
@@ -77,6 +82,16 @@ def run_commands(record: Record, part: str, deadline: float) -> tuple[int, int, 
             record.add(key, {"status": status, "seconds": time.monotonic() - start})
         passed, failed = (passed + 1, failed) if record.rows[key]["status"] == 0 else (passed, failed + 1)
     return passed, failed, left_out
+
+
+def files_for_gpus() -> list[Path]:
+    """Every test file that has something for a GPU, by its name or by what it asks for."""
+    every = [path for path in (ROOT / "tests").rglob("test_*.py") if path.parent.name != "gpu"]
+    return sorted(
+        path
+        for path in every
+        if path.name.startswith("test_gpu") or any(word in path.read_text(encoding="utf-8") for word in _ON_A_GPU)
+    )
 
 
 def main(words: Sequence[str]) -> int:

@@ -205,6 +205,14 @@ def write(record: Record) -> None:
     faults = record.of("faults")
     if faults:
         kept["faults"] = faults
+    others = [
+        {"part": part, "name": name.removeprefix(f"{part}: "), **row}
+        for part in ("nccl", "input", "commands", "pytest")
+        for name, row in record.rows.items()
+        if name.startswith(f"{part}: ")
+    ]
+    if others:
+        kept["others"] = others
     RECORD.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(page(kept), encoding="utf-8")
 

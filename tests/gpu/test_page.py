@@ -1,8 +1,11 @@
 """The page of what was run on GPUs says what the record has, and the record is of every plan that is proven."""
 
+from importlib.util import find_spec
+
 import pytest
 
-from tests.gpu.page import PAGE, page, read
+from tests.gpu.__main__ import MODULES, PARTS, files_for_gpus
+from tests.gpu.page import PAGE, ROOT, page, read
 from tests.parity.cases import CASES
 
 
@@ -36,9 +39,28 @@ def test_all_kinds_of_rows_are_on_the_page() -> None:
             "bf16": [{**row, "alone": alone}],
             "families": [family, wrong],
             "faults": [{**lost, "problem": None}],
+            "others": [
+                {"part": "nccl", "name": "nccl", "status": 0, "seconds": 81.2},
+                {"part": "pytest", "name": "tests/nets/test_gpu.py", "status": 1, "seconds": 9.0},
+            ],
         }
     )
     assert "1 of 1 plans passed." in told
     assert "| `dp=2` | tied | 2.0e-03 / 2.0e-03 | " in told
     assert "| llama | 2.0e-03 | RankError: gone |" in told
     assert "| spawn | `dp=2` | kill | 1 | 0.5 s | rank 1 was killed |" in told
+    assert "| programs of NCCL | all of them | passed | 81 s |" in told
+    assert "| tests | `tests/nets/test_gpu.py` | failed with status 1 | 9 s |" in told
+
+
+def test_every_test_file_that_asks_for_a_gpu_is_run_there() -> None:
+    found = {str(path.relative_to(ROOT)) for path in files_for_gpus()}
+    assert {"tests/engine/test_gpu.py", "tests/execution/test_device_clock.py"} <= found
+    assert "tests/sharding/context/test_kernels.py" in found
+    assert not any(name.startswith("tests/gpu/") for name in found)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_part_is_something_that_can_be_run(part: str) -> None:
+    known = {"plans", "families", "faults", "pytest"}
+    assert part in known or find_spec(f"tests.gpu.{MODULES[part]}") is not None

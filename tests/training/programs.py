@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from shardwise.planner.plan import Plan
+from shardwise.trace.metrics import read_metrics
 from shardwise.training.checkpoint.index import find_last
 from shardwise.training.checkpoint.read import Reader, load
 from shardwise.training.folder import CHECKPOINTS
 from shardwise.training.job import Job
-from shardwise.training.metrics import read_metrics
 from shardwise.training.recipe import get_recipe
 from shardwise.training.setup import make_ready
 from shardwise.training.world import World

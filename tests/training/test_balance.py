@@ -9,10 +9,10 @@ import torch
 from shardwise.cli import main
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.spawn import Ranks
+from shardwise.trace.metrics import read_metrics
 from shardwise.training.balance import imbalance_of
 from shardwise.training.checkpoint.index import find_last, read_index
 from shardwise.training.convert import convert
-from shardwise.training.metrics import read_metrics
 from shardwise.training.recipe import get_recipe
 from shardwise.training.run import train_rank
 from tests.crowd import Crowds

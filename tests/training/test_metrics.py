@@ -13,10 +13,11 @@ import pytest
 
 from shardwise.cli import main
 from shardwise.errors import ShardwiseError
+from shardwise.trace.metrics import read_metrics
 from shardwise.training.checkpoint.index import saved_steps
 from shardwise.training.finish import finish
 from shardwise.training.loop import Loop
-from shardwise.training.metrics import Metrics, read_metrics
+from shardwise.training.metrics import Metrics
 from shardwise.training.outcome import Outcome, Result
 from shardwise.training.progress import Progress
 from shardwise.training.run import train_rank

@@ -23,13 +23,13 @@ from shardwise.nets.settings import Settings
 from shardwise.nets.transformer import Transformer
 from shardwise.planner.plan import Plan
 from shardwise.ranks.spawn import Ranks
+from shardwise.trace.metrics import read_metrics
 from shardwise.training import model
 from shardwise.training.checkpoint.index import Entry, FileOutline, find_last, saved_steps
 from shardwise.training.checkpoint.parts import Part
 from shardwise.training.checkpoint.write import Mark, write_parts
 from shardwise.training.data.rows import Batch, Batches
 from shardwise.training.job import Job
-from shardwise.training.metrics import read_metrics
 from shardwise.training.outcome import Result, StoppedError
 from shardwise.training.run import train_rank
 from tests.training.programs import losses_of, make_job

@@ -32,7 +32,7 @@ from shardwise.dataflow.mover import CHUNK_BYTES, Mover
 from shardwise.dataflow.place import Budget, MakeStream, Place, make_places
 from shardwise.dataflow.store import Store
 from shardwise.dataflow.streams import Event, Failures, Stream, ThreadStream
-from shardwise.dataflow.task_errors import PLAIN, blame_task, check_call
+from shardwise.dataflow.task_errors import PLAIN, blame_task, check_call, compiled_on_cpu
 from shardwise.errors import ShardwiseError
 from shardwise.trace.events import Lane
 
@@ -176,6 +176,8 @@ class Dispatcher(Store):
             place = self._chooser.choose(call)
         else:
             place = self._by_name.get(call.place) or self.place(call.place)
+        if call.launch.is_kernel and not call.launch.is_interpreted and place.device.type == "cpu":
+            raise compiled_on_cpu(call, place.name)
         if self.calls is not None:
             call.place = place.name  # A program runs where it first ran.
             self.calls.append(call)

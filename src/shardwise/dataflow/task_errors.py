@@ -49,6 +49,14 @@ def _check_kernel(call: Call) -> None:
             )
 
 
+def compiled_on_cpu(call: Call, place: str) -> ShardwiseError:
+    """A kernel is compiled or interpreted as the environment says when `@triton.jit` makes it."""
+    return ShardwiseError(
+        f"{call.name} is a Triton kernel that was made to be compiled for a GPU, and {place} is on the CPU",
+        remedy='os.environ["TRITON_INTERPRET"] = "1" above the kernel\'s @triton.jit: Triton interprets it then',
+    )
+
+
 def _of_another_machine(data: Data) -> ShardwiseError:
     return ShardwiseError(f"{data.name} is of another machine", remedy=f"machine.data({data.name}.get())")
 

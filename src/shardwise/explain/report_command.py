@@ -52,7 +52,9 @@ def run(arguments: argparse.Namespace) -> Answer:
         "page_bytes": size,
         "perfetto": str(perfetto_beside(path)),
         "step": trace.makespan,
-        "num_ranks": trace.num_ranks,
+        "unit": first.unit,
+        "num_ranks": first.num_ranks,
+        "alike": [list(ranks) for ranks in first.alike],
         "parts": [{str(part): seconds for part, seconds in rank.items()} for rank in parts_of_ranks(trace)],
         "streams": streams_as_data(trace),
     }
@@ -64,7 +66,7 @@ def write_report(run: Run, path: Path, other: Run | None = None) -> int:
     from shardwise.explain.report.page import make_page
     from shardwise.trace.perfetto import to_perfetto
 
-    text = make_page(run, other, found=examine(run))
+    text = make_page(run, other, found=examine(run), other_found=() if other is None else examine(other))
     texts = {path: text, perfetto_beside(path): json.dumps(to_perfetto(run.trace))}
     save_outputs(texts, remedy=_ELSEWHERE)
     return len(text.encode())
@@ -84,7 +86,11 @@ def _path_of(arguments: argparse.Namespace) -> Path:
 
 def _render(canvas: Canvas, run: Run, path: Path) -> None:
     trace = run.trace
-    canvas.print(f"{canvas.paint(run.name, 'bold')}: a step of {run.time(trace.makespan)} on {trace.num_ranks} ranks")
+    canvas.print(f"{canvas.paint(run.name, 'bold')}: a step of {run.time(trace.makespan)} on {run.num_ranks} ranks")
+    if run.unit == "F":
+        canvas.print("F is the time of the forward of a microbatch on an average stage")
+    if run.alike:
+        canvas.print(f"each row is one of {len(run.alike[0])} ranks that do the same, named by the first")
     render_parts(canvas, run)
     render_streams(canvas, run)
     canvas.print(f"\nwritten: {path} and {perfetto_beside(path)}")
@@ -96,7 +102,7 @@ def render_parts(canvas: Canvas, run: Run) -> None:
     parts = parts_of_ranks(trace)
     shown = [part for part in Part if any(rank[part] > 0 for rank in parts)]
     rows = [
-        [f"rank {rank}", *(format_percent(seconds[part] / (trace.makespan or 1)) for part in shown)]
+        [run.rank_name(rank), *(format_percent(seconds[part] / (trace.makespan or 1)) for part in shown)]
         for rank, seconds in enumerate(parts)
     ]
     table(["", *shown], rows, canvas)

@@ -1,5 +1,6 @@
 """A run from what was typed: a folder, a trace, or a plan, whose schedule is then simulated."""
 
+from itertools import product
 from pathlib import Path
 
 from shardwise.errors import ShardwiseError
@@ -19,12 +20,48 @@ def find_run(text: str) -> Run:
 
 
 def simulated(plan: Plan) -> Run:
-    """The step of a plan's pipeline, every stage taking 1 for a forward and for each half of a backward."""
+    """The step of a plan's pipeline: a forward of an average stage takes 1 F, and so does each half of a backward.
+
+    Ranks that differ in another axis than pp do the same, and are simulated once.
+    """
     if plan.schedule == "auto":
         raise ShardwiseError(
             f"the schedule of {plan} is found for the times of a real run", remedy=f"{plan}".replace("auto", "zb-v")
         )
     schedule = lower(make_schedule(plan.schedule, plan.pp, plan.microbatches, plan.chunks))
-    trace = simulate(schedule, stage_prices(schedule.placement, [StageTimes()] * plan.pp))
+    trace = simulate(schedule, stage_prices(schedule.placement, _stage_times(plan, schedule.placement.num_stages)))
     choices = (part.split("=", 1) for part in str(plan).split(","))
-    return Run(name=str(plan), trace=trace, plan=tuple(Choice(key=key, value=value) for key, value in choices), unit="")
+    return Run(
+        name=str(plan),
+        trace=trace,
+        plan=tuple(Choice(key=key, value=value) for key, value in choices),
+        unit="F",
+        alike=ranks_alike(plan) if plan.num_ranks > plan.pp else (),
+    )
+
+
+def _stage_times(plan: Plan, num_stages: int) -> list[StageTimes]:
+    """By the layers of each stage, where the plan says them; else all alike."""
+    if plan.layers is None:
+        return [StageTimes()] * plan.pp
+    if len(plan.layers) != num_stages:
+        raise ShardwiseError(
+            f"layers={'+'.join(map(str, plan.layers))} are of {len(plan.layers)} stages, and {plan.schedule} with "
+            f"pp={plan.pp} has {num_stages}",
+            remedy="layers= with a number for each stage, or none",
+        )
+    one = plan.pp / sum(plan.layers)
+    return [
+        StageTimes(forward=one * count, input_gradient=one * count, weight_gradient=one * count)
+        for count in plan.layers
+    ]
+
+
+def ranks_alike(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """For each rank of a pipeline, all ranks of the plan that do what it does, by the order of the plan's axes."""
+    axes = plan.order.split("-")
+    sizes = [getattr(plan, axis) for axis in axes]
+    found: list[list[int]] = [[] for _ in range(plan.pp)]
+    for rank, place in enumerate(product(*map(range, sizes))):
+        found[place[axes.index("pp")]].append(rank)
+    return tuple(map(tuple, found))

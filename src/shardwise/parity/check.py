@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shardwise.engine.module_check import check_module
 from shardwise.errors import ShardwiseError
 from shardwise.parity.compare import Comparison, compare
 from shardwise.parity.course import Course
 from shardwise.parity.faults import Subject, get_fault
+from shardwise.parity.memory_check import check_given
 from shardwise.parity.problem import MakeProblem, Problem, small_matrices
 from shardwise.parity.ranks import train_on_rank
 from shardwise.parity.reference import train_reference
@@ -56,8 +56,9 @@ def check(
     exact = replace(plan, precision="fp32")
     gpus: Gpus = "shared" if device == "cuda" else "none"
     with torch.random.fork_rng(devices=[]), small_matrices():
-        problem = make().on(device)
-        check_module(problem.module)
+        problem = make()
+        check_given(problem.module, plan, num_steps=len(problem.batches), device=device)
+        problem = problem.on(device)
         broken = None if fault is None else get_fault(fault, _subject(plan, problem, vocabulary)).breaks
         expected = _alone(problem, exact)
     with nullcontext(ranks) if ranks is not None else Ranks(plan.num_ranks, gpus=gpus) as crowd:

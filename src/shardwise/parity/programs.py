@@ -4,7 +4,6 @@ from contextlib import ExitStack
 
 import torch
 
-from shardwise.engine.module_check import check_module
 from shardwise.errors import ShardwiseError
 from shardwise.nccl.check import Proof, prove
 from shardwise.nccl.copies import Copies
@@ -12,6 +11,7 @@ from shardwise.nccl.program import Program
 from shardwise.nccl.rehearsal import RehearsedWires
 from shardwise.nccl.taps import put_instead, recording, touching
 from shardwise.parity.check import check_size, sentence_of
+from shardwise.parity.memory_check import check_given
 from shardwise.parity.problem import MakeProblem, small_matrices
 from shardwise.parity.ranks import engine_of
 from shardwise.planner.composition import check_composition
@@ -86,7 +86,7 @@ def check_programs(plan: Plan, make: MakeProblem, *, device: str = "cpu") -> Pro
     if plan.num_ranks == 1:
         raise ShardwiseError(f"the plan {plan} has one rank, which asks NCCL for nothing", remedy="--plan dp=2")
     with torch.random.fork_rng(devices=[]), small_matrices():
-        check_module(make().module)
+        check_given(make().module, plan, num_steps=0, device=device)
     rehearses = device == "cpu"
     with Ranks(plan.num_ranks, gpus="none" if rehearses else "shared") as ranks:
         try:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from statistics import median
 from typing import NamedTuple
 
@@ -41,13 +42,23 @@ class Alternative(NamedTuple):
 
 @dataclass(frozen=True)
 class Replay:
-    """The step of a trace, ready to be played. Ranks are those of one pipeline, the slowest if there are several."""
+    """The step of a trace, ready to be played. Ranks are those of one pipeline, the slowest if there are several.
+
+    Some seconds are of each instruction, however small its microbatch is: `host_seconds` pass before it, and
+    `fixed_seconds` are inside of what was measured of it. With `keeps_hop` a transfer takes as long for a smaller one.
+    `units` are, where they are known, the shares of its stage's time that each unit of each stage takes: a model is cut
+    into other stages between units alone.
+    """
 
     schedule: Schedule
     measured: Mapping[tuple[int, str], float]
     usual: Mapping[tuple[Kind, int], float]
     hop: float
     ranks: tuple[int, ...]
+    host_seconds: float = 0.0
+    fixed_seconds: float = 0.0
+    keeps_hop: bool = False
+    units: tuple[tuple[float, ...], ...] = ()
 
     @staticmethod
     def of(trace: Trace) -> "Replay | None":
@@ -100,9 +111,19 @@ class Replay:
                 events.append(event._replace(rank=ranks[event.rank], peer=peer, after=after))
         return Trace(name=trace.name, num_ranks=trace.num_ranks, events=tuple(events))
 
+    @cached_property
+    def unit_seconds(self) -> list[float]:
+        """What a microbatch takes on each unit, where they are known."""
+        stages = zip(self.stage_seconds, self.units, strict=True) if self.units else ()
+        return [seconds * share for seconds, shares in stages for share in shares]
+
     def with_stages(self, factors: Mapping[int, float]) -> float:
         """The step with some stages taking so many times as long."""
-        return self._play(lambda each, rank: self._as_usual(each, rank) * factors.get(each.stage, 1.0))
+
+        def seconds(instruction: Instruction, place: int) -> float:
+            return sum(self._as_usual(part, place) * factors.get(part.stage, 1.0) for part in instruction.parts)
+
+        return self._play(seconds)
 
     def with_even_instructions(self, ranks: Sequence[int]) -> float:
         """With every instruction of some ranks as quick as it usually is; to be compared with `seconds`."""
@@ -114,10 +135,6 @@ class Replay:
 
         return self._play(seconds)
 
-    def with_hops(self, factor: float) -> float:
-        """With transfers between ranks taking so many times as long."""
-        return self._play(self._as_usual, hop=factor * self.hop)
-
     def with_backward(self, factors: Mapping[int, float]) -> float:
         """With the backwards of some ranks taking so many times as long."""
 
@@ -127,23 +144,33 @@ class Replay:
 
         return self._play(seconds)
 
-    def with_microbatches(self, factor: int) -> float | None:
-        """With so many times as many microbatches, each as much smaller. None if the schedule is not made for that."""
-        found = self._remade(self.schedule.name, self.schedule.num_microbatches * factor)
+    def with_microbatches(self, count: int) -> float | None:
+        """With so many microbatches of the same batch. None if the schedule is not made for that."""
+        found = self._remade(self.schedule.name, count)
         if found is None:
             return None
-        return self._play(lambda each, rank: self._as_usual(each, rank) / factor, schedule=found, hop=self.hop / factor)
+        size = self.schedule.num_microbatches / count
+
+        def seconds(instruction: Instruction, place: int) -> float:
+            usual = self._as_usual(instruction, place)
+            fixed = min(self.fixed_seconds, usual)
+            return fixed + (usual - fixed) * size
+
+        return self._play(seconds, schedule=found, hop=self.hop if self.keeps_hop else self.hop * size)
 
     @cached_property
     def alternatives(self) -> list[Alternative]:
         """Other schedules for the same ranks and microbatches, the quickest first.
 
-        In each the model is cut as evenly over its stages as it is over the present ones.
+        In each the model is cut as evenly over its stages as its units allow, or, where they are not known, as it is
+        over the present ones.
         """
         found = []
         for name in CATALOGUE:
             other = None if name in _NO_REMEDY else self._remade(name, self.schedule.num_microbatches)
             if other is None or name == self.schedule.name:
+                continue
+            if self.units and other.placement.num_stages > len(self.unit_seconds):
                 continue
             prices = self._prices(other, self._spread(other), self.hop)
             trace = simulate(lower(other), prices)
@@ -167,8 +194,16 @@ class Replay:
             """How much of an old stage is in a new one."""
             return few * max(0.0, min((stage + 1) / many, (old + 1) / few) - max(stage / many, old / few))
 
+        def by_units(stage: int, old: int) -> float:
+            return sum(share for of, share in cut[stage] if of == old)
+
+        placed = [(stage, share) for stage, shares in enumerate(self.units) for share in shares]
+        counts = iter(even_cut(self.unit_seconds, many) if placed else [])
+        ends = list(accumulate(counts))
+        cut = [placed[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        part = by_units if placed else shared
         table = {
-            (kind, stage): sum(self.usual[kind, old] * shared(stage, old) for old in range(few))
+            (kind, stage): sum(self.usual[kind, old] * part(stage, old) for old in range(few))
             for kind in (Kind.F, Kind.I, Kind.W, Kind.B)
             for stage in range(many)
         }
@@ -186,7 +221,11 @@ class Replay:
         return simulate(lower(played), self._prices(played, seconds, self.hop if hop is None else hop)).makespan
 
     def _prices(self, schedule: Schedule, seconds: Seconds, hop: float = 0.0) -> Prices:
-        return Prices(seconds=seconds, hop_seconds=lambda *_: (hop, 0.0), held=activations(schedule.placement))
+        def with_host(instruction: Instruction, place: int) -> float:
+            taken = seconds(instruction, place)
+            return taken + self.host_seconds if taken > 0 else taken
+
+        return Prices(seconds=with_host, hop_seconds=lambda *_: (hop, 0.0), held=activations(schedule.placement))
 
 
 def predict(trace: Trace) -> Trace | None:
@@ -229,23 +268,41 @@ def _schedule_of(name: str, orders: list[list[Instruction]]) -> Schedule:
 
 
 def _usual(orders: list[list[Instruction]], measured: Mapping[tuple[int, str], float]) -> dict[tuple[Kind, int], float]:
-    """The median of each kind on each stage. A full backward is taken for two equal halves, and halves for a full."""
+    """The median of each kind on each stage. A full backward is taken for two equal halves, and halves for a full.
+
+    Of what runs overlapped, a part that was seen alone takes what it takes alone, and the other the rest.
+    """
     found: dict[tuple[Kind, int], list[float]] = defaultdict(list)
-    for place, order in enumerate(orders):
-        for instruction in order:
-            seconds = measured[place, str(instruction)] / len(instruction.parts)
-            for part in instruction.parts:
-                found[part.kind, part.stage].append(seconds)
-    usual = {key: median(values) for key, values in found.items()}
-    for stage in {stage for _, stage in found}:
-        usual.setdefault((Kind.F, stage), 0.0)
-        whole = usual.get((Kind.B, stage))
-        halves = [usual.get((kind, stage)) for kind in (Kind.I, Kind.W)]
-        split = (whole or 0.0) / 2
-        usual.setdefault((Kind.I, stage), split)
-        usual.setdefault((Kind.W, stage), split)
-        usual.setdefault((Kind.B, stage), sum(half or 0.0 for half in halves))
+    ran = [(measured[place, str(each)], each) for place, order in enumerate(orders) for each in order]
+    for seconds, instruction in ran:
+        if len(instruction.parts) == 1:
+            found[instruction.kind, instruction.stage].append(seconds)
+    alone = _with_halves({key: median(values) for key, values in found.items()})
+    found.clear()
+    for seconds, instruction in ran:
+        parts = [(part.kind, part.stage) for part in instruction.parts]
+        unknown = [key for key in parts if key not in alone]
+        left = max(seconds - sum(alone[key] for key in parts if key in alone), 0.0)
+        weights = {kind: 2.0 if kind is Kind.B else 1.0 for kind, _ in unknown}
+        for key in unknown:
+            found[key].append(left * weights[key[0]] / sum(weights[kind] for kind, _ in unknown))
+    usual = _with_halves({**alone, **{key: median(values) for key, values in found.items()}})
+    for _, stage in list(usual):
+        for kind in (Kind.F, Kind.I, Kind.W, Kind.B):
+            usual.setdefault((kind, stage), 0.0)
     return usual
+
+
+def _with_halves(usual: Mapping[tuple[Kind, int], float]) -> dict[tuple[Kind, int], float]:
+    """A full backward from its halves, and halves from a full."""
+    completed = dict(usual)
+    for kind, stage in usual:
+        if kind is Kind.B:
+            completed.setdefault((Kind.I, stage), usual[kind, stage] / 2)
+            completed.setdefault((Kind.W, stage), usual[kind, stage] / 2)
+        elif (Kind.B, stage) not in usual and kind in (Kind.I, Kind.W):
+            completed[Kind.B, stage] = usual.get((Kind.I, stage), 0.0) + usual.get((Kind.W, stage), 0.0)
+    return completed
 
 
 def _hop(trace: Trace, ranks: set[int]) -> float:
@@ -260,3 +317,19 @@ def _hop(trace: Trace, ranks: set[int]) -> float:
             if event.start <= send.start:
                 took.append(event.end - send.start)
     return median(took) if took else 0.0
+
+
+def even_cut(costs: Sequence[float], num_stages: int) -> list[int]:
+    """Units of each stage, in order, so that the dearest stage is as cheap as can be."""
+    sums = [0.0, *accumulate(costs)]
+    # For each number of units, what the dearest stage costs that they make, and how they are cut.
+    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
+    for _ in range(num_stages):
+        after: dict[int, tuple[float, list[int]]] = {}
+        for start, (so_far, cut) in best.items():
+            for end in range(start + 1, len(sums)):
+                dearest = max(so_far, sums[end] - sums[start])
+                if end not in after or dearest < after[end][0] - 1e-12:
+                    after[end] = dearest, [*cut, end - start]
+        best = after
+    return best[len(costs)][1]

@@ -45,7 +45,8 @@ class Split:
 
     `reads[stage]` and `writes[stage]` are names of values, in a fixed order that all processes share. `makers` is the
     stage that makes each. `ties` are the parameters that several stages hold: original name to stages, first to last.
-    `units` are the pieces of each stage by name, so that one can see that none is lost.
+    `units` are the pieces of each stage by name, so that one can see that none is lost; `unit_costs` what each costs,
+    in FLOPs or their like, and `unit_bytes` the bytes of its weights.
     """
 
     stages: tuple[Stage | None, ...]
@@ -54,10 +55,21 @@ class Split:
     makers: Mapping[str, int]
     ties: Mapping[str, tuple[int, ...]]
     units: tuple[tuple[str, ...], ...]
+    unit_costs: tuple[tuple[float, ...], ...] = ()
+    unit_bytes: tuple[tuple[float, ...], ...] = ()
 
     @property
     def num_stages(self) -> int:
         return len(self.stages)
+
+    @property
+    def as_data(self) -> dict[str, Any]:
+        """The cut, in plain values: how many units each stage has, and what each of them costs and weighs."""
+        stages = zip(self.unit_costs, self.unit_bytes, strict=True)
+        return {
+            "layers": "+".join(str(len(units)) for units in self.units),
+            "units": [[list(unit) for unit in zip(costs, sizes, strict=True)] for costs, sizes in stages],
+        }
 
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:

@@ -4,6 +4,7 @@
     RUN/predicted.json    the same step as it was predicted, where it was
     RUN/plan.toml         the plan, with its reasons
     RUN/manifest.json     versions, hardware, seed, command
+    RUN/metrics.jsonl     loss, speed and more of each step, where it was trained
 
 A trace alone is a run too.
 """
@@ -13,12 +14,13 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardwise.errors import ShardwiseError
 from shardwise.output import write_whole
 from shardwise.trace.events import Trace
 from shardwise.trace.file import load_trace, save_trace
+from shardwise.trace.metrics import Curve, curves_of, read_metrics
 from shardwise.units import format_number, format_seconds
 
 TRACE, PREDICTED, PLAN, MANIFEST = "trace.json", "predicted.json", "plan.toml", "manifest.json"
@@ -33,11 +35,20 @@ class Choice:
     reason: str = ""
 
 
+class Unit(NamedTuple):
+    """A piece that stays whole when a model is cut into stages: what it costs beside others, and its weights."""
+
+    cost: float
+    weight_bytes: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One run. `unit` is that of its times: "s", or nothing where they are relative.
+    """One run. `unit` is that of its times: "s", or "F" where they are simulated, the forward of an average stage.
 
-    `facts` are about the run as a whole, by name. `memory_bytes` is what a device has, if known.
+    `facts` are about the run as a whole, by name. `memory_bytes` is what a device has, if known. `units` are those of
+    each stage, if known. `alike` are, for each rank of the trace, the ranks of the whole plan that do what it does;
+    none where the trace has them all. `curves` are the metrics of its steps.
     """
 
     name: str
@@ -47,10 +58,25 @@ class Run:
     facts: Mapping[str, str] = field(default_factory=dict)
     unit: str = "s"
     memory_bytes: float | None = None
+    units: tuple[tuple[Unit, ...], ...] = ()
+    alike: tuple[tuple[int, ...], ...] = ()
+    curves: Mapping[str, Curve] = field(default_factory=dict)
 
     def time(self, seconds: float) -> str:
-        """A time as one reads it; where it has no unit, a number."""
-        return format_seconds(seconds) if self.unit == "s" else format_number(seconds, 4)
+        """A time as one reads it, with its unit."""
+        return format_seconds(seconds) if self.unit == "s" else f"{format_number(seconds, 4)} {self.unit}".rstrip()
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the whole plan."""
+        return sum(map(len, self.alike)) or self.trace.num_ranks
+
+    def rank_name(self, rank: int) -> str:
+        """A rank of the trace: the first of those that it stands for, and how many they are."""
+        if not self.alike:
+            return f"rank {rank}"
+        same = self.alike[rank]
+        return f"rank {same[0]}" if len(same) == 1 else f"rank {same[0]} x {len(same)}"
 
 
 def load_run(path: Path) -> Run:
@@ -69,7 +95,7 @@ def load_run(path: Path) -> Run:
     predicted = load_trace(path / PREDICTED) if (path / PREDICTED).is_file() else None
     manifest = _read(path / MANIFEST, f"{path / MANIFEST}", json.loads)
     facts = {key: _fact(value) for key, value in manifest.items() if isinstance(value, (str, int, float))}
-    memory = manifest.get("memory_bytes")
+    memory = manifest.get("device_memory_bytes")
     return Run(
         name=path.resolve().name,
         trace=load_trace(path / TRACE),
@@ -77,7 +103,19 @@ def load_run(path: Path) -> Run:
         plan=choices_of(_read(path / PLAN, f"the plan {path / PLAN}", tomllib.loads)),
         facts=facts,
         memory_bytes=float(memory) if isinstance(memory, (int, float)) else None,
+        units=_units_of(manifest),
+        curves=curves_of(read_metrics(path)),
     )
+
+
+def _units_of(manifest: Mapping[str, Any]) -> tuple[tuple[Unit, ...], ...]:
+    """None where they are not told as they should be: the doctor takes them for all alike then."""
+    try:
+        return tuple(
+            tuple(Unit(float(cost), float(size)) for cost, size in stage) for stage in manifest.get("units", ())
+        )
+    except (TypeError, ValueError):
+        return ()
 
 
 def save_run(run: Run, folder: Path, *, plan: str | None = None, manifest: Mapping[str, Any] | None = None) -> None:

@@ -23,7 +23,7 @@ def finish(job: Job, outcome: Outcome, num_ranks: int, progress: Progress) -> Re
         result = replace(result, sample=sample_of(outcome, wanted, job.recipe.seed))
     manifest = manifest_of(job, outcome.data, num_ranks)
     manifest |= {key: value for key, value in asdict(result).items() if value is not None}
-    manifest["layers"] = outcome.layers
+    manifest |= outcome.cut
     try:
         report = _write(job, outcome, manifest)
     except (OSError, ShardwiseError) as error:

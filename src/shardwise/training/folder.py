@@ -34,7 +34,7 @@ from shardwise.training.lock import RunLock
 from shardwise.training.recipe import Recipe, read_recipe
 
 RECIPE, PLAN, MANIFEST = "recipe.toml", "plan.toml", "manifest.json"
-METRICS, TENSORBOARD, CHECKPOINTS = "metrics.jsonl", "tensorboard", "checkpoints"
+TENSORBOARD, CHECKPOINTS = "tensorboard", "checkpoints"
 #: Keys of a recipe, or beginnings of them, that may differ when a run goes on: how long it goes, how often it speaks,
 #: and what changes no number.
 _MAY_CHANGE = (
@@ -101,7 +101,7 @@ def manifest_of(job: Job, data: Mapping[str, Any], num_ranks: int) -> dict[str, 
         "compiled": job.compile,
         "data_digest": data["digest"],
         "device": f"{num_ranks} x {gpu.name}" if gpu else f"{num_ranks} processes on {processor}",
-        **({"memory_bytes": gpu.total_memory} if gpu else {}),
+        **({"device_memory_bytes": gpu.total_memory} if gpu else {}),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "data": dict(data),
         "versions": environment.versions_of(_PACKAGES),

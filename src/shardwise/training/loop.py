@@ -98,7 +98,7 @@ class Loop:
             model=setup.model,
             data=setup.data,
             trace=_usual(self._traces) or self._first_trace,
-            layers="+".join(str(len(units)) for units in setup.engine.split.units),
+            cut=setup.engine.split.as_data,
         )
 
     def _result(self, step: int, stopped_by: str | None) -> Result:

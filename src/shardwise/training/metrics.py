@@ -12,7 +12,8 @@ from typing import Any
 
 from shardwise.errors import ShardwiseError, os_errors_as
 from shardwise.output import write_whole
-from shardwise.training.folder import METRICS, TENSORBOARD
+from shardwise.trace.metrics import METRICS, read_metrics
+from shardwise.training.folder import TENSORBOARD
 from shardwise.training.job import Job
 from shardwise.training.progress import Progress
 from shardwise.training.world import World
@@ -49,20 +50,6 @@ class Metrics:
 
     def close(self) -> None:
         self._file.close()
-
-
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a run."""
-    rows, path = list[dict[str, Any]](), folder / METRICS
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            break  # A line that a kill cut short is the last.
-        if not isinstance(row, dict) or "step" not in row:
-            break
-        rows.append(row)
-    return rows
 
 
 class MetricLog:

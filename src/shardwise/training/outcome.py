@@ -41,10 +41,10 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a run, as its first rank tells it. `layers` are the units of each stage."""
+    """What became of a run, as its first rank tells it. `cut` is how the model was cut."""
 
     result: Result
     model: Mapping[str, Any]
     data: Mapping[str, Any]
     trace: Trace | None
-    layers: str
+    cut: Mapping[str, Any]

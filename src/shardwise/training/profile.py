@@ -38,7 +38,7 @@ _MESSAGES, _LARGE = 8, 4 * 2**20
 class Measured:
     """What was measured. `step_seconds` are of steps without a trace, `traced_seconds` of those with one.
 
-    `layers` are the units of each stage. `reading_seconds` are what it took, outside of a traced step, to start to look
+    `cut` is how the model was cut. `reading_seconds` are what it took, outside of a traced step, to start to look
     at a GPU and to read what was seen; 0 without a GPU. `link` are the seconds of a tiny message between the first two
     ranks, and the bytes/s of a large one.
     """
@@ -49,7 +49,7 @@ class Measured:
     tokens: int
     flops: float
     num_ranks: int
-    layers: tuple[int, ...]
+    cut: dict[str, Any]
     device: str
     data: dict[str, Any]
     reading_seconds: float = 0.0
@@ -121,7 +121,7 @@ def _measure(job: Job, world: World, setup: Setup, num_steps: int, progress: Pro
         tokens=tokens,
         flops=setup.flops_per_token * tokens,
         num_ranks=world.size,
-        layers=tuple(map(len, engine.split.units)),
+        cut=engine.split.as_data,
         device=world.device.type,
         data={key: setup.data[key] for key in ("digest", "source")},
         reading_seconds=median(reading),
@@ -130,26 +130,26 @@ def _measure(job: Job, world: World, setup: Setup, num_steps: int, progress: Pro
 
 
 def _measure_link(world: World) -> tuple[float, float] | None:
-    """Messages there and back between the first two ranks, while the others wait."""
+    """Messages there and back between the first two ranks, in a group of their own, while the others wait."""
     found = None
-    if world.size > 1 and world.rank < 2:
-        latency = _way_seconds(world, 8)
-        found = latency, _LARGE / max(_way_seconds(world, _LARGE) - latency, 1e-9)
+    pair = dist.new_group([0, 1]) if world.size > 1 else None  # Every rank of the world makes it.
+    if pair is not None and world.rank < 2:
+        latency = _way_seconds(world, pair, 8)
+        found = latency, _LARGE / max(_way_seconds(world, pair, _LARGE) - latency, 1e-9)
     world.wait()
     return found
 
 
-def _way_seconds(world: World, num_bytes: int) -> float:
+def _way_seconds(world: World, pair: dist.ProcessGroup, num_bytes: int) -> float:
     """One way, of the quickest of a few."""
     message, seconds = torch.zeros(num_bytes, dtype=torch.uint8, device=world.device), []
     for _ in range(_MESSAGES):
         start = perf_counter()
-        if world.is_first:
-            dist.send(message, 1)
-            dist.recv(message, 1)
-        else:
-            dist.recv(message, 0)
-            dist.send(message, 0)
+        for is_send in (world.is_first, not world.is_first):
+            kind = dist.isend if is_send else dist.irecv
+            # As a batch: a lone send would have NCCL connect the two once more.
+            (work,) = dist.batch_isend_irecv([dist.P2POp(kind, message, group=pair, group_peer=1 - world.rank)])
+            work.wait()
         _finish(world)
         seconds.append((perf_counter() - start) / 2)
     return min(seconds)
@@ -193,7 +193,7 @@ def write_run(job: Job, measured: Measured) -> Run:
         "step_seconds": median(measured.step_seconds),
         "tokens_per_second": measured.tokens / median(measured.step_seconds),
         "steps_measured": len(measured.step_seconds),
-        "layers": "+".join(map(str, measured.layers)),
+        **measured.cut,
         "predicted": "the schedule, played with the usual time of each instruction",
     }
     with os_errors_as(f"the profile cannot be written to {job.folder}", remedy="--folder FOLDER, another one"):

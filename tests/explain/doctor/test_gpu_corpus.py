@@ -44,3 +44,9 @@ def test_the_gain_of_a_late_stream_is_how_long_it_ran_alone() -> None:
     (finding,) = examine(on_gpus(gpu_step(num_ranks=1, side=0.004), "dp=1"))
     assert finding.gain_seconds == pytest.approx(4 * 0.004, rel=0.01)
     assert "stream 7 of rank 0 waits for stream 31" in finding.problem
+
+
+def test_the_same_two_streams_of_many_ranks_are_one_finding() -> None:
+    (finding,) = [each for each in examine(on_gpus(gpu_step(num_ranks=8, side=0.004))) if each.kind == "late stream"]
+    assert finding.ranks == tuple(range(8))
+    assert finding.problem.startswith("stream 7 of 8 ranks, most of all rank ")

@@ -19,7 +19,7 @@ def a_run(schedule: str, num_ranks: int, num_microbatches: int, *, hop: float = 
         Choice(key="pp", value=str(num_ranks), reason="the model does not fit on fewer"),
         Choice(key="schedule", value=schedule, reason="the smallest bubble in this memory"),
     )
-    return Run(name=name or schedule, trace=trace, plan=plan, unit="")
+    return Run(name=name or schedule, trace=trace, plan=plan, unit="F")
 
 
 def a_large_run(num_ranks: int, num_microbatches: int) -> Run:

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from shardwise.explain.runs_by_name import simulated
+from shardwise.planner.plan import Plan
 from shardwise.trace.run import Run
 from tests.explain.report.browser import Browser
 from tests.explain.report.pages import a_large_run, a_run, write_page
@@ -102,8 +104,8 @@ def test_a_click_tells_what_is_there_and_what_was_waited_for(opened: Browser) ->
     opened.settle()
     opened.click(*place_of(opened, "1F0"))
     told = details(opened)
-    assert told.startswith("1F0  forward of microbatch 0 on stage 1, rank 1: 1, from 1.1 to 2.1")
-    assert told.endswith("before it warm-up 1, for 0F0 of rank 0; warm-up 0.1, for 0SEND_F0>1 of rank 0")
+    assert told.startswith("1F0  forward of microbatch 0 on stage 1, rank 1: 1\u2009F, from 1.1\u2009F to 2.1\u2009F")
+    assert told.endswith("before it warm-up 1\u2009F, for 0F0 of rank 0; warm-up 0.1\u2009F, for 0SEND_F0>1 of rank 0")
 
 
 def test_comma_and_full_stop_walk_along_a_rank(opened: Browser) -> None:
@@ -118,8 +120,8 @@ def test_a_drag_in_the_overview_chooses_a_stretch(opened: Browser) -> None:
     box = opened.run(
         "const b = document.getElementById('overview').getBoundingClientRect(); return [b.left, b.top, b.width];"
     )
-    wide = box[2] - 74
-    opened.click(box[0] + 64 + 0.25 * wide, box[1] + 10, to_x=box[0] + 64 + 0.5 * wide)
+    wide = box[2] - 94
+    opened.click(box[0] + 84 + 0.25 * wide, box[1] + 10, to_x=box[0] + 84 + 0.5 * wide)
     assert view(opened) == pytest.approx((0.25, 0.5), abs=0.01)
 
 
@@ -157,6 +159,18 @@ def test_two_runs_are_compared(browser: Browser, tmp_path: Path) -> None:
     headings = browser.run("return [...document.querySelectorAll('h2')].map((h) => h.textContent)")
     assert "Two runs compared" in headings
     assert browser.run("return document.getElementById('beneath').selectedOptions[0].textContent") == "1f1b"
+
+
+def test_ranks_that_do_the_same_are_one_row_with_their_number(browser: Browser, tmp_path: Path) -> None:
+    browser.open(write_page(tmp_path, simulated(Plan.parse("dp=32,pp=4,microbatches=8"))))
+    assert browser.complaints() == []
+    assert browser.run("return window.shardwise.timeline.names") == [f"rank {first} x 32" for first in (0, 32, 64, 96)]
+    browser.type_into("#search", "rank 70")
+    found = "const { search, timeline } = window.shardwise; return search.matches.map((e) => timeline.main.rank[e])"
+    assert set(browser.run(found)) == {2}
+    browser.press(ENTER)
+    assert "ranks 64 to 95: " in details(browser)
+    assert "1\u2009F" in details(browser)
 
 
 def test_a_name_is_never_read_as_markup(browser: Browser, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def words_of(page: str) -> str:
 def test_the_step_and_its_parts_are_at_the_top() -> None:
     text = words_of(make_page(a_run("1f1b", 2, 4, hop=0)))
     assert "Predicted · schedule 1f1b · 2 ranks · 4 microbatches · plan pp=2,schedule=1f1b" in text
-    assert "step 15" in text
+    assert "step 15 F" in text
     assert "at work 80.0 %" in text
     assert "bubble 20.0 %" in text
 
@@ -50,7 +50,7 @@ def test_a_finding_has_its_evidence_its_fix_and_its_gain() -> None:
     finding = Finding(kind="k", problem="<b>slow</b>", evidence="3 of 4", fix="layers=1+2", gain_seconds=3.0)
     page = make_page(a_run("1f1b", 2, 4, hop=0), found=[finding])
     assert "&lt;b&gt;slow&lt;/b&gt;" in page
-    assert "Try layers=1+2 predicted gain 3, 20.0 % of the step" in words_of(page)
+    assert "Try layers=1+2 predicted gain 3 F, 20.0 % of the step" in words_of(page)
     assert "Nothing was found to hold this run up." in words_of(make_page(a_run("1f1b", 2, 4)))
 
 
@@ -63,7 +63,7 @@ def test_the_plan_has_its_reasons() -> None:
 def test_two_runs_are_told_apart_by_their_parts_and_stages() -> None:
     text = words_of(make_page(a_run("gpipe", 2, 4, hop=0.5), a_run("1f1b", 2, 4, hop=0)))
     assert "Two runs compared" in text
-    assert "stage 1 backward 2 2 same" in text
+    assert "stage 1 backward 2 F 2 F same" in text
     # Stages of another number are other stages.
     assert "stage 1" not in words_of(make_page(a_run("zb-v", 2, 4), a_run("1f1b", 2, 4)))
 

@@ -1,10 +1,10 @@
 """Ranks that others wait for: a stage with too much on it, a slower device, a rank that stalls now and then."""
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterator
 from statistics import mean, median
 
 from shardwise.explain.doctor.case import Case, Finding, alike, least_busy, medians, usual_busy
+from shardwise.explain.doctor.cuts import other_cuts
 from shardwise.trace.stretches import Part
 
 #: How much more than the others one must have before it is called slow.
@@ -26,10 +26,8 @@ def find_slow_stage(case: Case) -> Iterator[Finding]:
     others = mean(seconds for rank, seconds in busy.items() if rank != slow)
     if busy[slow] < _SLOWER * others or slow in [rank for rank, _, _ in _slow_devices(case)]:
         return
-    even = mean(busy.values())
     stages = {rank: {event.stage for event in case.trace.compute[rank]} for rank in busy}
-    factors = {stage: even / busy[rank] for rank in busy for stage in stages[rank] if busy[rank] > 0}
-    gain = case.replay.usual_seconds - case.replay.with_stages(factors)
+    fix, gain = _evened(case, slow, busy, stages)
     if not case.is_worth(gain):
         return
     waiting = mean(
@@ -44,7 +42,7 @@ def find_slow_stage(case: Case) -> Iterator[Finding]:
             f"it computes for {case.time(busy[slow])} of a step, the others for {case.time(others)} on average "
             f"({busy[slow] / others:.2f} times as much); they stand still for {case.time(waiting)} each"
         ),
-        fix=_layers_fix(case, slow, busy, stages),
+        fix=fix,
         gain_seconds=gain,
         ranks=(slow,),
     )
@@ -118,31 +116,15 @@ def _slow_devices(case: Case) -> list[tuple[int, float, str]]:
     return found
 
 
-def _layers_fix(case: Case, slow: int, busy: dict[int, float], stages: dict[int, set[int]]) -> str:
-    layers = case.layers
-    if layers is None or len(layers) != sum(map(len, stages.values())) or case.replay is None:
-        fewer = 1 - mean(busy.values()) / busy[slow]
-        return f"layers=A+B+... in the plan, with {fewer:.0%} fewer on stage {min(stages[slow])}"
-    costs = [
-        seconds / units
-        for seconds, units in zip(case.replay.stage_seconds, layers, strict=True)
-        for _ in range(units)
-        if units
-    ]
-    return "layers=" + "+".join(map(str, even_cut(costs, len(layers))))
-
-
-def even_cut(costs: Sequence[float], num_stages: int) -> list[int]:
-    """Units of each stage, in order, so that the dearest stage is as cheap as can be."""
-    sums = [0.0, *accumulate(costs)]
-    # For each number of units, what the dearest stage costs that they make, and how they are cut.
-    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
-    for _ in range(num_stages):
-        after: dict[int, tuple[float, list[int]]] = {}
-        for start, (so_far, cut) in best.items():
-            for end in range(start + 1, len(sums)):
-                dearest = max(so_far, sums[end] - sums[start])
-                if end not in after or dearest < after[end][0] - 1e-12:
-                    after[end] = dearest, [*cut, end - start]
-        best = after
-    return best[len(costs)][1]
+def _evened(case: Case, slow: int, busy: dict[int, float], stages: dict[int, set[int]]) -> tuple[str, float]:
+    """The quickest cut of the model that no rank is too full for; where its units are not known, how much to move."""
+    assert case.replay is not None, "slow stages are looked for in steps that can be played"
+    layers, now = case.layers, case.replay.usual_seconds
+    if layers is None or len(layers) != sum(map(len, stages.values())):
+        even = mean(busy.values())
+        factors = {stage: even / busy[rank] for rank in busy for stage in stages[rank] if busy[rank] > 0}
+        words = f"layers=A+B+... in the plan, with {1 - even / busy[slow]:.0%} fewer on stage {min(stages[slow])}"
+        return words, now - case.replay.with_stages(factors)
+    room = [cut for cut in other_cuts(case) if case.has_room(cut.fullest_bytes - case.fullest_bytes)]
+    best = min(room, key=lambda cut: cut.seconds, default=None)
+    return ("", 0.0) if best is None else (best.plan, now - best.seconds)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import islice
 
-from shardwise.explain.doctor.case import Case, Finding
+from shardwise.explain.doctor.case import SMALL_MESSAGE, Case, Finding
 from shardwise.schedule.replay import Alternative
 from shardwise.trace.events import Lane
 from shardwise.units import format_bytes, format_number
@@ -11,7 +11,6 @@ from shardwise.units import format_bytes, format_number
 #: A bubble of less is what pipelines have.
 _LARGE_BUBBLE = 0.08
 _MUCH_EXPOSED = 0.05
-_SMALL_MESSAGE = 64 * 1024
 #: How much more a rank may hold for a remedy to be one.
 _NO_MORE_MEMORY = 1.05
 
@@ -23,9 +22,10 @@ def find_bubble(case: Case) -> Iterator[Finding]:
         return
     fitting = (each for each in replay.alternatives if each.held <= _NO_MORE_MEMORY * replay.held)
     options = [(each.plan, each.seconds) for each in islice(fitting, 1)]
-    doubled = replay.with_microbatches(2)
+    twice = 2 * case.num_microbatches
+    doubled = replay.with_microbatches(twice) if case.can_have_microbatches(twice) else None
     if doubled is not None:
-        options.append((f"microbatches={2 * case.num_microbatches}", doubled))
+        options.append((f"microbatches={twice}", doubled))
     if not options:
         return
     fix, seconds = min(options, key=lambda option: option[1])
@@ -36,7 +36,7 @@ def find_bubble(case: Case) -> Iterator[Finding]:
             kind="bubble",
             problem=f"ranks idle for want of input for {case.share(case.bubble_seconds)} of the step",
             evidence=(
-                f"{case.trace.name} with {case.num_microbatches} microbatches, played with the measured times, takes "
+                f"{case.trace.name} with {case.num_microbatches} microbatches, played with its usual times, takes "
                 f"{case.time(replay.usual_seconds)}; {others}, with no more activations held than now"
             ),
             fix=fix,
@@ -52,7 +52,7 @@ def find_transfers(case: Case) -> Iterator[Finding]:
     sent = [each for each in case.trace.traffic if each.peer is not None]
     sends = sum(event.lane is Lane.SEND for event in case.trace.events)
     num_messages = sum(each.num_messages for each in sent) or sends
-    mean_bytes = sum(each.num_bytes for each in sent) / num_messages if sent else None
+    mean_bytes = case.message_bytes
     size = "" if mean_bytes is None else f" of {format_bytes(mean_bytes)} on average"
     evidence = (
         f"{num_messages} transfers{size} in a step; ranks stand still for {case.time(exposed)} each "
@@ -62,10 +62,11 @@ def find_transfers(case: Case) -> Iterator[Finding]:
     if chunks > 1:
         single = [each for each in replay.alternatives if each.plan in ("schedule=1f1b", "schedule=zb-h1")]
         yield from _told(case, "many transfers", "activations are sent too often", evidence, single)
-    elif mean_bytes is not None and mean_bytes < _SMALL_MESSAGE and case.num_microbatches >= 4:
-        # Half as many microbatches, each twice as large, cost half as many hops.
-        half = Alternative(f"microbatches={case.num_microbatches // 2}", replay.with_hops(0.5), 0.0)
-        options = [half] if half.seconds < replay.usual_seconds else []
+    elif mean_bytes is not None and mean_bytes < SMALL_MESSAGE and case.num_microbatches >= 4:
+        # Half as many microbatches, each twice as large, cost half as many hops, and a larger bubble.
+        half = case.num_microbatches // 2
+        seconds = replay.with_microbatches(half)
+        options = [] if seconds is None else [Alternative(f"microbatches={half}", seconds, 0.0)]
         yield from _told(case, "small messages", "messages between stages are too small", evidence, options)
     else:
         eager = [each for each in replay.alternatives if each.plan == "schedule=eager-1f1b"]

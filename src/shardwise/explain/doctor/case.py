@@ -2,20 +2,28 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
 
 from shardwise.explain.summary import Summary
 from shardwise.schedule.replay import Replay, ranks_by_stages
 from shardwise.trace.activities import COPIES
-from shardwise.trace.events import Event
+from shardwise.trace.events import Event, Lane
 from shardwise.trace.hidden import joined, overlap
 from shardwise.trace.stretches import Part
 from shardwise.units import format_percent
 
 #: What is worth a word: a finding that would gain less than this part of the step is kept to oneself.
 WORTH = 0.03
+#: The same of memory: a part of what the fullest rank holds.
+WORTH_BYTES = 0.1
+#: A device that is fuller is nearly full: what it holds must become less, and no advice may make it more.
+NEARLY_FULL = 0.9
+#: Where messages are smaller, a link's latency counts and not their size.
+SMALL_MESSAGE = 64 * 1024
+#: What ranks are noted to wait for at the sums of a step.
+GRADIENT_SUM = "a sum of gradients"
 
 #: What instructions that are alike have in common: the letters of their parts, and their stage.
 Alike = tuple[str, int]
@@ -45,8 +53,48 @@ class Case(Summary):
 
     @cached_property
     def replay(self) -> Replay | None:
-        """None where the step cannot be played again: then bubbles and slow stages have no gain."""
-        return Replay.of(self.trace)
+        """None where the step cannot be played again: then bubbles and slow stages have no gain.
+
+        What the host needs for an instruction is there however small it is, and so is the latency of a message. All
+        advice is priced with both, or it would be taken back by the next.
+        """
+        replay = Replay.of(self.trace)
+        if replay is None:
+            return None
+        return replace(
+            replay,
+            host_seconds=0.0 if self.trace.activities else self._host_seconds,
+            fixed_seconds=self._gap_seconds if self.trace.activities else 0.0,
+            units=self._shares(len(replay.stage_seconds)),
+            keeps_hop=self.message_bytes is not None and self.message_bytes < SMALL_MESSAGE,
+        )
+
+    @property
+    def _host_seconds(self) -> float:
+        """What passes before an instruction that waits for nothing else; those that wait show none of it."""
+        gaps = [each.seconds for rank in self.cut for each in rank if each.part is Part.HOST]
+        count = sum(map(len, self.trace.compute)) or 1
+        return median(gaps) if len(gaps) > count / 4 else sum(gaps) / count
+
+    @property
+    def _gap_seconds(self) -> float:
+        """For how much of an instruction its GPU waits for the host."""
+        return self.mean(Part.HOST, Part.LAUNCH) * self.trace.num_ranks / (sum(map(len, self.trace.compute)) or 1)
+
+    def _shares(self, num_stages: int) -> tuple[tuple[float, ...], ...]:
+        """The parts of its stage's time that each unit takes: by what units cost, or all alike."""
+        layers = self.layers
+        if layers is None or len(layers) != num_stages or min(layers) < 1:
+            return ()
+        costs = [[unit.cost for unit in stage] for stage in self.run.units] or [[1.0] * count for count in layers]
+        return tuple(tuple(cost / sum(stage) if sum(stage) else 1 / len(stage) for cost in stage) for stage in costs)
+
+    @cached_property
+    def message_bytes(self) -> float | None:
+        """Of a message between stages, on average; None where none were counted."""
+        sent = [each for each in self.trace.traffic if each.peer is not None]
+        count = sum(each.num_messages for each in sent)
+        return sum(each.num_bytes for each in sent) / count if count else None
 
     @cached_property
     def plan(self) -> Mapping[str, str]:
@@ -61,12 +109,33 @@ class Case(Summary):
     def num_microbatches(self) -> int:
         return len({event.microbatch for rank in self.trace.compute for event in rank})
 
+    def can_have_microbatches(self, count: int) -> bool:
+        """Whether each would have rows, as far as it is known how many there are."""
+        rows = self.run.facts.get("batch", "")
+        return count > 0 and (not rows.isdecimal() or int(rows) % (count * self.size("dp")) == 0)
+
     @cached_property
     def layers(self) -> tuple[int, ...] | None:
         """The units of each stage, where they are known."""
+        if self.run.units:
+            return tuple(map(len, self.run.units))
         text = self.plan.get("layers") or self.run.facts.get("layers", "")
         parts = text.split("+")
         return tuple(map(int, parts)) if all(part.isdecimal() for part in parts) else None
+
+    @cached_property
+    def fullest_bytes(self) -> float:
+        """The most that a rank holds at once; 0 where bytes were not counted."""
+        return max((sum(owners.values()) for owners in self.held), default=0.0)
+
+    @property
+    def is_nearly_full(self) -> bool:
+        return self.run.memory_bytes is not None and self.fullest_bytes > NEARLY_FULL * self.run.memory_bytes
+
+    def has_room(self, more_bytes: float) -> bool:
+        """Whether a rank may hold so many bytes more, as far as it is known what a device has."""
+        limit = self.run.memory_bytes
+        return limit is None or self.fullest_bytes + more_bytes <= NEARLY_FULL * limit
 
     @cached_property
     def same(self) -> Sequence[Sequence[int]]:
@@ -96,6 +165,14 @@ class Case(Summary):
             )
             for rank in self.cut
         ]
+
+    @property
+    def sum_seconds(self) -> float:
+        """Seconds, on average over the ranks, for which sums of gradients are under way or are waited for."""
+        moves = [
+            event.seconds for event in self.trace.events if event.lane is Lane.COLLECTIVE and event.name == GRADIENT_SUM
+        ]
+        return max(sum(moves) / self.trace.num_ranks, self.waits(GRADIENT_SUM))
 
     @property
     def num_seen(self) -> int:

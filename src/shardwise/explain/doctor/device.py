@@ -1,13 +1,13 @@
 """What holds up a GPU whose streams were seen: a host that launches too late, copies, a stream that others wait for."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from statistics import median
 
 from shardwise.explain.doctor.case import Case, Finding
+from shardwise.explain.doctor.host import fewer_microbatches
 from shardwise.trace.activities import COPIES, WORK, Activity, short_name
 from shardwise.trace.hidden import joined, overlap
-from shardwise.trace.streams import StreamUse
 from shardwise.trace.stretches import Part
 
 #: A device that has nothing to do for less than this part of the step is as busy as they are.
@@ -30,6 +30,8 @@ def find_host_bound(case: Case) -> Iterator[Finding]:
         f"them under {case.time(usual)}"
     )
     fix, gain = _fewer_launches(case, idle)
+    if not case.is_worth(gain):
+        return
     if usual < _TINY_SECONDS:
         yield Finding(
             kind="tiny kernels",
@@ -62,8 +64,8 @@ def _inside(activity: Activity) -> str:
 def _fewer_launches(case: Case, idle: float) -> tuple[str, float]:
     """As many launches for more work: larger microbatches, else a larger batch."""
     if case.num_microbatches > 1:
-        fewer = case.num_microbatches // 2
-        return f"microbatches={fewer}", idle * (1 - fewer / case.num_microbatches)
+        fewer, gain = fewer_microbatches(case, idle)
+        return f"microbatches={fewer}", gain
     rows = case.run.facts.get("batch", "")
     twice = str(2 * int(rows)) if rows.isdecimal() else "ROWS, twice as many as now"
     return f"--set batch={twice}   (in a script: parallelize(..., compile=True), for fewer kernels)", idle / 2
@@ -104,6 +106,8 @@ def find_exposed_copies(case: Case) -> Iterator[Finding]:
 
 def find_late_stream(case: Case) -> Iterator[Finding]:
     """Kernels of a side stream that the stream of the computation waits for, while it has kernels to run."""
+    # The same two streams of many ranks are one finding: for each, the seconds and the rank that waits longest.
+    found: dict[tuple[int, int], dict[int, float]] = {}
     for rank, uses in enumerate(case.streams):
         computing = [use for use in uses if use.role == "compute"]
         if len(computing) < 2:
@@ -112,10 +116,16 @@ def find_late_stream(case: Case) -> Iterator[Finding]:
         activities = case.trace.activities_of_ranks[rank]
         waits = _held_up([each for each in activities if each.stream == main.stream])
         for use in others:
-            mine = [each for each in activities if each.stream == use.stream and each.kind in WORK]
-            alone = overlap(waits, joined([(each.start, each.end) for each in mine]))
+            mine = joined([(each.start, each.end) for each in _kernels(case, rank, use.stream)])
+            alone = overlap(waits, mine)
             if alone >= _MUCH_EXPOSED * case.step_seconds:
-                yield _late_stream(case, rank, main, use, mine, alone)
+                found.setdefault((main.stream, use.stream), {})[rank] = alone
+    for (main_stream, side_stream), ranks in found.items():
+        yield _late_stream(case, main_stream, side_stream, ranks)
+
+
+def _kernels(case: Case, rank: int, stream: int) -> list[Activity]:
+    return [each for each in case.trace.activities_of_ranks[rank] if each.stream == stream and each.kind in WORK]
 
 
 def _held_up(activities: Sequence[Activity]) -> list[tuple[float, float]]:
@@ -128,19 +138,20 @@ def _held_up(activities: Sequence[Activity]) -> list[tuple[float, float]]:
     return found
 
 
-def _late_stream(
-    case: Case, rank: int, main: StreamUse, use: StreamUse, mine: Sequence[Activity], alone: float
-) -> Finding:
-    longest = max(mine, key=lambda each: each.seconds)
+def _late_stream(case: Case, main: int, side: int, ranks: Mapping[int, float]) -> Finding:
+    worst = max(ranks, key=lambda rank: ranks[rank])
+    alone = ranks[worst]
+    longest = max(_kernels(case, worst, side), key=lambda each: each.seconds)
+    many = f"{len(ranks)} ranks, most of all rank {worst}," if len(ranks) > 1 else f"rank {worst}"
     return Finding(
         kind="late stream",
-        problem=f"stream {main.stream} of rank {rank} waits for stream {use.stream}",
+        problem=f"stream {main} of {many} waits for stream {side}",
         evidence=(
-            f"for {case.time(alone)} of the step ({case.share(alone)}) stream {use.stream} runs alone while stream "
-            f"{main.stream} has kernels that were launched; its longest kernel, {short_name(longest.name)}"
+            f"for {case.time(alone)} of the step ({case.share(alone)}) stream {side} runs alone while stream "
+            f"{main} has kernels that were launched; its longest kernel, {short_name(longest.name)}"
             f"{_inside(longest)}, takes {case.time(longest.seconds)}"
         ),
         fix="torch.cuda.Stream(priority=-1) for what runs there, or begin it earlier",
         gain_seconds=alone,
-        ranks=(rank,),
+        ranks=tuple(sorted(ranks)),
     )

@@ -1,6 +1,6 @@
 """All that the doctor looks for, and what was found, the gravest first."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from shardwise.explain.doctor import balance, bubbles, device, host, memory, replicas
 from shardwise.explain.doctor.case import Case, Finding
@@ -38,4 +38,21 @@ def examine(run: Run) -> list[Finding]:
     if not case.trace.events or case.step_seconds <= 0:
         return []
     found = [finding for rule in RULES for finding in rule(case)]
-    return sorted(found, key=lambda finding: -(finding.gain_seconds or 0.0))
+    return without_contradictions(sorted(found, key=lambda finding: -(finding.gain_seconds or 0.0)))
+
+
+def without_contradictions(found: Sequence[Finding]) -> list[Finding]:
+    """Of findings that would set one key of the plan to different values, the one that gains most."""
+    kept: list[Finding] = []
+    for finding in found:
+        mine = changes_of(finding.fix)
+        if not any(mine.get(key, value) != value for each in kept for key, value in changes_of(each.fix).items()):
+            kept.append(finding)
+    return kept
+
+
+def changes_of(fix: str) -> dict[str, str]:
+    """The keys of a plan that a fix says, with their values; none where it is something else that is to be typed."""
+    text = fix.split(" ", 1)[0]
+    pairs = [part.partition("=") for part in text.split(",")]
+    return {key: value for key, _, value in pairs if value and "..." not in value}

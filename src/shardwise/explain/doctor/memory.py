@@ -3,39 +3,39 @@
 from collections.abc import Iterator
 from statistics import mean, median
 
-from shardwise.explain.doctor.case import Case, Finding, alike
+from shardwise.explain.doctor.case import WORTH_BYTES, Case, Finding, alike
+from shardwise.explain.doctor.cuts import STATE, other_cuts
 from shardwise.trace.stretches import Part
 from shardwise.units import format_bytes, format_percent
 
 _UNEVEN = 1.3
-_NEARLY_FULL = 0.9
 _TO_SPARE = 0.5
-#: What belongs to the model itself. Activations differ from rank to rank by the schedule.
-_STATE = ("parameters", "gradients", "optimizer")
+#: How many times as much a block keeps if it is not computed again: 34 bytes a value for the 2 of its input
+#: (Korthikanti et al., Reducing Activation Recomputation, equation 1 without the attention scores).
+_KEPT_WITHOUT_RECOMPUTATION = 17
 _REMEDIES = {"activations": "recompute=full", "optimizer": "zero=1", "gradients": "zero=2", "parameters": "zero=3"}
 
 
 def find_imbalance(case: Case) -> Iterator[Finding]:
-    """A rank with more of the model on it than the others: an embedding or a head counts too."""
-    if len(case.held) < 2:
+    """A rank with more of the model on it than the others: an embedding or a head counts too.
+
+    Told where another cut makes its memory at least a tenth less and the step no longer, or where memory is short.
+    """
+    limit = case.run.memory_bytes
+    if len(case.held) < 2 or (limit is not None and case.fullest_bytes < _TO_SPARE * limit):
         return
-    state = [sum(peak.get(owner, 0.0) for owner in _STATE) for peak in case.held]
+    state = [sum(peak.get(owner, 0.0) for owner in STATE) for peak in case.held]
     fullest = max(range(len(state)), key=lambda rank: state[rank])
     usual = median(held for rank, held in enumerate(state) if rank != fullest)
-    total = max(sum(peak.values()) for peak in case.held)
-    if usual <= 0 or state[fullest] < _UNEVEN * usual or state[fullest] - usual < 0.1 * total:
+    if usual <= 0 or state[fullest] < _UNEVEN * usual or state[fullest] - usual < WORTH_BYTES * case.fullest_bytes:
         return
+    advised = _less_uneven(case, fullest, (state[fullest] - usual) / 2)
+    if advised is None:
+        return
+    fix, about = advised
     others = [held for rank, held in enumerate(case.held) if rank != fullest]
-    more = {each: case.held[fullest].get(each, 0.0) - median(peak.get(each, 0.0) for peak in others) for each in _STATE}
+    more = {each: case.held[fullest].get(each, 0.0) - median(peak.get(each, 0.0) for peak in others) for each in STATE}
     owner = max(more, key=more.__getitem__)
-    layers = case.layers
-    stage = min((event.stage for event in case.trace.compute[fullest]), default=0)
-    fix = f"layers=A+B+... in the plan, with fewer on stage {stage}"
-    if layers is not None and stage < len(layers) and layers[stage] > 1 and len(layers) > 1:
-        moved = list(layers)
-        moved[stage] -= 1
-        moved[stage - 1 if stage else 1] += 1
-        fix = "layers=" + "+".join(map(str, moved))
     yield Finding(
         kind="memory imbalance",
         problem=f"rank {fullest} holds {state[fullest] / usual:.1f} times as much of the model as the others",
@@ -44,9 +44,29 @@ def find_imbalance(case: Case) -> Iterator[Finding]:
             f"most of the difference are {owner}: embedding, head and norms count too"
         ),
         fix=fix,
-        about=f"about {format_bytes((state[fullest] - usual) / 2)} less on rank {fullest}",
+        about=about,
         ranks=(fullest,),
     )
+
+
+def _less_uneven(case: Case, fullest: int, even_bytes: float) -> tuple[str, str] | None:
+    """What to type, and what it would gain and cost; None where it is not worth it."""
+    if case.layers is None or case.replay is None:
+        stage = min((event.stage for event in case.trace.compute[fullest]), default=0)
+        words = f"layers=A+B+... in the plan, with fewer on stage {stage}"
+        return (words, f"about {format_bytes(even_bytes)} less on rank {fullest}") if case.is_nearly_full else None
+    now, bytes_now = case.replay.usual_seconds, case.fullest_bytes
+    cuts = [each for each in other_cuts(case) if each.fullest_bytes <= (1 - WORTH_BYTES) * bytes_now]
+    if not case.is_nearly_full:
+        # Whoever has room wants no slower step, and would be told to move the layers back.
+        cuts = [each for each in cuts if each.seconds <= now * (1 + 1e-9)]
+    best = min(cuts, key=lambda cut: (cut.seconds, cut.fullest_bytes), default=None)
+    if best is None:
+        return None
+    less = format_percent(1 - best.fullest_bytes / bytes_now, decimals=0)
+    slower = best.seconds / now - 1
+    time = f"a step {format_percent(slower)} longer" if slower > 1e-9 else "a step no longer"
+    return best.plan, f"{format_bytes(bytes_now - best.fullest_bytes)} less on the fullest rank ({less}), and {time}"
 
 
 def find_nearly_full(case: Case) -> Iterator[Finding]:
@@ -56,7 +76,7 @@ def find_nearly_full(case: Case) -> Iterator[Finding]:
         return
     totals = [sum(peak.values()) for peak in case.held]
     fullest = max(range(len(totals)), key=lambda rank: totals[rank])
-    if totals[fullest] < _NEARLY_FULL * limit:
+    if not case.is_nearly_full:
         return
     owner = max(case.held[fullest], key=lambda each: case.held[fullest][each])
     has_replicas = case.size("dp") > 1
@@ -79,8 +99,8 @@ def find_needless_recomputation(case: Case) -> Iterator[Finding]:
     again, limit = case.mean(Part.RECOMPUTATION), case.run.memory_bytes
     if case.replay is None or again < 0.02 * case.step_seconds or limit is None or not case.trace.holdings:
         return
-    fullest = max(sum(peak.values()) for peak in case.held)
-    if fullest > _TO_SPARE * limit:
+    fullest, kept = case.fullest_bytes, max(peak.get("activations", 0.0) for peak in case.held)
+    if fullest > _TO_SPARE * limit or not case.has_room((_KEPT_WITHOUT_RECOMPUTATION - 1) * kept):
         return
     factors = {}
     for rank, found in enumerate(case.cut):
@@ -107,15 +127,14 @@ def find_idle_optimizer_memory(case: Case) -> Iterator[Finding]:
     if share in ("0", "0.0") or limit is None or not case.trace.holdings:
         return
     state = mean(peak.get("optimizer", 0.0) for peak in case.held)
-    fullest = max(sum(peak.values()) for peak in case.held)
     optimizer = case.mean(Part.OPTIMIZER)
-    if fullest + state <= _NEARLY_FULL * limit and case.is_worth(optimizer):
+    if case.has_room(state) and case.is_worth(optimizer * float(share)):
         yield Finding(
             kind="optimizer state offloaded",
             problem="optimizer state is offloaded to the host though the device has room for it",
             evidence=(
                 f"offload.optimizer={share}; the optimizer takes {case.time(optimizer)} ({case.share(optimizer)} "
-                f"of the step), and the fullest rank holds {format_bytes(fullest)} of {format_bytes(limit)}"
+                f"of the step), and the fullest rank holds {format_bytes(case.fullest_bytes)} of {format_bytes(limit)}"
             ),
             fix="offload.optimizer=0",
             gain_seconds=optimizer * float(share),

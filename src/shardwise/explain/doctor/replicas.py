@@ -2,20 +2,21 @@
 
 from collections.abc import Iterator
 
-from shardwise.explain.doctor.case import Case, Finding
+from shardwise.explain.doctor.case import GRADIENT_SUM, Case, Finding
+from shardwise.trace.stretches import Part
 from shardwise.units import format_bytes
 
 _MUCH_EXPOSED = 0.05
 _SMALL_BUCKET = 256 * 1024
 _USUAL_BUCKET = 32 * 2**20
 _MANY_BUCKETS = 8
-_SUM, _GATHER, _NORM = "a sum of gradients", "a gather of parameters", "the norm of the gradients"
+_GATHER, _NORM = "a gather of parameters", "the norm of the gradients"
 _IN_LAYERS = ("all_reduce of", "all_gather of", "reduce_scatter of", "all_to_all of", "send of")
 
 
 def find_exposed_sum(case: Case) -> Iterator[Finding]:
     """Gradients whose sums over replicas are not hidden behind the backward."""
-    exposed = case.waits(_SUM)
+    exposed = case.waits(GRADIENT_SUM)
     if exposed < _MUCH_EXPOSED * case.step_seconds:
         return
     evidence = f"ranks stand still for {case.time(exposed)} each ({case.share(exposed)}) while gradients are summed"
@@ -64,20 +65,26 @@ def find_exposed_gather(case: Case) -> Iterator[Finding]:
     """Sharded weights that are waited for."""
     exposed = case.waits(_GATHER)
     zero = case.size("zero") if "zero" in case.plan else 0
-    if exposed >= _MUCH_EXPOSED * case.step_seconds:
+    replicas = case.size("dp") * case.size("cp")
+    # zero=2 keeps weights where they were gathered; zero=0 has no gathers, and every replica updates all weights.
+    fewer = 2 if zero >= 3 else 0
+    owners = ("parameters",) if fewer else ("optimizer",)
+    more_bytes = (replicas - 1) * max((sum(map(peak.get, owners, [0.0])) for peak in case.held), default=0.0)
+    gain = exposed if fewer else exposed - (replicas - 1) * case.mean(Part.OPTIMIZER)
+    if exposed >= _MUCH_EXPOSED * case.step_seconds and case.is_worth(gain) and case.has_room(more_bytes):
         yield Finding(
             kind="exposed gather",
             problem="weights are waited for",
             evidence=f"ranks stand still for {case.time(exposed)} each ({case.share(exposed)}) for gathers of weights",
-            fix=f"zero={max(zero - 1, 0) or 1}" if zero >= 2 else "zero=0",
-            gain_seconds=exposed,
+            fix=f"zero={fewer}",
+            gain_seconds=gain,
         )
 
 
 def find_exposed_layers(case: Case) -> Iterator[Finding]:
     """Tensor, context and expert parallel ranks that wait for each other inside of layers."""
     exposed = case.waits(*_IN_LAYERS)
-    if exposed < 2 * _MUCH_EXPOSED * case.step_seconds:
+    if exposed < 2 * _MUCH_EXPOSED * case.step_seconds or not case.has_room(case.fullest_bytes):
         return
     axis = next((axis for axis in ("tp", "cp", "ep") if case.size(axis) > 1), "tp")
     size = max(case.size(axis), 2)

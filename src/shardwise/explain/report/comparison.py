@@ -4,13 +4,27 @@ from collections import defaultdict
 from collections.abc import Mapping
 from html import escape as words
 
-from shardwise.explain.report.sections import caption, change_of, held_text, table
+from shardwise.explain.report.sections import caption, change_of, held_text, lead, table
 from shardwise.explain.summary import Summary
 from shardwise.trace.events import Trace
 from shardwise.trace.labels import WORDS, chunks_of_ranks, parts_of
 from shardwise.trace.run import Run
 from shardwise.trace.stretches import Part
-from shardwise.units import format_number
+from shardwise.units import format_number, format_percent
+
+
+def headline(one: Summary, other: Summary) -> str:
+    """The lines under the title: which two runs, how each was cut, and which is quicker by how much."""
+    quick, slow = sorted((one, other), key=lambda each: each.step_seconds)
+    told = "Their steps take as long."
+    if quick.step_seconds < slow.step_seconds * 0.9995:
+        less = 1 - quick.step_seconds / slow.step_seconds
+        told = (
+            f"A step of {words(quick.run.name)} takes {format_percent(less)} less time: "
+            f"{quick.run.time(quick.step_seconds)} instead of {slow.run.time(slow.step_seconds)}."
+        )
+    named = (f"<b>{words(each.run.name)}</b>: {lead(each)}" for each in (one, other))
+    return "<br>".join([*named, told])
 
 
 def comparison(one: Summary, other: Summary) -> str:
@@ -26,7 +40,8 @@ def comparison(one: Summary, other: Summary) -> str:
         most, then = max(one.peaks), max(other.peaks)
         rows.append(["most held", held_text(most, one), held_text(then, other), change_of(then, most)])
     names = [words(one.run.name), words(other.run.name)]
-    head = ["seconds of a rank, on average" if one.run.unit == "s" else "on average over ranks", *names, "change"]
+    unit = "time" if one.run.unit == "s" else "time in F"
+    head = [f"{unit}, on average over ranks", *names, "change"]
     text = f"{names[0]} against {names[1]}; a change is from the second to the first."
     return (
         '<section aria-labelledby="comparison-head"><h2 id="comparison-head">Two runs compared</h2>'
@@ -53,7 +68,7 @@ def _by_stage(one: Summary, other: Summary) -> str:
         ]
         for stage, kind in sorted(both)
     ]
-    head = ["", "", words(one.run.name), words(other.run.name), "change"]
+    head = ["stage", "computation", words(one.run.name), words(other.run.name), "change"]
     return table(head, rows, in_words=(0, 1)) + caption("One microbatch on each stage, on average.", of="table")
 
 

@@ -3,7 +3,7 @@
 import sys
 from array import array
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from shardwise.trace.activities import Activity, ActivityKind, short_name
 from shardwise.trace.events import Event, Lane, Trace
@@ -27,12 +27,14 @@ ACTIVATIONS = "activations"
 Column = tuple[str, str]
 
 
-def encode(trace: Trace, cut: Sequence[Sequence[Stretch]], *, label: str) -> dict[str, object]:
+def encode(
+    trace: Trace, cut: Sequence[Sequence[Stretch]], *, label: str, rank_name: Callable[[int], str]
+) -> dict[str, object]:
     """What `decode.js` reads. `cut` are the trace's stretches."""
     drawn = [event for event in trace.events if event.lane in _DRAWN and event.end > event.start]
     clock = _Clock(trace)
     gaps = [each for rank in cut for each in rank if each.part not in BUSY]
-    reasons = list(dict.fromkeys(_reason(gap) for gap in gaps))
+    reasons = list(dict.fromkeys(_reason(gap, rank_name) for gap in gaps))
     places = {reason: place for place, reason in enumerate(reasons)}
     curves = held_by_owner(trace) or {
         (rank, ACTIVATIONS): curve for rank, curve in enumerate(held_over_time(trace)) if curve
@@ -40,6 +42,7 @@ def encode(trace: Trace, cut: Sequence[Sequence[Stretch]], *, label: str) -> dic
     return {
         "label": label,
         "ranks": trace.num_ranks,
+        "rankNames": [rank_name(rank) for rank in range(trace.num_ranks)],
         "tick": clock.tick,
         "length": _TICKS,
         "names": "\n".join(event.name for event in drawn),
@@ -49,7 +52,7 @@ def encode(trace: Trace, cut: Sequence[Sequence[Stretch]], *, label: str) -> dic
             "part": column("u8", (PARTS.index(gap.part) for gap in gaps)),
             "begin": column("u32", (clock.of(gap.start) for gap in gaps)),
             "end": column("u32", (clock.of(gap.end) for gap in gaps)),
-            "on": column("i32", (places[_reason(gap)] for gap in gaps)),
+            "on": column("i32", (places[_reason(gap, rank_name)] for gap in gaps)),
         },
         "reasons": "\n".join(reasons),
         **_streams(trace, clock),
@@ -126,7 +129,7 @@ def _columns(events: Sequence[Event], clock: _Clock) -> dict[str, Column]:
     }
 
 
-def _reason(gap: Stretch) -> str:
+def _reason(gap: Stretch, rank_name: Callable[[int], str]) -> str:
     if gap.on is None:
         return ""
-    return gap.on if gap.on_rank is None else f"{gap.on} of rank {gap.on_rank}"
+    return gap.on if gap.on_rank is None else f"{gap.on} of {rank_name(gap.on_rank)}"

@@ -7,7 +7,8 @@ from importlib.resources import files
 
 from shardwise.explain.doctor.case import Finding
 from shardwise.explain.report import sections
-from shardwise.explain.report.comparison import comparison
+from shardwise.explain.report.comparison import comparison, headline
+from shardwise.explain.report.curves import curves
 from shardwise.explain.report.encode import ACTIVITY_KINDS, LANES, PARTS, encode
 from shardwise.explain.summary import Summary
 from shardwise.trace.run import Run
@@ -27,11 +28,14 @@ _SCRIPTS = (
     "details.js",
     "search.js",
     "memory.js",
+    "curves.js",
     "start.js",
 )
 
 
-def make_page(run: Run, other: Run | None = None, *, found: Sequence[Finding] = ()) -> str:
+def make_page(
+    run: Run, other: Run | None = None, *, found: Sequence[Finding] = (), other_found: Sequence[Finding] = ()
+) -> str:
     """Return the text of the page. `other` is drawn beneath `run` and compared with it."""
     summary = Summary(run)
     second = None if other is None else Summary(other)
@@ -41,20 +45,35 @@ def make_page(run: Run, other: Run | None = None, *, found: Sequence[Finding] = 
         {
             "title": words(title),
             "style": "\n".join(map(_asset, _STYLES)),
-            "lead": sections.lead(summary),
-            "figures": sections.figures(summary),
+            "lead": sections.lead(summary) if second is None else headline(summary, second),
+            "figures": sections.figures(summary, second),
             "timeline_caption": _timeline_caption(run, other),
             "parts": sections.parts(summary, second),
             "streams": sections.streams(summary),
             "memory": sections.memory(summary),
             "comparison": "" if second is None else comparison(summary, second),
-            "findings": sections.findings(found, summary),
-            "plan": sections.plan(summary),
+            "findings": _findings(summary, found, second, other_found),
+            "curves": curves(run, other),
+            "plan": sections.plan(summary) if second is None else _plans(summary, second),
             "footer": "Made by Shardwise. The same trace opens in ui.perfetto.dev.",
             "data": _data(summary, second),
             "script": "\n".join(map(_asset, _SCRIPTS)),
         },
     )
+
+
+def _findings(
+    summary: Summary, found: Sequence[Finding], second: Summary | None, other_found: Sequence[Finding]
+) -> str:
+    """What was found, of each run under its name where there are two."""
+    if second is None:
+        return sections.findings(found, summary)
+    told = ((summary, found), (second, other_found))
+    return "".join(f'<h3 class="of">{words(each.run.name)}</h3>{sections.findings(mine, each)}' for each, mine in told)
+
+
+def _plans(*summaries: Summary) -> str:
+    return "".join(f'<h3 class="of">{words(each.run.name)}</h3>{sections.plan(each)}' for each in summaries)
 
 
 def _asset(name: str) -> str:
@@ -77,22 +96,32 @@ def _timeline_caption(run: Run, other: Run | None) -> str:
         beneath.append(words(other.name))
     kind = "was measured to do" if run.trace.is_measured else "is predicted to do"
     text = f"What each rank {kind}. Numbers are microbatches; hatched is a rank that stands still."
+    if run.unit == "F":
+        text += " Times are in F, the forward of a microbatch on an average stage."
+    if run.alike:
+        text += f" {run.num_ranks} ranks: a row is one of {len(run.alike[0])} that do the same, named by the first."
     if run.trace.activities:
-        text += " Beneath each, the streams of its GPU: from afar, as high as a stream was busy."
+        text += (
+            " Beneath each, the streams of its GPU, by what they mostly did and their number: from afar, as high as a"
+            " stream was busy. Hatched at the foot of a box: the GPU stands still inside of it."
+        )
     return text + (f" Beneath each row, thinner: {' or '.join(beneath)}." if beneath else "")
 
 
 def _data(summary: Summary, second: Summary | None) -> str:
     run = summary.run
     label = "measured" if run.trace.is_measured else "predicted"
-    traces = [{**encode(run.trace, summary.cut, label=label), "peaks": summary.peaks}]
+    traces = [{**encode(run.trace, summary.cut, label=label, rank_name=run.rank_name), "peaks": summary.peaks}]
     if second is not None:
-        traces.append(encode(second.run.trace, second.cut, label=second.run.name))
+        other = second.run
+        traces.append(encode(other.trace, second.cut, label=other.name, rank_name=other.rank_name))
     if run.predicted is not None:
-        traces.append(encode(run.predicted, stretches(run.predicted), label="predicted"))
+        cut = stretches(run.predicted)
+        traces.append(encode(run.predicted, cut, label="predicted", rank_name=run.rank_name))
     data = {
         "unit": run.unit,
-        "heldUnit": "B" if run.trace.holdings else "",
+        "heldUnit": "B" if run.trace.holdings else "microbatches",
+        "alike": run.alike,
         "lanes": LANES,
         "kinds": ACTIVITY_KINDS,
         "parts": [{"key": sections.KEYS[part], "name": str(part)} for part in PARTS],

@@ -16,26 +16,62 @@ from shardwise.units import counted, format_bytes, format_number, format_percent
 KEYS = {part: part.split()[0] for part in Part} | {Part.COPIES: "copies"}
 
 
-def figures(summary: Summary) -> str:
-    """The few numbers at the top."""
-    run, whole = summary.run, summary.step_seconds
-    shown = [("step", run.time(whole), "")]
-    if run.predicted is not None:
-        predicted = run.predicted.makespan
-        off = f"{(predicted / whole - 1) * 100:+.1f} %".replace("-", "\N{MINUS SIGN}") if whole > 0 else ""
-        shown.append(("predicted", run.time(predicted), off))
-    shown += [
-        ("at work", format_percent(summary.mean(Part.COMPUTE, Part.RECOMPUTATION, Part.OPTIMIZER) / (whole or 1)), ""),
-        ("bubble", format_percent(summary.bubble_seconds / (whole or 1)), ""),
-        ("exposed communication", format_percent(summary.mean(Part.EXPOSED) / (whole or 1)), ""),
-        ("ranks", str(run.trace.num_ranks), ""),
-    ]
-    if any(summary.peaks):
-        shown.append(("most held", held_text(max(summary.peaks), summary), ""))
+def figures(summary: Summary, other: Summary | None = None) -> str:
+    """The few numbers at the top; of two runs, both, and what changed."""
+    mine = _figures(summary)
+    if other is None:
+        return _as_list((name, value, note) for name, (value, note, _) in mine.items())
+    theirs = _figures(other)
+    shown = []
+    for name, (value, _, number) in mine.items():
+        if name in theirs:
+            was, _, before = theirs[name]
+            change = "" if name == "ranks" else change_of(before, number, more_is_worse=name != "tokens/s")
+            if "%" in value:
+                change = _points(before, number, more_is_worse=name != "at work")
+            shown.append((name, f"{value} <span class=against>{was}</span>", change))
+    return _as_list(shown)
+
+
+def _points(before: float, after: float, *, more_is_worse: bool) -> str:
+    """By how many points a share has changed."""
+    if abs(after - before) < 0.0005:
+        return "same"
+    kind = "worse" if (after > before) == more_is_worse else "better"
+    sign = "+" if after > before else "\N{MINUS SIGN}"
+    return f'<span class="{kind}">{sign}{abs(after - before) * 100:.1f} points</span>'
+
+
+def _as_list(shown: Iterable[tuple[str, str, str]]) -> str:
     return "".join(
         f"<div><dt>{name}</dt><dd>{value}{f'<small>{note}</small>' if note else ''}</dd></div>"
         for name, value, note in shown
     )
+
+
+def _figures(summary: Summary) -> dict[str, tuple[str, str, float]]:
+    """By name: what is written, a note to it, and the number."""
+    run, whole = summary.run, summary.step_seconds
+    shown = {"step": (run.time(whole), "F: a stage's forward" if run.unit == "F" else "", whole)}
+    if run.predicted is not None:
+        predicted = run.predicted.makespan
+        off = f"{(predicted / whole - 1) * 100:+.1f} %".replace("-", "\N{MINUS SIGN}") if whole > 0 else ""
+        shown["predicted"] = run.time(predicted), off, predicted
+    shares = {
+        "at work": summary.mean(Part.COMPUTE, Part.RECOMPUTATION, Part.OPTIMIZER),
+        "bubble": summary.bubble_seconds,
+        "exposed communication": summary.mean(Part.EXPOSED),
+    }
+    for name, seconds in shares.items():
+        shown[name] = format_percent(seconds / (whole or 1)), "", seconds / (whole or 1)
+    shown["ranks"] = str(run.num_ranks), "", run.num_ranks
+    if any(summary.peaks):
+        shown["most held"] = held_text(max(summary.peaks), summary), "", max(summary.peaks)
+    for name, key, digits in (("tokens/s", "tokens_per_second", 4), ("loss", "loss", 4)):
+        if key in run.curves:
+            last = run.curves[key][-1][1]
+            shown[name] = format_number(last, digits), "at the end", last
+    return shown
 
 
 def held_text(value: float, summary: Summary) -> str:
@@ -54,7 +90,8 @@ def parts(summary: Summary, other: Summary | None) -> str:
         if other is not None and rank < len(other.parts):
             bars += _bars(other.parts[rank], longest, other.run, kind=" second")
         work = share_of(seconds[Part.COMPUTE], summary.step_seconds)
-        rows.append(f'<span class="name">rank {rank}</span><div>{bars}</div><span class="seconds">{work}</span>')
+        name = summary.run.rank_name(rank)
+        rows.append(f'<span class="name">{name}</span><div>{bars}</div><span class="seconds">{work}</span>')
     legend = "".join(f'<span><i style="background:var(--{KEYS[part]})"></i>{part}</span>' for part in shown)
     note = "" if other is None else f" Beneath each, {words(other.run.name)}."
     text = (
@@ -85,10 +122,11 @@ def _parts_table(summary: Summary, shown: Sequence[Part]) -> str:
         cells = [share_of(seconds[part], whole) for part in shown]
         bubble = sum(seconds[part] for part in BUBBLE)
         total = summary.run.time(sum(seconds.values()))
-        rows.append([f"rank {rank}", *cells, share_of(bubble, whole), share_of(summary.hidden[rank], whole), total])
+        name, hidden = summary.run.rank_name(rank), share_of(summary.hidden[rank], whole)
+        rows.append([name, *cells, share_of(bubble, whole), hidden, total])
     note = (
-        "Shares of the step. The bubble is warm-up, waiting and cool-down together; hidden communication took place "
-        "beside work and is in no sum."
+        "Shares of the step, in per cent of it. The bubble is warm-up, waiting and cool-down together; hidden "
+        "communication took place beside work and is in no sum."
     )
     return f"{table(head, rows)}{caption(note, of='table')}"
 
@@ -170,7 +208,7 @@ def lead(summary: Summary) -> str:
     told = [
         "Measured" if trace.is_measured else "Predicted",
         f"schedule {trace.name}",
-        counted(trace.num_ranks, "rank"),
+        counted(run.num_ranks, "rank"),
         counted(num_microbatches, "microbatch"),
         *([f"plan {plan_text}"] if plan_text else []),
     ]

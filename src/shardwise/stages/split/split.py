@@ -56,6 +56,7 @@ def split(
     called = {call.unit: units[call.unit] for call in flow.calls}
     switch, forecast = Switch(called), Forecast(called, example)
     makers = {name: part.stage for part in parts for name in part.writes.values()}
+    costs = costs_of(flow, asked)
     return Split(
         stages=tuple(
             ModuleStage(module, switch, flow, part, forecast) if part.stage in here else None for part in parts
@@ -65,6 +66,8 @@ def split(
         makers=makers,
         ties=_ties(module, parts),
         units=tuple(tuple(flow.calls[call].name for call in part.calls) for part in parts),
+        unit_costs=tuple(tuple(costs[call] for call in part.calls) for part in parts),
+        unit_bytes=tuple(tuple(float(flow.calls[call].weight_bytes) for call in part.calls) for part in parts),
     )
 
 

@@ -1,10 +1,11 @@
 // What is said of the chosen instruction, or of what the pointer is at.
 class Details {
-  constructor(timeline, unit, parts) {
+  constructor(timeline, unit, parts, alike) {
     this.place = document.getElementById("details");
     this.timeline = timeline;
     this.unit = unit;
     this.parts = parts;
+    this.alike = alike;
     this.say({ event: -1, gap: -1 });
   }
 
@@ -30,7 +31,7 @@ class Details {
   sayEvent(event) {
     const trace = this.timeline.main, seconds = (trace.end[event] - trace.begin[event]) * trace.tick;
     this.write(trace.names[event], "code");
-    this.write("  " + meaningOf(trace, event) + ", rank " + trace.rank[event] + ": ");
+    this.write("  " + meaningOf(trace, event) + ", " + this.rankText(trace.rank[event]) + ": ");
     this.write(timeText(seconds, this.unit), "b");
     this.write(", from " + this.span(trace, trace.begin[event], trace.end[event]));
     const other = this.timeline.beneath;
@@ -40,6 +41,15 @@ class Details {
       this.place.append(document.createElement("br"));
       this.write("before it " + before.map((gap) => this.gapText(trace, gap)).join("; "));
     }
+  }
+
+  // A rank of the trace, or all that do what it does: `ranks 32 to 63`, `32 ranks, 0, 16, 32 ... 496`.
+  rankText(rank) {
+    const same = this.alike[rank];
+    if (!same || same.length === 1) return "rank " + (same ? same[0] : rank);
+    const last = same[same.length - 1];
+    if (last - same[0] === same.length - 1) return "ranks " + same[0] + " to " + last;
+    return same.length + " ranks, " + same.slice(0, 3).join(", ") + (same.length > 4 ? " ... " : ", ") + last;
   }
 
   compare(other, rank, name, seconds) {

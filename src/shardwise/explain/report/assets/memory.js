@@ -22,7 +22,7 @@ class Memory {
 
   fill() {
     for (let rank = 0; rank < this.trace.ranks; rank++) {
-      this.choice.append(new Option(rank + " (" + heldText(this.most[rank], this.unit) + ")", rank));
+      this.choice.append(new Option(this.trace.rankNames[rank].replace("rank ", "") + " (" + heldText(this.most[rank], this.unit) + ")", rank));
     }
     this.choice.value = this.most.indexOf(Math.max(...this.most));
     this.choice.addEventListener("change", () => this.redraw());
@@ -78,8 +78,10 @@ class Memory {
       context.lineTo(LEFT + width, y);
       context.stroke();
       context.fillStyle = theme.colours.faint;
-      context.fillText(heldText(value, this.unit), LEFT - 8, Math.max(Math.min(y, height - 6), 6));
+      const text = this.unit === "B" ? heldText(value, "B") : digits(value);
+      context.fillText(text, LEFT - 8, Math.max(Math.min(y, height - 6), 18));
     }
+    if (this.unit !== "B") context.fillText(this.unit, LEFT - 8, 6);
   }
 }
 

@@ -1,10 +1,11 @@
 // Search: instructions by their names, or all of a rank. What is not found fades.
 class Search {
-  constructor(timeline, details) {
+  constructor(timeline, details, alike) {
     this.box = document.getElementById("search");
     this.count = document.getElementById("found");
     this.timeline = timeline;
     this.details = details;
+    this.alike = alike;
     this.matches = [];
     this.place = -1;
     this.box.addEventListener("input", () => this.look());
@@ -27,7 +28,7 @@ class Search {
       this.timeline.found = null;
       this.count.textContent = "";
     } else {
-      const test = testOf(text, trace), found = new Set();
+      const test = testOf(text, trace, this.alike), found = new Set();
       trace.rows.forEach((row) => row.work.forEach((event) => { if (test(event)) found.add(event); }));
       this.matches = [...found].sort((a, b) => trace.begin[a] - trace.begin[b]);
       this.timeline.found = (event) => found.has(event);
@@ -47,10 +48,11 @@ class Search {
 }
 
 // `rank 1`, `stage 2`, `microbatch 3`; else a part of the name: `F3` is no part of `2F31`.
-function testOf(text, trace) {
+function testOf(text, trace, alike) {
   const place = /^(rank|stage|microbatch)\s*(\d+)$/i.exec(text);
   if (place) {
-    const column = trace[place[1].toLowerCase()], wanted = Number(place[2]);
+    const kind = place[1].toLowerCase(), column = trace[kind], number = Number(place[2]);
+    const wanted = kind === "rank" && alike.length ? alike.findIndex((same) => same.includes(number)) : number;
     return (event) => column[event] === wanted;
   }
   const escaped = text.toUpperCase().replace(/[.*+?^${}()|[\]\\]/g, "\\$&");

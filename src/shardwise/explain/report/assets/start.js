@@ -137,10 +137,11 @@ function start() {
   const longest = Math.max(...traces.map((trace) => (trace.length * trace.tick) / main.tick));
   const view = new View(longest);
   const timeline = new Timeline(traces, view, given.unit, given.parts);
-  const details = new Details(timeline, given.unit, given.parts);
-  const search = new Search(timeline, details);
+  const details = new Details(timeline, given.unit, given.parts, given.alike);
+  const search = new Search(timeline, details, given.alike);
   new Overview(timeline, view);
   new Memory(main, view, given.heldUnit);
+  startCurves();
   const beneath = fillBeneath(timeline, traces), dialog = document.getElementById("keys");
   writeLegend(main);
   theme.listeners.push(() => writeLegend(main));

@@ -1,11 +1,14 @@
 // The chart of all ranks: for each a row of what it did, a strip of what it moved, and beneath it another trace.
-const LEFT = 64, RIGHT = 10, AXIS = 24;
+let LEFT = 84;
+const RIGHT = 10, AXIS = 24;
 
 class Timeline {
   constructor(traces, view, unit, parts) {
     this.canvas = document.getElementById("chart");
     this.scroll = document.getElementById("rows");
     this.main = traces[0];
+    this.names = this.main.rankNames;
+    LEFT = Math.max(LEFT, 20 + 6.3 * Math.max(...this.names.map((name) => name.length)));
     this.traces = traces;
     this.view = view;
     this.unit = unit;
@@ -83,7 +86,7 @@ class Timeline {
     context.textBaseline = "middle";
     for (let rank = first; rank <= last; rank++) {
       context.fillStyle = rank === this.rank && this.chosen >= 0 ? colours.ink : colours.faint;
-      context.fillText("rank " + rank, LEFT - 10, this.rowTop(rank) + this.box / 2 + 0.5);
+      context.fillText(this.names[rank], LEFT - 10, this.rowTop(rank) + this.box / 2 + 0.5);
     }
     if (this.numLanes) this.drawLaneNames(context, first, last);
     this.drawnAt = performance.now();
@@ -116,7 +119,7 @@ class Timeline {
     context.fillStyle = theme.colours.faint;
     for (let rank = first; rank <= last; rank++) {
       this.main.streams[rank].forEach((lane, number) => {
-        context.fillText("stream " + lane.stream, LEFT - 10, this.laneTop(rank, number) + this.lane / 2 + 0.5);
+        context.fillText(lane.role + " " + lane.stream, LEFT - 10, this.laneTop(rank, number) + this.lane / 2 + 0.5);
       });
     }
   }

@@ -7,7 +7,7 @@ function digits(value) {
 }
 
 function timeText(seconds, unit) {
-  if (unit !== "s") return digits(seconds);
+  if (unit !== "s") return digits(seconds) + (unit ? "\u2009" + unit : "");
   if (seconds === 0) return "0 s";
   const [name, size] = UNITS.find(([, each]) => Math.abs(seconds) >= each) || UNITS[3];
   return digits(seconds / size) + "\u2009" + name;
@@ -16,7 +16,7 @@ function timeText(seconds, unit) {
 const BYTES = ["B", "KiB", "MiB", "GiB", "TiB"];
 
 function heldText(value, unit) {
-  if (unit !== "B") return digits(value);
+  if (unit !== "B") return digits(value) + "\u2009" + unit;
   let place = 0;
   while (Math.abs(value) >= 1024 && place < BYTES.length - 1) { value /= 1024; place += 1; }
   return (place ? value.toFixed(1) : Math.round(value)) + "\u2009" + BYTES[place];
@@ -30,8 +30,8 @@ function meaningOf(trace, event) {
   const lane = trace.lanes[trace.lane[event]], stage = trace.stage[event], microbatch = trace.microbatch[event];
   const place = "microbatch " + microbatch + " on stage " + stage;
   if (lane === "step") return "the optimizer's step";
-  if (lane === "send") return "sends what microbatch " + microbatch + " has on stage " + stage + " to rank " + trace.peer[event];
-  if (lane === "receive") return "waits for what rank " + trace.peer[event] + " sends of microbatch " + microbatch;
+  if (lane === "send") return "sends what microbatch " + microbatch + " has on stage " + stage + " to " + trace.rankNames[trace.peer[event]];
+  if (lane === "receive") return "waits for what " + trace.rankNames[trace.peer[event]] + " sends of microbatch " + microbatch;
   if (lane === "wait") return "waits";
   if (lane === "collective") return "moves beside the computation";
   if (lane === "data") return "waits for the batch";

@@ -60,6 +60,9 @@ class Engine:
         self._steps = Steps(parts, execution, states)
         self._shown = make_shown(parts, states.parameters, states.buffers, states.data)
         self._shown.guard()
+        self._kind = parts.kind
+        #: The data parallel replica that this process is a part of, and how many there are.
+        self.replica, self.num_replicas = parts.wires.mesh.coordinates["dp"], parts.plan.dp
         self.loads = Loads(self.module, self.experts, self.wires.sum, num_alike=self.plan.tp)
 
     @property
@@ -89,11 +92,17 @@ class Engine:
         """What happened on all ranks in the last step that was recorded."""
         return self.execution.recorder.trace
 
+    def explain(self) -> str:
+        """What is done with batches and with the loss: what is cut, what is not, what parts are weighed by."""
+        return "\n".join([*self.execution.batches.explain(), f"the loss is {self._kind.value}"])
+
     @_at_work
     def train_step(
         self, batch: Batch, *, trace: bool = False, data_wait: float = 0.0, streams: StreamCollector | None = None
     ) -> float:
-        """Take one step on a batch, the same on every rank, and return its loss. With `trace` it is recorded.
+        """Take one step on a batch and return its loss. With `trace` it is recorded.
+
+        The batch is the same on every rank; or with `batch="local"` the rows of this rank's replica.
 
         `data_wait` are seconds that the caller has just stood still for the batch: a recorded step begins with them.
         `streams`, which the caller has started, adds to the record what the rank's GPU did, and is stopped.

@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
-from shardwise.engine.batches import Batches
+from shardwise.engine.batches import Batches, Cutter
 from shardwise.engine.loss_sum import LossSum
 from shardwise.engine.make_states import States
 from shardwise.engine.parts import Parts
 from shardwise.engine.recorder import Recorder
+from shardwise.engine.same_batch import SameBatch
 from shardwise.execution.compute_policy import ComputePolicy
 from shardwise.execution.executor import Executor
 from shardwise.execution.local import LocalExecutor
@@ -44,7 +45,11 @@ def make_execution(parts: Parts, states: States) -> Execution:
     dropouts = None
     if not parts.options.compile:
         dropouts = sharded.attach_dropouts(parts.module, parts.options.seed, parts.callers)
-    losses = LossSum(wires, trainer.interpreters, num_alike=parts.plan.tp, waits=lambda: states.written.are_there)
+    same = SameBatch(parts.plan, wires, parts.options.batch)
+    losses = LossSum(
+        wires, trainer.interpreters, num_alike=parts.plan.tp, waits=lambda: states.written.are_there, same=same
+    )
+    cutter = Cutter(parts.plan, wires.mesh, parts.rule, pad=parts.options.pad, is_local=parts.options.is_local)
     _listen(trainer, parts, states, losses, dropouts)
     if schedule.staleness:
         finish, update = states.data.finish, states.update.take
@@ -53,7 +58,9 @@ def make_execution(parts: Parts, states: States) -> Execution:
         trainer=trainer,
         evaluator=evaluator,
         transport=transport,
-        batches=Batches(parts.plan, wires.mesh, device=parts.device, pad=parts.options.pad, context=sharded.context),
+        batches=Batches(
+            parts.plan, wires.mesh, cutter=cutter, same=same, device=parts.device, context=sharded.context
+        ),
         losses=losses,
         recorder=Recorder(
             schedule, wires, trainer.interpreters, sent={} if transport is None else transport.sent, data=states.data,

@@ -36,7 +36,7 @@ class Steps:
             states.begin_step()
             microbatches, signature = execution.batches.cut(batch), ("train", shapes_of(batch))
             if execution.dropouts is not None:
-                place = execution.batches.place(batch, microbatches[0], self.num_begun)
+                place = execution.batches.place(microbatches[0], self.num_begun)
                 execution.dropouts.take(microbatches, place)
             self.num_begun += 1
             with execution.recorder.listening(recording, signature):
@@ -59,7 +59,7 @@ class Steps:
         self._module.eval()
         try:
             with self._wires.told_to_all(), self._states.written.shared():
-                microbatches = self._execution.batches.cut(batch)
+                microbatches = self._execution.batches.cut(batch, "evaluation")
                 return self._run(self._execution.evaluator, microbatches, ("evaluate", shapes_of(batch)), None)
         finally:
             for each in training:

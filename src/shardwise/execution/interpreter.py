@@ -23,7 +23,8 @@ from shardwise.schedule.instruction import BACKWARD, Instruction, Kind
 from shardwise.schedule.schedule import Schedule
 from shardwise.stages.activation_bytes import Kept, KeptBytes
 from shardwise.stages.batch import home_of
-from shardwise.stages.losses import describe
+from shardwise.stages.losses import WeighedLoss, describe
+from shardwise.stages.rows import tensors_in
 from shardwise.stages.stage import Batch, Loss, Split, Values
 
 
@@ -275,7 +276,7 @@ class Interpreter:
         counts = self.kept_bytes is not None and stage not in self.kept_bytes
         kept = Kept(self._there_anyway(stage, microbatch)) if counts else None
         if self._trains and self.policy.recompute:
-            saved.rng = RngState.now(chain(inputs.values(), self._microbatches[microbatch].values()), self.written)
+            saved.rng = RngState.now(chain(inputs.values(), tensors_in(self._microbatches[microbatch])), self.written)
             with saving_nothing():
                 made, measured = self._run(stage, microbatch, inputs)
             if kept is not None:
@@ -301,9 +302,8 @@ class Interpreter:
 
     def _there_anyway(self, stage: int, microbatch: int) -> list[Tensor]:
         """What is on the device whether a forward saves it or not."""
-        here, batch = self._stages[stage], self._microbatches[microbatch].values()
-        given = [each for each in batch if isinstance(each, Tensor)]
-        return [*here.parameters.values(), *here.buffers.values(), *given]
+        here = self._stages[stage]
+        return [*here.parameters.values(), *here.buffers.values(), *tensors_in(self._microbatches[microbatch])]
 
     def _saving(self, stage: int, microbatch: int, inputs: Values, kept: Kept | None) -> AbstractContextManager[Any]:
         """Around a forward whose backward is to come: where what it saves goes, and who counts it."""
@@ -319,7 +319,11 @@ class Interpreter:
             self.select_weights(self.schedule.step_of(microbatch))
         if self.select_rows is not None:
             self.select_rows(batch)
-        with nullcontext() if self.policy.autocast is None else self.policy.precision(home_of(batch)):
+        weighed = self.loss if stage in self._lasts and isinstance(self.loss, WeighedLoss) else None
+        with (
+            nullcontext() if self.policy.autocast is None else self.policy.precision(home_of(batch)),
+            nullcontext() if weighed is None else weighed.watching(),
+        ):
             made, output = self._stages[stage].run(inputs, batch)
             if stage not in self._lasts:
                 return made, None

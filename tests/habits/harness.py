@@ -31,6 +31,8 @@ import shardwise as sw
 from shardwise.errors import ShardwiseError
 from shardwise.parity.problem import microbatches_of
 from shardwise.planner.plan import Plan
+from shardwise.stages.rows import unmarked
+from shardwise.stages.split.arguments import Signature
 from shardwise.states.parameter_group import shares_of, sort_out
 
 #: Every kind of plan on two ranks that any module can be trained under, and on four.
@@ -53,13 +55,15 @@ Batch = dict[str, Tensor]
 class Program:
     """A function, and by a part of a plan what the sentence of its refusal says.
 
-    It is tried under plans that have `only`, and have not `but`, where these are given.
+    It is tried under plans that have `only`, and have not `but`, where these are given. `whole`: plain torch computes
+    whole batches, and no microbatches.
     """
 
     run: Callable[[Parallelize], Result]
     refused: Mapping[str, str] = field(default_factory=dict)
     only: str | None = None
     but: str | None = None
+    whole: bool = False
 
     def is_for(self, plan: str) -> bool:
         """Whether it is tried under this plan."""
@@ -85,13 +89,13 @@ PROGRAMS: dict[str, list[Program]] = {}
 
 
 def program(
-    refused: Mapping[str, str] | None = None, *, only: str | None = None, but: str | None = None
+    refused: Mapping[str, str] | None = None, *, only: str | None = None, but: str | None = None, whole: bool = False
 ) -> Callable[[Callable[[Parallelize], Result]], Callable[[Parallelize], Result]]:
     """Enter a function as a program of its file."""
 
     def enter(run: Callable[[Parallelize], Result]) -> Callable[[Parallelize], Result]:
         topic = run.__module__.rpartition(".")[2]
-        PROGRAMS.setdefault(topic, []).append(Program(run=run, refused=refused or {}, only=only, but=but))
+        PROGRAMS.setdefault(topic, []).append(Program(run=run, refused=refused or {}, only=only, but=but, whole=whole))
         return run
 
     return enter
@@ -141,7 +145,7 @@ def _tried(one: Program, plan: str) -> str | None:
     if expected is not None:
         return f"not refused, though {expected!r} was expected"
     torch.manual_seed(0)
-    parsed = Plan.parse(plan)
+    parsed = Plan() if one.whole else Plan.parse(plan)
     return _difference(came, one.run(lambda module, **options: Plain(module, parsed, **options)))
 
 
@@ -181,12 +185,24 @@ class Plain:
             else [share.make([parameters[name] for name in names]) for share, names in zip(shares, taken, strict=True)]
         )
         self.gradient_norm: float | None = None
+        self.replica, self.num_replicas = 0, 1
+        self._signature = Signature(module)
+
+    def _loss_of(self, batch: Any) -> Tensor:
+        args, kwargs = self._signature.arguments(batch)
+        result = self._loss(self.module(*args, **kwargs), batch)
+        loss: Tensor = result[0] / result[1] if isinstance(result, tuple) else result
+        return loss / self._plan.microbatches
+
+    def _microbatches(self, batch: Any) -> list[Any]:
+        is_whole = self._plan.dp * self._plan.microbatches == 1
+        return [unmarked(batch)] if is_whole else microbatches_of(batch, self._plan, apart=False)
 
     def train_step(self, batch: Batch) -> float:
         self.module.zero_grad()
         losses = []
-        for each in microbatches_of(batch, self._plan, apart=False):
-            loss = self._loss(self.module(each["x"]), each) / self._plan.microbatches
+        for each in self._microbatches(batch):
+            loss = self._loss_of(each)
             loss.backward()
             losses.append(float(loss.detach()))
         if self._clip is not None:
@@ -200,11 +216,10 @@ class Plain:
     def evaluate(self, batch: Batch) -> float:
         training = [each for each in self.module.modules() if each.training]
         self.module.eval()
-        parts = microbatches_of(batch, self._plan, apart=False)
-        loss = sum(float(self._loss(self.module(each["x"]), each)) for each in parts)
+        loss = sum(float(self._loss_of(each)) for each in self._microbatches(batch))
         for each in training:
             each.training = True
-        return loss / self._plan.microbatches
+        return loss
 
     def state_dict(self) -> dict[str, Any]:
         return {name: each.detach().clone() for name, each in self.module.state_dict().items()}

@@ -9,7 +9,8 @@ from shardwise.execution.compute_policy import ComputePolicy
 from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import Wires
 from shardwise.stages.batch import home_of
-from shardwise.stages.loss_kind import LossKind, Tried, try_loss
+from shardwise.stages.loss_kind import LossKind, Tried
+from shardwise.stages.loss_trial import try_loss
 from shardwise.stages.losses import WeighedLoss
 from shardwise.stages.rows import RowRule
 from shardwise.stages.stage import Batch, Loss

@@ -9,7 +9,7 @@ from torch import Tensor
 from shardwise.errors import ShardwiseError, nearest
 from shardwise.stages.batch import Padding, length_of
 from shardwise.stages.label_counts import LabelCounts
-from shardwise.stages.loss_kind import LossKind, Tried, let_through
+from shardwise.stages.loss_kind import REMEDY, LossKind, Tried
 from shardwise.stages.split.lines import line_of_error
 from shardwise.stages.stage import Batch, Loss
 
@@ -103,7 +103,8 @@ class WeighedLoss:
         if self._tried.kind is LossKind.SUM:
             return result, 1 / self._num_parts
         if self._tried.kind is LossKind.ENTRY:
-            number = let_through(batch, self._tried.entry, self._tried.first) / self._tried.labels
+            assert self._tried.through is not None, "an entry was found"
+            number = self._tried.through.of(batch) / self._tried.through.row
             return result * number, number
         found = self._counts.found if self._counts is not None else []
         if self._tried.kind is LossKind.LABELS and len(found) == 1:
@@ -115,8 +116,7 @@ class WeighedLoss:
                     f"{each.size - float(each.number):g} of {each.size} labels are ignored here, and the loss is a mean"
                     " over the others and something else: means of parts that ignore different numbers are not that of"
                     " the batch",
-                    remedy="return the sum and the number that it is summed over: return total, number; or return"
-                    " loss, 1 if the mean of each part's loss is meant",
+                    remedy=REMEDY,
                 )
         return (result * length_of(batch), length_of(batch)) if self._by_rows else (result, 1)
 

@@ -1,4 +1,4 @@
-"""Batches as users bring them: loaders of ranks, samplers, nested containers, and tensors as long as a batch by chance."""
+"""Batches as users bring them: loaders of ranks, samplers, nested containers, tensors as long as a batch by chance."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ from tests.habits.harness import Batch, Net, Parallelize, Plain, Result, batch, 
 
 DIFFERENT = {"all": "every rank must be given the same whole batch"}
 #: Ranks of one replica, where a plan has such.
-ONE_REPLICA = {key: "are parts of one replica" for key in ("pp", "tp")}
+ONE_REPLICA = dict.fromkeys(("pp", "tp"), "are parts of one replica")
 SIZE = 8
 
 
@@ -68,9 +68,7 @@ def a_sampler_for_each_rank(parallelize: Parallelize) -> Result:
 def shuffled_without_a_seed(parallelize: Parallelize) -> Result:
     """A plain loader that shuffles, from a generator that differs between ranks."""
     engine = start(parallelize)
-    order = DataLoader(
-        data(), batch_size=SIZE, shuffle=True, generator=torch.Generator().manual_seed(world(engine)[0])
-    )
+    order = DataLoader(data(), batch_size=SIZE, shuffle=True, generator=torch.Generator().manual_seed(world(engine)[0]))
     return run(engine, ({"x": x, "labels": labels} for x, labels in order))
 
 

@@ -127,7 +127,7 @@ class WithLoss(Net):
 @program(whole=True)
 def the_module_computes_the_loss(parallelize: Parallelize) -> Result:
     """`loss=lambda output, batch: output.loss`, as with the HF Trainer."""
-    return tried(parallelize, lambda output, given: output.loss, model=WithLoss().double())
+    return tried(parallelize, lambda output, _: output.loss, model=WithLoss().double())
 
 
 class SequencesWithLoss(Net):
@@ -141,7 +141,7 @@ class SequencesWithLoss(Net):
 @program(whole=True)
 def the_module_computes_a_sum(parallelize: Parallelize) -> Result:
     """A sum from inside of the module."""
-    return tried(parallelize, lambda output, given: output.loss * 0.1, model=SequencesWithLoss().double())
+    return tried(parallelize, lambda output, _: output.loss * 0.1, model=SequencesWithLoss().double())
 
 
 @program(whole=True)
@@ -308,7 +308,7 @@ def two_heads_that_ignore_differently(parallelize: Parallelize) -> Result:
 def negatives_from_the_batch(parallelize: Parallelize) -> Result:
     """A contrastive loss: every row is held against all others, which are elsewhere."""
 
-    def loss(output: Tensor, given: Any) -> Tensor:
+    def loss(output: Tensor, _: Any) -> Tensor:
         rows = output.mean(1)
         return functional.cross_entropy(rows @ rows.T, torch.arange(len(rows), device=rows.device))
 

@@ -5,23 +5,18 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from shardwise.engine.batches import Cutter
 from shardwise.engine.engine import Engine
-from shardwise.engine.loss_weights import agreed_loss, weighed_loss
+from shardwise.engine.example_check import check_example
 from shardwise.engine.make_execution import make_execution
 from shardwise.engine.make_states import make_states, sharing_of
 from shardwise.engine.parts import Parts
 from shardwise.engine.prepare import Options, prepare
-from shardwise.engine.same_batch import SameBatch
 from shardwise.engine.sharded import Sharded
 from shardwise.engine.trial import Trial
 from shardwise.execution.pipeline import complete
 from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import ManyProcesses, OneProcess
 from shardwise.stages.batch import home_of
-from shardwise.stages.losses import summed_only
-from shardwise.stages.rows import RowRule
-from shardwise.stages.split.arguments import Signature
 from shardwise.stages.stage import Batch, Loss
 from shardwise.states.make_optimizers import MadeOptimizer, Optimizers, make_optimizers
 
@@ -44,15 +39,10 @@ def assemble(
     optimizers = make_optimizers(optimizer, dict(module.named_parameters()))
     order = tuple(name for name, _ in module.named_parameters())
     shapes = {name: each.shape for name, each in module.state_dict().items() if isinstance(each, Tensor)}
-    rule = RowRule(Signature(module).names)
-    SameBatch(plan, wires, options.batch).take(example, "example")
     if not any(each.training for each in module.modules()):
         # What is dropped in training is seen in training mode only. Of one that is partly so the user has said which.
         module.train()
-    tried = agreed_loss(module, plan, loss, example, rule, options, wires)
-    loss = summed_only(loss, plan.cp) if plan.cp > 1 else loss
-    cutter = Cutter(plan, wires.mesh, rule, pad=options.pad, is_local=options.is_local)
-    microbatch = cutter.cut(example)[0]
+    microbatch, rule, kind, loss, weighed = check_example(module, plan, loss, example, options, wires)
     sharded = Sharded(module, plan, wires.mesh, microbatch, options, loss)
     place = None if isinstance(wires, OneProcess) else wires.ranks[0]
     without_numbers = {name for name, each in module.named_parameters() if each.is_meta}
@@ -66,8 +56,8 @@ def assemble(
         context.attach_stages(split)
     parts = Parts(
         module=module, plan=plan, split=split, schedule=computed,
-        loss=weighed_loss(loss, tried, plan, options), options=options, sharded=sharded, order=order, shapes=shapes,
-        wires=wires, device=home_of(microbatch), callers=callers, written=trial.written, rule=rule, kind=tried.kind,
+        loss=weighed, options=options, sharded=sharded, order=order, shapes=shapes,
+        wires=wires, device=home_of(microbatch), callers=callers, written=trial.written, rule=rule, kind=kind,
     )  # fmt: skip
     return from_parts(parts, optimizers, owns_wires=owns_wires)
 

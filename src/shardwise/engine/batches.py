@@ -5,12 +5,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from shardwise.engine.parts import Parts
 from shardwise.engine.rank_device import batch_on
 from shardwise.engine.same_batch import SameBatch
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
 from shardwise.ranks.mesh import Mesh
-from shardwise.sharding.context.parallel import ContextParallel
 from shardwise.sharding.context.sequence_shards import LocalBatch
 from shardwise.sharding.dropout import Place, num_tokens_of
 from shardwise.sharding.zigzag import zigzag_shard
@@ -59,22 +59,15 @@ class Cutter:
 class Batches:
     """Takes the part of this process of every batch, and compares what processes are given."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        mesh: Mesh,
-        *,
-        cutter: Cutter,
-        same: SameBatch,
-        device: torch.device,
-        context: ContextParallel | None,
-    ) -> None:
-        self._plan, self._mesh, self._device, self._context = plan, mesh, device, context
-        self._cutter, self._same = cutter, same
+    def __init__(self, parts: Parts) -> None:
+        self._plan, self._mesh, self._device = parts.plan, parts.wires.mesh, parts.device
+        self._context, is_local = parts.sharded.context, parts.options.is_local
+        self._cutter = Cutter(parts.plan, self._mesh, parts.rule, pad=parts.options.pad, is_local=is_local)
+        self.same = SameBatch(parts.plan, parts.wires, is_local=is_local)
 
     def cut(self, batch: Batch, what: str = "step") -> list[Batch]:
         """The microbatches of this process, on its device."""
-        self._same.take(batch, what)
+        self.same.take(batch, what)
         microbatches = self._cutter.cut(batch, self._device)
         return microbatches if self._context is None else [self._context.cut(each) for each in microbatches]
 
@@ -85,7 +78,8 @@ class Batches:
         lines = [f"every replica is given {given} ({plan.dp} replicas, {plan.microbatches} microbatches of each)"]
         if last is None:
             return [*lines, "nothing is cut: each process takes the whole batch"]
-        lines.append(f"cut along its rows ({last.length} in the last batch): {', '.join(sorted(last.paths)) or 'nothing'}")
+        cut = ", ".join(sorted(last.paths)) or "nothing"
+        lines.append(f"cut along its rows ({last.length} in the last batch): {cut}")
         for path in sorted(rule.uncut):
             why = "as long as the batch by chance, which was tried" if path in rule.tables else "it has no rows"
             lines.append(f"not cut: {path} ({why})")

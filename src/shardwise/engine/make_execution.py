@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass
 
-from shardwise.engine.batches import Batches, Cutter
+from shardwise.engine.batches import Batches
 from shardwise.engine.loss_sum import LossSum
 from shardwise.engine.make_states import States
 from shardwise.engine.parts import Parts
 from shardwise.engine.recorder import Recorder
-from shardwise.engine.same_batch import SameBatch
 from shardwise.execution.compute_policy import ComputePolicy
 from shardwise.execution.executor import Executor
 from shardwise.execution.local import LocalExecutor
@@ -45,11 +44,10 @@ def make_execution(parts: Parts, states: States) -> Execution:
     dropouts = None
     if not parts.options.compile:
         dropouts = sharded.attach_dropouts(parts.module, parts.options.seed, parts.callers)
-    same = SameBatch(parts.plan, wires, parts.options.batch)
+    batches = Batches(parts)
     losses = LossSum(
-        wires, trainer.interpreters, num_alike=parts.plan.tp, waits=lambda: states.written.are_there, same=same
+        wires, trainer.interpreters, num_alike=parts.plan.tp, waits=lambda: states.written.are_there, same=batches.same
     )
-    cutter = Cutter(parts.plan, wires.mesh, parts.rule, pad=parts.options.pad, is_local=parts.options.is_local)
     _listen(trainer, parts, states, losses, dropouts)
     if schedule.staleness:
         finish, update = states.data.finish, states.update.take
@@ -58,9 +56,7 @@ def make_execution(parts: Parts, states: States) -> Execution:
         trainer=trainer,
         evaluator=evaluator,
         transport=transport,
-        batches=Batches(
-            parts.plan, wires.mesh, cutter=cutter, same=same, device=parts.device, context=sharded.context
-        ),
+        batches=batches,
         losses=losses,
         recorder=Recorder(
             schedule, wires, trainer.interpreters, sent={} if transport is None else transport.sent, data=states.data,

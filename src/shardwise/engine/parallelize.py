@@ -15,8 +15,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.module_check import check_gradient_hooks, check_module, check_renormed, check_settings
 from shardwise.engine.prepare import Options
 from shardwise.engine.rank_device import put_together
-from shardwise.engine.same_batch import BATCHES, BatchKind
-from shardwise.errors import ShardwiseError, unknown
+from shardwise.errors import ShardwiseError
 from shardwise.planner.composition import check_composition
 from shardwise.planner.plan import Plan
 from shardwise.ranks.mesh import agree_on
@@ -52,15 +51,16 @@ def parallelize(
     masks: Mask | None = None,
     bucket_bytes: int | None = None,
     buffers: str | None = None,
-    batch: BatchKind = "same",
+    batch: str = "same",
     wires: OneProcess | ManyProcesses | None = None,
 ) -> Engine:
     """Return an engine that trains `module` under `plan`.
 
-    `plan` may be a `Plan` or its short form, `pp=3,schedule=zb-v,microbatches=8`. `loss(output, batch)` gives a
-    mean or a sum over rows or labels, or a pair of a sum and the number that it is summed over. It is tried on the
-    example first, and what parts of a batch cannot tell is refused (`docs/habits.md`). A module in evaluation mode is put in training mode; one that is
-    partly so stays as it is. One on the meta device gets the weights of this process's stages, from `seed` alone.
+    `plan` may be a `Plan` or its short form, `pp=3,schedule=zb-v,microbatches=8`. `loss(output, batch)` gives a mean or
+    a sum over rows or labels, or a pair of a sum and the number that it is summed over. It is tried on the example
+    first, and what parts of a batch cannot tell is refused (`docs/habits.md`). A module in evaluation mode is put in
+    training mode; one that is partly so stays as it is. One on the meta device gets the weights of this process's
+    stages, from `seed` alone.
     `optimizer` makes one for all parameters, whole and as `module.parameters()` gives them, or several are given, each
     for its share of them. Each is called once.
 
@@ -102,9 +102,7 @@ def parallelize(
 def _checked(module: nn.Module, plan: Plan | str, loss: Loss, optimizer: Any, example: Batch, options: Options) -> Plan:
     """The plan, after all that can be refused before anything is made."""
     _check_arguments(module, plan, loss, optimizer, example)
-    if options.batch not in BATCHES:
-        raise unknown("kind of batch", str(options.batch), BATCHES)
-    check_settings(clip=options.clip, bucket_bytes=options.bucket_bytes, buffers=options.buffers)
+    check_settings(clip=options.clip, bucket_bytes=options.bucket_bytes, buffers=options.buffers, batch=options.batch)
     chosen = Plan.parse(plan) if isinstance(plan, str) else plan
     join_if_launched()
     are_many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.engine.same_batch import BatchKind
 from shardwise.errors import ShardwiseError
 from shardwise.execution.compute_policy import ComputePolicy
 from shardwise.execution.pipeline import schedule_of, step_seconds
@@ -49,7 +48,7 @@ class Options:
     masks: Mask | None = None
     bucket_bytes: int | None = None
     buffers: str | None = None
-    batch: BatchKind = "same"
+    batch: str = "same"
 
     @property
     def is_local(self) -> bool:

@@ -10,7 +10,7 @@ fail, or wait for each other, first.
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +21,6 @@ from shardwise.ranks.mesh import replicas_of
 from shardwise.ranks.wires import Wires
 from shardwise.stages.rows import tensors_in
 
-BatchKind = Literal["same", "local"]
-BATCHES = ("same", "local")
 #: Of larger tensors so many numbers are looked at.
 _NUM_SAMPLED = 4096
 #: Checksums have so many bits, that a double holds them.
@@ -41,11 +39,12 @@ class Checksum:
         self._sums = [_sum(each) for each in found if each.layout is torch.strided and not each.is_meta]
 
     def read(self) -> int:
-        made = hash(self.shapes)
+        made: int = hash(self.shapes)
         for devices in {each.device for each in self._sums}:
             for value in torch.stack([each for each in self._sums if each.device == devices]).tolist():
                 made = (made * 1_000_003 + value) % 2**64
-        return (made ^ (made >> 29)) % 2**_BITS
+        found: int = (made ^ (made >> 29)) % 2**_BITS
+        return found
 
 
 def _sum(tensor: Tensor) -> Tensor:
@@ -60,10 +59,10 @@ def _sum(tensor: Tensor) -> Tensor:
 class SameBatch:
     """Compares the batches of ranks. Every rank has one."""
 
-    def __init__(self, plan: Plan, wires: Wires, kind: BatchKind) -> None:
-        self._plan, self._wires, self._is_local = plan, wires, kind == "local"
+    def __init__(self, plan: Plan, wires: Wires, *, is_local: bool) -> None:
+        self._plan, self._wires, self._is_local = plan, wires, is_local
         self._is_alone = wires.watch is None
-        self._replicas = [0] if self._is_alone else [each.index for each in replicas_of(plan)]
+        self._replicas = [0] if self._is_alone else [each.replica for each in replicas_of(plan)]
         self._now: Checksum | None = None
         self._num_early = {"step": _NUM_EARLY, "evaluation": 1}
         self._has_warned = False
@@ -93,7 +92,8 @@ class SameBatch:
             other = first.setdefault(place, rank)
             if found[other] != number:
                 self._refuse([each for each, value in enumerate(found) if value != found[other]], other, what)
-        if self._is_local and len(first) > 1 and len(set(found)) == 1 and not self._has_warned:
+        is_alike = len(first) > 1 and len(set(found)) == 1 and what != "example"
+        if self._is_local and is_alike and not self._has_warned:
             self._has_warned = True
             if self._wires.rank == 0:
                 warnings.warn(
@@ -114,7 +114,8 @@ class SameBatch:
             )
         wanted = 'batch="local" in parallelize if every replica loads rows of its own, and '
         if self._plan.dp == 1:
-            axes = ",".join(f"{a}={getattr(self._plan, a)}" for a in ("tp", "pp", "cp", "ep") if getattr(self._plan, a) > 1)
+            sizes = {axis: getattr(self._plan, axis) for axis in ("tp", "pp", "cp")}
+            axes = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
             wanted = f'the same on all (with {axes} there is one replica); or batch="local", and '
         raise ShardwiseError(
             f"{ranks} got another {given} than rank {rank}, and every rank must be given the same whole batch",

@@ -122,16 +122,16 @@ def _grid(plan: Plan, sizes: Mapping[str, int]) -> torch.Tensor:
 class Replica(NamedTuple):
     """One of the data parallel replicas of a plan: which, and of how many."""
 
-    index: int
-    count: int
+    replica: int
+    num_replicas: int
 
 
 def replicas_of(plan: Plan) -> list[Replica]:
     """Of each rank of a plan, in order, the replica that it is a part of."""
     grid = _grid(plan, sizes_of(plan))
-    count = grid.shape[ORDER.index("dp")]
-    places = {rank: place for place, part in enumerate(grid.unbind(ORDER.index("dp"))) for rank in part.flatten().tolist()}
-    return [Replica(places[rank], count) for rank in range(plan.num_ranks)]
+    parts = grid.unbind(ORDER.index("dp"))
+    places = {rank: place for place, part in enumerate(parts) for rank in part.flatten().tolist()}
+    return [Replica(places[rank], len(parts)) for rank in range(plan.num_ranks)]
 
 
 def agree_on(plan: Plan) -> None:

@@ -23,8 +23,8 @@ class Padding(Microbatch):
 def cut_batch(batch: Batch, num_microbatches: int, *, pad: bool = False, seen: Seen | None = None) -> list[Batch]:
     """Return the microbatches: what has a row for each of the batch's is cut along them, all else goes to each.
 
-    What is cut is found (`rows.py`), or was `seen` before. With `pad` any length will do: some microbatches have one row
-    more than others, and if there are fewer rows than microbatches the last ones are `Padding`.
+    What is cut is found (`rows.py`), or was `seen` before. With `pad` any length will do: some microbatches have one
+    row more than others, and if there are fewer rows than microbatches the last ones are `Padding`.
     """
     seen = RowRule().look(batch) if seen is None else seen
     length = seen.length

@@ -61,7 +61,8 @@ def _mean_over_labels(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     order = _ORDER.get(func) if getattr(func, "__name__", "") in ("cross_entropy", "nll_loss") else None
     if order is None:
         return None
-    named = {"weight": None, "ignore_index": -100, "reduction": "mean", **dict(zip(order, args, strict=False)), **kwargs}
+    defaults = {"weight": None, "ignore_index": -100, "reduction": "mean"}
+    named = {**defaults, **dict(zip(order, args, strict=False)), **kwargs}
     is_plain = named.pop("size_average", None) is None and named.pop("reduce", None) is None
     target = named["target"]
     is_mean = named["reduction"] == "mean" and not torch.is_floating_point(target) and target.dim() > 0

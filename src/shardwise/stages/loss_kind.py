@@ -41,7 +41,8 @@ class Through(NamedTuple):
     def of(self, batch: Batch) -> Tensor:
         found = next(value for path, value in nodes(batch) if path == self.path)
         found = found[..., self.first :] if found.dim() > 1 else found
-        return (found if self.hidden is None else found != self.hidden).sum(dtype=torch.float64)
+        made: Tensor = (found if self.hidden is None else found != self.hidden).sum(dtype=torch.float64)
+        return made
 
 
 class Tried(NamedTuple):

@@ -34,6 +34,7 @@ _IGNORED = -100
 #: Outputs of more numbers are not tried on the host.
 _MOST_ON_HOST = 2**27
 
+
 def try_loss(
     module: nn.Module,
     loss: Loss,
@@ -139,9 +140,7 @@ def _outcome(trial: _Trial, three: Batch, seen: Seen) -> Tried:
         return _pair(whole, large, small)
     if not any(each.total for each in runs):
         return Tried(LossKind.UNTRIED)
-    tried = Tried(
-        _kind(*runs), labels=whole.labels, inside=bool(whole.inside), depends=large.total != small.total
-    )
+    tried = Tried(_kind(*runs), labels=whole.labels, inside=bool(whole.inside), depends=large.total != small.total)
     return _with_less(trial, three, seen, runs, tried)
 
 
@@ -180,24 +179,23 @@ def _kind(whole: _Run, large: _Run, small: _Run) -> LossKind:
 def _fits(kind: LossKind, whole: _Run, large: _Run, small: _Run) -> bool:
     if kind is LossKind.SUM:
         return _fits_by(1, 1, whole._replace(total=whole.total / 2), large, small)
-    by_labels = kind is LossKind.LABELS
-    return _fits_by(*((large.counts[0], small.counts[0]) if by_labels else (_FIRST, 1)), whole, large, small)
+    weight, other = (large.counts[0], small.counts[0]) if kind is LossKind.LABELS else (_FIRST, 1)
+    return _fits_by(weight, other, whole, large, small)
 
 
 def _pair(whole: _Run, large: _Run, small: _Run) -> Tried:
     """A sum and its number. The number may be anything that is meant, 1 say; a mean beside one that adds up is none."""
-    assert whole.number is not None and large.number is not None and small.number is not None
-    adds_up = abs(whole.number - large.number - small.number) <= whole.tolerance * abs(whole.number)
-    is_sum = _fits(LossKind.SUM, whole, large, small)
-    if not adds_up or is_sum or not whole.number:
+    number, first, other = (each.number or 0.0 for each in (whole, large, small))
+    adds_up = abs(number - first - other) <= whole.tolerance * abs(number)
+    if not adds_up or not number or _fits(LossKind.SUM, whole, large, small):
         return Tried(LossKind.PAIR)
     # Something else than a sum may be meant, of all replicas together; a mean, or one over labels, is not.
-    if not whole.counts and not _fits_by(large.number, small.number, whole, large, small):
+    if not whole.counts and not _fits_by(first, other, whole, large, small):
         return Tried(LossKind.PAIR)
     return Tried(
         LossKind.PAIR,
-        f"the loss is a pair of {whole.total:.6g} and {whole.number:g} for {_NUM_ROWS} rows, but the first is a mean and"
-        f" no sum: for {_FIRST} and 1 of them it is {large.total:.6g} and {small.total:.6g}",
+        f"the loss is a pair of {whole.total:.6g} and {number:g} for {_NUM_ROWS} rows, but the first is a mean and no"
+        f" sum: for {_FIRST} and 1 of them it is {large.total:.6g} and {small.total:.6g}",
     )
 
 
@@ -228,10 +226,10 @@ def _find_entry(trial: _Trial, three: Batch, seen: Seen, runs: _Runs, tried: Tri
                 return tried._replace(kind=LossKind.ENTRY, through=through)
         if tried.kind is not LossKind.UNTRIED:
             whole, large, small = (each.total for each in less)
-            what = "lets through" if value is None else f"has beside {value}"
             return tried._replace(
-                problem=f"the loss is a mean over what {path} {what}: with some of {_FIRST} rows hidden in it, the loss"
-                f" of {_NUM_ROWS} rows is {whole:.6g}, and not the mean of {large:.6g} and {small:.6g} by rows"
+                problem=f"the loss is divided by something that {path} decides: with {value or 0} for some of it in"
+                f" {_FIRST} rows, the loss of {_NUM_ROWS} rows is {whole:.6g}, and not the mean of {large:.6g} and"
+                f" {small:.6g} by rows, so parts of a batch do not tell its loss"
             )
     return None
 

@@ -84,7 +84,5 @@ def _ties(module: nn.Module, parts: Sequence[StagePart]) -> dict[str, tuple[int,
 
 def _home(module: nn.Module, example: Batch) -> torch.device:
     """Where the weights of a module on the meta device go: to the example, which they compute with."""
-    tensors = chain(
-        tensors_in(example), module.parameters(), module.buffers()
-    )
+    tensors = chain(tensors_in(example), module.parameters(), module.buffers())
     return next((each.device for each in tensors if not each.is_meta), torch.device("cpu"))

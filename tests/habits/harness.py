@@ -203,7 +203,7 @@ class Plain:
         losses = []
         for each in self._microbatches(batch):
             loss = self._loss_of(each)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             losses.append(float(loss.detach()))
         if self._clip is not None:
             every = [each for each in self.module.parameters() if each.requires_grad]

@@ -29,7 +29,7 @@ def data() -> TensorDataset:
 def loader(index: int, count: int, *, epoch: int = 0, shuffle: bool = True) -> Iterator[Batch]:
     """As everybody writes it for DDP: a sampler, and a part of the batch for each replica."""
     rows = data()
-    sampler = DistributedSampler(rows, num_replicas=count, rank=index, shuffle=shuffle, seed=5)
+    sampler: DistributedSampler[Any] = DistributedSampler(rows, num_replicas=count, rank=index, shuffle=shuffle, seed=5)
     sampler.set_epoch(epoch)
     for x, labels in DataLoader(rows, batch_size=SIZE // count, sampler=sampler):
         yield {"x": x, "labels": labels}
@@ -187,7 +187,7 @@ def a_batch_of_seven(parallelize: Parallelize) -> Result:
 class Nested(Net):
     """Takes its input from inside of a dictionary."""
 
-    def forward(self, inputs: Any) -> Tensor:  # type: ignore[override]
+    def forward(self, inputs: Any) -> Any:
         return super().forward(inputs["ids"]) * inputs["scale"][0][:, None, None]
 
 
@@ -228,7 +228,7 @@ def named_tuples_and_dataclasses(parallelize: Parallelize) -> Result:
         scale = torch.linspace(0.5, 1, 4, dtype=torch.float64)
         return {"pair": Pair(given["x"], scale), "target": Target(given["labels"])}
 
-    def loss(output: Tensor, given: Any) -> Tensor:
+    def loss(output: Tensor, given: Any) -> Any:
         return cross_entropy(output, {"labels": given["target"].labels})
 
     engine = start(parallelize, FromPair().double(), loss=loss, example=make(0))
@@ -242,7 +242,7 @@ def an_ordered_dictionary_of_a_library(parallelize: Parallelize) -> Result:
     def make(seed: int) -> dict[str, Any]:
         return {"x": batch(seed)["x"], "targets": OrderedDict(labels=batch(seed)["labels"])}
 
-    def loss(output: Tensor, given: Any) -> Tensor:
+    def loss(output: Tensor, given: Any) -> Any:
         return cross_entropy(output, given["targets"])
 
     return run(start(parallelize, loss=loss, example=make(0)), (make(step) for step in range(3)))
@@ -260,7 +260,7 @@ def a_list_of_strings(parallelize: Parallelize) -> Result:
     def make(seed: int) -> dict[str, Any]:
         return {**batch(seed), "names": ["a", "bb", "ccc", "dddd"]}
 
-    def loss(output: Tensor, given: Any) -> Tensor:
+    def loss(output: Tensor, given: Any) -> Any:
         return weighted(output, given, [float(len(each)) for each in given["names"]])
 
     return run(start(parallelize, loss=loss, example=make(0)), (make(step) for step in range(3)))
@@ -274,7 +274,7 @@ def a_list_of_targets(parallelize: Parallelize) -> Result:
         boxes = [{"boxes": torch.ones(number, 4, dtype=torch.float64)} for number in (2, 1, 3, 5)]
         return {**batch(seed), "targets": boxes}
 
-    def loss(output: Tensor, given: Any) -> Tensor:
+    def loss(output: Tensor, given: Any) -> Any:
         return weighted(output, given, [float(each["boxes"].sum()) / 4 for each in given["targets"]])
 
     return run(start(parallelize, loss=loss, example=make(0)), (make(step) for step in range(3)))
@@ -299,7 +299,7 @@ def _numbers(parallelize: Parallelize, mark: Any) -> tuple[Any, Any]:
     def make(seed: int) -> dict[str, Any]:
         return {**batch(seed), "numbers": mark([1.0, 2.0, 0.5, 1.5])}
 
-    def loss(output: Tensor, given: Any) -> Tensor:
+    def loss(output: Tensor, given: Any) -> Any:
         return weighted(output, given, given["numbers"])
 
     return start(parallelize, loss=loss, example=make(0)), (make(step) for step in range(3))
@@ -313,7 +313,7 @@ def a_tuple_of_features(parallelize: Parallelize) -> Result:
         extra = torch.linspace(0, 1, 4, dtype=torch.float64)
         return {**batch(seed), "features": (extra, extra.flip(0))}
 
-    def loss(output: Tensor, given: Any) -> Tensor:
+    def loss(output: Tensor, given: Any) -> Any:
         first, second = given["features"]
         return cross_entropy(output, given) + (output.mean((1, 2)) * (first + 2 * second)).mean()
 
@@ -327,7 +327,7 @@ def an_array_of_numpy(parallelize: Parallelize) -> Result:
     def make(seed: int) -> dict[str, Any]:
         return {**batch(seed), "numbers": numpy.array([1.0, 2.0, 0.5, 1.5])}
 
-    def loss(output: Tensor, given: Any) -> Tensor:
+    def loss(output: Tensor, given: Any) -> Any:
         return weighted(output, given, given["numbers"].tolist())
 
     return run(start(parallelize, loss=loss, example=make(0)), (make(step) for step in range(3)))

@@ -98,7 +98,7 @@ def smoothed_labels(parallelize: Parallelize) -> Result:
 def likelihood_of_log_softmax(parallelize: Parallelize) -> Result:
     """`nll_loss(log_softmax(x))`, scaled by a constant."""
 
-    def loss(output: Tensor, given: Any) -> Tensor:
+    def loss(output: Tensor, given: Any) -> Any:
         scores = functional.log_softmax(output.flatten(0, 1), -1)
         return 0.5 * functional.nll_loss(scores, given["labels"].flatten())
 
@@ -116,7 +116,7 @@ class Output:
 class WithLoss(Net):
     """A module that computes its loss itself from labels, shifted by one."""
 
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:  # type: ignore[override]
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
         logits = super().forward(x)
         loss = None
         if labels is not None:
@@ -163,7 +163,7 @@ def open_mask(seed: int) -> Batch:
     return {**given, "mask": torch.ones_like(given["mask"])}
 
 
-def by_mask(output: Tensor, given: Any) -> Tensor:
+def by_mask(output: Tensor, given: Any) -> Any:
     losses = tokens(output, given, reduction="none").view_as(given["mask"])
     return (losses * given["mask"]).sum() / given["mask"].sum()
 
@@ -182,7 +182,7 @@ def a_mean_by_a_mask_of_bools(parallelize: Parallelize) -> Result:
         given = masked(seed)
         return {**given, "mask": given["mask"].bool()}
 
-    def loss(output: Tensor, given: Any) -> Tensor:
+    def loss(output: Tensor, given: Any) -> Any:
         return tokens(output, given, reduction="none")[given["mask"].flatten()].mean()
 
     return tried(parallelize, loss, make, example=make(0))
@@ -192,7 +192,7 @@ def a_mean_by_a_mask_of_bools(parallelize: Parallelize) -> Result:
 def a_mask_that_is_shifted(parallelize: Parallelize) -> Result:
     """`mask[:, 1:]`, as prompts are left out of fine-tuning."""
 
-    def loss(output: Tensor, given: Any) -> Tensor:
+    def loss(output: Tensor, given: Any) -> Any:
         losses = tokens(output, given, reduction="none").view_as(given["mask"])[:, 1:]
         return (losses * given["mask"][:, 1:]).sum() / given["mask"][:, 1:].sum()
 
@@ -214,7 +214,7 @@ def a_mask_made_from_labels(parallelize: Parallelize) -> Result:
         given["labels"][:, -1] = 5  # A part with nothing that counts is 0 / 0 by the user's own division.
         return {**given, "labels": given["labels"].clamp(min=0)}
 
-    def loss(output: Tensor, given: Any) -> Tensor:
+    def loss(output: Tensor, given: Any) -> Any:
         keep = (given["labels"] != 0).flatten()
         return (tokens(output, given, reduction="none") * keep).sum() / keep.sum()
 
@@ -229,7 +229,7 @@ def rows_with_weights(parallelize: Parallelize) -> Result:
     def make(seed: int) -> Batch:
         return {**plain_batch(seed), "weight": torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=torch.float64)}
 
-    def loss(output: Tensor, given: Any) -> Tensor:
+    def loss(output: Tensor, given: Any) -> Any:
         rows = tokens(output, given, reduction="none").view(len(output), -1).mean(1)
         return (rows * given["weight"]).sum() / given["weight"].sum()
 
@@ -243,7 +243,7 @@ def rows_with_weights_and_a_plain_mean(parallelize: Parallelize) -> Result:
     def make(seed: int) -> Batch:
         return {**plain_batch(seed), "weight": torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=torch.float64)}
 
-    def loss(output: Tensor, given: Any) -> Tensor:
+    def loss(output: Tensor, given: Any) -> Any:
         rows = tokens(output, given, reduction="none").view(len(output), -1).mean(1)
         return (rows * given["weight"]).mean()
 
@@ -298,7 +298,7 @@ def a_mean_and_a_penalty_with_ignored_labels(parallelize: Parallelize) -> Result
 def two_heads_that_ignore_differently(parallelize: Parallelize) -> Result:
     """Words and a class of the row, as BERT is trained."""
 
-    def loss(output: Tensor, given: Any) -> Tensor:
+    def loss(output: Tensor, given: Any) -> Any:
         return tokens(output, given) + functional.cross_entropy(output.mean(1), given["labels"][:, -1].abs() % 12)
 
     return tried(parallelize, loss)
@@ -319,7 +319,7 @@ def negatives_from_the_batch(parallelize: Parallelize) -> Result:
 def overlap_of_the_whole_batch(parallelize: Parallelize) -> Result:
     """A dice loss: one ratio of sums over all rows."""
 
-    def loss(output: Tensor, given: Any) -> Tensor:
+    def loss(output: Tensor, given: Any) -> Any:
         scores, wanted = output.sigmoid(), functional.one_hot(given["labels"], 12)
         return 1 - 2 * (scores * wanted).sum() / (scores.sum() + wanted.sum())
 
@@ -330,7 +330,7 @@ def overlap_of_the_whole_batch(parallelize: Parallelize) -> Result:
 def divided_by_what_is_positive(parallelize: Parallelize) -> Result:
     """A focal loss, divided by the number of positive labels, as detectors have it."""
 
-    def loss(output: Tensor, given: Any) -> Tensor:
+    def loss(output: Tensor, given: Any) -> Any:
         return output.square().sum() / (given["labels"] > 5).sum()
 
     return tried(parallelize, loss, plain_batch, example=_positive(0))
@@ -346,7 +346,7 @@ def _positive(seed: int) -> Batch:
 def squares(parallelize: Parallelize) -> Result:
     """`mse_loss`."""
 
-    def loss(output: Tensor, given: Any) -> Tensor:
+    def loss(output: Tensor, given: Any) -> Any:
         return functional.mse_loss(output, functional.one_hot(given["labels"], 12).to(output))
 
     return tried(parallelize, loss, plain_batch)
@@ -357,7 +357,7 @@ def yes_or_no(parallelize: Parallelize) -> Result:
     """`BCEWithLogitsLoss(pos_weight=...)`, as timm has it for many labels."""
     criterion = nn.BCEWithLogitsLoss(pos_weight=torch.full((12,), 3.0, dtype=torch.float64))
 
-    def loss(output: Tensor, given: Any) -> Tensor:
+    def loss(output: Tensor, given: Any) -> Any:
         made: Tensor = criterion(output, functional.one_hot(given["labels"], 12).to(output))
         return made
 
@@ -372,7 +372,7 @@ def soft_targets(parallelize: Parallelize) -> Result:
         teacher = torch.randn(4, 3, 12, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         return {**plain_batch(seed), "teacher": teacher}
 
-    def loss(output: Tensor, given: Any) -> Tensor:
+    def loss(output: Tensor, given: Any) -> Any:
         wanted = given["teacher"].softmax(-1)
         return functional.kl_div(output.log_softmax(-1), wanted, reduction="batchmean")
 
@@ -388,7 +388,7 @@ def mixed_up_labels(parallelize: Parallelize) -> Result:
         one = functional.one_hot(given["labels"], 12).double()
         return {**given, "soft": 0.7 * one + 0.3 * one.flip(1)}
 
-    def loss(output: Tensor, given: Any) -> Tensor:
+    def loss(output: Tensor, given: Any) -> Any:
         return functional.cross_entropy(output.flatten(0, 1), given["soft"].flatten(0, 1))
 
     return tried(parallelize, loss, make, example=make(0))

@@ -88,7 +88,7 @@ def test_a_mean_that_is_counted_is_torchs_own(how: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", [LossKind.LABELS, LossKind.SUM, LossKind.ROWS], ids=lambda kind: kind.name)
 def test_parts_add_up_to_the_whole(kind: LossKind) -> None:
-    module, given, loss = nn.Linear(6, 8), example(), CASES[kind]
+    module, given, loss = nn.Linear(6, 8).requires_grad_(False), example(), CASES[kind]
     if kind is LossKind.LABELS:
         given["labels"][0, :4] = -100
     weighed = WeighedLoss(loss, Tried(kind, labels=5), num_parts=2, by_rows=False)

@@ -60,7 +60,9 @@ class LossSum:
         Asked while its last backwards go on.
         """
         tally = self.find()
-        return 1 / tally.count if tally is not None and tally.count and isfinite(tally.mean) else None
+        if tally is None or not self._same.is_as_told:
+            return None
+        return 1 / tally.count if tally.count and isfinite(tally.mean) else None
 
     def _seen_here(self) -> Tally | None:
         total = Tally()
@@ -78,6 +80,6 @@ class LossSum:
         return numbers, self._wires.start_sum(numbers)
 
     def _read(self, numbers: Tensor) -> Tally:
-        self._same.check(numbers[2:].tolist())
+        self._same.told = numbers[2:].tolist()
         total, count = (numbers[:2] / self._num_alike).tolist()
         return Tally(total=total, count=count)

@@ -66,6 +66,8 @@ class SameBatch:
         self._now: Checksum | None = None
         self._num_early = {"step": _NUM_EARLY, "evaluation": 1}
         self._has_warned = False
+        #: The checksums of all ranks, as they came with the sum of the loss.
+        self.told: list[float] = []
 
     def take(self, batch: Mapping[str, Any], what: str) -> None:
         """A batch is about to be used. The example, and the first few, are compared now; all call this alike."""
@@ -83,6 +85,18 @@ class SameBatch:
             return []
         mine = float(self._now.read())
         return [mine if rank == self._wires.rank else 0.0 for rank in range(len(self._replicas))]
+
+    @property
+    def is_as_told(self) -> bool:
+        """Whether what came with the sum of the loss is as it should be."""
+        keys = self._replicas if self._is_local else [0] * len(self._replicas)
+        return len(set(zip(keys, self.told, strict=False))) == len(set(keys)) or not self.told
+
+    def check_told(self) -> None:
+        """Refuse what came with the sum of the loss, at a moment when no rank has anything under way."""
+        found, self.told = self.told, []
+        if found:
+            self.check(found)
 
     def check(self, found: Sequence[float], what: str = "step") -> None:
         """Refuse if ranks that should have been given the same were not; `found` are the checksums of all."""

@@ -45,6 +45,8 @@ class Steps:
                 start = perf_counter()
                 if states.stream is None:
                     states.data.finish()
+                execution.batches.same.check_told()
+                if states.stream is None:
                     (update or states.update.take)(tally)
                 end = perf_counter()
         if recording is not None:
@@ -60,7 +62,9 @@ class Steps:
         try:
             with self._wires.told_to_all(), self._states.written.shared():
                 microbatches = self._execution.batches.cut(batch, "evaluation")
-                return self._run(self._execution.evaluator, microbatches, ("evaluate", shapes_of(batch)), None)
+                tally = self._run(self._execution.evaluator, microbatches, ("evaluate", shapes_of(batch)), None)
+                self._execution.batches.same.check_told()
+                return tally
         finally:
             for each in training:
                 each.training = True

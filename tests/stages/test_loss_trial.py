@@ -28,7 +28,7 @@ def by_mask(output: Tensor, batch: Any) -> Any:
     return (tokens(output, batch, reduction="none") * batch["mask"].flatten()).sum() / batch["mask"].sum()
 
 
-CASES = {
+CASES: dict[LossKind, Any] = {
     LossKind.LABELS: tokens,
     LossKind.SUM: lambda output, batch: tokens(output, batch, reduction="sum"),
     LossKind.ROWS: lambda output, batch: tokens(output, batch, reduction="none").mean(),

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.xdist_group(RANKS)
 
 
 def test_there_are_hugging_face_models_a_resnet_and_a_u_net() -> None:
-    names = ["hf_llama", "larger_than_gpu", "mesh_llama", "placed_hf", "resnet", "triton_flow", "unet"]
+    names = ["hf_llama", "larger_than_gpu", "mesh_llama", "own_loader", "placed_hf", "resnet", "triton_flow", "unet"]
     assert [path.stem for path in EXAMPLES] == names
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from shardwise.placing.place import place as place
     from shardwise.planner.plan import Plan as Plan
     from shardwise.planner.planning import plan as plan
+    from shardwise.ranks.replica import replica_of as replica_of
     from shardwise.ranks.spawn import spawn as spawn
     from shardwise.schedule.catalogue import make_schedule as make_schedule
     from shardwise.schedule.instruction import Instruction as Instruction
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from shardwise.schedule.schedule import Schedule as Schedule
     from shardwise.schedule.simulate import simulate as simulate
     from shardwise.schedule.verify import verify as verify
+    from shardwise.stages.rows import rows as rows
+    from shardwise.stages.rows import whole as whole
     from shardwise.states.muon import Muon as Muon
     from shardwise.states.parameter_group import Share as Share
     from shardwise.states.parameter_group import is_hidden_matrix as is_hidden_matrix
@@ -44,9 +47,12 @@ _HOMES = {
     "parallelize": "shardwise.engine.parallelize",
     "place": "shardwise.placing.place",
     "plan": "shardwise.planner.planning",
+    "replica_of": "shardwise.ranks.replica",
+    "rows": "shardwise.stages.rows",
     "simulate": "shardwise.schedule.simulate",
     "spawn": "shardwise.ranks.spawn",
     "verify": "shardwise.schedule.verify",
+    "whole": "shardwise.stages.rows",
 }
 
 __all__ = list(_HOMES)

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from shardwise.engine.batches import rows_of
 from shardwise.engine.engine import Engine
+from shardwise.engine.example_check import check_example
 from shardwise.engine.make_execution import make_execution
 from shardwise.engine.make_states import make_states, sharing_of
 from shardwise.engine.parts import Parts
@@ -16,8 +16,7 @@ from shardwise.engine.trial import Trial
 from shardwise.execution.pipeline import complete
 from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import ManyProcesses, OneProcess
-from shardwise.stages.batch import cut_batch, home_of
-from shardwise.stages.losses import by_rows, summed_only
+from shardwise.stages.batch import home_of
 from shardwise.stages.stage import Batch, Loss
 from shardwise.states.make_optimizers import MadeOptimizer, Optimizers, make_optimizers
 
@@ -40,11 +39,10 @@ def assemble(
     optimizers = make_optimizers(optimizer, dict(module.named_parameters()))
     order = tuple(name for name, _ in module.named_parameters())
     shapes = {name: each.shape for name, each in module.state_dict().items() if isinstance(each, Tensor)}
-    loss = summed_only(loss, plan.cp) if plan.cp > 1 else loss
-    microbatch = cut_batch(rows_of(example, plan, wires.mesh), plan.microbatches, pad=options.pad)[0]
     if not any(each.training for each in module.modules()):
         # What is dropped in training is seen in training mode only. Of one that is partly so the user has said which.
         module.train()
+    microbatch, rule, kind, loss, weighed = check_example(module, plan, loss, example, options, wires)
     sharded = Sharded(module, plan, wires.mesh, microbatch, options, loss)
     if sharded.tensor is not None:
         # What could not be shared out along the sequence is whole on every rank.
@@ -61,8 +59,8 @@ def assemble(
         context.attach_stages(split)
     parts = Parts(
         module=module, plan=plan, split=split, schedule=computed,
-        loss=by_rows(loss) if options.pad else loss, options=options, sharded=sharded, order=order, shapes=shapes,
-        wires=wires, device=home_of(microbatch), callers=callers, written=trial.written,
+        loss=weighed, options=options, sharded=sharded, order=order, shapes=shapes,
+        wires=wires, device=home_of(microbatch), callers=callers, written=trial.written, rule=rule, kind=kind,
         has_metrics=trial.has_metrics,
     )  # fmt: skip
     return from_parts(parts, optimizers, owns_wires=owns_wires)

@@ -5,38 +5,92 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from shardwise.engine.parts import Parts
 from shardwise.engine.rank_device import batch_on
+from shardwise.engine.same_batch import SameBatch
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
 from shardwise.ranks.mesh import Mesh
-from shardwise.sharding.context.parallel import ContextParallel
 from shardwise.sharding.context.sequence_shards import LocalBatch
 from shardwise.sharding.dropout import Place, num_tokens_of
 from shardwise.sharding.zigzag import zigzag_shard
-from shardwise.stages.batch import cut_batch, length_of
+from shardwise.stages.batch import cut_batch
+from shardwise.stages.rows import RowRule, Seen, check_openable, take_rows, unmarked
 from shardwise.stages.stage import Batch
 
 
+class Cutter:
+    """Cuts batches for a process, which is given all rows or (`is_local`) those of its replica, by one rule."""
+
+    def __init__(self, plan: Plan, mesh: Mesh, rule: RowRule, *, pad: bool, is_local: bool) -> None:
+        self._plan, self._mesh, self._pad = plan, mesh, pad
+        self.rule, self.is_local = rule, is_local
+        self._num_replicas = 1 if is_local else plan.dp
+        #: The first row of this process in the batch that was cut last, as all replicas together have it.
+        self.first_row = 0
+
+    def cut(self, batch: Batch, device: torch.device | None = None) -> list[Batch]:
+        """The microbatches of this process; on a device, if one is given."""
+        if self._num_replicas * self._plan.microbatches == 1 and not self._pad:
+            seen = Seen(self.rule.length(batch), frozenset())
+            mine = unmarked(batch)
+        else:
+            check_openable(batch)
+            seen = self.rule.look(batch)
+            mine, seen = self._rows(batch, seen)
+        self.first_row = self._mesh.coordinates["dp"] * seen.length
+        mine = mine if device is None else batch_on(mine, device)
+        return cut_batch(mine, self._plan.microbatches, pad=self._pad, seen=seen)
+
+    def _rows(self, batch: Batch, seen: Seen) -> tuple[Batch, Seen]:
+        """The rows of this process's replica."""
+        count, length = self._num_replicas, seen.length
+        if length % count:
+            below = length - length % count
+            raise ShardwiseError(
+                f"a batch of {length} cannot be shared out evenly over dp={count} replicas",
+                remedy=f"a batch of {' or '.join(str(each) for each in (below, below + count) if each)}",
+            )
+        mine = self._mesh.coordinates["dp"] if count > 1 else 0
+        size = length // count
+        return take_rows(batch, seen, mine * size, (mine + 1) * size), seen._replace(length=size)
+
+
 class Batches:
-    """Takes the part of this process. Every process is given the same batch."""
+    """Takes the part of this process of every batch, and compares what processes are given."""
 
-    def __init__(
-        self, plan: Plan, mesh: Mesh, *, device: torch.device, pad: bool, context: ContextParallel | None
-    ) -> None:
-        self._plan, self._mesh, self._device, self._pad, self._context = plan, mesh, device, pad, context
+    def __init__(self, parts: Parts) -> None:
+        self._plan, self._mesh, self._device = parts.plan, parts.wires.mesh, parts.device
+        self._context, is_local = parts.sharded.context, parts.options.is_local
+        self._cutter = Cutter(parts.plan, self._mesh, parts.rule, pad=parts.options.pad, is_local=is_local)
+        self.same = SameBatch(parts.plan, parts.wires, is_local=is_local)
 
-    def cut(self, batch: Batch, *, predicts: bool = False) -> list[Batch]:
+    def cut(self, batch: Batch, what: str = "step", *, predicts: bool = False) -> list[Batch]:
         """The microbatches of this process, on its device. `predicts`: nobody takes a loss of them."""
-        rows = batch_on(rows_of(batch, self._plan, self._mesh), self._device)
-        microbatches = cut_batch(rows, self._plan.microbatches, pad=self._pad)
-        return (
-            microbatches
-            if self._context is None
-            else [self._context.cut(each, predicts=predicts) for each in microbatches]
-        )
+        self.same.take(batch, what)
+        found, context = self._cutter.cut(batch, self._device), self._context
+        return found if context is None else [context.cut(each, predicts=predicts) for each in found]
 
-    def place(self, batch: Batch, microbatch: Batch, step: int) -> Place:
-        """Where the first microbatch of this process stands in a batch."""
+    @property
+    def rule(self) -> RowRule:
+        return self._cutter.rule
+
+    def explain(self) -> list[str]:
+        """What is done with batches, in lines."""
+        plan, rule, last = self._plan, self._cutter.rule, self._cutter.rule.last
+        given = "rows of its own" if self._cutter.is_local else "all rows, and takes its own"
+        lines = [f"every replica is given {given} ({plan.dp} replicas, {plan.microbatches} microbatches of each)"]
+        if last is None:
+            return [*lines, "nothing is cut: each process takes the whole batch"]
+        cut = ", ".join(sorted(last.paths)) or "nothing"
+        lines.append(f"cut along its rows ({last.length} in the last batch): {cut}")
+        for path in sorted(rule.uncut):
+            why = "as long as the batch by chance, which was tried" if path in rule.tables else "it has no rows"
+            lines.append(f"not cut: {path} ({why})")
+        return lines
+
+    def place(self, microbatch: Batch, step: int) -> Place:
+        """Where the first microbatch of this process stands in the batch that was cut last."""
         axes, plan = self._mesh.coordinates, self._plan
         place = Place(step=step, first_row=0, num_tokens=num_tokens_of(microbatch))
         if plan.num_ranks == plan.pp:
@@ -44,20 +98,6 @@ class Batches:
         tokens: Tensor | None = None
         if isinstance(microbatch, LocalBatch):
             tokens = zigzag_shard(torch.arange(microbatch.tokens.length), 0, axes["cp"], plan.cp)
-        first_row = axes["dp"] * (length_of(batch) // plan.dp)
         num_pieces = plan.tp if plan.sp else 1
+        first_row = self._cutter.first_row
         return replace(place, first_row=first_row, tokens=tokens, piece=axes["tp"] % num_pieces, num_pieces=num_pieces)
-
-
-def rows_of(batch: Batch, plan: Plan, mesh: Mesh) -> Batch:
-    """The rows of this process's replica."""
-    if plan.dp == 1:
-        return batch
-    length = length_of(batch)
-    if length % plan.dp:
-        below = length - length % plan.dp
-        raise ShardwiseError(
-            f"a batch of {length} cannot be shared out evenly over dp={plan.dp} replicas",
-            remedy=f"a batch of {' or '.join(str(each) for each in (below, below + plan.dp) if each)}",
-        )
-    return cut_batch(batch, plan.dp)[mesh.coordinates["dp"]]

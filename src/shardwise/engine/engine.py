@@ -61,6 +61,9 @@ class Engine:
         self._steps = Steps(parts, execution, states)
         self._shown = make_shown(parts, states.parameters, states.buffers, states.data)
         self._shown.guard()
+        self._kind = parts.kind
+        #: The data parallel replica that this process is a part of, and how many there are.
+        self.replica, self.num_replicas = parts.wires.mesh.coordinates["dp"], parts.plan.dp
         self.loads = Loads(self.module, self.experts, self.wires.sum, num_alike=self.plan.tp)
 
     @property
@@ -90,6 +93,10 @@ class Engine:
         """What happened on all ranks in the last step that was recorded."""
         return self.execution.recorder.trace
 
+    def explain(self) -> str:
+        """What is done with batches and with the loss: what is cut, what is not, what parts are weighed by."""
+        return "\n".join([*self.execution.batches.explain(), f"the loss is {self._kind.value}"])
+
     @property
     def metrics(self) -> dict[str, float]:
         """Those of the last step or evaluation, over the whole batch, on every rank: means by name."""
@@ -100,7 +107,9 @@ class Engine:
         self, batch: Batch, *, metrics: Metrics | None = None, trace: bool = False, data_wait: float = 0.0,
         streams: StreamCollector | None = None,
     ) -> float:  # fmt: skip
-        """Take one step on a batch, the same on every rank, and return its loss. With `trace` it is recorded.
+        """Take one step on a batch and return its loss. With `trace` it is recorded.
+
+        The batch is the same on every rank; or with `batch="local"` the rows of this rank's replica.
 
         `metrics(output, batch)` is given every microbatch's output, and `engine.metrics` has the batch's. `data_wait`
         are seconds that the caller has just stood still for the batch: a recorded step begins with them. `streams`,

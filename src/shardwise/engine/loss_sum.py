@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.execution.interpreter import Interpreter, Tally
+from shardwise.engine.same_batch import SameBatch
+from shardwise.execution.interpreter import Interpreter
+from shardwise.execution.step_losses import Tally
 from shardwise.ranks.wires import Wires
 
 
@@ -19,10 +21,16 @@ class LossSum:
     """
 
     def __init__(
-        self, wires: Wires, interpreters: Sequence[Interpreter], *, num_alike: int, waits: Callable[[], bool]
+        self,
+        wires: Wires,
+        interpreters: Sequence[Interpreter],
+        *,
+        num_alike: int,
+        waits: Callable[[], bool],
+        same: SameBatch,
     ) -> None:
         self._wires, self._interpreters = wires, interpreters
-        self._num_alike, self._waits = num_alike, waits
+        self._num_alike, self._waits, self._same = num_alike, waits, same
         #: The sum of this step's loss over all processes, if it has been begun.
         self._under_way: tuple[Tensor, Any] | None = None
 
@@ -53,12 +61,14 @@ class LossSum:
         Asked while its last backwards go on.
         """
         tally = self.find()
-        return 1 / tally.count if tally is not None and tally.count and isfinite(tally.mean) else None
+        if tally is None or not self._same.is_as_told:
+            return None
+        return 1 / tally.count if tally.count and isfinite(tally.mean) else None
 
     def _seen_here(self) -> Tally | None:
         total = Tally()
         for interpreter in self._interpreters:
-            tally = interpreter.find_tally(0)
+            tally = interpreter.losses.find(0)
             if tally is None:
                 return None
             # It is asked for again and again: what has been read once is not read again.
@@ -66,9 +76,11 @@ class LossSum:
         return total
 
     def _start(self, tally: Tally) -> tuple[Tensor, Any]:
-        numbers = torch.tensor([tally.total, tally.count], dtype=torch.float64)
+        # Checksums of batches go with it, so that no exchange is made for them.
+        numbers = torch.tensor([tally.total, tally.count, *self._same.numbers], dtype=torch.float64)
         return numbers, self._wires.start_sum(numbers)
 
     def _read(self, numbers: Tensor) -> Tally:
-        total, count = (numbers / self._num_alike).tolist()
+        self._same.told = numbers[2:].tolist()
+        total, count = (numbers[:2] / self._num_alike).tolist()
         return Tally(total=total, count=count)

@@ -50,7 +50,10 @@ def make_execution(parts: Parts, states: States) -> Execution:
     dropouts = None
     if not parts.options.compile:
         dropouts = sharded.attach_dropouts(parts.module, parts.options.seed, parts.callers)
-    losses = LossSum(wires, trainer.interpreters, num_alike=parts.plan.tp, waits=lambda: states.written.are_there)
+    batches = Batches(parts)
+    losses = LossSum(
+        wires, trainer.interpreters, num_alike=parts.plan.tp, waits=lambda: states.written.are_there, same=batches.same
+    )
     _listen(trainer, parts, states, losses, dropouts)
     if schedule.staleness:
         finish, update = states.data.finish, states.update.take
@@ -60,7 +63,7 @@ def make_execution(parts: Parts, states: States) -> Execution:
         evaluator=evaluator,
         make_predictor=partial(_make_executor, both[1], parts, states, transport, measures=False),
         transport=transport,
-        batches=Batches(parts.plan, wires.mesh, device=parts.device, pad=parts.options.pad, context=sharded.context),
+        batches=batches,
         losses=losses,
         recorder=Recorder(
             schedule, wires, trainer.interpreters, sent={} if transport is None else transport.sent, data=states.data,
@@ -107,7 +110,7 @@ def _listen(trainer: Executor, parts: Parts, states: States, losses: LossSum, dr
         interpreter.select_rows = None if dropouts is None else dropouts.select
         interpreter.written = states.written.slots
         interpreter.offload = None if host is None else host.activations
-        interpreter.on_losses = None if isinstance(parts.wires, OneProcess) else agree_early
+        interpreter.losses.on_all = None if isinstance(parts.wires, OneProcess) else agree_early
     if host is not None and host.states is not None:
         waits = parts.options.clip is not None or is_stale
         states.data.keep_states(host.states, None if waits else losses.find_scale)

@@ -37,7 +37,7 @@ class MetricSum:
         finally:
             for interpreter in executor.interpreters:
                 interpreter.observe = None
-        self._measured = [each for interpreter in executor.interpreters for each in interpreter.metrics]
+        self._measured = [each for interpreter in executor.interpreters for each in interpreter.losses.metrics]
         if not (self._of_loss or self._asked):
             if any(self._measured):
                 raise ShardwiseError(

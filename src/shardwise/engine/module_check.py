@@ -91,7 +91,7 @@ def _is_linear(hooks: list[Any], parameter: nn.Parameter) -> bool:
     return torch.allclose(both, first + second, near, near) and torch.allclose(twice, -2 * first, near, near)
 
 
-def check_settings(*, clip: Any, bucket_bytes: int | None, buffers: Any) -> None:
+def check_settings(*, clip: Any, bucket_bytes: int | None, buffers: Any, batch: Any) -> None:
     """Refuse numbers that mean something else than they say."""
     if clip is not None and (
         isinstance(clip, bool) or not isinstance(clip, (int, float)) or math.isnan(clip) or clip <= 0
@@ -108,6 +108,11 @@ def check_settings(*, clip: Any, bucket_bytes: int | None, buffers: Any) -> None
         raise ShardwiseError(
             f"buffers={buffers!r} is no way to have replicas agree on what forwards write",
             remedy='buffers="mean", or buffers="first"',
+        )
+    if batch not in ("same", "local"):
+        raise ShardwiseError(
+            f"batch={batch!r} is no way to bring batches",
+            remedy='batch="same" if every rank is given all rows, batch="local" if every replica is given its own',
         )
 
 

@@ -51,14 +51,16 @@ def parallelize(
     masks: Mask | None = None,
     bucket_bytes: int | None = None,
     buffers: str | None = None,
+    batch: str = "same",
     wires: OneProcess | ManyProcesses | None = None,
 ) -> Engine:
     """Return an engine that trains `module` under `plan`.
 
-    `plan` may be a `Plan` or its short form, `pp=3,schedule=zb-v,microbatches=8`. `loss(output, batch)` gives the mean
-    over a microbatch, or its sum and the number that it is summed over: then all of a batch weigh the same, however
-    they are spread. It is tried on the example first. A module in evaluation mode is put in training mode; one that is
-    partly so stays as it is. One on the meta device gets the weights of this process's stages, from `seed` alone.
+    `plan` may be a `Plan` or its short form, `pp=3,schedule=zb-v,microbatches=8`. `loss(output, batch)` gives a mean or
+    a sum over rows or labels, or a pair of a sum and the number that it is summed over. It is tried on the example
+    first, and what parts of a batch cannot tell is refused (`docs/habits.md`). A module in evaluation mode is put in
+    training mode; one that is partly so stays as it is. One on the meta device gets the weights of this process's
+    stages, from `seed` alone.
     `optimizer` makes one for all parameters, whole and as `module.parameters()` gives them, or several are given, each
     for its share of them. Each is called once.
 
@@ -72,6 +74,8 @@ def parallelize(
     module and its batches (`docs/context.md`); `buffers`, "mean" or "first", what replicas are to have of buffers that
     each writes in its own forwards (`docs/habits.md`). With `verify` layers are cut in a copy first: what computes
     something else in parts is left whole, with a warning. Gradients are summed in buckets of `bucket_bytes`, if given.
+    Every rank is given the same `batch`, of all rows, and takes its own; with "local" each replica (dp) is given rows
+    of its own (`sw.replica_of(plan)` says which), the same on all ranks of it.
     `wires` are what processes talk over, where several engines are to share it (`ranks/wires.py`).
 
     Where `torch.distributed` has several ranks, each of them runs one of the plan. Under `torchrun` it is started here.
@@ -79,7 +83,7 @@ def parallelize(
     options = Options(
         clip=clip, compile=compile, seed=seed, pad=pad, through_blocks=through_blocks, measure=measure, tensor=tensor,
         tensor_chunks=tensor_chunks, positions=positions, entries=entries, masks=masks, bucket_bytes=bucket_bytes,
-        buffers=buffers, verify=verify,
+        buffers=buffers, verify=verify, batch=batch,
     )  # fmt: skip
     chosen = _checked(module, plan, loss, optimizer, example, options)
     example = put_together(module, example, chosen.precision)
@@ -98,7 +102,7 @@ def parallelize(
 def _checked(module: nn.Module, plan: Plan | str, loss: Loss, optimizer: Any, example: Batch, options: Options) -> Plan:
     """The plan, after all that can be refused before anything is made."""
     _check_arguments(module, plan, loss, optimizer, example)
-    check_settings(clip=options.clip, bucket_bytes=options.bucket_bytes, buffers=options.buffers)
+    check_settings(clip=options.clip, bucket_bytes=options.bucket_bytes, buffers=options.buffers, batch=options.batch)
     chosen = Plan.parse(plan) if isinstance(plan, str) else plan
     join_if_launched()
     are_many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

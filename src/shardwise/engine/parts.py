@@ -11,6 +11,8 @@ from shardwise.engine.sharded import Sharded
 from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import ManyProcesses, OneProcess
 from shardwise.schedule.schedule import Schedule
+from shardwise.stages.loss_kind import LossKind
+from shardwise.stages.rows import RowRule
 from shardwise.stages.stage import Loss, Split
 
 
@@ -20,7 +22,8 @@ class Parts:
 
     Before it was cut the module had its parameters in this `order`, and its state in these `shapes`. `callers` are
     modules that drop at random by calling a function; `written` are the buffers that a forward writes
-    (`states/shared_buffers.py`). `has_metrics` says whether the loss returns metrics beside itself.
+    (`states/shared_buffers.py`). `has_metrics` says whether the loss returns metrics beside itself, `rule` what of a
+    batch is cut, and `kind` what the loss is.
     """
 
     module: nn.Module
@@ -37,3 +40,5 @@ class Parts:
     callers: Collection[str] = ()
     written: Mapping[str, bytes | None] = field(default_factory=dict)
     has_metrics: bool = False
+    rule: RowRule = field(default_factory=RowRule)
+    kind: LossKind = LossKind.UNTRIED

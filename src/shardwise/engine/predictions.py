@@ -74,11 +74,13 @@ class Predictions:
 
     def cut(self, batch: Batch) -> Given:
         """This process's part of a batch."""
-        num_rows, plan = length_of(batch), self._parts.plan
-        if not num_rows:
+        batches, plan = self._execution.batches, self._parts.plan
+        seen = batches.rule.look(batch)
+        if not seen.length:
             raise ShardwiseError("the batch has no row", remedy="a batch of at least 1")
-        whole = padded(batch, -(-num_rows // (plan.dp * plan.microbatches)) * plan.dp * plan.microbatches)
-        return Given(whole, self._execution.batches.cut(whole, predicts=True), num_rows)
+        num_parts = plan.microbatches * (1 if self._parts.options.is_local else plan.dp)
+        whole = padded(batch, seen, -(-seen.length // num_parts) * num_parts)
+        return Given(whole, batches.cut(whole, "prediction", predicts=True), seen.length)
 
     def joined(self, given: Given) -> Any:
         """The output for the whole batch, from those of the microbatches that were run last."""
@@ -90,6 +92,8 @@ class Predictions:
                 mine[_Place(axes.get("dp", 0), number, axes.get("cp", 0))] = pytree.tree_map(_whole, output)
             interpreter.outputs.clear()
         outputs = mine if self._parts.wires.watch is None else self._told(mine, has_first=axes["tp"] == 0)
+        if self._parts.options.is_local:  # Other replicas have batches of their own.
+            outputs = {place: each for place, each in outputs.items() if place.replica == axes["dp"]}
         return self._join(outputs, given)
 
     def _told(self, mine: dict[_Place, Any], *, has_first: bool) -> dict[_Place, Any]:

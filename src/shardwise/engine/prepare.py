@@ -49,6 +49,12 @@ class Options:
     masks: Mask | None = None
     bucket_bytes: int | None = None
     buffers: str | None = None
+    batch: str = "same"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether every replica brings rows of its own."""
+        return self.batch == "local"
 
 
 class Prepared(NamedTuple):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from shardwise.engine.device_check import check_devices, check_example
 from shardwise.ranks.gpus import check_precision, check_room, gpu_of
+from shardwise.stages.rows import Marked, changed, tensors_in
 from shardwise.torch_private import buffer_slots
 
 _CPU = torch.device("cpu")
@@ -41,8 +42,7 @@ def device_of_rank(module: nn.Module, example: Any) -> torch.device:
     places = [each for each, _ in sizes.most_common() if each.type not in ("cpu", "meta")]
     if len(places) > 1:
         check_devices(module)
-    entries = example.values() if isinstance(example, Mapping) else ()
-    places += [each.device for each in entries if isinstance(each, Tensor) and each.device.type not in ("cpu", "meta")]
+    places += [each.device for each in tensors_in(example) if each.device.type not in ("cpu", "meta")]
     if places:
         return places[0]
     if torch.cuda.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
@@ -63,11 +63,17 @@ def put_on(module: nn.Module, device: torch.device) -> None:
 
 
 def batch_on(batch: Any, device: torch.device) -> Any:
-    """A batch whose tensors are on a device."""
+    """A batch whose tensors, wherever they are in it, are on a device."""
     if not isinstance(batch, Mapping):
         return batch
-    moved = {key: each.to(device, non_blocking=True) for key, each in batch.items() if _is_elsewhere(each, device)}
-    return {**batch, **moved} if moved else batch
+
+    def move(_: str, each: Any) -> Any:
+        if isinstance(each, Marked):
+            inner = batch_on({"": each.value}, device)[""]
+            return each if inner is each.value else Marked(inner, is_rows=each.is_rows)
+        return each.to(device, non_blocking=True) if _is_elsewhere(each, device) else None
+
+    return changed(batch, move)
 
 
 def _is_elsewhere(each: Any, device: torch.device) -> bool:

@@ -13,7 +13,7 @@ from shardwise.engine.predictions import Predictions
 from shardwise.engine.unchanged import Unchanged
 from shardwise.execution.collector import StreamCollector
 from shardwise.execution.executor import Executor, Record
-from shardwise.execution.interpreter import Tally
+from shardwise.execution.step_losses import Tally
 from shardwise.stages.batch import shapes_of
 from shardwise.stages.metrics import Metrics
 from shardwise.stages.stage import Batch
@@ -43,7 +43,7 @@ class Steps:
             states.begin_step()
             microbatches, signature = execution.batches.cut(batch), ("train", shapes_of(batch))
             if execution.dropouts is not None:
-                place = execution.batches.place(batch, microbatches[0], self.num_begun)
+                place = execution.batches.place(microbatches[0], self.num_begun)
                 execution.dropouts.take(microbatches, place)
             self.num_begun += 1
             with execution.recorder.listening(recording, signature):
@@ -52,6 +52,8 @@ class Steps:
                 start = perf_counter()
                 if states.stream is None:
                     states.data.finish()
+                execution.batches.same.check_told()
+                if states.stream is None:
                     (update or states.update.take)(tally)
                 end = perf_counter()
         if recording is not None:
@@ -64,8 +66,10 @@ class Steps:
         """The loss of a batch, with every part of the module in evaluation mode meanwhile."""
         evaluator = self._execution.evaluator
         with self._in_evaluation_mode(), self.metrics.of(evaluator, metrics):
-            microbatches = self._execution.batches.cut(batch)
-            return self._run(evaluator, microbatches, ("evaluate", shapes_of(batch)), None)
+            microbatches = self._execution.batches.cut(batch, "evaluation")
+            tally = self._run(evaluator, microbatches, ("evaluate", shapes_of(batch)), None)
+            self._execution.batches.same.check_told()
+            return tally
 
     def predict(self, batch: Batch) -> Any:
         """What the module returns for a batch in evaluation mode."""

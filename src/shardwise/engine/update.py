@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwise.engine.parts import Parts
-from shardwise.execution.interpreter import Tally
+from shardwise.execution.step_losses import Tally
 from shardwise.planner.plan import Offload
 from shardwise.ranks.wires import OneProcess, Wires
 from shardwise.states.data_parallel import DataParallel

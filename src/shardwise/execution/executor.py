@@ -14,7 +14,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from shardwise.errors import ShardwiseError
-from shardwise.execution.interpreter import Interpreter, StageStates, Tally
+from shardwise.execution.interpreter import Interpreter, StageStates
+from shardwise.execution.step_losses import Tally
 from shardwise.schedule.instruction import COMPUTE, OFFLOADS, SENDS, Instruction, Kind
 from shardwise.schedule.schedule import Schedule
 from shardwise.stages.stage import Batch
@@ -103,7 +104,7 @@ class Executor:
         self._num_fed += 1
         total = Tally()
         for interpreter in self.interpreters:
-            total.add(interpreter.tally(step))
+            total.add(interpreter.losses.take(step))
         return total
 
     def flush(self, *, record: Record | None = None) -> None:

@@ -11,9 +11,8 @@ from functools import partial
 from itertools import chain
 from operator import is_
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from shardwise.errors import ShardwiseError
@@ -21,13 +20,15 @@ from shardwise.execution.backward import Halves, find_halves, full_backward, inp
 from shardwise.execution.compute_policy import ComputePolicy, RngState, saving_nothing
 from shardwise.execution.replay import replayed
 from shardwise.execution.stage_io import StageIO
+from shardwise.execution.step_losses import Measured, StepLosses, measure
 from shardwise.schedule.instruction import BACKWARD, Instruction, Kind
 from shardwise.schedule.schedule import Schedule
 from shardwise.stages.activation_bytes import Kept, KeptBytes
 from shardwise.stages.batch import home_of
-from shardwise.stages.losses import describe
-from shardwise.stages.metrics import Pairs, pairs_of, take_metrics
+from shardwise.stages.losses import WeighedLoss
+from shardwise.stages.metrics import Pairs
 from shardwise.stages.recalled import recalling
+from shardwise.stages.rows import tensors_in
 from shardwise.stages.stage import Batch, Loss, Split, Values
 
 
@@ -89,66 +90,8 @@ class _Saved:
     halves: Halves | None = None
 
 
-class _Measured(NamedTuple):
-    """The loss of a microbatch, and the number that it is summed over; a mean counts as one. Metrics beside it."""
-
-    total: Tensor
-    number: Tensor | float
-    metrics: Pairs
-
-
 #: What a stage has made for others; and the loss, of a last one.
-_Made = tuple[Values, _Measured | None]
-
-
-class Tally:
-    """The loss of a step so far: sums and what they are summed over, or means and their number.
-
-    Losses on a GPU are read when somebody asks for a number: until then the host does not wait for them.
-    """
-
-    def __init__(self, total: float = 0.0, count: float = 0.0, measured: Sequence[_Measured] = ()) -> None:
-        self._total, self._count = total, count
-        #: Losses that have not been read, rank by rank.
-        self._unread = [list(measured)] if measured else []
-
-    def add(self, other: "Tally") -> None:
-        self._total += other._total
-        self._count += other._count
-        self._unread += other._unread
-
-    def read(self) -> "Tally":
-        """Read all losses, now."""
-        unread, self._unread = self._unread, []
-        for measured in unread:
-            self._total += sum(float(each.total) for each in measured)
-            self._count += sum(float(each.number) for each in measured)
-        return self
-
-    @property
-    def total(self) -> float:
-        return self.read()._total
-
-    @property
-    def count(self) -> float:
-        return self.read()._count
-
-    def on_device(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Total and count there, in double precision, as they will be: nothing is read."""
-        total, count = (torch.full((), each, dtype=torch.float64, device=device) for each in (self._total, self._count))
-        for each in chain.from_iterable(self._unread):
-            total = total + each.total.reshape(())
-            count = count + each.number
-        return total, count
-
-    @property
-    def mean(self) -> float:
-        if not self.count:
-            raise ShardwiseError(
-                "the loss is a sum over 0 numbers in the whole batch, so it has no mean",
-                remedy="leave out batches without a label",
-            )
-        return self.total / self.count
+_Made = tuple[Values, Measured | None]
 
 
 class Interpreter:
@@ -165,14 +108,9 @@ class Interpreter:
         here = schedule.placement.stages[rank]
         self._stages = {stage: found for stage in here if (found := split.stages[stage % split.num_stages]) is not None}
         self._lasts = {stage for stage in here if stage % split.num_stages == split.num_stages - 1}
-        self._measured: dict[int, list[_Measured]] = {}
-        self._tallies: dict[int, Tally] = {}
         mine = [part for each in schedule.orders[rank] for part in each.parts]
-        #: How many losses of a step are measured here.
-        self._num_losses = 0
-        if loss is not None:
-            lasts = [part for part in mine if part.kind is Kind.F and part.stage in self._lasts]
-            self._num_losses = len(lasts) // schedule.num_steps
+        #: What is measured here.
+        self.losses = StepLosses(mine, set() if loss is None else self._lasts, schedule.num_steps)
         # A schedule of forwards alone leaves nothing to come back for.
         self._trains = any(part.kind in BACKWARD for part in mine)
         self._saved: dict[tuple[int, int], _Saved] = {}
@@ -191,11 +129,8 @@ class Interpreter:
         self.offload: ActivationOffload | None = None
         #: Where the modules keep buffers that forwards write.
         self.written: Sequence[tuple[dict[str, Any], str]] = ()
-        #: What else is measured of the module's output; and all metrics of each microbatch of the last step.
+        #: What else is measured of the module's output.
         self.observe: Callable[[Any, Batch], Pairs] | None = None
-        self.metrics: list[Pairs] = []
-        #: Called when all losses of a step are known that are measured here; with none that is at once.
-        self.on_losses: Callable[[], None] | None = None
         #: Called with each computation before it is run.
         self.before: Callable[[Instruction], None] | None = None
         #: Called when a forward was made again: rank, the backward that it was for, and when.
@@ -212,30 +147,14 @@ class Interpreter:
     def begin(self) -> None:
         """Start anew. Of what was broken off by an error nothing is left."""
         self.io.clear()
-        for held in (self._saved, self._microbatches, self._measured, self._tallies, self.outputs):
+        for held in (self._saved, self._microbatches, self.losses, self.outputs):
             held.clear()
 
     def take(self, step: int, microbatches: list[Batch]) -> None:
         """Take the batch of a step, in microbatches."""
         first = step * self.schedule.num_microbatches
         self._microbatches.update(enumerate(microbatches, first))
-        self._measured[step], self.metrics = [], []
-        if self.on_losses is not None and not self._num_losses:
-            self.on_losses()
-
-    def tally(self, step: int) -> Tally:
-        """The loss of a step, whose forwards have been run, as far as it was measured here."""
-        found = self.find_tally(step)
-        assert found is not None, f"rank {self.rank} has not run all forwards of step {step}"
-        del self._tallies[step], self._measured[step]
-        return found
-
-    def find_tally(self, step: int) -> Tally | None:
-        """The same while a step goes on; None if there are forwards to come, or it is not under way."""
-        measured = self._measured.get(step)
-        if step not in self._tallies and measured is not None and len(measured) == self._num_losses:
-            self._tallies[step] = Tally(measured=measured)
-        return self._tallies.get(step)
+        self.losses.begin(step)
 
     def finish(self) -> None:
         """End: all that was begun has been run."""
@@ -292,7 +211,7 @@ class Interpreter:
         counts = self.kept_bytes is not None and stage not in self.kept_bytes
         kept = Kept(self._there_anyway(stage, microbatch)) if counts else None
         if self._trains and self.policy.recompute == "stage":
-            saved.rng = RngState.now(chain(inputs.values(), self._microbatches[microbatch].values()), self.written)
+            saved.rng = RngState.now(chain(inputs.values(), tensors_in(self._microbatches[microbatch])), self.written)
             first, saved.kept = recalling(kept) if self.policy.selective else (nullcontext(), nullcontext())
             with first, saving_nothing():
                 made, measured = self._run(stage, microbatch, inputs)
@@ -305,11 +224,7 @@ class Interpreter:
         if kept is not None and self.kept_bytes is not None:
             self.kept_bytes[stage] = kept.num_bytes
         if measured is not None:
-            step = self.schedule.step_of(microbatch)
-            self._measured[step].append(_Measured(measured.total.detach(), measured.number, {}))
-            self.metrics.append(measured.metrics)
-            if self.on_losses is not None and len(self._measured[step]) == self._num_losses:
-                self.on_losses()
+            self.losses.add(self.schedule.step_of(microbatch), measured)
         if self._trains:
             saved.wants_gradient = {name for name, value in made.items() if value.requires_grad}
             self._saved[stage, microbatch] = saved
@@ -317,9 +232,8 @@ class Interpreter:
 
     def _there_anyway(self, stage: int, microbatch: int) -> list[Tensor]:
         """What is on the device whether a forward saves it or not."""
-        here, batch = self._stages[stage], self._microbatches[microbatch].values()
-        given = [each for each in batch if isinstance(each, Tensor)]
-        return [*here.parameters.values(), *here.buffers.values(), *given]
+        here = self._stages[stage]
+        return [*here.parameters.values(), *here.buffers.values(), *tensors_in(self._microbatches[microbatch])]
 
     def _saving(self, stage: int, microbatch: int, inputs: Values, kept: Kept | None) -> AbstractContextManager[Any]:
         """Around a forward whose backward is to come: where what it saves goes, and who counts it."""
@@ -352,7 +266,11 @@ class Interpreter:
         """What a stage makes of its inputs; and the loss, if it is the last."""
         batch = self._microbatches[microbatch]
         self._select(microbatch, batch)
-        with nullcontext() if self.policy.autocast is None else self.policy.precision(home_of(batch)):
+        weighed = self.loss if stage in self._lasts and isinstance(self.loss, WeighedLoss) else None
+        with (
+            nullcontext() if self.policy.autocast is None else self.policy.precision(home_of(batch)),
+            nullcontext() if weighed is None else weighed.watching(),
+        ):
             made, output = self._stages[stage].run(inputs, batch)
             if stage not in self._lasts:
                 return made, None
@@ -360,7 +278,7 @@ class Interpreter:
                 self.outputs[microbatch] = output
                 return made, None
             observed = {} if self.observe is None or is_again else self.observe(output, batch)
-            measured = _measure(self.loss, output, batch, stage, microbatch, observed)
+            measured = measure(self.loss, output, batch, stage, microbatch, observed)
         if self._trains and not measured.total.requires_grad:
             raise ShardwiseError(
                 "the loss does not depend on any parameter that requires a gradient, so there is nothing to train",
@@ -423,20 +341,3 @@ class Interpreter:
 def _leaves(saved: _Saved) -> list[Tensor]:
     """What was read and wants a gradient."""
     return [leaf for leaf in saved.inputs.values() if leaf.requires_grad]
-
-
-def _measure(loss: Loss, output: Any, batch: Batch, stage: int, microbatch: int, observed: Pairs) -> _Measured:
-    """The loss of a microbatch, and its metrics with those that were observed before."""
-    try:
-        result, metrics = take_metrics(loss(output, batch))
-    except Exception as error:
-        error.add_note(f"in the loss of microbatch {microbatch}, which stage {stage} gave {describe(output)}")
-        raise
-    total, number = result if isinstance(result, tuple) else (result, 1)
-    measured = _Measured(total, number, {**observed, **({} if metrics is None else pairs_of(metrics))})
-    if measured.total.numel() != 1:
-        raise ShardwiseError(
-            f"the loss is {describe(measured.total)}, but it must be one number for a microbatch",
-            remedy="return loss.sum(), loss.numel()",
-        )
-    return measured

@@ -9,6 +9,7 @@ from torch import nn
 
 from shardwise.execution.compute_policy import RngState
 from shardwise.stages.activation_bytes import Kept
+from shardwise.stages.rows import tensors_in
 from shardwise.stages.split.module_stage import ModuleStage, Moment
 from shardwise.stages.stage import Batch, Stage
 from shardwise.torch_private import buffer_slots
@@ -40,7 +41,7 @@ class Replay:
     def take(self, layer: nn.Module) -> Moment:
         """Take down how it is now, for a layer."""
         owners = {id(buffer_slots(each)) for each in layer.modules()} if self._written else set()
-        state = RngState.now(self._batch.values(), [each for each in self._written if id(each[0]) in owners])
+        state = RngState.now(tensors_in(self._batch), [each for each in self._written if id(each[0]) in owners])
         return lambda: self._again(layer, state), self._kept
 
     @contextmanager

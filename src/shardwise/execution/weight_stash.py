@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from shardwise.execution.executor import Executor, Record
-from shardwise.execution.interpreter import Tally
+from shardwise.execution.step_losses import Tally
 from shardwise.stages.stage import Batch
 from shardwise.torch_private import parameter_slots
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.engine.engine import Engine
-from shardwise.execution.interpreter import Tally
+from shardwise.execution.step_losses import Tally
 from shardwise.ranks.collectives import Group
 from shardwise.ranks.cpu_exchange import CpuExchange
 from shardwise.ranks.exchange import Done, Exchange, Then, Ticket

@@ -16,6 +16,7 @@ Expert parallelism has no room of its own in the grid: its ranks are carved from
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -116,6 +117,21 @@ def _grid(plan: Plan, sizes: Mapping[str, int]) -> torch.Tensor:
     order = plan.order.split("-")
     numbered = torch.arange(plan.num_ranks).reshape([sizes[axis] for axis in order])
     return numbered.permute([order.index(axis) for axis in ORDER])
+
+
+class Replica(NamedTuple):
+    """One of the data parallel replicas of a plan: which, and of how many."""
+
+    replica: int
+    num_replicas: int
+
+
+def replicas_of(plan: Plan) -> list[Replica]:
+    """Of each rank of a plan, in order, the replica that it is a part of."""
+    grid = _grid(plan, sizes_of(plan))
+    parts = grid.unbind(ORDER.index("dp"))
+    places = {rank: place for place, part in enumerate(parts) for rank in part.flatten().tolist()}
+    return [Replica(places[rank], len(parts)) for rank in range(plan.num_ranks)]
 
 
 def agree_on(plan: Plan) -> None:

@@ -33,6 +33,7 @@ from shardwise.ranks.collectives import longest_piece
 from shardwise.sharding.rng_tracker import Channels
 from shardwise.sharding.wrap_forward import wrap_forward
 from shardwise.stages.batch import length_of
+from shardwise.stages.rows import tensors_in
 from shardwise.stages.stage import Batch
 from shardwise.torch_private import SAFE_SOFTMAX, DropoutModule
 
@@ -303,7 +304,7 @@ class _Caller(TorchFunctionMode):
 
 def num_tokens_of(batch: Batch) -> int | None:
     """How many tokens a sequence of a batch has, as far as one can see."""
-    return next((each.shape[1] for each in batch.values() if isinstance(each, Tensor) and each.dim() > 1), None)
+    return next((each.shape[1] for each in tensors_in(batch) if each.dim() > 1), None)
 
 
 def _inner_places(given: Tensor, place: Place, channels: Channels | None) -> Tensor:

@@ -3,24 +3,33 @@
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from shardwise.errors import ShardwiseError
+from shardwise.stages.rows import RowRule, Seen, changed, nodes, take_rows, tensors_in
 from shardwise.stages.stage import Batch
 
 
-class Padding(dict):  # type: ignore[type-arg]
+class Microbatch(dict):  # type: ignore[type-arg]
+    """Some rows of a batch, and how many."""
+
+    num_rows: int = 0
+
+
+class Padding(Microbatch):
     """A microbatch that repeats a row for want of another: it is run like any other, and counts for nothing."""
 
 
-def cut_batch(batch: Batch, num_microbatches: int, *, pad: bool = False) -> list[Batch]:
-    """Return the microbatches: tensors that have the batch's length are cut along it, all else goes to each.
+def cut_batch(batch: Batch, num_microbatches: int, *, pad: bool = False, seen: Seen | None = None) -> list[Batch]:
+    """Return the microbatches: what has a row for each of the batch's is cut along them, all else goes to each.
 
-    The batch's length is the first dimension of its first tensor. With `pad` any length will do: some microbatches have
-    one row more than others, and if there are fewer rows than microbatches the last ones are `Padding`.
+    What is cut is found (`rows.py`), or was `seen` before. With `pad` any length will do: some microbatches have one
+    row more than others, and if there are fewer rows than microbatches the last ones are `Padding`.
     """
-    length = length_of(batch)
+    seen = RowRule().look(batch) if seen is None else seen
+    length = seen.length
     size, more = divmod(length, num_microbatches)
     if more and not pad:
         below = length - length % num_microbatches
@@ -34,48 +43,43 @@ def cut_batch(batch: Batch, num_microbatches: int, *, pad: bool = False) -> list
         raise ShardwiseError("the batch has no row", remedy=f"a batch of {num_microbatches}")
     ends = [number * size + min(number, more) for number in range(num_microbatches + 1)]
     return [
-        _rows(batch, length, first, end) if end > first else Padding(_rows(batch, length, length - 1, length))
+        _rows(batch, seen, first, end) if end > first else _rows(batch, seen, length - 1, length, Padding)
         for first, end in pairwise(ends)
     ]
 
 
-def padded(batch: Batch, length: int) -> Batch:
+def padded(batch: Batch, seen: Seen, length: int) -> Batch:
     """The batch with its last row repeated up to a length."""
-    before = length_of(batch)
-    if before == length:
-        return batch
+    more = length - seen.length
 
-    def fill(entry: Any) -> Any:
-        if not (isinstance(entry, Tensor) and entry.dim() and entry.shape[0] == before):
-            return entry
-        return torch.cat((entry, entry[-1:].expand(length - before, *entry.shape[1:])))
+    def fill(path: str, entry: Any) -> Any:
+        if path not in seen.paths:
+            return None
+        if isinstance(entry, Tensor):
+            return torch.cat((entry, entry[-1:].expand(more, *entry.shape[1:])))
+        if isinstance(entry, (list, tuple)):
+            return type(entry)((*entry, *([entry[-1]] * more)))
+        return np.concatenate((entry, entry[-1:].repeat(more, 0)))
 
-    return {name: fill(entry) for name, entry in batch.items()}
+    return changed(batch, fill) if more else batch
 
 
-def _rows(batch: Batch, length: int, first: int, end: int) -> Batch:
-    return {
-        name: entry[first:end] if isinstance(entry, Tensor) and entry.dim() and entry.shape[0] == length else entry
-        for name, entry in batch.items()
-    }
+def _rows(batch: Batch, seen: Seen, first: int, end: int, kind: type[Microbatch] = Microbatch) -> Microbatch:
+    made = kind(take_rows(batch, seen, first, end))
+    made.num_rows = end - first
+    return made
 
 
 def length_of(batch: Batch) -> int:
     """How many rows a batch has."""
-    length = next((entry.shape[0] for entry in batch.values() if isinstance(entry, Tensor) and entry.dim()), None)
-    if length is None:
-        raise ShardwiseError(
-            "the batch holds no tensor, so it has no length to cut into microbatches",
-            remedy='a dictionary like {"input_ids": ids, "labels": labels}',
-        )
-    return length
+    return batch.num_rows if isinstance(batch, Microbatch) else RowRule().length(batch)
 
 
 def shapes_of(batch: Batch) -> tuple[tuple[str, torch.Size, torch.dtype], ...]:
     """All that the shapes of values depend on."""
-    return tuple((name, entry.shape, entry.dtype) for name, entry in batch.items() if isinstance(entry, Tensor))
+    return tuple((path, each.shape, each.dtype) for path, each in nodes(batch) if isinstance(each, Tensor))
 
 
 def home_of(batch: Batch) -> torch.device:
     """Where a batch's tensors are."""
-    return next((entry.device for entry in batch.values() if isinstance(entry, Tensor)), torch.device("cpu"))
+    return next((each.device for each in tensors_in(batch)), torch.device("cpu"))

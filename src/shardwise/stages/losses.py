@@ -1,12 +1,15 @@
-"""The loss that a user gives: tried on the example before anything is trained, and weighed by rows if they differ."""
+"""The loss that a user gives: tried on the example before anything is trained; and parts of it, weighed."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
 
 from shardwise.errors import ShardwiseError, nearest
 from shardwise.stages.batch import Padding, length_of
+from shardwise.stages.label_counts import LabelCounts
+from shardwise.stages.loss_kind import REMEDY, LossKind, Tried
 from shardwise.stages.metrics import pairs_of, take_metrics, with_metrics
 from shardwise.stages.split.lines import line_of_error
 from shardwise.stages.stage import Batch, Loss
@@ -69,18 +72,62 @@ def summed_only(loss: Loss, cp: int) -> Loss:
     return checked
 
 
-def by_rows(loss: Loss) -> Loss:
-    """The same loss where microbatches differ in size: a mean weighs as much as it has rows, padding nothing."""
+class WeighedLoss:
+    """A loss of parts of a batch, each weighed by what it is a mean over: a sum and a number come of it.
 
-    def weighed(output: Any, batch: Batch) -> Any:
-        result, metrics = take_metrics(loss(output, batch))
-        rows, is_padding = length_of(batch), isinstance(batch, Padding)
-        total, number = result if isinstance(result, tuple) else (result * rows, rows)
-        if metrics is not None:
-            metrics = {} if is_padding else pairs_of(metrics, rows=rows)
-        return with_metrics((total * 0, 0) if is_padding else (total, number), metrics)
+    `num_parts` are all of a batch, of all replicas. With `by_rows` they may differ in how many rows they have.
+    """
 
-    return weighed
+    def __init__(self, loss: Loss, tried: Tried, *, num_parts: int, by_rows: bool) -> None:
+        self._loss, self._tried, self._num_parts, self._by_rows = loss, tried, num_parts, by_rows
+        self._counts: LabelCounts | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around the forward of a last stage and its loss: means over labels are counted here."""
+        kind = self._tried.kind
+        if kind is not LossKind.LABELS and kind is not LossKind.EVEN:
+            yield
+            return
+        self._counts = LabelCounts()
+        try:
+            # Where the module computes none, its forward is left alone.
+            with self._counts if self._tried.inside else nullcontext():
+                yield
+        finally:
+            self._counts = None
+
+    def __call__(self, output: Any, batch: Batch) -> Any:
+        with nullcontext() if self._counts is None or self._tried.inside else self._counts:
+            result, metrics = take_metrics(self._loss(output, batch))
+        total, number = result if isinstance(result, tuple) else self._weighed(result, batch)
+        if not isinstance(batch, Padding):
+            if metrics is not None and self._by_rows:
+                metrics = pairs_of(metrics, rows=length_of(batch))
+            return with_metrics((total, number), metrics)
+        # As a part of a sum it has its share, and adds nothing.
+        return with_metrics((total * 0, number if self._tried.kind is LossKind.SUM else 0), metrics and {})
+
+    def _weighed(self, result: Any, batch: Batch) -> tuple[Tensor, Tensor | int | float]:
+        if self._tried.kind is LossKind.SUM:
+            return result, 1 / self._num_parts
+        if self._tried.kind is LossKind.ENTRY:
+            assert self._tried.through is not None, "an entry was found"
+            number = self._tried.through.of(batch) / self._tried.through.row
+            return result * number, number
+        found = self._counts.found if self._counts is not None else []
+        if self._tried.kind is LossKind.LABELS and len(found) == 1:
+            number = found[0].number / self._tried.labels
+            return result * number, number
+        for each in found:
+            if each.number != each.size:
+                raise ShardwiseError(
+                    f"{each.size - float(each.number):g} of {each.size} labels are ignored here, and the loss is a mean"
+                    " over the others and something else: means of parts that ignore different numbers are not that of"
+                    " the batch",
+                    remedy=REMEDY,
+                )
+        return (result * length_of(batch), length_of(batch)) if self._by_rows else (result, 1)
 
 
 def describe(output: Any) -> str:

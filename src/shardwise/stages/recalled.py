@@ -61,25 +61,25 @@ def _tensors(made: Any) -> list[Tensor]:
     return [each for each in pytree.tree_leaves(made) if isinstance(each, Tensor)]
 
 
-class _Mode(TorchDispatchMode):
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation. Functions of ours find it by its thread."""
 
     def __init__(self, notes: _Notes) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.notes = notes
 
     def __enter__(self) -> "_Mode":
         self._outer = getattr(_local, "mode", None)
         _local.mode = self
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         _local.mode = self._outer
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
 
-class _First(_Mode):
+class _First(_Mode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         if func in DEAR:
@@ -87,7 +87,7 @@ class _First(_Mode):
         return made
 
 
-class _Second(_Mode):
+class _Second(_Mode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = self.notes.take(func) if func in DEAR else None
         return func(*args, **(kwargs or {})) if found is None else found

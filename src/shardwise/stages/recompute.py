@@ -16,7 +16,7 @@ schedule a stage is recomputed whole, once, before its first half (`execution/co
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -53,7 +53,11 @@ def recompute_units(
         if isinstance(stage, ModuleStage):
             chosen = set(layers_of(stage, split)[:num_layers])
             around = _inside if selective and is_compiled else partial(_outside, stage, selective, stops_early)
-            stage.wrap(lambda unit, call, chosen=chosen, around=around: around(unit, call) if unit in chosen else call)
+            stage.wrap(partial(_for_some, chosen, around))
+
+
+def _for_some(chosen: Collection[str], around: Callable[[str, Inner], Inner], unit: str, call: Inner) -> Inner:
+    return around(unit, call) if unit in chosen else call
 
 
 def layers_of(stage: ModuleStage, split: Split) -> list[str]:

@@ -44,7 +44,9 @@ class Setup:
 
 
 def check_inputs(job: Job) -> None:
-    """Before any rank is started: refuse data or a model that cannot be read, and curves that nothing here can draw."""
+    """Before any rank is started: refuse rows that cannot be shared out, data or a model that cannot be read, and
+    curves that nothing here can draw.
+    """
     subject_of(job.recipe, check_data(job.recipe.data))
     check_rows(job)
     if job.recipe.tensorboard:

@@ -14,7 +14,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.loss_sum import LossSum
 from shardwise.engine.parallelize import parallelize
 from shardwise.errors import ShardwiseError
-from shardwise.execution.interpreter import Tally
+from shardwise.execution.step_losses import Tally
 from shardwise.nets.loss import next_token_loss
 from shardwise.planner.plan import Plan
 from shardwise.ranks.spawn import Ranks

@@ -20,6 +20,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.ranks.collectives import filled
 from shardwise.sharding.context.mask import Tokens, number_documents, positions_in
 from shardwise.sharding.zigzag import zigzag_shard
+from shardwise.stages.rows import nodes
 from shardwise.stages.stage import Batch
 
 #: A label that is not to be learned.
@@ -134,6 +135,13 @@ def _entries_of(batch: Batch, how: SequenceSharding) -> dict[str, Entry]:
             raise ShardwiseError(
                 f"{name} is {list(each.shape)}: are its {length} the {length} tokens of the sequence, which are cut?",
                 remedy=f'entries={{"{name}": {list(each.shape).index(length, 1)}}}, or None if all ranks get it whole',
+            )
+    for path, each in nodes(batch):
+        if isinstance(each, Tensor) and path not in batch and length in each.shape[1:]:
+            raise ShardwiseError(
+                f"{path} is {list(each.shape)}, inside of another entry: are its {length} the {length} tokens of the"
+                " sequence? cp cuts entries of the batch itself",
+                remedy=f"batch = {{..., 'mine': batch[{path.partition('[')[0]!r}]...}}, or cp=1",
             )
     return found
 

@@ -24,6 +24,11 @@ class Signature:
         #: `forward(*args, **kwargs)`, as in a module around a module: it names nothing, so it gets everything.
         self._takes_all = not self._named and any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
 
+    @property
+    def names(self) -> dict[str, inspect.Parameter]:
+        """What it names, with all that is said of each."""
+        return {each.name: each for each in (*self._positional, *self._named)}
+
     def arguments(self, batch: Batch) -> Arguments:
         """The arguments of one call.
 

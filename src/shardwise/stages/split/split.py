@@ -13,8 +13,9 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from shardwise.stages.rows import tensors_in
 from shardwise.stages.split.choose import SplitOptions, choose, costs_of
 from shardwise.stages.split.forecast import Forecast
 from shardwise.stages.split.materialise import free, materialise
@@ -86,7 +87,5 @@ def _ties(module: nn.Module, parts: Sequence[StagePart]) -> dict[str, tuple[int,
 
 def _home(module: nn.Module, example: Batch) -> torch.device:
     """Where the weights of a module on the meta device go: to the example, which they compute with."""
-    tensors = chain(
-        (each for each in example.values() if isinstance(each, Tensor)), module.parameters(), module.buffers()
-    )
+    tensors = chain(tensors_in(example), module.parameters(), module.buffers())
     return next((each.device for each in tensors if not each.is_meta), torch.device("cpu"))

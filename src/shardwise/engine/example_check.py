@@ -1,0 +1,63 @@
+"""The example looked at before anything is cut: what of it are rows, and what its loss is, on all ranks alike."""
+
+from functools import partial
+from typing import NamedTuple
+
+from torch import nn
+
+from shardwise.engine.batches import Cutter
+from shardwise.engine.prepare import Options
+from shardwise.engine.same_batch import SameBatch
+from shardwise.execution.compute_policy import ComputePolicy
+from shardwise.planner.plan import Plan
+from shardwise.ranks.wires import Wires
+from shardwise.stages.batch import home_of
+from shardwise.stages.loss_kind import LossKind, Tried
+from shardwise.stages.loss_trial import try_loss
+from shardwise.stages.losses import WeighedLoss, summed_only
+from shardwise.stages.rows import RowRule
+from shardwise.stages.split.arguments import Signature
+from shardwise.stages.stage import Batch, Loss
+
+
+class Checked(NamedTuple):
+    """A microbatch of the example, the rule by which it was cut, and what the loss is.
+
+    `loss` is a user's, of a microbatch; `weighed` the same with its weight in the batch.
+    """
+
+    microbatch: Batch
+    rule: RowRule
+    kind: LossKind
+    loss: Loss
+    weighed: Loss
+
+
+def check_example(module: nn.Module, plan: Plan, loss: Loss, example: Batch, options: Options, wires: Wires) -> Checked:
+    """Refuse an example that ranks do not share, and a loss that parts of a batch do not tell. All call this alike."""
+    SameBatch(plan, wires, is_local=options.is_local).take(example, "example")
+    rule = RowRule(Signature(module).names)
+    tried = _agreed(module, plan, loss, example, rule, options, wires)
+    rule.tables |= set(tried.tables)
+    cutter = Cutter(plan, wires.mesh, rule, pad=options.pad, is_local=options.is_local)
+    microbatch = cutter.cut(example)[0]
+    loss = summed_only(loss, plan.cp) if plan.cp > 1 else loss
+    by_rows = options.pad or options.is_local
+    weighed = WeighedLoss(loss, tried, num_parts=plan.dp * plan.microbatches, by_rows=by_rows)
+    return Checked(microbatch, rule, tried.kind, loss, weighed)
+
+
+def _agreed(
+    module: nn.Module, plan: Plan, loss: Loss, example: Batch, rule: RowRule, options: Options, wires: Wires
+) -> Tried:
+    """What the loss is, if anything of a batch is cut; the same on all ranks."""
+    mine = Tried(LossKind.UNTRIED)
+    is_meta = any(each.is_meta for each in (*module.parameters(), *module.buffers()))
+    # Under cp a loss has to be a pair anyway.
+    if plan.dp * plan.microbatches > 1 and plan.cp == 1 and options.verify and not is_meta:
+        mine = try_loss(module, loss, example, rule, partial(ComputePolicy.of(plan).precision, home_of(example)))
+    found: list[Tried] = wires.gather(mine)
+    problem = next((each for each in found if each.problem), None)
+    tried = problem or next((each for each in found if each.kind is not LossKind.UNTRIED), mine)
+    tried.check()
+    return tried

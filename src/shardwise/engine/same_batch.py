@@ -1,0 +1,137 @@
+"""Whether ranks were given the batch that they should have been: the same on all, or on all of a replica.
+
+    batch="same"    every rank is given all rows, and takes its own         all checksums are equal
+    batch="local"   every replica (dp) is given rows of its own             those of one replica are equal
+
+Checksums go with the sum of the loss, which all ranks exchange in every step anyway, and are looked at before weights
+change. The example and the first batches are compared before anything is run: ranks that have different shapes would
+fail, or wait for each other, first.
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import ShardwiseError, some
+from shardwise.planner.plan import Plan
+from shardwise.ranks.mesh import replicas_of
+from shardwise.ranks.wires import Wires
+from shardwise.stages.rows import tensors_in
+
+#: Of larger tensors so many numbers are looked at.
+_NUM_SAMPLED = 4096
+#: Checksums have so many bits, that a double holds them.
+_BITS = 48
+#: So many batches are compared before they are run.
+_NUM_EARLY = 2
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Checksum:
+    """Of a batch's tensors: shapes, and numbers here and there. On a GPU it is begun here, and read when asked for."""
+
+    def __init__(self, batch: Mapping[str, Any]) -> None:
+        found = list(tensors_in(batch))
+        self.shapes = tuple(tuple(each.shape) for each in found)
+        self._sums = [_sum(each) for each in found if each.layout is torch.strided and not each.is_meta]
+
+    def read(self) -> int:
+        made: int = hash(self.shapes)
+        for devices in {each.device for each in self._sums}:
+            for value in torch.stack([each for each in self._sums if each.device == devices]).tolist():
+                made = (made * 1_000_003 + value) % 2**64
+        found: int = (made ^ (made >> 29)) % 2**_BITS
+        return found
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    """A sum of the bits of some numbers, each times its place: whole numbers, so it is the same in any order."""
+    flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    flat = flat.detach().reshape(-1)
+    flat = flat[:: max(1, len(flat) // _NUM_SAMPLED)].contiguous()
+    words = flat.view(_WORDS[flat.element_size()]).to(torch.int64)
+    return (words * (2 * torch.arange(len(words), device=words.device) + 1)).sum()
+
+
+class SameBatch:
+    """Compares the batches of ranks. Every rank has one."""
+
+    def __init__(self, plan: Plan, wires: Wires, *, is_local: bool) -> None:
+        self._plan, self._wires, self._is_local = plan, wires, is_local
+        self._is_alone = wires.watch is None
+        self._replicas = [0] if self._is_alone else [each.replica for each in replicas_of(plan)]
+        self._now: Checksum | None = None
+        self._num_early = {"step": _NUM_EARLY, "evaluation": 1}
+        self._has_warned = False
+        #: The checksums of all ranks, as they came with the sum of the loss.
+        self.told: list[float] = []
+
+    def take(self, batch: Mapping[str, Any], what: str) -> None:
+        """A batch is about to be used. The example, and the first few, are compared now; all call this alike."""
+        if self._is_alone:
+            return
+        self._now = Checksum(batch)
+        if self._num_early.get(what, 1):
+            self._num_early[what] = self._num_early.get(what, 1) - 1
+            self.check(self._wires.gather(self._now.read()), what)
+
+    @property
+    def numbers(self) -> list[float]:
+        """What this rank adds to a sum over all ranks: its checksum, where it stands, and zeros."""
+        if self._is_alone or self._now is None:
+            return []
+        mine = float(self._now.read())
+        return [mine if rank == self._wires.rank else 0.0 for rank in range(len(self._replicas))]
+
+    @property
+    def is_as_told(self) -> bool:
+        """Whether what came with the sum of the loss is as it should be."""
+        keys = self._replicas if self._is_local else [0] * len(self._replicas)
+        return len(set(zip(keys, self.told, strict=False))) == len(set(keys)) or not self.told
+
+    def check_told(self) -> None:
+        """Refuse what came with the sum of the loss, at a moment when no rank has anything under way."""
+        found, self.told = self.told, []
+        if found:
+            self.check(found)
+
+    def check(self, found: Sequence[float], what: str = "step") -> None:
+        """Refuse if ranks that should have been given the same were not; `found` are the checksums of all."""
+        first: dict[int, int] = {}
+        for rank, (number, replica) in enumerate(zip(found, self._replicas, strict=False)):
+            place = replica if self._is_local else 0
+            other = first.setdefault(place, rank)
+            if found[other] != number:
+                self._refuse([each for each, value in enumerate(found) if value != found[other]], other, what)
+        is_alike = len(first) > 1 and len(set(found)) == 1 and what != "example"
+        if self._is_local and is_alike and not self._has_warned:
+            self._has_warned = True
+            if self._wires.rank == 0:
+                warnings.warn(
+                    f"all {len(first)} replicas were given the same rows, which count {len(first)} times:"
+                    " replica, count = sw.replica_of(plan); DistributedSampler(data, num_replicas=count, rank=replica)",
+                    stacklevel=2,
+                )
+
+    def _refuse(self, others: Sequence[int], rank: int, what: str) -> None:
+        given = "example" if what == "example" else f"batch of this {what}"
+        ranks = f"rank {others[0]}" if len(others) == 1 else f"ranks {some([str(each) for each in others])}"
+        sampler = "DistributedSampler(data, num_replicas=count, rank=index) with index, count = sw.replica_of(plan)"
+        if self._is_local:
+            alike = [each for each in others if self._replicas[each] == self._replicas[rank]]
+            raise ShardwiseError(
+                f"ranks {rank} and {alike[0]} are parts of one replica, and were given a different {given}",
+                remedy=sampler,
+            )
+        wanted = 'batch="local" in parallelize if every replica loads rows of its own, and '
+        if self._plan.dp == 1:
+            sizes = {axis: getattr(self._plan, axis) for axis in ("tp", "pp", "cp")}
+            axes = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+            wanted = f'the same on all (with {axes} there is one replica); or batch="local", and '
+        raise ShardwiseError(
+            f"{ranks} got another {given} than rank {rank}, and every rank must be given the same whole batch",
+            remedy=wanted + sampler,
+        )

@@ -1,0 +1,135 @@
+"""Losses of the microbatches of a step, as one rank measures them, and metrics beside them."""
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import ShardwiseError
+from shardwise.schedule.instruction import Instruction, Kind
+from shardwise.stages.losses import describe
+from shardwise.stages.metrics import Pairs, pairs_of, take_metrics
+from shardwise.stages.stage import Batch, Loss
+
+
+class Measured(NamedTuple):
+    """The loss of a microbatch, and the number that it is summed over; a mean counts as one. Metrics beside it."""
+
+    total: Tensor
+    number: Tensor | float
+    metrics: Pairs
+
+
+class Tally:
+    """The loss of a step so far: sums and what they are summed over, or means and their number.
+
+    Losses on a GPU are read when somebody asks for a number: until then the host does not wait for them.
+    """
+
+    def __init__(self, total: float = 0.0, count: float = 0.0, measured: Sequence[Measured] = ()) -> None:
+        self._total, self._count = total, count
+        #: Losses that have not been read, rank by rank.
+        self._unread = [list(measured)] if measured else []
+
+    def add(self, other: "Tally") -> None:
+        self._total += other._total
+        self._count += other._count
+        self._unread += other._unread
+
+    def read(self) -> "Tally":
+        """Read all losses, now."""
+        unread, self._unread = self._unread, []
+        for measured in unread:
+            self._total += sum(float(each.total) for each in measured)
+            self._count += sum(float(each.number) for each in measured)
+        return self
+
+    @property
+    def total(self) -> float:
+        return self.read()._total
+
+    @property
+    def count(self) -> float:
+        return self.read()._count
+
+    def on_device(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Total and count there, in double precision, as they will be: nothing is read."""
+        total, count = (torch.full((), each, dtype=torch.float64, device=device) for each in (self._total, self._count))
+        for each in chain.from_iterable(self._unread):
+            total = total + each.total.reshape(())
+            count = count + each.number
+        return total, count
+
+    @property
+    def mean(self) -> float:
+        if not self.count:
+            raise ShardwiseError(
+                "the loss is a sum over 0 numbers in the whole batch, so it has no mean",
+                remedy="leave out batches without a label",
+            )
+        return self.total / self.count
+
+
+class StepLosses:
+    """The losses that one rank measures, by step. `num_steps` are all of its instructions."""
+
+    def __init__(self, instructions: Sequence[Instruction], lasts: set[int], num_steps: int) -> None:
+        self._measured: dict[int, list[Measured]] = {}
+        self._tallies: dict[int, Tally] = {}
+        #: How many losses of a step are measured here.
+        self._num = len([each for each in instructions if each.kind is Kind.F and each.stage in lasts]) // num_steps
+        #: All metrics of each microbatch of the last step.
+        self.metrics: list[Pairs] = []
+        #: Called when all losses of a step are known that are measured here; with none that is at once.
+        self.on_all: Callable[[], None] | None = None
+
+    def clear(self) -> None:
+        """Start anew."""
+        self._measured.clear()
+        self._tallies.clear()
+
+    def begin(self, step: int) -> None:
+        """A step begins."""
+        self._measured[step], self.metrics = [], []
+        if self.on_all is not None and not self._num:
+            self.on_all()
+
+    def add(self, step: int, measured: Measured) -> None:
+        """A forward has measured one."""
+        self._measured[step].append(Measured(measured.total.detach(), measured.number, {}))
+        self.metrics.append(measured.metrics)
+        if self.on_all is not None and len(self._measured[step]) == self._num:
+            self.on_all()
+
+    def take(self, step: int) -> Tally:
+        """The loss of a step, whose forwards have been run, as far as it was measured here."""
+        found = self.find(step)
+        assert found is not None, f"not all forwards of step {step} have been run"
+        del self._tallies[step], self._measured[step]
+        return found
+
+    def find(self, step: int) -> Tally | None:
+        """The same while a step goes on; None if there are forwards to come, or it is not under way."""
+        measured = self._measured.get(step)
+        if step not in self._tallies and measured is not None and len(measured) == self._num:
+            self._tallies[step] = Tally(measured=measured)
+        return self._tallies.get(step)
+
+
+def measure(loss: Loss, output: Any, batch: Batch, stage: int, microbatch: int, observed: Pairs) -> Measured:
+    """The loss of a microbatch, and its metrics with those that were observed before."""
+    try:
+        result, metrics = take_metrics(loss(output, batch))
+    except Exception as error:
+        error.add_note(f"in the loss of microbatch {microbatch}, which stage {stage} gave {describe(output)}")
+        raise
+    total, number = result if isinstance(result, tuple) else (result, 1)
+    measured = Measured(total, number, {**observed, **({} if metrics is None else pairs_of(metrics))})
+    if measured.total.numel() != 1:
+        raise ShardwiseError(
+            f"the loss is {describe(measured.total)}, but it must be one number for a microbatch",
+            remedy="return loss.sum(), loss.numel()",
+        )
+    return measured

@@ -1,0 +1,67 @@
+"""What a user's loss is of a batch, and so what parts of it are weighed by. `loss_trial.py` finds it out."""
+
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import ShardwiseError
+from shardwise.stages.rows import nodes
+from shardwise.stages.stage import Batch
+
+#: What to write where parts of a batch do not tell its loss.
+REMEDY = (
+    "return the sum and the number that it is summed over: return total, number;"
+    " or return loss, 1 if the mean of each part's loss is meant"
+)
+
+
+class LossKind(Enum):
+    """What parts of a loss are weighed by; the value says it in words."""
+
+    PAIR = "a sum and its number: parts are added up, and divided by the sum of their numbers"
+    ROWS = "a mean over rows: parts weigh as much as they have rows"
+    LABELS = "a mean over labels that are not ignored: parts weigh as much as they have such labels"
+    ENTRY = "a mean over what an entry of the batch lets through: parts weigh as much as that is in them"
+    EVEN = "a mean over rows and over labels: a batch with ignored labels is refused"
+    SUM = "a sum: parts are added up"
+    UNTRIED = "taken for a mean over rows: it could not be tried, or nothing is cut"
+
+
+class Through(NamedTuple):
+    """What an entry lets through: its sum, or how many of its numbers are not `hidden`; from the `first` token on."""
+
+    path: str
+    first: int = 0
+    hidden: int | None = None
+    #: How much it is in a row of the example.
+    row: int = 1
+
+    def of(self, batch: Batch) -> Tensor:
+        found = next(value for path, value in nodes(batch) if path == self.path)
+        found = found[..., self.first :] if found.dim() > 1 else found
+        made: Tensor = (found if self.hidden is None else found != self.hidden).sum(dtype=torch.float64)
+        return made
+
+
+class Tried(NamedTuple):
+    """The outcome: a kind, or what is wrong; and paths of entries that are as long as the batch, and no rows of it."""
+
+    kind: LossKind
+    problem: str | None = None
+    tables: tuple[str, ...] = ()
+    #: Labels of a row in the example: counts are told in rows, so that weights of even parts are 1 for each.
+    labels: int = 1
+    #: Whether the module computes a mean over labels itself.
+    inside: bool = False
+    through: Through | None = None
+    #: Whether other rows were seen to have another loss.
+    depends: bool = False
+    #: Whether module or loss failed on parts of the example.
+    failed: bool = False
+    remedy: str = REMEDY
+
+    def check(self) -> None:
+        if self.problem is not None:
+            raise ShardwiseError(self.problem, remedy=self.remedy)

@@ -1,0 +1,101 @@
+"""What a loss is a mean over, found with numbers: from outside, by what `tests/habits/losses.py` trains."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardwise.stages.label_counts import LabelCounts
+from shardwise.stages.loss_kind import LossKind, Tried
+from shardwise.stages.loss_trial import try_loss
+from shardwise.stages.losses import WeighedLoss
+from shardwise.stages.rows import RowRule
+
+
+def example(num_rows: int = 4) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    made = {"input": torch.randn(num_rows, 5, 6), "labels": torch.randint(1, 7, (num_rows, 5))}
+    return {**made, "mask": torch.ones(num_rows, 5)}
+
+
+def tokens(output: Tensor, batch: Any, **how: Any) -> Tensor:
+    return functional.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), **how)
+
+
+def by_mask(output: Tensor, batch: Any) -> Any:
+    return (tokens(output, batch, reduction="none") * batch["mask"].flatten()).sum() / batch["mask"].sum()
+
+
+CASES: dict[LossKind, Any] = {
+    LossKind.LABELS: tokens,
+    LossKind.SUM: lambda output, batch: tokens(output, batch, reduction="sum"),
+    LossKind.ROWS: lambda output, batch: tokens(output, batch, reduction="none").mean(),
+    LossKind.ENTRY: by_mask,
+    LossKind.EVEN: lambda output, batch: tokens(output, batch) + output.square().mean(),
+    LossKind.PAIR: lambda output, batch: (tokens(output, batch, reduction="sum"), batch["labels"].numel()),
+}
+
+
+@pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("num_rows", [1, 2, 4])
+def test_the_kind_of_a_loss_is_found_from_few_rows(kind: LossKind, num_rows: int) -> None:
+    tried = try_loss(nn.Linear(6, 8), CASES[kind], example(num_rows), RowRule({"input": None}))
+    assert (tried.kind, tried.problem) == (kind, None)
+
+
+def test_the_module_and_random_numbers_are_as_they_were() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(5), nn.Dropout(0.5), nn.Linear(6, 8))
+    given, before = example(), {name: each.clone() for name, each in module.state_dict().items()}
+    state = torch.get_rng_state()
+    try_loss(module, tokens, given, RowRule({"input": None}))
+    assert module.training
+    assert all(torch.equal(each, before[name]) for name, each in module.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_loss_that_hangs_on_other_rows_is_refused_with_its_numbers() -> None:
+    def contrast(output: Tensor, _: Any) -> Tensor:
+        rows = output.flatten(1)
+        return functional.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
+
+    tried = try_loss(nn.Linear(6, 8), contrast, example(), RowRule({"input": None}))
+    assert tried.problem is not None
+    assert "neither their mean by rows nor their sum" in tried.problem
+
+
+def test_a_mean_over_no_label_is_nothing_and_passes_nothing_back() -> None:
+    scores = torch.randn(3, 8, requires_grad=True)
+    with LabelCounts() as counts:
+        loss = functional.cross_entropy(scores, torch.full((3,), -100))
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert (float(loss.detach()), float(counts.found[0].number)) == (0.0, 0.0)
+    assert scores.grad is not None
+    assert not scores.grad.any()
+
+
+@pytest.mark.parametrize("how", [{}, {"label_smoothing": 0.1}, {"weight": torch.rand(8)}, {"ignore_index": 3}], ids=str)
+def test_a_mean_that_is_counted_is_torchs_own(how: dict[str, Any]) -> None:
+    scores, labels = (
+        torch.randn(6, 8),
+        torch.tensor([1, 3, 3, 7, -100, 2] if "ignore_index" not in how else [1, 3, 3, 7, 0, 2]),
+    )
+    with LabelCounts():
+        counted = functional.cross_entropy(scores, labels, **how)
+    torch.testing.assert_close(counted, functional.cross_entropy(scores, labels, **how))
+
+
+@pytest.mark.parametrize("kind", [LossKind.LABELS, LossKind.SUM, LossKind.ROWS], ids=lambda kind: kind.name)
+def test_parts_add_up_to_the_whole(kind: LossKind) -> None:
+    module, given, loss = nn.Linear(6, 8).requires_grad_(False), example(), CASES[kind]
+    if kind is LossKind.LABELS:
+        given["labels"][0, :4] = -100
+    weighed = WeighedLoss(loss, Tried(kind, labels=5), num_parts=2, by_rows=False)
+    found = []
+    for rows in (slice(0, 2), slice(2, 4)):
+        part = {name: each[rows] for name, each in given.items()}
+        with weighed.watching():
+            found.append(weighed(module(part["input"]), part))
+    total, number = (sum(float(each) for each in numbers) for numbers in zip(*found, strict=True))
+    assert total / number == pytest.approx(float(loss(module(given["input"]), given)), rel=1e-5)

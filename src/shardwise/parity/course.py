@@ -35,14 +35,21 @@ class Step:
 class Course:
     """All steps as one process saw them.
 
-    `first_use` are the parameters in the order in which a forward first uses them, which one device knows. Of those
-    that a rank holds, `held` says of which stage they are and how much of each is here, and `digest` is of every bit.
+    `evaluations` are the losses of the batch that is held out, by the step after which it was looked at. `first_use` are
+    the parameters in the order in which a forward first uses them, which
+    one device knows. Of those that a rank holds, `held` says of which stage they are and how much of each is here, and
+    `digest` is of every bit. `num_buckets` is in how many buckets its gradients were summed, `updated_by` says by
+    which optimizer weights were updated, and `num_dropping` is how many modules drop at random.
     """
 
     steps: Sequence[Step]
     first_use: Sequence[str] = ()
     held: Mapping[str, str] = field(default_factory=dict)
     digest: str = ""
+    evaluations: Mapping[int, float] = field(default_factory=dict)
+    num_buckets: int = 0
+    updated_by: str = ""
+    num_dropping: int = 0
 
 
 def are_looked_at(looks: Looks, step: int, num_steps: int) -> bool:

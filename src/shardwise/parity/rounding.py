@@ -9,7 +9,8 @@ the plan is further off, one device is drawn again, up to eight times, and its w
 
     all tensors of a kind     the root of the mean square of their relative errors is at most FACTOR of one device's
     every tensor              at most TENSOR_FACTOR of its own on one device, or of the mean over all tensors there
-    a loss, a norm            over the steps at most FACTOR of one device's, or half a step of bf16 (2^-9), below which
+    a loss, also evaluated,
+    a norm                    over the steps at most FACTOR of one device's, or half a step of bf16 (2^-9), below which
                               one device may be right by chance
 
 A gradient that is not summed, or scaled by 2, is off by 10 to 100 times as much as these allow.
@@ -32,7 +33,7 @@ TENSOR_FACTOR = 4.0
 MOST_DRAWS, NUDGE = 8, 2.0**-12
 HALF_STEP = 2.0**-9
 _TENSORS: tuple[Kind, ...] = ("gradient", "weight")
-_NUMBERS: tuple[Kind, ...] = ("loss", "norm")
+_NUMBERS: tuple[Kind, ...] = ("loss", "norm", "evaluation")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ from shardwise.parity.course import Course
 from shardwise.parity.problem import MakeProblem
 from shardwise.parity.ranks import train_on_rank
 from shardwise.parity.reference import train_reference
+from shardwise.parity.rounding import MOST_DRAWS, judge, nudge
 from shardwise.planner.plan import Plan
 from shardwise.ranks.gpus import Gpus
 from shardwise.ranks.spawn import Ranks
@@ -38,7 +39,6 @@ from tests.crowd import Crowd
 from tests.gpu import families
 from tests.gpu.page import PAGE, RECORD, page
 from tests.gpu.record import FILE, Record
-from shardwise.parity.rounding import MOST_DRAWS, judge, nudge
 from tests.parity.cases import CASES
 from tests.parity.models import HUGGING_FACE, make_problem
 

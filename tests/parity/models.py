@@ -42,11 +42,11 @@ OURS: dict[str, dict[str, Any]] = {
 HUGGING_FACE = ("llama", "hf-gpt2", "mixtral", "qwen3-moe")
 
 
-def make_problem(model: str, plan: Plan) -> MakeProblem:
+def make_problem(model: str, plan: Plan, num_steps: int = NUM_STEPS) -> MakeProblem:
     """What makes the module, its batches and its loss, on one device and on every rank."""
     if model in OURS:
-        return problem_of(settings_of(model, plan), plan, NUM_STEPS)
-    return partial(_of_hugging_face, model.removeprefix("hf-"), rows_for(plan), length_for(plan))
+        return problem_of(settings_of(model, plan), plan, num_steps)
+    return partial(_of_hugging_face, model.removeprefix("hf-"), rows_for(plan), length_for(plan), num_steps)
 
 
 def settings_of(model: str, plan: Plan) -> Settings:
@@ -54,10 +54,10 @@ def settings_of(model: str, plan: Plan) -> Settings:
     return replace(plain, **OURS[model])
 
 
-def _of_hugging_face(family: str, rows: int, length: int) -> Problem:
+def _of_hugging_face(family: str, rows: int, length: int, num_steps: int) -> Problem:
     from tests.stages.families import make_family  # Only ranks that need it import transformers.
 
-    batches = [batch_of(rows, length, 97, seed) for seed in range(NUM_STEPS)]
+    batches = [batch_of(rows, length, 97, seed) for seed in range(num_steps)]
     return Problem(module=make_family(family), batches=batches, loss=token_loss)
 
 

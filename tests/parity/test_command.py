@@ -23,7 +23,7 @@ def test_a_fault_exits_with_1_and_names_the_tensor_and_its_owners(capsys: pytest
     assert main([*words, "--json"]) == 1
     data = json.loads(capsys.readouterr().out)
     assert data["ok"] is False
-    assert set(data["max_relative_error"]) == {"loss", "gradient", "norm", "weight"}
+    assert set(data["max_relative_error"]) == {"loss", "gradient", "norm", "weight", "evaluation"}
     assert data["max_relative_error"]["weight"] > 1e-5
     first = data["first_difference"]
     assert (first["kind"], first["step"]) == ("used weight", 0)
@@ -59,3 +59,41 @@ def test_a_mistake_that_ranks_find_is_one_sentence(capsys: pytest.CaptureFixture
     assert told.startswith("error: ")
     assert "cannot be cut into" in told
     assert "Traceback" not in told
+
+
+def test_what_was_covered_and_what_was_not_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["check", "--plan", "dp=2,microbatches=2", "--module", "tests/parity/given_nets.py:own_training"]
+    assert main([*words, "--no-bf16"]) == 0
+    told = capsys.readouterr().out
+    for each in (
+        "8 steps: loss, every gradient, their norm, clipped to 0.2",
+        "whole batches of 8 rows on one device, against 2 replicas and 2 microbatches",
+        "SGD in 2 groups, rates by StepLR",
+        "dropout of 2 modules, with one device's masks",
+        "evaluate of another batch, after step 0, 4, 5, 6 and 7",
+        "saved after step 6, and gone on with under dp=2,zero=3",
+        "bf16 with masters: it was not tried",
+        "frozen and tied weights: the module has none",
+    ):
+        assert f"  {each}" in told
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("mean_of_means", "it is a mean of means over unequal numbers, or looks across rows"),
+        ("sum_alone", "it is a sum without its number"),
+    ],
+)
+def test_a_loss_that_depends_on_how_a_batch_is_cut_is_shown(
+    name: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["check", "--plan", "dp=2", "--module", f"tests.parity.given_nets:{name}", "--steps", "1"]
+    assert main(words) == 1
+    told = capsys.readouterr()
+    assert says in told.out or "return the sum" in told.err
+
+
+def test_numbers_that_ranks_cannot_draw_alike_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--plan", "dp=2", "--module", "tests.parity.given_nets:noisy"]) == 1
+    assert "Noisy draws random numbers of its own in forward" in capsys.readouterr().err

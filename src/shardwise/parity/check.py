@@ -65,12 +65,14 @@ def check(
     ranks: Ranks | None = None,
     device: str = "cpu",
     bf16: bool = True,
+    alone: Course | None = None,
 ) -> Verdict:
     """Train the same steps on one device and on the ranks of a plan, each a process on this machine.
 
     They compute on the CPU, or (`device="cuda"`) on the GPUs that there are, which they share if these are fewer. All
     is computed in fp32, whatever the plan says: rounding would hide what is sought. If that is the same, a few steps in
-    bf16 follow, unless `bf16` is False. With `fault` the ranks make it. `ranks` may be up already.
+    bf16 follow, unless `bf16` is False. With `fault` the ranks make it. `ranks` may be up already, and what one
+    device does (`alone`) may be known.
     """
     check_composition(plan)
     check_size(plan)
@@ -81,7 +83,7 @@ def check(
         check_module(problem.module)
         broken = None if fault is None else get_fault(fault, _subject(plan, problem, vocabulary)).breaks
         legs = legs_of(exact, len(problem.batches), length_of(problem.batches[0]))
-        expected = _alone(problem, exact, legs)
+        expected = alone or train_alone(problem, exact, legs)
     with nullcontext(ranks) if ranks is not None else Ranks(plan.num_ranks, gpus=gpus) as crowd:
         try:
             found = crowd.run(
@@ -129,7 +131,7 @@ def _find_microbatches(
     return f"{what}: it is a mean of means over unequal numbers, or looks across rows"
 
 
-def _alone(problem: Problem, plan: Plan, legs: Sequence[Leg]) -> Course:
+def train_alone(problem: Problem, plan: Plan, legs: Sequence[Leg]) -> Course:
     """The steps on one device. What fails there is no matter of the plan."""
     try:
         return train_reference(problem, plan, legs=legs)

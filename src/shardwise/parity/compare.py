@@ -115,9 +115,7 @@ def _measured(course: Course, wanted: Step, ours: Sequence[Step]) -> Iterator[tu
         yield "weight", name, [_apart(step.weights.get(name), theirs, least) for step in ours]
 
 
-def _evaluated(
-    expected: Course, found: Sequence[Course], step: int
-) -> Iterator[tuple[Kind, str | None, list[_Apart]]]:
+def _evaluated(expected: Course, found: Sequence[Course], step: int) -> Iterator[tuple[Kind, str | None, list[_Apart]]]:
     """The loss of the batch that is held out, where one was looked at after a step."""
     if step in expected.evaluations:
         wanted = expected.evaluations[step]

@@ -29,7 +29,7 @@ class Coverage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What a check was: the problem on one device, the plan, its legs, courses of one device and of a rank, and bf16."""
+    """What a check was: the problem, the plan, its legs, the courses of one device and of a rank, and that in bf16."""
 
     problem: Problem
     plan: Plan
@@ -115,8 +115,8 @@ def _experts(module: nn.Module) -> _Said:
 
 
 def _evaluation(seen: Seen) -> _Said:
-    steps = " and ".join(str(leg.stop - 1) for leg in seen.legs)
-    return f"evaluate of another batch, after step {steps}", None
+    *steps, last = map(str, sorted(seen.expected.evaluations))
+    return f"evaluate of another batch, after step {' and '.join(filter(None, (', '.join(steps), last)))}", None
 
 
 def _saves(seen: Seen) -> _Said:

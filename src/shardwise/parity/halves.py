@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardwise.parity.course import Course
+from shardwise.parity.course import Course, own_names
 from shardwise.parity.legs import LEAST_STEPS, Leg
 from shardwise.parity.problem import MakeProblem, Problem
 from shardwise.parity.ranks import train_on_rank
@@ -45,10 +45,12 @@ def check_halves(plan: Plan, make: MakeProblem, ranks: Ranks, *, device: str, ti
     alone: list[Course] = []
 
     def draw(seed: int) -> Course:
-        return train_reference(half(nudge(make().on(device), seed)), halved, "last step", legs, whole=False)
+        problem = half(nudge(make().on(device), seed))
+        return _once(train_reference(problem, halved, "every step", legs, whole=False), problem)
 
     try:
-        exact = train_reference(wide(make().on(device)), replace(plan, precision="fp32"), "last step", legs)
+        problem = wide(make().on(device))
+        exact = _once(train_reference(problem, replace(plan, precision="fp32"), "every step", legs), problem)
         alone.append(draw(0))
     except Exception as error:
         return f"one device cannot train the module in bf16: {type(error).__name__}: {str(error).splitlines()[0]}"
@@ -59,6 +61,16 @@ def check_halves(plan: Plan, make: MakeProblem, ranks: Ranks, *, device: str, ti
             raise
         return f"refused: {error.problem.splitlines()[0]}"
     return _judged(exact, alone, found, draw)
+
+
+def _once(course: Course, problem: Problem) -> Course:
+    """The same with each weight under its first name alone: masters have no others."""
+    names = own_names(problem.module)
+    steps = [
+        replace(step, weights={name: each for name, each in step.weights.items() if name in names})
+        for step in course.steps
+    ]
+    return replace(course, steps=steps)
 
 
 def _judged(exact: Course, alone: list[Course], found: Sequence[Course], draw: Callable[[int], Course]) -> Rounding:
@@ -73,7 +85,7 @@ def _judged(exact: Course, alone: list[Course], found: Sequence[Course], draw: C
 
 
 def _train(plan: Plan, make: MakeProblem, legs: Sequence[Leg]) -> Course:
-    return train_on_rank(plan, partial(_made_half, make), None, "last step", False, legs)
+    return train_on_rank(plan, partial(_made_half, make), None, "every step", False, legs)
 
 
 def _made_half(make: MakeProblem) -> Problem:

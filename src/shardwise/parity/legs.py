@@ -1,7 +1,7 @@
 """A training in legs: it is saved and goes on in a fresh engine, first under the same plan, then under another.
 
-    steps    0 1 2 3 4  │  5 6  │  7
-    engine   the plan's │  same │  another plan's, on as many ranks
+steps    0 1 2 3 4  │  5 6  │  7
+engine   the plan's │  same │  another plan's, on as many ranks
 """
 
 from collections.abc import Sequence
@@ -21,6 +21,10 @@ class Leg:
     plan: Plan
     first: int
     stop: int
+
+    def evaluates(self, step: int) -> bool:
+        """Whether a batch is evaluated after a step: at the end, and at the beginning, after which more steps come."""
+        return step in (self.first, self.stop - 1)
 
 
 def one_leg(plan: Plan, num_steps: int) -> list[Leg]:

@@ -5,6 +5,7 @@ import io
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from shardwise.engine.engine import Engine
 from shardwise.engine.parallelize import parallelize
 from shardwise.nets.balance import correct_balance
-from shardwise.parity.course import Course, Looks, Step, Uses, are_looked_at
+from shardwise.parity.course import Course, Looks, Step, Uses, are_looked_at, own_names
 from shardwise.parity.legs import Leg, one_leg
 from shardwise.parity.problem import MakeProblem, Problem, clip_factor, small_matrices
 from shardwise.parity.rows import BIAS_RATE, corrects
@@ -61,8 +62,10 @@ def train_on_rank(
                 training = _Training(problem, engine, looks, finds_uses=finds_uses)
                 if saved is not None:
                     training.load(saved, leg.first)
-                steps += [training.step(number) for number in range(leg.first, leg.stop)]
-                evaluations[leg.stop - 1] = engine.evaluate(problem.evaluated)
+                for number in range(leg.first, leg.stop):
+                    steps.append(training.step(number))
+                    if leg.evaluates(number):
+                        evaluations[number] = engine.evaluate(problem.evaluated)
                 if leg is legs[0]:
                     held, num_buckets, updated_by = _held(engine, shapes), _num_buckets(engine), training.updated_by
                 saved = training.save() if leg is not legs[-1] else None
@@ -146,9 +149,19 @@ def _step(engine: Engine, loss: float, found: Mapping[str, Tensor], clip: float 
         loss=loss,
         norm=_norm(engine),
         gradients={name: each.detach().cpu() / factor for name, each in engine.gradients().items()},
-        weights={name: each.cpu().clone() for name, each in engine.state_dict().items() if isinstance(each, Tensor)},
+        weights={name: each.cpu().clone() for name, each in _weights(engine).items() if isinstance(each, Tensor)},
         used={name: each.cpu() for name, each in engine.assembled(used).items()} if used else {},
     )
+
+
+def _weights(engine: Engine) -> Mapping[str, Any]:
+    """All state of the module. Of weights of 16 bits it is their masters, each once, where rounding hides nothing."""
+    state, data = engine.state_dict(), engine.states.data
+    if not (data.sharing.masters and any(each.dtype.itemsize < 4 for each in engine.module.parameters())):
+        return state
+    trained = [slot.name for bucket in data.buckets if bucket.master is not None for slot in bucket.layout.slots]
+    masters = engine.assembled({name: data.wholes.kept(name) for name in trained})
+    return {**{name: each for name, each in state.items() if name in own_names(engine.module)}, **masters}
 
 
 def _used_by_all(engine: Engine, used: Mapping[str, Tensor]) -> dict[str, Tensor]:

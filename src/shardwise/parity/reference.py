@@ -38,7 +38,7 @@ def train_reference(
 
     Microbatches are for what is defined over the rows of one (`rows.py`), and for who asks for them (`whole=False`, or
     the problem itself). A plan whose gradients are a step old (pipedream-2bw) has them here too: those of step t are of
-    the weights before step t-1, and step on the weights after it. A training that goes on from a save has no older ones.
+    the weights before step t-1, and step on the weights after it. One that goes on from a save has no older ones.
     """
     device = _OneDevice(problem, plan, whole=sees_whole(problem) if whole is None else whole)
     steps: list[Step] = []
@@ -47,10 +47,9 @@ def train_reference(
         device.begin(leg.plan)
         for number in range(leg.first, leg.stop):
             steps.append(device.step(number, sees=are_looked_at(looks, number, len(problem.batches))))
-        evaluations[leg.stop - 1] = device.evaluate()
-    return Course(
-        steps=steps, first_use=device.first_use, evaluations=evaluations, num_dropping=device.num_dropping
-    )
+            if leg.evaluates(number):
+                evaluations[number] = device.evaluate()
+    return Course(steps=steps, first_use=device.first_use, evaluations=evaluations, num_dropping=device.num_dropping)
 
 
 def sees_whole(problem: Problem) -> bool:
@@ -91,8 +90,11 @@ class _OneDevice:
         self.first_use: list[str] = []
 
     def begin(self, plan: Plan) -> None:
-        """Train under this plan from now on, from the newest weights."""
+        """Train under this plan from now on, from the newest weights: those of 16 bits, where there are masters."""
         _put(self._problem.module, self._newest)
+        with torch.no_grad():
+            for name, master in self._masters.items():
+                master.copy_(self._newest[name])
         self._plan, self._older = plan, self._newest
         self._is_stale = plan.schedule == "pipedream-2bw"
 
@@ -116,7 +118,8 @@ class _OneDevice:
             _put(module, self._older)
         if not sees:
             return Step(loss=loss, norm=norm)
-        weights = {name: each.cpu() for name, each in self._newest.items()}
+        masters = {name: each.detach().clone() for name, each in self._masters.items()}
+        weights = {name: each.cpu() for name, each in {**self._newest, **masters}.items()}
         used = {name: each.cpu() for name, each in uses.found.items()}
         return Step(loss=loss, norm=norm, gradients=found, weights=weights, used=used)
 
@@ -155,7 +158,7 @@ class _OneDevice:
         sum_of_losses = count = 0.0
         for each in self._placed(step):
             total, number = _numbers(self._loss(each))
-            total.backward()
+            total.backward()  # type: ignore[no-untyped-call]
             sum_of_losses, count = sum_of_losses + float(total.detach()), count + float(number)
         for parameter in self._problem.module.parameters():
             if parameter.grad is not None:

@@ -13,7 +13,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
@@ -25,7 +25,7 @@ from shardwise.parity.check import Verdict, check, train_alone
 from shardwise.parity.course import Course
 from shardwise.parity.legs import legs_of
 from shardwise.parity.models import default_settings, named_settings, problem_of
-from shardwise.parity.problem import MakeProblem, small_matrices
+from shardwise.parity.problem import MakeProblem, Problem, small_matrices
 from shardwise.planner.plan import Plan
 from shardwise.ranks.rank_error import RankError
 from shardwise.ranks.spawn import Ranks
@@ -41,6 +41,7 @@ class SeededFault:
     """`wrong` is what goes wrong; `at` is a module and a function of it, or of a class of it.
 
     `model` is the default one, a known one, or a problem of `check_problems.py`. `kind` is a heading of the page.
+    Without `verify` layers are cut untried: a trial would see what is wrong, and leave them whole.
     """
 
     id: str
@@ -52,11 +53,12 @@ class SeededFault:
     replacement: str
     model: str = ""
     by_default: bool = False
+    verify: bool = True
 
     @property
     def make(self) -> MakeProblem:
         """What is trained."""
-        return _make(Plan.parse(self.plan), self.model)
+        return partial(_made, _make(Plan.parse(self.plan), self.model), self.verify)
 
 
 def read_faults() -> list[SeededFault]:
@@ -101,6 +103,11 @@ def _make(plan: Plan, model: str) -> MakeProblem:
     if model in check_problems.PROBLEMS:
         return partial(check_problems.PROBLEMS[model], NUM_STEPS)
     return problem_of(named_settings(model, plan) if model else default_settings(plan), plan, NUM_STEPS)
+
+
+def _made(make: MakeProblem, verify: bool) -> Problem:
+    problem = make()
+    return replace(problem, options={**problem.options, "verify": verify})
 
 
 @cache

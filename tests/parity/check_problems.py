@@ -29,15 +29,26 @@ class Plain(nn.Module):
         return found
 
 
-class Sometimes(Plain):
-    """One layer of it is used in some steps, and in others has no gradient."""
+class Extra(nn.Module):
+    """A layer that is used in some steps, and in others has no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.extra = nn.Linear(WIDTH, WIDTH)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, uses: int) -> Tensor:
+        return x + self.layer(x) if uses else x + 0
+
+
+class Sometimes(Plain):
+    """Which is one of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = Extra()
 
     def forward(self, x: Tensor, uses: int = 1) -> Tensor:
-        return super().forward(x + self.extra(x) if uses else x)
+        return super().forward(self.extra(x, uses))
 
 
 def square(output: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, int]:

@@ -38,8 +38,8 @@ class Course:
     `evaluations` are the losses of the batch that is held out, by the step after which it was looked at. One device
     knows `first_use`, the parameters in the order in which a forward first uses them, and `num_dropping`, how many
     modules drop at random. Of those that a rank holds, `held` says of which stage they are and how much of each is
-    here, and `digest` is of every bit; it knows in how many buckets its gradients were summed, and `updated_by` which
-    optimizer its weights were.
+    here, and `digest` is of every bit; it knows in how many buckets its gradients were summed, `updated_by` which
+    optimizer its weights were, and why layers were `left_whole` by tensor parallelism.
     """
 
     steps: Sequence[Step]
@@ -49,6 +49,7 @@ class Course:
     evaluations: Mapping[int, float] = field(default_factory=dict)
     num_buckets: int = 0
     updated_by: str = ""
+    left_whole: Mapping[str, str] = field(default_factory=dict)
     num_dropping: int = 0
 
 

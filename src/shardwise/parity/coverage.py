@@ -45,7 +45,7 @@ def coverage_of(seen: Seen) -> Coverage:
     for says, why_not in (
         _whole_batches(seen), _optimizer(seen), _buckets(seen), _dropout(seen),
         _kept_weights(seen.problem.module), _experts(seen.problem.module), _evaluation(seen), _saves(seen),
-        _other_plan(seen), _halves(seen),
+        _other_plan(seen), _halves(seen), _whole_layers(seen),
     ):  # fmt: skip
         covered += [says] if says else []
         left_out += [why_not] if why_not else []
@@ -131,6 +131,15 @@ def _other_plan(seen: Seen) -> _Said:
         return f"saved after step {others[0].first - 1}, and gone on with under {others[0].plan}", None
     why = "there is one rank" if seen.plan.num_ranks == 1 else "no other plan takes these batches"
     return None, f"going on under another plan: {why}" if len(seen.legs) > 1 else None
+
+
+def _whole_layers(seen: Seen) -> _Said:
+    found = seen.course.left_whole
+    if not found:
+        return None, None
+    first, why = next(iter(found.items()))
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return None, f"tensor parallelism of {first}{more}, which every rank has whole: {why}"
 
 
 def _halves(seen: Seen) -> _Said:

@@ -68,10 +68,17 @@ def train_on_rank(
                         evaluations[number] = engine.evaluate(problem.evaluated)
                 if leg is legs[0]:
                     held, num_buckets, updated_by = _held(engine, shapes), _num_buckets(engine), training.updated_by
+                    tensor = engine.sharded.tensor
                 saved = training.save() if leg is not legs[-1] else None
                 digest = _digest(engine, steps)
     return Course(
-        steps=steps, held=held, digest=digest, evaluations=evaluations, num_buckets=num_buckets, updated_by=updated_by
+        steps=steps,
+        held=held,
+        digest=digest,
+        evaluations=evaluations,
+        num_buckets=num_buckets,
+        updated_by=updated_by,
+        left_whole={} if tensor is None else dict(tensor.whole),
     )
 
 

@@ -21,15 +21,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardwise.parity.check import Verdict, check, train_alone
+from shardwise.parity.check import check
 from shardwise.parity.course import Course
 from shardwise.parity.legs import legs_of
 from shardwise.parity.models import default_settings, named_settings, problem_of
+from shardwise.parity.one_device import train_alone
 from shardwise.parity.problem import MakeProblem, Problem, small_matrices
+from shardwise.parity.verdict import Verdict
 from shardwise.planner.plan import Plan
 from shardwise.ranks.rank_error import RankError
 from shardwise.ranks.spawn import Ranks
-from shardwise.stages.batch import length_of
 from tests.parity import check_problems
 
 FILE = Path(__file__).with_suffix(".toml")
@@ -115,7 +116,7 @@ def _alone(plan: Plan, model: str) -> Course:
     """One device, which is right whatever ranks do: once for all faults of a plan."""
     with small_matrices():
         problem = _make(plan, model)()
-        return train_alone(problem, plan, legs_of(plan, NUM_STEPS, length_of(problem.batches[0])))
+        return train_alone(problem, plan, legs_of(plan, problem.batches))
 
 
 class _Faulty:

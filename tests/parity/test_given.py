@@ -3,8 +3,9 @@
 import pytest
 
 from shardwise.errors import ShardwiseError
-from shardwise.parity.check import Verdict, check
+from shardwise.parity.check import check
 from shardwise.parity.given import problem_from
+from shardwise.parity.verdict import Verdict
 from shardwise.planner.plan import Plan
 from tests.crowd import Crowds
 

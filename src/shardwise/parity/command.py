@@ -14,9 +14,9 @@ from shardwise.planner.plan import Plan
 from shardwise.units import counted, format_seconds
 
 if TYPE_CHECKING:
-    from shardwise.parity.check import Verdict
     from shardwise.parity.compare import Difference
     from shardwise.parity.problem import MakeProblem
+    from shardwise.parity.verdict import Verdict
 
 DESCRIPTION = """Train a few steps under a plan, every rank a process on this machine, and the same steps on one
 device by plain torch, on whole batches; compare the loss, every gradient, their norm and the next weights, by the names

@@ -27,6 +27,10 @@ class Coverage:
     left_out: Sequence[str]
 
 
+#: How bf16 compares; or why that was not tried.
+Halves = Rounding | str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
     """What a check was: the problem, the plan, its legs, the courses of one device and of a rank, and that in bf16."""
@@ -36,7 +40,7 @@ class Seen:
     legs: Sequence[Leg]
     expected: Course
     course: Course
-    halves: Rounding | str
+    halves: Halves
 
 
 def coverage_of(seen: Seen) -> Coverage:

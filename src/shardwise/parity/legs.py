@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 
 from shardwise.planner.composition import composes
 from shardwise.planner.plan import Plan
+from shardwise.stages.batch import length_of
+from shardwise.stages.stage import Batch
 
 #: With fewer steps than these a training is one leg.
 LEAST_STEPS = 4
@@ -32,8 +34,9 @@ def one_leg(plan: Plan, num_steps: int) -> list[Leg]:
     return [Leg(plan=plan, first=0, stop=num_steps)]
 
 
-def legs_of(plan: Plan, num_steps: int, num_rows: int) -> list[Leg]:
-    """A training that is stopped twice, or once where no other plan can take batches of so many rows."""
+def legs_of(plan: Plan, batches: Sequence[Batch]) -> list[Leg]:
+    """A training that is stopped twice, or once where no other plan can take such batches."""
+    num_steps, num_rows = len(batches), length_of(batches[0])
     if num_steps < LEAST_STEPS:
         return one_leg(plan, num_steps)
     other = find_other(plan, num_rows)

@@ -10,7 +10,7 @@ It needs nothing but what the package needs, and `transformers` for the models o
 said: plans for which there was no time, and models that cannot be made here. It ends with status 1 if a plan differs
 from one device or fails, and with 3 if there was no time for all: called again, it goes on where it was (`record.py`).
 Ranks stay up from one plan to the next; after a failure there are new ones. In fp32 a plan is held to 1e-5, in bf16 to
-what one device's bf16 is off by (`rounding.py`).
+what one device's bf16 is off by (`parity/rounding.py`).
 """
 
 import argparse
@@ -30,6 +30,7 @@ from shardwise.parity.course import Course
 from shardwise.parity.problem import MakeProblem
 from shardwise.parity.ranks import train_on_rank
 from shardwise.parity.reference import train_reference
+from shardwise.parity.rounding import MOST_DRAWS, judge, nudge
 from shardwise.planner.plan import Plan
 from shardwise.ranks.gpus import Gpus
 from shardwise.ranks.spawn import Ranks
@@ -38,7 +39,6 @@ from tests.crowd import Crowd
 from tests.gpu import families
 from tests.gpu.page import PAGE, RECORD, page
 from tests.gpu.record import FILE, Record
-from tests.gpu.rounding import MOST_DRAWS, judge, nudge
 from tests.parity.cases import CASES
 from tests.parity.models import HUGGING_FACE, make_problem
 

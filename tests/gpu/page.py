@@ -95,7 +95,7 @@ _BF16 = """\
 A plan in bf16 is to be as close to fp32 as one device in bf16 is. Errors are relative to one device's fp32: the root of
 the mean square over all tensors (of losses and norms, over the steps), of the plan and, behind the stroke, of one
 device. A plan passes if its mean is at most twice one device's, no tensor is off by more than four times what it, or
-the mean tensor, is off by there, and losses and norms by no more than twice or 2^-9 (`tests/gpu/rounding.py`)."""
+the mean tensor, is off by there, and losses and norms by no more than twice or 2^-9 (`parity/rounding.py`)."""
 
 
 def _in_bf16(rows: list[dict[str, Any]]) -> str:

@@ -42,12 +42,12 @@ OURS: dict[str, dict[str, Any]] = {
 HUGGING_FACE = ("llama", "hf-gpt2", "mixtral", "qwen3-moe")
 
 
-def make_problem(model: str, plan: Plan) -> MakeProblem:
+def make_problem(model: str, plan: Plan, num_steps: int = NUM_STEPS) -> MakeProblem:
     """What makes the module, its batches and its loss, on one device and on every rank."""
     if model in OURS:
-        made = problem_of(settings_of(model, plan), plan, NUM_STEPS)
+        made = problem_of(settings_of(model, plan), plan, num_steps)
     else:
-        made = partial(_of_hugging_face, model.removeprefix("hf-"), rows_for(plan), length_for(plan))
+        made = partial(_of_hugging_face, model.removeprefix("hf-"), rows_for(plan), length_for(plan), num_steps)
     # Two ranks try the cut of their layers first. More would try the same, and what they compute is compared anyhow.
     return made if plan.tp == 1 or plan.num_ranks == 2 else partial(untried, made)
 
@@ -63,10 +63,10 @@ def settings_of(model: str, plan: Plan) -> Settings:
     return replace(plain, **OURS[model])
 
 
-def _of_hugging_face(family: str, rows: int, length: int) -> Problem:
+def _of_hugging_face(family: str, rows: int, length: int, num_steps: int) -> Problem:
     from tests.stages.families import make_family  # Only ranks that need it import transformers.
 
-    batches = [batch_of(rows, length, 97, seed) for seed in range(NUM_STEPS)]
+    batches = [batch_of(rows, length, 97, seed) for seed in range(num_steps)]
     return Problem(module=make_family(family), batches=batches, loss=token_loss)
 
 

@@ -16,9 +16,10 @@ _HEAD = f"""\
 # What composes
 
 Every plan below is trained for {NUM_STEPS} steps with AdamW, one process per rank, over gloo, and compared with plain
-torch on one device: each loss and gradient norm, every gradient of the last step before clipping, and the weights after
-it, all in fp32 and under the names of the original module. A second run gives the same numbers bit for bit.
-`shardwise check --plan P` does the same for any other plan, and for your own module.
+torch on one device, on whole batches: each loss and gradient norm, every gradient of the last step before clipping, the
+weights after it, and an evaluation, all in fp32 and under the names of the original module. A second run gives the same
+numbers bit for bit. `shardwise check --plan P` does more of the same for any other plan, and for your own module:
+[check.md](check.md) says what it covers, and which faults it has found.
 
 Errors are relative, |ours - theirs| / |theirs|, and the worst over all tensors and ranks; the limit is 1e-5. The
 models are small (`tests/parity/models.py`). Ours have tied embeddings and a vocabulary of 257 unless their name says
@@ -46,8 +47,8 @@ _CHECK = """\
 It starts the ranks on this machine, trains the same steps on one device, and compares the quantities above at
 every step, and also the weights as each forward uses them. It prints the tensors with the largest errors, the first
 tensor that differs in the order of the computation, and the ranks that hold it, with their stage and shard. The exit
-status is 1 if something differs. `--json` has `ok`, `max_relative_error` (`loss`, `gradient`, `norm`, `weight`) and
-`first_difference`.
+status is 1 if something differs. `--json` has `ok`, `max_relative_error` (`loss`, `gradient`, `norm`, `weight`,
+`evaluation`), `first_difference`, `covered` and `left_out`.
 
 `--inject FAULT` breaks the run on purpose, to show that the check would notice:
 """

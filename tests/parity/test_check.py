@@ -3,10 +3,11 @@
 import pytest
 
 from shardwise.errors import ShardwiseError
-from shardwise.parity.check import Verdict, check
+from shardwise.parity.check import check
 from shardwise.parity.compare import Kind
 from shardwise.parity.faults import FAULTS
 from shardwise.parity.models import default_settings, problem_of
+from shardwise.parity.verdict import Verdict
 from shardwise.planner.plan import Plan
 from tests.crowd import Crowds
 

@@ -23,7 +23,7 @@ def test_a_fault_exits_with_1_and_names_the_tensor_and_its_owners(capsys: pytest
     assert main([*words, "--json"]) == 1
     data = json.loads(capsys.readouterr().out)
     assert data["ok"] is False
-    assert set(data["max_relative_error"]) == {"loss", "gradient", "norm", "weight"}
+    assert set(data["max_relative_error"]) == {"loss", "gradient", "norm", "weight", "evaluation"}
     assert data["max_relative_error"]["weight"] > 1e-5
     first = data["first_difference"]
     assert (first["kind"], first["step"]) == ("used weight", 0)

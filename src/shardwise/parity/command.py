@@ -14,16 +14,18 @@ from shardwise.planner.plan import Plan
 from shardwise.units import counted, format_seconds
 
 if TYPE_CHECKING:
-    from shardwise.parity.check import Verdict
     from shardwise.parity.compare import Difference
     from shardwise.parity.problem import MakeProblem
+    from shardwise.parity.verdict import Verdict
 
 DESCRIPTION = """Train a few steps under a plan, every rank a process on this machine, and the same steps on one
-device; compare the loss, every gradient, their norm and the next weights, by the names of the module. Ranks compute on
-the CPU, or (--device cuda) on the GPUs that there are, over NCCL, sharing them where they are fewer than ranks. The
-model is small: one that has what the plan needs, a known one (--model) made small with its structure kept, or your own
-(--module). --inject breaks the run on purpose, to see that it is noticed. With --nccl nothing is compared: what every
-rank asks of NCCL is recorded, on the CPU too, and proven to be the same on all, to end, and to use no memory too early.
+device by plain torch, on whole batches; compare the loss, every gradient, their norm and the next weights, by the names
+of the module, and what evaluate gives. Between steps the training is saved and goes on in a fresh engine, at the end
+under another plan; then a few steps follow in bf16. Ranks compute on the CPU, or (--device cuda) on the GPUs that there
+are, over NCCL, sharing them where they are fewer than ranks. The model is small: one that has what the plan needs, a
+known one (--model) made small with its structure kept, or your own (--module) with its loss and optimizer. --inject
+breaks the run on purpose, to see that it is noticed. With --nccl nothing is compared: what every rank asks of NCCL is
+recorded, on the CPU too, and proven to be the same on all, to end, and to use no memory too early.
 """
 
 EXAMPLE = """
@@ -39,9 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--model", metavar="NAME", help="a known model made small, such as llama3.1-8b")
     which.add_argument(
-        "--module", metavar="PKG.MOD:FACTORY", help="a function that returns a module, a batch and a loss"
+        "--module",
+        metavar="PKG.MOD:FACTORY",
+        help="a function (also FILE.py:FACTORY) that returns a module, a batch, a loss, and how it is trained",
     )
-    parser.add_argument("--steps", type=int, default=3, metavar="N", help="how many steps to train (3)")
+    parser.add_argument("--steps", type=int, default=8, metavar="N", help="how many steps to train (8)")
+    parser.add_argument("--no-bf16", action="store_true", help="leave out the steps in bf16")
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="what ranks compute on (cpu); they share GPUs"
     )
@@ -56,7 +61,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 
     plan, steps = _read_plan(arguments.plan), arguments.steps
     if steps < 1:
-        raise ShardwiseError(f"--steps {steps}: at least 1 is needed", remedy="--steps 3")
+        raise ShardwiseError(f"--steps {steps}: at least 1 is needed", remedy="--steps 8")
     _check_device(arguments.device, plan)
     if arguments.nccl and arguments.inject is not None:
         raise ShardwiseError(
@@ -77,10 +82,12 @@ def run(arguments: argparse.Namespace) -> Answer:
         what = f"{arguments.model or 'a small transformer'}: {describe(settings)}"
     if arguments.nccl:
         return _prove(plan, make, what, arguments, start)
-    verdict = check(plan, make, fault=arguments.inject, vocabulary=vocabulary, device=arguments.device)
+    verdict = check(
+        plan, make, fault=arguments.inject, vocabulary=vocabulary, device=arguments.device, bf16=not arguments.no_bf16
+    )
     data = _data(verdict, what, arguments.inject, steps, perf_counter() - start)
     data["device"], data["devices"] = arguments.device, _num_devices(arguments.device, plan)
-    return Answer(data=data, render=lambda canvas: _draw(data, canvas), status=0 if verdict.comparison.is_same else 1)
+    return Answer(data=data, render=lambda canvas: _draw(data, canvas), status=0 if verdict.is_same else 1)
 
 
 def _prove(plan: Plan, make: "MakeProblem", what: str, arguments: argparse.Namespace, start: float) -> Answer:
@@ -112,15 +119,20 @@ def _read_plan(text: str) -> Plan:
 
 
 def _data(verdict: "Verdict", what: str, fault: str | None, steps: int, seconds: float) -> dict[str, Any]:
-    comparison, first = verdict.comparison, verdict.comparison.first
+    comparison, first, halves = verdict.comparison, verdict.comparison.first, verdict.halves
     return {
-        "ok": comparison.is_same,
+        "ok": verdict.is_same,
         "max_relative_error": {
             "loss": _finite(comparison.worst("loss")),
             "gradient": _finite(comparison.worst("gradient")),
             "norm": _finite(comparison.worst("norm")),
             "weight": _finite(comparison.worst("weight", "used weight")),
+            "evaluation": _finite(comparison.worst("evaluation")),
         },
+        "bf16": None if isinstance(halves, str) else {key: _all_finite(each) for key, each in asdict(halves).items()},
+        "by_microbatches": verdict.by_microbatches,
+        "covered": list(verdict.coverage.covered),
+        "left_out": list(verdict.coverage.left_out),
         "first_difference": None if first is None else {**_row(first), "owners": list(verdict.owners)},
         "worst": [_row(each) for each in comparison.worst_tensors(_NUM_SHOWN)],
         "limit": comparison.limit,
@@ -145,6 +157,10 @@ def _row(difference: "Difference") -> dict[str, Any]:
     }
 
 
+def _all_finite(found: Any) -> Any:
+    return {kind: _finite(each) for kind, each in found.items()} if isinstance(found, dict) else found
+
+
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
@@ -163,17 +179,37 @@ def _draw(data: Mapping[str, Any], canvas: Canvas) -> None:
     canvas.print()
     errors = ", ".join(f"{kind} {_shown(error)}" for kind, error in data["max_relative_error"].items())
     canvas.print(f"largest relative errors: {errors} (limit {data['limit']:.0e})")
-    first = data["first_difference"]
+    _draw_coverage(data, canvas)
     took = f"in {format_seconds(data['seconds'])}"
-    if first is None:
+    if data["ok"]:
         canvas.print(canvas.paint(f"the same as on one device, {took}", "green"))
         return
     canvas.print(canvas.paint(f"not the same as on one device, {took}", "bold red"))
-    thing = f"the {first['kind']}" if first["kind"] in ("loss", "norm") else f"the {first['kind']} of {first['tensor']}"
+    if data["first_difference"] is None:
+        canvas.print(f"in bf16: {data['bf16']['problem']}, against fp32")
+        return
+    _draw_first(data["first_difference"], canvas)
+    if data["by_microbatches"] is not None:
+        canvas.print(f"{data['by_microbatches']}. Ranks train what one device trains on these parts")
+        canvas.print("  try: a loss that returns the sum and what it is summed over: return total, count")
+
+
+def _draw_coverage(data: Mapping[str, Any], canvas: Canvas) -> None:
+    canvas.print()
+    for word, sentences in (("covered", data["covered"]), ("not covered", data["left_out"])):
+        canvas.print(f"{word}:")
+        for each in sentences:
+            canvas.print(f"  {each}")
+    canvas.print()
+
+
+def _draw_first(first: Mapping[str, Any], canvas: Canvas) -> None:
+    is_number = first["kind"] in ("loss", "norm", "evaluation")
+    thing = f"the {first['kind']}" if is_number else f"the {first['kind']} of {first['tensor']}"
     canvas.print(
         f"first to differ: {thing} in step {first['step']} on rank {first['rank']}, off by {_shown(first['error'])}"
     )
-    if first["kind"] in ("loss", "norm") and first["tensor"] is not None:
+    if is_number and first["tensor"] is not None:
         canvas.print(f"first tensor to show it: {first['tensor']}")
     for owner in first["owners"]:
         canvas.print(f"  {owner}")

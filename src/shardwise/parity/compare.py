@@ -1,6 +1,7 @@
 """Two trainings compared, number by number, in the order in which a step computes them.
 
     weights as the forward uses them, first to last · the loss · gradients, last layer first · their norm · new weights
+    · the loss of a batch that is held out, where it is evaluated
 
 So the first that differs is where something went wrong, and not only where it shows. The gradient of a weight that is
 used twice is complete when the backward comes to its first use.
@@ -22,7 +23,7 @@ LIMIT = 1e-5
 #: of keys does, which no softmax sees: against this much of the largest weights, number for number.
 _LEAST = 1e-2
 
-Kind = Literal["used weight", "loss", "gradient", "norm", "weight"]
+Kind = Literal["used weight", "loss", "gradient", "norm", "weight", "evaluation"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +79,8 @@ def compare(expected: Course, found: Sequence[Course], limit: float = LIMIT) -> 
     differences: list[Difference] = []
     for number, wanted in enumerate(expected.steps):
         ours = [course.steps[number] for course in found]
-        for kind, name, measured in _measured(expected, wanted, ours):
+        every = [*_measured(expected, wanted, ours), *_evaluated(expected, found, number)]
+        for kind, name, measured in every:
             rank = max(range(len(ours)), key=[each.error for each in measured].__getitem__)
             error, times = measured[rank]
             differences.append(Difference(kind=kind, name=name, step=number, rank=rank, error=error, times=times))
@@ -111,6 +113,13 @@ def _measured(course: Course, wanted: Step, ours: Sequence[Step]) -> Iterator[tu
         theirs = wanted.weights.get(name)
         least = _least_weight(theirs, wanted.weights)
         yield "weight", name, [_apart(step.weights.get(name), theirs, least) for step in ours]
+
+
+def _evaluated(expected: Course, found: Sequence[Course], step: int) -> Iterator[tuple[Kind, str | None, list[_Apart]]]:
+    """The loss of the batch that is held out, where one was looked at after a step."""
+    if step in expected.evaluations:
+        wanted = expected.evaluations[step]
+        yield "evaluation", None, [_numbers_apart(each.evaluations.get(step, math.nan), wanted) for each in found]
 
 
 def _least_weight(weight: Tensor | None, weights: Mapping[str, Tensor]) -> float:

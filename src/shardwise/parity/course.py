@@ -35,19 +35,32 @@ class Step:
 class Course:
     """All steps as one process saw them.
 
-    `first_use` are the parameters in the order in which a forward first uses them, which one device knows. Of those
-    that a rank holds, `held` says of which stage they are and how much of each is here, and `digest` is of every bit.
+    `evaluations` are the losses of the batch that is held out, by the step after which it was looked at. One device
+    knows `first_use`, the parameters in the order in which a forward first uses them, and `num_dropping`, how many
+    modules drop at random. Of those that a rank holds, `held` says of which stage they are and how much of each is
+    here, and `digest` is of every bit; it knows in how many buckets its gradients were summed, `updated_by` which
+    optimizer its weights were, and why layers were `left_whole` by tensor parallelism.
     """
 
     steps: Sequence[Step]
     first_use: Sequence[str] = ()
     held: Mapping[str, str] = field(default_factory=dict)
     digest: str = ""
+    evaluations: Mapping[int, float] = field(default_factory=dict)
+    num_buckets: int = 0
+    updated_by: str = ""
+    left_whole: Mapping[str, str] = field(default_factory=dict)
+    num_dropping: int = 0
 
 
 def are_looked_at(looks: Looks, step: int, num_steps: int) -> bool:
     """Whether the tensors of a step are looked at."""
     return looks == "every step" or (looks == "last step" and step == num_steps - 1)
+
+
+def own_names(module: nn.Module) -> set[str]:
+    """The names of parameters and buffers, each of its first name alone."""
+    return {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
 
 
 class Uses:

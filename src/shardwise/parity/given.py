@@ -1,11 +1,12 @@
-"""A user's own module to check: `package.module:factory`, a function that returns the module, a batch and a loss.
+"""A user's own module to check: `package.module:factory`, or `file.py:factory`: a module, a batch and a loss.
 
     def factory():
         batch = {"x": torch.randn(8, 16), "y": torch.randn(8, 4)}
         return Net(), batch, lambda output, batch: (output - batch["y"]).square().mean()
 
-Instead of one batch, used in every step, it may return a list, used in turn. What `parallelize` is to be told beside
-it returns as a fourth thing: `{"tensor": {"layers.*.up": "column", "layers.*.down": "row"}}`.
+Instead of one batch, whose rows change places from step to step, it may return a list, used in turn. How it is trained
+is a fourth thing: `{"optimizer": make, "scheduler": lambda optimizer: StepLR(optimizer, 2), "clip": 1.0}`, each as
+`parallelize` and torch take it, beside what else `parallelize` is to be told: `{"tensor": {"layers.*.up": "column"}}`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,12 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError, unknown
-from shardwise.parity.problem import OPTIONS, MakeProblem, Problem
+from shardwise.parity.problem import CLIP, OPTIONS, MakeProblem, Problem, make_optimizer, make_scheduler
+from shardwise.stages.batch import length_of
 from shardwise.stages.factory import find_factory, split_name
+from shardwise.stages.stage import Batch
 from shardwise.torch_private import DropoutModule
 
 _HALVES = (torch.bfloat16, torch.float16)
 _OPTION = "--module "
+#: How a module is trained; the rest of what may be said goes to `parallelize`.
+_TRAINING = ("optimizer", "scheduler", "clip", "held_out", "by_microbatches")
 
 
 def problem_from(where: str, num_steps: int) -> MakeProblem:
@@ -49,17 +54,41 @@ def _checked(made: Any, where: str, num_steps: int) -> Problem:
     batches = [given] if isinstance(given, Mapping) else list(given)
     if not batches or not all(isinstance(each, Mapping) for each in batches):
         raise ShardwiseError(f"the batch of {where} is no dictionary", remedy='{"input_ids": ids, "labels": labels}')
-    for each in module.modules():
-        if isinstance(each, DropoutModule) and not isinstance(each, nn.Dropout):
-            each.p = 0.0  # One device and many ranks draw other masks, and other masks are no mistake.
+    left_out = _without_other_dropout(module)
     # All is computed in fp32 at least: rounding would hide what is sought.
     wide = [{name: _wide(entry) for name, entry in each.items()} for each in batches]
     return Problem(
         module=_wide_module(module).train(),
-        batches=[wide[step % len(wide)] for step in range(num_steps)],
+        batches=[_turned(wide[step % len(wide)], step // len(wide)) for step in range(num_steps)],
         loss=loss,
-        options=options,
+        options={key: each for key, each in options.items() if key not in _TRAINING},
+        optimizer=options.get("optimizer", make_optimizer),
+        # A user's own optimizer has a user's own schedule, or none.
+        scheduler=options.get("scheduler", None if "optimizer" in options else make_scheduler),
+        clip=options.get("clip", CLIP),
+        held_out=options.get("held_out", _turned(wide[-1], 1)),
+        by_microbatches=bool(options.get("by_microbatches", False)),
+        left_out=left_out,
     )
+
+
+def _without_other_dropout(module: nn.Module) -> list[str]:
+    """Turn off dropout of whose masks no plan is promised the same; say which."""
+    found = []
+    for name, each in module.named_modules():
+        if isinstance(each, DropoutModule) and not isinstance(each, nn.Dropout) and each.p:
+            each.p = 0.0  # One device and many ranks draw other masks, and other masks are no mistake.
+            found.append(f"dropout by {name or 'the module'} ({type(each).__name__}): it is off here")
+    return found
+
+
+def _turned(batch: Batch, by: int) -> Batch:
+    """A batch with its rows in other places: what a stage has kept of the example is then wrong."""
+    length = length_of(batch)
+    return {
+        name: entry.roll(by, 0) if isinstance(entry, Tensor) and entry.dim() and entry.shape[0] == length else entry
+        for name, entry in batch.items()
+    }
 
 
 def _wide(entry: Any) -> Any:
@@ -75,9 +104,9 @@ def _options(given: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(given, Mapping):
         raise ShardwiseError(
             f"the fourth thing that {where} returns is of type {type(given).__name__}, and not a dictionary",
-            remedy='{"tensor": {"layers.*.up": "column", "layers.*.down": "row"}}',
+            remedy='{"optimizer": make, "clip": 1.0}, or {"tensor": {"layers.*.up": "column"}}',
         )
     for key in given:
-        if key not in OPTIONS:
-            raise unknown("option of a module", key, OPTIONS)
+        if key not in (*_TRAINING, *OPTIONS):
+            raise unknown("option of a module", key, (*_TRAINING, *OPTIONS))
     return given

@@ -16,7 +16,7 @@ from shardwise.model.catalogue import CATALOGUE, find_name
 from shardwise.nets.hf.catalogue import FAMILIES, family_of
 from shardwise.nets.hf.entries import Entries
 from shardwise.nets.loss import IGNORED, next_token_loss
-from shardwise.nets.settings import Heads, Latent, Mixture, Mlp, Settings
+from shardwise.nets.settings import Dropout, Heads, Latent, Mixture, Mlp, Settings
 from shardwise.nets.transformer import Transformer
 from shardwise.parity.problem import MakeProblem, Problem
 from shardwise.planner.plan import Plan
@@ -24,11 +24,21 @@ from shardwise.planner.plan import Plan
 _WIDTH, _HEAD_DIM, _LENGTH, _MOST_SHARING = 32, 8, 16, 4
 #: Odd, as GPT-2's 50,257 is.
 _VOCABULARY = 257
+_DROPOUT = Dropout(embedding=0.1, attention=0.1, residual=0.1)
+#: What is not trained: a norm and a matrix of the first layer.
+_FROZEN = ("layers.0.mlp_norm.weight", "layers.0.attention.o_proj.weight")
+_HELD_OUT = 1000
 
 
 def default_settings(plan: Plan) -> Settings:
-    """A small transformer for any plan: tied, with an odd vocabulary and shared key heads; with experts if ep wants."""
+    """A small transformer for any plan: tied, dropping, with an odd vocabulary and shared key heads.
+
+    If ep wants experts it has some, whose load is balanced by a loss and by corrections, and which drop tokens.
+    """
     num_experts = max(4, 2 * plan.ep)
+    mixture = Mixture(
+        num_experts=num_experts, num_chosen=2, width=_WIDTH, num_shared=1, correction=True, capacity=1.1, auxiliary=0.05
+    )
     return Settings(
         vocabulary=_VOCABULARY,
         width=_WIDTH,
@@ -36,8 +46,9 @@ def default_settings(plan: Plan) -> Settings:
         length=64,
         attention=Heads(num_heads=_num_heads(plan, 4), num_kv_heads=2, head_dim=_HEAD_DIM),
         mlp=Mlp(width=2 * _WIDTH),
-        mixture=Mixture(num_experts=num_experts, num_chosen=2, width=_WIDTH, num_shared=1) if plan.ep > 1 else None,
+        mixture=mixture if plan.ep > 1 else None,
         tied=True,
+        dropout=_DROPOUT,
     )
 
 
@@ -76,6 +87,7 @@ def shrunk(settings: Settings, plan: Plan) -> Settings:
         mixture=mixture,
         window=None if settings.window is None else _LENGTH // 2,
         windowed_layers=None if windowed is None else tuple(layer for layer in windowed if layer < num_layers),
+        dropout=_DROPOUT,
     )
 
 
@@ -145,8 +157,10 @@ def _make(settings: Settings, *, rows: int, length: int, num_steps: int) -> Prob
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.copy_(_first_value(name, parameter, generator))
+            parameter.requires_grad_(name not in _FROZEN)
     batches = [batch_of(rows, length, settings.vocabulary, step) for step in range(num_steps)]
-    return Problem(module=module.train(), batches=batches, loss=next_token_loss)
+    held_out = batch_of(rows, length, settings.vocabulary, _HELD_OUT)
+    return Problem(module=module.train(), batches=batches, loss=next_token_loss, held_out=held_out)
 
 
 def _first_value(name: str, like: Tensor, generator: torch.Generator) -> Tensor:

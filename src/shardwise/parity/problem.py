@@ -7,51 +7,91 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from shardwise.engine.rank_device import batch_on, put_on
 from shardwise.planner.plan import Plan
 from shardwise.stages.batch import cut_batch, length_of
 from shardwise.stages.stage import Batch, Loss
+from shardwise.states.parameter_group import MakeOptimizer, Share
 
-#: Gradients are clipped to this norm, so that clipping is compared too.
+#: Gradients are clipped to this norm where nobody says another, so that clipping is compared too.
 CLIP = 0.5
-
+#: Into about so many buckets gradients go, so that there is more than one, and a last one that is not full.
+_NUM_BUCKETS = 4
+_LEAST_BUCKET_BYTES = 256
 
 #: What `parallelize` may be told of a module.
-OPTIONS = ("tensor", "tensor_chunks", "positions", "entries", "masks", "through_blocks")
+OPTIONS = ("tensor", "tensor_chunks", "positions", "entries", "masks", "through_blocks", "buffers")
+
+#: Makes a scheduler of the learning rate, which is stepped after every step.
+MakeScheduler = Callable[[Optimizer], LRScheduler]
+
+
+def make_optimizer(parameters: Iterable[nn.Parameter]) -> AdamW:
+    """AdamW in two groups, as most recipes have it: matrices decay, and all else has another rate.
+
+    Where a gradient is zero but for rounding, a step must not blow the rounding up: so eps is not small.
+    """
+    every = list(parameters)
+    groups = [
+        {"params": [each for each in every if each.dim() > 1], "weight_decay": 0.1},
+        {"params": [each for each in every if each.dim() <= 1], "weight_decay": 0.0, "lr": 2e-3},
+    ]
+    return AdamW([group for group in groups if group["params"]], lr=1e-3, eps=1e-4)
+
+
+def make_scheduler(optimizer: Optimizer) -> LRScheduler:
+    """Another rate in every step: up for three, and then down."""
+    return LambdaLR(optimizer, lambda step: min((step + 1) / 3, 3 / (step + 1)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """A module in training mode, its batches, one for each step, and `loss(output, batch)`.
 
-    `options` is what `parallelize` is told of it.
+    `held_out` is evaluated, which is the last batch unless one is given. `options` is what `parallelize` is told of
+    the module. `by_microbatches`: one device is to be given the plan's microbatches, and not whole batches.
+    `left_out` says what of the module is not compared.
     """
 
     module: nn.Module
     batches: Sequence[Batch]
     loss: Loss
     options: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: MakeOptimizer | Sequence[Share] = make_optimizer
+    scheduler: MakeScheduler | None = make_scheduler
+    clip: float | None = CLIP
+    held_out: Batch | None = None
+    by_microbatches: bool = False
+    left_out: Sequence[str] = ()
+
+    @property
+    def evaluated(self) -> Batch:
+        """The batch that is evaluated."""
+        return self.batches[-1] if self.held_out is None else self.held_out
+
+    @property
+    def bucket_bytes(self) -> int:
+        """How large buckets are, so that there is more than one."""
+        return max(_LEAST_BUCKET_BYTES, sum(each.nbytes for each in self.module.parameters()) // _NUM_BUCKETS)
 
     def on(self, device: str) -> "Problem":
         """The same on a device."""
         put_on(self.module, torch.device(device))
-        return replace(self, batches=[batch_on(each, torch.device(device)) for each in self.batches])
+        batches = [batch_on(each, torch.device(device)) for each in self.batches]
+        held_out = None if self.held_out is None else batch_on(self.held_out, torch.device(device))
+        return replace(self, batches=batches, held_out=held_out)
 
 
 #: Makes the same problem in every process: it is sent to ranks, which make their own.
 MakeProblem = Callable[[], Problem]
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter]) -> AdamW:
-    """AdamW. Where a gradient is zero but for rounding, a step must not blow the rounding up: so eps is not small."""
-    return AdamW(parameters, lr=1e-3, eps=1e-4, weight_decay=0.1)
-
-
-def clip_factor(norm: float) -> float:
+def clip_factor(norm: float, clip: float | None) -> float:
     """What gradients of this norm are multiplied by."""
-    return min(1.0, CLIP / (norm + 1e-6))
+    return 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
 
 
 def microbatches_of(batch: Batch, plan: Plan, *, apart: bool) -> list[Batch]:

@@ -10,11 +10,10 @@ from shardwise.nccl.copies import Copies
 from shardwise.nccl.program import Program
 from shardwise.nccl.rehearsal import RehearsedWires
 from shardwise.nccl.taps import put_instead, recording, touching
-from shardwise.parity.check import check_size, sentence_of
 from shardwise.parity.memory_check import check_given
 from shardwise.parity.problem import MakeProblem, small_matrices
+from shardwise.parity.processes import check_plan, sentence_of
 from shardwise.parity.ranks import engine_of
-from shardwise.planner.composition import check_composition
 from shardwise.planner.plan import Plan
 from shardwise.ranks.rank_error import RankError
 from shardwise.ranks.spawn import Ranks
@@ -81,8 +80,7 @@ def check_programs(plan: Plan, make: MakeProblem, *, device: str = "cpu") -> Pro
 
     On CPUs they go the way of GPUs over gloo; with `device="cuda"` they are on GPUs, which they may share.
     """
-    check_composition(plan)
-    check_size(plan)
+    check_plan(plan)
     if plan.num_ranks == 1:
         raise ShardwiseError(f"the plan {plan} has one rank, which asks NCCL for nothing", remedy="--plan dp=2")
     with torch.random.fork_rng(devices=[]), small_matrices():

@@ -1,19 +1,26 @@
 """The same steps on one rank of a plan, as the engines run them."""
 
 import hashlib
+import io
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.parallelize import parallelize
-from shardwise.parity.course import Course, Looks, Step, Uses, are_looked_at
-from shardwise.parity.problem import CLIP, MakeProblem, Problem, clip_factor, make_optimizer, small_matrices
+from shardwise.nets.balance import correct_balance
+from shardwise.parity.course import Course, Looks, Step, Uses, are_looked_at, own_names
+from shardwise.parity.legs import Leg, one_leg
+from shardwise.parity.problem import MakeProblem, Problem, clip_factor, small_matrices
+from shardwise.parity.rows import BIAS_RATE, corrects
 from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import ManyProcesses
+from shardwise.units import counted
 
 #: Breaks an engine that is ready to train.
 Break = Callable[[Engine], None]
@@ -22,42 +29,146 @@ Break = Callable[[Engine], None]
 def engine_of(problem: Problem, plan: Plan, wires: ManyProcesses | None = None) -> Engine:
     """The engine of this rank for a problem, over wires of its own if none are given."""
     return parallelize(
-        problem.module, plan, loss=problem.loss, optimizer=make_optimizer, example=problem.batches[0], clip=CLIP,
-        wires=wires, **problem.options,
+        problem.module, plan, loss=problem.loss, optimizer=problem.optimizer, example=problem.batches[0],
+        clip=float("inf") if problem.clip is None else problem.clip, bucket_bytes=problem.bucket_bytes, wires=wires,
+        **problem.options,
     )  # fmt: skip
 
 
 def train_on_rank(
-    plan: Plan, make: MakeProblem, broken: Break | None = None, looks: Looks = "every step", finds_uses: bool = True
+    plan: Plan,
+    make: MakeProblem,
+    broken: Break | None = None,
+    looks: Looks = "every step",
+    finds_uses: bool = True,
+    legs: Sequence[Leg] | None = None,
 ) -> Course:
-    """Train as one rank of a plan. With `finds_uses`, weights are looked at where a forward uses them."""
+    """Train as one rank of a plan, in one leg or in several. With `finds_uses`, weights are looked at where they are
+    used."""
+    steps: list[Step] = []
+    evaluations: dict[int, float] = {}
+    saved: bytes | None = None
     with small_matrices():
         problem = make()
         shapes = {name: each.shape for name, each in problem.module.named_parameters()}
-        with engine_of(problem, plan) as engine:
-            if broken is not None:
-                broken(engine)
-            steps = []
-            for number, batch in enumerate(problem.batches):
-                uses = Uses()
-                with uses.of(engine.module) if finds_uses else nullcontext():
-                    loss = engine.train_step(batch)
-                engine.flush()
-                sees = are_looked_at(looks, number, len(problem.batches))
-                steps.append(_step(engine, loss, uses.found) if sees else Step(loss=loss, norm=_norm(engine)))
-            return Course(steps=steps, held=_held(engine, shapes), digest=_digest(engine, steps))
+        legs = legs or one_leg(plan, len(problem.batches))
+        for leg in legs:
+            if saved is not None:
+                problem = make()
+                _spoil(problem.module)
+            with engine_of(problem, leg.plan) as engine:
+                if broken is not None:
+                    broken(engine)
+                training = _Training(problem, engine, looks, finds_uses=finds_uses)
+                if saved is not None:
+                    training.load(saved, leg.first)
+                for number in range(leg.first, leg.stop):
+                    steps.append(training.step(number))
+                    if leg.evaluates(number):
+                        evaluations[number] = engine.evaluate(problem.evaluated)
+                if leg is legs[0]:
+                    held, num_buckets, updated_by = _held(engine, shapes), _num_buckets(engine), training.updated_by
+                    tensor = engine.sharded.tensor
+                saved = training.save() if leg is not legs[-1] else None
+                digest = _digest(engine, steps)
+    return Course(
+        steps=steps,
+        held=held,
+        digest=digest,
+        evaluations=evaluations,
+        num_buckets=num_buckets,
+        updated_by=updated_by,
+        left_whole={} if tensor is None else dict(tensor.whole),
+    )
 
 
-def _step(engine: Engine, loss: float, found: Mapping[str, Tensor]) -> Step:
-    factor = clip_factor(_norm(engine))
+@torch.no_grad()
+def _spoil(module: nn.Module) -> None:
+    """Give a module other weights: those that are not loaded are seen."""
+    for each in dict.fromkeys(module.state_dict(keep_vars=True).values()):
+        if isinstance(each, Tensor) and each.is_floating_point() and not each.is_meta:
+            each.add_(0.5)
+
+
+class _Training:
+    """One leg of a training on this rank."""
+
+    def __init__(self, problem: Problem, engine: Engine, looks: Looks, *, finds_uses: bool) -> None:
+        self._problem, self._engine, self._looks, self._finds_uses = problem, engine, looks, finds_uses
+        make = problem.scheduler
+        self._schedulers = [] if make is None else [make(each) for each in engine.optimizers]
+        self._balances = corrects(problem.module)
+
+    def step(self, number: int) -> Step:
+        """Train one step, and look at what there is then."""
+        engine, uses = self._engine, Uses()
+        with uses.of(engine.module) if self._finds_uses else nullcontext():
+            loss = engine.train_step(self._problem.batches[number])
+        engine.flush()
+        with warnings.catch_warnings():
+            # A host that steps for the optimizer is no `optimizer.step()` that a scheduler has seen.
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+            for each in self._schedulers:
+                each.step()
+        if self._balances:
+            correct_balance(engine.module, BIAS_RATE, engine.expert_load())
+        if not are_looked_at(self._looks, number, len(self._problem.batches)):
+            return Step(loss=loss, norm=_norm(engine))
+        return _step(engine, loss, uses.found, self._problem.clip)
+
+    @property
+    def updated_by(self) -> str:
+        """The optimizers, in words."""
+        every = self._engine.optimizers
+        kinds = " and ".join(type(each).__name__ for each in every)
+        rates = "" if not self._schedulers else f", rates by {type(self._schedulers[0]).__name__}"
+        return f"{kinds} in {counted(sum(len(each.param_groups) for each in every), 'group')}{rates}"
+
+    def save(self) -> bytes:
+        """All that a training goes on from, as a file would have it."""
+        state = {
+            "module": self._engine.state_dict(),
+            "optimizers": self._engine.optimizer_state_dict(),
+            "schedulers": [each.state_dict() for each in self._schedulers],
+        }
+        file = io.BytesIO()
+        torch.save(state, file)
+        return file.getvalue()
+
+    def load(self, saved: bytes, step: int) -> None:
+        """Go on from there."""
+        state = torch.load(io.BytesIO(saved), weights_only=False)  # What this process has written.
+        self._engine.load_state_dict(state["module"])
+        self._engine.load_optimizer_state_dict(state["optimizers"])
+        for each, kept in zip(self._schedulers, state["schedulers"], strict=True):
+            each.load_state_dict(kept)
+        self._engine.num_steps = step
+
+
+def _num_buckets(engine: Engine) -> int:
+    return sum(bucket.gradients is not None for bucket in engine.states.data.buckets)
+
+
+def _step(engine: Engine, loss: float, found: Mapping[str, Tensor], clip: float | None) -> Step:
+    factor = clip_factor(_norm(engine), clip)
     used = _used_by_all(engine, found)
     return Step(
         loss=loss,
         norm=_norm(engine),
         gradients={name: each.detach().cpu() / factor for name, each in engine.gradients().items()},
-        weights={name: each.cpu().clone() for name, each in engine.state_dict().items() if isinstance(each, Tensor)},
+        weights={name: each.cpu().clone() for name, each in _weights(engine).items() if isinstance(each, Tensor)},
         used={name: each.cpu() for name, each in engine.assembled(used).items()} if used else {},
     )
+
+
+def _weights(engine: Engine) -> Mapping[str, Any]:
+    """All state of the module. Of weights of 16 bits it is their masters, each once, where rounding hides nothing."""
+    state, data = engine.state_dict(), engine.states.data
+    if not (data.sharing.masters and any(each.dtype.itemsize < 4 for each in engine.module.parameters())):
+        return state
+    trained = [slot.name for bucket in data.buckets if bucket.master is not None for slot in bucket.layout.slots]
+    masters = engine.assembled({name: data.wholes.kept(name) for name in trained})
+    return {**{name: each for name, each in state.items() if name in own_names(engine.module)}, **masters}
 
 
 def _used_by_all(engine: Engine, used: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,15 +1,19 @@
-"""The steps on one device, by plain torch: what a plan is held against."""
+"""The steps on one device, by plain torch on whole batches: what a plan is held against."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from shardwise.errors import ShardwiseError
 from shardwise.execution.compute_policy import ComputePolicy
+from shardwise.nets.balance import correct_balance
 from shardwise.parity.course import Course, Looks, Step, Uses, are_looked_at
-from shardwise.parity.problem import Problem, clip_factor, make_optimizer, microbatches_of
+from shardwise.parity.legs import Leg, one_leg
+from shardwise.parity.problem import Problem, clip_factor, microbatches_of
+from shardwise.parity.rows import BIAS_RATE, across_rows, corrects, has_batch_norm
 from shardwise.planner.plan import Plan
 from shardwise.sharding.dropout import Dropouts, Finding, Place, num_tokens_of
 from shardwise.stages.batch import length_of
@@ -17,85 +21,213 @@ from shardwise.stages.metrics import take_metrics
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.materialise import materialise
 from shardwise.stages.stage import Batch
-from shardwise.torch_private import BatchNormModule
+from shardwise.states.parameter_group import shares_of, sort_out
+
+# Two forwards of the same rows that differ by more have drawn different numbers.
+_DRAWN = 1e-5
 
 
-def train_reference(problem: Problem, plan: Plan, looks: Looks = "every step") -> Course:
-    """Train on one device, with the microbatches and in the precision of a plan.
+def train_reference(
+    problem: Problem,
+    plan: Plan,
+    looks: Looks = "every step",
+    legs: Sequence[Leg] | None = None,
+    *,
+    whole: bool | None = None,
+) -> Course:
+    """Train on one device in the precision of a plan, on whole batches; or on the plan's microbatches.
 
-    A plan whose gradients are a step old (pipedream-2bw) has them here too: those of step t are of the weights before
-    step t-1, and step on the weights after it.
+    Microbatches are for what is defined over the rows of one (`rows.py`), and for who asks for them (`whole=False`, or
+    the problem itself). A plan whose gradients are a step old (pipedream-2bw) has them here too: those of step t are of
+    the weights before step t-1, and step on the weights after it. One that goes on from a save has no older ones.
     """
-    module, signature = problem.module, Signature(problem.module)
-    # One that is built without numbers gets those that ranks get theirs of.
-    materialise(module, [name for name, _ in (*module.named_parameters(), *module.named_buffers())])
-    optimizer = make_optimizer(module.parameters())
-    is_stale, policy = plan.schedule == "pipedream-2bw", ComputePolicy.of(plan)
+    device = _OneDevice(problem, plan, whole=sees_whole(problem) if whole is None else whole)
     steps: list[Step] = []
-    newest = older = _weights(module)
-    first = microbatches_of(problem.batches[0], plan, apart=True)[0]
-    finding, before = Finding(), _weights(module)
-    with torch.no_grad(), finding.watching():
-        is_sum = isinstance(_loss(problem, signature, first, policy), tuple)
-    _put(module, before)  # Buffers are as they were.
-    # What is normalised over a microbatch is so on each replica; a mean of the loss is that of each replica too.
-    apart = not is_sum or any(isinstance(each, BatchNormModule) for each in module.modules())
-    # Masks are drawn as engines draw them; by which rule is for the tests of dropout to say.
-    dropouts = Dropouts(seed=0)
-    dropouts.attach(module, finding.names(module))
-    for number, batch in enumerate(problem.batches):
-        uses = Uses()
-        optimizer.zero_grad()
+    evaluations: dict[int, float] = {}
+    for leg in legs or one_leg(plan, len(problem.batches)):
+        device.begin(leg.plan)
+        for number in range(leg.first, leg.stop):
+            steps.append(device.step(number, sees=are_looked_at(looks, number, len(problem.batches))))
+            if leg.evaluates(number):
+                evaluations[number] = device.evaluate()
+    return Course(steps=steps, first_use=device.first_use, evaluations=evaluations, num_dropping=device.num_dropping)
+
+
+def sees_whole(problem: Problem) -> bool:
+    """Whether one device is given whole batches."""
+    return not (problem.by_microbatches or across_rows(problem.module))
+
+
+class _OneDevice:
+    """A module, its optimizers and its masks of dropout, on one device."""
+
+    def __init__(self, problem: Problem, plan: Plan, *, whole: bool) -> None:
+        module = problem.module
+        self._problem, self._whole, self._signature = problem, whole, Signature(module)
+        self._plan, self._policy = plan, ComputePolicy.of(plan)
+        # One that is built without numbers gets those that ranks get theirs of.
+        materialise(module, [name for name, _ in (*module.named_parameters(), *module.named_buffers())])
+        self._masters = _masters(module) if plan.precision != "fp32" else {}
+        self._optimizers = _make_optimizers(problem, self._masters)
+        make = problem.scheduler
+        self._schedulers = [] if make is None else [make(each) for each in self._optimizers]
+        finding, before = Finding(), {name: each.clone() for name, each in module.named_buffers()}
+        first = microbatches_of(problem.batches[0], plan, apart=True)[0]
+        with torch.no_grad(), finding.watching():
+            is_sum = isinstance(self._loss(first), tuple)
+        # What is normalised over a microbatch is so on each replica; a mean of the loss is that of each replica too.
+        self._apart = not is_sum or has_batch_norm(module)
+        # Masks are drawn as engines draw them; by which rule is for the tests of dropout to say.
+        self._dropouts = Dropouts(seed=0)
+        callers = finding.names(module)
+        self._dropouts.attach(module, callers)
+        own = [each for each in module.modules() if isinstance(each, nn.Dropout) and each.p > 0]
+        self.num_dropping = len(callers) + len(own)
+        self._check_draws()
+        for name, each in module.named_buffers():
+            each.copy_(before[name])
+        self._newest = self._older = _weights(module)
+        self._is_stale = False
+        self.first_use: list[str] = []
+
+    def begin(self, plan: Plan) -> None:
+        """Train under this plan from now on, from the newest weights: those of 16 bits, where there are masters."""
+        _put(self._problem.module, self._newest)
+        with torch.no_grad():
+            for name, master in self._masters.items():
+                master.copy_(self._newest[name])
+        self._plan, self._older = plan, self._newest
+        self._is_stale = plan.schedule == "pipedream-2bw"
+
+    def step(self, number: int, *, sees: bool) -> Step:
+        """One step of training."""
+        module, uses = self._problem.module, Uses()
+        module.zero_grad()
         with uses.of(module):
-            # A sum may be of all replicas, as a balancing loss must be.
-            loss = _gradients(problem, signature, _placed(batch, plan, dropouts, number, apart=apart), policy)
-        if is_stale:
-            _put(module, newest)
+            loss = self._gradients(number)
+        self.first_use = list(uses.found)
+        if self._is_stale:
+            _put(module, self._newest)
         gradients = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
         norm = float(nn.utils.get_total_norm(gradients.values()))
-        step = Step(loss=loss, norm=norm)
-        if are_looked_at(looks, len(steps), len(problem.batches)):
-            found = {name: each.cpu().clone() for name, each in gradients.items()}
-            step = replace(step, gradients=found, used={name: each.cpu() for name, each in uses.found.items()})
+        found = {name: each.cpu().clone() for name, each in gradients.items()} if sees else {}
         for each in gradients.values():
-            each.mul_(clip_factor(norm))
-        optimizer.step()
-        older, newest = newest, _weights(module)
-        weights = {name: each.cpu() for name, each in newest.items()}
-        steps.append(replace(step, weights=weights) if step.gradients else step)
-        if is_stale:
-            _put(module, older)
-    return Course(steps=steps, first_use=list(uses.found))
+            each.mul_(clip_factor(norm, self._problem.clip))
+        self._update()
+        self._older, self._newest = self._newest, _weights(module)
+        if self._is_stale:
+            _put(module, self._older)
+        if not sees:
+            return Step(loss=loss, norm=norm)
+        masters = {name: each.detach().clone() for name, each in self._masters.items()}
+        weights = {name: each.cpu() for name, each in {**self._newest, **masters}.items()}
+        used = {name: each.cpu() for name, each in uses.found.items()}
+        return Step(loss=loss, norm=norm, gradients=found, weights=weights, used=used)
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """The loss of the batch that is held out, by the newest weights, with nothing dropped."""
+        module = self._problem.module
+        training = [each for each in module.modules() if each.training]
+        _put(module, self._newest)
+        module.eval()
+        self._dropouts.stand(None)
+        found = [_numbers(self._loss(each)) for each in self._parts(self._problem.evaluated)]
+        for each in training:
+            each.training = True
+        if self._is_stale:
+            _put(module, self._older)
+        return sum(float(total) for total, _ in found) / sum(float(count) for _, count in found)
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        named = dict(self._problem.module.named_parameters())
+        for name, master in self._masters.items():
+            gradient = named[name].grad
+            master.grad = None if gradient is None else gradient.float()
+        for optimizer in self._optimizers:
+            optimizer.step()
+        for name, master in self._masters.items():
+            named[name].copy_(master)
+        for scheduler in self._schedulers:
+            scheduler.step()
+        if corrects(self._problem.module):
+            correct_balance(self._problem.module, BIAS_RATE)
+
+    def _gradients(self, step: int) -> float:
+        """Make the gradients of the mean over a batch, and return it."""
+        sum_of_losses = count = 0.0
+        for each in self._placed(step):
+            total, number = _numbers(self._loss(each))
+            total.backward()  # type: ignore[no-untyped-call]
+            sum_of_losses, count = sum_of_losses + float(total.detach()), count + float(number)
+        for parameter in self._problem.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(count)
+        return sum_of_losses / count
+
+    def _placed(self, step: int) -> Iterator[Batch]:
+        """What is computed at once, each where its rows stand in the batch."""
+        batch = self._problem.batches[step]
+        rows = self._parts({"rows": torch.arange(length_of(batch))})
+        for each, mine in zip(self._parts(batch), rows, strict=True):
+            places, tokens = mine["rows"], num_tokens_of(each)
+            self._dropouts.stand(Place(step=step, first_row=0, num_rows=len(places), rows=places, num_tokens=tokens))
+            yield each
+
+    def _parts(self, batch: Batch) -> list[Batch]:
+        # A sum may be of all replicas, as a balancing loss must be.
+        return [batch] if self._whole else microbatches_of(batch, self._plan, apart=self._apart)
+
+    def _loss(self, batch: Batch) -> Any:
+        problem = self._problem
+        args, kwargs = self._signature.arguments(batch)
+        with self._policy.precision(next(problem.module.parameters()).device):
+            return take_metrics(problem.loss(problem.module(*args, **kwargs), batch))[0]
+
+    @torch.no_grad()
+    def _check_draws(self) -> None:
+        """Refuse a module that draws numbers which no plan can draw alike."""
+        found = []
+        for seed in range(2):
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                total, count = _numbers(self._loss(next(self._placed(0))))
+                found.append(float(total) / float(count))
+        if abs(found[0] - found[1]) > _DRAWN * abs(found[0]):
+            raise ShardwiseError(
+                f"{type(self._problem.module).__name__} draws random numbers of its own in forward (its loss is"
+                f" {found[0]:.6g} with one seed and {found[1]:.6g} with another): ranks draw others than one device",
+                remedy="nn.Dropout or nn.functional.dropout, whose masks are the same under every plan; or no noise"
+                " while it is checked",
+            )
 
 
-def _placed(batch: Batch, plan: Plan, dropouts: Dropouts, step: int, *, apart: bool) -> Iterator[Batch]:
-    """The microbatches, each where its rows stand in the batch."""
-    rows = microbatches_of({"rows": torch.arange(length_of(batch))}, plan, apart=apart)
-    for each, mine in zip(microbatches_of(batch, plan, apart=apart), rows, strict=True):
-        places = mine["rows"]
-        tokens = num_tokens_of(each)
-        dropouts.stand(Place(step=step, first_row=0, num_rows=len(places), rows=places, num_tokens=tokens))
-        yield each
+def _numbers(result: Any) -> tuple[Tensor, Any]:
+    """A loss as a sum and what it is summed over; a mean counts as one."""
+    return result if isinstance(result, tuple) else (result, 1)
 
 
-def _gradients(problem: Problem, signature: Signature, microbatches: Iterable[Batch], policy: ComputePolicy) -> float:
-    """Make the gradients of the mean over a batch, and return it."""
-    sum_of_losses = count = 0.0
-    for each in microbatches:
-        result = _loss(problem, signature, each, policy)
-        total, number = result if isinstance(result, tuple) else (result, 1)
-        total.backward()
-        sum_of_losses, count = sum_of_losses + float(total.detach()), count + float(number)
-    for parameter in problem.module.parameters():
-        if parameter.grad is not None:
-            parameter.grad.div_(count)
-    return sum_of_losses / count
+def _masters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Copies in full precision of weights of 16 bits, for optimizers to work on."""
+    return {
+        name: nn.Parameter(each.detach().float(), requires_grad=each.requires_grad)
+        for name, each in module.named_parameters()
+        if each.dtype.itemsize < 4
+    }
 
 
-def _loss(problem: Problem, signature: Signature, batch: Batch, policy: ComputePolicy) -> Any:
-    args, kwargs = signature.arguments(batch)
-    with policy.precision(next(problem.module.parameters()).device):
-        return take_metrics(problem.loss(problem.module(*args, **kwargs), batch))[0]
+def _make_optimizers(problem: Problem, masters: dict[str, nn.Parameter]) -> list[Optimizer]:
+    """The user's own, made on the module's parameters; they work on the masters of those that have one."""
+    named = dict(problem.module.named_parameters())
+    shares = shares_of(problem.optimizer)
+    trained = {name: each for name, each in named.items() if each.requires_grad}
+    taken = [list(named)] if callable(problem.optimizer) else sort_out(shares, trained)
+    made = [share.make([named[name] for name in names]) for share, names in zip(shares, taken, strict=True) if names]
+    instead = {id(named[name]): master for name, master in masters.items()}
+    for group in (group for optimizer in made for group in optimizer.param_groups):
+        group["params"] = [instead.get(id(each), each) for each in group["params"]]
+    return made
 
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:

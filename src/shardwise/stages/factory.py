@@ -1,22 +1,25 @@
-"""A function of the user's that makes a module, by its name: `package.module:factory`."""
+"""A function of the user's that makes a module, by its name: `package.module:factory`, or `file.py:factory`."""
 
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ShardwiseError, unknown
 from shardwise.stages.split.lines import line_of_error
 
-_FORM = "my_package.my_module:factory"
+
+def _remedy(option: str) -> str:
+    return f"{option}my_package.my_module:factory, or {option}my_file.py:factory"
 
 
 def split_name(where: str, option: str) -> tuple[str, str]:
     """Module and function. `option` is what stands before it on a command line: `--module `, say."""
     name, colon, attribute = where.partition(":")
     if not colon or not name or not attribute:
-        raise ShardwiseError(f"{option}{where} is no package.module:factory", remedy=f"{option}{_FORM}")
+        raise ShardwiseError(f"{option}{where} is no package.module:factory", remedy=_remedy(option))
     return name, attribute
 
 
@@ -27,16 +30,31 @@ def find_factory(where: str, option: str, folder: str | None = None) -> Callable
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        home = import_module(name)
+        home = _from_file(Path(here, name)) if name.endswith(".py") else import_module(name)
     except Exception as error:
         why = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
-        raise ShardwiseError(f"{option}{where} cannot be imported: {why}", remedy=f"{option}{_FORM}") from None
+        raise ShardwiseError(f"{option}{where} cannot be imported: {why}", remedy=_remedy(option)) from None
     factory = getattr(home, attribute, None)
     if not callable(factory):
         functions = [key for key, each in vars(home).items() if callable(each) and not key.startswith("_")]
         told = unknown(f"function of {name}", attribute, functions)
         raise ShardwiseError(told.problem, remedy=told.remedy and f"{option}{name}:{told.remedy}")
     return lambda: _called(factory, where)
+
+
+def _from_file(path: Path) -> Any:
+    """A file as a module: under its own name, so that what it defines is the same on all ranks."""
+    if not path.is_file():
+        raise ImportError(f"there is no file {path}")
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    spec = spec_from_file_location(path.stem, path)
+    assert spec is not None, "a name that ends in .py has a loader"
+    assert spec.loader is not None, "and that is it"
+    home = module_from_spec(spec)
+    sys.modules[path.stem] = home
+    spec.loader.exec_module(home)
+    return home
 
 
 def _called(factory: Callable[[], Any], where: str) -> Any:

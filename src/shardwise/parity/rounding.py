@@ -8,9 +8,11 @@ than bf16 can tell apart, is off by .02, or in three of eight draws by .14 (the 
 the plan is further off, one device is drawn again, up to eight times, and its worst counts; a tensor's worst is that of
 its like in any layer, as such a token may be in another layer each time. What is asked:
 
-    all tensors of a kind     the root of the mean square of their relative errors is at most FACTOR of one device's
+    all tensors of a kind     the root of the mean square of their relative errors is at most FACTOR of one device's,
+                              in every step
     every tensor              at most TENSOR_FACTOR of its like's on one device, or of the mean over all tensors there
-    a loss, a norm            over the steps at most FACTOR of one device's, or half a step of bf16 (2^-9), below which
+    a loss, also evaluated,
+    a norm                    over the steps at most FACTOR of one device's, or half a step of bf16 (2^-9), below which
                               one device may be right by chance
 
 A gradient that is not summed, or scaled by 2, is off by 10 to 100 times as much as these allow.
@@ -34,7 +36,7 @@ TENSOR_FACTOR = 4.0
 MOST_DRAWS, NUDGE = 8, 2.0**-12
 HALF_STEP = 2.0**-9
 _TENSORS: tuple[Kind, ...] = ("gradient", "weight")
-_NUMBERS: tuple[Kind, ...] = ("loss", "norm")
+_NUMBERS: tuple[Kind, ...] = ("loss", "norm", "evaluation")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,28 +67,36 @@ def judge(exact: Course, alone: Sequence[Course], found: Sequence[Course]) -> Ro
     plan = {str(kind): _mean(ours, kind) for kind in kinds}
     one = {str(kind): max(_mean(each, kind) for each in draws) for kind in kinds}
     problem = None
-    for kind in kinds:
-        limit = max(FACTOR * one[kind], HALF_STEP if kind in _NUMBERS else 0.0)
-        if not plan[kind] <= limit:
+    for kind in _NUMBERS:
+        if not plan[kind] <= max(FACTOR * one[kind], HALF_STEP):
             problem = problem or f"the {kind} is off by {plan[kind]:.1e}, one device's by {one[kind]:.1e}"
     for kind in _TENSORS:
-        problem = problem or _worst_tensor(ours, draws, kind, one[kind])
+        for step in range(len(exact.steps)):
+            problem = problem or _tensors_of_step(ours, draws, kind, step)
     return Rounding(plan=plan, alone=one, problem=problem)
 
 
-def _mean(comparison: Comparison, kind: Kind) -> float:
-    errors = [each.error for each in comparison.differences if each.kind == kind]
+def _tensors_of_step(ours: Comparison, draws: Sequence[Comparison], kind: Kind, step: int) -> str | None:
+    """What is wrong with the tensors of a step. Each step is by itself: the first has the fewest roundings."""
+    mean, alone = _mean(ours, kind, step), max(_mean(each, kind, step) for each in draws)
+    if not mean <= FACTOR * alone:
+        return f"the {kind} is off by {mean:.1e} in step {step}, one device's by {alone:.1e}"
+    return _worst_tensor(ours, draws, (kind, step), alone)
+
+
+def _mean(comparison: Comparison, kind: Kind, step: int | None = None) -> float:
+    errors = [each.error for each in comparison.differences if each.kind == kind and step in (None, each.step)]
     return math.sqrt(sum(error**2 for error in errors) / len(errors)) if errors else 0.0
 
 
-def _worst_tensor(ours: Comparison, draws: Sequence[Comparison], kind: Kind, mean: float) -> str | None:
-    known: dict[tuple[str, int], float] = {}
-    for each in (each for draw in draws for each in draw.differences if each.kind == kind):
-        known[_like(each), each.step] = max(each.error, known.get((_like(each), each.step), 0.0))
+def _worst_tensor(ours: Comparison, draws: Sequence[Comparison], which: tuple[Kind, int], mean: float) -> str | None:
+    known: dict[str, float] = {}
+    for each in (each for draw in draws for each in draw.differences if (each.kind, each.step) == which):
+        known[_like(each)] = max(each.error, known.get(_like(each), 0.0))
     for each in ours.differences:
-        error = known.get((_like(each), each.step), 0.0)
-        if each.kind == kind and each.error > TENSOR_FACTOR * max(error, mean):
-            return f"the {kind} of {each.name} is off by {each.error:.1e}, one device's by {error:.1e}"
+        alone = known.get(_like(each), 0.0)
+        if (each.kind, each.step) == which and each.error > TENSOR_FACTOR * max(alone, mean):
+            return f"the {each.kind} of {each.name} is off by {each.error:.1e}, one device's by {alone:.1e}"
     return None
 
 

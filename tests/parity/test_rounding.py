@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from shardwise.parity.course import Course, Step
-from tests.gpu.rounding import judge
+from shardwise.parity.rounding import judge
 
 GENERATOR = torch.Generator().manual_seed(0)
 NAMES = ("embedding", "attention", "norm", "head")

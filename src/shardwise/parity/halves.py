@@ -1,0 +1,113 @@
+"""The second course of a check: weights in bf16, which optimizers have masters of in fp32.
+
+One device does the same by plain torch, with masters of its own. Rounding is not the same on both, so they are judged
+by how far each is from fp32 (`rounding.py`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from shardwise.parity.course import Course, own_names
+from shardwise.parity.legs import LEAST_STEPS, Leg
+from shardwise.parity.problem import MakeProblem, Problem
+from shardwise.parity.ranks import train_on_rank
+from shardwise.parity.reference import train_reference
+from shardwise.parity.rounding import MOST_DRAWS, Rounding, judge, nudge
+from shardwise.planner.composition import composes
+from shardwise.planner.plan import Plan
+from shardwise.ranks.rank_error import RankError
+from shardwise.ranks.spawn import Ranks
+from shardwise.stages.stage import Batch
+
+#: One more than those after which it is saved and loaded.
+NUM_STEPS = LEAST_STEPS
+
+
+def why_not(plan: Plan, problem: Problem) -> str | None:
+    """Why a plan or a module has no such course."""
+    if len(problem.batches) < NUM_STEPS:
+        return f"fewer than {NUM_STEPS} steps"
+    if plan.schedule == "pipedream-2bw":
+        return "pipedream-2bw steps on 16-bit weights in place, without masters"
+    if any(each.dtype != torch.float32 for each in problem.module.parameters()):
+        return "the module has weights that are not of 32 bits"
+    return None if composes(replace(plan, precision="bf16")) else "the plan does not run in bf16"
+
+
+def check_halves(plan: Plan, make: MakeProblem, ranks: Ranks, *, device: str, timeout_seconds: float) -> Rounding | str:
+    """Hold a plan's bf16 against one device's; or say why one device has none."""
+    halved = replace(plan, precision="bf16")
+    legs = [Leg(plan=halved, first=0, stop=NUM_STEPS - 1), Leg(plan=halved, first=NUM_STEPS - 1, stop=NUM_STEPS)]
+    alone: list[Course] = []
+
+    def draw(seed: int) -> Course:
+        problem = half(nudge(make().on(device), seed))
+        return _once(train_reference(problem, halved, "every step", legs, whole=False), problem)
+
+    try:
+        problem = wide(make().on(device))
+        exact = _once(train_reference(problem, replace(plan, precision="fp32"), "every step", legs), problem)
+        alone.append(draw(0))
+    except Exception as error:
+        return f"one device cannot train the module in bf16: {type(error).__name__}: {str(error).splitlines()[0]}"
+    try:
+        found = ranks.run(_train, halved, make, legs, timeout_seconds=timeout_seconds)
+    except RankError as error:
+        if "shardwise.errors.ShardwiseError" not in error.problem:
+            raise
+        return f"refused: {error.problem.splitlines()[0]}"
+    return _judged(exact, alone, found, draw)
+
+
+def _once(course: Course, problem: Problem) -> Course:
+    """The same with each weight under its first name alone: masters have no others."""
+    names = own_names(problem.module)
+    steps = [
+        replace(step, weights={name: each for name, each in step.weights.items() if name in names})
+        for step in course.steps
+    ]
+    return replace(course, steps=steps)
+
+
+def _judged(exact: Course, alone: list[Course], found: Sequence[Course], draw: Callable[[int], Course]) -> Rounding:
+    """Draw one device again as long as the plan is further off."""
+    judged = judge(exact, alone, found)
+    for seed in range(1, MOST_DRAWS):
+        if judged.problem is None:
+            break
+        alone.append(draw(seed))
+        judged = judge(exact, alone, found)
+    return judged
+
+
+def _train(plan: Plan, make: MakeProblem, legs: Sequence[Leg]) -> Course:
+    return train_on_rank(plan, partial(_made_half, make), None, "every step", False, legs)
+
+
+def _made_half(make: MakeProblem) -> Problem:
+    return half(make())
+
+
+def half(problem: Problem) -> Problem:
+    """The same with weights in bf16, and a few steps of it."""
+    problem.module.to(torch.bfloat16)
+    return _with_batches(problem, lambda each: each.bfloat16() if each.dtype is torch.float32 else each)
+
+
+def wide(problem: Problem) -> Problem:
+    """The numbers of `half` in fp32."""
+    problem = half(problem)
+    problem.module.float()
+    return _with_batches(problem, lambda each: each.float() if each.dtype is torch.bfloat16 else each)
+
+
+def _with_batches(problem: Problem, change: Callable[[Tensor], Tensor]) -> Problem:
+    def changed(batch: Batch) -> Batch:
+        return {name: change(each) if isinstance(each, Tensor) else each for name, each in batch.items()}
+
+    batches = [changed(each) for each in problem.batches[:NUM_STEPS]]
+    return replace(problem, batches=batches, held_out=changed(problem.evaluated))

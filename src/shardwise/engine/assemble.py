@@ -18,6 +18,8 @@ from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import ManyProcesses, OneProcess
 from shardwise.stages.batch import cut_batch, home_of
 from shardwise.stages.losses import by_rows, summed_only
+from shardwise.stages.split.compare import Second
+from shardwise.stages.split.second_batch import second_batch
 from shardwise.stages.stage import Batch, Loss
 from shardwise.states.make_optimizers import MadeOptimizer, Optimizers, make_optimizers
 
@@ -41,7 +43,7 @@ def assemble(
     order = tuple(name for name, _ in module.named_parameters())
     shapes = {name: each.shape for name, each in module.state_dict().items() if isinstance(each, Tensor)}
     loss = summed_only(loss, plan.cp) if plan.cp > 1 else loss
-    microbatch = cut_batch(rows_of(example, plan, wires.mesh), plan.microbatches, pad=options.pad)[0]
+    microbatch, *others = cut_batch(rows_of(example, plan, wires.mesh), plan.microbatches, pad=options.pad)
     if not any(each.training for each in module.modules()):
         # What is dropped in training is seen in training mode only. Of one that is partly so the user has said which.
         module.train()
@@ -49,7 +51,15 @@ def assemble(
     place = None if isinstance(wires, OneProcess) else wires.ranks[0]
     without_numbers = {name for name, each in module.named_parameters() if each.is_meta}
     trial = Trial(module, loss, microbatch)
-    split, computed, callers = prepare(module, plan, microbatch, probe=trial.probe, rank=place, options=options)
+    second = Second(
+        batch=second_batch(microbatch, others),
+        loss=loss,
+        replicas=", ".join(f"{axis}={getattr(plan, axis)}" for axis in ("dp", "cp") if getattr(plan, axis) > 1) or None,
+        reruns=f"recompute={plan.recompute}" if plan.recompute != "none" else None,
+    )
+    split, computed, callers = prepare(
+        module, plan, microbatch, second=second, probe=trial.probe, rank=place, options=options
+    )
     trial.check(plan, shapes, split.units)
     if sharded.experts is not None and without_numbers:
         sharded.experts.draw(module, without_numbers, seed=options.seed, device=home_of(microbatch))

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from shardwise.sharding.dropout import Finding
 from shardwise.stages.batch import home_of
 from shardwise.stages.compiled import check_backend, compile_units
 from shardwise.stages.split.choose import TooFewUnitsError
+from shardwise.stages.split.compare import Second
 from shardwise.stages.split.flow import UnitCall
 from shardwise.stages.split.split import split, stage_costs
 from shardwise.stages.split.stopwatch import Stopwatch
@@ -60,12 +61,19 @@ class Prepared(NamedTuple):
 
 
 def prepare(
-    module: nn.Module, plan: Plan, batch: Batch, *, probe: Callable[[Any], None], rank: int | None, options: Options
+    module: nn.Module,
+    plan: Plan,
+    batch: Batch,
+    *,
+    second: Second,
+    probe: Callable[[Any], None],
+    rank: int | None,
+    options: Options,
 ) -> Prepared:
     """Make a module ready for this process, which runs one rank of a pipeline or (None) all.
 
-    `batch` is a microbatch, and `probe` is given what the module makes of it. If the process is one of many, all call
-    this alike.
+    `batch` is a microbatch, and `probe` is given what the module makes of it; stages are tried on the `second`. If the
+    process is one of many, all call this alike.
     """
     home = home_of(batch)
     backend = check_backend(options.compile, home)
@@ -78,6 +86,12 @@ def prepare(
     schedule = schedule_of(plan, lambda count: stage_costs(module, count, batch, **how))
     count = len(schedule.placement.pipes[0])
     finding = Finding()
+    second = replace(
+        second,
+        # Where a rank has stages of both copies of a model, they share all attributes too.
+        processes=[] if rank is None or len(schedule.placement.pipes) > 1 else schedule.placement.ranks,
+        agree=None if rank is None else agree_on_refusal,
+    )
     try:
         with ComputePolicy.of(plan).precision(home), finding.watching():
             stages = split(
@@ -87,6 +101,7 @@ def prepare(
                 only=None if rank is None else {stage % count for stage in schedule.placement.stages[rank]},
                 seed=options.seed,
                 probe=probe,
+                second=second if options.verify else None,
                 judge=partial(step_seconds, schedule) if schedule.num_instructions <= _MOST_INSTRUCTIONS else max,
                 **how,
             )
@@ -132,3 +147,12 @@ def agree_on_costs(calls: Sequence[UnitCall]) -> None:
     for call, mean in zip(calls, means.tolist(), strict=True):
         call.flops, call.bytes, call.weight_bytes, seconds = mean
         call.seconds = None if call.seconds is None else seconds
+
+
+def agree_on_refusal(error: ShardwiseError | None) -> None:
+    """Let all ranks raise what speaks against the cut on any of them. All call this alike."""
+    told: list[tuple[str, str | None] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, None if error is None else (error.problem, error.remedy))
+    found = next((each for each in told if each is not None), None)
+    if found is not None:
+        raise ShardwiseError(found[0], remedy=found[1])

@@ -21,11 +21,17 @@ class Guesses(EagerDispatchMode):  # type: ignore[no-untyped-call]
     mixture get without data.
     """
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        #: Whether anything was asked.
+        self.were_asked = False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         del types
         first = args[0] if args else None
+        self.were_asked |= depends_on_data(func)
         if isinstance(first, Tensor) and first.is_meta:
             if func is LOCAL_SCALAR.default:
                 return False if first.dtype is torch.bool else 0.0 if first.dtype.is_floating_point else 0
@@ -40,6 +46,11 @@ class Guesses(EagerDispatchMode):  # type: ignore[no-untyped-call]
             # A forward that makes a tensor often does not say where: with numbers, all would be in one place.
             args, kwargs = pytree.tree_map(_moved, (args, kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def depends_on_data(func: Any) -> bool:
+    """Whether an operation makes something of numbers that is no tensor: a number, or a shape."""
+    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
 
 def tensors_of(given: Any) -> list[Tensor]:
@@ -121,8 +132,10 @@ def on_meta(arguments: list[Any]) -> list[Any]:
     return [each.detach().to("meta") if isinstance(each, Tensor) else each for each in arguments]
 
 
-def call_on_meta(call: Callable[..., Any], arguments: list[Any], tree: pytree.TreeSpec) -> Any:
+def call_on_meta(
+    call: Callable[..., Any], arguments: list[Any], tree: pytree.TreeSpec, guesses: Guesses | None = None
+) -> Any:
     """Call with arguments that are on the meta device, given as flat leaves and their structure."""
     args, kwargs = pytree.tree_unflatten(arguments, tree)
-    with torch.no_grad(), Guesses():  # type: ignore[no-untyped-call]
+    with torch.no_grad(), guesses or Guesses():
         return call(*args, **kwargs)

@@ -1,0 +1,49 @@
+"""Another batch like the example, with other numbers: what depends on data shows when two are compared."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.stages.batch import length_of
+from shardwise.stages.stage import Batch
+
+
+def second_batch(first: Batch, others: Sequence[Batch] = ()) -> Batch:
+    """One of the others if it differs, else the same rows in other numbers.
+
+    Numbers that are made up here are taken from the batch: an index stays an index, a label a label.
+    """
+    for each in reversed(others):
+        if not _are_same(first, each):
+            return each
+    length = length_of(first)
+    mixed = {name: _mixed(each, length) for name, each in first.items()}
+    return mixed if not _are_same(first, mixed) else {name: _turned(each, length) for name, each in first.items()}
+
+
+def _mixed(entry: Any, length: int) -> Any:
+    """The last rows twice, those before the middle not at all; floats smaller."""
+    if not _has_rows(entry, length):
+        return entry
+    rows = torch.tensor([length - 1 - number // 2 for number in range(length)], device=entry.device)
+    made = entry.detach()[rows]
+    return (made * 0.75 if made.is_floating_point() else made).requires_grad_(entry.requires_grad)
+
+
+def _turned(entry: Any, length: int) -> Any:
+    """The same for the numbers of each row, where all rows are alike."""
+    if not _has_rows(entry, length) or entry.dim() < 2 or entry.is_floating_point():
+        return entry
+    width = entry.shape[1]
+    return entry[:, torch.tensor([width - 1 - number // 2 for number in range(width)], device=entry.device)]
+
+
+def _has_rows(entry: Any, length: int) -> bool:
+    return isinstance(entry, Tensor) and entry.layout is torch.strided and entry.dim() > 0 and len(entry) == length
+
+
+def _are_same(one: Batch, other: Batch) -> bool:
+    pairs = [(each, other.get(name)) for name, each in one.items() if isinstance(each, Tensor)]
+    return all(isinstance(b, Tensor) and a.shape == b.shape and torch.equal(a, b) for a, b in pairs)

@@ -10,8 +10,14 @@ from torch import Tensor, nn
 from tests.habits.harness import Block, Parallelize, Result, cross_entropy, program, sgd
 
 #: What the sentence says where a unit leaves something for another stage otherwise than by returning it.
-_LEFT = "share what they do not return|that the unit does not return|compute something else"
+_LEFT = "share what they do not return|that the unit does not return|compute something else|forward leaves"
 LEFT = {"pp": _LEFT, "place": _LEFT}
+#: The same where units that share a tensor can be kept on one stage: then it is right.
+TOGETHER = {"chunks": _LEFT}
+#: What has a gradient may be read by whoever called the module: it is of one microbatch.
+GRADIENT = {"place": "leaves tensors with a gradient"}
+#: Stages in one process count, or draw, each on its own.
+IN_TURN = {"chunks": _LEFT, "place": _LEFT}
 #: What only replicas with rows of their own make different, or a second forward.
 DRIFTS = {"dp": "each replica would have its own"}
 
@@ -216,13 +222,13 @@ def a_flag_left_in_an_attribute(parallelize: Parallelize) -> Result:
     return learn(parallelize, Four(uses_left(use), first=leaving(lambda x: bool(positive(x) % 2))))
 
 
-@program(LEFT)
+@program(GRADIENT)
 def a_tensor_left_in_an_attribute(parallelize: Parallelize) -> Result:
     """A gate, with its gradient."""
     return learn(parallelize, Four(uses_left(scaled), first=leaving(lambda x: torch.sigmoid(x.mean()))))
 
 
-@program(LEFT)
+@program()
 def a_tensor_without_gradient_left_in_an_attribute(parallelize: Parallelize) -> Result:
     """The same detached."""
     return learn(parallelize, Four(uses_left(scaled), first=leaving(lambda x: x.detach().std())))
@@ -296,7 +302,7 @@ def a_number_used_by_the_unit_itself(parallelize: Parallelize) -> Result:
     return learn(parallelize, Four(first=Warms, last=Warms))
 
 
-@program(DRIFTS)
+@program({**DRIFTS, "place": "of the last one alone"})
 def a_running_mean_in_an_attribute(parallelize: Parallelize) -> Result:
     """A float that each replica would have of its own rows, and that the next forward reads."""
 
@@ -311,7 +317,7 @@ def a_running_mean_in_an_attribute(parallelize: Parallelize) -> Result:
     return learn(parallelize, Four(first=Averages))
 
 
-@program()
+@program(IN_TURN)
 def forwards_counted_by_the_root(parallelize: Parallelize) -> Result:
     """Every stage runs the root's forward, and counts once."""
 
@@ -444,7 +450,7 @@ def collecting(make: Callable[[Tensor], Any], join: Callable[[list[Any]], Any]) 
     return model
 
 
-@program(LEFT)
+@program(TOGETHER)
 def a_list_of_tensors_that_units_append_to(parallelize: Parallelize) -> Result:
     """Summed at the end."""
     return learn(parallelize, collecting(lambda x: torch.sigmoid(x.mean()), sum))
@@ -516,7 +522,7 @@ def hidden_states_collected_by_the_root(parallelize: Parallelize) -> Result:
 # Views and writes in place.
 
 
-@program(LEFT)
+@program()
 def a_view_that_a_later_unit_writes_into(parallelize: Parallelize) -> Result:
     """Of an earlier output, which is then used again."""
 
@@ -563,7 +569,7 @@ def a_unit_that_writes_its_input(parallelize: Parallelize) -> Result:
     return learn(parallelize, Four(first=InPlace, last=InPlace))
 
 
-@program(LEFT)
+@program(TOGETHER)
 def a_board_that_units_write_to(parallelize: Parallelize) -> Result:
     """A tensor of the root's, made in its forward, with a row for each block."""
 
@@ -599,7 +605,7 @@ def a_buffer_that_a_block_counts_up(parallelize: Parallelize) -> Result:
     return learn(parallelize, Four(first=CountsUp, last=CountsUp))
 
 
-@program({"pp": "stages would have another|stages 0"})
+@program({"pp": f"stages would have another|{_LEFT}", "place": _LEFT})
 def a_buffer_that_the_root_counts_up(parallelize: Parallelize) -> Result:
     """No unit has it."""
 
@@ -655,7 +661,7 @@ def a_layer_skipped_by_the_forward_count(parallelize: Parallelize) -> Result:
     return learn(parallelize, Four(first=Skips, last=Skips))
 
 
-@program()
+@program(IN_TURN)
 def a_factor_drawn_by_python(parallelize: Parallelize) -> Result:
     """In the root's forward, from Python's own generator, seeded alike on all ranks."""
     random.seed(7)

@@ -120,9 +120,11 @@ def run_topic(topic: str, plan: str, turn: int | None = None) -> list[str]:
 
 def _tried(one: Program, plan: str) -> str | None:
     expected, open_engines = one.expects(plan), []
+    parsed = Plan.parse(plan.removeprefix("place,"))
+    make = Placed if plan.startswith("place,") else sw.parallelize
 
     def under_plan(module: nn.Module, **options: Any) -> Any:
-        open_engines.append(sw.parallelize(module, plan, **options))
+        open_engines.append(make(module, parsed, **options))
         return open_engines[-1]
 
     torch.manual_seed(0)
@@ -141,8 +143,8 @@ def _tried(one: Program, plan: str) -> str | None:
     if expected is not None:
         return f"not refused, though {expected!r} was expected"
     torch.manual_seed(0)
-    parsed = Plan.parse(plan)
-    return _difference(came, one.run(lambda module, **options: Plain(module, parsed, **options)))
+    plain = Joined if make is Placed else Plain
+    return _difference(came, one.run(lambda module, **options: plain(module, parsed, **options)))
 
 
 def _close(engine: Any) -> None:
@@ -222,6 +224,38 @@ class Plain:
         pass
 
 
+class Joined(Plain):
+    """The same where the loss sees the whole batch: outputs of microbatches in turn, one under the other."""
+
+    def train_step(self, batch: Batch) -> float:
+        self.module.zero_grad()
+        loss = self._loss(self._forward(batch), batch)
+        loss.backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return float(loss.detach())
+
+    def _forward(self, batch: Batch) -> Any:
+        outputs = [self.module(each["x"]) for each in microbatches_of(batch, self._plan, apart=False)]
+        if isinstance(outputs[0], Tensor):
+            return torch.cat(outputs)
+        return tuple(torch.cat(parts) if parts[0].dim() else sum(parts) / len(parts) for parts in zip(*outputs, strict=True))
+
+
+class Placed(Joined):
+    """A loop as users write it, with the module of `sw.place` over two threads."""
+
+    def __init__(self, module: nn.Module, plan: Plan, **options: Any) -> None:
+        super().__init__(module, plan, **options)
+        self._placed = sw.place(
+            module, ["cpu:0", "cpu:1"], microbatches=plan.microbatches, schedule=plan.schedule,
+            example={"x": options["example"]["x"]},
+        )  # fmt: skip
+
+    def _forward(self, batch: Batch) -> Any:
+        return self._placed(batch["x"])
+
+
 # What programs are made of. In double precision: what differs then is another computation, and no rounding.
 
 
@@ -291,5 +325,5 @@ def start(parallelize: Parallelize, model: nn.Module, optimizer: Any = sgd, **op
 
 
 def topics(files: Sequence[str]) -> list[str]:
-    """The files that have programs; those of tensor parallelism have a test of their own."""
-    return sorted(each for each in files if each != "harness" and not each.startswith(("test_", "tensor")))
+    """The files that have programs; those of tensor parallelism and of what crosses stages have tests of their own."""
+    return sorted(each for each in files if each != "harness" and not each.startswith(("test_", "tensor", "crossing")))

@@ -149,10 +149,18 @@ def agree_on_costs(calls: Sequence[UnitCall]) -> None:
         call.seconds = None if call.seconds is None else seconds
 
 
-def agree_on_refusal(error: ShardwiseError | None) -> None:
-    """Let all ranks raise what speaks against the cut on any of them. All call this alike."""
-    told: list[tuple[str, str | None] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, None if error is None else (error.problem, error.remedy))
-    found = next((each for each in told if each is not None), None)
+def agree_on_refusal(error: ShardwiseError | None, draws: bytes | None) -> None:
+    """Let all ranks raise what speaks against the cut on any of them. All call this alike.
+
+    `draws` is where this rank's generators of Python's are, if forwards draw from them outside of units.
+    """
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (None if error is None else (error.problem, error.remedy), draws))
+    found = next((each for each, _ in told if each is not None), None)
     if found is not None:
         raise ShardwiseError(found[0], remedy=found[1])
+    if len({where for _, where in told}) > 1:
+        raise ShardwiseError(
+            "the forward draws from Python's or NumPy's generators outside of units, and ranks would draw other numbers",
+            remedy="random.seed(0) and numpy.random.seed(0) on every rank before sw.parallelize; or draw inside a unit",
+        )

@@ -11,6 +11,7 @@ from shardwise.engine.shown import HARMLESS
 from shardwise.errors import ShardwiseError, some
 from shardwise.planner.plan import Plan
 from shardwise.stages.losses import trial_of
+from shardwise.stages.split.python_state import PythonState
 from shardwise.stages.stage import Batch, Loss
 from shardwise.states.shared_buffers import WriteWatch, Written, check_owners
 from shardwise.torch_private import pytree
@@ -22,14 +23,17 @@ class Trial:
     def __init__(self, module: nn.Module, loss: Loss, microbatch: Batch) -> None:
         self._writes, self._loss = WriteWatch(module), trial_of(loss, microbatch)
         self._reads = _Reads(module)
+        self._loss_itself = loss
         #: The buffers that a forward writes.
         self.written: Written = {}
 
     def probe(self, output: Any) -> None:
         """Look at what was written, and try the loss."""
         self.written = {**self.written, **self._writes.found()}
+        before = PythonState(self._loss_itself)
         with self._reads:
             self._loss(output)
+        before.restore()
 
     def check(self, plan: Plan, shapes: Mapping[str, torch.Size], units: Sequence[Sequence[str]]) -> None:
         """Refuse what stages of a plan cannot do: `units` are theirs, `shapes` those of the whole parameters."""

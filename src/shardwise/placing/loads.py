@@ -13,6 +13,7 @@ from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.choose import SplitOptions, choose, costs_of
 from shardwise.stages.split.flow import UnitFlow
 from shardwise.stages.split.parts import inseparable_calls
+from shardwise.stages.split.switch import undisturbed
 from shardwise.stages.split.units import find_units
 from shardwise.stages.stage import Batch
 from shardwise.states.tiers.activation_offload import LEAST_BYTES
@@ -150,15 +151,13 @@ def _kept_bytes(module: nn.Module, units: Mapping[str, nn.Module], example: Batc
             kept[-1].append(every.new_bytes(tensor))
 
     hooks = [unit.register_forward_pre_hook(begin) for unit in units.values()]
-    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    saving = torch.autograd.graph.saved_tensors_hooks(count, _unpacked)
     try:
-        with torch.random.fork_rng(), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(count, _unpacked):
+        with undisturbed(module, {}), torch.enable_grad(), saving:
             module(*args, **kwargs)
     finally:
         for hook in hooks:
             hook.remove()
-        for buffer, value in before:
-            buffer.data.copy_(value)
     return kept
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, some
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.flow import UnitFlow
 from shardwise.stages.split.forecast import Forecast
@@ -25,7 +25,7 @@ from shardwise.stages.split.lines import line_of_error
 from shardwise.stages.split.module_stage import ModuleStage
 from shardwise.stages.split.parts import StagePart
 from shardwise.stages.split.prints import Print, far_apart, print_of
-from shardwise.stages.split.python_state import PythonState, Steady
+from shardwise.stages.split.python_state import PythonState, Steady, draws_digest
 from shardwise.stages.split.switch import Inner, Switch, Visitor, undisturbed
 from shardwise.stages.stage import Batch, Loss, Values
 
@@ -44,8 +44,11 @@ class Second:
     #: leave no trace: `recompute=full`.
     replicas: str | None = None
     reruns: str | None = None
-    #: Is given what speaks against the cut, None if nothing does, and raises what speaks against it on any rank.
-    agree: Callable[[ShardwiseError | None], None] | None = None
+    #: Whether the user's own code may read what a forward of several microbatches has left in attributes.
+    is_read_after: bool = False
+    #: Is given what speaks against the cut, None if nothing does, and where generators of Python's are, if forwards
+    #: draw from them outside of units; raises what speaks against it on any rank.
+    agree: Callable[[ShardwiseError | None, bytes | None], None] | None = None
 
 
 class _Plain:
@@ -91,6 +94,8 @@ class StageCheck:
         self._module, self._units, self._flow, self._parts = module, units, flow, parts
         self._example, self._second = example, second
         self._signature = Signature(module)
+        #: Whether the forward draws from Python's generators outside of units.
+        self._draws = False
         self._roots = (module, *([] if second.loss is None else [second.loss]))
 
     def check(self) -> None:
@@ -100,7 +105,7 @@ class StageCheck:
             with undisturbed(self._module, self._units, *self._roots[1:]) as switch:
                 found = self._find(switch)
         if self._second.agree is not None:
-            self._second.agree(found)
+            self._second.agree(found, draws_digest() if self._draws and len(self._parts) > 1 else None)
         elif found is not None:
             raise found
 
@@ -109,12 +114,20 @@ class StageCheck:
         try:
             plain = [self._run_plain(switch, self._second.batch)]
             traces = before.changed()
+            self._draws |= before.have_drawn()
             if traces:
                 plain.append(self._run_plain(switch, self._example))
         except Exception:  # The second batch is made up: a module need not take it.
             return None
         before.restore()
-        return self._try_stages(switch, before, plain, traces) or self._try_again(switch, before, plain[0], traces)
+        found = self._try_stages(switch, before, plain, traces) or self._try_again(switch, before, plain[0], traces)
+        numbers = [f"{left.name} ({left.value!r})" for left in self._flow.left if left.is_from_data]
+        if found is None and numbers and self._second.is_read_after:
+            return ShardwiseError(
+                f"its forward leaves {some(numbers)}, and with several microbatches that is of the last one alone",
+                remedy="return it, as a tensor; or microbatches=1",
+            )
+        return found
 
     def _run_plain(self, switch: Switch, batch: Batch) -> _Run:
         run = _Run({})
@@ -144,7 +157,7 @@ class StageCheck:
             process = self._second.processes[part.stage] if self._second.processes else 0
             states.get(process, before).restore()
             if process not in states:
-                self._flow.leave_for(self._calls_of(process))
+                self._flow.leave_for(self._calls_of(process), wrong=True)
             stage = ModuleStage(self._module, switch, self._flow, part, forecast)
             for batch, given, wanted in zip(batches, values, plain, strict=True):
                 try:
@@ -197,11 +210,12 @@ class StageCheck:
         )
 
     def _told(self, traces: Mapping[str, str]) -> str:
+        if self._draws:
+            return "Its forward draws from Python's generators outside of units, and not all stages draw the same"
         if not traces:
             return "A unit leaves something where no other stage finds it"
-        names = [f"{name} ({words})" for name, words in list(traces.items())[:3]]
-        more = f" and {len(traces) - 3} others" if len(traces) > 3 else ""
-        return f"Its forward leaves {', '.join(names)}{more}, and other stages do not have that"
+        names = some([f"{name} ({words})" for name, words in traces.items()])
+        return f"Its forward leaves {names}, and other stages do not have that"
 
     def _try_again(
         self, switch: Switch, before: PythonState, fresh: _Run, traces: Mapping[str, str]
@@ -210,6 +224,7 @@ class StageCheck:
         second = self._second
         if not traces or not (second.replicas or second.reruns):
             return None
+        names = some([f"{name} ({words})" for name, words in traces.items()])
         after: list[_Run] = []
         for batch in (self._example, second.batch):
             before.restore()
@@ -222,15 +237,14 @@ class StageCheck:
         before.restore()
         if second.replicas and any(self._differences(after[0], after[1])):
             return ShardwiseError(
-                f"a forward leaves something of its rows for the next one: {self._told(traces).partition(' leaves ')[2]}"
-                f" under {second.replicas}, since each replica would have its own",
+                f"a forward leaves {names}, which depends on its rows and changes the next one: under"
+                f" {second.replicas} each replica would have its own",
                 remedy="a buffer (register_buffer) for what is to be the same on all, with buffers=; or a plan without"
                 " replicas",
             )
         if second.reruns and any(self._differences(after[1], fresh)):
             return ShardwiseError(
-                f"a forward leaves something for the next one, and {second.reruns} runs each twice:"
-                f" {self._told(traces).partition(' leaves ')[2]}",
+                f"a forward leaves {names}, which changes the next one, and {second.reruns} runs each twice",
                 remedy="a buffer (register_buffer) for what it leaves; or recompute=none",
             )
         return None

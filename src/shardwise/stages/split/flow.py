@@ -53,12 +53,14 @@ class UnitCall:
 
 
 class Left(NamedTuple):
-    """Something that a call has put into an attribute, or under a key."""
+    """Something that a call has put into an attribute, or under a key; perhaps a number that it took from data."""
 
     call: int
+    name: str
     holder: dict[Any, Any]
     key: Any
     value: Any
+    is_from_data: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,15 +77,19 @@ class UnitFlow:
     traces: bool = False
     left: tuple[Left, ...] = ()
 
-    def leave_for(self, calls: Collection[int]) -> None:
+    def leave_for(self, calls: Collection[int], *, wrong: bool = False) -> None:
         """Have what other calls would leave, as on the example, where there is nothing.
 
         A process of some of the calls runs all that lies between them. What it makes there of attributes that others
-        set counts for nothing, but they must be there.
+        set counts for nothing, but they must be there. With `wrong` numbers that depend on data are none of those that
+        they were: two batches may have the same by chance.
         """
-        for call, holder, key, value in self.left:
-            if call not in calls and holder.get(key) is None:
-                holder[key] = value
+        for each in self.left:
+            if each.call not in calls:
+                if wrong and each.is_from_data:
+                    each.holder[each.key] = not each.value if isinstance(each.value, bool) else 1.3 * each.value + 1
+                elif each.holder.get(each.key) is None:
+                    each.holder[each.key] = each.value
 
 
 class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
@@ -180,16 +186,15 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
         needs = self.needs_of(arguments)
         given = on_meta(arguments) if self._on_meta else arguments
         self._inside = inside = _Inside(self.ledger, index, given, self.leaks)
-        # A number that came here may be handed on.
-        inside.looks = bool(self._decided_by)
+        looks = bool(self._decided_by)  # A number that came here may be handed on.
         before = None if self._recorded is None else PythonState(self._recorded)
         try:
             returned = self._run_on_meta(name, inner, given, tree) if self._on_meta else inner(*args, **kwargs)
         finally:
             self._inside = None
         if before is not None:
-            self.left += [Left(index, holder, key, self._real(value)) for holder, key, value in before.assigned()]
-        outline = outline_of(returned, given, inside.changed, sends_numbers=inside.looks)
+            self.left += self._left_by(index, before, looks=looks or inside.looks)
+        outline = outline_of(returned, given, inside.changed, sends_numbers=looks or inside.looks)
         if outline.strange:
             raise ShardwiseError(
                 f"{name} returns a {outline.strange[0]}, and what is inside it cannot be followed to other stages",
@@ -221,6 +226,13 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
             )
         )
         return returned
+
+    def _left_by(self, call: int, before: PythonState, *, looks: bool) -> list[Left]:
+        found = [(name, holder, key, holder[key]) for name, holder, key in before.assigned()]
+        return [
+            Left(call, name, holder, key, self._real(each), looks and isinstance(each, (bool, int, float)))
+            for name, holder, key, each in found
+        ]
 
     def _run_on_meta(self, name: str, inner: Inner, given: list[Any], tree: pytree.TreeSpec) -> Any:
         """Run a unit without numbers."""

@@ -6,6 +6,7 @@ user's objects, lists, dictionaries and sets in them, tensors that are written i
 the state of Python's and NumPy's generators.
 """
 
+import hashlib
 import random
 import sys
 from collections import deque
@@ -85,17 +86,15 @@ class PythonState:
             yield from self._note_attributes(name, each)
 
     def _note_module(self, name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
-        slots = {id(parameter_slots(module)), id(submodules(module))}
-        if not self._with_buffers:
-            slots.add(id(buffer_slots(module)))
+        buffers = buffer_slots(module)
+        slots = [parameter_slots(module), submodules(module), buffers]
         attributes = vars(module)
         self._keep(name, attributes, attributes.copy())
-        for key, each in attributes.items():
-            if id(each) not in slots:
-                at = name if each is buffer_slots(module) else _joined(name, key)
-                yield at, each
-        for key, child in submodules(module).items():
-            yield _joined(name, key), child
+        yield from ((_joined(name, k), each) for k, each in attributes.items() if not any(each is s for s in slots))
+        yield from ((_joined(name, key), child) for key, child in submodules(module).items())
+        if self._with_buffers:
+            self._keep(name, buffers, buffers.copy())
+            yield from ((_joined(name, key), each) for key, each in buffers.items())
         if _is_theirs(type(module)):
             yield from self._note_class(name, type(module))
 
@@ -136,11 +135,29 @@ class PythonState:
             found.update(self._differences(name, holder, content))
         return found
 
-    def assigned(self) -> Iterator[tuple[dict[Any, Any], Any, Any]]:
-        """Attributes and entries of dictionaries that are others than they were: where, which, and what is there."""
-        for _, holder, content in self._kept:
+    def results(self) -> list[str]:
+        """The names of what holds tensors that want a gradient, and did not."""
+        return [
+            _joined(name, str(key))
+            for name, holder, content in self._kept
+            if isinstance(holder, _CONTAINERS)
+            for key, each in (holder.items() if isinstance(holder, dict) else enumerate(holder))
+            if isinstance(each, Tensor) and each.requires_grad and not _holds(content, key, each)
+        ]
+
+    def assigned(self) -> Iterator[tuple[str, dict[Any, Any], Any]]:
+        """Attributes and entries of dictionaries that are others than they were: their names, where, and which."""
+        for name, holder, content in self._kept:
             if isinstance(holder, dict):
-                yield from ((holder, key, each) for key, each in holder.items() if each is not content.get(key))
+                yield from (
+                    (_joined(name, str(key)), holder, key)
+                    for key, each in holder.items()
+                    if each is not content.get(key, _EMPTY)
+                )
+
+    def have_drawn(self) -> bool:
+        """Whether Python's or NumPy's generators have been drawn from."""
+        return _told_of(self._drawn) != _told_of(_draws())
 
     def _differences(self, name: str, holder: Any, content: Any) -> Iterator[tuple[str, str]]:
         if isinstance(holder, Tensor):
@@ -181,6 +198,13 @@ class PythonState:
     def again(self) -> "PythonState":
         """The same of now."""
         return PythonState(*self._roots, with_buffers=self._with_buffers)
+
+
+def _holds(content: Any, key: Any, each: Any) -> bool:
+    """Whether it was there, or another that it is in the place of: what `weight_norm` makes anew in every forward."""
+    if not isinstance(content, dict):
+        return any(other is each for other in content)
+    return isinstance(content.get(key), Tensor) and content[key].requires_grad
 
 
 def _put_back(holder: dict[Any, Any], content: dict[Any, Any]) -> None:
@@ -252,11 +276,11 @@ class Steady:
         """One call of a unit."""
         before = _draws()
         _seed(2 * call + 1)
-        seeded = _draws_told()
+        seeded = _told_of(_draws())
         try:
             yield
         finally:
-            have_drawn = _draws_told() != seeded
+            have_drawn = _told_of(_draws()) != seeded
             _set_draws(before)
             if have_drawn:
                 random.seed(random.random())
@@ -286,7 +310,12 @@ def _set_draws(states: tuple[Any, Any]) -> None:
     _set_numpy_state(states[1])
 
 
-def _draws_told() -> tuple[Any, ...]:
-    """The same while nothing is drawn."""
-    drawn = _numpy_state()
-    return (random.getstate(), None if drawn is None else (drawn[1].tobytes(), drawn[2]))
+def _told_of(states: tuple[Any, Any]) -> tuple[Any, ...]:
+    """The same for the same states."""
+    own, drawn = states
+    return own, None if drawn is None else (drawn[1].tobytes(), drawn[2])
+
+
+def draws_digest() -> bytes:
+    """The state of Python's and NumPy's generators, in a few bytes."""
+    return hashlib.blake2b(repr(_told_of(_draws())).encode(), digest_size=16).digest()

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.stages.batch import length_of
+from shardwise.stages.split.outline import leaves_of
 from shardwise.stages.stage import Batch
+from shardwise.torch_private import pytree
 
 
 def second_batch(first: Batch, others: Sequence[Batch] = ()) -> Batch:
@@ -18,9 +19,12 @@ def second_batch(first: Batch, others: Sequence[Batch] = ()) -> Batch:
     for each in reversed(others):
         if not _are_same(first, each):
             return each
-    length = length_of(first)
-    mixed = {name: _mixed(each, length) for name, each in first.items()}
-    return mixed if not _are_same(first, mixed) else {name: _turned(each, length) for name, each in first.items()}
+    length = next((len(each) for each in leaves_of(dict(first)) if isinstance(each, Tensor) and each.dim()), 0)
+    mixed: Batch = pytree.tree_map(lambda each: _mixed(each, length), dict(first))
+    if not _are_same(first, mixed):
+        return mixed
+    turned: Batch = pytree.tree_map(lambda each: _turned(each, length), dict(first))
+    return turned
 
 
 def _mixed(entry: Any, length: int) -> Any:
@@ -45,5 +49,6 @@ def _has_rows(entry: Any, length: int) -> bool:
 
 
 def _are_same(one: Batch, other: Batch) -> bool:
-    pairs = [(each, other.get(name)) for name, each in one.items() if isinstance(each, Tensor)]
-    return all(isinstance(b, Tensor) and a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
+    pairs = zip(leaves_of(dict(one)), leaves_of(dict(other)), strict=False)
+    tensors = [(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor)]
+    return all(a.shape == b.shape and torch.equal(a, b) for a, b in tensors)

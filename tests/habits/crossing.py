@@ -13,11 +13,11 @@ from tests.habits.harness import Block, Parallelize, Result, cross_entropy, prog
 _LEFT = "share what they do not return|that the unit does not return|compute something else|forward leaves"
 LEFT = {"pp": _LEFT, "place": _LEFT}
 #: The same where units that share a tensor can be kept on one stage: then it is right.
-TOGETHER = {"chunks": _LEFT}
+TOGETHER = {"chunks": _LEFT, "schedule=zb-v": _LEFT}
 #: What has a gradient may be read by whoever called the module: it is of one microbatch.
 GRADIENT = {"place": "leaves tensors with a gradient"}
 #: Stages in one process count, or draw, each on its own.
-IN_TURN = {"chunks": _LEFT, "place": _LEFT}
+IN_TURN = {"chunks": _LEFT, "schedule=zb-v": _LEFT, "place": _LEFT}
 #: What only replicas with rows of their own make different, or a second forward.
 DRIFTS = {"dp": "each replica would have its own"}
 

@@ -275,7 +275,8 @@ class Interpreter:
         counts = self.kept_bytes is not None and stage not in self.kept_bytes
         kept = Kept(self._there_anyway(stage, microbatch)) if counts else None
         if self._trains and self.policy.recompute:
-            saved.rng = RngState.now(chain(inputs.values(), self._microbatches[microbatch].values()), self.written)
+            written = chain(self.written, self.split.left)
+            saved.rng = RngState.now(chain(inputs.values(), self._microbatches[microbatch].values()), written)
             with saving_nothing():
                 made, measured = self._run(stage, microbatch, inputs)
             if kept is not None:

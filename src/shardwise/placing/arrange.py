@@ -181,7 +181,7 @@ class _Task:
 
     def _loads_of(self, chosen: Chosen, example: Batch) -> list[Load]:
         units, flow, _ = chosen
-        return loads_of(self._module, units, flow, example, moments=self._options.moments)
+        return loads_of(self._module, units, flow, example, moments=self._options.moments, is_one_of_many=True)
 
     def _offloaded(
         self, held: Sequence[Sequence[Load]], places: Sequence[Place], part: float | None, num_in_flight: int

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from shardwise.errors import ShardwiseError, some
+from shardwise.errors import ShardwiseError
 from shardwise.execution.pipeline import complete, forward_only, schedule_of
 from shardwise.placing.activation_offload import PlacedActivationOffload
 from shardwise.placing.batch_rows import cut_rows, home_of, inputs_with_gradient, rows_of
@@ -27,7 +27,6 @@ from shardwise.placing.places import Place, PlaceOptions
 from shardwise.placing.rng_state import RngState
 from shardwise.planner.plan import Plan
 from shardwise.schedule.schedule import Schedule
-from shardwise.stages.split.python_state import PythonState
 from shardwise.stages.stage import Batch, Split
 
 
@@ -48,7 +47,6 @@ class Pipeline:
         self._schedules: dict[int, tuple[Schedule, Schedule]] = {}
         #: Whether stages draw random numbers, by the modes that their modules are in.
         self._draws: dict[tuple[Any, ...], bool] = {}
-        self._is_first = True
 
     def run(self, batch: Batch) -> Any:
         """What the module returns for a batch; its backward goes through the places too."""
@@ -68,11 +66,7 @@ class Pipeline:
             rng=rng,
             activations=self._activations,
         )
-        before = PythonState(self._module) if self._is_first and trains else None
         joint, home = microbatch_pass.forward(), home_of(batch)
-        if before is not None:
-            self._is_first = False
-            _refuse_results(before.results())
         if rng is not None:
             self._draws[modes] = rng.have_drawn
             if not rng.have_drawn:
@@ -90,16 +84,6 @@ class Pipeline:
     def _modes(self) -> tuple[Any, ...]:
         """What decides whether modules draw: training or not, and the probabilities of dropouts."""
         return tuple((each.training, each.__dict__.get("p")) for each in self._module.modules())
-
-
-def _refuse_results(names: Sequence[str]) -> None:
-    """Tensors with a graph behind them that a forward has left: whoever reads them has those of one microbatch."""
-    if names:
-        raise ShardwiseError(
-            f"the forward leaves tensors with a gradient in {some(names)}: with several microbatches that is of one of"
-            " them alone, and its gradient would not arrive",
-            remedy="return it from the module; or microbatches=1",
-        )
 
 
 def make_schedule(options: PlaceOptions, num_places: int, count: int) -> Schedule:

@@ -44,7 +44,8 @@ class Split:
 
     `reads[stage]` and `writes[stage]` are names of values, in a fixed order that all processes share. `makers` is the
     stage that makes each. `ties` are the parameters that several stages hold: original name to stages, first to last.
-    `units` are the pieces of each stage by name, so that one can see that none is lost.
+    `units` are the pieces of each stage by name, so that one can see that none is lost. `left` are attributes, and the
+    like, that forwards write: the dictionaries that they are in, and their keys.
     """
 
     stages: tuple[Stage | None, ...]
@@ -53,6 +54,7 @@ class Split:
     makers: Mapping[str, int]
     ties: Mapping[str, tuple[int, ...]]
     units: tuple[tuple[str, ...], ...]
+    left: tuple[tuple[dict[str, Any], str], ...] = ()
 
     @property
     def num_stages(self) -> int:

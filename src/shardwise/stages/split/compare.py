@@ -157,7 +157,8 @@ class StageCheck:
             process = self._second.processes[part.stage] if self._second.processes else 0
             states.get(process, before).restore()
             if process not in states:
-                self._flow.leave_for(self._calls_of(process), wrong=True)
+                self._flow.leave_for(self._calls_of(process))
+            self._flow.mislead(part.calls)
             stage = ModuleStage(self._module, switch, self._flow, part, forecast)
             for batch, given, wanted in zip(batches, values, plain, strict=True):
                 try:
@@ -242,10 +243,12 @@ class StageCheck:
                 remedy="a buffer (register_buffer) for what is to be the same on all, with buffers=; or a plan without"
                 " replicas",
             )
-        if second.reruns and any(self._differences(after[1], fresh)):
+        # What is in attributes is as it was in a second forward.
+        lists = [f"{name} ({words})" for name, words in traces.items() if name not in self._flow.slots]
+        if second.reruns and lists and any(self._differences(after[1], fresh)):
             return ShardwiseError(
-                f"a forward leaves {names}, which changes the next one, and {second.reruns} runs each twice",
-                remedy="a buffer (register_buffer) for what it leaves; or recompute=none",
+                f"a forward leaves {some(lists)}, which changes the next one, and {second.reruns} runs each twice",
+                remedy="an attribute or a buffer for what it leaves, and no list; or recompute=none",
             )
         return None
 

@@ -76,20 +76,24 @@ class UnitFlow:
     #: Whether the run left anything in attributes, lists or closures, and what calls put there, if that was recorded.
     traces: bool = False
     left: tuple[Left, ...] = ()
+    #: All attributes and entries that the run wrote, in calls or between them, by name: where they are.
+    slots: Mapping[str, tuple[dict[Any, Any], Any]] = field(default_factory=dict)
 
-    def leave_for(self, calls: Collection[int], *, wrong: bool = False) -> None:
+    def leave_for(self, calls: Collection[int]) -> None:
         """Have what other calls would leave, as on the example, where there is nothing.
 
         A process of some of the calls runs all that lies between them. What it makes there of attributes that others
-        set counts for nothing, but they must be there. With `wrong` numbers that depend on data are none of those that
-        they were: two batches may have the same by chance.
+        set counts for nothing, but they must be there.
         """
         for each in self.left:
-            if each.call not in calls:
-                if wrong and each.is_from_data:
-                    each.holder[each.key] = not each.value if isinstance(each.value, bool) else 1.3 * each.value + 1
-                elif each.holder.get(each.key) is None:
-                    each.holder[each.key] = each.value
+            if each.call not in calls and each.holder.get(each.key) is None:
+                each.holder[each.key] = each.value
+
+    def mislead(self, calls: Collection[int]) -> None:
+        """Have other numbers where others than these calls leave some of data: two batches may give the same ones."""
+        for each in self.left:
+            if each.call not in calls and each.is_from_data:
+                each.holder[each.key] = not each.value if isinstance(each.value, bool) else 1.3 * each.value + 1
 
 
 class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
@@ -364,7 +368,9 @@ def watch(
     with undisturbed(module, units) as switch:
         with watcher, _Looks(watcher), switch.visited_by(watcher):
             output = module(*args, **kwargs)
-        traces = switch.state is not None and bool(switch.state.changed())
+        assert switch.state is not None, "it is known what was there before"
+        traces = bool(switch.state.changed())
+        slots = {name: (holder, key) for name, holder, key in switch.state.assigned()} if records else {}
         if probe is not None:
             probe(output)
     sizes = {name: each.numel() * each.element_size() for name, each in module.named_parameters()}
@@ -378,4 +384,5 @@ def watch(
         leaks=watcher.leaks,
         traces=traces,
         left=tuple(watcher.left),
+        slots=slots,
     )

@@ -48,7 +48,7 @@ class PythonState:
         self._kept: list[_Kept] = []
         self._versions: dict[int, int] = {}
         self._seen: set[int] = set()
-        self._drawn = _draws()
+        self._drawn = python_draws()
         for root in roots:
             self._walk(root)
 
@@ -152,12 +152,12 @@ class PythonState:
                 yield from (
                     (_joined(name, str(key)), holder, key)
                     for key, each in holder.items()
-                    if each is not content.get(key, _EMPTY)
+                    if each is not content.get(key, _EMPTY) or (id(each) in self._versions and self._is_written(each))
                 )
 
     def have_drawn(self) -> bool:
         """Whether Python's or NumPy's generators have been drawn from."""
-        return _told_of(self._drawn) != _told_of(_draws())
+        return _told_of(self._drawn) != _told_of(python_draws())
 
     def _differences(self, name: str, holder: Any, content: Any) -> Iterator[tuple[str, str]]:
         if isinstance(holder, Tensor):
@@ -193,7 +193,7 @@ class PythonState:
             elif len(holder) != len(content) or any(a is not b for a, b in zip(holder, content, strict=True)):
                 holder.clear()
                 (holder.update if isinstance(holder, set) else holder.extend)(content)
-        _set_draws(self._drawn)
+        set_python_draws(self._drawn)
 
     def again(self) -> "PythonState":
         """The same of now."""
@@ -274,14 +274,14 @@ class Steady:
     @contextmanager
     def during(self, call: int) -> Iterator[None]:
         """One call of a unit."""
-        before = _draws()
+        before = python_draws()
         _seed(2 * call + 1)
-        seeded = _told_of(_draws())
+        seeded = _told_of(python_draws())
         try:
             yield
         finally:
-            have_drawn = _told_of(_draws()) != seeded
-            _set_draws(before)
+            have_drawn = _told_of(python_draws()) != seeded
+            set_python_draws(before)
             if have_drawn:
                 random.seed(random.random())
             torch.manual_seed(2 * call + 2)
@@ -301,11 +301,13 @@ def _seed(number: int) -> None:
         sys.modules["numpy"].random.seed(number)
 
 
-def _draws() -> tuple[Any, Any]:
+def python_draws() -> tuple[Any, Any]:
+    """The states of Python's and NumPy's generators."""
     return random.getstate(), _numpy_state()
 
 
-def _set_draws(states: tuple[Any, Any]) -> None:
+def set_python_draws(states: tuple[Any, Any]) -> None:
+    """Have them go on from there."""
     random.setstate(states[0])
     _set_numpy_state(states[1])
 
@@ -318,4 +320,4 @@ def _told_of(states: tuple[Any, Any]) -> tuple[Any, ...]:
 
 def draws_digest() -> bytes:
     """The state of Python's and NumPy's generators, in a few bytes."""
-    return hashlib.blake2b(repr(_told_of(_draws())).encode(), digest_size=16).digest()
+    return hashlib.blake2b(repr(_told_of(python_draws())).encode(), digest_size=16).digest()

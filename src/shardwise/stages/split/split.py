@@ -54,8 +54,9 @@ def split(
     placed = list(chain.from_iterable(part.calls for part in parts))
     assert placed == list(range(len(flow.calls))), f"{len(flow.calls)} units were called, {len(placed)} are in stages"
     called = {call.unit: units[call.unit] for call in flow.calls}
-    if flow.traces and num_stages > 1:
-        flow = replace(flow, left=watch(module, called, example, records=True).left)
+    if flow.traces:
+        recorded = watch(module, called, example, records=True)
+        flow = replace(flow, left=recorded.left, slots=recorded.slots)
     if second is not None and not has_meta(module):
         StageCheck(module, called, flow, parts, example, second).check()
     here = range(num_stages) if only is None else sorted(only)
@@ -76,6 +77,7 @@ def split(
         makers=makers,
         ties=_ties(module, parts),
         units=tuple(tuple(flow.calls[call].name for call in part.calls) for part in parts),
+        left=tuple(flow.slots.values()),
     )
 
 

@@ -70,6 +70,7 @@ def assemble(
         module=module, plan=plan, split=split, schedule=computed,
         loss=by_rows(loss) if options.pad else loss, options=options, sharded=sharded, order=order, shapes=shapes,
         wires=wires, device=home_of(microbatch), callers=callers, written=trial.written,
+        is_without_numbers=bool(without_numbers),
     )  # fmt: skip
     return from_parts(parts, optimizers, owns_wires=owns_wires)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.engine.explain import explain
 from shardwise.engine.make_execution import Execution
 from shardwise.engine.make_shown import make_shown
 from shardwise.engine.make_states import States
@@ -57,7 +58,7 @@ class Engine:
         self.execution, self.states, self.sharded, self.wires = execution, states, parts.sharded, parts.wires
         #: The ranks of the pipeline that this process runs; how experts lie on ranks, where they are shared out.
         self.ranks, self.experts = parts.wires.ranks, parts.sharded.experts
-        self._steps = Steps(parts, execution, states)
+        self._steps, self._parts = Steps(parts, execution, states), parts
         self._shown = make_shown(parts, states.parameters, states.buffers, states.data)
         self._shown.guard()
         self.loads = Loads(self.module, self.experts, self.wires.sum, num_alike=self.plan.tp)
@@ -66,6 +67,10 @@ class Engine:
     def buffers(self) -> dict[str, Tensor]:
         """Those that this process holds. A forward, or a user, may have put others in their places."""
         return {name: self.module.get_buffer(name) for name in self.states.buffers}
+
+    def explain(self) -> str:
+        """What became of the module: its stages, what goes between them, how layers are cut, what was not compared."""
+        return explain(self._parts)
 
     @property
     def num_steps(self) -> int:

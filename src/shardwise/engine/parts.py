@@ -36,3 +36,5 @@ class Parts:
     device: torch.device
     callers: Collection[str] = ()
     written: Mapping[str, bytes | None] = field(default_factory=dict)
+    #: Whether any parameter was on the meta device.
+    is_without_numbers: bool = False

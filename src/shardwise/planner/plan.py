@@ -294,6 +294,8 @@ def _read_word(key: str, value: Any) -> str:
     return value
 
 
+#: What every key is by default. It is filled when there is a plan to ask.
+_DEFAULTS: dict[str, Any] = {}
 _EXAMPLES = {"zero": "1", "microbatches": "8", "layers": "4+4"}
 _READERS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys((*AXES, "chunks", "zero_group", "recompute_layers"), _read_count),
@@ -312,6 +314,7 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
 
 def _check(plan: Plan) -> None:
     """Refuse what no model and no cluster could make right."""
+    _check_kinds(plan)
     for axis in AXES:
         if getattr(plan, axis) < 1:
             sizes = " x ".join(f"{name}={getattr(plan, name)}" for name in _MULTIPLY)
@@ -346,6 +349,23 @@ def _check(plan: Plan) -> None:
         )
     _check_schedule(plan)
     _check_layers(plan)
+
+
+def _check_kinds(plan: Plan) -> None:
+    """Refuse values that are of another kind than their key, as `Plan(dp="two")` has one."""
+    kinds: dict[Any, tuple[str, tuple[type, ...]]] = {
+        _read_count: ("a whole number", (int,)),
+        _read_word: ("a word", (str,)),
+        _read_fraction: ("a number", (int, float)),
+    }
+    for key, value in _entries(plan).items():
+        wanted, types = kinds.get(_READERS[key], ("", (object,)))
+        is_wrong = not isinstance(value, types) or (isinstance(value, bool) and wanted.endswith("number"))
+        if is_wrong and not (value is None and _DEFAULTS.get(key) is None):
+            raise ShardwiseError(
+                f"{key}={value!r} in the plan is of type {type(value).__name__}, and not {wanted}",
+                remedy=f"{key}={_EXAMPLES.get(key) or (_DEFAULTS[key] if wanted == 'a word' else 2)}",
+            )
 
 
 def _check_sharing(plan: Plan) -> None:
@@ -407,4 +427,4 @@ def _check_layers(plan: Plan) -> None:
         )
 
 
-_DEFAULTS: Mapping[str, Any] = _entries(Plan())
+_DEFAULTS |= _entries(Plan())

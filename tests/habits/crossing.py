@@ -1,11 +1,13 @@
 """What crosses stages of a pipeline and is no returned tensor: numbers, attributes, lists, views, hooks, counters."""
 
 import random
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.habits.harness import Block, Parallelize, Result, cross_entropy, program, sgd
 
@@ -146,9 +148,7 @@ def a_number_of_the_shape(parallelize: Parallelize) -> Result:
 def a_word_from_data(parallelize: Parallelize) -> Result:
     """What to do next by name."""
     words = {"few": 0.5, "many": 2.0}
-    model = with_number(
-        lambda x: "many" if positive(x) % 2 else "few", lambda hidden, word: hidden * words[word]
-    )
+    model = with_number(lambda x: "many" if positive(x) % 2 else "few", lambda hidden, word: hidden * words[word])
     return learn(parallelize, model)
 
 
@@ -465,7 +465,7 @@ def a_list_of_floats_that_units_append_to(parallelize: Parallelize) -> Result:
 @program(LEFT)
 def a_list_that_is_counted(parallelize: Parallelize) -> Result:
     """How many blocks have been called is its length."""
-    return learn(parallelize, collecting(lambda x: None, len))
+    return learn(parallelize, collecting(lambda _: None, len))
 
 
 @program(LEFT)
@@ -672,3 +672,63 @@ def a_factor_drawn_by_python(parallelize: Parallelize) -> Result:
         return end(net, net.layers[3](hidden * factor))
 
     return learn(parallelize, Four(run))
+
+
+@program(dict.fromkeys(("schedule=zb-h1", "schedule=zb-v"), "checkpoints with use_reentrant=True"), but="place")
+def checkpointing_of_the_older_kind(parallelize: Parallelize) -> Result:
+    """Inside of blocks: `use_reentrant=True`."""
+
+    class Recomputes(Block):
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(super().forward, x, use_reentrant=True)
+
+    return learn(parallelize, Four(first=Recomputes, last=Recomputes))
+
+
+@program()
+def weights_under_a_norm(parallelize: Parallelize) -> Result:
+    """`weight_norm` of the older kind leaves its result in an attribute, anew in every forward."""
+    model = Four()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        for each in model.layers:
+            nn.utils.weight_norm(each.up)
+    return learn(parallelize, model)
+
+
+@program()
+def weights_that_are_parametrized(parallelize: Parallelize) -> Result:
+    """The newer kind of it, and orthogonal ones."""
+    model = Four()
+    nn.utils.parametrizations.weight_norm(model.layers[0].up)
+    nn.utils.parametrizations.orthogonal(model.layers[3].up)
+    return learn(parallelize, model)
+
+
+@program()
+def complex_weights_that_are_clipped(parallelize: Parallelize) -> Result:
+    """Both of their parts count in the norm."""
+
+    class Turns(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.turn = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64) * 0.3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward((x.to(self.turn.dtype) @ self.turn).real.to(x.dtype))
+
+    return learn(parallelize, Four(first=Turns), clip=0.1)
+
+
+@program({"pp": "the loss reads .* parameters"}, but="place")
+def a_penalty_of_all_weights_in_the_loss(parallelize: Parallelize) -> Result:
+    """The rank that computes the loss has not all of them."""
+    model = Four()
+    return learn(parallelize, model, plus(lambda: 0.01 * sum(each.square().sum() for each in model.parameters())))
+
+
+@program()
+def a_penalty_of_the_last_weights_in_the_loss(parallelize: Parallelize) -> Result:
+    """Those it has."""
+    model = Four()
+    return learn(parallelize, model, plus(lambda: 0.01 * model.head.weight.square().sum()))

@@ -156,7 +156,8 @@ def _difference(came: Result, wanted: Result) -> str | None:
     if came.keys() != wanted.keys():
         return f"gives {sorted(came.keys() ^ wanted.keys())} on one side alone"
     for name, value in wanted.items():
-        one, other = torch.as_tensor(came[name]).double(), torch.as_tensor(value).double()
+        one, other = (torch.as_tensor(each) for each in (came[name], value))
+        one, other = (each.cdouble() if each.is_complex() else each.double() for each in (one, other))
         if one.shape != other.shape or not torch.allclose(one, other, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True):
             far = f"{float((one - other).abs().max()):.3g} apart" if one.shape == other.shape else f"{one.shape}"
             return f"{name} is {far} from plain torch"
@@ -239,7 +240,8 @@ class Joined(Plain):
         outputs = [self.module(each["x"]) for each in microbatches_of(batch, self._plan, apart=False)]
         if isinstance(outputs[0], Tensor):
             return torch.cat(outputs)
-        return tuple(torch.cat(parts) if parts[0].dim() else sum(parts) / len(parts) for parts in zip(*outputs, strict=True))
+        leaves = zip(*outputs, strict=True)
+        return tuple(torch.cat(parts) if parts[0].dim() else sum(parts) / len(parts) for parts in leaves)
 
 
 class Placed(Joined):

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.execution.compute_policy import ComputePolicy
 from shardwise.execution.pipeline import schedule_of, step_seconds
 from shardwise.planner.plan import Plan
+from shardwise.schedule.instruction import Kind
 from shardwise.schedule.schedule import Schedule
 from shardwise.sharding.context.mask import Mask
 from shardwise.sharding.context.sequence_shards import Entry
@@ -112,9 +114,20 @@ def prepare(
         ) from None
     except ShardwiseError as error:
         raise _in_keys(error) from None
+    _check_halves(stages, schedule)
     if backend is not None:
         compile_units(stages, backend)
     return Prepared(stages, schedule, tuple(finding.names(module)))
+
+
+def _check_halves(stages: Split, schedule: Schedule) -> None:
+    """Refuse a checkpoint whose backward cannot be taken apart, where the schedule does that."""
+    if stages.reentrant is not None and any(each.kind is Kind.I for each in chain(*schedule.orders)):
+        raise ShardwiseError(
+            f"{stages.reentrant} checkpoints with use_reentrant=True, whose backward gives the gradients of inputs and"
+            " weights at once, and this schedule takes them one after the other",
+            remedy="use_reentrant=False, or schedule=1f1b",
+        )
 
 
 def _in_keys(error: ShardwiseError) -> ShardwiseError:
@@ -161,6 +174,6 @@ def agree_on_refusal(error: ShardwiseError | None, draws: bytes | None) -> None:
         raise ShardwiseError(found[0], remedy=found[1])
     if len({where for _, where in told}) > 1:
         raise ShardwiseError(
-            "the forward draws from Python's or NumPy's generators outside of units, and ranks would draw other numbers",
-            remedy="random.seed(0) and numpy.random.seed(0) on every rank before sw.parallelize; or draw inside a unit",
+            "the forward draws from Python's or NumPy's generators outside of units, and ranks would draw others",
+            remedy="random.seed(0) and numpy.random.seed(0) on every rank before sw.parallelize; or draw in a unit",
         )

@@ -45,7 +45,8 @@ class Split:
     `reads[stage]` and `writes[stage]` are names of values, in a fixed order that all processes share. `makers` is the
     stage that makes each. `ties` are the parameters that several stages hold: original name to stages, first to last.
     `units` are the pieces of each stage by name, so that one can see that none is lost. `left` are attributes, and the
-    like, that forwards write: the dictionaries that they are in, and their keys.
+    like, that forwards write: the dictionaries that they are in, and their keys. `reentrant` is the line that a part is
+    checkpointed by with `use_reentrant=True`, if any is.
     """
 
     stages: tuple[Stage | None, ...]
@@ -55,6 +56,7 @@ class Split:
     ties: Mapping[str, tuple[int, ...]]
     units: tuple[tuple[str, ...], ...]
     left: tuple[tuple[dict[str, Any], str], ...] = ()
+    reentrant: str | None = None
 
     @property
     def num_stages(self) -> int:

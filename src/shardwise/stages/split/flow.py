@@ -4,13 +4,16 @@ A module that is there is run as it is. One on the meta device is run as far as 
 each unit without numbers.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.flop_counter import flop_registry, sdpa_flop
 
 from shardwise.errors import ShardwiseError
@@ -75,6 +78,8 @@ class UnitFlow:
     leaks: Mapping[int, str]
     #: Whether the run left anything in attributes, lists or closures, and what calls put there, if that was recorded.
     traces: bool = False
+    #: Where a part of it is checkpointed with `use_reentrant=True`, whose backward gives all gradients at once.
+    reentrant: str | None = None
     left: tuple[Left, ...] = ()
     #: All attributes and entries that the run wrote, in calls or between them, by name: where they are.
     slots: Mapping[str, tuple[dict[Any, Any], Any]] = field(default_factory=dict)
@@ -103,6 +108,7 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger(module)
         self.left: list[Left] = []
+        self.reentrant: str | None = None
         self._recorded = module if records else None
         self.calls: list[UnitCall] = []
         self.in_glue: set[str] = set()
@@ -134,6 +140,18 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
             self.look(sources)
         self._settle(func, args, kwargs, returned, sources)
         return returned
+
+    @contextmanager
+    def seeing_checkpoints(self) -> Iterator[None]:
+        """Where parts that are checkpointed in the older way are noted: no operation tells."""
+        apply = CheckpointFunction.apply
+
+        def noted(*args: Any) -> Any:
+            self.reentrant = self.reentrant or line_of()
+            return apply(*args)
+
+        with patch.object(CheckpointFunction, "apply", noted):
+            yield
 
     def look_at(self, tensor: Tensor) -> None:
         """Its numbers are taken without an operation."""
@@ -366,7 +384,7 @@ def watch(
     args, kwargs = signature.arguments(example)
     watcher = FlowWatch(module, home_of(example), records=records)
     with undisturbed(module, units) as switch:
-        with watcher, _Looks(watcher), switch.visited_by(watcher):
+        with watcher, _Looks(watcher), watcher.seeing_checkpoints(), switch.visited_by(watcher):
             output = module(*args, **kwargs)
         assert switch.state is not None, "it is known what was there before"
         traces = bool(switch.state.changed())
@@ -383,6 +401,7 @@ def watch(
         in_glue=frozenset(watcher.in_glue),
         leaks=watcher.leaks,
         traces=traces,
+        reentrant=watcher.reentrant,
         left=tuple(watcher.left),
         slots=slots,
     )

@@ -19,7 +19,6 @@ from shardwise.stages.split.outline import Outline, TensorOutline, leaves_of, ou
 from shardwise.stages.stage import Batch
 from shardwise.torch_private import forward_hooks, pytree
 
-
 #: How many calls are remembered.
 _MOST_KNOWN = 1_000
 

@@ -82,7 +82,9 @@ class Outline:
     @property
     def constants(self) -> dict[int, Any]:
         """Numbers and words that other stages take from here: they must be the same in every run."""
-        return {leaf: each for leaf, each in enumerate(self.leaves) if isinstance(each, (*_NUMBERS, complex, str, bytes))}
+        return {
+            leaf: each for leaf, each in enumerate(self.leaves) if isinstance(each, (*_NUMBERS, complex, str, bytes))
+        }
 
     @property
     def strange(self) -> list[str]:

@@ -67,7 +67,9 @@ def _distance(mine: _TensorPrint, theirs: _TensorPrint) -> str | None:
     if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
         return f"{list(mine.shape)} for {list(theirs.shape)}"
     near = 0.0 if not mine.dtype.is_floating_point else _NEAR.get(mine.dtype, _NEAR_IN_HALF)
-    pairs = [(mine.sample, theirs.sample), *([] if mine.mean is None or theirs.mean is None else [(mine.mean, theirs.mean)])]
+    pairs = [(mine.sample, theirs.sample)]
+    if mine.mean is not None and theirs.mean is not None:
+        pairs.append((mine.mean, theirs.mean))
     largest = theirs.sample.double().abs().nan_to_num(0.0, 0.0, 0.0).max()
     for one, other in pairs:
         distance = (one.double() - other.double()).abs()

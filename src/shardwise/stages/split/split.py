@@ -78,6 +78,7 @@ def split(
         ties=_ties(module, parts),
         units=tuple(tuple(flow.calls[call].name for call in part.calls) for part in parts),
         left=tuple(flow.slots.values()),
+        reentrant=flow.reentrant,
     )
 
 

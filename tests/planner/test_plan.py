@@ -204,3 +204,21 @@ def test_another_number_of_processes_is_refused_with_the_product() -> None:
     with pytest.raises(ShardwiseError, match="plan dp=1 needs 1 rank but there are 2"):
         Plan().check_world(2)
     Plan(dp=2, pp=2).check_world(4)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"dp": "two"}, "dp='two' in the plan is of type str, and not a whole number\n  try: dp=2"),
+        ({"tp": 2.0}, "tp=2.0 in the plan is of type float, and not a whole number\n  try: tp=2"),
+        ({"dp": True}, "dp=True in the plan is of type bool, and not a whole number\n  try: dp=2"),
+        ({"pp": None}, "pp=None in the plan is of type NoneType, and not a whole number\n  try: pp=2"),
+        ({"schedule": 3}, "schedule=3 in the plan is of type int, and not a word\n  try: schedule=1f1b"),
+        ({"zero": "3"}, "zero='3' in the plan is of type str, and not a whole number\n  try: zero=1"),
+        ({"offload": Offload(optimizer="all")}, "offload.optimizer='all' in the plan is of type str, and not a number"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_value_of_another_kind_is_refused(given: dict[str, object], text: str) -> None:
+    with pytest.raises(ShardwiseError) as error:
+        Plan(**given)  # type: ignore[arg-type]
+    assert str(error.value).startswith(text)

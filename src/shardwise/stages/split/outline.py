@@ -19,6 +19,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 #: Numbers that can be sent to another stage, and as what.
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
+_CONSTANTS = (*_NUMBERS, complex, str, bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,23 +69,19 @@ class Outline:
     leaves: tuple[Any, ...]
     #: The tensors that the call makes, by leaf.
     tensors: dict[int, TensorOutline]
+    #: Numbers and words that other stages take from here: they must be the same in every run.
+    constants: dict[int, Any]
 
     @classmethod
     def of(cls, tree: pytree.TreeSpec, leaves: Sequence[Any]) -> "Outline":
         tensors = {leaf: each for leaf, each in enumerate(leaves) if isinstance(each, TensorOutline)}
-        return cls(tree, tuple(leaves), tensors)
+        constants = {leaf: each for leaf, each in enumerate(leaves) if isinstance(each, _CONSTANTS)}
+        return cls(tree, tuple(leaves), tensors, constants)
 
     @property
     def passes(self) -> bool:
         """Whether any argument is passed through."""
         return any(isinstance(leaf, Passed) for leaf in self.leaves)
-
-    @property
-    def constants(self) -> dict[int, Any]:
-        """Numbers and words that other stages take from here: they must be the same in every run."""
-        return {
-            leaf: each for leaf, each in enumerate(self.leaves) if isinstance(each, (*_NUMBERS, complex, str, bytes))
-        }
 
     @property
     def strange(self) -> list[str]:

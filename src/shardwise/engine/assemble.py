@@ -12,14 +12,12 @@ from shardwise.engine.make_states import make_states, sharing_of
 from shardwise.engine.parts import Parts
 from shardwise.engine.prepare import Options, prepare
 from shardwise.engine.sharded import Sharded
-from shardwise.engine.trial import Trial
+from shardwise.engine.trial import Trial, check_halves
 from shardwise.execution.pipeline import complete
 from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import ManyProcesses, OneProcess
 from shardwise.stages.batch import cut_batch, home_of
 from shardwise.stages.losses import by_rows, summed_only
-from shardwise.stages.split.compare import Second
-from shardwise.stages.split.second_batch import second_batch
 from shardwise.stages.stage import Batch, Loss
 from shardwise.states.make_optimizers import MadeOptimizer, Optimizers, make_optimizers
 
@@ -51,16 +49,11 @@ def assemble(
     place = None if isinstance(wires, OneProcess) else wires.ranks[0]
     without_numbers = {name for name, each in module.named_parameters() if each.is_meta}
     trial = Trial(module, loss, microbatch)
-    second = Second(
-        batch=second_batch(microbatch, others),
-        loss=loss,
-        replicas=", ".join(f"{axis}={getattr(plan, axis)}" for axis in ("dp", "cp") if getattr(plan, axis) > 1) or None,
-        reruns=f"recompute={plan.recompute}" if plan.recompute != "none" else None,
-    )
     split, computed, callers = prepare(
-        module, plan, microbatch, second=second, probe=trial.probe, rank=place, options=options
+        module, plan, microbatch, second=trial.second(plan, others), probe=trial.probe, rank=place, options=options
     )
     trial.check(plan, shapes, split.units)
+    check_halves(split, computed)
     if sharded.experts is not None and without_numbers:
         sharded.experts.draw(module, without_numbers, seed=options.seed, device=home_of(microbatch))
     context = sharded.attach_context(module, options)

@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -15,17 +14,15 @@ from shardwise.errors import ShardwiseError
 from shardwise.execution.compute_policy import ComputePolicy
 from shardwise.execution.pipeline import schedule_of, step_seconds
 from shardwise.planner.plan import Plan
-from shardwise.schedule.instruction import Kind
 from shardwise.schedule.schedule import Schedule
 from shardwise.sharding.context.mask import Mask
 from shardwise.sharding.context.sequence_shards import Entry
 from shardwise.sharding.dropout import Finding
 from shardwise.stages.batch import home_of
 from shardwise.stages.compiled import check_backend, compile_units
+from shardwise.stages.split import Second, split, stage_costs
 from shardwise.stages.split.choose import TooFewUnitsError
-from shardwise.stages.split.compare import Second
 from shardwise.stages.split.flow import UnitCall
-from shardwise.stages.split.split import split, stage_costs
 from shardwise.stages.split.stopwatch import Stopwatch
 from shardwise.stages.stage import Batch, Split
 
@@ -114,20 +111,9 @@ def prepare(
         ) from None
     except ShardwiseError as error:
         raise _in_keys(error) from None
-    _check_halves(stages, schedule)
     if backend is not None:
         compile_units(stages, backend)
     return Prepared(stages, schedule, tuple(finding.names(module)))
-
-
-def _check_halves(stages: Split, schedule: Schedule) -> None:
-    """Refuse a checkpoint whose backward cannot be taken apart, where the schedule does that."""
-    if stages.reentrant is not None and any(each.kind is Kind.I for each in chain(*schedule.orders)):
-        raise ShardwiseError(
-            f"{stages.reentrant} checkpoints with use_reentrant=True, whose backward gives the gradients of inputs and"
-            " weights at once, and this schedule takes them one after the other",
-            remedy="use_reentrant=False, or schedule=1f1b",
-        )
 
 
 def _in_keys(error: ShardwiseError) -> ShardwiseError:

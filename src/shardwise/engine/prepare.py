@@ -20,11 +20,11 @@ from shardwise.sharding.context.sequence_shards import Entry
 from shardwise.sharding.dropout import Finding
 from shardwise.stages.batch import home_of
 from shardwise.stages.compiled import check_backend, compile_units
-from shardwise.stages.split import Second, split, stage_costs
 from shardwise.stages.split.choose import TooFewUnitsError
 from shardwise.stages.split.flow import UnitCall
+from shardwise.stages.split.split import split, stage_costs
 from shardwise.stages.split.stopwatch import Stopwatch
-from shardwise.stages.stage import Batch, Split
+from shardwise.stages.stage import Batch, Second, Split
 
 #: Schedules of more instructions than this are not played again and again to place a cut.
 _MOST_INSTRUCTIONS = 4_000

@@ -14,9 +14,9 @@ from shardwise.planner.plan import Plan
 from shardwise.schedule.instruction import Kind
 from shardwise.schedule.schedule import Schedule
 from shardwise.stages.losses import trial_of
-from shardwise.stages.split import Second, second_batch
 from shardwise.stages.split.python_state import PythonState
-from shardwise.stages.stage import Batch, Loss, Split
+from shardwise.stages.split.second_batch import second_batch
+from shardwise.stages.stage import Batch, Loss, Second, Split
 from shardwise.states.shared_buffers import WriteWatch, Written, check_owners
 from shardwise.torch_private import pytree
 

@@ -26,10 +26,11 @@ from shardwise.placing.moving import moved, settle
 from shardwise.placing.offload_planner import OffloadQuestion, Way, check_host, decide, parts_of
 from shardwise.placing.pipeline import Pipeline, make_schedule
 from shardwise.placing.places import Place, PlaceOptions
-from shardwise.stages.split import Second, second_batch, split
+from shardwise.stages.split import split
 from shardwise.stages.split.choose import Chosen, SplitOptions, choose
 from shardwise.stages.split.parts import inseparable_calls
-from shardwise.stages.stage import Batch, Split
+from shardwise.stages.split.second_batch import second_batch
+from shardwise.stages.stage import Batch, Second, Split
 
 
 @dataclass(slots=True, kw_only=True)

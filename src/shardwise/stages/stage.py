@@ -4,12 +4,14 @@ A value is one tensor that a stage makes and another reads, known by its name. I
 any later stages, next or not: that is all that a skip connection is.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+
+from shardwise.errors import ShardwiseError
 
 #: Values by name. What a stage makes are tensors; a batch may hold anything.
 Values = dict[str, torch.Tensor]
@@ -71,3 +73,22 @@ class Split:
     def between(self, maker: int, reader: int) -> tuple[str, ...]:
         """The values that one stage makes and another reads."""
         return tuple(name for name in self.reads[reader] if self.makers[name] == maker)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Second:
+    """What stages are tried on, against the module as it is (`split/compare.py`)."""
+
+    batch: Batch
+    loss: Loss | None = None
+    #: Which process runs each stage.
+    processes: Sequence[int] = ()
+    #: Why what forwards leave in attributes must not depend on the rows that they see: `dp=2`; and why a forward must
+    #: leave no trace: `recompute=full`.
+    replicas: str | None = None
+    reruns: str | None = None
+    #: Whether the user's own code may read what a forward of several microbatches has left in attributes.
+    is_read_after: bool = False
+    #: Is given what speaks against the cut, None if nothing does, and where generators of Python's are, if forwards
+    #: draw from them outside of units; raises what speaks against it on any rank.
+    agree: Callable[[ShardwiseError | None, bytes | None], None] | None = None

@@ -1,8 +1,6 @@
 """An unmodified module in stages. Read `split.py` first: it is the whole story in the order in which it happens."""
 
-from shardwise.stages.split.compare import Second
 from shardwise.stages.split.materialise import materialise
-from shardwise.stages.split.second_batch import second_batch
 from shardwise.stages.split.split import split, stage_costs
 
-__all__ = ["Second", "materialise", "second_batch", "split", "stage_costs"]
+__all__ = ["materialise", "split", "stage_costs"]

@@ -10,7 +10,7 @@ gives in the module's own forward. The second batch has other numbers than the e
     stage 1                          layers.1  layers.2  head          the same prints, output and loss
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,28 +27,9 @@ from shardwise.stages.split.parts import StagePart
 from shardwise.stages.split.prints import Print, far_apart, print_of
 from shardwise.stages.split.python_state import PythonState, Steady, draws_digest
 from shardwise.stages.split.switch import Inner, Switch, Visitor, undisturbed
-from shardwise.stages.stage import Batch, Loss, Values
+from shardwise.stages.stage import Batch, Second, Values
 
 _RETURN = "return it from the unit that computes it, as a tensor, and hand it on from there"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Second:
-    """What stages are tried on."""
-
-    batch: Batch
-    loss: Loss | None = None
-    #: Which process runs each stage.
-    processes: Sequence[int] = ()
-    #: Why what forwards leave in attributes must not depend on the rows that they see: `dp=2`; and why a forward must
-    #: leave no trace: `recompute=full`.
-    replicas: str | None = None
-    reruns: str | None = None
-    #: Whether the user's own code may read what a forward of several microbatches has left in attributes.
-    is_read_after: bool = False
-    #: Is given what speaks against the cut, None if nothing does, and where generators of Python's are, if forwards
-    #: draw from them outside of units; raises what speaks against it on any rank.
-    agree: Callable[[ShardwiseError | None, bytes | None], None] | None = None
 
 
 class _Plain:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.stages.split.choose import SplitOptions, choose, costs_of
-from shardwise.stages.split.compare import Second, StageCheck
+from shardwise.stages.split.compare import StageCheck
 from shardwise.stages.split.flow import watch
 from shardwise.stages.split.forecast import Forecast
 from shardwise.stages.split.materialise import free, materialise
@@ -26,7 +26,7 @@ from shardwise.stages.split.meta import has_meta
 from shardwise.stages.split.module_stage import ModuleStage
 from shardwise.stages.split.parts import StagePart, make_parts
 from shardwise.stages.split.switch import Switch
-from shardwise.stages.stage import Batch, Split
+from shardwise.stages.stage import Batch, Second, Split
 
 
 def split(

@@ -82,7 +82,6 @@ class Switch:
 @contextmanager
 def undisturbed(module: nn.Module, units: Mapping[str, nn.Module], *others: Any) -> Iterator[Switch]:
     """A switch for runs that leave no trace: gates, buffers, attributes and random numbers are as they were before."""
-    before = PythonState(module, *others)
     devices = {each.device for each in module.parameters() if each.is_cuda}
     kept = [
         (slots, key, each, each.clone() if _is_written(owner, slots) and not each.is_meta else each)
@@ -92,15 +91,16 @@ def undisturbed(module: nn.Module, units: Mapping[str, nn.Module], *others: Any)
         if isinstance(each, Tensor)
     ]
     switch = Switch(units)
-    switch.state = before
+    # With the gates in it: they are no trace.
+    before = switch.state = PythonState(module, *others)
     try:
         with torch.random.fork_rng(devices), torch.no_grad():
             yield switch
     finally:
+        before.restore()
         for name, unit in units.items():
             assert get_compiled_call(unit) is switch.gates[name], f"another gate stands in front of that of {name}"
             set_compiled_call(unit, switch.before[name])
-        before.restore()
         for slots, key, each, value in kept:
             slots[key] = each  # A forward may have put another there.
             if value is not each:

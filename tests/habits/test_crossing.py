@@ -3,9 +3,10 @@
 import pytest
 
 from tests.crowd import Crowds
-from tests.habits.harness import TURNS, programs_of, run_topic
+from tests.habits.harness import TURNS, _tried, programs_of, run_topic
 
-#: Every kind of schedule, with and without microbatches, replicas beside a pipeline, and `sw.place`.
+#: Every kind of schedule, with and without microbatches, and `sw.place`. Most programs compute a number of all rows of a
+#: microbatch, of which replicas have some each: those have a test of their own.
 PLANS = (
     (2, "pp=2"),
     (2, "pp=2,microbatches=4,schedule=gpipe"),
@@ -14,8 +15,6 @@ PLANS = (
     (2, "pp=2,microbatches=4,schedule=zb-h1"),
     (2, "pp=2,microbatches=4,schedule=zb-v"),
     (2, "pp=2,microbatches=2,recompute=full"),
-    (2, "dp=2"),
-    (4, "dp=2,pp=2,microbatches=2"),
     (2, "place,pp=2,microbatches=2,schedule=gpipe"),
     (2, "place,pp=2,microbatches=4,schedule=zb-h1"),
 )
@@ -26,6 +25,18 @@ def test_what_crosses_stages_is_as_in_plain_torch_or_refused(count: int, plan: s
     """A fifth of the programs for each plan: every program meets two plans or three."""
     wrong = crowds.of(count).run(run_topic, "crossing", plan, PLANS.index((count, plan)))
     assert not any(wrong), "\n".join(line for each in wrong for line in each)
+
+
+#: What replicas count alike, and what each would have of its own.
+ON_REPLICAS = ("a_number_used_by_the_unit_itself", "a_running_mean_in_an_attribute", "forwards_counted_by_the_root")
+
+
+def tried_on_replicas(plan: str) -> list[str | None]:
+    return [_tried(each, plan) for each in programs_of("crossing") if each.name in ON_REPLICAS]
+
+
+def test_replicas_count_alike_and_do_not_drift_apart(crowds: Crowds) -> None:
+    assert crowds.of(2).run(tried_on_replicas, "dp=2") == [[None] * len(ON_REPLICAS)] * 2
 
 
 @pytest.mark.whole

@@ -5,8 +5,8 @@ import pytest
 from tests.crowd import Crowds
 from tests.habits.harness import TURNS, _tried, programs_of, run_topic
 
-#: Every kind of schedule, with and without microbatches, and `sw.place`. Most programs compute a number of all rows of a
-#: microbatch, of which replicas have some each: those have a test of their own.
+#: Every kind of schedule, with and without microbatches, and `sw.place`. Most programs compute a number of all rows of
+#: a microbatch, of which replicas have some each: those have a test of their own.
 PLANS = (
     (2, "pp=2"),
     (2, "pp=2,microbatches=4,schedule=gpipe"),

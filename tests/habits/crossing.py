@@ -450,7 +450,7 @@ def collecting(make: Callable[[Tensor], Any], join: Callable[[list[Any]], Any]) 
     return model
 
 
-@program(TOGETHER)
+@program({**TOGETHER, "place": "leaves tensors with a gradient"})
 def a_list_of_tensors_that_units_append_to(parallelize: Parallelize) -> Result:
     """Summed at the end."""
     return learn(parallelize, collecting(lambda x: torch.sigmoid(x.mean()), sum))

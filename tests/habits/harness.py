@@ -129,11 +129,13 @@ def run_topic(topic: str, plan: str, turn: int | None = None) -> list[str]:
 
 def _tried(one: Program, plan: str) -> str | None:
     expected, open_engines = one.expects(plan), []
+    parsed = Plan.parse(plan.removeprefix("place,"))
+    make = Placed if plan.startswith("place,") else sw.parallelize
 
     def under_plan(module: nn.Module, **options: Any) -> Any:
         if _has(plan, "cp"):
             options = _for_parts(options)
-        open_engines.append(sw.parallelize(module, plan, **options))
+        open_engines.append(make(module, parsed, **options))
         return open_engines[-1]
 
     torch.manual_seed(0)
@@ -152,8 +154,8 @@ def _tried(one: Program, plan: str) -> str | None:
     if expected is not None:
         return f"not refused, though {expected!r} was expected"
     torch.manual_seed(0)
-    parsed = Plan() if one.whole else Plan.parse(plan)
-    return _difference(came, one.run(lambda module, **options: Plain(module, parsed, **options)))
+    plain, against = Joined if make is Placed else Plain, Plan() if one.whole else parsed
+    return _difference(came, one.run(lambda module, **options: plain(module, against, **options)))
 
 
 def _for_parts(options: dict[str, Any]) -> dict[str, Any]:
@@ -177,7 +179,8 @@ def _difference(came: Result, wanted: Result) -> str | None:
     if came.keys() != wanted.keys():
         return f"gives {sorted(came.keys() ^ wanted.keys())} on one side alone"
     for name, value in wanted.items():
-        one, other = torch.as_tensor(came[name]).double(), torch.as_tensor(value).double()
+        one, other = (torch.as_tensor(each) for each in (came[name], value))
+        one, other = (each.to(torch.complex128 if each.is_complex() else torch.float64) for each in (one, other))
         if one.shape != other.shape or not torch.allclose(one, other, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True):
             far = f"{float((one - other).abs().max()):.3g} apart" if one.shape == other.shape else f"{one.shape}"
             return f"{name} is {far} from plain torch"
@@ -291,6 +294,40 @@ class Plain:
         pass
 
 
+class Joined(Plain):
+    """The same where the loss sees the whole batch: outputs of microbatches in turn, one under the other."""
+
+    def train_step(self, batch: Batch, *, metrics: Any = None) -> float:
+        del metrics
+        self.module.zero_grad()
+        loss = self._loss(self._forward(batch), batch)
+        loss.backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return float(loss.detach())
+
+    def _forward(self, batch: Batch) -> Any:
+        outputs = [self.module(each["x"]) for each in microbatches_of(batch, self._plan, apart=False)]
+        if isinstance(outputs[0], Tensor):
+            return torch.cat(outputs)
+        leaves = zip(*outputs, strict=True)
+        return tuple(torch.cat(parts) if parts[0].dim() else sum(parts) / len(parts) for parts in leaves)
+
+
+class Placed(Joined):
+    """A loop as users write it, with the module of `sw.place` over two threads."""
+
+    def __init__(self, module: nn.Module, plan: Plan, **options: Any) -> None:
+        super().__init__(module, plan, **options)
+        self._placed = sw.place(
+            module, ["cpu:0", "cpu:1"], microbatches=plan.microbatches, schedule=plan.schedule,
+            example={"x": options["example"]["x"]},
+        )  # fmt: skip
+
+    def _forward(self, batch: Batch) -> Any:
+        return self._placed(batch["x"])
+
+
 def _number(value: Any) -> float:
     return float(torch.as_tensor(value).detach())
 
@@ -364,7 +401,6 @@ def start(parallelize: Parallelize, model: nn.Module, optimizer: Any = sgd, **op
 
 
 def topics(files: Sequence[str]) -> list[str]:
-    """The files that have programs; those of tensor parallelism have a test of their own."""
-    return sorted(
-        each for each in files if each not in ("harness", "random_modules") and not each.startswith(("test_", "tensor"))
-    )
+    """The files that have programs; those of tensor parallelism and of what crosses stages have tests of their own."""
+    apart = ("harness", "random_modules")
+    return sorted(each for each in files if each not in apart and not each.startswith(("test_", "tensor", "crossing")))

@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import io
+import pickle
 import weakref
 from collections.abc import Iterator
 
@@ -218,3 +220,12 @@ def test_an_error_in_a_thread_comes_to_the_caller_with_stage_and_microbatch() ->
     assert caught.value.__notes__ == ["in 1B0: stage 1, microbatch 0, rank 1", "on cpu:1"]
     # And it can be used again.
     placed(x, "nowhere").sum().backward()
+
+
+def test_a_placed_module_is_not_pickled_but_its_state_is() -> None:
+    placed = sw.place(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), ["cpu:0", "cpu:1"])
+    with pytest.raises(ShardwiseError, match="cannot be pickled"):
+        pickle.dumps(placed)
+    with pytest.raises(ShardwiseError, match="cannot be pickled"):
+        torch.save(placed, io.BytesIO())
+    assert pickle.loads(pickle.dumps(placed.state_dict())).keys() == placed.state_dict().keys()

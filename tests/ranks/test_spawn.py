@@ -148,3 +148,16 @@ def test_what_cannot_travel_is_said(fn: Callable[[], object], text: str) -> None
 def test_less_than_one_rank_is_refused() -> None:
     with pytest.raises(ShardwiseError, match="0 devices: at least 1 rank is needed"):
         spawn(print, 0)
+
+
+def test_a_server_that_ended_while_ranks_are_started_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone:
+        def start(self) -> None:
+            raise EOFError
+
+    ranks = Ranks.__new__(Ranks)
+    ended = []
+    monkeypatch.setattr(ranks, "_kill", lambda: ended.append(True))
+    with pytest.raises(ShardwiseError, match=r"the server that ranks are forked from has ended \(EOFError\)"):
+        ranks._begin(Gone())
+    assert ended == [True]

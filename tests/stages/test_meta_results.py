@@ -38,7 +38,7 @@ def outline(returned: Any) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_second_call_gives_what_the_operator_would(name: str) -> None:
     wanted = outline(OPERATORS[name]())
-    with Guesses():  # type: ignore[no-untyped-call]
+    with Guesses():
         first = OPERATORS[name]()
         num_known = len(meta_results._KNOWN)
         second = OPERATORS[name]()
@@ -48,14 +48,14 @@ def test_a_second_call_gives_what_the_operator_would(name: str) -> None:
 
 def test_integers_that_are_divided_are_of_the_default_type() -> None:
     whole = on_meta(3, dtype=torch.int64)
-    with settings_kept(), Guesses():  # type: ignore[no-untyped-call]
+    with settings_kept(), Guesses():
         assert (whole / 2).dtype is torch.float32
         torch.set_default_dtype(torch.float64)
         assert (whole / 2).dtype is torch.float64
 
 
 def test_views_and_what_is_written_into_stay_what_they_are() -> None:
-    with Guesses():  # type: ignore[no-untyped-call]
+    with Guesses():
         for _ in range(2):
             tensor = on_meta(4, 6)
             assert tensor.view(24).untyped_storage()._cdata == tensor.untyped_storage()._cdata
@@ -67,7 +67,7 @@ def test_views_and_what_is_written_into_stay_what_they_are() -> None:
 def test_no_more_is_remembered_than_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meta_results, "_MOST", 3)
     monkeypatch.setattr(meta_results, "_KNOWN", {})
-    with Guesses():  # type: ignore[no-untyped-call]
+    with Guesses():
         for size in range(1, 9):
             assert (on_meta(size) + 1).shape == (size,)
             assert len(meta_results._KNOWN) <= 3

@@ -12,17 +12,19 @@ from shardwise.engine.engine import Engine
 from shardwise.execution.recording import ACTIVATIONS
 from shardwise.stages.recalled import DEAR
 from shardwise.torch_private import TorchDispatchMode
-from tests.engine.test_engine import NUM_TOKENS, Dropping, Net, an_engine, gradients_of, tokens
+from tests.engine.test_engine import NUM_TOKENS, Dropping, an_engine, tokens
+from tests.same import gradients_of
+from tests.stages.pieces import Net
 
 KINDS = ("none", "full", "selective")
 
 
-class Matmuls(TorchDispatchMode):
+class Matmuls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what is dear."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count: int = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += func in DEAR
@@ -51,7 +53,7 @@ class Gated(nn.Module):
 def count_matmuls(engine: Engine) -> int:
     with Matmuls() as found:
         engine.train_step(tokens())
-    return found.count
+    return int(found.count)
 
 
 @pytest.mark.parametrize(

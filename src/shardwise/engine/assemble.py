@@ -12,7 +12,7 @@ from shardwise.engine.make_states import make_states, sharing_of
 from shardwise.engine.parts import Parts
 from shardwise.engine.prepare import Options, prepare
 from shardwise.engine.sharded import Sharded
-from shardwise.engine.trial import Trial
+from shardwise.engine.trial import Trial, check_halves
 from shardwise.execution.pipeline import complete
 from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import ManyProcesses, OneProcess
@@ -42,7 +42,7 @@ def assemble(
     if not any(each.training for each in module.modules()):
         # What is dropped in training is seen in training mode only. Of one that is partly so the user has said which.
         module.train()
-    microbatch, rule, kind, loss, weighed = check_example(module, plan, loss, example, options, wires)
+    (microbatch, *others), rule, kind, loss, weighed = check_example(module, plan, loss, example, options, wires)
     sharded = Sharded(module, plan, wires.mesh, microbatch, options, loss)
     if sharded.tensor is not None:
         # What could not be shared out along the sequence is whole on every rank.
@@ -50,8 +50,11 @@ def assemble(
     place = None if isinstance(wires, OneProcess) else wires.ranks[0]
     without_numbers = {name for name, each in module.named_parameters() if each.is_meta}
     trial = Trial(module, loss, microbatch)
-    split, computed, callers = prepare(module, plan, microbatch, probe=trial.probe, rank=place, options=options)
+    split, computed, callers = prepare(
+        module, plan, microbatch, second=trial.second(plan, others), probe=trial.probe, rank=place, options=options
+    )
     trial.check(plan, shapes, split.units)
+    check_halves(split, computed)
     if sharded.experts is not None and without_numbers:
         sharded.experts.draw(module, without_numbers, seed=options.seed, device=home_of(microbatch))
     context = sharded.attach_context(module, options)
@@ -61,7 +64,7 @@ def assemble(
         module=module, plan=plan, split=split, schedule=computed,
         loss=weighed, options=options, sharded=sharded, order=order, shapes=shapes,
         wires=wires, device=home_of(microbatch), callers=callers, written=trial.written, rule=rule, kind=kind,
-        has_metrics=trial.has_metrics,
+        has_metrics=trial.has_metrics, is_without_numbers=bool(without_numbers),
     )  # fmt: skip
     return from_parts(parts, optimizers, owns_wires=owns_wires)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.engine.explain import explain
 from shardwise.engine.make_execution import Execution
 from shardwise.engine.make_shown import make_shown
 from shardwise.engine.make_states import States
@@ -58,10 +59,9 @@ class Engine:
         self.execution, self.states, self.sharded, self.wires = execution, states, parts.sharded, parts.wires
         #: The ranks of the pipeline that this process runs; how experts lie on ranks, where they are shared out.
         self.ranks, self.experts = parts.wires.ranks, parts.sharded.experts
-        self._steps = Steps(parts, execution, states)
+        self._steps, self._parts = Steps(parts, execution, states), parts
         self._shown = make_shown(parts, states.parameters, states.buffers, states.data)
         self._shown.guard()
-        self._kind = parts.kind
         #: The data parallel replica that this process is a part of, and how many there are.
         self.replica, self.num_replicas = parts.wires.mesh.coordinates["dp"], parts.plan.dp
         self.loads = Loads(self.module, self.experts, self.wires.sum, num_alike=self.plan.tp)
@@ -70,6 +70,10 @@ class Engine:
     def buffers(self) -> dict[str, Tensor]:
         """Those that this process holds. A forward, or a user, may have put others in their places."""
         return {name: self.module.get_buffer(name) for name in self.states.buffers}
+
+    def explain(self) -> str:
+        """What became of the module (its stages, how layers are cut), of batches and of the loss."""
+        return "\n".join([explain(self._parts), *self.execution.batches.explain()])
 
     @property
     def num_steps(self) -> int:
@@ -92,10 +96,6 @@ class Engine:
     def trace(self) -> Trace | None:
         """What happened on all ranks in the last step that was recorded."""
         return self.execution.recorder.trace
-
-    def explain(self) -> str:
-        """What is done with batches and with the loss: what is cut, what is not, what parts are weighed by."""
-        return "\n".join([*self.execution.batches.explain(), f"the loss is {self._kind.value}"])
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -26,7 +26,7 @@ class Checked(NamedTuple):
     `loss` is a user's, of a microbatch; `weighed` the same with its weight in the batch.
     """
 
-    microbatch: Batch
+    microbatches: list[Batch]
     rule: RowRule
     kind: LossKind
     loss: Loss
@@ -40,11 +40,11 @@ def check_example(module: nn.Module, plan: Plan, loss: Loss, example: Batch, opt
     tried = _agreed(module, plan, loss, example, rule, options, wires)
     rule.tables |= set(tried.tables)
     cutter = Cutter(plan, wires.mesh, rule, pad=options.pad, is_local=options.is_local)
-    microbatch = cutter.cut(example)[0]
+    microbatches = cutter.cut(example)
     loss = summed_only(loss, plan.cp) if plan.cp > 1 else loss
     by_rows = options.pad or options.is_local
     weighed = WeighedLoss(loss, tried, num_parts=plan.dp * plan.microbatches, by_rows=by_rows)
-    return Checked(microbatch, rule, tried.kind, loss, weighed)
+    return Checked(microbatches, rule, tried.kind, loss, weighed)
 
 
 def _agreed(

@@ -42,3 +42,5 @@ class Parts:
     has_metrics: bool = False
     rule: RowRule = field(default_factory=RowRule)
     kind: LossKind = LossKind.UNTRIED
+    #: Whether any parameter was on the meta device.
+    is_without_numbers: bool = False

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from shardwise.stages.split.choose import TooFewUnitsError
 from shardwise.stages.split.flow import UnitCall
 from shardwise.stages.split.split import split, stage_costs
 from shardwise.stages.split.stopwatch import Stopwatch
-from shardwise.stages.stage import Batch, Split
+from shardwise.stages.stage import Batch, Second, Split
 
 #: Schedules of more instructions than this are not played again and again to place a cut.
 _MOST_INSTRUCTIONS = 4_000
@@ -67,12 +67,19 @@ class Prepared(NamedTuple):
 
 
 def prepare(
-    module: nn.Module, plan: Plan, batch: Batch, *, probe: Callable[[Any], None], rank: int | None, options: Options
+    module: nn.Module,
+    plan: Plan,
+    batch: Batch,
+    *,
+    second: Second,
+    probe: Callable[[Any], None],
+    rank: int | None,
+    options: Options,
 ) -> Prepared:
     """Make a module ready for this process, which runs one rank of a pipeline or (None) all.
 
-    `batch` is a microbatch, and `probe` is given what the module makes of it. If the process is one of many, all call
-    this alike.
+    `batch` is a microbatch, and `probe` is given what the module makes of it; stages are tried on the `second`. If the
+    process is one of many, all call this alike.
     """
     home = home_of(batch)
     backend = check_backend(options.compile, home)
@@ -85,6 +92,12 @@ def prepare(
     schedule = schedule_of(plan, lambda count: stage_costs(module, count, batch, **how))
     count = len(schedule.placement.pipes[0])
     finding = Finding()
+    second = replace(
+        second,
+        # Where a rank has stages of both copies of a model, they share all attributes too.
+        processes=[] if rank is None or len(schedule.placement.pipes) > 1 else schedule.placement.ranks,
+        agree=None if rank is None else agree_on_refusal,
+    )
     try:
         with ComputePolicy.of(plan).precision(home), finding.watching():
             stages = split(
@@ -94,6 +107,7 @@ def prepare(
                 only=None if rank is None else {stage % count for stage in schedule.placement.stages[rank]},
                 seed=options.seed,
                 probe=probe,
+                second=second if options.verify else None,
                 judge=partial(step_seconds, schedule) if schedule.num_instructions <= _MOST_INSTRUCTIONS else max,
                 **how,
             )
@@ -150,3 +164,20 @@ def agree_on_costs(calls: Sequence[UnitCall]) -> None:
     for call, mean in zip(calls, means.tolist(), strict=True):
         call.flops, call.bytes, call.weight_bytes, seconds = mean
         call.seconds = None if call.seconds is None else seconds
+
+
+def agree_on_refusal(error: ShardwiseError | None, draws: bytes | None) -> None:
+    """Let all ranks raise what speaks against the cut on any of them. All call this alike.
+
+    `draws` is where this rank's generators of Python's are, if forwards draw from them outside of units.
+    """
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (None if error is None else (error.problem, error.remedy), draws))
+    found = next((each for each, _ in told if each is not None), None)
+    if found is not None:
+        raise ShardwiseError(found[0], remedy=found[1])
+    if len({where for _, where in told}) > 1:
+        raise ShardwiseError(
+            "the forward draws from Python's or NumPy's generators outside of units, and ranks would draw others",
+            remedy="random.seed(0) and numpy.random.seed(0) on every rank before sw.parallelize; or draw in a unit",
+        )

@@ -1,6 +1,7 @@
 """What is seen when the example is run, beside what flows where: buffers that are written, what the loss reads."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -10,8 +11,12 @@ from torch.overrides import TorchFunctionMode
 from shardwise.engine.shown import HARMLESS
 from shardwise.errors import ShardwiseError, some
 from shardwise.planner.plan import Plan
+from shardwise.schedule.instruction import Kind
+from shardwise.schedule.schedule import Schedule
 from shardwise.stages.losses import trial_of
-from shardwise.stages.stage import Batch, Loss
+from shardwise.stages.split.python_state import PythonState
+from shardwise.stages.split.second_batch import second_batch
+from shardwise.stages.stage import Batch, Loss, Second, Split
 from shardwise.states.shared_buffers import WriteWatch, Written, check_owners
 from shardwise.torch_private import pytree
 
@@ -22,6 +27,7 @@ class Trial:
     def __init__(self, module: nn.Module, loss: Loss, microbatch: Batch) -> None:
         self._writes, self._loss = WriteWatch(module), trial_of(loss, microbatch)
         self._reads = _Reads(module)
+        self._loss_itself, self._microbatch = loss, microbatch
         #: The buffers that a forward writes.
         self.written: Written = {}
         #: Whether the loss returns metrics beside itself.
@@ -30,8 +36,20 @@ class Trial:
     def probe(self, output: Any) -> None:
         """Look at what was written, and try the loss."""
         self.written = {**self.written, **self._writes.found()}
+        before = PythonState(self._loss_itself)
         with self._reads:
             self.has_metrics = self._loss(output)
+        before.restore()
+
+    def second(self, plan: Plan, others: Sequence[Batch]) -> Second:
+        """What the stages of a plan are to be tried on; `others` are the microbatches beside that of the trial."""
+        replicas = [f"{axis}={getattr(plan, axis)}" for axis in ("dp", "cp") if getattr(plan, axis) > 1]
+        return Second(
+            batch=second_batch(self._microbatch, others),
+            loss=self._loss_itself,
+            replicas=", ".join(replicas) or None,
+            reruns=f"recompute={plan.recompute}" if plan.recompute != "none" else None,
+        )
 
     def check(self, plan: Plan, shapes: Mapping[str, torch.Size], units: Sequence[Sequence[str]]) -> None:
         """Refuse what stages of a plan cannot do: `units` are theirs, `shapes` those of the whole parameters."""
@@ -56,6 +74,16 @@ class Trial:
             return True
         last = {unit.partition("#")[0] for unit in units[-1]}
         return len(units) > 1 and not any(name.startswith(f"{unit}.") for name in names for unit in last)
+
+
+def check_halves(split: Split, schedule: Schedule) -> None:
+    """Refuse a checkpoint whose backward cannot be taken apart, where the schedule does that."""
+    if split.reentrant is not None and any(each.kind is Kind.I for each in chain(*schedule.orders)):
+        raise ShardwiseError(
+            f"{split.reentrant} checkpoints with use_reentrant=True, whose backward gives the gradients of inputs and"
+            " weights at once, and this schedule takes them one after the other",
+            remedy="use_reentrant=False, or schedule=1f1b",
+        )
 
 
 class _Reads(TorchFunctionMode):

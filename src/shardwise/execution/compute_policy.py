@@ -19,6 +19,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from shardwise.planner.plan import Plan
 from shardwise.schedule.schedule import Schedule
+from shardwise.stages.split.python_state import python_draws, set_python_draws
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -52,38 +53,58 @@ class ComputePolicy:
 
 @dataclass(frozen=True, slots=True)
 class RngState:
-    """The states of the random number generators at one moment, and of the buffers that forwards write."""
+    """The states of the random number generators at one moment, and of buffers and attributes that forwards write."""
 
     cpu: Tensor
     devices: list[int]
     on_devices: list[Tensor]
-    buffers: list[tuple[dict[str, Any], str, Tensor]]
+    #: Of Python and NumPy.
+    python: Any
+    left: list[tuple[dict[str, Any], str, Any]]
 
     @staticmethod
     def now(tensors: Iterable[Any], written: Iterable[tuple[dict[str, Any], str]] = ()) -> "RngState":
-        """The state on the CPU and on the devices of these tensors; `written` is where modules keep such buffers."""
-        buffers = [(slots, key, slots[key].clone()) for slots, key in written]
-        return RngState(torch.get_rng_state(), *get_device_states(*tensors), buffers)
+        """The state on the CPU and on the devices of these tensors; `written` is where modules keep what is written."""
+        left = [(slots, key, _copied(slots.get(key, _NOTHING))) for slots, key in written]
+        return RngState(torch.get_rng_state(), *get_device_states(*tensors), python_draws(), left)
 
     @contextmanager
     def again(self, buffers: Iterable[Tensor]) -> Iterator[None]:
         """The same random numbers once more. Afterwards they go on as if nothing had been, and so do the buffers."""
         before = [(buffer, buffer.clone()) for buffer in buffers]
-        newest = [(slots, key, slots[key]) for slots, key, _ in self.buffers]
-        for slots, key, older in self.buffers:
-            slots[key] = older.clone()  # The forward may write to it again.
+        newest = [(slots, key, slots.get(key, _NOTHING)) for slots, key, _ in self.left]
+        drawn = python_draws()
+        for slots, key, older in self.left:
+            _put(slots, key, _copied(older))  # The forward may write to it again.
         with torch.random.fork_rng(devices=self.devices):
             torch.set_rng_state(self.cpu)
             set_device_states(self.devices, self.on_devices)
+            set_python_draws(self.python)
             try:
                 yield
             finally:  # It may be broken off, when all that is wanted of it is there.
-                for slots, key, buffer in newest:
-                    slots[key] = buffer
+                set_python_draws(drawn)
+                for slots, key, each in newest:
+                    _put(slots, key, each)
                 for buffer, value in before:
                     # Through `data`, unseen by autograd: batch norm saves its statistics for a backward that never
                     # reads them.
                     buffer.data.copy_(value)
+
+
+#: What stands where nothing was.
+_NOTHING = object()
+
+
+def _copied(each: Any) -> Any:
+    return each.detach().clone() if isinstance(each, Tensor) else each
+
+
+def _put(slots: dict[str, Any], key: str, each: Any) -> None:
+    if each is _NOTHING:
+        slots.pop(key, None)
+    else:
+        slots[key] = each
 
 
 def saving_nothing() -> AbstractContextManager[Any]:

@@ -211,7 +211,9 @@ class Interpreter:
         counts = self.kept_bytes is not None and stage not in self.kept_bytes
         kept = Kept(self._there_anyway(stage, microbatch)) if counts else None
         if self._trains and self.policy.recompute == "stage":
-            saved.rng = RngState.now(chain(inputs.values(), tensors_in(self._microbatches[microbatch])), self.written)
+            saved.rng = RngState.now(
+                chain(inputs.values(), tensors_in(self._microbatches[microbatch])), chain(self.written, self.split.left)
+            )
             first, saved.kept = recalling(kept) if self.policy.selective else (nullcontext(), nullcontext())
             with first, saving_nothing():
                 made, measured = self._run(stage, microbatch, inputs)
@@ -247,7 +249,7 @@ class Interpreter:
         if not self._trains or self.policy.recompute != "layers":
             return nullcontext()
         return replayed(
-            self._stages[stage], self._microbatches[microbatch], written=self.written, kept=kept,
+            self._stages[stage], self._microbatches[microbatch], written=(*self.written, *self.split.left), kept=kept,
             select=partial(self._select, microbatch), note=self._note_again,
         )  # fmt: skip
 

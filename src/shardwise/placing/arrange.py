@@ -29,7 +29,8 @@ from shardwise.placing.places import Place, PlaceOptions
 from shardwise.stages.split import split
 from shardwise.stages.split.choose import Chosen, SplitOptions, choose
 from shardwise.stages.split.parts import inseparable_calls
-from shardwise.stages.stage import Batch, Split
+from shardwise.stages.split.second_batch import second_batch
+from shardwise.stages.stage import Batch, Second, Split
 
 
 @dataclass(slots=True, kw_only=True)
@@ -148,7 +149,7 @@ class _Task:
     ) -> dict[str, Place]:
         """In a pipeline: the stages of the schedule, cut where they are even, or where there is room."""
         module, options, count = self._module, self._options, self._options.microbatches
-        example = _at_home(cut_rows(batch, min(count, rows_of(batch)))[0], module)
+        example, *others = (_at_home(each, module) for each in cut_rows(batch, min(count, rows_of(batch))))
         ranks = make_schedule(options, len(places), count).placement.ranks
         speeds = [places[rank].speed / ranks.count(rank) for rank in ranks]
         even = choose(
@@ -170,7 +171,8 @@ class _Task:
             held = _by_place([[loads[call] for call in calls] for calls in stages], ranks, places)
         made.activations = self._offloaded(held, places, part, count)
         through = options.through_blocks and cut is None
-        found = split(module, len(ranks), example, cut=cut, speeds=speeds, through_blocks=through)
+        second = Second(batch=second_batch(example, others), is_read_after=True)
+        found = split(module, len(ranks), example, cut=cut, speeds=speeds, through_blocks=through, second=second)
         made.pipeline = Pipeline(module, found, places, options, made.activations)
         for names, rank in zip(found.units, ranks, strict=True):
             made.units |= {unit.partition("#")[0]: places[rank].device for unit in names}
@@ -178,7 +180,7 @@ class _Task:
 
     def _loads_of(self, chosen: Chosen, example: Batch) -> list[Load]:
         units, flow, _ = chosen
-        return loads_of(self._module, units, flow, example, moments=self._options.moments)
+        return loads_of(self._module, units, flow, example, moments=self._options.moments, is_one_of_many=True)
 
     def _offloaded(
         self, held: Sequence[Sequence[Load]], places: Sequence[Place], part: float | None, num_in_flight: int

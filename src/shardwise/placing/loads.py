@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.errors import ShardwiseError, some
 from shardwise.stages.activation_bytes import Kept
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.choose import SplitOptions, choose, costs_of
 from shardwise.stages.split.flow import UnitFlow
 from shardwise.stages.split.parts import inseparable_calls
+from shardwise.stages.split.switch import undisturbed
 from shardwise.stages.split.units import find_units
 from shardwise.stages.stage import Batch
 from shardwise.states.tiers.activation_offload import LEAST_BYTES
@@ -93,14 +95,20 @@ def loads_without_example(module: nn.Module, *, moments: int) -> list[Load]:
 
 
 def loads_of(
-    module: nn.Module, units: Mapping[str, nn.Module], flow: UnitFlow, example: Batch, *, moments: int
+    module: nn.Module,
+    units: Mapping[str, nn.Module],
+    flow: UnitFlow,
+    example: Batch,
+    *,
+    moments: int,
+    is_one_of_many: bool = False,
 ) -> list[Load]:
-    """The calls of units on the example, with what was measured there."""
+    """The calls of units on the example, with what was measured there. It may be a microbatch, one of many."""
     sizes, states = state_bytes(module, moments=moments), _states_of(module, units, moments=moments)
     returned = [
         sum(prod(each.shape) * each.dtype.itemsize for each in call.outline.tensors.values()) for call in flow.calls
     ]
-    kept = _kept_bytes(module, units, example) if trains(module) else [[each] for each in returned]
+    kept = _kept_bytes(module, units, example, is_one_of_many) if trains(module) else [[each] for each in returned]
     costs = costs_of(flow, SplitOptions(num_stages=1))
     return [
         Load(
@@ -133,7 +141,9 @@ def _states_of(module: nn.Module, units: Mapping[str, nn.Module], *, moments: in
     return {unit: {name: sizes[name] for name in names} for unit, names in mine.items()}
 
 
-def _kept_bytes(module: nn.Module, units: Mapping[str, nn.Module], example: Batch) -> list[list[int]]:
+def _kept_bytes(
+    module: nn.Module, units: Mapping[str, nn.Module], example: Batch, is_one_of_many: bool
+) -> list[list[int]]:
     """What autograd would keep for each call of a unit, piece by piece, in order; what glue keeps is the last unit's.
 
     It is counted and let go: there may be no room for all of it.
@@ -150,16 +160,26 @@ def _kept_bytes(module: nn.Module, units: Mapping[str, nn.Module], example: Batc
             kept[-1].append(every.new_bytes(tensor))
 
     hooks = [unit.register_forward_pre_hook(begin) for unit in units.values()]
-    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    saving = torch.autograd.graph.saved_tensors_hooks(count, _unpacked)
     try:
-        with torch.random.fork_rng(), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(count, _unpacked):
+        with undisturbed(module, {}) as switch, torch.enable_grad(), saving:
             module(*args, **kwargs)
+            if is_one_of_many and switch.state is not None:
+                _refuse_results(switch.state.results())
     finally:
         for hook in hooks:
             hook.remove()
-        for buffer, value in before:
-            buffer.data.copy_(value)
     return kept
+
+
+def _refuse_results(names: Sequence[str]) -> None:
+    """Tensors that want a gradient and are left in attributes: whoever reads them has those of one microbatch."""
+    if names:
+        raise ShardwiseError(
+            f"the forward leaves tensors with a gradient in {some(names)}: with several microbatches that is of one of"
+            " them alone, and its gradient would not arrive",
+            remedy="return it from the module; or microbatches=1",
+        )
 
 
 def _unpacked(_: None) -> Tensor:

@@ -107,6 +107,12 @@ class Placed(nn.Module):
             remedy="copy.deepcopy(module) before sw.place(...), or state_dict()",
         )
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardwiseError(
+            "a placed module cannot be pickled: its stages are threads and devices of this process",
+            remedy="torch.save(placed.state_dict(), path), and sw.place(...) after load_state_dict",
+        )
+
     def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a call by their names."""
         given: dict[str, Any] = {}

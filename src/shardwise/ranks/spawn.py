@@ -135,10 +135,21 @@ class Ranks:
                 name=f"shardwise-rank-{rank}",
             )
             self._calls.append(ours)
-            process.start()
+            self._begin(process)
             self._processes.append(process)
             self._silences.append(Silence(self._store, rank, self._silent_seconds + _LATER_SECONDS))
             theirs.close()
+
+    def _begin(self, process: Any) -> None:
+        """Start a rank. The server that it is forked from may have been ended by whoever ends processes."""
+        try:
+            process.start()
+        except (EOFError, ConnectionError) as error:
+            self._kill()
+            raise ShardwiseError(
+                f"the server that ranks are forked from has ended ({type(error).__name__}), perhaps for want of memory",
+                remedy="run it again: another is started then; dmesg says whether the system has ended it",
+            ) from error
 
     def _collect(self, deadline: float | None) -> list[Any]:
         """Wait for every rank's report. After the first failure the others have a few seconds for theirs."""

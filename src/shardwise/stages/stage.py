@@ -4,12 +4,14 @@ A value is one tensor that a stage makes and another reads, known by its name. I
 any later stages, next or not: that is all that a skip connection is.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+
+from shardwise.errors import ShardwiseError
 
 #: Values by name. What a stage makes are tensors; a batch may hold anything.
 Values = dict[str, torch.Tensor]
@@ -46,7 +48,9 @@ class Split:
     `reads[stage]` and `writes[stage]` are names of values, in a fixed order that all processes share. `makers` is the
     stage that makes each. `ties` are the parameters that several stages hold: original name to stages, first to last.
     `units` are the pieces of each stage by name, so that one can see that none is lost; `unit_costs` what each costs,
-    in FLOPs or their like, and `unit_bytes` the bytes of its weights.
+    in FLOPs or their like, and `unit_bytes` the bytes of its weights. `left` are
+    attributes, and the like, that forwards write: the dictionaries that they are in, and their keys. `reentrant` is the
+    line that a part is checkpointed by with `use_reentrant=True`, if any is.
     """
 
     stages: tuple[Stage | None, ...]
@@ -57,6 +61,8 @@ class Split:
     units: tuple[tuple[str, ...], ...]
     unit_costs: tuple[tuple[float, ...], ...] = ()
     unit_bytes: tuple[tuple[float, ...], ...] = ()
+    left: tuple[tuple[dict[str, Any], str], ...] = ()
+    reentrant: str | None = None
 
     @property
     def num_stages(self) -> int:
@@ -80,3 +86,22 @@ class Split:
     def between(self, maker: int, reader: int) -> tuple[str, ...]:
         """The values that one stage makes and another reads."""
         return tuple(name for name in self.reads[reader] if self.makers[name] == maker)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Second:
+    """What stages are tried on, against the module as it is (`split/compare.py`)."""
+
+    batch: Batch
+    loss: Loss | None = None
+    #: Which process runs each stage.
+    processes: Sequence[int] = ()
+    #: Why what forwards leave in attributes must not depend on the rows that they see: `dp=2`; and why a forward must
+    #: leave no trace: `recompute=full`.
+    replicas: str | None = None
+    reruns: str | None = None
+    #: Whether the user's own code may read what a forward of several microbatches has left in attributes.
+    is_read_after: bool = False
+    #: Is given what speaks against the cut, None if nothing does, and where generators of Python's are, if forwards
+    #: draw from them outside of units; raises what speaks against it on any rank.
+    agree: Callable[[ShardwiseError | None, bytes | None], None] | None = None

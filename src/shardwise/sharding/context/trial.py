@@ -76,7 +76,7 @@ def _passing(module: nn.Module, batch: Batch) -> set[str]:
         lambda each: each.detach().to("meta") if isinstance(each, Tensor) else each, Signature(twin).arguments(batch)
     )
     try:
-        with torch.no_grad(), Guesses():  # type: ignore[no-untyped-call]
+        with torch.no_grad(), Guesses():
             twin(*args, **kwargs)
     except Exception:
         return set()

@@ -80,7 +80,7 @@ def _calls(block: nn.Module, width: int) -> list[tuple[str, tuple[Any, ...]]]:
     for name, each in twin.named_children():
         each.register_forward_pre_hook(lambda _, given, name=name: calls.append((name, given)))
     try:
-        with torch.no_grad(), Guesses():  # type: ignore[no-untyped-call]
+        with torch.no_grad(), Guesses():
             twin(torch.empty(1, 2, width, device="meta"))
     except Exception:
         return []

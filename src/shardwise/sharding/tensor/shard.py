@@ -217,7 +217,7 @@ def _read_by_loss(loss: Loss, module: nn.Module, output: Any, batch: Batch) -> d
     owners = {id(each): name for name, layer in layers.items() for each in layer.parameters(recurse=False)}
     reads = _Reads(owners)
     try:
-        with torch.no_grad(), Guesses(), reads:  # type: ignore[no-untyped-call]
+        with torch.no_grad(), Guesses(), reads:
             loss(output, _meta(batch))
     except Exception:
         pass

@@ -299,7 +299,7 @@ class Trial:
 def run_on_meta(module: nn.Module, arguments: Arguments) -> Any:
     """Run a module on the meta device. Nothing is sent."""
     args, kwargs = arguments
-    with torch.no_grad(), Guesses():  # type: ignore[no-untyped-call]
+    with torch.no_grad(), Guesses():
         return module(*args, **kwargs)
 
 

@@ -4,21 +4,25 @@ A module that is there is run as it is. One on the meta device is run as far as 
 each unit without numbers.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.flop_counter import flop_registry, sdpa_flop
 
 from shardwise.errors import ShardwiseError
 from shardwise.stages.batch import home_of
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.lines import line_of, line_of_error
-from shardwise.stages.split.meta import call_on_meta, has_meta, on_meta, tensors_of
-from shardwise.stages.split.outline import Outline, TensorOutline, outline_of, signature_of
+from shardwise.stages.split.meta import Guesses, call_on_meta, depends_on_data, has_meta, on_meta, tensors_of
+from shardwise.stages.split.outline import NumberOutline, Outline, TensorOutline, outline_of, signature_of
+from shardwise.stages.split.python_state import PythonState
 from shardwise.stages.split.sources import NOTHING, Drawn, HeldTensor, Hidden, Ledger, Made, Source, Sources, storage_of
 from shardwise.stages.split.switch import Inner, undisturbed
 from shardwise.stages.stage import Batch
@@ -51,6 +55,17 @@ class UnitCall:
     overwritten: set[int] = field(default_factory=set)
 
 
+class Left(NamedTuple):
+    """Something that a call has put into an attribute, or under a key; perhaps a number that it took from data."""
+
+    call: int
+    name: str
+    holder: dict[Any, Any]
+    key: Any
+    value: Any
+    is_from_data: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class UnitFlow:
     """All calls of units in one run, in order, and what the module's output was computed from."""
@@ -61,14 +76,40 @@ class UnitFlow:
     in_glue: frozenset[str]
     #: Where something from inside a call is first used outside of it, though the call did not return it.
     leaks: Mapping[int, str]
+    #: Whether the run left anything in attributes, lists or closures, and what calls put there, if that was recorded.
+    traces: bool = False
+    #: Where a part of it is checkpointed with `use_reentrant=True`, whose backward gives all gradients at once.
+    reentrant: str | None = None
+    left: tuple[Left, ...] = ()
+    #: All attributes and entries that the run wrote, in calls or between them, by name: where they are.
+    slots: Mapping[str, tuple[dict[Any, Any], Any]] = field(default_factory=dict)
+
+    def leave_for(self, calls: Collection[int]) -> None:
+        """Have what other calls would leave, as on the example, where there is nothing.
+
+        A process of some of the calls runs all that lies between them. What it makes there of attributes that others
+        set counts for nothing, but they must be there.
+        """
+        for each in self.left:
+            if each.call not in calls and each.holder.get(each.key) is None:
+                each.holder[each.key] = each.value
+
+    def mislead(self, calls: Collection[int]) -> None:
+        """Have other numbers where others than these calls leave some of data: two batches may give the same ones."""
+        for each in self.left:
+            if each.call not in calls and each.is_from_data:
+                each.holder[each.key] = not each.value if isinstance(each.value, bool) else 1.3 * each.value + 1
 
 
 class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation of a run, and every call of a unit."""
 
-    def __init__(self, module: nn.Module, home: torch.device) -> None:
+    def __init__(self, module: nn.Module, home: torch.device, *, records: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger(module)
+        self.left: list[Left] = []
+        self.reentrant: str | None = None
+        self._recorded = module if records else None
         self.calls: list[UnitCall] = []
         self.in_glue: set[str] = set()
         self.leaks: dict[int, str] = {}
@@ -100,9 +141,24 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
         self._settle(func, args, kwargs, returned, sources)
         return returned
 
-    @property
-    def is_inside(self) -> bool:
-        return self._inside is not None
+    @contextmanager
+    def seeing_checkpoints(self) -> Iterator[None]:
+        """Where parts that are checkpointed in the older way are noted: no operation tells."""
+        apply = CheckpointFunction.apply
+
+        def noted(*args: Any) -> Any:
+            self.reentrant = self.reentrant or line_of()
+            return apply(*args)  # type: ignore[no-untyped-call]
+
+        with patch.object(CheckpointFunction, "apply", noted):
+            yield
+
+    def look_at(self, tensor: Tensor) -> None:
+        """Its numbers are taken without an operation."""
+        if self._inside is not None:
+            self._inside.looks = True
+        else:
+            self.look(self.ledger.of(tensor))
 
     def look(self, sources: Sources) -> None:
         """Glue looked at numbers, and may do one thing or another from here on: all that follows depends on them.
@@ -113,8 +169,12 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
         self._decided_by |= {each for each in sources if not isinstance(each, Drawn)}
 
     def needs_of(self, leaves: list[Any]) -> Sources:
-        """What these, and the decision to come here, were computed from."""
-        return self.ledger.of_all(each for each in leaves if isinstance(each, Tensor)) | self._decided_by
+        """What these, and the decision to come here, were computed from.
+
+        Where something was decided, another batch may take another way from here, and with it all that is there.
+        """
+        found = self.ledger.of_all(each for each in leaves if isinstance(each, Tensor)) | self._decided_by
+        return found | self.ledger.made_and_alive() if self._decided_by else found
 
     def _settle(self, func: Any, args: Any, kwargs: Any, returned: Any, sources: Sources) -> None:
         """Note what was written into, and what was made."""
@@ -131,13 +191,13 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
     def _with_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Zeros in place of what is on the meta device: weights that glue touches."""
 
-        def real(each: Any) -> Any:
-            if isinstance(each, Tensor) and each.is_meta:
-                writable = schema_of(func).is_mutable
-                return TensorOutline(tuple(each.shape), each.dtype).placeholder(self._home, writable=writable)
-            return each
+        writable = schema_of(func).is_mutable
+        return pytree.tree_map(lambda each: self._real(each, writable=writable), (args, kwargs))
 
-        return pytree.tree_map(real, (args, kwargs))
+    def _real(self, each: Any, *, writable: bool = False) -> Any:
+        if isinstance(each, Tensor) and each.is_meta:
+            return TensorOutline(tuple(each.shape), each.dtype).placeholder(self._home, writable=writable)
+        return each
 
     def call(self, unit: str, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A unit is called: run it, and note what it needed and what it returned."""
@@ -148,11 +208,15 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
         needs = self.needs_of(arguments)
         given = on_meta(arguments) if self._on_meta else arguments
         self._inside = inside = _Inside(self.ledger, index, given, self.leaks)
+        looks = bool(self._decided_by)  # A number that came here may be handed on.
+        before = None if self._recorded is None else PythonState(self._recorded)
         try:
             returned = self._run_on_meta(name, inner, given, tree) if self._on_meta else inner(*args, **kwargs)
         finally:
             self._inside = None
-        outline = outline_of(returned, given, inside.changed)
+        if before is not None:
+            self.left += self._left_by(index, before, looks=looks or inside.looks)
+        outline = outline_of(returned, given, inside.changed, sends_numbers=looks or inside.looks)
         if outline.strange:
             raise ShardwiseError(
                 f"{name} returns a {outline.strange[0]}, and what is inside it cannot be followed to other stages",
@@ -165,8 +229,12 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
             made = {leaf: each.placeholder(self._home, writable=True) for leaf, each in outline.tensors.items()}
             returned = outline.filled(made, arguments)
         leaves = pytree.tree_leaves(returned)
-        for leaf in outline.tensors:
-            self.ledger.set_made(leaves[leaf], Made(index, leaf))
+        for leaf, each in outline.tensors.items():
+            if isinstance(each, NumberOutline):
+                # Nobody sees where a number of Python's goes.
+                self._decided_by |= {Made(index, leaf)}
+            else:
+                self.ledger.set_made(leaves[leaf], Made(index, leaf))
         self.calls.append(
             UnitCall(
                 name=name,
@@ -181,15 +249,26 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
         )
         return returned
 
+    def _left_by(self, call: int, before: PythonState, *, looks: bool) -> list[Left]:
+        found = [(name, holder, key, holder[key]) for name, holder, key in before.assigned()]
+        return [
+            Left(call, name, holder, key, self._real(each), looks and isinstance(each, (bool, int, float)))
+            for name, holder, key, each in found
+        ]
+
     def _run_on_meta(self, name: str, inner: Inner, given: list[Any], tree: pytree.TreeSpec) -> Any:
         """Run a unit without numbers."""
+        guesses = Guesses()
         try:
-            return call_on_meta(inner, given, tree)
+            return call_on_meta(inner, given, tree, guesses)
         except Exception as error:
             raise ShardwiseError(
                 f"{name} does not run on the meta device, at {line_of_error(error)}: {error}",
                 remedy="build the module on the CPU instead of under torch.device('meta')",
             ) from error
+        finally:
+            if self._inside is not None:
+                self._inside.looks |= guesses.were_asked
 
 
 class _Looks(TorchFunctionMode):
@@ -203,8 +282,8 @@ class _Looks(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         del types
-        if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__) and not self._watcher.is_inside:
-            self._watcher.look(self._watcher.ledger.of(args[0]))
+        if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__):
+            self._watcher.look_at(args[0])
         return func(*args, **(kwargs or {}))
 
 
@@ -214,6 +293,8 @@ class _Inside:
     def __init__(self, ledger: Ledger, call: int, arguments: list[Any], leaks: dict[int, str]) -> None:
         self._ledger, self._hidden, self._leaks = ledger, frozenset([Hidden(call)]), leaks
         self._places = {storage_of(each): at for at, each in enumerate(arguments) if isinstance(each, Tensor)}
+        #: Whether it takes numbers out of tensors, or may have been given some.
+        self.looks = False
         #: Which of its arguments it wrote into.
         self.changed: set[int] = set()
         self.sources: set[Source] = set()
@@ -224,6 +305,7 @@ class _Inside:
         sources = self._ledger.of_all(tensors) - self._hidden
         self.sources |= sources
         note_leaks(func, sources, self._leaks)
+        self.looks = self.looks or depends_on_data(func)
         returned = func(*args, **kwargs)
         made = tensors_of(returned)
         self.flops += flops_of(func, args, kwargs, returned)
@@ -285,19 +367,28 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def watch(
-    module: nn.Module, units: dict[str, nn.Module], example: Batch, probe: Callable[[Any], None] | None = None
+    module: nn.Module,
+    units: Mapping[str, nn.Module],
+    example: Batch,
+    probe: Callable[[Any], None] | None = None,
+    *,
+    records: bool = False,
 ) -> UnitFlow:
     """Run the module once on the example and return what flowed where. The module is left as it was.
 
-    `probe` is called with the module's output; numbers in it mean nothing if the module is on the meta device.
+    `probe` is called with the module's output; numbers in it mean nothing if the module is on the meta device. With
+    `records` what each call leaves in attributes is kept too.
     """
     signature = Signature(module)
     signature.check(example)
     args, kwargs = signature.arguments(example)
-    watcher = FlowWatch(module, home_of(example))
+    watcher = FlowWatch(module, home_of(example), records=records)
     with undisturbed(module, units) as switch:
-        with watcher, _Looks(watcher), switch.visited_by(watcher):
+        with watcher, _Looks(watcher), watcher.seeing_checkpoints(), switch.visited_by(watcher):
             output = module(*args, **kwargs)
+        assert switch.state is not None, "it is known what was there before"
+        traces = bool(switch.state.changed())
+        slots = {name: (holder, key) for name, holder, key in switch.state.assigned()} if records else {}
         if probe is not None:
             probe(output)
     sizes = {name: each.numel() * each.element_size() for name, each in module.named_parameters()}
@@ -309,4 +400,8 @@ def watch(
         output_needs=watcher.needs_of(leaves),
         in_glue=frozenset(watcher.in_glue),
         leaks=watcher.leaks,
+        traces=traces,
+        reentrant=watcher.reentrant,
+        left=tuple(watcher.left),
+        slots=slots,
     )

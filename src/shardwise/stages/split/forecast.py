@@ -19,6 +19,9 @@ from shardwise.stages.split.outline import Outline, TensorOutline, leaves_of, ou
 from shardwise.stages.stage import Batch
 from shardwise.torch_private import forward_hooks, pytree
 
+#: How many calls are remembered.
+_MOST_KNOWN = 1_000
+
 
 @dataclass(frozen=True, slots=True)
 class StandIn:
@@ -44,6 +47,8 @@ class Forecast:
         key = call.name, device, signature, shapes
         known = self._known.get(key)
         if known is None:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()  # Numbers among arguments may be others every time.
             is_example = shapes == self._example and signature == call.signature
             outline = call.outline if is_example else self._find(call, *pytree.tree_flatten((args, kwargs)))
             made = {leaf: each for leaf, each in outline.tensors.items() if leaf not in call.overwritten}
@@ -81,10 +86,13 @@ class Forecast:
 
 
 def _updated(old: Any, new: Any) -> Any:
-    """Only shapes change. What is passed through, and kinds under autocast, are known better from the example."""
+    """Only shapes change, and numbers that are made of them.
+
+    What is passed through, and kinds under autocast, are known better from the example.
+    """
     if isinstance(old, TensorOutline) and isinstance(new, TensorOutline):
         return TensorOutline(new.shape, old.dtype)
-    return old
+    return new if type(old) is int and type(new) is int else old
 
 
 def _by_likeness(call: UnitCall, arguments: list[Any], error: Exception) -> Outline:

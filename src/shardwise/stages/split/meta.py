@@ -26,10 +26,16 @@ class Guesses(EagerDispatchMode):  # type: ignore[no-untyped-call]
     mixture get without data.
     """
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        #: Whether anything was asked.
+        self.were_asked = False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         del types
+        self.were_asked |= depends_on_data(func)
         return run_or_guess(func, args, kwargs or {})
 
 
@@ -63,6 +69,11 @@ def _places(index: Any) -> list[Any]:
     if not isinstance(index, Tensor) or index.dtype is not torch.bool or not index.is_meta:
         return [index]
     return [index.new_empty(index.numel(), dtype=torch.long) for _ in range(index.dim())]
+
+
+def depends_on_data(func: Any) -> bool:
+    """Whether an operation makes something of numbers that is no tensor: a number, or a shape."""
+    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
 
 def tensors_of(given: Any) -> list[Tensor]:
@@ -120,8 +131,10 @@ def on_meta(arguments: list[Any]) -> list[Any]:
     return [each.detach().to("meta") if isinstance(each, Tensor) else each for each in arguments]
 
 
-def call_on_meta(call: Callable[..., Any], arguments: list[Any], tree: pytree.TreeSpec) -> Any:
+def call_on_meta(
+    call: Callable[..., Any], arguments: list[Any], tree: pytree.TreeSpec, guesses: Guesses | None = None
+) -> Any:
     """Call with arguments that are on the meta device, given as flat leaves and their structure."""
     args, kwargs = pytree.tree_unflatten(arguments, tree)
-    with torch.no_grad(), Guesses():  # type: ignore[no-untyped-call]
+    with torch.no_grad(), guesses or Guesses():
         return call(*args, **kwargs)

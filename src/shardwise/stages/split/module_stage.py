@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
@@ -12,10 +13,10 @@ from shardwise.stages.batch import home_of
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.flow import UnitCall, UnitFlow
 from shardwise.stages.split.forecast import Forecast
-from shardwise.stages.split.outline import leaves_of, signature_of
+from shardwise.stages.split.outline import NumberOutline, leaves_of, signature_of
 from shardwise.stages.split.parts import StagePart
 from shardwise.stages.split.sources import Made
-from shardwise.stages.split.switch import Inner, Switch
+from shardwise.stages.split.switch import Inner, Switch, Visitor
 from shardwise.stages.stage import Batch, Values
 from shardwise.torch_private import pytree
 
@@ -38,6 +39,8 @@ class ModuleStage:
         self.flow, self.part, self.forecast = flow, part, forecast
         #: What each unit's call is wrapped in.
         self.wrapped: dict[str, Inner] = {}
+        #: Who decides about the calls of units, made of who would: a trial looks over its shoulder.
+        self.visited_by: Callable[[Visitor], Visitor] = lambda visit: visit
         #: Where a microbatch is run: under context parallelism, where attention sees the tokens of other ranks.
         self.running: Callable[[Batch], AbstractContextManager[Any]] = nullcontext
         #: Takes down how it is now, for a layer that will be recomputed; None where none will be.
@@ -51,7 +54,7 @@ class ModuleStage:
         output: Any = None
         leaves = [each for each in values.values() if each.requires_grad and each.is_leaf]
         try:
-            with self.running(batch), self._switch.visited_by(visit):
+            with self.running(batch), self._switch.visited_by(self.visited_by(visit)):
                 output = self._module(*args, **kwargs)
         except _Finished:
             pass
@@ -113,6 +116,8 @@ class _Visit:
             return self._stand_in(index, call, args, kwargs)
         returned = self._stage.wrapped.get(unit, inner)(*args, **kwargs)
         self._keep(index, call, returned)
+        if call.outline.constants and not self._part.is_last:
+            self._check_constants(call, args, kwargs, returned)
         self._next = index + 1
         return returned
 
@@ -123,8 +128,24 @@ class _Visit:
             if made.call == index:
                 leaves = pytree.tree_leaves(returned) if leaves is None else leaves
                 value = leaves[made.leaf]
+                outline = call.outline.tensors[made.leaf]
+                if isinstance(outline, NumberOutline):
+                    value = torch.tensor(value, dtype=outline.dtype, device=self._home)
                 # Glue will write into it; others read it as it is now.
                 self.made[name] = value.clone() if made.leaf in call.overwritten else value
+
+    def _check_constants(self, call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
+        """Raise if it returns another number or word than stages behind it take it to return."""
+        known = self._stage.forecast.stand_in(call, args, kwargs, self._home, self._shapes).outline
+        leaves = pytree.tree_leaves(returned)
+        for leaf, each in known.constants.items():
+            now = leaves[leaf] if leaf < len(leaves) else None
+            if type(now) is not type(each) or now != each:
+                raise ShardwiseError(
+                    f"{call.name} returns {now!r} (number {leaf + 1} of what it returns), and for the example"
+                    f" {each!r}: stages behind it go on with that of the example",
+                    remedy="return it as a tensor: torch.tensor(...), or torch.as_tensor(...)",
+                )
 
     def _stand_in(self, index: int, call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call of another stage returns here: what was received where it matters, else placeholders."""

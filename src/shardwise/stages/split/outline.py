@@ -17,6 +17,11 @@ from shardwise.torch_private import pytree
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
+#: Numbers that can be sent to another stage, and as what.
+_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
+_CONSTANTS = (*_NUMBERS, complex, str, bytes)
+
+
 @dataclass(frozen=True, slots=True)
 class TensorOutline:
     """A tensor's shape and kind."""
@@ -29,6 +34,17 @@ class TensorOutline:
         if writable:
             return torch.zeros(self.shape, dtype=self.dtype, device=device)
         return torch.zeros((), dtype=self.dtype, device=device).expand(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class NumberOutline(TensorOutline):
+    """A number of Python's that a call computed from data: other stages are sent it as a tensor without dims."""
+
+    kind: type
+
+    @classmethod
+    def of(cls, number: bool | int | float) -> "NumberOutline":
+        return cls((), _NUMBERS[type(number)], type(number))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +69,14 @@ class Outline:
     leaves: tuple[Any, ...]
     #: The tensors that the call makes, by leaf.
     tensors: dict[int, TensorOutline]
+    #: Numbers and words that other stages take from here: they must be the same in every run.
+    constants: dict[int, Any]
 
     @classmethod
     def of(cls, tree: pytree.TreeSpec, leaves: Sequence[Any]) -> "Outline":
         tensors = {leaf: each for leaf, each in enumerate(leaves) if isinstance(each, TensorOutline)}
-        return cls(tree, tuple(leaves), tensors)
+        constants = {leaf: each for leaf, each in enumerate(leaves) if isinstance(each, _CONSTANTS)}
+        return cls(tree, tuple(leaves), tensors, constants)
 
     @property
     def passes(self) -> bool:
@@ -74,7 +93,9 @@ class Outline:
         """What the call returns, given its tensors by leaf, and its arguments."""
         leaves: list[Any] = []
         for leaf, each in enumerate(self.leaves):
-            if isinstance(each, TensorOutline):
+            if isinstance(each, NumberOutline):
+                leaves.append(each.kind(tensors[leaf].item()))
+            elif isinstance(each, TensorOutline):
                 leaves.append(tensors[leaf])
             elif isinstance(each, Again):
                 leaves.append(leaves[each.leaf])
@@ -83,8 +104,13 @@ class Outline:
         return leaves[0] if self.tree.is_leaf() else pytree.tree_unflatten(leaves, self.tree)
 
 
-def outline_of(returned: Any, arguments: list[Any], changed: Collection[int] = ()) -> Outline:
-    """The outline of what a call returned, given its arguments as flat leaves, and which of them it wrote into."""
+def outline_of(
+    returned: Any, arguments: list[Any], changed: Collection[int] = (), *, sends_numbers: bool = False
+) -> Outline:
+    """The outline of what a call returned, given its arguments as flat leaves, and which of them it wrote into.
+
+    With `sends_numbers` numbers of Python's depend on data.
+    """
     leaves, tree = pytree.tree_flatten(returned)
     position = {
         id(each): index for index, each in enumerate(arguments) if not isinstance(each, _PLAIN) and index not in changed
@@ -98,6 +124,8 @@ def outline_of(returned: Any, arguments: list[Any], changed: Collection[int] = (
             outlined.append(Again(first[id(leaf)]))
         elif isinstance(leaf, Tensor):
             outlined.append(TensorOutline(tuple(leaf.shape), leaf.dtype))
+        elif sends_numbers and type(leaf) in _NUMBERS:
+            outlined.append(NumberOutline.of(leaf))
         else:
             outlined.append(leaf)
     return Outline.of(tree, outlined)

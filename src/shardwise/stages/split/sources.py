@@ -63,6 +63,10 @@ class Ledger:
     def of_all(self, tensors: Iterable[Tensor]) -> Sources:
         return NOTHING.union(*(self.of(tensor) for tensor in tensors))
 
+    def made_and_alive(self) -> Sources:
+        """What units have returned that some tensor which is there was computed from."""
+        return frozenset(made for each in list(self._sources) for made in self.of(each) if isinstance(made, Made))
+
     def set(self, tensor: Tensor, sources: Sources) -> None:
         self._sources[tensor] = sources
 

@@ -4,11 +4,13 @@
 2. `flow.py` runs the module once on the example, and sees which calls of units need what from which others.
 3. `cut.py` divides the calls into stages, each a run of calls. (`choose.py` goes back to 1 for finer units if need be.)
 4. `parts.py` says what each stage reads, writes and holds.
+   `compare.py` tries all of them on a second batch, and holds them against the module.
 5. `materialise.py` gives this process the weights of its stages, and frees those of others.
 6. `module_stage.py` runs a stage: the module's own forward, with the units of other stages skipped.
 """
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -17,12 +19,15 @@ from torch import nn
 
 from shardwise.stages.rows import tensors_in
 from shardwise.stages.split.choose import SplitOptions, choose, costs_of
+from shardwise.stages.split.compare import StageCheck
+from shardwise.stages.split.flow import watch
 from shardwise.stages.split.forecast import Forecast
 from shardwise.stages.split.materialise import free, materialise
+from shardwise.stages.split.meta import has_meta
 from shardwise.stages.split.module_stage import ModuleStage
 from shardwise.stages.split.parts import StagePart, make_parts
 from shardwise.stages.split.switch import Switch
-from shardwise.stages.stage import Batch, Split
+from shardwise.stages.stage import Batch, Second, Split
 
 
 def split(
@@ -34,13 +39,14 @@ def split(
     seed: int = 0,
     device: torch.device | str | None = None,
     probe: Callable[[Any], None] | None = None,
+    second: Second | None = None,
     **options: Any,
 ) -> Split:
     """Split an unmodified module into stages, from one run on an example microbatch.
 
     `options` are what is asked of the cut: see `SplitOptions`. `only` are the stages of this process; the weights of
     others are freed. A module on the meta device is materialised on `device` from `seed`, for these stages alone.
-    `probe` is given the module's output on the example.
+    `probe` is given the module's output on the example. With `second` the stages are tried before anything is freed.
     """
     asked = SplitOptions(num_stages=num_stages, **options)
     units, flow, where = choose(module, example, asked, probe)
@@ -48,13 +54,19 @@ def split(
     # No call is lost, and none is made twice.
     placed = list(chain.from_iterable(part.calls for part in parts))
     assert placed == list(range(len(flow.calls))), f"{len(flow.calls)} units were called, {len(placed)} are in stages"
+    called = {call.unit: units[call.unit] for call in flow.calls}
+    if flow.traces:
+        recorded = watch(module, called, example, records=True)
+        flow = replace(flow, left=recorded.left, slots=recorded.slots)
+    if second is not None and not has_meta(module):
+        StageCheck(module, called, flow, parts, example, second).check()
     here = range(num_stages) if only is None else sorted(only)
+    flow.leave_for({call for stage in here for call in parts[stage].calls})
     home = torch.device(device) if device is not None else _home(module, example)
     kept = set().union(*(parts[stage].holds for stage in here))
     if only is not None:
         free(module, kept, flow.in_glue, home)
     materialise(module, kept, seed=seed, device=home)
-    called = {call.unit: units[call.unit] for call in flow.calls}
     switch, forecast = Switch(called), Forecast(called, example)
     makers = {name: part.stage for part in parts for name in part.writes.values()}
     costs = costs_of(flow, asked)
@@ -69,6 +81,8 @@ def split(
         units=tuple(tuple(flow.calls[call].name for call in part.calls) for part in parts),
         unit_costs=tuple(tuple(costs[call] for call in part.calls) for part in parts),
         unit_bytes=tuple(tuple(float(flow.calls[call].weight_bytes) for call in part.calls) for part in parts),
+        left=tuple(flow.slots.values()),
+        reentrant=flow.reentrant,
     )
 
 

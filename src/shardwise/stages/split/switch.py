@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from shardwise.stages.split.python_state import PythonState
 from shardwise.torch_private import buffer_slots, get_compiled_call, parameter_slots, plain_call, set_compiled_call
 
 Inner = Callable[..., Any]
@@ -59,6 +60,8 @@ class Switch:
 
     def __init__(self, units: Mapping[str, nn.Module]) -> None:
         self.local = threading.local()
+        #: What was there before a run that leaves no trace.
+        self.state: PythonState | None = None
         self.gates: dict[str, Gate] = {}
         self.before = {name: get_compiled_call(unit) for name, unit in units.items()}
         for name, unit in units.items():
@@ -77,8 +80,8 @@ class Switch:
 
 
 @contextmanager
-def undisturbed(module: nn.Module, units: Mapping[str, nn.Module]) -> Iterator[Switch]:
-    """A switch for one run that leaves no trace: gates, buffers and random numbers are as they were before."""
+def undisturbed(module: nn.Module, units: Mapping[str, nn.Module], *others: Any) -> Iterator[Switch]:
+    """A switch for runs that leave no trace: gates, buffers, attributes and random numbers are as they were before."""
     devices = {each.device for each in module.parameters() if each.is_cuda}
     kept = [
         (slots, key, each, each.clone() if _is_written(owner, slots) and not each.is_meta else each)
@@ -88,10 +91,13 @@ def undisturbed(module: nn.Module, units: Mapping[str, nn.Module]) -> Iterator[S
         if isinstance(each, Tensor)
     ]
     switch = Switch(units)
+    # With the gates in it: they are no trace.
+    before = switch.state = PythonState(module, *others)
     try:
         with torch.random.fork_rng(devices), torch.no_grad():
             yield switch
     finally:
+        before.restore()
         for name, unit in units.items():
             assert get_compiled_call(unit) is switch.gates[name], f"another gate stands in front of that of {name}"
             set_compiled_call(unit, switch.before[name])

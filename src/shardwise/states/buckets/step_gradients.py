@@ -88,7 +88,8 @@ class GradientNorm:
             self._parts.append((bucket, parts))
 
         every = [bucket for bucket, parts in self._parts if parts]
-        self._wide = torch.float64 if any(each.key.dtype is torch.float64 for each in every) else torch.float32
+        wide = any(each.key.dtype in (torch.float64, torch.complex128) for each in every)
+        self._wide = torch.float64 if wide else torch.float32
 
     def measure_on_the_way(self) -> None:
         """Have what goes to the host measured by the device before it goes."""
@@ -114,7 +115,9 @@ class GradientNorm:
         return self._all_norms([own[start:stop] if at is None else own[start:stop][at] for start, stop, at in parts])
 
     def _all_norms(self, chosen: list[Tensor]) -> list[Tensor]:
-        return foreach_norm(chosen, self._wide) if chosen else []
+        # The norm of complex numbers is that of their two parts.
+        real = [torch.view_as_real(each) if each.is_complex() else each for each in chosen]
+        return foreach_norm(real, self._wide) if real else []
 
 
 class UnusedParameters:

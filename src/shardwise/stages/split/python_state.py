@@ -1,0 +1,323 @@
+"""What a forward may leave behind in plain Python: attributes, lists, closures, random numbers.
+
+A run on the example must leave no trace, and stages that are tried in one process must not see what only another would
+have. So all that can be reached from a module and from a loss is noted, and put back: attributes of modules and of the
+user's objects, lists, dictionaries and sets in them, tensors that are written in place, what functions close over, and
+the state of Python's and NumPy's generators.
+"""
+
+import hashlib
+import random
+import sys
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.torch_private import buffer_slots, parameter_slots, submodules, version_of
+
+#: Objects of these packages are not looked into: none of them belongs to one module.
+_NOT_THEIRS = frozenset({"torch", "shardwise", "numpy", "transformers", "triton", *sys.stdlib_module_names})
+#: No more is looked at than this many things: what a forward changes is not that far away.
+_MOST = 200_000
+
+_CONTAINERS = (list, dict, set, deque)
+
+
+class _Kept(NamedTuple):
+    """Something that can change, by name, and what was in it. For a tensor that is its numbers, or None of a result."""
+
+    name: str
+    holder: Any
+    content: Any
+
+
+class PythonState:
+    """What was there when this was made; `restore` has it there again. `roots` are a module, and functions.
+
+    Buffers are noted with the numbers in them if `with_buffers`, parameters never.
+    """
+
+    def __init__(self, *roots: Any, with_buffers: bool = False) -> None:
+        self._roots, self._with_buffers = roots, with_buffers
+        self._kept: list[_Kept] = []
+        self._versions: dict[int, int] = {}
+        self._seen: set[int] = set()
+        self._drawn = python_draws()
+        for root in roots:
+            self._walk(root)
+
+    def _walk(self, root: Any) -> None:
+        waiting: deque[tuple[str, Any]] = deque([("", root)])
+        while waiting and len(self._seen) < _MOST:
+            name, each = waiting.popleft()
+            if id(each) not in self._seen and not isinstance(each, (int, float, str, bytes, type(None))):
+                self._seen.add(id(each))
+                waiting.extend(self._note(name, each))
+
+    def _note(self, name: str, each: Any) -> Iterator[tuple[str, Any]]:
+        """Keep what is in a thing, and give what is to be looked at next."""
+        if isinstance(each, nn.Module):
+            yield from self._note_module(name, each)
+        elif isinstance(each, Tensor):
+            self._note_tensor(name, each)
+        elif isinstance(each, _CONTAINERS):
+            self._keep(name, each, dict(each) if isinstance(each, dict) else list(each))
+            items = each.items() if isinstance(each, dict) else enumerate(each)
+            yield from ((f"{name}[{key!r}]", value) for key, value in items)
+        elif isinstance(each, tuple):
+            yield from ((f"{name}[{key}]", value) for key, value in enumerate(each))
+        elif isinstance(each, FunctionType):
+            yield from self._note_function(name, each)
+        elif isinstance(each, MethodType):
+            yield from ((name, each.__self__), (name, each.__func__))
+        elif isinstance(each, partial):
+            yield from ((name, each.func), (name, each.args), (name, each.keywords))
+        elif isinstance(each, CellType):
+            content = _content_of(each)
+            self._keep(name, each, content)
+            yield name, content
+        elif hasattr(each, "__dict__") and not isinstance(each, type) and _is_theirs(type(each)):
+            yield from self._note_attributes(name, each)
+
+    def _note_module(self, name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
+        buffers = buffer_slots(module)
+        slots = [parameter_slots(module), submodules(module), buffers]
+        attributes = vars(module)
+        self._keep(name, attributes, attributes.copy())
+        yield from ((_joined(name, k), each) for k, each in attributes.items() if not any(each is s for s in slots))
+        yield from ((_joined(name, key), child) for key, child in submodules(module).items())
+        if self._with_buffers:
+            self._keep(name, buffers, buffers.copy())
+            yield from ((_joined(name, key), each) for key, each in buffers.items())
+        if _is_theirs(type(module)):
+            yield from self._note_class(name, type(module))
+
+    def _note_class(self, name: str, kind: type) -> Iterator[tuple[str, Any]]:
+        """Lists of a class are there once for all of its modules, and its forward may use those of its file."""
+        for each in kind.__mro__:
+            if _is_theirs(each):
+                own = [(key, value) for key, value in vars(each).items() if isinstance(value, _CONTAINERS)]
+                yield from ((f"{each.__name__}.{key}", value) for key, value in own)
+        yield name, getattr(kind, "forward", None)
+
+    def _note_attributes(self, name: str, each: Any) -> Iterator[tuple[str, Any]]:
+        self._keep(name, vars(each), vars(each).copy())
+        yield from ((_joined(name, key), value) for key, value in vars(each).items())
+
+    def _note_function(self, name: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
+        if not _is_theirs(function):
+            return
+        for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            yield _joined(name, key) if not isinstance(_content_of(cell), nn.Module) else name, cell
+        for key in function.__code__.co_names:
+            if isinstance(function.__globals__.get(key), _CONTAINERS):
+                yield key, function.__globals__[key]
+
+    def _note_tensor(self, name: str, tensor: Tensor) -> None:
+        if not isinstance(tensor, nn.Parameter) and type(tensor) is Tensor:
+            writable = not tensor.is_meta and tensor.grad_fn is None and not tensor.is_inference()
+            self._versions[id(tensor)] = -1 if tensor.is_inference() else version_of(tensor)
+            self._keep(name, tensor, tensor.detach().clone() if writable else None)
+
+    def _keep(self, name: str, holder: Any, content: Any) -> None:
+        self._kept.append(_Kept(name, holder, content))
+
+    def changed(self) -> dict[str, str]:
+        """What is no longer as it was, by name, in words."""
+        found: dict[str, str] = {}
+        for name, holder, content in self._kept:
+            found.update(self._differences(name, holder, content))
+        return found
+
+    def results(self) -> list[str]:
+        """The names of what holds tensors that want a gradient, and did not."""
+        return [
+            _joined(name, str(key))
+            for name, holder, content in self._kept
+            if isinstance(holder, _CONTAINERS)
+            for key, each in (holder.items() if isinstance(holder, dict) else enumerate(holder))
+            if isinstance(each, Tensor) and each.requires_grad and not _holds(content, key, each)
+        ]
+
+    def assigned(self) -> Iterator[tuple[str, dict[Any, Any], Any]]:
+        """Attributes and entries of dictionaries that are others than they were: their names, where, and which."""
+        for name, holder, content in self._kept:
+            if isinstance(holder, dict):
+                yield from (
+                    (_joined(name, str(key)), holder, key)
+                    for key, each in holder.items()
+                    if each is not content.get(key, _EMPTY) or (id(each) in self._versions and self._is_written(each))
+                )
+
+    def have_drawn(self) -> bool:
+        """Whether Python's or NumPy's generators have been drawn from."""
+        return _told_of(self._drawn) != _told_of(python_draws())
+
+    def _differences(self, name: str, holder: Any, content: Any) -> Iterator[tuple[str, str]]:
+        if isinstance(holder, Tensor):
+            if self._is_written(holder) and (content is None or not _same(holder, content)):
+                yield name, "a tensor, written in place"
+        elif isinstance(holder, CellType):
+            if not _same(_content_of(holder), content):
+                yield name, _told(content, _content_of(holder))
+        elif isinstance(holder, dict) and isinstance(content, dict):
+            for key in [*content, *(key for key in holder if key not in content)]:
+                if not _same(holder.get(key), content.get(key)):
+                    yield _joined(name, str(key)), _told(content.get(key), holder.get(key))
+        elif len(holder) != len(content):
+            yield name, f"{len(content)} entries, then {len(holder)}"
+        elif any(not _same(one, other) for one, other in zip(holder, content, strict=True)):
+            yield name, "a list of other things"
+
+    def _is_written(self, tensor: Tensor) -> bool:
+        return not tensor.is_inference() and version_of(tensor) != self._versions[id(tensor)]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Have everything as it was."""
+        for _, holder, content in self._kept:
+            if isinstance(holder, Tensor):
+                if content is not None:
+                    holder.data.copy_(content)  # Through `data`: that it was put back does not count as written.
+            elif isinstance(holder, CellType):
+                if content is not _EMPTY:
+                    holder.cell_contents = content
+            elif isinstance(holder, dict):
+                _put_back(holder, content)
+            elif len(holder) != len(content) or any(a is not b for a, b in zip(holder, content, strict=True)):
+                holder.clear()
+                (holder.update if isinstance(holder, set) else holder.extend)(content)
+        set_python_draws(self._drawn)
+
+    def again(self) -> "PythonState":
+        """The same of now."""
+        return PythonState(*self._roots, with_buffers=self._with_buffers)
+
+
+def _holds(content: Any, key: Any, each: Any) -> bool:
+    """Whether it was there, or another that it is in the place of: what `weight_norm` makes anew in every forward."""
+    if not isinstance(content, dict):
+        return any(other is each for other in content)
+    return isinstance(content.get(key), Tensor) and content[key].requires_grad
+
+
+def _put_back(holder: dict[Any, Any], content: dict[Any, Any]) -> None:
+    if holder.keys() == content.keys() and all(holder[key] is each for key, each in content.items()):
+        return
+    for key in [key for key in holder if key not in content]:
+        del holder[key]
+    holder.update(content)
+
+
+class _Empty:
+    """What a cell holds that nothing was put into."""
+
+
+_EMPTY = _Empty()
+
+
+def _content_of(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _EMPTY
+
+
+def _joined(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else str(key)
+
+
+def _is_theirs(each: Any) -> bool:
+    """Whether a class or a function is of the user's own code."""
+    return str(getattr(each, "__module__", None) or "torch").partition(".")[0] not in _NOT_THEIRS
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor) and one is not other:
+        alike = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+        return alike and not one.is_meta and torch.equal(one, other)
+    if isinstance(one, (bool, int, float, str)) and type(one) is type(other):
+        return bool(one == other) or (one != one and other != other)
+    return one is other
+
+
+def _told(before: Any, now: Any) -> str:
+    """What has become of a thing, in a few words."""
+    if isinstance(now, (bool, int, float, str)):
+        return f"{type(now).__name__} {now!r}"[:40] if before is None else f"{before!r}, then {now!r}"[:60]
+    return f"a {type(now).__name__}"
+
+
+def _numpy_state() -> Any:
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.random.get_state()
+
+
+def _set_numpy_state(state: Any) -> None:
+    if state is not None:
+        sys.modules["numpy"].random.set_state(state)
+
+
+class Steady:
+    """The same random numbers for a unit whoever runs it, and for what comes behind it.
+
+    Torch's are drawn anew by the number of the call. Those of Python and NumPy go on as they would in this process: a
+    unit draws its own, and if it does, what is drawn behind it is something else too.
+    """
+
+    @contextmanager
+    def during(self, call: int) -> Iterator[None]:
+        """One call of a unit."""
+        before = python_draws()
+        _seed(2 * call + 1)
+        seeded = _told_of(python_draws())
+        try:
+            yield
+        finally:
+            have_drawn = _told_of(python_draws()) != seeded
+            set_python_draws(before)
+            if have_drawn:
+                random.seed(random.random())
+            torch.manual_seed(2 * call + 2)
+
+    @staticmethod
+    @contextmanager
+    def start() -> Iterator[None]:
+        """A run, or a loss."""
+        torch.manual_seed(0)
+        yield
+
+
+def _seed(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(number)
+
+
+def python_draws() -> tuple[Any, Any]:
+    """The states of Python's and NumPy's generators."""
+    return random.getstate(), _numpy_state()
+
+
+def set_python_draws(states: tuple[Any, Any]) -> None:
+    """Have them go on from there."""
+    random.setstate(states[0])
+    _set_numpy_state(states[1])
+
+
+def _told_of(states: tuple[Any, Any]) -> tuple[Any, ...]:
+    """The same for the same states."""
+    own, drawn = states
+    return own, None if drawn is None else (drawn[1].tobytes(), drawn[2])
+
+
+def draws_digest() -> bytes:
+    """The state of Python's and NumPy's generators, in a few bytes."""
+    return hashlib.blake2b(repr(_told_of(python_draws())).encode(), digest_size=16).digest()

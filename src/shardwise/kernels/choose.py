@@ -1,10 +1,10 @@
 """Whether a call goes to its kernel or to its definition.
 
-    on a CPU, a meta device, a subclass of Tensor      the definition; in Triton's interpreter a CPU has kernels too
-    while a dispatch mode looks at operators           the definition: whoever looks sees operators that it knows
-    while torch compiles                               what `WHEN_COMPILED` says
-    a type or size that the kernel lacks               the definition, and one line, once
-    a Triton that cannot compile                       the definition, and one line, once
+on a CPU, a meta device, a subclass of Tensor      the definition; in Triton's interpreter a CPU has kernels too
+while a dispatch mode looks at operators           the definition: whoever looks sees operators that it knows
+while torch compiles                               what `WHEN_COMPILED` says
+a type or size that the kernel lacks               the definition, and one line, once
+a Triton that cannot compile                       the definition, and one line, once
 """
 
 import warnings

@@ -10,7 +10,7 @@
 
 Forward reads the logits once, and keeps three numbers of each token: the highest logit, the sum of exponentials, and
 the label's logit. Those are also all that crosses ranks where each has a part of the words. Backward reads the logits
-and writes their gradient. A token whose label is ignored costs and learns nothing; a label outside of the words gives NaN.
+and writes their gradient. A token whose label is ignored learns nothing; a label that is no word gives NaN.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,7 @@
 """The programs of `cross_entropy.py`, which `linear_cross_entropy.py` uses for chunks of logits too."""
 
 # mypy: ignore-errors
+# ruff: noqa: N803, ARG001
 
 import torch
 import triton
@@ -15,7 +16,7 @@ BLOCK, WARPS = 4096, 8
 
 
 @triton.jit
-def _cap(z, softcap, HAS_CAP: tl.constexpr):  # noqa: N803
+def _cap(z, softcap, HAS_CAP: tl.constexpr):
     if HAS_CAP:
         z = softcap * tanh(z / softcap)
     return z

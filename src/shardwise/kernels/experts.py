@@ -98,7 +98,7 @@ def unpermute(outputs: Tensor, weights: Tensor, order: Order, *, kernels: bool =
     `weights` is [tokens, chosen].
     """
     if kernels and takes_kernel("unpermute", outputs, weights, order.order, order.rows):
-        made = _Unpermute.apply(outputs, weights, order.order, order.rows)  # type: ignore[no-untyped-call]
+        made = _Unpermute.apply(outputs, weights, order.rows)  # type: ignore[no-untyped-call]
         return cast(Tensor, made)
     reordered: Tensor = _ByChoice.apply(outputs, order.order, order.rows)  # type: ignore[no-untyped-call]
     choices = reordered.view(*weights.shape, -1)
@@ -204,7 +204,7 @@ class _ByChoice(Function):
 
 class _Unpermute(Function):
     @staticmethod
-    def forward(ctx: Any, outputs: Tensor, weights: Tensor, order: Tensor, rows: Tensor) -> Tensor:
+    def forward(ctx: Any, outputs: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
         from shardwise.kernels.experts_triton import sum_rows
 
         ctx.save_for_backward(outputs, weights, rows)
@@ -216,4 +216,4 @@ class _Unpermute(Function):
 
         outputs, weights, rows = ctx.saved_tensors
         d_outputs, d_weights = spread_rows(gradient, outputs, weights, rows)
-        return d_outputs, d_weights, None, None
+        return d_outputs, d_weights, None

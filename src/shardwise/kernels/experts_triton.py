@@ -1,6 +1,7 @@
 """The programs of `experts.py`."""
 
 # mypy: ignore-errors
+# ruff: noqa: N803, ARG001, SIM108
 
 import torch
 import triton
@@ -13,13 +14,12 @@ BLOCK = 2048
 
 
 @triton.jit
-def _scores(logits, mask, IS_SIGMOID: tl.constexpr):  # noqa: N803
+def _scores(logits, mask, IS_SIGMOID: tl.constexpr):
     if IS_SIGMOID:
         return tl.where(mask, tl.sigmoid(logits), 0.0)
-    else:
-        shifted = tl.exp(logits - tl.max(logits, 0))
-        shifted = tl.where(mask, shifted, 0.0)
-        return shifted / tl.sum(shifted, 0)
+    shifted = tl.exp(logits - tl.max(logits, 0))
+    shifted = tl.where(mask, shifted, 0.0)
+    return shifted / tl.sum(shifted, 0)
 
 
 @triton.jit
@@ -83,7 +83,7 @@ def _route_backward(
 
 
 @triton.jit
-def _histogram(choices, out, n, num_experts, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
+def _histogram(choices, out, n, num_experts, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
     choice = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.arange(0, EXPERTS)
     mine = tl.load(choices + choice, mask=choice < n, other=-1).to(tl.int32)
@@ -92,7 +92,7 @@ def _histogram(choices, out, n, num_experts, EXPERTS: tl.constexpr, BLOCK: tl.co
 
 
 @triton.jit
-def _place(choices, before, order, rows, n, num_experts, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
+def _place(choices, before, order, rows, n, num_experts, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
     choice = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.arange(0, EXPERTS)
     mask = choice < n
@@ -105,7 +105,7 @@ def _place(choices, before, order, rows, n, num_experts, EXPERTS: tl.constexpr, 
 
 
 @triton.jit
-def _gather(x, order, out, stride, n, chosen, BLOCK: tl.constexpr):  # noqa: N803
+def _gather(x, order, out, stride, n, chosen, BLOCK: tl.constexpr):
     blocks = tl.cdiv(n, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -114,7 +114,7 @@ def _gather(x, order, out, stride, n, chosen, BLOCK: tl.constexpr):  # noqa: N80
 
 
 @triton.jit
-def _sum(x, weights, rows, out, num_rows, n, CHOSEN: tl.constexpr, HAS_WEIGHTS: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
+def _sum(x, weights, rows, out, num_rows, n, CHOSEN: tl.constexpr, HAS_WEIGHTS: tl.constexpr, BLOCK: tl.constexpr):
     blocks = tl.cdiv(n, BLOCK)
     token = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -131,7 +131,7 @@ def _sum(x, weights, rows, out, num_rows, n, CHOSEN: tl.constexpr, HAS_WEIGHTS: 
 
 
 @triton.jit
-def _spread(gradient, outputs, weights, rows, d_outputs, d_weights, stride, num_rows, n, chosen, BLOCK: tl.constexpr):  # noqa: N803
+def _spread(gradient, outputs, weights, rows, d_outputs, d_weights, stride, num_rows, n, chosen, BLOCK: tl.constexpr):
     choice = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + choice).to(tl.int64)
     weight = tl.load(weights + choice).to(tl.float32)

@@ -1,6 +1,7 @@
 """The programs of `gated.py`."""
 
 # mypy: ignore-errors
+# ruff: noqa: N803, ARG001
 
 import torch
 import triton
@@ -21,30 +22,28 @@ def tanh(x):
 
 
 @triton.jit
-def _activate(x, ACTIVATION: tl.constexpr):  # noqa: N803
+def _activate(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == "silu":
         return x / (1.0 + tl.exp(-x))
-    elif ACTIVATION == "gelu":
+    if ACTIVATION == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    else:
-        return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
 
 
 @triton.jit
-def _slope(x, ACTIVATION: tl.constexpr):  # noqa: N803
+def _slope(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == "silu":
         s = 1.0 / (1.0 + tl.exp(-x))
         return s * (1.0 + x * (1.0 - s))
-    elif ACTIVATION == "gelu":
+    if ACTIVATION == "gelu":
         return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
-    else:
-        t = tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
-        inner = 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * x * x)
-        return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner
+    t = tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
+    inner = 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * x * x)
+    return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner
 
 
 @triton.jit
-def _forward(gate, up, out, gate_stride, up_stride, n, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
+def _forward(gate, up, out, gate_stride, up_stride, n, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     blocks = tl.cdiv(n, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

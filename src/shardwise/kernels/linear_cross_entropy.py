@@ -11,8 +11,8 @@ Three products, as forward and backward have anyway: nothing is computed twice, 
 forward, for an incoming gradient of 1. The backward multiplies them by what comes, in place, by a kernel that reads no
 more than one number where that is 1. A chunk has as many tokens as fit `chunk_bytes` of logits.
 
-Where each rank has a part of the words (tensor parallelism), ranks agree on each token's highest logit, then on the sums
-and the label's logit: a maximum and a sum of three numbers a token. `Ranks` has the two as functions.
+Where each rank has a part of the words (tensor parallelism), ranks agree on each token's highest logit, then on the
+sums and the label's logit: a maximum, and a sum of three numbers a token. `Ranks` has the two as functions.
 """
 
 from collections.abc import Callable
@@ -168,7 +168,7 @@ class _LinearCrossEntropy(Function):
             ctx.applied = gradient.detach().clone()
             made = dx, dw
         else:
-            # Once more over a graph that is kept, as where a backward comes in two halves. What was given is not touched.
+            # Over a graph that is kept, as where a backward comes in two halves. What was given is not touched.
             again = torch.where(gradient == ctx.applied, 1.0, gradient / ctx.applied)
             made = (dx * again).to(dx.dtype), (dw * again).to(dw.dtype)
         found = [each if wanted else None for each, wanted in zip(made, ctx.needs_input_grad, strict=False)]

@@ -1,6 +1,7 @@
 """The chunks of `linear_cross_entropy.py`, over the programs of `cross_entropy_triton.py`."""
 
 # mypy: ignore-errors
+# ruff: noqa: ARG001
 
 import torch
 from torch import Tensor
@@ -37,9 +38,7 @@ def head_loss_over(
         if not wants_x and not wants_weight:
             continue
         scale = None if token_weight is None else token_weight[part]
-        gradient_into(
-            logits, labels[part], found, scale, class_weight, weight_sum, logits, terms, first, here, words
-        )
+        gradient_into(logits, labels[part], found, scale, class_weight, weight_sum, logits, terms, first, here, words)
         if wants_x:
             torch.mm(logits, weight, out=dx[part])
         if wants_weight and begin:

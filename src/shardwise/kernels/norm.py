@@ -4,11 +4,11 @@
     RMS     y = new / sqrt(mean(new^2) + eps) * w         statistics in float32
     layer   y = (new - mean) / sqrt(var + eps) * w + b
 
-Forward reads x and the residual and writes y and the new residual: 4 numbers where the plain way moves 5, in one launch.
-Backward reads the gradients of both, and the new residual, and writes one gradient, which x and the residual share:
+Forward reads x and the residual and writes y and the new residual: 4 numbers where the plain way moves 5. Backward
+reads the gradients of both, and the new residual, and writes one gradient, which x and the residual share:
 
     dx = rstd (w dy - x^ mean(w dy x^) [- mean(w dy)]) + dnew         x^ = (new [- mean]) rstd
-    dw = sum over rows of dy x^                                       each program sums its rows; then the programs' sums
+    dw = sum over rows of dy x^              each program sums its rows; then the programs' sums
 """
 
 from typing import Any, cast

@@ -1,6 +1,7 @@
 """The programs of `norm.py`."""
 
 # mypy: ignore-errors
+# ruff: noqa: N803, ARG001
 
 import torch
 import triton

@@ -1,6 +1,7 @@
 """The program of `rotary.py`: one token a program, all heads of its query and its key."""
 
 # mypy: ignore-errors
+# ruff: noqa: N803, ARG001
 
 import torch
 import triton
@@ -81,7 +82,7 @@ def rotate_into(
         query, key, cosine, sine, positions, query_out, key_out, num_tokens, half, query_heads, key.shape[1], sign,
         *(stride for each in (query, key, query_out, key_out) for stride in each.stride()[:3]),
         *steps(cosine), *steps(sine),
-        *((0, 0) if positions is None else (0 if positions.shape[0] == 1 else positions.stride(0), positions.stride(1))),
+        *((0, 0) if positions is None else steps(positions[..., None])),
         HAS_POSITIONS=positions is not None, FROM=from_beside, TO=to_beside,
         QUERY_HEADS=tile(query_heads), KEY_HEADS=tile(key.shape[1]), HALF=triton.next_power_of_2(half), num_warps=4,
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 # Kernels have no types, and whether Triton is installed would change what a type checker says.
 # mypy: ignore-errors
+# ruff: noqa: N803
 
 import triton
 import triton.language as tl
@@ -9,7 +10,7 @@ from torch import Tensor
 
 
 @triton.jit
-def _scale(x, factor, applied, n, BLOCK: tl.constexpr):  # noqa: N803
+def _scale(x, factor, applied, n, BLOCK: tl.constexpr):
     wanted = tl.load(factor).to(tl.float32)
     before = tl.load(applied).to(tl.float32)
     if wanted != before:  # Also where one of them is NaN, which then passes through.

@@ -93,6 +93,19 @@ def test_gradients_are_right_for_any_incoming_one_and_for_a_second_backward() ->
         torch.testing.assert_close(gradients(factors, True), gradients(factors, False), rtol=2e-5, atol=2e-6)
 
 
+def test_gradients_that_were_copied_meanwhile_are_right_too() -> None:
+    """As where what is kept for a backward goes to the host and comes back: each backward is given another copy."""
+    x, weight = random_of(7, 16), random_of(37, 16)
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: each.clone(), lambda each: each.clone()):
+        loss = kernels.linear_cross_entropy(x, weight, LABELS, reduction="sum")
+    wanted = torch.autograd.grad(
+        kernels.linear_cross_entropy(x, weight, LABELS, reduction="sum", kernels=False) * 0.5, (x, weight)
+    )
+    for _ in range(2):
+        found = torch.autograd.grad(loss * 0.5, (x, weight), retain_graph=True)
+        torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-6)
+
+
 def test_the_first_gradients_stay_when_a_second_backward_comes() -> None:
     x, weight = random_of(7, 16), random_of(37, 16)
     loss = kernels.linear_cross_entropy(x, weight, LABELS)

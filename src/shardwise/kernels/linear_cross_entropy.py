@@ -22,6 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import linear
 
 from shardwise.errors import ShardwiseError
@@ -149,30 +150,35 @@ class _LinearCrossEntropy(Function):
                 x, weight, labels, class_weight, token_weight, terms, ranks, wants_x, wants_weight, chunk_bytes
             )
         ctx.save_for_backward(dx, dw)
-        #: What the gradients are multiplied by already. None before the first backward.
-        ctx.applied = None
+        if not torch.compiler.is_compiling():
+            # What each is multiplied by already, and where it lies: hooks may give a backward a copy of what was saved.
+            ctx.applied = [None, None]
+            ctx.homes = [StorageWeakRef(each.untyped_storage()) for each in (dx, dw)]
         return cast(Tensor, total)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dw = ctx.saved_tensors
-        if torch.compiler.is_compiling():
-            made = dx * gradient.to(dx.dtype), dw * gradient.to(dw.dtype)
-        elif ctx.applied is None:
-            # In place: nobody else has them. Torch is not told, since a second backward below bears it.
-            from shardwise.kernels.scale_triton import scale_by
-
-            one = torch.ones_like(gradient)
-            for each in (dx, dw):
-                scale_by(each, gradient, one)
-            ctx.applied = gradient.detach().clone()
-            made = dx, dw
-        else:
-            # Over a graph that is kept, as where a backward comes in two halves. What was given is not touched.
-            again = torch.where(gradient == ctx.applied, 1.0, gradient / ctx.applied)
-            made = (dx * again).to(dx.dtype), (dw * again).to(dw.dtype)
-        found = [each if wanted else None for each, wanted in zip(made, ctx.needs_input_grad, strict=False)]
+        found = [
+            _scaled(ctx, index, each, gradient) if ctx.needs_input_grad[index] else None
+            for index, each in enumerate(ctx.saved_tensors)
+        ]
         return *found, None, None, None, None, None, None
+
+
+def _scaled(ctx: Any, index: int, made: Tensor, gradient: Tensor) -> Tensor:
+    """What the forward made for an incoming gradient of 1, for this one."""
+    if torch.compiler.is_compiling() or ctx.homes[index] != StorageWeakRef(made.untyped_storage()):
+        return (made * gradient).to(made.dtype)
+    applied = ctx.applied[index]
+    if applied is None:
+        # In place: nobody else has it. Torch is not told, since a second backward over a graph that is kept bears it.
+        from shardwise.kernels.scale_triton import scale_by
+
+        scale_by(made, gradient, torch.ones_like(gradient))
+        ctx.applied[index] = gradient.detach().clone()
+        return made
+    # What was given is not touched: the halves of a backward, in one of which a weight's gradient is asked for, share it.
+    return (made * torch.where(gradient == applied, 1.0, gradient / applied)).to(made.dtype)
 
 
 def loss_of(

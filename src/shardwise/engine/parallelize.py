@@ -16,6 +16,7 @@ from shardwise.engine.module_check import check_gradient_hooks, check_module, ch
 from shardwise.engine.prepare import Options
 from shardwise.engine.rank_device import put_together
 from shardwise.errors import ShardwiseError
+from shardwise.kernels.choose import turn_off
 from shardwise.planner.composition import check_composition
 from shardwise.planner.plan import Plan
 from shardwise.ranks.mesh import agree_on
@@ -51,6 +52,7 @@ def parallelize(
     masks: Mask | None = None,
     bucket_bytes: int | None = None,
     buffers: str | None = None,
+    kernels: bool = True,
     wires: OneProcess | ManyProcesses | None = None,
 ) -> Engine:
     """Return an engine that trains `module` under `plan`.
@@ -72,7 +74,8 @@ def parallelize(
     module and its batches (`docs/context.md`); `buffers`, "mean" or "first", what replicas are to have of buffers that
     each writes in its own forwards (`docs/habits.md`). With `verify` layers are cut in a copy first: what computes
     something else in parts is left whole, with a warning. Gradients are summed in buckets of `bucket_bytes`, if given.
-    `wires` are what processes talk over, where several engines are to share it (`ranks/wires.py`).
+    With `kernels=False` modules of `nets` compute by plain operators alone, on GPUs too (`docs/kernels.md`). `wires` are
+    what processes talk over, where several engines are to share it (`ranks/wires.py`).
 
     Where `torch.distributed` has several ranks, each of them runs one of the plan. Under `torchrun` it is started here.
     """
@@ -82,6 +85,8 @@ def parallelize(
         buffers=buffers, verify=verify,
     )  # fmt: skip
     chosen = _checked(module, plan, loss, optimizer, example, options)
+    if not kernels:
+        turn_off(module)
     example = put_together(module, example, chosen.precision)
     made = wires or (make_wires(chosen, limit_seconds=_COMPILING_SECONDS) if compile else make_wires(chosen))
     try:

@@ -50,18 +50,24 @@ def takes_kernel(name: str, *tensors: Tensor | None, lacks: Callable[[], str | N
 def _problem(tensors: list[Tensor]) -> str | None:
     first = tensors[0]
     floats = [each for each in tensors if each.is_floating_point()]
-    if first.dtype not in FLOATS:
-        return f"{first.dtype} (bfloat16, float16 and float32 it has)"
+    unknown = [each.dtype for each in floats if each.dtype not in FLOATS]
+    if unknown:
+        return f"{unknown[0]} (bfloat16, float16 and float32 it has)"
     if any(each.device != first.device for each in tensors):
         return f"tensors on several devices ({', '.join(str(each.device) for each in tensors)})"
-    if any(each.dtype not in FLOATS for each in floats):
-        return f"{next(each.dtype for each in floats if each.dtype not in FLOATS)}"
     return None
 
 
 def is_interpreted() -> bool:
     """Whether Triton interprets kernels on the CPU: `TRITON_INTERPRET=1`, for tests."""
     return environment.find_variable("TRITON_INTERPRET") == "1"
+
+
+def turn_off(module: nn.Module) -> None:
+    """Have a module of ours compute by definitions alone: all that has kernels says so with `kernels`."""
+    for each in module.modules():
+        if isinstance(each.__dict__.get("kernels"), bool):
+            each.__dict__["kernels"] = False
 
 
 @cache

@@ -76,7 +76,7 @@ def make_order(experts: Tensor, num_experts: int, *, kernels: bool = True) -> Or
     """Sort the choices of all tokens, [tokens, chosen], by expert; within one, by token."""
     flat = experts.flatten()
     can = flat.numel() > 0 and num_experts <= MOST_EXPERTS
-    if kernels and can and takes_kernel("make_order", torch.empty(0, device=flat.device), flat):
+    if kernels and can and takes_kernel("make_order", flat):
         from shardwise.kernels.experts_triton import counting_sort
 
         return Order(*counting_sort(flat, num_experts))

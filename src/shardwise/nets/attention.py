@@ -5,9 +5,10 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from shardwise.kernels.rotary import rotary
 from shardwise.nets.cache import Cache
 from shardwise.nets.mask import AttentionMask
-from shardwise.nets.rotary import Rotation, rotate
+from shardwise.nets.rotary import Rotation
 from shardwise.nets.settings import Heads, Settings
 
 #: From queries, keys, values (each [batch, heads, tokens, dim]), what is seen, the scale of the logits, and how many
@@ -52,6 +53,7 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(heads.head_dim, settings.norm_epsilon) if heads.qk_norm else None
         self.k_norm = nn.RMSNorm(heads.head_dim, settings.norm_epsilon) if heads.qk_norm else None
         self.attend: Attend = attend
+        self.kernels = True
 
     def forward(
         self, hidden: Tensor, rotation: Rotation | None, mask: AttentionMask, cache: Cache | None = None
@@ -60,8 +62,7 @@ class Attention(nn.Module):
         key = self._heads(self.k_proj(hidden), self.k_norm)
         value = self._heads(self.v_proj(hidden), None)
         if rotation is not None:
-            query = rotate(query, rotation, interleaved=self.interleaved)
-            key = rotate(key, rotation, interleaved=self.interleaved)
+            query, key = rotary(query, key, *rotation, interleaved=self.interleaved, kernels=self.kernels)
         if cache is not None:
             key, value = cache.extend(self.layer, key, value)
         dropout = self.dropout if self.training else 0.0

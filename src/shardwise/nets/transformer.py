@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from shardwise.errors import ShardwiseError
 from shardwise.nets.block import Block, make_dropout, make_norm
 from shardwise.nets.cache import Cache
+from shardwise.nets.head import Head
 from shardwise.nets.mask import AttentionMask, causal_mask, number_documents, positions_in
 from shardwise.nets.rotary import Rotary
 from shardwise.nets.settings import Settings
@@ -33,7 +34,7 @@ class Transformer(nn.Module):
         self.dropout = make_dropout(settings.dropout.embedding)
         self.layers = nn.ModuleList(Block(settings, layer) for layer in range(settings.num_layers))
         self.norm = make_norm(settings)
-        self.head = nn.Linear(settings.width, settings.vocabulary, bias=False)
+        self.head = Head(settings.width, settings.vocabulary)
         if settings.tied:
             self.head.weight = self.embed.weight
 

@@ -26,6 +26,7 @@ def cases(case: Callable[..., Any]) -> Iterator[Any]:
     yield gated(case)
     yield from losses(case)
     yield from experts(case)
+    yield packed(case)
 
 
 def who(ours: Callable[..., Any], plain: Callable[..., Any], liger: str | None, **options: Any) -> dict[str, Any]:
@@ -216,6 +217,44 @@ def experts(case: Callable[..., Any]) -> Iterator[Any]:
         forward_bytes=rows + TOKENS * WIDTH * BF16,
         backward_bytes=2 * rows + TOKENS * WIDTH * BF16,
         small=lambda: [number(choices, 64), number(TOKENS, CHOSEN, dtype=torch.float32)],
+    )
+
+
+def packed(case: Callable[..., Any]) -> Any:
+    """Documents of 600 tokens on average in rows of 8192: no mask against a dense one."""
+    from shardwise.nets.attention import attend, takes_sequences
+    from shardwise.nets.mask import AttentionMask, causal_mask, find_starts, number_documents
+
+    length, rows = 8192, 2
+
+    def heads() -> list[Any]:
+        ids = (torch.rand(rows, length, device="cuda") < 1 / 600).cumsum(1)
+        made = [
+            torch.randn(rows, length, num, DIM, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+            for num in (HEADS, KEY_HEADS, KEY_HEADS)
+        ]
+        return [*made, number_documents(ids)]
+
+    def ours(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
+        assert takes_sequences(query.device, query.dtype, DIM)
+        starts = find_starts(documents.shape, documents.device, documents)
+        return attend(query, key, value, AttentionMask(None, documents, documents, None, starts), DIM**-0.5)
+
+    def dense(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
+        mask = causal_mask(length, length, documents.device, documents=documents)
+        return attend(query, key, value, AttentionMask(mask, documents, documents, None), DIM**-0.5)
+
+    def whole(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
+        return attend(query, key, value, AttentionMask(None, documents, None, None), DIM**-0.5)
+
+    return case(
+        name="packed_attention",
+        shape=f"{rows} x {HEADS} and {KEY_HEADS} heads x {length} x {DIM}, documents of 600",
+        inputs=heads,
+        functions={"ours": ours, "torch": dense, "unpacked": whole},
+        forward_bytes=0,
+        backward_bytes=0,
+        small=heads,
     )
 
 

@@ -11,8 +11,8 @@ from torch.nn.functional import silu
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from shardwise.errors import ShardwiseError
-from shardwise.nets.balance import correct_balance
 from shardwise.kernels.experts import grouped_matmul, permute, unpermute
+from shardwise.nets.balance import correct_balance
 from shardwise.nets.experts import Experts
 from shardwise.nets.moe import MoE, all_here
 from shardwise.nets.router import Router, balancing_loss

@@ -74,8 +74,8 @@ def parallelize(
     module and its batches (`docs/context.md`); `buffers`, "mean" or "first", what replicas are to have of buffers that
     each writes in its own forwards (`docs/habits.md`). With `verify` layers are cut in a copy first: what computes
     something else in parts is left whole, with a warning. Gradients are summed in buckets of `bucket_bytes`, if given.
-    With `kernels=False` modules of `nets` compute by plain operators alone, on GPUs too (`docs/kernels.md`). `wires` are
-    what processes talk over, where several engines are to share it (`ranks/wires.py`).
+    With `kernels=False` modules of `nets` compute by plain operators alone (`docs/kernels.md`). `wires` are what
+    processes talk over, where several engines are to share it (`ranks/wires.py`).
 
     Where `torch.distributed` has several ranks, each of them runs one of the plan. Under `torchrun` it is started here.
     """

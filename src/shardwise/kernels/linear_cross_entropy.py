@@ -177,7 +177,7 @@ def _scaled(ctx: Any, index: int, made: Tensor, gradient: Tensor) -> Tensor:
         scale_by(made, gradient, torch.ones_like(gradient))
         ctx.applied[index] = gradient.detach().clone()
         return made
-    # What was given is not touched: the halves of a backward, in one of which a weight's gradient is asked for, share it.
+    # What was given is not touched. The halves of a backward come here one after the other.
     return (made * torch.where(gradient == applied, 1.0, gradient / applied)).to(made.dtype)
 
 

@@ -3,8 +3,8 @@
     python -m benchmarks.single_gpu --save single_gpu.json [--liger liger_kernel.whl] [--who ours,liger,sketch,packed]
 
 bf16 weights, fused AdamW, 4 x 4096 and 16 x 4096 tokens a step; `packed` is ours on rows of 8192, unpacked, and packed
-with documents of 600 tokens on average. Each runs in a process of its own. MFU counts 6 FLOPs a weight a token and causal
-attention at half, against 989.5 TFLOP/s. Memory is the peak of what torch has allocated.
+with documents of 600 tokens on average. Each runs in a process of its own. MFU counts 6 FLOPs a weight a token and
+causal attention at half, against 989.5 TFLOP/s. Memory is the peak of what torch has allocated.
 """
 
 import argparse

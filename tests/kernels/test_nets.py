@@ -57,6 +57,20 @@ def test_a_step_with_kernels_is_one_without(plan: str) -> None:
     assert with_kernels[2] < with_kernels[0]
 
 
+def test_in_compiled_blocks_the_head_still_waits_for_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def noting(output: Any, batch: Any) -> Any:
+        seen.append(has_lazy_logits(output))
+        return plain(output, batch)
+
+    plain = next_token_loss
+    monkeypatch.setitem(globals(), "next_token_loss", noting)
+    made = losses(model(), "dp=1", compile="aot_eager")
+    assert seen[-1], "logits were made whole"
+    assert made == pytest.approx(losses(model(), "dp=1", kernels=False), rel=1e-5)
+
+
 def test_experts_with_kernels_are_those_without() -> None:
     mixture = Mixture(num_experts=3, num_chosen=2, width=8, num_shared=1, auxiliary=0.01)
     made = losses(model(mixture=mixture), "dp=1"), losses(model(mixture=mixture), "dp=1", kernels=False)

@@ -47,6 +47,9 @@ class Case:
 
 def main() -> None:
     given = read_arguments()
+    if given.table is not None:
+        print(table(json.loads(given.table.read_text(encoding="utf-8"))))
+        return
     if not torch.cuda.is_available():
         print("kernels are measured on a GPU, and torch sees none")
         return
@@ -79,12 +82,28 @@ def main() -> None:
         sys.exit(f"wrong: {', '.join(wrong)}")
 
 
+def table(results: dict[str, Any]) -> str:
+    """Microseconds forward + backward, and how much of the limit that is, as Markdown."""
+    who = ("ours", "torch", "compiled", "liger")
+    lines = [f"| kernel | size | limit | {' | '.join(who)} | ours of the limit |", "|---" * 8 + "|"]
+    for name, case in results["cases"].items():
+        times = [
+            f"{each['forward_us']:,.0f} + {each['backward_us']:,.0f}" if "forward_us" in each else "-"
+            for each in (case.get(other, {}) for other in who)
+        ]
+        limit = case["limit_us"]["forward"] + case["limit_us"]["backward"]
+        share = f"{case['ours']['of_limit']:.0%}" if limit and "of_limit" in case["ours"] else "-"
+        lines.append(f"| `{name}` | {case['shape']} | {limit:,.0f} | {' | '.join(times)} | {share} |")
+    return "\n".join(lines)
+
+
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", type=Path, default=Path(__file__).parent / "results" / "kernels.json")
     parser.add_argument("--liger", type=Path)
     parser.add_argument("--only")
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--table", type=Path, help="write the table of such a file, and measure nothing")
     return parser.parse_args()
 
 

@@ -57,6 +57,7 @@ def test_a_step_with_kernels_is_one_without(plan: str) -> None:
     assert with_kernels[2] < with_kernels[0]
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_in_compiled_blocks_the_head_still_waits_for_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 

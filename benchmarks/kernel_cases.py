@@ -182,19 +182,7 @@ def experts(case: Callable[..., Any]) -> Iterator[Any]:
     )
     chosen = torch.rand(TOKENS, EXPERTS, device="cuda").topk(CHOSEN).indices
     choices = TOKENS * CHOSEN
-    yield case(
-        name="make_order",
-        shape=f"{TOKENS} x {CHOSEN} of {EXPERTS}",
-        inputs=lambda: [chosen],
-        functions=who(
-            lambda experts: kernels.make_order(experts, EXPERTS),
-            lambda experts: tuple(kernels.make_order(experts, EXPERTS, kernels=False)),
-            None,
-        ),
-        forward_bytes=choices * 24,
-        backward_bytes=0,
-    )
-    order = kernels.make_order(chosen, EXPERTS, kernels=False)
+    order = kernels.make_order(chosen, EXPERTS)
     rows = choices * WIDTH * BF16
     yield case(
         name="permute",

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from shardwise import ShardwiseError, kernels
-from shardwise.kernels.linear_cross_entropy import Ranks, chunk_tokens
+from shardwise.kernels.linear_cross_entropy import Ranks
+from shardwise.kernels.loss_terms import chunk_tokens
 from tests.kernels.against import assert_alike, outputs_of, random_of
 
 LABELS = torch.tensor([0, 36, -100, 5, 7, -100, 20])

@@ -16,7 +16,6 @@ from shardwise.engine.module_check import check_gradient_hooks, check_module, ch
 from shardwise.engine.prepare import Options
 from shardwise.engine.rank_device import put_together
 from shardwise.errors import ShardwiseError
-from shardwise.kernels.choose import turn_off
 from shardwise.planner.composition import check_composition
 from shardwise.planner.plan import Plan
 from shardwise.ranks.mesh import agree_on
@@ -82,11 +81,9 @@ def parallelize(
     options = Options(
         clip=clip, compile=compile, seed=seed, pad=pad, through_blocks=through_blocks, measure=measure, tensor=tensor,
         tensor_chunks=tensor_chunks, positions=positions, entries=entries, masks=masks, bucket_bytes=bucket_bytes,
-        buffers=buffers, verify=verify,
+        buffers=buffers, verify=verify, kernels=kernels,
     )  # fmt: skip
     chosen = _checked(module, plan, loss, optimizer, example, options)
-    if not kernels:
-        turn_off(module)
     example = put_together(module, example, chosen.precision)
     made = wires or (make_wires(chosen, limit_seconds=_COMPILING_SECONDS) if compile else make_wires(chosen))
     try:

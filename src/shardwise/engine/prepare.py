@@ -48,6 +48,7 @@ class Options:
     masks: Mask | None = None
     bucket_bytes: int | None = None
     buffers: str | None = None
+    kernels: bool = True
 
 
 class Prepared(NamedTuple):

@@ -13,7 +13,6 @@ the label's logit. Those are also all that crosses ranks where each has a part o
 and writes their gradient. A token whose label is ignored learns nothing; a label that is no word gives NaN.
 """
 
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -23,18 +22,9 @@ from torch.nn import functional
 
 from shardwise.errors import ShardwiseError
 from shardwise.kernels.choose import takes_kernel
+from shardwise.kernels.loss_terms import Terms, losses_of
 
 REDUCTIONS = ("mean", "sum", "none")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """What of the loss is chosen: see above. A soft cap of 0 is none."""
-
-    ignore_index: int = -100
-    label_smoothing: float = 0.0
-    softcap: float = 0.0
-    z_loss: float = 0.0
 
 
 def cross_entropy(
@@ -102,23 +92,6 @@ def plain_losses(logits: Tensor, labels: Tensor, weight: Tensor | None, terms: T
         extra = terms.z_loss * scores.logsumexp(-1).square()
         losses = losses + extra.masked_fill(labels == terms.ignore_index, 0)
     return losses
-
-
-def losses_of(
-    stats: Tensor, labels: Tensor, weight: Tensor | None, weight_sum: Tensor | None, words: int, terms: Terms
-) -> Tensor:
-    """Each token's loss from what the kernel found: see `softmax_stats`. `weight_sum` is over all words."""
-    top, total, hit, weighted = stats.unbind()
-    lse = top + total.log()
-    s = terms.label_smoothing
-    losses = (1 - s) * (lse - hit)
-    if weight is not None:
-        losses = losses * weight.float()[labels.clamp(0, words - 1)]
-    if s:
-        losses = losses + s / words * (lse * (words if weight_sum is None else weight_sum) - weighted)
-    if terms.z_loss:
-        losses = losses + terms.z_loss * lse.square()
-    return losses.masked_fill(labels == terms.ignore_index, 0)
 
 
 def weight_of_all(labels: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.library import custom_op
 
 from shardwise.kernels.gated_triton import tanh
+from shardwise.kernels.loss_terms import Terms
 
 #: Words that a program takes at a time, and its warps. `benchmarks/kernels.py --sweep` tries others.
-BLOCK, WARPS = 4096, 8
+BLOCK, WARPS = 4096, 4
 
 
 @triton.jit
@@ -145,8 +146,6 @@ def _rows(logits: Tensor) -> Tensor:
 def softmax_stats(
     logits: Tensor, labels: Tensor, weight: Tensor | None, ignore_index: int, softcap: float, is_smoothed: bool
 ) -> Tensor:
-    from shardwise.kernels.cross_entropy import Terms
-
     out = torch.empty((4, logits.shape[0]), dtype=torch.float32, device=logits.device)
     terms = Terms(ignore_index=ignore_index, softcap=softcap, label_smoothing=float(is_smoothed))
     stats_into(_rows(logits), labels.contiguous(), weight, out, terms)
@@ -171,8 +170,6 @@ def softmax_gradient(
     label_smoothing: float,
     z_loss: float,
 ) -> Tensor:
-    from shardwise.kernels.cross_entropy import Terms
-
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     terms = Terms(ignore_index=ignore_index, softcap=softcap, label_smoothing=label_smoothing, z_loss=z_loss)
     gradient_into(_rows(logits), labels.contiguous(), stats, scale, weight, weight_sum, out, terms)

@@ -6,7 +6,7 @@ With 2 of 3 experts a token, and `x1` for the choice of token x that is its seco
     in order       a1 b1 c0 | b0 | a0 c1    counts           3 1 2
 
     route        logits to chosen experts and their weights, one pass over a row
-    make_order   a counting sort: a histogram of each block of choices, then every choice straight to its row
+    make_order   choices in the order of their experts, and how many each has
     permute      tokens to rows; backward: each token sums its rows
     grouped_matmul   each expert's rows with its matrix; the counts stay on the device
     unpermute    rows to tokens, each the sum of its experts' outputs times their weights, one pass, no copy of rows
@@ -72,14 +72,12 @@ def route(
     return weights * scale, experts
 
 
-def make_order(experts: Tensor, num_experts: int, *, kernels: bool = True) -> Order:
-    """Sort the choices of all tokens, [tokens, chosen], by expert; within one, by token."""
-    flat = experts.flatten()
-    can = flat.numel() > 0 and num_experts <= MOST_EXPERTS
-    if kernels and can and takes_kernel("make_order", flat):
-        from shardwise.kernels.experts_triton import counting_sort
+def make_order(experts: Tensor, num_experts: int) -> Order:
+    """Sort the choices of all tokens, [tokens, chosen], by expert; within one, by token.
 
-        return Order(*counting_sort(flat, num_experts))
+    By torch's sort: a counting sort of our own took 242 us for 131,072 choices of 128 experts on an H200, and it 145.
+    """
+    flat = experts.flatten()
     order = flat.argsort(stable=True)
     rows = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
     counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)

@@ -83,28 +83,6 @@ def _route_backward(
 
 
 @triton.jit
-def _histogram(choices, out, n, num_experts, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    choice = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    expert = tl.arange(0, EXPERTS)
-    mine = tl.load(choices + choice, mask=choice < n, other=-1).to(tl.int32)
-    hits = (mine[:, None] == expert[None, :]).to(tl.int32)
-    tl.store(out + tl.program_id(0) * num_experts + expert, tl.sum(hits, 0), mask=expert < num_experts)
-
-
-@triton.jit
-def _place(choices, before, order, rows, n, num_experts, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    choice = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    expert = tl.arange(0, EXPERTS)
-    mask = choice < n
-    mine = tl.load(choices + choice, mask=mask, other=-1).to(tl.int32)
-    hits = (mine[:, None] == expert[None, :]).to(tl.int32)
-    begin = tl.load(before + tl.program_id(0) * num_experts + expert, mask=expert < num_experts, other=0).to(tl.int32)
-    row = tl.sum(hits * (tl.cumsum(hits, 0) - 1 + begin[None, :]), 1)
-    tl.store(rows + choice, row.to(tl.int64), mask=mask)
-    tl.store(order + row, choice.to(tl.int64), mask=mask)
-
-
-@triton.jit
 def _gather(x, order, out, stride, n, chosen, BLOCK: tl.constexpr):
     blocks = tl.cdiv(n, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -192,29 +170,6 @@ def choose_experts_backward(
 @choose_experts_backward.register_fake
 def _(gradient, logits, experts, is_sigmoid, normalised, scale):
     return logits.new_empty(logits.shape)
-
-
-@custom_op("shardwise::counting_sort", mutates_args=())
-def counting_sort(flat: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The choice at each row, the row of each choice, and the rows of each expert."""
-    flat = flat.contiguous()
-    n, experts = flat.numel(), triton.next_power_of_2(num_experts)
-    block = max(16, 16384 // experts)
-    blocks = triton.cdiv(n, block)
-    hits = torch.empty((blocks, num_experts), dtype=torch.int32, device=flat.device)
-    order, rows = (torch.empty(n, dtype=torch.int64, device=flat.device) for _ in range(2))
-    _histogram[(blocks,)](flat, hits, n, num_experts, EXPERTS=experts, BLOCK=block, num_warps=8)
-    until = hits.cumsum(0)
-    counts = until[-1].clone()
-    before = until - hits + (counts.cumsum(0) - counts)
-    _place[(blocks,)](flat, before, order, rows, n, num_experts, EXPERTS=experts, BLOCK=block, num_warps=8)
-    return order, rows, counts
-
-
-@counting_sort.register_fake
-def _(flat, num_experts):
-    made = [flat.new_empty(size, dtype=torch.int64) for size in (flat.numel(), flat.numel(), num_experts)]
-    return made[0], made[1], made[2]
 
 
 @custom_op("shardwise::gather_rows", mutates_args=())

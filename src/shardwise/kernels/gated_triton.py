@@ -12,7 +12,7 @@ from torch.library import custom_op
 from shardwise.kernels.launch import rows_of
 
 #: Numbers that a program takes. `benchmarks/kernels.py --sweep` tries others.
-BLOCK, WARPS = 2048, 4
+BLOCK, WARPS = 2048, 8
 
 
 @triton.jit

@@ -27,14 +27,8 @@ from torch.nn.functional import linear
 
 from shardwise.errors import ShardwiseError
 from shardwise.kernels.choose import takes_kernel
-from shardwise.kernels.cross_entropy import (
-    Terms,
-    check_shapes,
-    losses_of,
-    make_terms,
-    plain_losses,
-    weight_of_all,
-)
+from shardwise.kernels.cross_entropy import check_shapes, make_terms, plain_losses, weight_of_all
+from shardwise.kernels.loss_terms import Terms
 
 #: Bytes of logits at once: 1,024 tokens of 131,072 words in 2 bytes.
 CHUNK_BYTES = 256 * 2**20
@@ -104,16 +98,6 @@ def linear_cross_entropy(
     return total / weight_of_all(labels, class_weight, ignore_index)
 
 
-def chunk_tokens(tokens: int, words: int, itemsize: int, chunk_bytes: int) -> int:
-    """Tokens of a chunk: as many as fit, all chunks about as large, in multiples of 128 where there are more."""
-    most = max(1, chunk_bytes // max(words * itemsize, 1))
-    if tokens <= most:
-        return max(tokens, 1)
-    even = -(-tokens // -(-tokens // most))
-    rounded = -(-even // 128) * 128
-    return rounded if rounded <= most else max(most // 128 * 128, min(most, 128))
-
-
 class _LinearCrossEntropy(Function):
     @staticmethod
     def forward(
@@ -179,17 +163,3 @@ def _scaled(ctx: Any, index: int, made: Tensor, gradient: Tensor) -> Tensor:
         return made
     # What was given is not touched. The halves of a backward come here one after the other.
     return (made * torch.where(gradient == applied, 1.0, gradient / applied)).to(made.dtype)
-
-
-def loss_of(
-    stats: Tensor,
-    labels: Tensor,
-    class_weight: Tensor | None,
-    weight_sum: Tensor | None,
-    token_weight: Tensor | None,
-    words: int,
-    terms: Terms,
-) -> Tensor:
-    """The sum over all tokens."""
-    losses = losses_of(stats, labels, class_weight, weight_sum, words, terms)
-    return (losses if token_weight is None else losses * token_weight.float()).sum()

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from shardwise.kernels.cross_entropy import Terms
 from shardwise.kernels.cross_entropy_triton import gradient_into, stats_into
-from shardwise.kernels.linear_cross_entropy import chunk_tokens, loss_of
+from shardwise.kernels.loss_terms import Terms, chunk_tokens, loss_of
 
 
 def head_loss_over(

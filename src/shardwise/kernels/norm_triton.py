@@ -13,7 +13,7 @@ from shardwise.kernels.launch import num_processors, rows_of
 
 #: Numbers that a program holds at once, where rows are short; how many of them a warp has; and how many programs of
 #: the backward a processor has. `benchmarks/kernels.py --sweep` tries others.
-TILE, A_WARP, BACKWARD_PROGRAMS = 2048, 512, 4
+TILE, A_WARP, BACKWARD_PROGRAMS = 2048, 512, 8
 
 
 @triton.jit

@@ -51,7 +51,7 @@ class MoE(nn.Module):
         tokens = hidden.flatten(0, -2)
         choice = self.router(tokens)
         count, capacity = self.mixture.num_experts, self.mixture.capacity
-        routes = make_routes(choice.experts, count, capacity, self.queue, kernels=self.kernels)
+        routes = make_routes(choice.experts, count, capacity, self.queue)
         # Dropped tokens count too: balance is about what routers ask for.
         load = count_choices(choice.experts, count)
         if self.training:

@@ -28,21 +28,19 @@ def make_routes(
     num_experts: int,
     capacity: float | None = None,
     queue: Queue = in_line,
-    *,
-    kernels: bool = True,
 ) -> Order:
     """Sort choices by expert; within one, by token.
 
     With a capacity, an expert takes the first of its queue, up to that many times its even share, rounded up.
     """
     if capacity is None:
-        return make_order(experts, num_experts, kernels=kernels)
+        return make_order(experts, num_experts)
     places, num_choices = queue(experts, num_experts)
     is_kept = places < math.ceil(capacity * num_choices / num_experts)
     # Those that are dropped go to an expert behind all others.
     flat = torch.where(is_kept, experts.flatten(), num_experts)
     num_kept = flat.numel() if flat.is_meta else int(is_kept.sum())
-    order = make_order(flat, num_experts + 1, kernels=kernels)
+    order = make_order(flat, num_experts + 1)
     return Order(order.order[:num_kept], order.rows, order.counts[:num_experts])
 
 

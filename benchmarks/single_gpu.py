@@ -149,8 +149,10 @@ def run_ours(name: str, rows: int, length: int, batch: dict[str, Tensor]) -> Non
     parameters = sum(each.numel() for each in module.parameters())
     engine = sw.parallelize(module, "dp=1", loss=next_token_loss, optimizer=ADAMW, example=batch, compile=True)
     measure(name, lambda: engine.train_step(batch), rows, length, parameters)
-    # An engine and its module know each other: what is left of them would count as the next one's memory.
-    del engine, module
+
+
+def clear() -> None:
+    """An engine and its module know each other: what is left of them would count as the next one's memory."""
     gc.collect()
     torch.compiler.reset()
     torch.cuda.empty_cache()
@@ -159,12 +161,14 @@ def run_ours(name: str, rows: int, length: int, batch: dict[str, Tensor]) -> Non
 def ours() -> None:
     for rows, length in SIZES:
         run_ours(f"{rows}x{length}", rows, length, tokens_of(rows, length))
+        clear()
 
 
 def packed() -> None:
     rows, length = 2, 8192
     batch = tokens_of(rows, length)
     run_ours("unpacked", rows, length, batch)
+    clear()
     documents = (torch.rand(rows, length, device="cuda") < 1 / 600).cumsum(1)
     run_ours("packed", rows, length, {**batch, "documents": documents})
 

@@ -18,7 +18,7 @@ def outputs_of(function: Callable[..., Any], given: Sequence[Any]) -> list[Tenso
     floats = [each for each in outputs if each.is_floating_point() and each.requires_grad]
     generator = torch.Generator().manual_seed(7)
     incoming = [torch.randn(each.shape, generator=generator).to(each.dtype) for each in floats]
-    gradients = torch.autograd.grad(floats, wanted, incoming, allow_unused=True) if floats and wanted else ()
+    gradients: Any = torch.autograd.grad(floats, wanted, incoming, allow_unused=True) if floats and wanted else ()
     return [each.detach() for each in (*outputs, *gradients) if each is not None]
 
 

@@ -19,7 +19,8 @@ def test_gates_are_those_of_their_definitions(activation: Activation, dtype: tor
 
 def test_gate_and_up_may_be_halves_of_one_product() -> None:
     def halves(both: Tensor, kernels: bool) -> Tensor:
-        return gated(*both.chunk(2, -1), kernels=kernels)
+        gate, up = both.chunk(2, -1)
+        return gated(gate, up, kernels=kernels)
 
     def every_other(both: Tensor, kernels: bool) -> Tensor:
         return gated(both[..., ::2], both[..., 1::2], kernels=kernels)

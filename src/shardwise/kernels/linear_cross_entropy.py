@@ -137,7 +137,7 @@ class _LinearCrossEntropy(Function):
         if not torch.compiler.is_compiling():
             # What each is multiplied by already, and where it lies: hooks may give a backward a copy of what was saved.
             ctx.applied = [None, None]
-            ctx.homes = [StorageWeakRef(each.untyped_storage()) for each in (dx, dw)]
+            ctx.homes = [_home(each) for each in (dx, dw)]
         return cast(Tensor, total)
 
     @staticmethod
@@ -149,9 +149,14 @@ class _LinearCrossEntropy(Function):
         return *found, None, None, None, None, None, None
 
 
+def _home(tensor: Tensor) -> StorageWeakRef:
+    """Where a tensor lies; while this is held, no other is ever taken for it."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
 def _scaled(ctx: Any, index: int, made: Tensor, gradient: Tensor) -> Tensor:
     """What the forward made for an incoming gradient of 1, for this one."""
-    if torch.compiler.is_compiling() or ctx.homes[index] != StorageWeakRef(made.untyped_storage()):
+    if torch.compiler.is_compiling() or ctx.homes[index] != _home(made):
         return (made * gradient).to(made.dtype)
     applied = ctx.applied[index]
     if applied is None:

@@ -77,9 +77,11 @@ def attend_in_sequences(
 ) -> Tensor:
     """Causal attention in each of the sequences that begin at `starts`: memory grows with tokens, not their square."""
     batch, _, num_tokens, _ = query.shape
-    flat = [each.transpose(1, 2).flatten(0, 1) for each in (query, key, value)]
+    flat_query, flat_key, flat_value = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
     seen: Any = varlen_attn(
-        *flat,
+        flat_query,
+        flat_key,
+        flat_value,
         starts,
         starts,
         num_tokens,

@@ -13,7 +13,7 @@ def angles(*shape: int) -> tuple[Tensor, Tensor]:
     return turned.cos(), turned.sin()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.whole)])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_queries_and_fewer_keys_are_rotated_as_by_the_definition(interleaved: bool, dtype: torch.dtype) -> None:
     for heads, shared, dim, batch in ((6, 2, 16, 2), (3, 1, 10, 1)):

@@ -397,6 +397,11 @@ def has_triton() -> bool:
     return bool(has_triton())
 
 
+def is_watched() -> bool:
+    """Whether a dispatch mode sees the operators that run now. No public way."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
 def aot_eager(graph: Any, inputs: list[Any], compile_backward: Callable[..., Any]) -> Any:
     """A backend of `torch.compile` that runs graphs as they are, with a compiler of ours for the backward.
 

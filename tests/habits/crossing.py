@@ -1,6 +1,7 @@
-# Programs as users write them, attributes and all.
-# mypy: disable-error-code="assignment,operator,no-any-return,index,union-attr,type-var,arg-type,misc,call-overload,attr-defined,override,var-annotated"
 """What crosses stages of a pipeline and is no returned tensor: numbers, attributes, lists, views, hooks, counters."""
+# Programs as users write them, attributes and all.
+# mypy: disable-error-code="assignment,operator,no-any-return,index,union-attr,type-var,arg-type,misc"
+# mypy: disable-error-code="call-overload,attr-defined,override,var-annotated"
 
 import random
 import warnings

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.nets.experts import Experts, _has_kernel
+from shardwise.kernels.experts import _has_grouped
+from shardwise.nets.experts import Experts
 from shardwise.nets.generate import generate
 from shardwise.nets.initialise import initialise
 from shardwise.nets.transformer import Transformer
@@ -26,7 +27,7 @@ def test_experts_in_one_kernel_are_experts_one_by_one() -> None:
     for dtype, device in ((torch.float32, "cpu"), (torch.bfloat16, "cuda")):
         there = experts.to(device, dtype)
         given = rows.to(device, dtype).requires_grad_()
-        assert _has_kernel(given, there.gate_proj) == (device == "cuda")
+        assert _has_grouped(given, there.gate_proj) == (device == "cuda")
         made = there(given, counts.to(device))
         weights = torch.linspace(-1, 1, made.numel(), device=device).view_as(made)
         gradients = torch.autograd.grad((made * weights).sum(), [given, *there.parameters()])

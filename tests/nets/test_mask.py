@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from shardwise.nets.mask import causal_mask, number_documents, positions_in
+from shardwise.nets.mask import causal_mask, find_starts, number_documents, positions_in
 
 CPU = torch.device("cpu")
 
@@ -45,3 +45,10 @@ def test_runs_of_ids_are_documents_and_positions_begin_anew_in_each() -> None:
     documents = torch.tensor([[7, 7, 3, 3, 3, 7], [1, 2, 3, 3, 3, 3]])
     assert number_documents(documents).tolist() == [[0, 0, 1, 1, 1, 2], [0, 1, 2, 2, 2, 2]]
     assert positions_in(documents).tolist() == [[0, 1, 0, 1, 2, 0], [0, 0, 0, 1, 2, 3]]
+
+
+def test_sequences_begin_with_rows_and_with_the_documents_in_them() -> None:
+    documents = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0]])
+    assert find_starts(documents.shape, CPU, documents).tolist() == [0, 2, 5, 6, 12]
+    assert find_starts(documents.shape, CPU, None).tolist() == [0, 6, 12]
+    assert find_starts(documents.shape, CPU, None).dtype == torch.int32

@@ -11,11 +11,12 @@ from torch.nn.functional import silu
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from shardwise.errors import ShardwiseError
+from shardwise.kernels.experts import grouped_matmul, permute, unpermute
 from shardwise.nets.balance import correct_balance
-from shardwise.nets.experts import Experts, grouped_matmul
+from shardwise.nets.experts import Experts
 from shardwise.nets.moe import MoE, all_here
 from shardwise.nets.router import Router, balancing_loss
-from shardwise.nets.routes import make_routes, to_experts, to_tokens
+from shardwise.nets.routes import make_routes
 from shardwise.nets.settings import Mixture
 from tests.nets.closeness import assert_close
 from tests.nets.small import MIXTURE, small
@@ -63,7 +64,7 @@ def test_a_full_expert_drops_the_last_of_its_tokens() -> None:
     assert routes.counts.tolist() == [2, 1, 2]
     assert routes.order.tolist() == [1, 3, 2, 0, 5]
     tokens = torch.arange(3.0)[:, None] + 1
-    back = to_tokens(to_experts(tokens, routes), torch.ones(3, 2), routes)
+    back = unpermute(permute(tokens, routes), torch.ones(3, 2), routes)
     assert back.flatten().tolist() == [2, 4, 3]
 
 

@@ -52,6 +52,7 @@ def parallelize(
     bucket_bytes: int | None = None,
     buffers: str | None = None,
     batch: str = "same",
+    kernels: bool = True,
     wires: OneProcess | ManyProcesses | None = None,
 ) -> Engine:
     """Return an engine that trains `module` under `plan`.
@@ -75,7 +76,8 @@ def parallelize(
     each writes in its own forwards (`docs/habits.md`). With `verify` layers are cut in a copy first: what computes
     something else in parts is left whole, with a warning. Gradients are summed in buckets of `bucket_bytes`, if given.
     Every rank is given the same `batch`, of all rows, and takes its own; with "local" each replica (dp) is given rows
-    of its own (`sw.replica_of(plan)` says which), the same on all ranks of it.
+    of its own (`sw.replica_of(plan)` says which), the same on all ranks of it. With `kernels=False` modules of `nets`
+    compute by plain operators alone (`docs/kernels.md`).
     `wires` are what processes talk over, where several engines are to share it (`ranks/wires.py`).
 
     Where `torch.distributed` has several ranks, each of them runs one of the plan. Under `torchrun` it is started here.
@@ -83,7 +85,7 @@ def parallelize(
     options = Options(
         clip=clip, compile=compile, seed=seed, pad=pad, through_blocks=through_blocks, measure=measure, tensor=tensor,
         tensor_chunks=tensor_chunks, positions=positions, entries=entries, masks=masks, bucket_bytes=bucket_bytes,
-        buffers=buffers, verify=verify, batch=batch,
+        buffers=buffers, verify=verify, batch=batch, kernels=kernels,
     )  # fmt: skip
     chosen = _checked(module, plan, loss, optimizer, example, options)
     example = put_together(module, example, chosen.precision)

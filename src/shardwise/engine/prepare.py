@@ -49,6 +49,7 @@ class Options:
     masks: Mask | None = None
     bucket_bytes: int | None = None
     buffers: str | None = None
+    kernels: bool = True
     batch: str = "same"
 
     @property

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from shardwise.nets.feedforward import ACTIVATIONS
+from shardwise.kernels.experts import grouped_matmul
+from shardwise.kernels.gated import gated
 from shardwise.nets.settings import Activation
 
 
@@ -16,7 +17,7 @@ class Experts(nn.Module):
 
     def __init__(self, num_experts: int, width: int, inner: int, activation: Activation) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[activation]
+        self.activation, self.kernels = activation, True
         self.gate_proj = nn.Parameter(torch.empty(num_experts, width, inner))
         self.up_proj = nn.Parameter(torch.empty(num_experts, width, inner))
         self.down_proj = nn.Parameter(torch.empty(num_experts, inner, width))
@@ -28,28 +29,5 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         gate = grouped_matmul(rows, self.gate_proj, counts)
-        inner = self.activation(gate) * grouped_matmul(rows, self.up_proj, counts)
+        inner = gated(gate, grouped_matmul(rows, self.up_proj, counts), self.activation, kernels=self.kernels)
         return grouped_matmul(inner, self.down_proj, counts)
-
-
-def grouped_matmul(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """Multiply [rows, in], sorted by expert, with each one's [in, out]."""
-    if rows.is_meta:
-        return rows @ weights[0]  # Without numbers nobody knows whose a row is; the shape and the work are the same.
-    if torch.is_autocast_enabled(rows.device.type):
-        dtype = torch.get_autocast_dtype(rows.device.type)
-        rows, weights = rows.to(dtype), weights.to(dtype)
-    if _has_kernel(rows, weights):
-        return nn.functional.grouped_mm(rows, weights, offs=counts.cumsum(0).to(torch.int32))
-    parts = torch.split(rows, counts.tolist())
-    return torch.cat([part @ weight for part, weight in zip(parts, weights.unbind(), strict=True)])
-
-
-def _has_kernel(rows: Tensor, weights: Tensor) -> bool:
-    """Whether torch multiplies all groups at once: on Hopper and later, rows at multiples of 16 bytes."""
-    return (
-        rows.is_cuda
-        and rows.dtype == weights.dtype == torch.bfloat16
-        and all(size % 8 == 0 for size in weights.shape[1:])
-        and torch.cuda.get_device_capability(rows.device) >= (9, 0)
-    )

@@ -1,18 +1,9 @@
 """The dense layer between attentions."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
-
 from torch import Tensor, nn
-from torch.nn import functional
 
-from shardwise.nets.settings import Activation, Mlp
-
-ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
-}
+from shardwise.kernels.gated import ACTIVATIONS, gated
+from shardwise.nets.settings import Mlp
 
 
 class FeedForward(nn.Module):
@@ -20,13 +11,16 @@ class FeedForward(nn.Module):
 
     def __init__(self, width: int, mlp: Mlp) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[mlp.activation]
+        self.activation, self.kernels = mlp.activation, True
         self.gate_proj = nn.Linear(width, mlp.width, bias=mlp.bias) if mlp.gated else None
         self.up_proj = nn.Linear(width, mlp.width, bias=mlp.bias)
         self.down_proj = nn.Linear(mlp.width, width, bias=mlp.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         up: Tensor = self.up_proj(hidden)
-        inner = self.activation(up) if self.gate_proj is None else self.activation(self.gate_proj(hidden)) * up
+        if self.gate_proj is None:
+            inner = ACTIVATIONS[self.activation](up)
+        else:
+            inner = gated(self.gate_proj(hidden), up, self.activation, kernels=self.kernels)
         projected: Tensor = self.down_proj(inner)
         return projected

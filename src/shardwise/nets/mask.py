@@ -20,6 +20,21 @@ class AttentionMask(NamedTuple):
     #: [batch, queries], where several documents are packed into one sequence.
     documents: Tensor | None
     window: int | None
+    #: [sequences + 1], int32: where each sequence begins among all tokens of the batch, one row behind the other, and
+    #: their number. Then there is no `dense`: the kernel takes sequences of any length, each by itself.
+    starts: Tensor | None = None
+
+
+def find_starts(shape: torch.Size, device: torch.device, documents: Tensor | None) -> Tensor:
+    """Where sequences begin in [batch, tokens] laid out flat: rows, or the documents in them, numbered.
+
+    How many documents there are is asked of the device once, here, and not by every layer.
+    """
+    batch, num_tokens = shape
+    if documents is None:
+        return torch.arange(0, batch * num_tokens + 1, max(num_tokens, 1), device=device, dtype=torch.int32)
+    begins = _starts(documents).flatten().nonzero()[:, 0]
+    return torch.cat((begins, begins.new_full((1,), batch * num_tokens))).to(torch.int32)
 
 
 def number_documents(documents: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Mixture of experts: choose, sort by expert, compute, and bring back.
 
-hidden ── router ── routes ── to_experts ── exchange(experts) ── to_tokens ──┬── output
-   └───────────────────────── shared experts, meanwhile ─────────────────────┘
+hidden ── router ── routes ── permute ── exchange(experts) ── unpermute ──┬── output
+   └──────────────────────── shared experts, meanwhile ───────────────────┘
 """
 
 from collections.abc import Callable
@@ -10,10 +10,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from shardwise.kernels.experts import permute, unpermute
 from shardwise.nets.experts import Experts
 from shardwise.nets.feedforward import FeedForward
 from shardwise.nets.router import Router, balancing_loss
-from shardwise.nets.routes import Queue, count_choices, in_line, make_routes, to_experts, to_tokens
+from shardwise.nets.routes import Queue, count_choices, in_line, make_routes
 from shardwise.nets.settings import Settings
 
 #: From the experts, rows sorted by expert, the number of rows of each of all experts, and what can be computed while
@@ -43,24 +44,26 @@ class MoE(nn.Module):
         self.shared = FeedForward(width, shared) if mixture.num_shared else None
         self.exchange: Exchange = all_here
         self.queue: Queue = in_line
+        self.kernels = True
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """The output, and the weighted balancing loss if the settings give it a weight."""
         tokens = hidden.flatten(0, -2)
         choice = self.router(tokens)
-        routes = make_routes(choice.experts, self.mixture.num_experts, self.mixture.capacity, self.queue)
+        count, capacity = self.mixture.num_experts, self.mixture.capacity
+        routes = make_routes(choice.experts, count, capacity, self.queue)
         # Dropped tokens count too: balance is about what routers ask for.
-        load = count_choices(choice.experts, self.mixture.num_experts)
+        load = count_choices(choice.experts, count)
         if self.training:
             with torch.no_grad():
                 self.router.load += load
         made, shared = self.exchange(
             self.experts,
-            to_experts(tokens, routes),
+            permute(tokens, routes, kernels=self.kernels),
             routes.counts,
             lambda: None if self.shared is None else self.shared(tokens),
         )
-        output = to_tokens(made, choice.weights, routes)
+        output = unpermute(made, choice.weights, routes, kernels=self.kernels)
         output = (output if shared is None else output + shared).view_as(hidden)
         if not self.mixture.auxiliary:
             return output, None

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.kernels.rotary import rotate_plain
 from shardwise.nets.settings import Linear, Llama3, Rope, Yarn
 
 #: Cosines and sines, each [batch, tokens, half of the rotated dim].
@@ -44,12 +45,7 @@ class Rotary(nn.Module):
 def rotate(heads: Tensor, rotation: Rotation, *, interleaved: bool) -> Tensor:
     """Rotate [batch, heads, tokens, dim]. Pairs come out half a head apart, whichever way they came in: queries and
     keys alike, so that their products are what they should be."""
-    cosine, sine = (part[:, None] for part in rotation)
-    if interleaved:
-        first, second = heads[..., 0::2], heads[..., 1::2]
-    else:
-        first, second = heads.chunk(2, dim=-1)
-    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1).type_as(heads)
+    return rotate_plain(heads, *rotation, interleaved=interleaved)
 
 
 def frequencies_of(rope: Rope, dim: int) -> Tensor:

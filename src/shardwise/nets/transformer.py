@@ -6,11 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
+from shardwise.nets.attention import takes_sequences
 from shardwise.nets.block import Block, make_dropout, make_norm
 from shardwise.nets.cache import Cache
-from shardwise.nets.mask import AttentionMask, causal_mask, number_documents, positions_in
+from shardwise.nets.head import Head
+from shardwise.nets.mask import AttentionMask, causal_mask, find_starts, number_documents, positions_in
 from shardwise.nets.rotary import Rotary
-from shardwise.nets.settings import Settings
+from shardwise.nets.settings import Heads, Settings
 
 
 class Output(NamedTuple):
@@ -33,7 +35,7 @@ class Transformer(nn.Module):
         self.dropout = make_dropout(settings.dropout.embedding)
         self.layers = nn.ModuleList(Block(settings, layer) for layer in range(settings.num_layers))
         self.norm = make_norm(settings)
-        self.head = nn.Linear(settings.width, settings.vocabulary, bias=False)
+        self.head = Head(settings.width, settings.vocabulary)
         if settings.tied:
             self.head.weight = self.embed.weight
 
@@ -74,8 +76,18 @@ class Transformer(nn.Module):
     ) -> tuple[AttentionMask, AttentionMask]:
         """What queries see in layers without a window, and in those with one."""
         num_queries = positions.shape[1]
+        heads, window = self.settings.attention, self.settings.window
+        has_mask = documents is not None or (window is not None and window < num_queries)
+        starts = None
+        if has_mask and attention_mask is None and not num_before and isinstance(heads, Heads):
+            kind, weight = positions.device.type, self.embed.weight
+            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+            if not self.settings.dropout.attention and takes_sequences(positions.device, dtype, heads.head_dim):
+                starts = find_starts(positions.shape, positions.device, documents)
 
         def masked(window: int | None) -> AttentionMask:
+            if starts is not None:
+                return AttentionMask(None, positions, documents, window, starts)
             dense = causal_mask(
                 num_queries,
                 num_before + num_queries,

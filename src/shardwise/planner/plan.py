@@ -303,7 +303,8 @@ def _read_word(key: str, value: Any) -> str:
 #: What is told to `parallelize` and not in a plan.
 OF_PARALLELIZE = (
     "loss", "optimizer", "example", "clip", "compile", "seed", "pad", "through_blocks", "measure", "tensor",
-    "tensor_chunks", "verify", "positions", "entries", "masks", "bucket_bytes", "buffers", "batch", "wires",
+    "tensor_chunks", "verify", "positions", "entries", "masks", "bucket_bytes", "buffers", "batch", "kernels",
+    "wires",
 )  # fmt: skip
 _MAY_BE_OPEN = ("chunks", "layers", "zero_group", "recompute_layers")
 _EXAMPLES = {"zero": "1", "microbatches": "8", "layers": "4+4"}

@@ -95,7 +95,15 @@ def compile_units(split: Split, backend: str) -> None:
     for stage in split.stages:
         if isinstance(stage, ModuleStage):
             RECOMPILE_LIMITS.raise_for(stage, most)
-            stage.wrap(lambda _, call: _in_training(torch.compile(_calling(call), backend=chosen), call))
+            stage.wrap(partial(_around, chosen))
+
+
+def _around(backend: Any, unit: str, call: Inner) -> Inner:
+    """What is called in place of a unit: itself if it says so (`keeps_eager`, as the head of `nets` does)."""
+    del unit
+    if getattr(getattr(call, "__self__", None), "keeps_eager", False):
+        return call
+    return _in_training(torch.compile(_calling(call), backend=backend), call)
 
 
 def _in_training(compiled: Inner, plain: Inner) -> Inner:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.nets.loss import next_token_loss
+from shardwise.nets.loss import has_lazy_logits, next_token_loss
 from shardwise.stages.metrics import take_metrics, with_metrics
 from shardwise.stages.stage import Loss
 
@@ -41,7 +41,8 @@ class LossScale:
     def loss(self, output: Any, batch: Mapping[str, Any]) -> "Tensor | tuple[Any, ...]":
         """The loss, as engines take it. A mean without a count weighs 1."""
         # An evaluation has no gradient, and would be compiled once more.
-        found = (self._compiled if self._compiled and torch.is_grad_enabled() else self.plain)(output, batch)
+        is_compiled = self._compiled is not None and torch.is_grad_enabled() and not has_lazy_logits(output)
+        found = (self._compiled if self._compiled and is_compiled else self.plain)(output, batch)
         if self.factor == 1.0:
             return found
         result, metrics = take_metrics(found)
@@ -51,7 +52,7 @@ class LossScale:
 
     def compile(self) -> None:
         """Have the next-token loss compiled, at its first call: logits are a model's largest tensor, and are read and
-        written a few times less. A loss of the user's is left as it is."""
+        written a few times less. Logits that wait are never written. A loss of the user's is left as it is."""
         if self.plain is next_token_loss:
             self._compiled = torch.compile(self.plain)
 

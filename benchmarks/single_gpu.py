@@ -1,0 +1,255 @@
+"""A Llama of 1.2 billion parameters on one GPU: ours, Liger on transformers, and a compiled sketch, in one run.
+
+    python -m benchmarks.single_gpu --save single_gpu.json [--liger liger_kernel.whl] [--who ours,liger,sketch,packed]
+
+bf16 weights, fused AdamW, 4 x 4096 and 16 x 4096 tokens a step; `packed` is ours on rows of 8192, unpacked, and packed
+with documents of 600 tokens on average. Each runs in a process of its own. MFU counts 6 FLOPs a weight a token and
+causal attention at half, against 989.5 TFLOP/s. Memory is the peak of what torch has allocated.
+"""
+
+import argparse
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+
+from shardwise import environment
+
+VOCABULARY, WIDTH, LAYERS, HEADS, KEY_HEADS, DIM, INNER = 128_256, 2048, 16, 32, 8, 64, 8192
+PEAK = 989.5e12
+SIZES = ((4, 4096), (16, 4096))
+WARM, STEPS = 4, 8
+ADAMW = partial(AdamW, lr=1e-5, fused=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--save", type=Path, default=Path(__file__).parent / "results" / "single_gpu.json")
+    parser.add_argument("--liger", type=Path)
+    parser.add_argument("--who", default="ours,liger,sketch,packed")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("one GPU is measured, and torch sees none")
+        return
+    if given.one is not None:
+        {"ours": ours, "liger": liger, "sketch": sketch, "packed": packed}[given.one]()
+        return
+    results: dict[str, Any] = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "device": torch.cuda.get_device_name(),
+        "versions": environment.versions_of(["torch", "triton", "transformers"]),
+        "cases": {},
+    }
+    extra = ""
+    if given.liger is not None:
+        extra = tempfile.mkdtemp()
+        zipfile.ZipFile(given.liger).extractall(extra)
+    for who in given.who.split(","):
+        results["cases"][who] = run_one(who, extra)
+        given.save.parent.mkdir(parents=True, exist_ok=True)
+        given.save.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+
+
+def run_one(who: str, extra: str) -> Any:
+    paths = [*sys.path, extra] if extra else sys.path
+    variables = {**environment.all_variables(), "PYTHONPATH": ":".join(each for each in paths if each)}
+    process = subprocess.Popen(
+        [sys.executable, __file__, "--one", who],
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    found: dict[str, Any] = {}
+    lines: list[str] = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("{"):
+            found.update(json.loads(line))
+            print(f"{who:8s} {line.strip()}", flush=True)
+    if process.wait():
+        print("".join(lines[-25:]), flush=True)
+        found["failed"] = lines[-1].strip() if lines else "no output"
+    return found
+
+
+def tokens_of(rows: int, length: int) -> dict[str, Tensor]:
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    ids = torch.randint(VOCABULARY, (rows, length + 1), device="cuda", generator=generator)
+    return {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
+
+
+def measure(name: str, step: Callable[[], Any], rows: int, length: int, parameters: int) -> None:
+    """Print tokens a second, MFU and GiB of a step, as one line of JSON."""
+    begun = perf_counter()
+    for _ in range(WARM):
+        loss = step()
+    torch.cuda.synchronize()
+    warm = perf_counter() - begun
+    torch.cuda.reset_peak_memory_stats()
+    begun = perf_counter()
+    for _ in range(STEPS):
+        loss = step()
+    torch.cuda.synchronize()
+    seconds = (perf_counter() - begun) / STEPS
+    speed = rows * length / seconds
+    flops = 6 * parameters + 6 * LAYERS * WIDTH * length
+    numbers = {
+        "tokens_per_second": round(speed),
+        "mfu": round(speed * flops / PEAK, 4),
+        "gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
+        "loss": round(float(loss), 4),
+        "warm_seconds": round(warm, 1),
+    }
+    if name == "packed":
+        del numbers["mfu"]  # Attention between documents is not computed, and MFU would count it.
+    print(json.dumps({name: numbers}), flush=True)
+
+
+def make_ours(length: int) -> Any:
+    from shardwise.nets.settings import Heads, Mlp, Settings
+    from shardwise.nets.transformer import Transformer
+
+    torch.manual_seed(0)
+    settings = Settings(
+        vocabulary=VOCABULARY,
+        width=WIDTH,
+        num_layers=LAYERS,
+        length=length,
+        attention=Heads(num_heads=HEADS, num_kv_heads=KEY_HEADS, head_dim=DIM),
+        mlp=Mlp(width=INNER),
+        tied=True,
+    )
+    with torch.device("cuda"):
+        module = Transformer(settings)
+    for each in module.parameters():
+        torch.nn.init.normal_(each, std=0.02) if each.dim() > 1 else None
+    return module.to(torch.bfloat16)
+
+
+def run_ours(name: str, rows: int, length: int, batch: dict[str, Tensor]) -> None:
+    import shardwise as sw
+    from shardwise.nets.loss import next_token_loss
+
+    module = make_ours(length)
+    parameters = sum(each.numel() for each in module.parameters())
+    engine = sw.parallelize(module, "dp=1", loss=next_token_loss, optimizer=ADAMW, example=batch, compile=True)
+    measure(name, lambda: engine.train_step(batch), rows, length, parameters)
+
+
+def clear() -> None:
+    """An engine and its module know each other: what is left of them would count as the next one's memory."""
+    gc.collect()
+    torch.compiler.reset()
+    torch.cuda.empty_cache()
+
+
+def ours() -> None:
+    for rows, length in SIZES:
+        run_ours(f"{rows}x{length}", rows, length, tokens_of(rows, length))
+        clear()
+
+
+def packed() -> None:
+    rows, length = 2, 8192
+    batch = tokens_of(rows, length)
+    run_ours("unpacked", rows, length, batch)
+    clear()
+    documents = (torch.rand(rows, length, device="cuda") < 1 / 600).cumsum(1)
+    run_ours("packed", rows, length, {**batch, "documents": documents})
+
+
+def liger() -> None:
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    apply_liger_kernel_to_llama()
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KEY_HEADS,
+        head_dim=DIM,
+        intermediate_size=INNER,
+        tie_word_embeddings=True,
+        max_position_embeddings=8192,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16).train()
+    optimizer = ADAMW(model.parameters())
+    parameters = sum(each.numel() for each in model.parameters())
+    for rows, length in SIZES:
+        batch = tokens_of(rows, length)
+
+        def step(batch: dict[str, Tensor] = batch) -> Tensor:
+            loss = model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        measure(f"{rows}x{length}", step, rows, length, parameters)
+        torch.cuda.empty_cache()
+
+
+def sketch() -> None:
+    """What somebody writes who wants speed and nothing else, in plain torch."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.checkpoint import checkpoint
+
+    sys.path.insert(0, str(Path(__file__).parent))
+    from single_gpu_sketch import Sketch
+
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Sketch(VOCABULARY, WIDTH, LAYERS, HEADS, KEY_HEADS, DIM, INNER).to(torch.bfloat16)
+    optimizer = ADAMW(model.parameters())
+    parameters = sum(each.numel() for each in model.parameters())
+    for layer in model.layers:
+        layer.compile(dynamic=False)
+    torch.backends.cuda.enable_flash_sdp(False)
+
+    @torch.compile(dynamic=False)
+    def part_of_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy((hidden @ weight.t()).float(), labels, reduction="sum")
+
+    for rows, length in SIZES:
+        batch = tokens_of(rows, length)
+
+        def step(batch: dict[str, Tensor] = batch) -> Tensor:
+            with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+                hidden = model(batch["input_ids"]).flatten(0, 1)
+                weight, labels = model.embed.weight, batch["labels"].flatten()
+                parts = [
+                    checkpoint(part_of_loss, *each, use_reentrant=False)
+                    for each in zip(hidden.split(2048), [weight] * len(labels), labels.split(2048), strict=False)
+                ]
+                loss = torch.stack(parts).sum() / labels.numel()
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        measure(f"{rows}x{length}", step, rows, length, parameters)
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""Fused Triton kernels, each beside its plain torch definition. Usable alone: `from shardwise import kernels`.
+
+Every function here takes the kernel where there is one for the device and the type, and its definition elsewhere: on a
+CPU, under `kernels=False`, and where somebody watches operators. Both give the same numbers within the type's rounding.
+"""
+
+from shardwise.kernels.cross_entropy import cross_entropy
+from shardwise.kernels.experts import grouped_matmul, make_order, permute, route, unpermute
+from shardwise.kernels.gated import gated
+from shardwise.kernels.linear_cross_entropy import linear_cross_entropy
+from shardwise.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from shardwise.kernels.rotary import rotary
+
+__all__ = [
+    "add_layer_norm",
+    "add_rms_norm",
+    "cross_entropy",
+    "gated",
+    "grouped_matmul",
+    "layer_norm",
+    "linear_cross_entropy",
+    "make_order",
+    "permute",
+    "rms_norm",
+    "rotary",
+    "route",
+    "unpermute",
+]

@@ -1,0 +1,91 @@
+"""Whether a call goes to its kernel or to its definition.
+
+on a CPU, a meta device, a subclass of Tensor      the definition; in Triton's interpreter a CPU has kernels too
+while a dispatch mode looks at operators           the definition: whoever looks sees operators that it knows
+while torch compiles                               what `WHEN_COMPILED` says
+a type or size that the kernel lacks               the definition, and one line, once
+a Triton that cannot compile                       the definition, and one line, once
+"""
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from shardwise import environment
+from shardwise.torch_private import is_watched
+
+#: The types of numbers that kernels take.
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+#: Kernels that stay kernels in what torch compiles. The others are cheap for the compiler to fuse with what stands
+#: before and behind them, which a kernel cannot be.
+WHEN_COMPILED = frozenset({"cross_entropy", "linear_cross_entropy"})
+
+
+def takes_kernel(name: str, *tensors: Tensor | None, lacks: Callable[[], str | None] | None = None) -> bool:
+    """Whether the kernel of this name takes these tensors, whose numbers are all of the first one's type.
+
+    `lacks` says in a few words what the kernel does not have for them, if anything.
+    """
+    given = [each for each in tensors if each is not None]
+    first = given[0]
+    if not (first.is_cuda or (first.device.type == "cpu" and is_interpreted())):
+        return False
+    if torch.compiler.is_compiling():
+        if name not in WHEN_COMPILED:
+            return False
+    elif is_watched() or any(type(each) not in (Tensor, nn.Parameter) for each in given):
+        return False
+    problem = _problem(given) or (lacks() if lacks is not None else None)
+    if problem is not None:
+        if not torch.compiler.is_compiling():
+            say_once(f"the kernel of {name} has no {problem}: its definition runs in its place")
+        return False
+    return not first.is_cuda or torch.compiler.is_compiling() or compiles(first.device)
+
+
+def _problem(tensors: list[Tensor]) -> str | None:
+    first = tensors[0]
+    floats = [each for each in tensors if each.is_floating_point()]
+    unknown = [each.dtype for each in floats if each.dtype not in FLOATS]
+    if unknown:
+        return f"{unknown[0]} (bfloat16, float16 and float32 it has)"
+    if any(each.device != first.device for each in tensors):
+        return f"tensors on several devices ({', '.join(str(each.device) for each in tensors)})"
+    return None
+
+
+def is_interpreted() -> bool:
+    """Whether Triton interprets kernels on the CPU: `TRITON_INTERPRET=1`, for tests."""
+    return environment.find_variable("TRITON_INTERPRET") == "1"
+
+
+def turn_off(module: nn.Module) -> None:
+    """Have a module of ours compute by definitions alone: all that has kernels says so with `kernels`."""
+    for each in module.modules():
+        if isinstance(each.__dict__.get("kernels"), bool):
+            each.__dict__["kernels"] = False
+
+
+@cache
+def say_once(line: str) -> None:
+    warnings.warn(line, stacklevel=4)
+
+
+@cache
+def compiles(device: torch.device) -> bool:
+    """Whether Triton makes kernels for this GPU: one is made and run."""
+    try:
+        from shardwise.kernels.scale_triton import scale_by
+
+        number = torch.ones(1, device=device)
+        scale_by(number, number + 1, number)
+        torch.cuda.synchronize(device)
+    except Exception as error:  # Whatever Triton, its compiler or the driver raises: training goes on without.
+        reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        say_once(f"Triton cannot compile kernels for {device} ({reason}): their definitions run in their place")
+        return False
+    return True

@@ -1,0 +1,119 @@
+"""The programs of `gated.py`."""
+
+# mypy: ignore-errors
+# ruff: noqa: N803, ARG001
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import custom_op
+
+from shardwise.kernels.launch import rows_of
+
+#: Numbers that a program takes. `benchmarks/kernels.py --sweep` tries others.
+BLOCK, WARPS = 2048, 8
+
+
+@triton.jit
+def tanh(x):
+    """From the exponential, which every Triton has; right where it is large, too."""
+    return 2.0 * tl.sigmoid(2.0 * x) - 1.0
+
+
+@triton.jit
+def _activate(x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        return x / (1.0 + tl.exp(-x))
+    if ACTIVATION == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+
+
+@triton.jit
+def _slope(x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        s = 1.0 / (1.0 + tl.exp(-x))
+        return s * (1.0 + x * (1.0 - s))
+    if ACTIVATION == "gelu":
+        return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    t = tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
+    inner = 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * x * x)
+    return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner
+
+
+@triton.jit
+def _forward(gate, up, out, gate_stride, up_stride, n, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    blocks = tl.cdiv(n, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < n
+    g = tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_stride + column, mask=mask, other=0.0)
+    # Rounded before the product, as the definition does.
+    a = _activate(g, ACTIVATION).to(u.dtype)
+    tl.store(out + row * n + column, (a.to(tl.float32) * u.to(tl.float32)).to(u.dtype), mask=mask)
+
+
+@triton.jit
+def _backward(
+    gradient, gate, up, d_gate, d_up, gradient_stride, gate_stride, up_stride, n,
+    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(n, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < n
+    d = tl.load(gradient + row * gradient_stride + column, mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
+    out = row * n + column
+    tl.store(d_up + out, (d * _activate(g, ACTIVATION)).to(d_up.dtype.element_ty), mask=mask)
+    tl.store(d_gate + out, (d * u * _slope(g, ACTIVATION)).to(d_gate.dtype.element_ty), mask=mask)
+
+
+def _shape(*tensors: Tensor) -> tuple[int, int]:
+    """Rows and columns: one row where everything lies in one piece."""
+    first = tensors[0]
+    if all(each.is_contiguous() for each in tensors):
+        return 1, first.numel()
+    return first.numel() // first.shape[-1], first.shape[-1]
+
+
+def _stride(x: Tensor) -> int:
+    return x.stride(-2) if x.dim() > 1 else x.numel()
+
+
+@custom_op("shardwise::gated_forward", mutates_args=())
+def gated_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    if gate.numel():
+        gate, up = rows_of(gate), rows_of(up)
+        rows, n = _shape(gate, up)
+        _forward[(rows * triton.cdiv(n, BLOCK),)](
+            gate, up, out, _stride(gate), _stride(up), n, ACTIVATION=activation, BLOCK=BLOCK, num_warps=WARPS
+        )
+    return out
+
+
+@gated_forward.register_fake
+def _(gate, up, activation):
+    return gate.new_empty(gate.shape)
+
+
+@custom_op("shardwise::gated_backward", mutates_args=())
+def gated_backward(gradient: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    made = tuple(torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
+    if gate.numel():
+        gradient, gate, up = rows_of(gradient), rows_of(gate), rows_of(up)
+        rows, n = _shape(gradient, gate, up)
+        _backward[(rows * triton.cdiv(n, BLOCK),)](
+            gradient, gate, up, *made, _stride(gradient), _stride(gate), _stride(up), n,
+            ACTIVATION=activation, BLOCK=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
+    return made
+
+
+@gated_backward.register_fake
+def _(gradient, gate, up, activation):
+    return gate.new_empty(gate.shape), gate.new_empty(gate.shape)

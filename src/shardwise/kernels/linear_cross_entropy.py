@@ -1,0 +1,170 @@
+"""The head and its loss in one: the logits x W^T are never whole.
+
+    for each chunk of tokens                                      one buffer of logits, used again and again
+        logits   = x_c W^T                                        cuBLAS
+        stats    = highest, sum of exponentials, label's logit    reads the logits
+        logits   = d loss / d logits                              reads and writes them in place
+        dx_c     = logits W                                       cuBLAS
+        dW      += logits^T x_c                                   cuBLAS, added where it is
+
+Three products, as forward and backward have anyway: nothing is computed twice, since both gradients are made in the
+forward, for an incoming gradient of 1. The backward multiplies them by what comes, in place, by a kernel that reads no
+more than one number where that is 1. A chunk has as many tokens as fit `chunk_bytes` of logits.
+
+Where each rank has a part of the words (tensor parallelism), ranks agree on each token's highest logit, then on the
+sums and the label's logit: a maximum, and a sum of three numbers a token. `Ranks` has the two as functions.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.functional import linear
+
+from shardwise.errors import ShardwiseError
+from shardwise.kernels.choose import takes_kernel
+from shardwise.kernels.cross_entropy import check_shapes, make_terms, plain_losses, weight_of_all
+from shardwise.kernels.loss_terms import Terms
+
+#: Bytes of logits at once: 1,024 tokens of 131,072 words in 2 bytes.
+CHUNK_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """Words cut over ranks: this one has those from `first` on, of `words` in all. Its weight may be longer, padded.
+
+    `maximum` and `total` give the element-wise maximum and sum of a tensor over the ranks. With `sums_input` the
+    gradient of x, to which every rank has a part, is summed too.
+    """
+
+    first: int
+    words: int
+    maximum: Callable[[Tensor], Tensor]
+    total: Callable[[Tensor], Tensor]
+    sums_input: bool = True
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    class_weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    ranks: Ranks | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+    kernels: bool = True,
+) -> Tensor:
+    """`cross_entropy(x @ weight.T, labels)` in float32, of x [tokens, width] and weight [words, width].
+
+    `token_weight`, [tokens], is what each token's loss is multiplied by; it learns nothing. Under autocast, x and the
+    weight are cast as a linear layer casts them.
+    """
+    if reduction == "none":
+        raise ShardwiseError(
+            "the head with its loss gives one number: its gradients are made before those of single tokens are known",
+            remedy="reduction='sum' with token_weight=..., or cross_entropy(x @ weight.T, labels, reduction='none')",
+        )
+    terms = make_terms(ignore_index, label_smoothing, softcap, z_loss, reduction)
+    check_shapes(x, labels, "x")
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = x.to(dtype), weight.to(dtype)
+    is_alike = x.dtype == weight.dtype
+    if is_alike and kernels and takes_kernel("linear_cross_entropy", x, weight, labels, class_weight, token_weight):
+        total = cast(
+            Tensor,
+            _LinearCrossEntropy.apply(x, weight, labels, class_weight, token_weight, terms, ranks, chunk_bytes),  # type: ignore[no-untyped-call]
+        )
+    elif ranks is not None:
+        raise ShardwiseError(
+            "words over ranks have a kernel and no definition here", remedy="shardwise.sharding.tensor.vocabulary"
+        )
+    else:
+        losses = plain_losses(linear(x, weight), labels, class_weight, terms)
+        total = (losses if token_weight is None else losses * token_weight.float()).sum()
+    if reduction == "sum":
+        return total
+    return total / weight_of_all(labels, class_weight, ignore_index)
+
+
+class _LinearCrossEntropy(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        class_weight: Tensor | None,
+        token_weight: Tensor | None,
+        terms: Terms,
+        ranks: Ranks | None,
+        chunk_bytes: int,
+    ) -> Tensor:
+        from shardwise.kernels.linear_cross_entropy_triton import head_loss, head_loss_over
+
+        wants_x, wants_weight = ctx.needs_input_grad[:2]
+        if ranks is None:
+            total, dx, dw = head_loss(
+                x,
+                weight,
+                labels,
+                class_weight,
+                token_weight,
+                terms.ignore_index,
+                terms.label_smoothing,
+                terms.softcap,
+                terms.z_loss,
+                wants_x,
+                wants_weight,
+                chunk_bytes,
+            )
+        else:
+            total, dx, dw = head_loss_over(
+                x, weight, labels, class_weight, token_weight, terms, ranks, wants_x, wants_weight, chunk_bytes
+            )
+        ctx.save_for_backward(dx, dw)
+        if not torch.compiler.is_compiling():
+            # What each is multiplied by already, and where it lies: hooks may give a backward a copy of what was saved.
+            ctx.applied = [None, None]
+            ctx.homes = [_home(each) for each in (dx, dw)]
+        return cast(Tensor, total)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        found = [
+            _scaled(ctx, index, each, gradient) if ctx.needs_input_grad[index] else None
+            for index, each in enumerate(ctx.saved_tensors)
+        ]
+        return *found, None, None, None, None, None, None
+
+
+def _home(tensor: Tensor) -> StorageWeakRef:
+    """Where a tensor lies; while this is held, no other is ever taken for it."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _scaled(ctx: Any, index: int, made: Tensor, gradient: Tensor) -> Tensor:
+    """What the forward made for an incoming gradient of 1, for this one."""
+    if torch.compiler.is_compiling() or ctx.homes[index] != _home(made):
+        return (made * gradient).to(made.dtype)
+    applied = ctx.applied[index]
+    if applied is None:
+        # In place: nobody else has it. Torch is not told, since a second backward over a graph that is kept bears it.
+        from shardwise.kernels.scale_triton import scale_by
+
+        scale_by(made, gradient, torch.ones_like(gradient))
+        ctx.applied[index] = gradient.detach().clone()
+        return made
+    # What was given is not touched. The halves of a backward come here one after the other.
+    return (made * torch.where(gradient == applied, 1.0, gradient / applied)).to(made.dtype)

@@ -1,0 +1,112 @@
+"""Models of ours with kernels train as they do without: alone, in pipelines, recomputed, with backwards in halves."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import shardwise as sw
+from shardwise.kernels.choose import turn_off
+from shardwise.nets.head import LazyLogits
+from shardwise.nets.loss import has_lazy_logits, next_token_loss
+from shardwise.nets.settings import Heads, Mixture, Mlp, Rope, Settings
+from shardwise.nets.transformer import Transformer
+
+
+def settings(**changed: Any) -> Settings:
+    known: dict[str, Any] = {
+        "vocabulary": 29,
+        "width": 16,
+        "num_layers": 2,
+        "length": 8,
+        "attention": Heads(num_heads=4, num_kv_heads=2, head_dim=4),
+        "mlp": Mlp(width=24),
+        "rope": Rope(),
+        "tied": True,
+    }
+    return Settings(**{**known, **changed})
+
+
+def model(**changed: Any) -> Transformer:
+    torch.manual_seed(3)
+    return Transformer(settings(**changed))
+
+
+def batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(29, (2, 6), generator=generator)
+    labels = ids.roll(-1, 1)
+    labels[:, -1] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def losses(module: nn.Module, plan: str, **options: Any) -> list[float]:
+    engine = sw.parallelize(
+        module, plan, loss=next_token_loss, optimizer=partial(SGD, lr=0.5), example=batch(), **options
+    )
+    return [float(engine.train_step(batch())) for _ in range(3)]
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "dp=1,recompute=full", "pp=2,schedule=zb-h1,microbatches=2"])
+def test_a_step_with_kernels_is_one_without(plan: str) -> None:
+    with_kernels, without = losses(model(), plan), losses(model(), plan, kernels=False)
+    assert with_kernels == pytest.approx(without, rel=1e-5)
+    assert with_kernels[2] < with_kernels[0]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_in_compiled_blocks_the_head_still_waits_for_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def noting(output: Any, batch: Any) -> Any:
+        seen.append(has_lazy_logits(output))
+        return plain(output, batch)
+
+    plain = next_token_loss
+    monkeypatch.setitem(globals(), "next_token_loss", noting)
+    made = losses(model(), "dp=1", compile="aot_eager")
+    assert seen[-1], "logits were made whole"
+    assert made == pytest.approx(losses(model(), "dp=1", kernels=False), rel=1e-5)
+
+
+def test_experts_with_kernels_are_those_without() -> None:
+    mixture = Mixture(num_experts=3, num_chosen=2, width=8, num_shared=1, auxiliary=0.01)
+    made = losses(model(mixture=mixture), "dp=1"), losses(model(mixture=mixture), "dp=1", kernels=False)
+    assert made[0] == pytest.approx(made[1], rel=1e-5)
+
+
+def test_logits_wait_in_training_and_look_as_they_would_be() -> None:
+    module, given = model(), batch()
+    logits = module(given["input_ids"])
+    assert has_lazy_logits(logits)
+    assert isinstance(logits, LazyLogits)
+    assert logits.shape == (2, 6, 29)
+    assert (logits.size(-1), logits.dim(), logits.dtype) == (29, 3, torch.float32)
+    assert logits._logits is None, "nobody has looked at a number"
+    total, count = next_token_loss(logits, given)
+    assert logits._logits is None, "nor has the loss"
+    turn_off(module)
+    plain = module(given["input_ids"])
+    assert type(plain) is Tensor
+    torch.testing.assert_close(total / count, next_token_loss(plain, given)[0] / count)
+    torch.testing.assert_close(logits * 1, plain)
+    torch.testing.assert_close(logits[:, -1].argmax(-1), plain[:, -1].argmax(-1))
+    torch.testing.assert_close(torch.cat([logits, logits]), torch.cat([plain, plain]))
+
+
+def test_logits_that_somebody_wrote_into_are_what_the_loss_sees() -> None:
+    module, given = model(), batch()
+    logits = module(given["input_ids"])
+    logits.mul_(0.0)
+    total, count = next_token_loss(logits, given)
+    torch.testing.assert_close((total / count).detach(), torch.tensor(29.0).log())
+
+
+def test_an_evaluation_has_its_logits_at_once() -> None:
+    module = model()
+    with torch.no_grad():
+        assert type(module(batch()["input_ids"])) is Tensor
+    assert type(module.eval()(batch()["input_ids"])) is Tensor

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from shardwise.engine.assemble import from_parts
 from shardwise.engine.engine import Engine
+from shardwise.engine.options import Options
 from shardwise.engine.parts import Parts
-from shardwise.engine.prepare import Options
 from shardwise.engine.sharded import Sharded
 from shardwise.execution.pipeline import schedule_of
 from shardwise.ranks.wires import OneProcess

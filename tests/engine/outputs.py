@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.nets.transformer import Transformer
+from shardwise.nets.transformer import Output, Transformer
 from shardwise.parity.models import batch_of, default_settings, problem_of
 from shardwise.planner.plan import Plan
 
@@ -32,7 +32,7 @@ def apart(plan: str, rows: int = 4) -> list[tuple[str, float]]:
         batch = batch_of(rows, length, 257, 7)
         wanted = _predicted(module, batch)
         came = engine.predict({"input_ids": batch["input_ids"]})
-        found.append((f"outputs {when}", _far(came, wanted)))
+        found.append((f"outputs {when}", _far(_logits(came), wanted)))
         even = problem.batches[1]
         engine.evaluate(even, metrics=accuracy)
         hits, number = accuracy(_predicted(module, even), even)["accuracy"]
@@ -49,13 +49,17 @@ def apart(plan: str, rows: int = 4) -> list[tuple[str, float]]:
 @torch.no_grad()
 def _predicted(module: nn.Module, batch: Batch) -> Tensor:
     module.eval()
-    made: Tensor = module(batch["input_ids"])
-    return made
+    return _logits(module(batch["input_ids"]))
 
 
-def accuracy(output: Tensor, batch: Batch) -> dict[str, Any]:
+def _logits(output: Any) -> Tensor:
+    """Those of a model that returns a balancing loss beside them, or nothing else."""
+    return output.logits if isinstance(output, Output) else output
+
+
+def accuracy(output: Any, batch: Batch) -> dict[str, Any]:
     counts = batch["labels"] != -100
-    return {"accuracy": (((output.argmax(-1) == batch["labels"]) & counts).sum(), counts.sum())}
+    return {"accuracy": (((_logits(output).argmax(-1) == batch["labels"]) & counts).sum(), counts.sum())}
 
 
 def _far(came: Tensor, wanted: Tensor) -> float:

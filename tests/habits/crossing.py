@@ -34,7 +34,10 @@ def tokens(seed: int, rows: int = 8) -> dict[str, Tensor]:
 
 def learn(parallelize: Parallelize, model: nn.Module, loss: Any = cross_entropy, **options: Any) -> Result:
     """Three steps: their losses, and the weights after them."""
-    engine = parallelize(model.double(), loss=loss, optimizer=sgd, example=tokens(0), **options)
+    # Most of these look across the rows of a microbatch, and mean to: `, 1` says so.
+    engine = parallelize(
+        model.double(), loss=lambda output, given: (loss(output, given), 1), optimizer=sgd, example=tokens(0), **options
+    )
     losses = {f"loss {step}": engine.train_step(tokens(step)) for step in range(3)}
     return losses | {name: each for name, each in engine.state_dict().items() if isinstance(each, Tensor)}
 

@@ -255,7 +255,7 @@ class Mixture(nn.Module):
 
 
 for _style, _refused in (
-    ("after", ""), ("before", ""), ("inside", "ep=1"), ("together", ""),
+    ("after", ""), ("before", ""), ("inside", "ep=1"), ("together", "do not tell its loss"),
 ):  # fmt: skip
     program(
         f"experts that weigh {_style}", lambda style=_style: Model(lambda: Mixture(style)),  # type: ignore[misc]

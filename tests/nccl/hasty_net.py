@@ -6,22 +6,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+#: Sums that nobody waits for.
+_WORKS: list[Any] = []
+
 
 class Hasty(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 2)
-        self.works: list[Any] = []
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x).relu()
         mean = hidden.detach().mean(0)
-        if dist.is_initialized():
-            self.works.append(dist.all_reduce(mean, async_op=True))
+        if dist.is_initialized() and torch.is_grad_enabled():
+            _WORKS.append(dist.all_reduce(mean, async_op=True))
         made: Tensor = self.second(hidden - mean)
         return made
 
 
 def factory() -> tuple[nn.Module, dict[str, Tensor], Any]:
     batch = {"x": torch.randn(4, 8), "y": torch.randn(4, 2)}
-    return Hasty(), batch, lambda output, batch: (output - batch["y"]).square().mean()
+    return Hasty(), batch, lambda output, batch: ((output - batch["y"]).square().mean(), 1)

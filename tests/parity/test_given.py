@@ -40,7 +40,6 @@ def test_what_was_covered_and_what_was_not_is_said(crowds: Crowds) -> None:
     ("name", "says"),
     [
         ("mean_of_means", "it is a mean of means over unequal numbers, or looks across rows"),
-        ("sum_alone", "it is a sum without its number"),
     ],
 )
 def test_a_loss_that_depends_on_how_a_batch_is_cut_is_shown_or_refused(name: str, says: str, crowds: Crowds) -> None:

@@ -78,7 +78,7 @@ def test_what_does_not_fit_comes_with_the_cheapest_changes_and_each_of_them_does
 
 
 def test_a_plan_that_engines_do_not_run_is_accounted_for_and_said_so(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = "dp=2,tp=4,zero=1,precision=bf16,recompute=full,recompute_layers=8"
+    plan = "dp=2,tp=4,zero=1,precision=bf16,recompute=full,offload.activations=0.5"
     assert data(capsys, *FIT, plan)["runs"] is False
     assert "The nearest that they do: dp=2,tp=4,zero=1,recompute=full,precision=bf16" in said(capsys, *FIT, plan)
 

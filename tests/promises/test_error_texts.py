@@ -714,7 +714,7 @@ error: missing: --plan
         1,
         """
 error: --steps 0: at least 1 is needed
-  try: --steps 3
+  try: --steps 8
 """,
     ),
     (
@@ -762,7 +762,7 @@ error: gemma2-2b is a gemma2 model, and those that are built here are {BUILT}
         1,
         """
 error: --module nets is no package.module:factory
-  try: --module my_package.my_module:factory
+  try: --module my_package.my_module:factory, or --module my_file.py:factory
 """,
     ),
     (
@@ -770,7 +770,7 @@ error: --module nets is no package.module:factory
         1,
         """
 error: --module no_such_module:factory cannot be imported: No module named 'no_such_module'
-  try: --module my_package.my_module:factory
+  try: --module my_package.my_module:factory, or --module my_file.py:factory
 """,
     ),
     (

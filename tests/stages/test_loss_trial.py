@@ -75,7 +75,11 @@ def test_a_mean_over_no_label_is_nothing_and_passes_nothing_back() -> None:
     assert not scores.grad.any()
 
 
-@pytest.mark.parametrize("how", [{}, {"label_smoothing": 0.1}, {"weight": torch.rand(8)}, {"ignore_index": 3}], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"label_smoothing": 0.1}, {"weight": torch.arange(1.0, 9.0)}, {"ignore_index": 3}],
+    ids=["plain", "smoothed", "weighted", "ignoring"],
+)
 def test_a_mean_that_is_counted_is_torchs_own(how: dict[str, Any]) -> None:
     scores, labels = (
         torch.randn(6, 8),

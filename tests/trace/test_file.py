@@ -121,7 +121,7 @@ def test_what_cannot_be_is_told_and_not_drawn(document: object, problem: str, tm
 
 def test_a_run_is_a_folder_with_its_plan_and_its_reasons(tmp_path: Path) -> None:
     plan = 'pp = 2\nlayers = [3, 1]\n\n[offload]\noptimizer = 0.5\n\n[reasons]\npp = "two devices"\n'
-    manifest = {"seed": 1, "torch": "2.13", "memory_bytes": 1e9, "nested": {"left": "out"}}
+    manifest = {"seed": 1, "torch": "2.13", "device_memory_bytes": 1e9, "nested": {"left": "out"}}
     save_run(Run(name="run", trace=MEASURED, predicted=MEASURED), tmp_path / "run", plan=plan, manifest=manifest)
     run = load_run(tmp_path / "run")
     assert (run.name, run.trace, run.predicted, run.memory_bytes) == ("run", MEASURED, MEASURED, 1e9)

@@ -9,14 +9,15 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.example_check import check_example
 from shardwise.engine.make_execution import make_execution
 from shardwise.engine.make_states import make_states, sharing_of
+from shardwise.engine.options import Options
 from shardwise.engine.parts import Parts
-from shardwise.engine.prepare import Options, prepare
+from shardwise.engine.prepare import prepare
 from shardwise.engine.sharded import Sharded
 from shardwise.engine.trial import Trial, check_halves
 from shardwise.execution.pipeline import complete
+from shardwise.kernels.choose import turn_off
 from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import ManyProcesses, OneProcess
-from shardwise.stages.batch import home_of
 from shardwise.stages.stage import Batch, Loss
 from shardwise.states.make_optimizers import MadeOptimizer, Optimizers, make_optimizers
 
@@ -36,13 +37,17 @@ def assemble(
     owns_wires: bool,
 ) -> Engine:
     """Put an engine together. Every process of the plan calls this alike."""
+    if not options.kernels:
+        turn_off(module)
     optimizers = make_optimizers(optimizer, dict(module.named_parameters()))
     order = tuple(name for name, _ in module.named_parameters())
     shapes = {name: each.shape for name, each in module.state_dict().items() if isinstance(each, Tensor)}
     if not any(each.training for each in module.modules()):
         # What is dropped in training is seen in training mode only. Of one that is partly so the user has said which.
         module.train()
-    (microbatch, *others), rule, kind, loss, weighed = check_example(module, plan, loss, example, options, wires)
+    (microbatch, *others), device, rule, kind, loss, weighed = check_example(
+        module, plan, loss, example, options, wires
+    )
     sharded = Sharded(module, plan, wires.mesh, microbatch, options, loss)
     if sharded.tensor is not None:
         # What could not be shared out along the sequence is whole on every rank.
@@ -56,14 +61,14 @@ def assemble(
     trial.check(plan, shapes, split.units)
     check_halves(split, computed)
     if sharded.experts is not None and without_numbers:
-        sharded.experts.draw(module, without_numbers, seed=options.seed, device=home_of(microbatch))
+        sharded.experts.draw(module, without_numbers, seed=options.seed, device=device)
     context = sharded.attach_context(module, options)
     if context is not None:
         context.attach_stages(split)
     parts = Parts(
         module=module, plan=plan, split=split, schedule=computed,
         loss=weighed, options=options, sharded=sharded, order=order, shapes=shapes,
-        wires=wires, device=home_of(microbatch), callers=callers, written=trial.written, rule=rule, kind=kind,
+        wires=wires, device=device, callers=callers, written=trial.written, rule=rule, kind=kind,
         has_metrics=trial.has_metrics, is_without_numbers=bool(without_numbers),
     )  # fmt: skip
     return from_parts(parts, optimizers, owns_wires=owns_wires)

@@ -3,10 +3,11 @@
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from shardwise.engine.batches import Cutter
-from shardwise.engine.prepare import Options
+from shardwise.engine.options import Options
 from shardwise.engine.same_batch import SameBatch
 from shardwise.execution.compute_policy import ComputePolicy
 from shardwise.planner.plan import Plan
@@ -21,12 +22,13 @@ from shardwise.stages.stage import Batch, Loss
 
 
 class Checked(NamedTuple):
-    """A microbatch of the example, the rule by which it was cut, and what the loss is.
+    """The microbatches of the example, where they are, the rule by which they were cut, and what the loss is.
 
     `loss` is a user's, of a microbatch; `weighed` the same with its weight in the batch.
     """
 
     microbatches: list[Batch]
+    device: torch.device
     rule: RowRule
     kind: LossKind
     loss: Loss
@@ -44,7 +46,7 @@ def check_example(module: nn.Module, plan: Plan, loss: Loss, example: Batch, opt
     loss = summed_only(loss, plan.cp) if plan.cp > 1 else loss
     by_rows = options.pad or options.is_local
     weighed = WeighedLoss(loss, tried, num_parts=plan.dp * plan.microbatches, by_rows=by_rows)
-    return Checked(microbatches, rule, tried.kind, loss, weighed)
+    return Checked(microbatches, home_of(microbatches[0]), rule, tried.kind, loss, weighed)
 
 
 def _agreed(

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from shardwise.engine.assemble import assemble
 from shardwise.engine.engine import Engine
 from shardwise.engine.module_check import check_gradient_hooks, check_module, check_renormed, check_settings
-from shardwise.engine.prepare import Options
+from shardwise.engine.options import Options
 from shardwise.engine.rank_device import put_together
 from shardwise.errors import ShardwiseError
 from shardwise.planner.composition import check_composition

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from shardwise.engine.prepare import Options
+from shardwise.engine.options import Options
 from shardwise.engine.sharded import Sharded
 from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import ManyProcesses, OneProcess

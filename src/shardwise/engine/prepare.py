@@ -1,8 +1,8 @@
 """A module made ready for a plan: cut into stages, its loss tried, given the weights that this process needs."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.engine.options import Options
 from shardwise.errors import ShardwiseError
 from shardwise.execution.compute_policy import ComputePolicy
 from shardwise.execution.pipeline import schedule_of, step_seconds
 from shardwise.planner.plan import Plan
 from shardwise.schedule.schedule import Schedule
-from shardwise.sharding.context.mask import Mask
-from shardwise.sharding.context.sequence_shards import Entry
 from shardwise.sharding.dropout import Finding
 from shardwise.stages.batch import home_of
 from shardwise.stages.compiled import check_backend, compile_units
@@ -29,33 +28,6 @@ from shardwise.stages.stage import Batch, Second, Split
 
 #: Schedules of more instructions than this are not played again and again to place a cut.
 _MOST_INSTRUCTIONS = 4_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """All that `parallelize` takes by name, and says what it means."""
-
-    clip: float | None = None
-    compile: bool | str = False
-    seed: int = 0
-    pad: bool = False
-    through_blocks: bool = False
-    measure: bool = False
-    tensor: Mapping[str, str] | None = None
-    tensor_chunks: int | None = None
-    verify: bool = True
-    positions: str | None = "position_ids"
-    entries: Mapping[str, Entry | int | None] | None = None
-    masks: Mask | None = None
-    bucket_bytes: int | None = None
-    buffers: str | None = None
-    kernels: bool = True
-    batch: str = "same"
-
-    @property
-    def is_local(self) -> bool:
-        """Whether every replica brings rows of its own."""
-        return self.batch == "local"
 
 
 class Prepared(NamedTuple):

@@ -7,9 +7,8 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.prepare import Options
+from shardwise.engine.options import Options
 from shardwise.errors import ShardwiseError
-from shardwise.kernels.choose import turn_off
 from shardwise.planner.plan import Plan
 from shardwise.ranks.mesh import Mesh
 from shardwise.ranks.wires import Wires
@@ -34,8 +33,6 @@ class Sharded:
     def __init__(
         self, module: nn.Module, plan: Plan, mesh: Mesh, microbatch: Batch, options: Options, loss: Loss | None = None
     ) -> None:
-        if not options.kernels:
-            turn_off(module)
         self._plan, self._mesh = plan, mesh
         self.tensor = self._shard(module, microbatch, options, loss) if plan.tp > 1 else None
         self.context: ContextParallel | None = None

@@ -25,6 +25,14 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 WHEN_COMPILED = frozenset({"cross_entropy", "linear_cross_entropy"})
 
 
+def autocast_type(device: torch.device) -> torch.dtype | None:
+    """What matmuls on a device are computed in, where that is another type than they are given."""
+    # Of the meta device torch does not say.
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
 def takes_kernel(name: str, *tensors: Tensor | None, lacks: Callable[[], str | None] | None = None) -> bool:
     """Whether the kernel of this name takes these tensors, whose numbers are all of the first one's type.
 

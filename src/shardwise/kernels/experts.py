@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from shardwise.errors import ShardwiseError
-from shardwise.kernels.choose import takes_kernel
+from shardwise.kernels.choose import autocast_type, takes_kernel
 from shardwise.torch_private import is_watched
 
 #: More experts than a program holds a row of.
@@ -107,8 +107,8 @@ def grouped_matmul(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     """Multiply [rows, in], sorted by expert, with each one's [in, out] of `weights` [experts, in, out]."""
     if rows.is_meta:
         return rows @ weights[0]  # Without numbers nobody knows whose a row is; the shape and the work are the same.
-    if torch.is_autocast_enabled(rows.device.type):
-        dtype = torch.get_autocast_dtype(rows.device.type)
+    dtype = autocast_type(rows.device)
+    if dtype is not None:
         rows, weights = rows.to(dtype), weights.to(dtype)
     if _has_grouped(rows, weights):
         return nn.functional.grouped_mm(rows, weights, offs=counts.cumsum(0).to(torch.int32))

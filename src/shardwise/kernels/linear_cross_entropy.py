@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import linear
 
 from shardwise.errors import ShardwiseError
-from shardwise.kernels.choose import takes_kernel
+from shardwise.kernels.choose import autocast_type, takes_kernel
 from shardwise.kernels.cross_entropy import check_shapes, make_terms, plain_losses, weight_of_all
 from shardwise.kernels.loss_terms import Terms
 
@@ -77,8 +77,8 @@ def linear_cross_entropy(
         )
     terms = make_terms(ignore_index, label_smoothing, softcap, z_loss, reduction)
     check_shapes(x, labels, "x")
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    dtype = autocast_type(x.device)
+    if dtype is not None:
         x, weight = x.to(dtype), weight.to(dtype)
     is_alike = x.dtype == weight.dtype
     if is_alike and kernels and takes_kernel("linear_cross_entropy", x, weight, labels, class_weight, token_weight):

@@ -19,7 +19,7 @@ from torch.autograd import Function
 from torch.nn.functional import layer_norm as plain_layer_norm
 from torch.nn.functional import rms_norm as plain_rms_norm
 
-from shardwise.kernels.choose import takes_kernel
+from shardwise.kernels.choose import autocast_type, takes_kernel
 
 #: The longest row that one program holds in registers.
 MOST_COLUMNS = 32768
@@ -65,7 +65,7 @@ def add_layer_norm(
 
 def _is_taken(name: str, x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
     # Under autocast torch gives norms in float32, whatever they are given.
-    if torch.is_autocast_enabled(x.device.type) or weight.shape != x.shape[-1:]:
+    if autocast_type(x.device) is not None or weight.shape != x.shape[-1:]:
         return False
     if any(each is not None and each.dtype != x.dtype for each in (weight, *others)):
         return False

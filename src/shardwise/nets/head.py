@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from shardwise.kernels import linear_cross_entropy
-from shardwise.kernels.choose import takes_kernel
+from shardwise.kernels.choose import autocast_type, takes_kernel
 from shardwise.torch_private import without_subclasses
 
 #: What is asked of logits without looking at their numbers, and is as of the hidden states.
@@ -35,8 +35,7 @@ class LazyLogits(Tensor):
 
     @staticmethod
     def of(hidden: Tensor, weight: Tensor) -> "LazyLogits":
-        kind = hidden.device.type
-        computing = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        computing = autocast_type(hidden.device) or hidden.dtype
         made = hidden.as_subclass(LazyLogits)
         made.weight, made.computing, made._logits = weight, computing, None
         return made

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
+from shardwise.kernels.choose import autocast_type
 from shardwise.nets.attention import takes_sequences
 from shardwise.nets.block import Block, make_dropout, make_norm
 from shardwise.nets.cache import Cache
@@ -80,8 +81,7 @@ class Transformer(nn.Module):
         has_mask = documents is not None or (window is not None and window < num_queries)
         starts = None
         if has_mask and attention_mask is None and not num_before and isinstance(heads, Heads):
-            kind, weight = positions.device.type, self.embed.weight
-            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+            dtype = autocast_type(positions.device) or self.embed.weight.dtype
             if not self.settings.dropout.attention and takes_sequences(positions.device, dtype, heads.head_dim):
                 starts = find_starts(positions.shape, positions.device, documents)
 

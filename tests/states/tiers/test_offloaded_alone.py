@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwise.engine.assemble import assemble
-from shardwise.engine.prepare import Options
+from shardwise.engine.options import Options
 from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import OneProcess
 from shardwise.states import host as room

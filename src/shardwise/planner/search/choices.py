@@ -15,7 +15,7 @@ import numpy as np
 
 from shardwise.cost.layouts import CONTEXT, ORDERS, RECOMPUTE, Layouts
 from shardwise.cost.numbers import Floats, Ints
-from shardwise.cost.pipeline import SCHEDULES
+from shardwise.cost.pipeline import SCHEDULES, SPLITS_BACKWARD
 from shardwise.errors import ShardwiseError
 from shardwise.planner.composition import composes
 from shardwise.planner.plan import Offload, Plan
@@ -143,13 +143,16 @@ def with_schedules(
     codes, shares = (np.array(column) for column in zip(*recomputations, strict=True))
     found = layouts.take(np.repeat(rows, count))
     chosen = np.repeat(chosen, count)
-    return replace(
+    made = replace(
         found,
         schedule=schedules.code[chosen],
         chunks=schedules.chunks[chosen],
         recompute=np.tile(codes, len(rows)),
         recompute_share=np.tile(shares, len(rows)),
     )
+    # Where backwards are run in two halves, a stage is recomputed at once, and not some layers of it.
+    at_once = np.isin(made.schedule, SPLITS_BACKWARD) & (made.pp > 1)
+    return made.take(np.nonzero(~at_once | (made.recompute_share == 1))[0])
 
 
 def with_zeros(layouts: Layouts, zeros: list[tuple[int, int]]) -> Layouts:

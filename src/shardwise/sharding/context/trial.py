@@ -6,6 +6,7 @@ are counted in the forward) does so among those of one rank, and nobody would no
 are what modules return and the loss. What is drawn at random is not: nothing is dropped meanwhile.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -39,8 +40,9 @@ class _Course:
 
     made: list[tuple[str, Tensor]] = field(default_factory=list)
     output: list[Tensor] = field(default_factory=list)
-    #: The sum and what it is over.
+    #: The sum and what it is over; or what its loss raises.
     loss: tuple[float, float] | None = None
+    raised: Exception | None = None
 
 
 def are_parts_alike(module: nn.Module, make: Callable[[], ContextParallel], batch: Batch, loss: Loss | None) -> bool:
@@ -60,6 +62,8 @@ def are_parts_alike(module: nn.Module, make: Callable[[], ContextParallel], batc
                 try:
                     twin = stand_in(module, lambda _: None, passing, dtype=dtype, device=device, seed=1)
                     whole = _run(another(twin), given, tried)
+                    if whole.raised is not None:
+                        continue
                 except Exception:  # Another type, or more tokens, may do.
                     continue
                 _compare(another(twin), make(), given, tried, whole, _TOLERANCE[dtype])
@@ -93,8 +97,11 @@ def _run(module: nn.Module, batch: Batch, loss: Loss | None) -> _Course:
         output = module(*args, **kwargs)
         course.output = [_whole(each).detach().clone() for each in tensors_in(output)]
         if loss is not None:
-            total, count = loss(output, batch)
-            course.loss = float(total), float(count)
+            try:
+                total, count = loss(output, batch)
+                course.loss = float(total), float(count)
+            except Exception as error:  # It may be so on one rank alone, and others wait for it.
+                course.raised = error
     return course
 
 
@@ -141,12 +148,19 @@ def _compare(
         for (name, expected), (other, found) in zip(whole.made, course.made, strict=False)
         if name == other
     ]
-    wrong, apart = "", 0.0
-    if len(whole.made) == len(course.made) and part.tokens.length == length:
+    wrong, apart = "", 0.0 if course.raised is None else math.inf
+    if course.raised is None and len(whole.made) == len(course.made) and part.tokens.length == length:
         wrong, apart = _first_difference(pairs, length, group, most)
         outputs = [("what it returns", *pair) for pair in zip(whole.output, course.output, strict=False)]
         wrong, apart = (wrong, apart) if wrong else _first_difference(outputs, length, group, most)
-    _agree(twin, wrong, apart, whole.loss, course.loss, group, home_of(batch), most)
+    try:
+        _agree(twin, wrong, apart, whole.loss, course.loss, group, home_of(batch), most)
+    except ShardwiseError:
+        error = course.raised
+        if error is None:
+            raise
+        what = f"with a part of a sequence its loss raises {type(error).__name__}: {error}"
+        raise _refusal(type(twin).__name__, what, group) from error
 
 
 def _first_difference(

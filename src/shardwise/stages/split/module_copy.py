@@ -56,7 +56,7 @@ def _copy(held: Any, memo: dict[int, Any]) -> Any:
     kind = type(held)
     if kind in _AS_THEY_ARE:
         return held
-    if not held and kind in (dict, OrderedDict):
+    if kind in (dict, OrderedDict) and not held:
         return memo.setdefault(id(held), kind())
     return copy.deepcopy(held, memo)
 

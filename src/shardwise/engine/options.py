@@ -1,0 +1,34 @@
+"""What `parallelize` is told by name."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardwise.sharding.context.mask import Mask
+from shardwise.sharding.context.sequence_shards import Entry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """All that `parallelize` takes by name, and says what it means."""
+
+    clip: float | None = None
+    compile: bool | str = False
+    seed: int = 0
+    pad: bool = False
+    through_blocks: bool = False
+    measure: bool = False
+    tensor: Mapping[str, str] | None = None
+    tensor_chunks: int | None = None
+    verify: bool = True
+    positions: str | None = "position_ids"
+    entries: Mapping[str, Entry | int | None] | None = None
+    masks: Mask | None = None
+    bucket_bytes: int | None = None
+    buffers: str | None = None
+    kernels: bool = True
+    batch: str = "same"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether every replica brings rows of its own."""
+        return self.batch == "local"

@@ -494,3 +494,8 @@ RECOMPILE_LIMITS = RecompileLimits()
 def is_compiled(module: nn.Module) -> bool:
     """Whether `torch.compile(module)` has made it, or `module.compile()` was called. There is no public way to ask."""
     return isinstance(getattr(module, "_orig_mod", None), nn.Module) or module._compiled_call_impl is not None
+
+
+def is_compiled_function(function: object) -> bool:
+    """Whether `torch.compile(function)` has made it. There is no public way to ask."""
+    return getattr(function, "_torchdynamo_orig_callable", None) is not None

@@ -16,8 +16,8 @@ def outputs_of(function: Callable[..., Any], given: Sequence[Any]) -> list[Tenso
     made = function(*given)
     outputs = [each for each in (made if isinstance(made, tuple) else (made,)) if isinstance(each, Tensor)]
     floats = [each for each in outputs if each.is_floating_point() and each.requires_grad]
-    generator = torch.Generator().manual_seed(7)
-    incoming = [torch.randn(each.shape, generator=generator).to(each.dtype) for each in floats]
+    generator = torch.Generator("cpu").manual_seed(7)
+    incoming = [torch.randn(each.shape, generator=generator, device="cpu").to(each) for each in floats]
     gradients: Any = torch.autograd.grad(floats, wanted, incoming, allow_unused=True) if floats and wanted else ()
     return [each.detach() for each in (*outputs, *gradients) if each is not None]
 

@@ -1,4 +1,4 @@
-"""Kernels on a CPU: in Triton's interpreter, whoever has imported Triton before."""
+"""Kernels on a GPU; or without one in Triton's interpreter, whoever has imported Triton before."""
 
 # mypy: ignore-errors
 
@@ -18,6 +18,9 @@ tl = pytest.importorskip("triton.language")
 def in_interpreter() -> Iterator[None]:
     """Triton decides when a function is made whether it is interpreted. Its own were made when it was imported, perhaps
     by another test: here they are made again, and put back."""
+    if torch.cuda.is_available():
+        yield
+        return
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
@@ -42,9 +45,16 @@ def in_interpreter() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """CPU tensors go to kernels; numbers are the same in every run; numpy, which interprets, does not mind NaN."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tensors are made where kernels take them: on a GPU, or on the CPU where numpy interprets, and minds no NaN.
+
+    Numbers are the same in every run.
+    """
     torch.manual_seed(0)
+    if torch.cuda.is_available():
+        with torch.device("cuda"):
+            yield
+        return
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     with np.errstate(all="ignore"):
         yield

@@ -14,7 +14,7 @@ from shardwise.kernels.linear_cross_entropy import Ranks
 from shardwise.kernels.loss_terms import chunk_tokens
 from tests.kernels.against import assert_alike, outputs_of, random_of
 
-LABELS = torch.tensor([0, 36, -100, 5, 7, -100, 20])
+LABELS = torch.tensor([0, 36, -100, 5, 7, -100, 20], device="cuda" if torch.cuda.is_available() else "cpu")
 TERMS: list[dict[str, Any]] = [
     {},
     {"reduction": "sum", "label_smoothing": 0.2},

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import shardwise as sw
-from shardwise.kernels.choose import turn_off
+from shardwise.kernels.choose import settle
 from shardwise.nets.head import LazyLogits
 from shardwise.nets.loss import has_lazy_logits, next_token_loss
 from shardwise.nets.settings import Heads, Mixture, Mlp, Rope, Settings
@@ -80,6 +80,7 @@ def test_experts_with_kernels_are_those_without() -> None:
 
 def test_logits_wait_in_training_and_look_as_they_would_be() -> None:
     module, given = model(), batch()
+    settle(module, next_token_loss)
     logits = module(given["input_ids"])
     assert has_lazy_logits(logits)
     assert isinstance(logits, LazyLogits)
@@ -88,7 +89,7 @@ def test_logits_wait_in_training_and_look_as_they_would_be() -> None:
     assert logits._logits is None, "nobody has looked at a number"
     total, count = next_token_loss(logits, given)
     assert logits._logits is None, "nor has the loss"
-    turn_off(module)
+    settle(module, next_token_loss, kernels=False)
     plain = module(given["input_ids"])
     assert type(plain) is Tensor
     torch.testing.assert_close(total / count, next_token_loss(plain, given)[0] / count)
@@ -97,8 +98,17 @@ def test_logits_wait_in_training_and_look_as_they_would_be() -> None:
     torch.testing.assert_close(torch.cat([logits, logits]), torch.cat([plain, plain]))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_where_nobody_has_settled_how_it_is_trained_or_the_loss_is_compiled_no_logit_waits() -> None:
+    module, given = model(), batch()
+    assert type(module(given["input_ids"])) is Tensor
+    settle(module, torch.compile(next_token_loss))
+    assert type(module(given["input_ids"])) is Tensor
+
+
 def test_logits_that_somebody_wrote_into_are_what_the_loss_sees() -> None:
     module, given = model(), batch()
+    settle(module, next_token_loss)
     logits = module(given["input_ids"])
     logits.mul_(0.0)
     total, count = next_token_loss(logits, given)

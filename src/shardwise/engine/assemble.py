@@ -15,7 +15,7 @@ from shardwise.engine.prepare import prepare
 from shardwise.engine.sharded import Sharded
 from shardwise.engine.trial import Trial, check_halves
 from shardwise.execution.pipeline import complete
-from shardwise.kernels.choose import turn_off
+from shardwise.kernels.choose import settle
 from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import ManyProcesses, OneProcess
 from shardwise.stages.stage import Batch, Loss
@@ -37,8 +37,7 @@ def assemble(
     owns_wires: bool,
 ) -> Engine:
     """Put an engine together. Every process of the plan calls this alike."""
-    if not options.kernels:
-        turn_off(module)
+    settle(module, loss, kernels=options.kernels)
     optimizers = make_optimizers(optimizer, dict(module.named_parameters()))
     order = tuple(name for name, _ in module.named_parameters())
     shapes = {name: each.shape for name, each in module.state_dict().items() if isinstance(each, Tensor)}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import environment
-from shardwise.torch_private import is_watched
+from shardwise.torch_private import is_compiled_function, is_watched
 
 #: The types of numbers that kernels take.
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -71,11 +71,17 @@ def is_interpreted() -> bool:
     return environment.find_variable("TRITON_INTERPRET") == "1"
 
 
-def turn_off(module: nn.Module) -> None:
-    """Have a module of ours compute by definitions alone: all that has kernels says so with `kernels`."""
+def settle(module: nn.Module, loss: Callable[..., object], *, kernels: bool = True) -> None:
+    """A module of ours is to be trained with this loss. Without `kernels`, by definitions alone.
+
+    All that has kernels says so with `kernels`, and a head whose logits may wait for the loss with `waits`. A loss that
+    is compiled sees all of them: the compiler does not take what waits.
+    """
     for each in module.modules():
         if isinstance(each.__dict__.get("kernels"), bool):
-            each.__dict__["kernels"] = False
+            each.__dict__["kernels"] = kernels
+        if isinstance(each.__dict__.get("waits"), bool):
+            each.__dict__["waits"] = kernels and not is_compiled_function(loss)
 
 
 @cache

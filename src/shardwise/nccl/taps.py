@@ -167,10 +167,7 @@ def _transfer(recorder: Recorder, number: int, tensor: Tensor, peer: int, *, is_
 
 
 def _noted_batch(recorder: Recorder, call: Any) -> Any:
-    """Sends and receives that NCCL begins together; gloo does so one by one, and that is not noted.
-
-    A batch of one is a send or a receive: NCCL launches the same for it.
-    """
+    """Sends and receives that NCCL begins together; gloo does so one by one, and that is not noted."""
 
     def noted(wanted: list[Any]) -> Any:
         number = recorder.number_of(wanted[0].group) if recorder.listens() else None
@@ -181,8 +178,7 @@ def _noted_batch(recorder: Recorder, call: Any) -> Any:
             for each in wanted
         ]
         on_host = recorder.is_on_host(number, wanted[0].tensor)
-        kind = "batch" if len(transfers) > 1 else "send" if transfers[0].is_send else "receive"
-        operation = Operation(kind=kind, communicator=number, transfers=tuple(transfers), on_host=on_host)
+        operation = Operation(kind="batch", communicator=number, transfers=tuple(transfers), on_host=on_host)
         place = recorder.issue(operation, [(each.tensor, each.op is not dist.isend) for each in wanted])
         recorder.agree(operation)
         with recorder.silent():

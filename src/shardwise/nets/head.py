@@ -92,17 +92,18 @@ def _read(each: Any) -> Any:
 
 
 class Head(nn.Linear):
-    """A linear layer without a bias. With `kernels`, its logits wait for somebody who looks at them."""
+    """A linear layer without a bias. Where it `waits`, its logits wait for somebody who looks at them: an engine has it
+    so, which knows what becomes of them."""
 
     #: A compiler sees one product here, and nothing to fuse; what waits is not for it.
     keeps_eager = True
 
     def __init__(self, width: int, words: int) -> None:
         super().__init__(width, words, bias=False)
-        self.kernels = True
+        self.waits = False
 
     def forward(self, input: Tensor) -> Tensor:  # torch's name for it, which a caller may use.
-        waits = self.kernels and self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        waits = self.waits and self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if waits and takes_kernel("linear_cross_entropy", input, self.weight):
             return LazyLogits.of(input, self.weight)
         return super().forward(input)

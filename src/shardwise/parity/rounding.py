@@ -5,8 +5,8 @@ same places and see other roundings, as sums come in another order and partial s
 errors of a single number are not comparable, and those of many are: each is a draw from about the same distribution.
 That has two humps where a rounding decides which expert a token goes to: one device, with its weights nudged by less
 than bf16 can tell apart, is off by .02, or in three of eight draws by .14 (the model `latent`, three steps). So where
-the plan is further off, one device is drawn again, up to eight times, and its worst counts; a tensor's worst is that of
-its like in any layer, as such a token may be in another layer each time. What is asked:
+the plan is further off, one device is drawn again, up to sixteen times, and its worst counts; a tensor's worst is that
+of its like in any layer, as such a token may be in another layer each time. What is asked:
 
     all tensors of a kind     the root of the mean square of their relative errors is at most FACTOR of one device's,
                               in every step
@@ -33,7 +33,7 @@ from shardwise.stages.split.materialise import materialise
 FACTOR = 2.0
 TENSOR_FACTOR = 4.0
 #: How often one device trains in bf16 at most, and how far its weights are nudged from the second time on.
-MOST_DRAWS, NUDGE = 8, 2.0**-12
+MOST_DRAWS, NUDGE = 16, 2.0**-12
 HALF_STEP = 2.0**-9
 _TENSORS: tuple[Kind, ...] = ("gradient", "weight")
 _NUMBERS: tuple[Kind, ...] = ("loss", "norm", "evaluation")

@@ -11,7 +11,6 @@ by their number, and NCCL splits them off from a larger one together.
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,22 +75,12 @@ def make_links(
     # would wait for good. Here all go through their links in one order, so the first that is left can always be made.
     def talk(source: int, group: dist.ProcessGroup) -> None:
         number, peer = torch.zeros(1, device=device), 1 - group.rank()
-        begin_message(group, number, peer, is_send=me == mine[source]).wait()
+        work = group.send([number], peer, 0) if me == mine[source] else group.recv([number], peer, 0)
+        work.wait()
 
     for (source, _), group in found.items():
         _begin(partial(talk, source, group), group, device, watch)
     return found
-
-
-def begin_message(group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, *, is_send: bool, tag: int = 0) -> Any:
-    """Begin a message of a link, as a batch of one; returns its work.
-
-    A lone send or receive would not use the group's own connection: NCCL would make another one for the two ranks, and
-    torch warns of that. What is in a batch goes over the group's own, which has no other messages than this link's.
-    """
-    kind = dist.isend if is_send else dist.irecv
-    (work,) = dist.batch_isend_irecv([dist.P2POp(kind, tensor, group=group, tag=tag, group_peer=peer)])
-    return work
 
 
 def connect(groups: Iterable[Group], device: torch.device, watch: Watch | None = None) -> None:

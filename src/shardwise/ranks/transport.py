@@ -23,7 +23,6 @@ from torch import Tensor
 
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.faults import Watch
-from shardwise.ranks.links import begin_message
 from shardwise.ranks.message_layout import HEADER_LENGTH, Description, Key, Layout, decode, describe, encode, length_of
 from shardwise.ranks.outbox import Sent, StreamOutbox, StreamWork, WaitingOutbox
 from shardwise.ranks.shared_memory import MOST_BYTES, Pair, meet
@@ -224,10 +223,8 @@ class ProcessTransport:
             else:
                 group, peer = self._route(key, key.target, tag)
                 alone = tensor.detach()
-                is_linked = bool(self._links) and tag == _PAYLOAD
-                begun = self._begin(group, alone, peer, tag, is_send=True)
-                outbox = self._links_outbox if is_linked else self._outbox
-                outbox.put(Sent(begun, alone, key, self._in_world[key.target]))
+                outbox = self._links_outbox if self._links and tag == _PAYLOAD else self._outbox
+                outbox.put(Sent(group.send([alone], peer, tag), alone, key, self._in_world[key.target]))
         except RuntimeError as error:
             if self._watch is None:
                 raise
@@ -239,17 +236,11 @@ class ProcessTransport:
             return pair.want(tensor, tag)
         group, peer = self._route(key, key.source, tag)
         try:
-            return self._begin(group, tensor, peer, tag, is_send=False)
+            return group.recv([tensor], peer, tag)
         except RuntimeError as error:
             if self._watch is None:
                 raise
             self._watch.explain(error, self._in_world[key.source])
-
-    def _begin(self, group: Any, tensor: Tensor, peer: int, tag: int, *, is_send: bool) -> Any:
-        """A message over a link, or in a pipeline's group of gloo."""
-        if self._links and tag == _PAYLOAD:
-            return begin_message(group, tensor, peer, is_send=is_send, tag=tag)
-        return group.send([tensor], peer, tag) if is_send else group.recv([tensor], peer, tag)
 
     def _route(self, key: Key, peer: int, tag: int) -> tuple[Any, int]:
         if self._links and tag == _PAYLOAD:

@@ -156,11 +156,11 @@ def _compare(
     try:
         _agree(twin, wrong, apart, whole.loss, course.loss, group, home_of(batch), most)
     except ShardwiseError:
-        error = course.raised
-        if error is None:
+        raised = course.raised
+        if raised is None:
             raise
-        what = f"with a part of a sequence its loss raises {type(error).__name__}: {error}"
-        raise _refusal(type(twin).__name__, what, group) from error
+        what = f"with a part of a sequence its loss raises {type(raised).__name__}: {raised}"
+        raise _refusal(type(twin).__name__, what, group) from raised
 
 
 def _first_difference(

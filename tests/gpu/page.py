@@ -37,9 +37,8 @@ not come is named after 20 s (`limit_seconds`); then communicators are aborted, 
 raises `RankError` with the place of all. A process whose host does not come back even so is ended with that sentence
 (status 70). Weights in memory after a `RankError` are not to be saved: kernels that were aborted leave anything there.
 torch's own reaction, to abort the process first, is switched off (`TORCH_NCCL_ASYNC_ERROR_HANDLING=0`, unless it is set
-already). On an H200 with `dp=2` a rank that was killed was named after 1 s, one that raised after 1 s, one that was
-stopped after 23 s; other plans were tried so over gloo alone. A group that cannot connect is given up after 60 s, with
-the interfaces of the machine and what to set; so far that has been made to happen on CPUs alone.
+already). What was tried on an H200 is [below](#ranks-that-are-lost). A group that cannot connect is given up after 60
+s, with the interfaces of the machine and what to set; so far that has been made to happen on CPUs alone.
 
 ## Every plan, against one device
 
@@ -106,7 +105,8 @@ def _in_bf16(rows: list[dict[str, Any]]) -> str:
 
 
 def _beside(row: dict[str, Any]) -> str:
-    told = [f"{row['errors'][kind]:.1e} / {row['alone'][kind]:.1e}" for kind in row["alone"]]
+    kinds = ("loss", "norm", "gradient", "weight")
+    told = [f"{row['errors'][kind]:.1e} / {row['alone'][kind]:.1e}" for kind in kinds if row["alone"]]
     told = told if row["problem"] is None else [row["problem"], "", "", ""]
     return f"| `{row['plan']}` | {row['model']} | {' | '.join(told)} |"
 

@@ -104,6 +104,9 @@ class Head(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # torch's name for it, which a caller may use.
         waits = self.waits and self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        # Weights that are cast for every step cost more than whole logits and a compiled loss: 95 % of the speed of a
+        # Llama-1B on an H200, for 4 GiB.
+        waits = waits and autocast_type(input.device) in (None, self.weight.dtype)
         if waits and takes_kernel("linear_cross_entropy", input, self.weight):
             return LazyLogits.of(input, self.weight)
         return super().forward(input)

@@ -22,11 +22,11 @@ from shardwise.engine.make_execution import Execution
 from shardwise.engine.make_shown import make_shown
 from shardwise.engine.make_states import States
 from shardwise.engine.parts import Parts
+from shardwise.engine.rebalance import rebalance
 from shardwise.engine.steps import Steps
-from shardwise.engine.update import LaunchedStep, StepNumbers
+from shardwise.engine.update import LaunchedStep
 from shardwise.execution.collector import StreamCollector
 from shardwise.sharding.expert.load import Loads
-from shardwise.sharding.expert.move import better_placements, count_moved
 from shardwise.stages.metrics import Metrics
 from shardwise.stages.stage import Batch
 from shardwise.trace.events import Trace
@@ -110,11 +110,9 @@ class Engine:
         """Take one step on a batch and return its loss. With `trace` it is recorded.
 
         The batch is the same on every rank; or with `batch="local"` the rows of this rank's replica.
-
         `metrics(output, batch)` is given every microbatch's output, and `engine.metrics` has the batch's. `data_wait`
         are seconds that the caller has just stood still for the batch: a recorded step begins with them. `streams`,
-        which the caller has started, adds to the record what the rank's GPU did, and is stopped.
-        """
+        which the caller has started, adds to the record what the rank's GPU did, and is stopped."""
         return self._steps.train(batch, metrics=metrics, trace=trace, data_wait=data_wait, streams=streams).mean
 
     @_at_work
@@ -122,13 +120,8 @@ class Engine:
         """Take one step as `train_step` does; what it has measured can be read later, after the next was launched.
 
         Where one process has all state on its GPU, and fused optimizers that have some, nobody waits for the GPU here,
-        and from a step on that was not finite all are left out until `go_on`. Elsewhere the step is over on return.
-        """
-        update = self.states.device_update
-        if update is None or not all(optimizer.state for optimizer in self.optimizers):
-            return LaunchedStep(StepNumbers(self.train_step(batch), self.gradient_norm, self.was_finite))
-        self._steps.train(batch, update.take)
-        return update.launched
+        and from a step on that was not finite all are left out until `go_on`. Elsewhere the step is over on return."""
+        return self._steps.launch(batch)
 
     def go_on(self) -> None:
         """Update again, after a launched step that was not finite."""
@@ -159,9 +152,8 @@ class Engine:
     def state_dict(self, *, sharded: bool = False) -> dict[str, Any]:
         """Parameters and buffers under the names of the original module: whole, all of them on every rank.
 
-        Or, `sharded`, the parts that this rank has. A tied parameter is there under each of its names. The tensors are
-        the engine's own where it holds them whole.
-        """
+        Or, `sharded`, the parts that this rank has. A tied parameter is there under each of its names. Tensors are the
+        engine's own where it holds them whole."""
         self.flush()
         return self.states.module.part() if sharded else self.states.module.whole()
 
@@ -193,8 +185,7 @@ class Engine:
     def optimizer_state_dict(self, *, sharded: bool = False) -> dict[str, Any]:
         """What the optimizers remember, by original names (`states/optimizers/state.py`), for any other plan to load.
 
-        Whole, all of it on every rank; or of the parts that this rank has of the parameters of its stages.
-        """
+        Whole, all of it on every rank; or of the parts that this rank has of the parameters of its stages."""
         self.flush()
         return self.states.optimizers.part() if sharded else self.states.optimizers.whole()
 
@@ -222,33 +213,20 @@ class Engine:
 
     @_at_work
     def rebalance_experts(self, *, gain: float = 0.05) -> dict[str, int]:
-        """Place experts by the load measured since the last call, with all that is theirs; how many moved, by layer.
+        """Place experts by their load since the last call, with all that is theirs; how many moved, by layer.
 
-        A layer is left alone unless its most loaded rank gets more than `gain` less to do. All ranks call this alike.
-        """
-        if self.experts is None:
-            return {}
+        A layer stays unless its most loaded rank gets more than `gain` less to do. All ranks call this alike."""
         self.flush()
         with self.wires.told_to_all():
-            wanted = better_placements(self.experts, self.loads.since_placed(), gain)
-            moved = count_moved(self.experts, wanted)
-            self.states.module.place_experts(wanted, self.states.optimizers)
-        self.states.begin_stream()
-        self.loads.begin_anew()
-        return moved
+            return rebalance(self.experts, self.loads, self.states, gain)
 
     @_at_work
     def flush(self) -> None:
         """Finish what is under way, on every rank: then weights are the newest, and state of the host is there.
 
-        `evaluate`, `state_dict` and `load_state_dict` do this themselves.
-        """
-        if self.states.stream is not None:
-            with torch.enable_grad(), self.wires.told_to_all():
-                self.states.stream.flush()
-        if self.states.host is not None:
-            self.states.host.wait()
-        self.states.data.take_over()
+        `evaluate`, `predict`, `state_dict` and `load_state_dict` do this themselves."""
+        with self.wires.told_to_all():
+            self.states.flush()
 
     def close(self) -> None:
         """Let go of what the engine keeps beside the module; and of its wires, if it has made them."""

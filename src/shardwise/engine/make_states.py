@@ -54,6 +54,15 @@ class States:
         if self.stream is not None:
             self.stream.begin_anew()
 
+    def flush(self) -> None:
+        """Finish what is under way: then weights are the newest, and state of the host is there."""
+        if self.stream is not None:
+            with torch.enable_grad():
+                self.stream.flush()
+        if self.host is not None:
+            self.host.wait()
+        self.data.take_over()
+
     def home_of(self, weight: nn.Parameter) -> torch.device:
         """Where the state of a weight lives that an optimizer of this process has."""
         states = None if self.host is None else self.host.states

@@ -11,6 +11,7 @@ from shardwise.engine.metrics import MetricSum
 from shardwise.engine.parts import Parts
 from shardwise.engine.predictions import Predictions
 from shardwise.engine.unchanged import Unchanged
+from shardwise.engine.update import LaunchedStep, StepNumbers
 from shardwise.execution.collector import StreamCollector
 from shardwise.execution.executor import Executor, Record
 from shardwise.execution.step_losses import Tally
@@ -61,6 +62,15 @@ class Steps:
                 recording, signature, step=(start, end), begin=begin, data_wait=data_wait, streams=streams
             )
         return tally
+
+    def launch(self, batch: Batch) -> LaunchedStep:
+        """One step whose numbers can be read later; where the host has to wait for its device, it is over on return."""
+        update, optimizers = self._states.device_update, self._states.data.updates.optimizers
+        if update is None or not all(optimizer.state for optimizer in optimizers):
+            tally, taken = self.train(batch), self._states.update
+            return LaunchedStep(StepNumbers(tally.mean, taken.gradient_norm, taken.was_finite))
+        self.train(batch, update.take)
+        return update.launched
 
     def evaluate(self, batch: Batch, metrics: Metrics | None = None) -> Tally:
         """The loss of a batch, with every part of the module in evaluation mode meanwhile."""

@@ -29,7 +29,7 @@ test: $(INSTALLED) browser
 # of Hugging Face, ranks that are lost, bad input, and the tests that need a GPU. Nothing is installed; what cannot be run
 # is said. With SECONDS=560 it stops in time, with status 3, and goes on when it is called again.
 test-gpu:
-	PYTHONPATH=src:. $(or $(PYTHON),python3) -m tests.gpu $(if $(SECONDS),--seconds $(SECONDS))
+	PYTHONPATH=src:.$(if $(PYTHONPATH),:$(PYTHONPATH)) $(or $(PYTHON),python3) -m tests.gpu $(if $(SECONDS),--seconds $(SECONDS))
 
 # Tests of the report page open it in a real browser. Where none can be installed they are skipped, and say so.
 browser:

@@ -3,15 +3,18 @@
     python -m tests.gpu                    everything
     python -m tests.gpu --seconds 560      as much as fits; called again, it goes on where it was
     python -m tests.gpu --only faults      one part
+    python -m tests.gpu --at-once 1        one thing after the other
 
 Parts: plans (every one in fp32 and bf16, with 2, 4 and 8 ranks), families of Hugging Face, faults (ranks that are
 lost), nccl (what ranks ask of it, against what CPUs rehearse), input (bad input), commands (as they are typed) and
-pytest (every test file that asks for a GPU; its skips are listed). What was done is in build/gpu_tests.json, until
-the source changes. It ends with 0 when all of it has passed, with 3 when there was no time for all, with 1 when
-something is wrong. What cannot be run is said.
+pytest (every test file that asks for a GPU; its skips are listed). They run beside each other, as many as there are
+cores for their ranks (`pieces.py`). What was done is in build/gpu_tests.jsonl, until the source changes. It ends with 0
+when all of it has passed, with 3 when there was no time for all, with 1 when something is wrong. What cannot be run is
+said.
 """
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -23,7 +26,8 @@ from pathlib import Path
 import torch
 
 from tests.gpu import every_plan, faults
-from tests.gpu.record import ROOT, Record
+from tests.gpu.pieces import Piece, run_at_once
+from tests.gpu.record import FILE, ROOT, Record
 
 PARTS = ("plans", "families", "faults", "nccl", "input", "commands", "pytest")
 #: What is run as a module of its own, by the part's name.
@@ -34,11 +38,30 @@ _ON_A_GPU = ("cuda.is_available()", "needs a GPU")
 _SECONDS = {"faults": 60.0, "nccl": 180.0, "input": 150.0, "commands": 240.0, "pytest": 120.0}
 
 
-def run_plans(record: Record, part: str, deadline: float) -> tuple[int, int, int]:
+def pieces(parts: Sequence[str]) -> list[Piece]:
+    """What runs beside each other, the longest first, each with how many processes it has at a time."""
+    precisions = ("fp32", "bf16")
+    plans = [
+        Piece("plans", count, ("--ranks", str(count), "--precision", each))
+        for count in (8, 4, 2)
+        for each in precisions
+    ]
+    families = [Piece("families", 2, ("--precision", each)) for each in precisions]
+    commands = [Piece("commands", 8), Piece("faults", 4), Piece("nccl", 6), Piece("input", 2)]
+    files = [Piece("pytest", 2, ("--files", name)) for name in files_for_gpus()]
+    return [each for each in (*commands, *plans, *families, *files) if each.part in parts]
+
+
+def run_plans(
+    record: Record,
+    part: str,
+    deadline: float,
+    *,
+    counts: Sequence[int] = (2, 4, 8),
+    precisions: Sequence[str] = ("fp32", "bf16"),
+) -> tuple[int, int, int]:
     """How many plans passed, failed, and were left out."""
-    wanted = every_plan.wanted_rows(
-        with_families=part == "families", counts=(2, 4, 8), precisions=("fp32", "bf16"), only=""
-    )
+    wanted = every_plan.wanted_rows(with_families=part == "families", counts=counts, precisions=precisions, only="")
     rows, left_out = every_plan.run(record, wanted, deadline)
     for each in left_out:
         print(f"left out: {each}")
@@ -58,7 +81,7 @@ def run_faults(record: Record, deadline: float) -> tuple[int, int, int]:
     return len(rows) - wrong, wrong, faults.num_cases() - len(rows)
 
 
-def run_commands(record: Record, part: str, deadline: float) -> tuple[int, int, int]:
+def run_commands(record: Record, part: str, deadline: float, *, files: Sequence[str] = ()) -> tuple[int, int, int]:
     """What is a module of its own, or the tests of pytest, one file after the other."""
     commands = {part: [sys.executable, "-m", f"tests.gpu.{MODULES.get(part, part)}"]}
     if part == "pytest":
@@ -66,8 +89,8 @@ def run_commands(record: Record, part: str, deadline: float) -> tuple[int, int, 
             print("left out: all tests of pytest, which is not installed")
             return 0, 0, 1
         commands = {
-            str(file.relative_to(ROOT)): [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
-            for file in files_for_gpus()
+            name: [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-p", "no:benchmark", name]
+            for name in files or files_for_gpus()
         }
     passed = failed = left_out = 0
     for name, command in commands.items():
@@ -84,13 +107,15 @@ def run_commands(record: Record, part: str, deadline: float) -> tuple[int, int, 
     return passed, failed, left_out
 
 
-def files_for_gpus() -> list[Path]:
-    """Every test file that has something for a GPU, by its name or by what it asks for."""
+def files_for_gpus() -> list[str]:
+    """Every test file that has something for a GPU, by its name, its folder or by what it asks for."""
     every = [path for path in (ROOT / "tests").rglob("test_*.py") if path.parent.name != "gpu"]
     return sorted(
-        path
+        str(path.relative_to(ROOT))
         for path in every
-        if path.name.startswith("test_gpu") or any(word in path.read_text(encoding="utf-8") for word in _ON_A_GPU)
+        if path.name.startswith("test_gpu")
+        or path.parent == ROOT / "tests" / "kernels"
+        or any(word in path.read_text(encoding="utf-8") for word in _ON_A_GPU)
     )
 
 
@@ -101,29 +126,44 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="nothing is begun that may take longer")
     parser.add_argument("--only", choices=PARTS, help="one part")
     parser.add_argument("--anew", action="store_true", help="run also what has passed already")
-    parser.add_argument("--record", metavar="FILE", help="where it is written down (build/gpu_tests.json)")
+    parser.add_argument("--record", metavar="FILE", default=str(FILE), help="where it is written down")
+    parser.add_argument("--at-once", type=int, default=_at_once(), metavar="N", help="processes beside each other")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4, 8], help="of plans: how many ranks (2 4 8)")
+    parser.add_argument("--precision", nargs="*", choices=("fp32", "bf16"), default=["fp32", "bf16"], help="of plans")
+    parser.add_argument("--files", nargs="*", default=[], help="of pytest: which test files")
     arguments = parser.parse_args(words)
     if not torch.cuda.is_available():
         print("no GPU was found: nothing was tried", file=sys.stderr)
         return 1
     start = time.monotonic()
     deadline = start + arguments.seconds
-    torch.zeros(1, device="cuda")
-    given = [Path(arguments.record)] if arguments.record else []
-    record = Record(*given, anew=arguments.anew)
+    record = Record(Path(arguments.record), anew=arguments.anew)
+    parts = PARTS if arguments.only is None else (arguments.only,)
+    if arguments.at_once > 1:
+        run_at_once(pieces(parts), arguments.at_once, Path(arguments.record), arguments.seconds)
+        record.read()
+        deadline = start  # What is not in the record by now is left out.
     told, wrong, missing = [], 0, 0
-    for part in PARTS if arguments.only is None else (arguments.only,):
+    for part in parts:
         if part in ("plans", "families"):
-            found = run_plans(record, part, deadline)
+            found = run_plans(record, part, deadline, counts=arguments.ranks, precisions=arguments.precision)
+        elif part == "faults":
+            found = run_faults(record, deadline)
         else:
-            found = run_faults(record, deadline) if part == "faults" else run_commands(record, part, deadline)
+            found = run_commands(record, part, deadline, files=arguments.files)
         told.append(f"{part}: {found[0]} passed, {found[1]} failed, {found[2]} left out")
         wrong, missing = wrong + found[1], missing + found[2]
-    every_plan.write(record)
     print("\n".join(told), f"\n{time.monotonic() - start:.0f} s", flush=True)
-    if missing and not wrong:
-        print("not all was run: type it again to go on")
+    if arguments.at_once > 1 or len(parts) > 1:
+        every_plan.write(record)
+        if missing and not wrong:
+            print("not all was run: type it again to go on")
     return 1 if wrong else every_plan.NOT_ALL if missing else 0
+
+
+def _at_once() -> int:
+    """More than cores: ranks wait for each other, and for the GPU."""
+    return (os.cpu_count() or 1) * 5 // 4
 
 
 if __name__ == "__main__":

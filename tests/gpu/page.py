@@ -46,7 +46,7 @@ s, with the interfaces of the machine and what to set; so far that has been made
 [composition.md](composition.md) in fp32 and in bf16 with 2, 4 and 8 ranks, models of Hugging Face, ranks that are
 lost, what ranks ask of NCCL against what CPUs rehearse ([nccl.md](nccl.md)), bad input, commands as they are typed,
 and all tests that ask for a GPU. It needs torch and, for some models, `transformers` and `pytest`; nothing is
-installed, and what is left out or skipped is said. It writes `build/gpu_tests.json` and this page. `make test-gpu
+installed, and what is left out or skipped is said. It writes `build/gpu_tests.jsonl` and this page. `make test-gpu
 SECONDS=560` stops in time, with status 3, and goes on when it is called again; `python -m tests.gpu --only faults` is
 one part of it.
 

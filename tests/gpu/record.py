@@ -1,6 +1,7 @@
 """What has been run on this machine's GPUs, kept from one call to the next: a call may end before all is done.
 
 A record is of one state of the source, on one kind of GPU with one torch. What was recorded of another is run again.
+Several processes write into one record: a result is one line at its end.
 """
 
 import hashlib
@@ -14,7 +15,7 @@ import torch
 from shardwise import environment
 
 ROOT = Path(__file__).parents[2]
-FILE = ROOT / "build" / "gpu_tests.json"
+FILE = ROOT / "build" / "gpu_tests.jsonl"
 
 
 class Record:
@@ -23,16 +24,25 @@ class Record:
     def __init__(self, path: Path = FILE, *, anew: bool = False) -> None:
         self.path, self.about = path, about()
         self.rows: dict[str, dict[str, Any]] = {}
-        if path.exists() and not anew:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if found.get("about") == self.about:
-                self.rows = found["rows"]
+        if anew:
+            path.unlink(missing_ok=True)
+        self.read()
+
+    def read(self) -> None:
+        """What has been written down so far, also by others."""
+        if not self.path.exists():
+            return
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            found = json.loads(line)
+            if found["about"] == self.about:
+                self.rows[found["name"]] = found["row"]
 
     def add(self, name: str, row: dict[str, Any]) -> None:
         self.rows[name] = row
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"about": self.about, "rows": self.rows}, indent=1)
-        self.path.write_text(text + "\n", encoding="utf-8")
+        line = json.dumps({"name": name, "row": row, "about": self.about})
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         """The results whose names begin so, in the order in which they came."""

@@ -1,11 +1,13 @@
 """The page of what was run on GPUs says what the record has, and the record is of every plan that is proven."""
 
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
-from tests.gpu.__main__ import MODULES, PARTS, files_for_gpus
-from tests.gpu.page import PAGE, ROOT, page, read
+from tests.gpu.__main__ import MODULES, PARTS, files_for_gpus, pieces
+from tests.gpu.page import PAGE, page, read
+from tests.gpu.record import Record
 from tests.parity.cases import CASES
 
 
@@ -54,7 +56,7 @@ def test_all_kinds_of_rows_are_on_the_page() -> None:
 
 
 def test_every_test_file_that_asks_for_a_gpu_is_run_there() -> None:
-    found = {str(path.relative_to(ROOT)) for path in files_for_gpus()}
+    found = set(files_for_gpus())
     assert {"tests/engine/test_gpu.py", "tests/execution/test_device_clock.py"} <= found
     assert "tests/sharding/context/test_kernels.py" in found
     assert not any(name.startswith("tests/gpu/") for name in found)
@@ -64,3 +66,21 @@ def test_every_test_file_that_asks_for_a_gpu_is_run_there() -> None:
 def test_every_part_is_something_that_can_be_run(part: str) -> None:
     known = {"plans", "families", "faults", "pytest"}
     assert part in known or find_spec(f"tests.gpu.{MODULES[part]}") is not None
+
+
+def test_the_pieces_that_run_beside_each_other_are_all_of_it() -> None:
+    every = pieces(PARTS)
+    assert {each.part for each in every} == set(PARTS)
+    assert {each.options[1] for each in every if each.part == "pytest"} == set(files_for_gpus())
+    plans = {(each.options[1], each.options[3]) for each in every if each.part == "plans"}
+    assert plans == {(str(count), precision) for count in CASES for precision in ("fp32", "bf16")}
+
+
+def test_a_record_has_what_several_processes_wrote(tmp_path: Path) -> None:
+    one, other = Record(tmp_path / "record"), Record(tmp_path / "record")
+    one.add("plans: a", {"problem": None})
+    other.add("plans: b", {"problem": "gone"})
+    assert list(one.rows) == ["plans: a"]
+    one.read()
+    assert one.of("plans") == [{"problem": None}, {"problem": "gone"}]
+    assert Record(tmp_path / "record", anew=True).rows == {}

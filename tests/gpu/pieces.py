@@ -1,0 +1,76 @@
+"""Parts of the tests on GPUs that run beside each other, each a process of its own with its ranks.
+
+What one does is right or wrong whatever runs beside it: nothing here is timed but how soon a lost rank is named, and
+that has seconds to spare.
+"""
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.gpu.record import ROOT
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`part` and the options that choose among its cases; `processes` are under way in it at a time."""
+
+    part: str
+    processes: int
+    options: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return " ".join((self.part, *(each for each in self.options if not each.startswith("--"))))
+
+
+class _Room:
+    """How many processes may still begin."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._left, self._changed = size, size, threading.Condition()
+
+    def take(self, count: int) -> int:
+        count = min(count, self._size)  # What needs more than there is runs alone.
+        with self._changed:
+            self._changed.wait_for(lambda: self._left >= count)
+            self._left -= count
+        return count
+
+    def give(self, count: int) -> None:
+        with self._changed:
+            self._left += count
+            self._changed.notify_all()
+
+
+def run_at_once(pieces: Sequence[Piece], processes: int, record: Path, seconds: float) -> None:
+    """Run all of them, as many at a time as there is room for. What they say comes line by line, with their names."""
+    deadline, room = time.monotonic() + seconds, _Room(processes)
+    threads = []
+    for piece in pieces:
+        taken = room.take(piece.processes)
+        thread = threading.Thread(target=_run, args=(piece, record, deadline, room, taken))
+        thread.start()
+        threads.append(thread)
+    for thread in threads:
+        thread.join()
+
+
+def _run(piece: Piece, record: Path, deadline: float, room: _Room, taken: int) -> None:
+    left = deadline - time.monotonic()
+    command = [sys.executable, "-m", "tests.gpu", "--only", piece.part, *piece.options, "--at-once", "1"]
+    command += ["--record", str(record), *(["--seconds", f"{left:.0f}"] if left != float("inf") else [])]
+    start = time.monotonic()
+    try:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(f"{piece.name} | {line}", end="", flush=True)
+        status = process.wait()
+        print(f"{piece.name} | status {status} after {time.monotonic() - start:.0f} s", flush=True)
+    finally:
+        room.give(taken)

@@ -178,7 +178,9 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", default="", help="cases with this in their name")
-    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="how many at a time")
+    parser.add_argument(
+        "--jobs", type=int, default=max(1, min(6, (os.cpu_count() or 1) // 2)), help="how many at a time"
+    )
     parser.add_argument("--json", metavar="FILE", help="where the record goes")
     arguments = parser.parse_args(words)
     if arguments.device == "cuda" and not _has_gpu():

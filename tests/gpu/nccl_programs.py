@@ -47,7 +47,8 @@ def _told(event: Event) -> str:
         return f"make {made.number} of {' '.join(map(str, made.members))} over {made.backend}"
     operation = event.operation
     assert operation is not None, "an issue has an operation"
-    where = "on the host, " if operation.on_host else ""
+    # Of a state that is gathered on the host a rehearsal does not know so: on a CPU all numbers are of the host.
+    where = "on the host, " if operation.on_host and event.step != "the gathering of the state" else ""
     # A pickled object: what a GPU is called is longer than a CPU's nothing. And how many tokens go to which expert is
     # decided by roundings; that both sides of an exchange have the same numbers is proven of each machine by itself.
     if (operation.on_host and operation.dtype == "uint8") or operation.sent:

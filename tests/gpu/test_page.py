@@ -72,8 +72,7 @@ def test_the_pieces_that_run_beside_each_other_are_all_of_it() -> None:
     every = pieces(PARTS)
     assert {each.part for each in every} == set(PARTS)
     assert {each.options[1] for each in every if each.part == "pytest"} == set(files_for_gpus())
-    plans = {(each.options[1], each.options[3]) for each in every if each.part == "plans"}
-    assert plans == {(str(count), precision) for count in CASES for precision in ("fp32", "bf16")}
+    assert {each.options[1] for each in every if each.part == "plans"} == {str(count) for count in CASES}
 
 
 def test_a_record_has_what_several_processes_wrote(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from shardwise.sharding.stand_in import tensors_in
 from shardwise.sharding.steady_draws import SteadyAttention, SteadyDraws, nothing_recomputed
 from shardwise.sharding.tensor.sharding import Shards
 from shardwise.sharding.tensor.vocabulary import VocabParallelLogits
+from shardwise.stages.full_precision import full_precision
 from shardwise.stages.stage import Batch, Loss
 from shardwise.units import format_percent
 
@@ -40,13 +41,9 @@ class Course:
 @contextmanager
 def precisely(device: torch.device) -> Iterator[None]:
     """Products in full precision, and generators as they were afterwards. For the process, so around all threads."""
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), nothing_recomputed():
-            yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
+    forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    with full_precision(), forked, nothing_recomputed():
+        yield
 
 
 def run(

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from record import record
+from record import kept, record
 from torch import Tensor, nn
 
 from shardwise.cluster.catalogue import DEVICES
@@ -213,6 +213,7 @@ def small_models(device: torch.device) -> list[dict[str, Any]]:
 def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tiny model, and nothing is kept")
+    parser.add_argument("--large", action="store_true", help="without small models: those stay as they were recorded")
     parser.add_argument("--folder", help="where data and checkpoints go meanwhile: 35 GB")
     arguments = parser.parse_args(words)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -240,7 +241,7 @@ def main(words: list[str]) -> int:
         print(f"{name}: {share:.2%} of the bare step")
     if arguments.quick:
         return 0
-    results["small models"] = small_models(device)
+    results["small models"] = kept("train_job")["small models"] if arguments.large else small_models(device)
     record("train_job", {"gpu": torch.cuda.get_device_name(), **results})
     return 0 if results["train"]["of_bare"] >= LEAST else 1
 

@@ -97,7 +97,8 @@ _NOTHING = object()
 
 
 def _copied(each: Any) -> Any:
-    return each.detach().clone() if isinstance(each, Tensor) else each
+    # Nothing counts up in the result of an operation: it is made anew in every forward.
+    return each.detach().clone() if isinstance(each, Tensor) and each.grad_fn is None else each
 
 
 def _put(slots: dict[str, Any], key: str, each: Any) -> None:

@@ -249,7 +249,8 @@ class Interpreter:
         if not self._trains or self.policy.recompute != "layers":
             return nullcontext()
         return replayed(
-            self._stages[stage], self._microbatches[microbatch], written=(*self.written, *self.split.left), kept=kept,
+            self._stages[stage], self._microbatches[microbatch], written=self.written,
+            left=self.split.left, kept=kept,
             select=partial(self._select, microbatch), note=self._note_again,
         )  # fmt: skip
 

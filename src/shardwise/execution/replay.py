@@ -14,15 +14,16 @@ from shardwise.stages.split.module_stage import ModuleStage, Moment
 from shardwise.stages.stage import Batch, Stage
 from shardwise.torch_private import buffer_slots
 
-#: Where modules keep buffers that forwards write.
+#: Where modules keep buffers, and objects their attributes, that forwards write.
 Written = Sequence[tuple[dict[str, Any], str]]
 
 
 class Replay:
     """One forward of a stage whose layers are recomputed.
 
-    `select` has what depends on the microbatch (its weights, its rows) be as it was. `note` is told when a layer has
-    been run again, and since when. `kept` counts what is kept of what layers make.
+    `written` are buffers that forwards write, each a layer's own, and `left` attributes: a layer may reach those of any
+    object. `select` has what depends on the microbatch (its weights, its rows) be as it was. `note` is told when a
+    layer has been run again, and since when. `kept` counts what is kept of what layers make.
     """
 
     def __init__(
@@ -31,17 +32,19 @@ class Replay:
         batch: Batch,
         *,
         written: Written,
+        left: Written,
         select: Callable[[Batch], None],
         note: Callable[[float, float], None],
         kept: Kept | None,
     ) -> None:
-        self._stage, self._batch, self._written = stage, batch, written
+        self._stage, self._batch, self._written, self._left = stage, batch, written, left
         self._select, self._note, self._kept = select, note, kept
 
     def take(self, layer: nn.Module) -> Moment:
         """Take down how it is now, for a layer."""
         owners = {id(buffer_slots(each)) for each in layer.modules()} if self._written else set()
-        state = RngState.now(tensors_in(self._batch), [each for each in self._written if id(each[0]) in owners])
+        buffers = [each for each in self._written if id(each[0]) in owners]
+        state = RngState.now(tensors_in(self._batch), [*buffers, *self._left])
         return lambda: self._again(layer, state), self._kept
 
     @contextmanager

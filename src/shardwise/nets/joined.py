@@ -21,9 +21,16 @@ def linear_layers(x: Tensor, *layers: nn.Linear, kernels: bool = True) -> tuple[
     """What each layer makes of x. Layers that are more than a product (cut, hooked, of a subclass) are called."""
     if not (kernels and _pays(x) and all(map(_is_plain, layers))):
         return tuple(layer(x) for layer in layers)
-    biases = [layer.bias for layer in layers if layer.bias is not None]
-    joined = linear(x, torch.cat([layer.weight for layer in layers]), torch.cat(biases) if biases else None)
-    return joined.split([layer.weight.shape[0] for layer in layers], -1)
+    weights: list[Tensor] = [layer.weight for layer in layers]
+    biases = [each for each in map(_bias, layers) if each is not None]
+    if biases and len(biases) < len(layers):
+        return tuple(layer(x) for layer in layers)
+    joined = linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
+    return torch.split(joined, [each.shape[0] for each in weights], -1)
+
+
+def _bias(layer: nn.Linear) -> Tensor | None:
+    return layer.bias
 
 
 def _pays(x: Tensor) -> bool:

@@ -20,12 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardwise.errors import some
 from shardwise.stages.full_precision import full_precision
 from shardwise.stages.label_counts import LabelCounts
 from shardwise.stages.loss_kind import LossKind, Through, Tried
 from shardwise.stages.metrics import take_metrics
 from shardwise.stages.rows import RowRule, Seen, changed, nodes, take_rows, tensors_in
 from shardwise.stages.split.arguments import Signature
+from shardwise.stages.split.python_state import PythonState
 from shardwise.stages.split.switch import undisturbed
 from shardwise.stages.stage import Batch, Loss
 
@@ -91,7 +93,7 @@ class _Trial:
         counts = LabelCounts(ignored)
         self._module.eval()
         try:
-            with undisturbed(self._module, {}), full_precision(), self._precision(), counts:
+            with undisturbed(self._module, {}, self._loss), full_precision(), self._precision(), counts:
                 torch.manual_seed(seed)
                 is_rounded = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
                 if output is None:
@@ -130,6 +132,25 @@ class _Trial:
             return None
         return made if all(map(_is_finite, made)) else None
 
+    @torch.no_grad()
+    def remembers(self, before: tuple[Batch, _Run], then: tuple[Batch, _Run]) -> str | None:
+        """What the loss leaves behind for its next call, if that is another for it."""
+        kept = PythonState(self._loss)
+        with undisturbed(self._module, {}, self._loss), self._precision():
+            at_first = self._total(*then)
+            kept.restore()
+            self._total(*before)
+            changed = kept.changed()
+            later = self._total(*then)
+        if not changed or abs(later - at_first) <= then[1].tolerance * abs(at_first):
+            return None
+        return some([f"{name} ({words})" for name, words in changed.items()])
+
+    def _total(self, batch: Batch, run: _Run) -> float:
+        torch.manual_seed(0)
+        result, _ = take_metrics(self._loss(run.output, batch))
+        return float(result[0] if isinstance(result, tuple) else result)
+
 
 def _outcome(trial: _Trial, three: Batch, seen: Seen) -> Tried:
     two, one = _parts(three, seen)
@@ -140,6 +161,14 @@ def _outcome(trial: _Trial, three: Batch, seen: Seen) -> Tried:
     if not all(map(_is_finite, runs)):
         # What is finite for all rows and not for some of them is divided by something that these lack.
         return Tried(LossKind.UNTRIED, _mismatch(*runs) if _is_finite(whole) else None)
+    remembered = trial.remembers((two, large), (one, small))
+    if remembered is not None:
+        return Tried(
+            LossKind.UNTRIED,
+            f"the loss remembers {remembered} and is another the next time: parts of a batch that are computed by"
+            " several replicas, or one after the other, do not tell its loss",
+            remedy="what it remembers as a variable that the script sets between steps; or dp=1,microbatches=1",
+        )
     if whole.number is not None:
         return _pair(whole, large, small)
     if not any(each.total for each in runs):

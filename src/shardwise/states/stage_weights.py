@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.errors import ShardwiseError
 from shardwise.schedule.instruction import Instruction, Kind
 from shardwise.stages.split.module_stage import ModuleStage
 from shardwise.stages.stage import Call
 from shardwise.states.buckets.bucket import Bucket
 from shardwise.states.buckets.make import HeldStages, Users, ZeroConfig
-from shardwise.states.buckets.offloaded_weights import OffloadedWhole
+from shardwise.states.buckets.offloaded_weights import OffloadedWeights, OffloadedWhole
 from shardwise.states.buckets.reducer import MAKES_GRADIENTS
 from shardwise.states.buckets.weights import Weights
 from shardwise.torch_private import pytree
@@ -38,6 +39,8 @@ class UnitPrefetch:
         self.in_glue = stage.flow.in_glue
         #: The weights that come for each unit, or that it waits for.
         self.weights: Mapping[str, Sequence[Weights]] = {}
+        #: What the stage is computing.
+        self.kind: Kind | None = None
         stage.wrap(self._around)
 
     def _around(self, unit: str, call: Call) -> Call:
@@ -49,11 +52,21 @@ class UnitPrefetch:
             if torch.is_grad_enabled():
                 for leaf in pytree.tree_leaves(output):
                     if isinstance(leaf, Tensor) and leaf.requires_grad:
-                        leaf.register_hook(lambda _: self._enter(unit, ahead=-1))  # type: ignore[no-untyped-call]
+                        leaf.register_hook(lambda _: self._go_back(unit))  # type: ignore[no-untyped-call]
             self.leave(unit)
             return output
 
         return run
+
+    def _go_back(self, unit: str) -> None:
+        """The gradient of one of a unit's outputs is there."""
+        if self.kind is Kind.F and any(map(_goes, self.weights.get(unit, ()))):
+            raise ShardwiseError(
+                f"gradients are asked for in a forward, through {unit}, and its weights are not kept that long: they"
+                " come for a unit and go when it has been computed (zero=3, offload.parameters)",
+                remedy="zero=2 or less, without offload.parameters",
+            )
+        self._enter(unit, ahead=-1)
 
     def _enter(self, unit: str, *, ahead: int) -> None:
         """Have a unit's weights here, and those of the unit that is computed after it on the way."""
@@ -138,6 +151,8 @@ class StageWeights:
 
     def begin(self, instruction: Instruction) -> None:
         """Something is about to be computed on a stage."""
+        if instruction.stage in self._units:
+            self._units[instruction.stage].kind = instruction.kind
         for bucket in self._loose[instruction.stage]:
             bucket.weights.wait()
         if instruction.kind in MAKES_GRADIENTS:
@@ -152,9 +167,15 @@ class StageWeights:
     def end(self, stage: int) -> None:
         """It has been computed."""
         if stage in self._units:
+            self._units[stage].kind = None
             self._units[stage].leave_all()
             for bucket in self._loose[stage]:
                 bucket.weights.let_go(stage)
+
+
+def _goes(weights: Weights) -> bool:
+    """Whether they are not here between the units that use them."""
+    return weights.is_sharded or isinstance(weights, OffloadedWeights)
 
 
 def _units_of(bucket: Bucket, users: Users) -> set[str]:

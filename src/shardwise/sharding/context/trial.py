@@ -25,6 +25,7 @@ from shardwise.sharding.zigzag import zigzag_shard
 from shardwise.stages.batch import home_of
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.meta import Guesses, meta_twin
+from shardwise.stages.split.python_state import left_as_it_was
 from shardwise.stages.stage import Batch, Loss
 from shardwise.torch_private import pytree
 from shardwise.units import format_percent
@@ -98,7 +99,8 @@ def _run(module: nn.Module, batch: Batch, loss: Loss | None) -> _Course:
         course.output = [_whole(each).detach().clone() for each in tensors_in(output)]
         if loss is not None:
             try:
-                total, count = loss(output, batch)
+                with left_as_it_was(loss):
+                    total, count = loss(output, batch)
                 course.loss = float(total), float(count)
             except Exception as error:  # It may be so on one rank alone, and others wait for it.
                 course.raised = error

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.errors import ShardwiseError
 from shardwise.ranks.collectives import Group
 from shardwise.sharding.rng_tracker import RngTracker
 from shardwise.sharding.tensor.communication import AllReduce, Chunk, Multiply, NoCommunication, SequenceShards
@@ -34,6 +35,14 @@ class ParallelLinear(nn.Module):
         self.weight, self.bias, self.is_transposed = weight, bias, is_transposed
         self.in_features, self.out_features = weight.shape if is_transposed else reversed(weight.shape)
         self.group, self.rng = group, rng
+
+    def reset_parameters(self) -> None:
+        """As `nn.Linear` has it. A part cannot be drawn as a part of the whole would be."""
+        raise ShardwiseError(
+            f"a layer has {self.in_features} x {self.out_features} of its numbers on this rank (tp={self.group.size}),"
+            " and cannot be drawn anew by itself",
+            remedy="draw the whole layer's weights, and engine.load_state_dict(state) with them, on every rank",
+        )
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.group}"

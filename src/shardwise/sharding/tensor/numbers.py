@@ -18,6 +18,7 @@ from shardwise.sharding.steady_draws import SteadyAttention, SteadyDraws, nothin
 from shardwise.sharding.tensor.sharding import Shards
 from shardwise.sharding.tensor.vocabulary import VocabParallelLogits
 from shardwise.stages.full_precision import full_precision
+from shardwise.stages.split.python_state import left_as_it_was
 from shardwise.stages.stage import Batch, Loss
 from shardwise.units import format_percent
 
@@ -70,7 +71,8 @@ def run(
                 part = (each * _weights(each, number)).sum()
                 total = part if total is None else total + part
         if loss is not None:
-            made = loss(output, batch)
+            with left_as_it_was(loss):
+                made = loss(output, batch)
             made = made[0] if isinstance(made, tuple) else made
             course.outputs.append(made.detach())
             total = made if total is None else total + made

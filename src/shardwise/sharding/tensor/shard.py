@@ -32,6 +32,7 @@ from shardwise.sharding.tensor.trial import Arguments, Trial
 from shardwise.stages.batch import home_of
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.meta import Guesses, meta_twin
+from shardwise.stages.split.python_state import left_as_it_was
 from shardwise.stages.stage import Batch, Loss
 from shardwise.torch_private import EagerDispatchMode, pytree
 
@@ -217,7 +218,7 @@ def _read_by_loss(loss: Loss, module: nn.Module, output: Any, batch: Batch) -> d
     owners = {id(each): name for name, layer in layers.items() for each in layer.parameters(recurse=False)}
     reads = _Reads(owners)
     try:
-        with torch.no_grad(), Guesses(), reads:
+        with left_as_it_was(loss), torch.no_grad(), Guesses(), reads:
             loss(output, _meta(batch))
     except Exception:
         pass

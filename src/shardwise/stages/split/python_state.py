@@ -200,6 +200,16 @@ class PythonState:
         return PythonState(*self._roots, with_buffers=self._with_buffers)
 
 
+@contextmanager
+def left_as_it_was(*roots: Any) -> Iterator[None]:
+    """What is run within it, and is reached from these, leaves nothing behind: a loss that is tried, say."""
+    kept = PythonState(*roots)
+    try:
+        yield
+    finally:
+        kept.restore()
+
+
 def _holds(content: Any, key: Any, each: Any) -> bool:
     """Whether it was there, or another that it is in the place of: what `weight_norm` makes anew in every forward."""
     if not isinstance(content, dict):

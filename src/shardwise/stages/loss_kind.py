@@ -60,6 +60,8 @@ class Tried(NamedTuple):
     depends: bool = False
     #: Whether module or loss failed on parts of the example.
     failed: bool = False
+    #: Of a pair: whether its sum and its number are those of all rows, added up.
+    adds_up: bool = False
     remedy: str = REMEDY
 
     def check(self) -> None:

@@ -11,6 +11,9 @@ it is a mean over. So it is tried on three rows, on two of them and on one, in e
 
 And once more with masks that hide some of two rows, and labels that are ignored there: what is a mean over rows only
 while nothing is hidden would go wrong unseen with a later batch.
+
+And once more in training mode, with nothing drawn at random: there rows may see each other (mixup, a mean that is
+subtracted), and each part would have its own. Batch norms are left out of it: that they do is known.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,9 +30,11 @@ from shardwise.stages.loss_kind import LossKind, Through, Tried
 from shardwise.stages.metrics import take_metrics
 from shardwise.stages.rows import RowRule, Seen, changed, nodes, take_rows, tensors_in
 from shardwise.stages.split.arguments import Signature
-from shardwise.stages.split.python_state import PythonState
+from shardwise.stages.split.python_state import PythonState, draws_digest, is_theirs
 from shardwise.stages.split.switch import undisturbed
 from shardwise.stages.stage import Batch, Loss
+from shardwise.stages.steady_draws import SteadyAttention, SteadyDraws
+from shardwise.torch_private import RunningNormModule
 
 _NUM_ROWS = 3
 _FIRST = 2
@@ -51,7 +56,7 @@ def try_loss(
     trial = _Trial(module, loss, precision)
     first = _outcome(trial, _three(example, seen), seen)
     if first.problem is None and first.kind is not LossKind.UNTRIED:
-        return first
+        return _in_training(trial, _three(example, seen), seen, first)
     # Perhaps something is as long as the batch by chance, and no part of the rows.
     for path in sorted(seen.paths):
         fewer = Seen(seen.length, seen.paths - {path})
@@ -76,6 +81,8 @@ class _Run(NamedTuple):
     labels: int
     tolerance: float
     output: Any
+    #: Whether Python's or NumPy's generators were drawn from: other rows may draw something else.
+    has_drawn: bool
 
 
 _Runs = tuple[_Run, _Run, _Run]
@@ -85,22 +92,29 @@ class _Trial:
     def __init__(self, module: nn.Module, loss: Loss, precision: Callable[[], AbstractContextManager[Any]]) -> None:
         self._module, self._loss, self._precision = module, loss, precision
         self._signature = Signature(module)
+        #: Modules of libraries keep rows apart but in batch norms.
+        self.has_own_code = any(is_theirs(type(each)) for each in module.modules())
 
     @torch.no_grad()
-    def run(self, batch: Batch, ignored: float = 0.0, *, seed: int = 0, output: Any = None) -> _Run:
+    def run(
+        self, batch: Batch, ignored: float = 0.0, *, seed: int = 0, output: Any = None, in_training: bool = False
+    ) -> _Run:
         """The loss of a batch; of an `output` that is given, or else computed."""
         training = [each for each in self._module.modules() if each.training]
         counts = LabelCounts(ignored)
-        self._module.eval()
+        for each in self._module.modules():
+            each.training = each.training and in_training and not isinstance(each, RunningNormModule)
         try:
             with undisturbed(self._module, {}, self._loss), full_precision(), self._precision(), counts:
                 torch.manual_seed(seed)
+                drawn = draws_digest()
                 is_rounded = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
                 if output is None:
                     args, kwargs = self._signature.arguments(batch)
                     output = self._module(*args, **kwargs)
                 inside = len(counts.found)
                 result, _ = take_metrics(self._loss(output, batch))
+                has_drawn = draws_digest() != drawn
         finally:
             for each in training:
                 each.training = True
@@ -112,7 +126,7 @@ class _Trial:
         return _Run(
             float(total), None if number is None else float(number),
             [float(each.number) for each in counts.found], inside,
-            max(1, counts.found[0].size // _NUM_ROWS) if counts.found else 1, tolerance, output,
+            max(1, counts.found[0].size // _NUM_ROWS) if counts.found else 1, tolerance, output, has_drawn,
         )  # fmt: skip
 
     def less(self, hidden: Batch, seen: Seen, runs: _Runs, ignored: float = 0.0, *, again: bool = True) -> _Runs | None:
@@ -203,6 +217,32 @@ def _with_less(trial: _Trial, three: Batch, seen: Seen, runs: _Runs, tried: Trie
     )
 
 
+def _in_training(trial: _Trial, three: Batch, seen: Seen, tried: Tried) -> Tried:
+    """The same in training mode, where what was found may no longer hold."""
+    is_summed = tried.kind is LossKind.PAIR and tried.adds_up
+    kind = LossKind.SUM if is_summed else tried.kind
+    if kind not in (LossKind.ROWS, LossKind.SUM, LossKind.LABELS) or not trial.has_own_code:
+        return tried
+    two, one = _parts(three, seen)
+    try:
+        with SteadyAttention(), SteadyDraws(turns=True):
+            runs = whole, large, small = (
+                trial.run(three, in_training=True),
+                trial.run(two, in_training=True),
+                trial.run(one, in_training=True),
+            )
+    except Exception:
+        return tried
+    if not all(map(_is_finite, runs)) or any(each.has_drawn for each in runs) or _fits(kind, *runs):
+        return tried
+    return tried._replace(
+        problem=f"in training rows see each other: the loss of {_NUM_ROWS} rows is {whole.total:.6g}, of {_FIRST} of"
+        f" them {large.total:.6g} and of the other {small.total:.6g}, and in evaluation it is one of each row. Each"
+        " replica and microbatch would have its own rows alone",
+        remedy="return loss, 1 from the loss if that is meant, as it is under DDP; or dp=1,microbatches=1",
+    )
+
+
 def _kind(whole: _Run, large: _Run, small: _Run) -> LossKind:
     is_counted = len(whole.counts) == len(large.counts) == len(small.counts) == 1
     kinds = (*([LossKind.LABELS] if is_counted else []), LossKind.ROWS, LossKind.SUM)
@@ -221,7 +261,7 @@ def _pair(whole: _Run, large: _Run, small: _Run) -> Tried:
     number, first, other = (each.number or 0.0 for each in (whole, large, small))
     adds_up = abs(number - first - other) <= whole.tolerance * abs(number)
     if not adds_up or not number or _fits(LossKind.SUM, whole, large, small):
-        return Tried(LossKind.PAIR)
+        return Tried(LossKind.PAIR, adds_up=adds_up and bool(number))
     # Something else than a sum may be meant, of all replicas together; a mean, or one over labels, is not.
     if not whole.counts and not _fits_by(first, other, whole, large, small):
         return Tried(LossKind.PAIR)

@@ -20,13 +20,13 @@ from shardwise.errors import ShardwiseError
 from shardwise.ranks.collectives import Group
 from shardwise.sharding.context.parallel import ContextParallel, is_of_others
 from shardwise.sharding.stand_in import another, converted, fitting, passing_blocks, stand_in, tensors_in
-from shardwise.sharding.steady_draws import SteadyAttention, SteadyDraws
 from shardwise.sharding.zigzag import zigzag_shard
 from shardwise.stages.batch import home_of
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.meta import Guesses, meta_twin
 from shardwise.stages.split.python_state import left_as_it_was
 from shardwise.stages.stage import Batch, Loss
+from shardwise.stages.steady_draws import SteadyAttention, SteadyDraws
 from shardwise.torch_private import pytree
 from shardwise.units import format_percent
 
@@ -94,7 +94,7 @@ def _passing(module: nn.Module, batch: Batch) -> set[str]:
 def _run(module: nn.Module, batch: Batch, loss: Loss | None) -> _Course:
     course = _Course()
     args, kwargs = Signature(module).arguments(batch)
-    with torch.no_grad(), _noting(module, course.made), SteadyAttention(), SteadyDraws():  # type: ignore[no-untyped-call]
+    with torch.no_grad(), _noting(module, course.made), SteadyAttention(), SteadyDraws():
         output = module(*args, **kwargs)
         course.output = [_whole(each).detach().clone() for each in tensors_in(output)]
         if loss is not None:

@@ -82,7 +82,7 @@ class PythonState:
             content = _content_of(each)
             self._keep(name, each, content)
             yield name, content
-        elif hasattr(each, "__dict__") and not isinstance(each, type) and _is_theirs(type(each)):
+        elif hasattr(each, "__dict__") and not isinstance(each, type) and is_theirs(type(each)):
             yield from self._note_attributes(name, each)
 
     def _note_module(self, name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -95,13 +95,13 @@ class PythonState:
         if self._with_buffers:
             self._keep(name, buffers, buffers.copy())
             yield from ((_joined(name, key), each) for key, each in buffers.items())
-        if _is_theirs(type(module)):
+        if is_theirs(type(module)):
             yield from self._note_class(name, type(module))
 
     def _note_class(self, name: str, kind: type) -> Iterator[tuple[str, Any]]:
         """Lists of a class are there once for all of its modules, and its forward may use those of its file."""
         for each in kind.__mro__:
-            if _is_theirs(each):
+            if is_theirs(each):
                 own = [(key, value) for key, value in vars(each).items() if isinstance(value, _CONTAINERS)]
                 yield from ((f"{each.__name__}.{key}", value) for key, value in own)
         yield name, getattr(kind, "forward", None)
@@ -111,7 +111,7 @@ class PythonState:
         yield from ((_joined(name, key), value) for key, value in vars(each).items())
 
     def _note_function(self, name: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
-        if not _is_theirs(function):
+        if not is_theirs(function):
             return
         for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             yield _joined(name, key) if not isinstance(_content_of(cell), nn.Module) else name, cell
@@ -243,7 +243,7 @@ def _joined(name: str, key: str) -> str:
     return f"{name}.{key}" if name else str(key)
 
 
-def _is_theirs(each: Any) -> bool:
+def is_theirs(each: Any) -> bool:
     """Whether a class or a function is of the user's own code."""
     return str(getattr(each, "__module__", None) or "torch").partition(".")[0] not in _NOT_THEIRS
 

@@ -13,7 +13,14 @@ from shardwise.torch_private import EagerDispatchMode
 
 
 class SteadyDraws(EagerDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives one number wherever numbers are drawn at random, so that every rank and the whole draw the same."""
+    """Gives one number wherever numbers are drawn at random, so that every rank and the whole draw the same.
+
+    What is shuffled stays in its order; with `turns` it comes in the other one, and rows that are mixed are seen to be.
+    """
+
+    def __init__(self, *, turns: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._turns = turns
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -27,7 +34,8 @@ class SteadyDraws(EagerDispatchMode):  # type: ignore[no-untyped-call]
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         made = func(*args, **kwargs)
         if name.startswith("randperm"):
-            return made.copy_(torch.arange(len(made), device=made.device))
+            order = torch.arange(len(made), device=made.device)
+            return made.copy_(order.flip(0) if self._turns else order)
         if name.startswith(("bernoulli", "rand", "normal", "uniform", "exponential", "multinomial")):
             return made.fill_(1 if name.startswith("bernoulli") else 0.5 if made.is_floating_point() else 0)
         return made

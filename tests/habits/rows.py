@@ -36,9 +36,7 @@ class Mixed(Net):
         return scores
 
 
-@program(
-    {"dp": "in training rows see each other", "microbatches": "in training rows see each other", "cp": "other numbers"}
-)
+@program(MIXED)
 def rows_mixed_in_training(parallelize: Parallelize) -> Result:
     """Mixup, with the same numbers every time."""
     return trained(start(parallelize, Mixed().double()))
@@ -53,9 +51,7 @@ class Centred(Block):
         return super().forward(x)
 
 
-@program(
-    {"dp": "in training rows see each other", "microbatches": "in training rows see each other", "cp": "other numbers"}
-)
+@program({**MIXED, "cp": "other numbers"})
 def a_batch_centred_in_training(parallelize: Parallelize) -> Result:
     """What is subtracted is a mean over all rows."""
     return trained(start(parallelize, small_net(block=Centred)))

@@ -25,6 +25,7 @@ from shardwise.stages.loss_kind import LossKind, Through, Tried
 from shardwise.stages.metrics import take_metrics
 from shardwise.stages.rows import RowRule, Seen, changed, nodes, take_rows, tensors_in
 from shardwise.stages.split.arguments import Signature
+from shardwise.stages.split.seed import seed_torch
 from shardwise.stages.split.switch import undisturbed
 from shardwise.stages.stage import Batch, Loss
 
@@ -91,7 +92,7 @@ class _Trial:
         self._module.eval()
         try:
             with undisturbed(self._module, {}), self._precision(), counts:
-                torch.manual_seed(seed)
+                seed_torch(seed)
                 if output is None:
                     args, kwargs = self._signature.arguments(batch)
                     output = self._module(*args, **kwargs)

@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from shardwise.parity import halves
 from shardwise.parity.check import check
 from shardwise.parity.models import default_settings, problem_of
 from shardwise.planner.plan import Plan
@@ -14,6 +15,16 @@ from tests.parity.check_page import counts_of_page
 from tests.parity.models import make_problem
 
 FAULTS = read_faults()
+
+
+@pytest.fixture(autouse=True)
+def few_draws(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> None:
+    """One device's bf16 is drawn 4 times and not 16 before a plan is called wrong: of a fault, each draw is in vain.
+
+    With fewer draws a plan is more easily called wrong. That none is where nothing is wrong is tested so too.
+    """
+    if not pytestconfig.getoption("--whole"):
+        monkeypatch.setattr(halves, "MOST_DRAWS", 4)
 
 
 def _marks(fault: SeededFault) -> tuple[pytest.MarkDecorator, ...]:

@@ -52,6 +52,7 @@ class PythonState:
     def __init__(self, *roots: Any, with_buffers: bool = False) -> None:
         self._roots, self._with_buffers = roots, with_buffers
         self._kept: list[_Kept] = []
+        self._empty: list[tuple[str, OrderedDict[Any, Any]]] = []
         self._versions: dict[int, int] = {}
         self._seen: set[int] = set()
         self._kinds: dict[type, _Note | None] = {}
@@ -106,7 +107,7 @@ class PythonState:
                 # Most of a module's attributes are dictionaries of hooks, without any.
                 if id(each) not in self._seen:
                     self._seen.add(id(each))
-                    self._kept.append(_Kept(start + key, each, {}))
+                    self._empty.append((start + key, each))
             elif type(each) not in _PLAIN and id(each) not in slots:
                 yield start + key, each
         yield from ((start + key, child) for key, child in children.items())
@@ -146,10 +147,15 @@ class PythonState:
             self._kept.append(_Kept(name, tensor, tensor.detach().clone() if writable else None))
         return ()
 
+    def _noted(self) -> Iterator[_Kept]:
+        """All that was noted, but for dictionaries that were empty and are."""
+        yield from self._kept
+        yield from (_Kept(name, each, {}) for name, each in self._empty if each)
+
     def changed(self) -> dict[str, str]:
         """What is no longer as it was, by name, in words."""
         found: dict[str, str] = {}
-        for name, holder, content in self._kept:
+        for name, holder, content in self._noted():
             found.update(self._differences(name, holder, content))
         return found
 
@@ -157,7 +163,7 @@ class PythonState:
         """The names of what holds tensors that want a gradient, and did not."""
         return [
             _joined(name, str(key))
-            for name, holder, content in self._kept
+            for name, holder, content in self._noted()
             if isinstance(holder, _CONTAINERS)
             for key, each in (holder.items() if isinstance(holder, dict) else enumerate(holder))
             if isinstance(each, Tensor) and each.requires_grad and not _holds(content, key, each)
@@ -165,7 +171,7 @@ class PythonState:
 
     def assigned(self) -> Iterator[tuple[str, dict[Any, Any], Any]]:
         """Attributes and entries of dictionaries that are others than they were: their names, where, and which."""
-        for name, holder, content in self._kept:
+        for name, holder, content in self._noted():
             if isinstance(holder, dict):
                 yield from (
                     (_joined(name, str(key)), holder, key)
@@ -201,7 +207,7 @@ class PythonState:
     @torch.no_grad()
     def restore(self) -> None:
         """Have everything as it was."""
-        for _, holder, content in self._kept:
+        for _, holder, content in self._noted():
             if isinstance(holder, Tensor):
                 if content is not None:
                     holder.data.copy_(content)  # Through `data`: that it was put back does not count as written.

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from shardwise.ranks.spawn import Ranks
     from tests.crowd import Crowds
 
-#: The groups of tests that have ranks: two of them; more, held against one device (`parity`, `conformance`); all others.
-#: Three of them, so that three workers have about as much to do.
+#: The groups of tests that have ranks: two of them; more, held against one device (`parity`, `conformance`); all
+#: others. Three groups, so that three workers have about as much to do.
 PAIRS, PARITY, RANKS = "pairs", "parity", "ranks"
 
 # Until all tests are collected nothing is thrown away: the collector would look through all of torch again and again.
@@ -46,8 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what `--whole` alone runs, and say what runs in one worker (`--dist loadgroup`).
 
-    That is all tests that share ranks, in three groups, and else the tests of a file. Ranks are processes: if any worker
-    had any of them, there would be twice as many on the same cores.
+    That is all tests that share ranks, in three groups, and else the tests of a file. Ranks are processes: if any
+    worker had any of them, there would be twice as many on the same cores.
     """
     if not (config.getoption("--whole") or config.getoption("--write-composition", default=False)):
         left_out = left_out_of(items)

@@ -45,8 +45,8 @@ def properties(schedule: str) -> set[int]:
 def met_on_ranks() -> dict[tuple[str, str], int]:
     """The pairs of a model and a schedule that are run, and the layout of each, by its turn.
 
-    A model takes first what its kind has not met in its properties, then the schedule that the fewest have met. Of kinds
-    with few models each meets two.
+    A model takes first what its kind has not met in its properties, then the schedule that the fewest have met. Of
+    kinds with few models each meets two.
     """
     met: dict[tuple[str, str], int] = {}
     seen: set[tuple[str, int]] = set()

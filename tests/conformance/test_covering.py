@@ -23,8 +23,11 @@ def test_every_kind_of_model_meets_all_that_schedules_do() -> None:
 def test_every_number_of_ranks_and_stages_is_run() -> None:
     """All layouts of each schedule are run in one process, below."""
     cases = [case_of(model, schedule, turn) for (model, schedule), turn in met_on_ranks().items()]
-    every = {(each[0], case_of(MODELS[0], name, turn).num_stages)
-             for name in SCHEDULES for turn, each in enumerate(layouts_for(PROCESSES, name))}
+    every = {
+        (each[0], case_of(MODELS[0], name, turn).num_stages)
+        for name in SCHEDULES
+        for turn, each in enumerate(layouts_for(PROCESSES, name))
+    }
     assert {(case.num_ranks, case.num_stages) for case in cases} == every
 
 

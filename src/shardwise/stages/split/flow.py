@@ -24,7 +24,7 @@ from shardwise.stages.split.meta import Guesses, call_on_meta, depends_on_data, 
 from shardwise.stages.split.outline import NumberOutline, Outline, TensorOutline, outline_of, signature_of
 from shardwise.stages.split.python_state import PythonState
 from shardwise.stages.split.sources import NOTHING, Drawn, HeldTensor, Hidden, Ledger, Made, Source, Sources, storage_of
-from shardwise.stages.split.switch import Inner, undisturbed, uncompiled
+from shardwise.stages.split.switch import Inner, uncompiled, undisturbed
 from shardwise.stages.stage import Batch
 from shardwise.torch_private import EagerDispatchMode, pytree, schema_of
 

@@ -110,4 +110,4 @@ class UnionFind:
             while not np.array_equal(roots, above):
                 roots, above = above, above[above]
             self._roots = roots
-        return self._roots[labels]  # type: ignore[no-any-return]
+        return self._roots[labels]

@@ -30,7 +30,7 @@ _MOST = 200_000
 
 _CONTAINERS = (list, dict, set, deque)
 #: What cannot change and holds nothing.
-_PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
+_PLAIN: frozenset[type] = frozenset({int, float, bool, str, bytes, type(None)})
 #: Names, and what is to be looked at next.
 _Next = Iterable[tuple[str, Any]]
 

@@ -11,5 +11,5 @@ def seed_torch(number: int) -> None:
     number of ours.
     """
     torch.default_generator.manual_seed(number)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(number)

@@ -116,7 +116,7 @@ def turns_of(topic: str, plans: Sequence[str]) -> dict[str, str]:
     found = {}
     for number, each in enumerate(programs_of(topic)[:: 2 if topic in _LONG else 1]):
         fitting = [plan for plan in plans if each.is_for(plan)]
-        found[each.name] = fitting[-number % len(fitting)]
+        found[each.name] = fitting[number % len(fitting)]
     return found
 
 

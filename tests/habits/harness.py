@@ -394,6 +394,17 @@ def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
+def in_two_groups(first: nn.Parameter, first_rate: float, rate: float) -> Callable[..., Optimizer]:
+    """One parameter with a rate of its own, and all others."""
+
+    def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
+        others = [each for each in parameters if each is not first]
+        groups: list[dict[str, Any]] = [{"params": [first], "lr": first_rate}, {"params": others}]
+        return torch.optim.SGD(groups, lr=rate)
+
+    return make
+
+
 def trained(engine: Any, *, steps: int = 3, between: Callable[[int], Any] | None = None) -> dict[str, Any]:
     """A few steps: their losses, and the weights and buffers after them."""
     found: dict[str, Any] = {}

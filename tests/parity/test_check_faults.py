@@ -17,12 +17,9 @@ from tests.parity.models import make_problem
 FAULTS = read_faults()
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def few_draws(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> None:
-    """One device's bf16 is drawn 4 times and not 16 before a plan is called wrong: of a fault, each draw is in vain.
-
-    With fewer draws a plan is more easily called wrong. That none is where nothing is wrong is tested so too.
-    """
+    """One device's bf16 is drawn 4 times and not 16 before a plan is called wrong: of a fault, each draw is in vain."""
     if not pytestconfig.getoption("--whole"):
         monkeypatch.setattr(halves, "MOST_DRAWS", 4)
 
@@ -31,6 +28,7 @@ def _marks(fault: SeededFault) -> tuple[pytest.MarkDecorator, ...]:
     return () if fault.by_default else (pytest.mark.whole,)
 
 
+@pytest.mark.usefixtures("few_draws")
 @pytest.mark.parametrize("fault", [pytest.param(each, id=each.id, marks=_marks(each)) for each in FAULTS])
 def test_a_fault_is_found(fault: SeededFault, crowds: Crowds) -> None:
     found = try_fault(fault, crowds.of(Plan.parse(fault.plan).num_ranks))

@@ -11,10 +11,10 @@ INSTALLED := $(VENV)/.installed
 run: $(INSTALLED)
 	$(BIN)/shardwise train
 
-# A worker more than cores, each with one thread: while one waits for its processes another computes. One of them has all
-# tests that share two ranks, one those that share more: ranks are processes too. The linter and the type checker run
-# beside them; what they say comes at the end. All must pass. What Python compiles is kept, also where that is switched
-# off: every process that a test starts would compile it again.
+# A worker more than cores, each with one thread: while one waits for its processes another computes. Tests that share
+# ranks are in three groups, each in one worker: ranks are processes too. The linter and the type checker run beside
+# them; what they say comes at the end. All must pass. What Python compiles is kept, also where that is switched off:
+# every process that a test starts would compile it again.
 WORKERS = $(shell $(BIN)/python -c 'import os; print((os.cpu_count() or 1) + 1)')
 test: $(INSTALLED) browser
 	@said=$$(mktemp); \

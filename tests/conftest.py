@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from shardwise.ranks.spawn import Ranks
     from tests.crowd import Crowds
 
-#: The workers that have ranks, by the names of their groups of tests: those of two ranks, and all others.
-PAIRS, RANKS = "pairs", "ranks"
+#: The groups of tests that have ranks: two of them; more, held against one device (`parity`, `conformance`); all
+#: others. Three groups, so that three workers have about as much to do.
+PAIRS, PARITY, RANKS = "pairs", "parity", "ranks"
 
 # Until all tests are collected nothing is thrown away: the collector would look through all of torch again and again.
 gc.disable()
@@ -45,8 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what `--whole` alone runs, and say what runs in one worker (`--dist loadgroup`).
 
-    That is all tests that share ranks, those with two of them apart from those with more, and else the tests of a
-    file. Ranks are processes: if any worker had any of them, there would be twice as many on the same cores.
+    That is all tests that share ranks, in three groups, and else the tests of a file. Ranks are processes: if any
+    worker had any of them, there would be twice as many on the same cores.
     """
     if not (config.getoption("--whole") or config.getoption("--write-composition", default=False)):
         left_out = left_out_of(items)
@@ -68,7 +69,9 @@ def _group_of(item: pytest.Item) -> str:
         return f"{item.path.parent.name}-{item.path.stem}"
     count = getattr(item, "callspec", None) and item.callspec.params.get("count")  # type: ignore[attr-defined]
     is_pair = count == 2 or ("two" in fixtures and fixtures.isdisjoint({"three", "four", "eight"}))
-    return PAIRS if is_pair else RANKS
+    if is_pair:
+        return PAIRS
+    return PARITY if item.path.parent.name in ("parity", "conformance") else RANKS
 
 
 def _tell_group(item: pytest.Item) -> None:
@@ -95,7 +98,7 @@ def pytest_unconfigure() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before a worker's first ranks: all of them are forked from one process that has imported what they need."""
     group = item.get_closest_marker("xdist_group")
-    if group is not None and group.args[0] in (PAIRS, RANKS):
+    if group is not None and group.args[0] in (PAIRS, PARITY, RANKS):
         from tests.crowd import import_once
 
         import_once()

@@ -15,7 +15,7 @@ from tests.same import Trained
 from tests.stages.small import small_matrices
 
 #: In which worker of xdist a case runs: all that have ranks in the same.
-_MARKS = {ONE_PROCESS: (), PROCESSES: (pytest.mark.xdist_group("ranks"),)}
+_MARKS = {ONE_PROCESS: (), PROCESSES: (pytest.mark.xdist_group("parity"),)}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

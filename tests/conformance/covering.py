@@ -1,4 +1,4 @@
-"""Which models meet which schedules where each rank is a process: few, and of every kind with every kind.
+"""Which models meet which schedules where each rank is a process: few, and every kind of models all that schedules do.
 
 In one process each model meets every fifth schedule, and with `--whole` all of them: what a schedule does to a model is
 seen there. Processes add the way between ranks, which depends on the order of a schedule and on the values of a model,
@@ -8,10 +8,7 @@ but hardly on both.
 from functools import cache
 
 from shardwise.schedule.catalogue import CATALOGUE, make_schedule
-from tests.conformance.cases import MODELS, PROCESSES, SCHEDULES, Case, layouts_for
-
-#: At least how many schedules a model meets, and how many models a schedule.
-NUM_MET = 2
+from tests.conformance.cases import MODELS, SCHEDULES, Case
 
 #: Models by what they ask of the way between ranks.
 MODEL_KINDS = {
@@ -39,26 +36,27 @@ def is_met_alone(case: Case) -> bool:
     return (MODELS.index(case.model) + SCHEDULES.index(case.schedule)) % 5 == 0
 
 
+def properties(schedule: str) -> set[int]:
+    """Which of the four a schedule's kind has; 4 if none."""
+    return {index for index, has in enumerate(schedule_kind(schedule)) if has} or {4}
+
+
 @cache
 def met_on_ranks() -> dict[tuple[str, str], int]:
-    """The pairs of a model and a schedule that are run, and the index of each among the pairs of its schedule.
+    """The pairs of a model and a schedule that are run, and the layout of each, by its turn.
 
-    A model takes first what its kind has not met in kind, then the schedule that has the most layouts left. Of kinds
-    with few models each meets more.
+    A model takes first what its kind has not met in its properties, then the schedule that the fewest have met. Of
+    kinds with few models each meets two.
     """
     met: dict[tuple[str, str], int] = {}
-    kinds: set[tuple[str, tuple[bool, ...]]] = set()
-    num_layouts = {each: max(NUM_MET, len(layouts_for(PROCESSES, each))) for each in SCHEDULES}
-    num_kinds = len(set(map(schedule_kind, SCHEDULES)))
-    for kind, models in MODEL_KINDS.items():
-        for model in models:
-            for _ in range(max(NUM_MET, -(-num_kinds // len(models)))):
-                counts = {
-                    each: sum(other == each for _, other in met) for each in SCHEDULES if (model, each) not in met
-                }
-                chosen = min(
-                    counts, key=lambda each: ((kind, schedule_kind(each)) in kinds, counts[each] - num_layouts[each])
-                )
-                met[model, chosen] = counts[chosen]
-                kinds.add((kind, schedule_kind(chosen)))
+    seen: set[tuple[str, int]] = set()
+    counts = dict.fromkeys(SCHEDULES, 0)
+    for kind, models in sorted(MODEL_KINDS.items(), key=lambda item: len(item[1])):
+        for model in (each for each in models for _ in range(2 if len(models) < len(MODEL_KINDS) else 1)):
+            open_to = [each for each in SCHEDULES if (model, each) not in met]
+            new = {each: {(kind, one) for one in properties(each)} - seen for each in open_to}
+            chosen = min(open_to, key=lambda each: (-len(new[each]), counts[each]))
+            met[model, chosen] = len(met)
+            seen |= new[chosen]
+            counts[chosen] += 1
     return {pair: met[pair] for pair in sorted(met, key=lambda pair: MODELS.index(pair[0]))}

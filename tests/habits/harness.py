@@ -41,10 +41,8 @@ TWO = (
     "dp=2,offload.parameters=1.0", "pp=2,microbatches=2,recompute=full", "cp=2", "dp=2,ep=2",
 )  # fmt: skip
 FOUR = ("dp=2,pp=2,microbatches=2,zero=1", "dp=2,tp=2,zero=3")
-#: In how many turns the programs of a file are tried: each under one or two of the eleven plans.
-TURNS = 9
-#: Of files with many programs, each of which takes several engines' time, every other is tried under one plan.
-_LONG = {"loaders": 22, "losses": 22}
+#: Of files with many programs, each of which takes several engines' time, every other is tried.
+_LONG = ("loaders", "losses")
 _TOLERANCE = 1e-5
 
 Result = Mapping[str, Any]
@@ -113,16 +111,24 @@ def programs_of(topic: str) -> list[Program]:
     return PROGRAMS[topic]
 
 
-def run_topic(topic: str, plan: str, turn: int | None = None) -> list[str]:
-    """Run every program of a file on this rank of a plan; what was not as expected.
+def turns_of(topic: str, plans: Sequence[str]) -> dict[str, str]:
+    """The plan that each program of a file is tried under, by its name: in turn one of those that it is for."""
+    found = {}
+    for number, each in enumerate(programs_of(topic)[:: 2 if topic in _LONG else 1]):
+        fitting = [plan for plan in plans if each.is_for(plan)]
+        found[each.name] = fitting[number % len(fitting)]
+    return found
 
-    With `turn` only those whose turn it is: of `TURNS` plans in a row, each program is run under one.
+
+def run_topic(topic: str, plan: str, plans: Sequence[str] | None = None) -> list[str]:
+    """Run the programs of a file on this rank of a plan; what was not as expected.
+
+    With `plans`, those whose turn it is: each program is run under one of these plans.
     """
     found = []
-    turns = _LONG.get(topic, TURNS)
-    for number, each in enumerate(programs_of(topic)):
-        is_turn = turn is None or (number + turn * max(1, turns // 11)) % turns == 0
-        if is_turn and each.is_for(plan):
+    turns = None if plans is None else turns_of(topic, plans)
+    for each in programs_of(topic):
+        if each.is_for(plan) if turns is None else turns.get(each.name) == plan:
             wrong = _tried(each, plan)
             if wrong is not None:
                 found.append(f"{topic}.{each.name} under {plan}: {wrong}")
@@ -386,6 +392,17 @@ def cross_entropy(output: Tensor, given: Mapping[str, Tensor]) -> Tensor:
 
 def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def in_two_groups(first: nn.Parameter, first_rate: float, rate: float) -> Callable[..., Optimizer]:
+    """One parameter with a rate of its own, and all others."""
+
+    def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
+        others = [each for each in parameters if each is not first]
+        groups: list[dict[str, Any]] = [{"params": [first], "lr": first_rate}, {"params": others}]
+        return torch.optim.SGD(groups, lr=rate)
+
+    return make
 
 
 def trained(engine: Any, *, steps: int = 3, between: Callable[[int], Any] | None = None) -> dict[str, Any]:

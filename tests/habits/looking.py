@@ -2,14 +2,13 @@
 
 import copy
 import io
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
-from tests.habits.harness import Parallelize, Result, batch, program, small_net, start, trained
+from tests.habits.harness import Parallelize, Result, batch, in_two_groups, program, small_net, start, trained
 
 AWAY = {
     "zero=3": r"between steps each of 2 ranks keeps a piece of it \(zero=3\)",
@@ -268,13 +267,7 @@ def frozen_and_unfrozen_again(parallelize: Parallelize) -> Result:
 def unfrozen_from_the_beginning_with_rate_zero(parallelize: Parallelize) -> Result:
     """What the sentence says to do instead."""
     model = small_net()
-
-    def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
-        others = [each for each in parameters if each is not model.embed.weight]
-        groups: list[dict[str, Any]] = [{"params": [model.embed.weight], "lr": 0.0}, {"params": others}]
-        return SGD(groups, lr=0.1)
-
-    engine = start(parallelize, model, make)
+    engine = start(parallelize, model, in_two_groups(model.embed.weight, 0.0, 0.1))
 
     def between(step: int) -> None:
         engine.optimizers[0].param_groups[0]["lr"] = 0.1 * step

@@ -15,6 +15,7 @@ from tests.habits.harness import (
     Result,
     batch,
     cross_entropy,
+    in_two_groups,
     program,
     sgd,
     small_net,
@@ -251,13 +252,7 @@ def a_rate_that_falls_on_a_plateau(parallelize: Parallelize) -> Result:
 def rates_of_groups_by_a_function_each(parallelize: Parallelize) -> Result:
     """A list of functions, one for each group: groups are there on every rank, in their order."""
     model = small_net()
-
-    def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
-        others = [each for each in parameters if each is not model.head.weight]
-        groups: list[dict[str, Any]] = [{"params": [model.head.weight], "lr": 0.2}, {"params": others}]
-        return SGD(groups, lr=0.05)
-
-    engine = start(parallelize, model, make)
+    engine = start(parallelize, model, in_two_groups(model.head.weight, 0.2, 0.05))
     schedulers = [
         lr_scheduler.LambdaLR(each, [lambda step: 1 / (step + 1), lambda step: step + 1.0])
         for each in engine.optimizers

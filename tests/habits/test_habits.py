@@ -5,18 +5,18 @@ from pathlib import Path
 import pytest
 
 from tests.crowd import Crowds
-from tests.habits.harness import FOUR, TWO, programs_of, run_topic, topics
+from tests.habits.harness import FOUR, TWO, programs_of, run_topic, topics, turns_of
 
 TOPICS = topics([each.stem for each in Path(__file__).parent.glob("*.py")])
 _PLANS = [(2, plan) for plan in TWO] + [(4, plan) for plan in FOUR]
+_EVERY_PLAN = (*TWO, *FOUR)
 
 
 @pytest.mark.parametrize("topic", TOPICS)
 @pytest.mark.parametrize(("count", "plan"), _PLANS, ids=str)
 def test_what_users_write_is_equal_to_plain_torch_or_refused(topic: str, count: int, plan: str, crowds: Crowds) -> None:
-    """A ninth of the programs for each plan, so that every program meets a plan and every plan some programs."""
-    turn = _PLANS.index((count, plan))
-    wrong = crowds.of(count).run(run_topic, topic, plan, turn)
+    """Each program under one plan, in turn: every plan meets some."""
+    wrong = crowds.of(count).run(run_topic, topic, plan, _EVERY_PLAN)
     assert not any(wrong), "\n".join(line for each in wrong for line in each)
 
 
@@ -28,6 +28,12 @@ def test_all_that_users_write_is_equal_to_plain_torch_or_refused(
 ) -> None:
     wrong = crowds.of(count).run(run_topic, topic, plan)
     assert not any(wrong), "\n".join(line for each in wrong for line in each)
+
+
+def test_every_plan_has_programs_of_several_files() -> None:
+    for plan in _EVERY_PLAN:
+        met = [topic for topic in TOPICS if plan in turns_of(topic, _EVERY_PLAN).values()]
+        assert len(met) >= (1 if "ep=2" in plan else 3), (plan, met)
 
 
 def test_no_program_has_the_name_of_another_and_each_says_what_it_is() -> None:

@@ -14,6 +14,21 @@ def proven(*ranks: Rank) -> Proof:
     return prove([each.program() for each in ranks])
 
 
+def linked() -> list[Rank]:
+    """Two ranks with a link each way."""
+    up, down = pair(1, "link 0>1"), pair(2, "link 1>0")
+    return [Rank(0, up, down), Rank(1, up, down)]
+
+
+def linked_and_connected() -> list[Rank]:
+    """The same after a message over each link, in one order on both."""
+    ranks = linked()
+    for rank, each in enumerate(ranks):
+        for number in range(2):
+            each.wait(each.issue((send if rank == number else receive)(1 - rank, communicator=number + 1, memory=8)))
+    return ranks
+
+
 def only(proof: Proof) -> str:
     (found,) = proof.problems
     return found.sentence
@@ -131,18 +146,14 @@ def test_two_communicators_used_in_opposite_order_are_a_circle(waits: bool) -> N
 
 
 def test_a_first_message_each_way_is_a_circle_unless_the_links_were_connected_in_one_order() -> None:
-    up, down = pair(1, "link 0>1"), pair(2, "link 1>0")
-    ranks = [Rank(0, up, down), Rank(1, up, down)]
+    ranks = linked()
     for rank in range(2):
         ranks[rank].issue(send(1 - rank, communicator=rank + 1))
         number = ranks[rank].issue(receive(1 - rank, communicator=2 - rank, memory=2))
         ranks[rank].wait(number).wait(1)
     assert "wait in a circle" in only(proven(*ranks))
-    connected = [Rank(0, up, down), Rank(1, up, down)]
+    connected = linked_and_connected()
     for rank in range(2):
-        for number in range(2):
-            one = (send if rank == number else receive)(1 - rank, communicator=number + 1, memory=8)
-            connected[rank].wait(connected[rank].issue(one))
         number = connected[rank].issue(send(1 - rank, communicator=rank + 1))
         other = connected[rank].issue(receive(1 - rank, communicator=2 - rank, memory=2))
         connected[rank].wait(other).wait(number)
@@ -150,12 +161,8 @@ def test_a_first_message_each_way_is_a_circle_unless_the_links_were_connected_in
 
 
 def test_two_that_each_wait_for_a_message_before_they_send_one_are_a_circle() -> None:
-    up, down = pair(1, "link 0>1"), pair(2, "link 1>0")
-    ranks = [Rank(0, up, down), Rank(1, up, down)]
+    ranks = linked_and_connected()
     for rank in range(2):
-        for number in range(2):
-            one = (send if rank == number else receive)(1 - rank, communicator=number + 1, memory=8)
-            ranks[rank].wait(ranks[rank].issue(one))
         ranks[rank].wait(ranks[rank].issue(receive(1 - rank, communicator=2 - rank, memory=2)))
         ranks[rank].wait(ranks[rank].issue(send(1 - rank, communicator=rank + 1)))
     assert "wait in a circle" in only(proven(*ranks))
@@ -165,12 +172,8 @@ def test_two_that_each_wait_for_a_message_before_they_send_one_are_a_circle() ->
 def test_to_wait_for_a_send_before_one_receives_is_a_circle_and_to_ask_whether_it_is_over_is_none(
     kind: Kind, is_right: bool
 ) -> None:
-    up, down = pair(1, "link 0>1"), pair(2, "link 1>0")
-    ranks = [Rank(0, up, down), Rank(1, up, down)]
+    ranks = linked_and_connected()
     for rank in range(2):
-        for number in range(2):
-            one = (send if rank == number else receive)(1 - rank, communicator=number + 1, memory=8)
-            ranks[rank].wait(ranks[rank].issue(one))
         sent = ranks[rank].issue(send(1 - rank, communicator=rank + 1))
         ranks[rank].wait(sent, kind=kind)
         ranks[rank].wait(ranks[rank].issue(receive(1 - rank, communicator=2 - rank, memory=2))).wait(sent)

@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from shardwise.parity import halves
 from shardwise.parity.check import check
 from shardwise.parity.models import default_settings, problem_of
 from shardwise.planner.plan import Plan
@@ -16,10 +17,18 @@ from tests.parity.models import make_problem
 FAULTS = read_faults()
 
 
+@pytest.fixture
+def few_draws(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> None:
+    """One device's bf16 is drawn 4 times and not 16 before a plan is called wrong: of a fault, each draw is in vain."""
+    if not pytestconfig.getoption("--whole"):
+        monkeypatch.setattr(halves, "MOST_DRAWS", 4)
+
+
 def _marks(fault: SeededFault) -> tuple[pytest.MarkDecorator, ...]:
     return () if fault.by_default else (pytest.mark.whole,)
 
 
+@pytest.mark.usefixtures("few_draws")
 @pytest.mark.parametrize("fault", [pytest.param(each, id=each.id, marks=_marks(each)) for each in FAULTS])
 def test_a_fault_is_found(fault: SeededFault, crowds: Crowds) -> None:
     found = try_fault(fault, crowds.of(Plan.parse(fault.plan).num_ranks))

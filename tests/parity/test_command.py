@@ -7,7 +7,7 @@ import pytest
 from shardwise.cli import main
 
 #: Ranks are forked where those that tests share are.
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.xdist_group("parity")
 
 
 def test_a_plan_that_is_right_says_so_and_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,6 +52,7 @@ def test_a_script_that_does_not_close_its_engine_ends_well(ending: str) -> None:
     assert done.stdout.split() == ["trained", "trained"]
 
 
+@pytest.mark.whole  # Of ranks that are spawned it is in `test_spawn.py`; torchrun takes 14 s of a core to say the same.
 def test_a_rank_that_fails_has_the_one_traceback_and_is_called_the_cause() -> None:
     done = launched(FAILING)
     assert done.returncode != 0

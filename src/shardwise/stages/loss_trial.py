@@ -31,6 +31,7 @@ from shardwise.stages.metrics import take_metrics
 from shardwise.stages.rows import RowRule, Seen, changed, nodes, take_rows, tensors_in
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.python_state import PythonState, draws_digest, is_theirs
+from shardwise.stages.split.seed import seed_torch
 from shardwise.stages.split.switch import undisturbed
 from shardwise.stages.stage import Batch, Loss
 from shardwise.stages.steady_draws import SteadyAttention, SteadyDraws
@@ -106,7 +107,7 @@ class _Trial:
             each.training = each.training and in_training and not isinstance(each, RunningNormModule)
         try:
             with undisturbed(self._module, {}, self._loss), full_precision(), self._precision(), counts:
-                torch.manual_seed(seed)
+                seed_torch(seed)
                 drawn = draws_digest()
                 is_rounded = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
                 if output is None:
@@ -161,7 +162,7 @@ class _Trial:
         return some([f"{name} ({words})" for name, words in changed.items()])
 
     def _total(self, batch: Batch, run: _Run) -> float:
-        torch.manual_seed(0)
+        seed_torch(0)
         result, _ = take_metrics(self._loss(run.output, batch))
         return float(result[0] if isinstance(result, tuple) else result)
 

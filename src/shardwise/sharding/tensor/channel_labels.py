@@ -77,10 +77,12 @@ class UnionFind:
 
     def __init__(self) -> None:
         self._parent: list[int] = []
+        #: The root of every label, until labels are made or joined again.
+        self._roots: Labels | None = None
 
     def new(self, count: int) -> int:
         """Make labels, each a group of its own, and return the first."""
-        first = len(self._parent)
+        first, self._roots = len(self._parent), None
         self._parent += range(first, first + count)
         return first
 
@@ -94,6 +96,7 @@ class UnionFind:
         """Join labels pairwise. -1 is none."""
         both = (some >= 0) & (others >= 0) & (some != others)
         if both.any():
+            self._roots = None
             # Each pair as one number, in the order of pairs: sorting rows of two takes far longer.
             count = len(self._parent)
             pairs = np.unique(some[both] * count + others[both])
@@ -102,6 +105,9 @@ class UnionFind:
 
     def roots(self, labels: Labels) -> Labels:
         """The group of each label, named by one of its labels; -1 stays -1."""
-        values, where = np.unique(labels, return_inverse=True)
-        found = np.array([self.find(int(value)) if value >= 0 else -1 for value in values], dtype=np.int64)
-        return found[where].reshape(labels.shape)
+        if self._roots is None:
+            roots, above = np.empty(0, dtype=np.int64), np.array([*self._parent, -1], dtype=np.int64)
+            while not np.array_equal(roots, above):
+                roots, above = above, above[above]
+            self._roots = roots
+        return self._roots[labels]

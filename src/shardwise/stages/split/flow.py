@@ -24,7 +24,7 @@ from shardwise.stages.split.meta import Guesses, call_on_meta, depends_on_data, 
 from shardwise.stages.split.outline import NumberOutline, Outline, TensorOutline, outline_of, signature_of
 from shardwise.stages.split.python_state import PythonState
 from shardwise.stages.split.sources import NOTHING, Drawn, HeldTensor, Hidden, Ledger, Made, Source, Sources, storage_of
-from shardwise.stages.split.switch import Inner, undisturbed
+from shardwise.stages.split.switch import Inner, uncompiled, undisturbed
 from shardwise.stages.stage import Batch
 from shardwise.torch_private import EagerDispatchMode, pytree, schema_of
 
@@ -384,7 +384,7 @@ def watch(
     args, kwargs = signature.arguments(example)
     watcher = FlowWatch(module, home_of(example), records=records)
     with undisturbed(module, units) as switch:
-        with watcher, _Looks(watcher), watcher.seeing_checkpoints(), switch.visited_by(watcher):
+        with uncompiled(), watcher, _Looks(watcher), watcher.seeing_checkpoints(), switch.visited_by(watcher):
             output = module(*args, **kwargs)
         assert switch.state is not None, "it is known what was there before"
         traces = bool(switch.state.changed())

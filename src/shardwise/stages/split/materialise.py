@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
 from shardwise.stages.split.flow import written_by
+from shardwise.stages.split.seed import seed_torch
 from shardwise.stages.split.sources import storage_of
 from shardwise.torch_private import EagerDispatchMode, buffer_slots, parameter_slots
 
@@ -138,4 +139,4 @@ class _Draws(EagerDispatchMode):  # type: ignore[no-untyped-call]
     def _reseed(self, name: str) -> None:
         count = self._num_drawn[name] = self._num_drawn.get(name, -1) + 1
         digest = hashlib.blake2b(f"{self._seed}/{name}/{count}".encode(), digest_size=8).digest()
-        torch.manual_seed(int.from_bytes(digest, "big") >> 1)
+        seed_torch(int.from_bytes(digest, "big") >> 1)

@@ -9,16 +9,18 @@ the state of Python's and NumPy's generators.
 import hashlib
 import random
 import sys
-from collections import deque
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from operator import is_
 from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.stages.split.seed import seed_torch
 from shardwise.torch_private import buffer_slots, parameter_slots, submodules, version_of
 
 #: Objects of these packages are not looked into: none of them belongs to one module.
@@ -27,6 +29,10 @@ _NOT_THEIRS = frozenset({"torch", "shardwise", "numpy", "transformers", "triton"
 _MOST = 200_000
 
 _CONTAINERS = (list, dict, set, deque)
+#: What cannot change and holds nothing.
+_PLAIN: frozenset[type] = frozenset({int, float, bool, str, bytes, type(None)})
+#: Names, and what is to be looked at next.
+_Next = Iterable[tuple[str, Any]]
 
 
 class _Kept(NamedTuple):
@@ -46,55 +52,68 @@ class PythonState:
     def __init__(self, *roots: Any, with_buffers: bool = False) -> None:
         self._roots, self._with_buffers = roots, with_buffers
         self._kept: list[_Kept] = []
+        self._empty: list[tuple[str, OrderedDict[Any, Any]]] = []
         self._versions: dict[int, int] = {}
         self._seen: set[int] = set()
+        self._kinds: dict[type, _Note | None] = {}
         self._drawn = python_draws()
         for root in roots:
             self._walk(root)
 
     def _walk(self, root: Any) -> None:
+        seen, kinds = self._seen, self._kinds
         waiting: deque[tuple[str, Any]] = deque([("", root)])
-        while waiting and len(self._seen) < _MOST:
+        while waiting and len(seen) < _MOST:
             name, each = waiting.popleft()
-            if id(each) not in self._seen and not isinstance(each, (int, float, str, bytes, type(None))):
-                self._seen.add(id(each))
-                waiting.extend(self._note(name, each))
+            kind = type(each)
+            if kind in _PLAIN or id(each) in seen:
+                continue
+            seen.add(id(each))
+            if kind not in kinds:
+                kinds[kind] = _way_to_note(kind)
+            note = kinds[kind]
+            if note is not None:
+                waiting.extend(note(self, name, each))
 
-    def _note(self, name: str, each: Any) -> Iterator[tuple[str, Any]]:
-        """Keep what is in a thing, and give what is to be looked at next."""
-        if isinstance(each, nn.Module):
-            yield from self._note_module(name, each)
-        elif isinstance(each, Tensor):
-            self._note_tensor(name, each)
-        elif isinstance(each, _CONTAINERS):
-            self._keep(name, each, dict(each) if isinstance(each, dict) else list(each))
-            items = each.items() if isinstance(each, dict) else enumerate(each)
-            yield from ((f"{name}[{key!r}]", value) for key, value in items)
-        elif isinstance(each, tuple):
-            yield from ((f"{name}[{key}]", value) for key, value in enumerate(each))
-        elif isinstance(each, FunctionType):
-            yield from self._note_function(name, each)
-        elif isinstance(each, MethodType):
-            yield from ((name, each.__self__), (name, each.__func__))
-        elif isinstance(each, partial):
-            yield from ((name, each.func), (name, each.args), (name, each.keywords))
-        elif isinstance(each, CellType):
-            content = _content_of(each)
-            self._keep(name, each, content)
-            yield name, content
-        elif hasattr(each, "__dict__") and not isinstance(each, type) and is_theirs(type(each)):
-            yield from self._note_attributes(name, each)
+    def _note_dict(self, name: str, each: dict[Any, Any]) -> _Next:
+        self._kept.append(_Kept(name, each, dict(each)))
+        return [(f"{name}[{key!r}]", value) for key, value in each.items() if type(value) not in _PLAIN]
+
+    def _note_list(self, name: str, each: Any) -> _Next:
+        self._kept.append(_Kept(name, each, list(each)))
+        return self._note_tuple(name, each)
+
+    def _note_tuple(self, name: str, each: Any) -> _Next:
+        return [(f"{name}[{key!r}]", value) for key, value in enumerate(each) if type(value) not in _PLAIN]
+
+    def _note_method(self, name: str, each: MethodType) -> _Next:
+        return (name, each.__self__), (name, each.__func__)
+
+    def _note_partial(self, name: str, each: "partial[Any]") -> _Next:
+        return (name, each.func), (name, each.args), (name, each.keywords)
+
+    def _note_cell(self, name: str, each: CellType) -> _Next:
+        content = _content_of(each)
+        self._kept.append(_Kept(name, each, content))
+        return ((name, content),)
 
     def _note_module(self, name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
-        buffers = buffer_slots(module)
-        slots = [parameter_slots(module), submodules(module), buffers]
+        buffers, children, start = buffer_slots(module), submodules(module), f"{name}." if name else ""
+        slots = {id(parameter_slots(module)), id(children), id(buffers)}
         attributes = vars(module)
-        self._keep(name, attributes, attributes.copy())
-        yield from ((_joined(name, k), each) for k, each in attributes.items() if not any(each is s for s in slots))
-        yield from ((_joined(name, key), child) for key, child in submodules(module).items())
+        self._kept.append(_Kept(name, attributes, attributes.copy()))
+        for key, each in attributes.items():
+            if type(each) is OrderedDict and not each:
+                # Most of a module's attributes are dictionaries of hooks, without any.
+                if id(each) not in self._seen:
+                    self._seen.add(id(each))
+                    self._empty.append((start + key, each))
+            elif type(each) not in _PLAIN and id(each) not in slots:
+                yield start + key, each
+        yield from ((start + key, child) for key, child in children.items())
         if self._with_buffers:
-            self._keep(name, buffers, buffers.copy())
-            yield from ((_joined(name, key), each) for key, each in buffers.items())
+            self._kept.append(_Kept(name, buffers, buffers.copy()))
+            yield from ((start + key, each) for key, each in buffers.items())
         if is_theirs(type(module)):
             yield from self._note_class(name, type(module))
 
@@ -106,9 +125,11 @@ class PythonState:
                 yield from ((f"{each.__name__}.{key}", value) for key, value in own)
         yield name, getattr(kind, "forward", None)
 
-    def _note_attributes(self, name: str, each: Any) -> Iterator[tuple[str, Any]]:
-        self._keep(name, vars(each), vars(each).copy())
-        yield from ((_joined(name, key), value) for key, value in vars(each).items())
+    def _note_attributes(self, name: str, each: Any) -> _Next:
+        if not hasattr(each, "__dict__"):
+            return ()
+        self._kept.append(_Kept(name, vars(each), vars(each).copy()))
+        return [(_joined(name, key), value) for key, value in vars(each).items()]
 
     def _note_function(self, name: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
         if not is_theirs(function):
@@ -119,19 +140,22 @@ class PythonState:
             if isinstance(function.__globals__.get(key), _CONTAINERS):
                 yield key, function.__globals__[key]
 
-    def _note_tensor(self, name: str, tensor: Tensor) -> None:
+    def _note_tensor(self, name: str, tensor: Tensor) -> _Next:
         if not isinstance(tensor, nn.Parameter) and type(tensor) is Tensor:
             writable = not tensor.is_meta and tensor.grad_fn is None and not tensor.is_inference()
             self._versions[id(tensor)] = -1 if tensor.is_inference() else version_of(tensor)
-            self._keep(name, tensor, tensor.detach().clone() if writable else None)
+            self._kept.append(_Kept(name, tensor, tensor.detach().clone() if writable else None))
+        return ()
 
-    def _keep(self, name: str, holder: Any, content: Any) -> None:
-        self._kept.append(_Kept(name, holder, content))
+    def _noted(self) -> Iterator[_Kept]:
+        """All that was noted, but for dictionaries that were empty and are."""
+        yield from self._kept
+        yield from (_Kept(name, each, {}) for name, each in self._empty if each)
 
     def changed(self) -> dict[str, str]:
         """What is no longer as it was, by name, in words."""
         found: dict[str, str] = {}
-        for name, holder, content in self._kept:
+        for name, holder, content in self._noted():
             found.update(self._differences(name, holder, content))
         return found
 
@@ -139,7 +163,7 @@ class PythonState:
         """The names of what holds tensors that want a gradient, and did not."""
         return [
             _joined(name, str(key))
-            for name, holder, content in self._kept
+            for name, holder, content in self._noted()
             if isinstance(holder, _CONTAINERS)
             for key, each in (holder.items() if isinstance(holder, dict) else enumerate(holder))
             if isinstance(each, Tensor) and each.requires_grad and not _holds(content, key, each)
@@ -147,7 +171,7 @@ class PythonState:
 
     def assigned(self) -> Iterator[tuple[str, dict[Any, Any], Any]]:
         """Attributes and entries of dictionaries that are others than they were: their names, where, and which."""
-        for name, holder, content in self._kept:
+        for name, holder, content in self._noted():
             if isinstance(holder, dict):
                 yield from (
                     (_joined(name, str(key)), holder, key)
@@ -167,6 +191,8 @@ class PythonState:
             if not _same(_content_of(holder), content):
                 yield name, _told(content, _content_of(holder))
         elif isinstance(holder, dict) and isinstance(content, dict):
+            if _is_unchanged(holder, content):
+                return
             for key in [*content, *(key for key in holder if key not in content)]:
                 if not _same(holder.get(key), content.get(key)):
                     yield _joined(name, str(key)), _told(content.get(key), holder.get(key))
@@ -181,7 +207,7 @@ class PythonState:
     @torch.no_grad()
     def restore(self) -> None:
         """Have everything as it was."""
-        for _, holder, content in self._kept:
+        for _, holder, content in self._noted():
             if isinstance(holder, Tensor):
                 if content is not None:
                     holder.data.copy_(content)  # Through `data`: that it was put back does not count as written.
@@ -218,11 +244,42 @@ def _holds(content: Any, key: Any, each: Any) -> bool:
 
 
 def _put_back(holder: dict[Any, Any], content: dict[Any, Any]) -> None:
-    if holder.keys() == content.keys() and all(holder[key] is each for key, each in content.items()):
+    if _is_unchanged(holder, content):
         return
     for key in [key for key in holder if key not in content]:
         del holder[key]
     holder.update(content)
+
+
+def _is_unchanged(holder: Mapping[Any, Any], content: Mapping[Any, Any]) -> bool:
+    """Whether the very same things are there, in the same order: most often they are, so this is quick."""
+    return (
+        len(holder) == len(content)
+        and all(map(is_, holder.values(), content.values()))
+        and all(map(is_, holder, content))
+    )
+
+
+_Note = Callable[[PythonState, str, Any], _Next]
+
+
+def _way_to_note(kind: type) -> _Note | None:
+    """What is done with things of a class: what is in them is kept, and what they hold is looked at next."""
+    ways: list[tuple[Any, _Note]] = [
+        (nn.Module, PythonState._note_module),
+        (Tensor, PythonState._note_tensor),
+        (dict, PythonState._note_dict),
+        ((list, set, deque), PythonState._note_list),
+        (tuple, PythonState._note_tuple),
+        (FunctionType, PythonState._note_function),
+        (MethodType, PythonState._note_method),
+        (partial, PythonState._note_partial),
+        (CellType, PythonState._note_cell),
+    ]
+    if issubclass(kind, (*_PLAIN, type)):
+        return None
+    own = PythonState._note_attributes if is_theirs(kind) else None
+    return next((way for classes, way in ways if issubclass(kind, classes)), own)
 
 
 class _Empty:
@@ -294,18 +351,18 @@ class Steady:
             set_python_draws(before)
             if have_drawn:
                 random.seed(random.random())
-            torch.manual_seed(2 * call + 2)
+            seed_torch(2 * call + 2)
 
     @staticmethod
     @contextmanager
     def start() -> Iterator[None]:
         """A run, or a loss."""
-        torch.manual_seed(0)
+        seed_torch(0)
         yield
 
 
 def _seed(number: int) -> None:
-    torch.manual_seed(number)
+    seed_torch(number)
     random.seed(number)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(number)

@@ -7,9 +7,10 @@ The gate sits where `Module.compile` puts its compiled call: hooks and subclasse
 `state_dict`, and copies and pickles of the module come without it.
 """
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -77,6 +78,12 @@ class Switch:
             yield
         finally:
             self.local.visitor = before
+
+
+def uncompiled() -> AbstractContextManager[None]:
+    """What is compiled runs as it was written. Else what watches a run is compiled with it, operator by operator."""
+    # Without the compiler in the process nothing is compiled, and it takes a second to import.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 @contextmanager

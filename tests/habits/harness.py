@@ -394,7 +394,7 @@ def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def in_two_groups(first: nn.Parameter, first_rate: float, rate: float) -> Callable[..., Optimizer]:
+def in_two_groups(first: Tensor, first_rate: float, rate: float) -> Callable[..., Optimizer]:
     """One parameter with a rate of its own, and all others."""
 
     def make(parameters: Iterable[nn.Parameter]) -> Optimizer:

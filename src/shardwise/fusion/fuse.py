@@ -24,7 +24,7 @@ from shardwise.fusion.example import kind_of
 from shardwise.fusion.gates import find_gate
 from shardwise.fusion.heads import HeadForward, find_head
 from shardwise.fusion.norms import find_norm
-from shardwise.fusion.replace import is_replaced, replace, switch, why_not
+from shardwise.fusion.replace import is_on, is_replaced, replace, switch, why_not
 from shardwise.kernels.choose import is_interpreted, settle
 from shardwise.stages.batch import home_of
 from shardwise.stages.stage import Batch, Loss
@@ -63,6 +63,17 @@ def settle_kernels(module: nn.Module, loss: Loss, example: Batch, *, kernels: bo
     if not has_kernels([home_of(example)]):
         return Fused()
     return fuse(module, kernels=kernels, waits=not is_compiled_function(loss))
+
+
+def settle_placed(module: nn.Module, devices: Iterable[torch.device], *, kernels: bool) -> Fused:
+    """A module is to run on these devices. Heads do not wait: their weights may have gone when logits are asked for."""
+    settle(module, None, kernels=kernels)
+    return fuse(module, kernels=kernels, waits=False) if has_kernels(devices) else Fused()
+
+
+def num_with_kernels(module: nn.Module) -> int:
+    """How many modules of a module would compute by kernels, on a device that has them."""
+    return sum(vars(each).get("kernels") is True or is_on(each) for each in module.modules())
 
 
 def has_kernels(devices: Iterable[torch.device]) -> bool:

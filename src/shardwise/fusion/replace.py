@@ -39,6 +39,10 @@ def is_replaced(module: nn.Module) -> bool:
     return _ON in vars(module)
 
 
+def is_on(module: nn.Module) -> bool:
+    return vars(module).get(_ON) is True
+
+
 def switch(module: nn.Module, *, on: bool) -> None:
     """Turn what was replaced in a module on or off."""
     for each in module.modules():

@@ -64,6 +64,12 @@ def own_loss(output: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     return cross_entropy(scores, labels.reshape(-1), reduction="sum"), (labels != -100).sum()
 
 
+def aligned_loss(output: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Of labels that lie at their tokens, as where sequences are cut."""
+    labels = batch["labels"]
+    return cross_entropy(output.logits.flatten(0, 1), labels.flatten(), reduction="sum"), (labels != -100).sum()
+
+
 def model_loss(output: Any, _: Any) -> Tensor:
     """That of the model, which was given labels."""
     loss: Tensor = output.loss

@@ -10,8 +10,12 @@ from torch.optim import SGD
 
 import shardwise as sw
 from shardwise.kernels.lazy_logits import LazyLogits
-from tests.fusion.models import make, make_batch, own_loss
+from tests.fusion.models import aligned_loss, make, make_batch, own_loss
 from tests.kernels.interpreter import interpreted
+
+
+def loss_for(plan: str) -> Any:
+    return aligned_loss if "cp" in plan else own_loss
 
 
 def trained(name: str, plan: str, **options: Any) -> tuple[list[float], dict[str, torch.Tensor], list[bool], str]:
@@ -19,7 +23,7 @@ def trained(name: str, plan: str, **options: Any) -> tuple[list[float], dict[str
     waited: list[bool] = []
 
     def loss(output: Any, batch: Any) -> Any:
-        made = own_loss(output, batch)
+        made = loss_for(plan)(output, batch)
         waited.append(isinstance(output.logits, LazyLogits) and not output.logits.is_read)
         return made
 

@@ -1,21 +1,21 @@
-"""Unmodified models with kernels over two ranks: the head cut over tp, sequences, weights that come and go."""
+"""Unmodified models with kernels over two ranks: the head cut over tp, sequences cut, weights that come and go."""
 
 import pytest
 import torch
 
 from shardwise.ranks.spawn import Ranks
 from tests.fusion import ranks
-from tests.fusion.models import make, make_batch, own_loss
+from tests.fusion.models import make, make_batch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks of these tests are on CPUs")
 
-CASES = [("gemma2", "tp=2"), ("llama", "tp=2,sp=true"), ("llama", "dp=2,zero=3")]
+CASES = [("gemma2", "tp=2"), ("llama", "tp=2,sp=true"), ("llama", "dp=2,zero=3"), ("qwen3", "cp=2")]
 
 
 def test_over_ranks_losses_and_gradients_are_those_of_one_device_and_no_rank_has_whole_logits(two: Ranks) -> None:
     for found in two.run(ranks.both, CASES):
         for (name, plan), (mine, plain, worst, waited, said) in zip(CASES, found, strict=True):
-            total, count = own_loss(make(name).train()(**make_batch(), use_cache=False), make_batch())
+            total, count = ranks.loss_for(plan)(make(name).train()(**make_batch(), use_cache=False), make_batch())
             assert mine[0] == pytest.approx((total / count).item(), rel=1e-5), plan
             assert mine == pytest.approx(plain, rel=1e-5), plan
             assert worst < 1e-5, plan

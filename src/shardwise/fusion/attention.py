@@ -8,9 +8,9 @@ It is taken over only if the modules that make cosines and sines give the same n
 kernel assumes; on a small example too.
 """
 
+import copy
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial, wraps
 from types import FunctionType
@@ -52,7 +52,7 @@ def find_attention(module: nn.Module, *, has_halves: bool) -> AttentionForward |
         return None
     known = own.__globals__
     rotations = [name for name in own.__code__.co_names if _looks_like_rotation(known.get(name))]
-    has_table = "ALL_ATTENTION_FUNCTIONS" in own.__code__.co_names and "ALL_ATTENTION_FUNCTIONS" in known
+    has_table = "ALL_ATTENTION_FUNCTIONS" in own.__code__.co_names and "sdpa" in known["ALL_ATTENTION_FUNCTIONS"]
     if not rotations and not has_table:
         return None
     good = [name for name in rotations if has_halves and is_rotation(known[name])]
@@ -65,9 +65,11 @@ def find_attention(module: nn.Module, *, has_halves: bool) -> AttentionForward |
 def _with_globals(own: FunctionType, rotations: tuple[str, ...], has_table: bool) -> Callable[..., Any]:
     changed: dict[str, Any] = {name: _by_kernel(own.__globals__[name]) for name in rotations}
     if has_table:
-        changed["ALL_ATTENTION_FUNCTIONS"] = _FastestFirst(own.__globals__["ALL_ATTENTION_FUNCTIONS"])
-    made = FunctionType(own.__code__, {**own.__globals__, **changed}, own.__name__, own.__defaults__, own.__closure__)
-    made.__kwdefaults__ = own.__kwdefaults__
+        changed["ALL_ATTENTION_FUNCTIONS"] = _fastest_first(own.__globals__["ALL_ATTENTION_FUNCTIONS"])
+    # Without the name of a module: a compiler would look for these globals there, and find others.
+    scope = {key: each for key, each in own.__globals__.items() if key != "__name__"}
+    made = FunctionType(own.__code__, {**scope, **changed}, own.__name__, own.__defaults__, own.__closure__)
+    made.__kwdefaults__, made.__module__ = own.__kwdefaults__, own.__module__
     return made
 
 
@@ -144,24 +146,19 @@ def _gives_halves(module: nn.Module) -> bool:
     )
 
 
-class _FastestFirst:
-    """A table of attention functions in which torch's takes its kernels in the order of their speed."""
+def _fastest_first(table: Any) -> Any:
+    """A table of attention functions like this one, in which torch's takes its kernels in the order of their speed."""
+    plain = table["sdpa"]
 
-    def __init__(self, table: Any) -> None:
-        self._table = table
+    @wraps(plain)
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if attention_mask is not None:
+            return plain(module, query, key, value, attention_mask, *args, **kwargs)
+        with fastest_first(query):
+            return plain(module, query, key, value, attention_mask, *args, **kwargs)
 
-    def get_interface(self, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        found: Callable[..., Any] = self._table.get_interface(name, default)
-        return partial(_attend, found) if name == "sdpa" else found
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._table, name)
-
-    def __getitem__(self, name: str) -> Any:
-        return self._table[name]
-
-
-def _attend(function: Callable[..., Any], module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
-    mask = args[2] if len(args) > 2 else kwargs.get("attention_mask")
-    with fastest_first(query) if mask is None else nullcontext():
-        return function(module, query, *args, **kwargs)
+    made = copy.deepcopy(table)  # With what somebody has put into this table alone.
+    made["sdpa"] = attend
+    return made

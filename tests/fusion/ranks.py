@@ -19,7 +19,7 @@ def loss_for(plan: str) -> Any:
 
 
 def trained(name: str, plan: str, **options: Any) -> tuple[list[float], dict[str, torch.Tensor], list[bool], str]:
-    """Losses of two steps and an evaluation, gradients, whether logits waited at each loss, and what was explained."""
+    """Losses of a step and of an evaluation after it, gradients, whether logits waited at each loss, and what was explained."""
     waited: list[bool] = []
 
     def loss(output: Any, batch: Any) -> Any:
@@ -32,7 +32,7 @@ def trained(name: str, plan: str, **options: Any) -> tuple[list[float], dict[str
     optimizer = partial(SGD, lr=0.1)
     engine = sw.parallelize(module, plan, loss=loss, optimizer=optimizer, example=batch, **options)
     waited.clear()
-    made = [engine.train_step(batch), engine.train_step(batch)]
+    made = [engine.train_step(batch)]
     gradients = engine.gradients()
     made.append(engine.evaluate(batch))
     said = engine.explain()

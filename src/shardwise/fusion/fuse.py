@@ -2,6 +2,7 @@
 
     norms        RMS norms of w or 1 + w, layer norms                        kernels/norm.py
     MLPs         silu, gelu and tanh gates                                   kernels/gated.py
+    experts      the same, as entries of two parameters                      kernels/experts.py
     attention    rotary positions; torch's fastest attention where there is no mask
     heads        logits that wait for their cross entropy                    kernels/lazy_logits.py
 
@@ -21,6 +22,7 @@ from torch import nn
 from shardwise.errors import some
 from shardwise.fusion.attention import find_attention, halves_are_alike
 from shardwise.fusion.example import kind_of
+from shardwise.fusion.experts import find_experts
 from shardwise.fusion.gates import find_gate
 from shardwise.fusion.heads import HeadForward, find_head
 from shardwise.fusion.norms import find_norm
@@ -134,12 +136,6 @@ class _Finder:
             lambda each: find_attention(each, has_halves=self._has_halves),
             find_gate,
             lambda each: find_head(each, self._words) if self._waits else None,
-            _find_experts,
+            find_experts,
         ]
         return next((form for each in tries if (form := each(module)) is not None), None)
-
-
-def _find_experts(module: nn.Module) -> str | None:
-    """Experts as entries of parameters have a form of their own in each library, and grouped products already."""
-    shapes = [each.dim() for each in module.parameters(recurse=False)]
-    return "experts are computed as their library does" if shapes and all(each == 3 for each in shapes) else None

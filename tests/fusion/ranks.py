@@ -19,7 +19,7 @@ def loss_for(plan: str) -> Any:
 
 
 def trained(name: str, plan: str, **options: Any) -> tuple[list[float], dict[str, torch.Tensor], list[bool], str]:
-    """Losses of a step and of an evaluation after it, gradients, whether logits waited at each loss, and what was explained."""
+    """Losses of a step and of an evaluation after it, gradients, whether logits waited at each loss, what is said."""
     waited: list[bool] = []
 
     def loss(output: Any, batch: Any) -> Any:

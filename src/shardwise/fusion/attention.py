@@ -48,13 +48,16 @@ def find_attention(module: nn.Module, *, has_halves: bool) -> AttentionForward |
     `has_halves` says whether cosines and sines are alike in both halves of a head.
     """
     own: Any = type(module).forward
-    if not isinstance(own, FunctionType) or hasattr(own, "__wrapped__"):
+    inner: Any = inspect.unwrap(own)
+    if not isinstance(inner, FunctionType):
         return None
-    known = own.__globals__
-    rotations = [name for name in own.__code__.co_names if _looks_like_rotation(known.get(name))]
-    has_table = "ALL_ATTENTION_FUNCTIONS" in own.__code__.co_names and "sdpa" in known["ALL_ATTENTION_FUNCTIONS"]
+    known, called = inner.__globals__, inner.__code__.co_names
+    rotations = [name for name in called if _looks_like_rotation(known.get(name))]
+    has_table = "ALL_ATTENTION_FUNCTIONS" in called and "sdpa" in known.get("ALL_ATTENTION_FUNCTIONS", ())
     if not rotations and not has_table:
         return None
+    if inner is not own:
+        return "its forward is wrapped in another function"
     good = [name for name in rotations if has_halves and is_rotation(known[name])]
     if not good and not has_table:
         return "its positions are turned in another way than the kernel's"

@@ -47,7 +47,8 @@ class ExpertsForward:
     def compute(
         self, module: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor, *, kernels: bool = True
     ) -> Tensor:
-        first, second = module.get_parameter(self.both), module.get_parameter(self.down)
+        first: Tensor = module.get_parameter(self.both)
+        second: Tensor = module.get_parameter(self.down)
         if not self.is_transposed:
             first, second = first.transpose(1, 2), second.transpose(1, 2)
         order = make_order(chosen, first.shape[0])

@@ -1,7 +1,8 @@
-"""A Llama of 1.2 billion parameters on one GPU: ours, Liger on transformers, and a compiled sketch, in one run.
+"""A Llama of 1.2 billion parameters on one GPU: ours, transformers' through `parallelize`, Liger, a compiled sketch.
 
-    python -m benchmarks.single_gpu --save single_gpu.json [--liger liger_kernel.whl] [--who ours,liger,sketch,packed]
+    python -m benchmarks.single_gpu --save single_gpu.json [--liger liger_kernel.whl] [--who ours,unmodified,liger]
 
+`unmodified` is LlamaForCausalLM as it is, with labels, its blocks compiled and not; Liger patches the same model.
 bf16 weights, fused AdamW, 4 x 4096 and 16 x 4096 tokens a step; `packed` is ours on rows of 8192, unpacked, and packed
 with documents of 600 tokens on average. Each runs in a process of its own. MFU counts 6 FLOPs a weight a token and
 causal attention at half, against 989.5 TFLOP/s. Memory is the peak of what torch has allocated.
@@ -38,14 +39,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", type=Path, default=Path(__file__).parent / "results" / "single_gpu.json")
     parser.add_argument("--liger", type=Path)
-    parser.add_argument("--who", default="ours,liger,sketch,packed")
+    parser.add_argument("--who", default="ours,unmodified,liger,sketch,packed")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if not torch.cuda.is_available():
         print("one GPU is measured, and torch sees none")
         return
     if given.one is not None:
-        {"ours": ours, "liger": liger, "sketch": sketch, "packed": packed}[given.one]()
+        {"ours": ours, "unmodified": unmodified, "liger": liger, "sketch": sketch, "packed": packed}[given.one]()
         return
     results: dict[str, Any] = {
         "date": datetime.now(UTC).date().isoformat(),
@@ -173,11 +174,9 @@ def packed() -> None:
     run_ours("packed", rows, length, {**batch, "documents": documents})
 
 
-def liger() -> None:
-    from liger_kernel.transformers import apply_liger_kernel_to_llama
+def make_llama() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    apply_liger_kernel_to_llama()
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=WIDTH,
@@ -191,8 +190,39 @@ def liger() -> None:
         attn_implementation="sdpa",
         use_cache=False,
     )
+    torch.manual_seed(0)
     with torch.device("cuda"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16).train()
+        return LlamaForCausalLM(config).to(torch.bfloat16).train()
+
+
+def unmodified() -> None:
+    """The model that Liger patches, as it is: the same labels, and its own loss."""
+    for compile in (False, True):
+        for rows, length in SIZES:
+            name = f"{rows}x{length}" + (" compiled" if compile else "")
+            run_unmodified(name, rows, length, compile=compile)
+            clear()
+
+
+def run_unmodified(name: str, rows: int, length: int, *, compile: bool) -> None:
+    import shardwise as sw
+
+    ids = tokens_of(rows, length)["input_ids"]
+    batch = {"input_ids": ids, "labels": ids}
+    module = make_llama()
+    parameters = sum(each.numel() for each in module.parameters())
+    engine = sw.parallelize(
+        module, "dp=1", loss=lambda output, _: output.loss, optimizer=ADAMW, example=batch, compile=compile
+    )
+    print(engine.explain(), flush=True)
+    measure(name, lambda: engine.train_step(batch), rows, length, parameters)
+
+
+def liger() -> None:
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    apply_liger_kernel_to_llama()
+    model = make_llama()
     optimizer = ADAMW(model.parameters())
     parameters = sum(each.numel() for each in model.parameters())
     for rows, length in SIZES:

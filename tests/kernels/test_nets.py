@@ -10,7 +10,7 @@ from torch.optim import SGD
 
 import shardwise as sw
 from shardwise.kernels.choose import settle
-from shardwise.nets.head import LazyLogits
+from shardwise.kernels.lazy_logits import LazyLogits
 from shardwise.nets.loss import has_lazy_logits, next_token_loss
 from shardwise.nets.settings import Heads, Mixture, Mlp, Rope, Settings
 from shardwise.nets.transformer import Transformer

@@ -15,7 +15,7 @@ from shardwise.engine.prepare import prepare
 from shardwise.engine.sharded import Sharded
 from shardwise.engine.trial import Trial, check_halves
 from shardwise.execution.pipeline import complete
-from shardwise.kernels.choose import settle
+from shardwise.fusion.fuse import Fused, settle_kernels
 from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import ManyProcesses, OneProcess
 from shardwise.stages.stage import Batch, Loss
@@ -37,7 +37,25 @@ def assemble(
     owns_wires: bool,
 ) -> Engine:
     """Put an engine together. Every process of the plan calls this alike."""
-    settle(module, loss, kernels=options.kernels)
+    fused = settle_kernels(module, loss, example, kernels=options.kernels)
+    try:
+        parts, optimizers = _parts(module, plan, loss, optimizer, example, options, wires, fused)
+        return from_parts(parts, optimizers, owns_wires=owns_wires)
+    except BaseException:
+        fused.undo()
+        raise
+
+
+def _parts(
+    module: nn.Module,
+    plan: Plan,
+    loss: Loss,
+    optimizer: Optimizers,
+    example: Batch,
+    options: Options,
+    wires: OneProcess | ManyProcesses,
+    fused: Fused,
+) -> tuple[Parts, Sequence[MadeOptimizer]]:
     optimizers = make_optimizers(optimizer, dict(module.named_parameters()))
     order = tuple(name for name, _ in module.named_parameters())
     shapes = {name: each.shape for name, each in module.state_dict().items() if isinstance(each, Tensor)}
@@ -68,9 +86,9 @@ def assemble(
         module=module, plan=plan, split=split, schedule=computed,
         loss=weighed, options=options, sharded=sharded, order=order, shapes=shapes,
         wires=wires, device=device, callers=callers, written=trial.written, rule=rule, kind=kind,
-        has_metrics=trial.has_metrics, is_without_numbers=bool(without_numbers),
+        has_metrics=trial.has_metrics, is_without_numbers=bool(without_numbers), fused=fused,
     )  # fmt: skip
-    return from_parts(parts, optimizers, owns_wires=owns_wires)
+    return parts, optimizers
 
 
 def from_parts(parts: Parts, optimizers: Sequence[MadeOptimizer], *, owns_wires: bool) -> Engine:

@@ -76,8 +76,8 @@ def parallelize(
     each writes in its own forwards (`docs/habits.md`). With `verify` layers are cut in a copy first: what computes
     something else in parts is left whole, with a warning. Gradients are summed in buckets of `bucket_bytes`, if given.
     Every rank is given the same `batch`, of all rows, and takes its own; with "local" each replica (dp) is given rows
-    of its own (`sw.replica_of(plan)` says which), the same on all ranks of it. With `kernels=False` modules of `nets`
-    compute by plain operators alone (`docs/kernels.md`).
+    of its own (`sw.replica_of(plan)` says which), the same on all ranks of it. On GPUs kernels compute what they
+    compute alike, listed by `explain()`; with `kernels=False` plain operators do (`docs/kernels.md`).
     `wires` are what processes talk over, where several engines are to share it (`ranks/wires.py`).
 
     Where `torch.distributed` has several ranks, each of them runs one of the plan. Under `torchrun` it is started here.

@@ -8,6 +8,7 @@ from torch import nn
 
 from shardwise.engine.options import Options
 from shardwise.engine.sharded import Sharded
+from shardwise.fusion.fuse import Fused
 from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import ManyProcesses, OneProcess
 from shardwise.schedule.schedule import Schedule
@@ -44,3 +45,10 @@ class Parts:
     kind: LossKind = LossKind.UNTRIED
     #: Whether any parameter was on the meta device.
     is_without_numbers: bool = False
+    #: What kernels compute in place of the module.
+    fused: Fused = field(default_factory=Fused)
+
+    def detach(self) -> None:
+        """What the module computes is its own again: attention, and what kernels computed in its place."""
+        self.sharded.detach_context()
+        self.fused.undo()

@@ -47,6 +47,8 @@ def takes_kernel(name: str, *tensors: Tensor | None, lacks: Callable[[], str | N
             return False
     elif is_watched() or any(type(each) not in (Tensor, nn.Parameter) for each in given):
         return False
+    elif first.is_cuda and first.device.index != torch.cuda.current_device():
+        return False  # Triton launches where the process is, not where tensors are.
     problem = _problem(given) or (lacks() if lacks is not None else None)
     if problem is not None:
         if not torch.compiler.is_compiling():
@@ -71,8 +73,8 @@ def is_interpreted() -> bool:
     return environment.find_variable("TRITON_INTERPRET") == "1"
 
 
-def settle(module: nn.Module, loss: Callable[..., object], *, kernels: bool = True) -> None:
-    """A module of ours is to be trained with this loss. Without `kernels`, by definitions alone.
+def settle(module: nn.Module, loss: Callable[..., object] | None, *, kernels: bool = True) -> None:
+    """A module of ours is to be trained with this loss, None if nobody knows it. Without `kernels`, by definitions.
 
     All that has kernels says so with `kernels`, and a head whose logits may wait for the loss with `waits`. A loss that
     is compiled sees all of them: the compiler does not take what waits.
@@ -81,7 +83,7 @@ def settle(module: nn.Module, loss: Callable[..., object], *, kernels: bool = Tr
         if isinstance(each.__dict__.get("kernels"), bool):
             each.__dict__["kernels"] = kernels
         if isinstance(each.__dict__.get("waits"), bool):
-            each.__dict__["waits"] = kernels and not is_compiled_function(loss)
+            each.__dict__["waits"] = kernels and loss is not None and not is_compiled_function(loss)
 
 
 @cache

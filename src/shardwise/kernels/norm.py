@@ -25,11 +25,18 @@ from shardwise.kernels.choose import autocast_type, takes_kernel
 MOST_COLUMNS = 32768
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float | None = None, *, kernels: bool = True) -> Tensor:
-    """RMS norm over the last dim. `eps` of None is that of the type, as in `torch.nn.RMSNorm`."""
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float | None = None, *, offset: float = 0.0, kernels: bool = True
+) -> Tensor:
+    """RMS norm over the last dim. `eps` of None is that of the type, as in `torch.nn.RMSNorm`.
+
+    `offset` is added to the weight, in float32: 1 + w is one digit short of w (Gemma).
+    """
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     if kernels and _is_taken("rms_norm", x, weight):
-        return _apply(x, None, weight, None, eps, False)[0]
+        return _apply(x, None, weight.float() + offset if offset else weight, None, eps, False)[0]
+    if offset:
+        return plain_rms_norm(x.float(), (x.shape[-1],), weight.float() + offset, eps).type_as(x)
     return plain_rms_norm(x, (x.shape[-1],), weight, eps)
 
 
@@ -61,6 +68,11 @@ def add_layer_norm(
         return _apply(x, residual, weight, bias, eps, True)
     new = x + residual
     return plain_layer_norm(new, (new.shape[-1],), weight, bias, eps), new
+
+
+def takes_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """Whether a norm of these has a kernel here."""
+    return _is_taken("rms_norm" if bias is None else "layer_norm", x, weight, bias)
 
 
 def _is_taken(name: str, x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:

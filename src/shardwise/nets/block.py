@@ -8,6 +8,7 @@ from shardwise.nets.feedforward import FeedForward
 from shardwise.nets.latent import LatentAttention
 from shardwise.nets.mask import AttentionMask
 from shardwise.nets.moe import MoE
+from shardwise.nets.norm import add_normed, normed
 from shardwise.nets.rotary import Rotation
 from shardwise.nets.settings import Latent, Settings
 
@@ -35,6 +36,7 @@ class Block(nn.Module):
         self.mlp_norm = make_norm(settings)
         self.mlp = MoE(settings) if settings.is_mixture(layer) else FeedForward(settings.width, settings.mlp)
         self.mlp_dropout = make_dropout(settings.dropout.residual)
+        self.kernels = True
 
     def forward(
         self,
@@ -44,11 +46,11 @@ class Block(nn.Module):
         mask: AttentionMask,
         cache: Cache | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        attended = self.attention(self.attention_norm(hidden), rotation, mask, cache)
-        hidden = hidden + self.attention_dropout(attended)
+        attended = self.attention(normed(self.attention_norm, hidden, kernels=self.kernels), rotation, mask, cache)
+        attended = self.attention_dropout(attended)
+        given, hidden = add_normed(self.mlp_norm, attended, hidden, kernels=self.kernels)
         if not isinstance(self.mlp, MoE):
-            return hidden + self.mlp_dropout(self.mlp(self.mlp_norm(hidden))), balance
-        output, auxiliary = self.mlp(self.mlp_norm(hidden))
-        return hidden + self.mlp_dropout(
-            output
-        ), balance if auxiliary is None or balance is None else balance + auxiliary
+            return hidden + self.mlp_dropout(self.mlp(given)), balance
+        output, auxiliary = self.mlp(given)
+        total = balance if auxiliary is None or balance is None else balance + auxiliary
+        return hidden + self.mlp_dropout(output), total

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from shardwise.nets.head import LazyLogits
+from shardwise.kernels.lazy_logits import LazyLogits
 from shardwise.nets.transformer import Output
 
 #: A label that is not to be learned.
@@ -21,13 +21,11 @@ def next_token_loss(output: Tensor | Output, batch: Mapping[str, Any]) -> tuple[
     labels: Tensor = batch["labels"]
     logits = output.logits if isinstance(output, Output) else output
     count = (labels != IGNORED).sum()
-    if isinstance(logits, LazyLogits):
-        total = logits.summed_loss(labels, IGNORED)
-    else:
-        total = cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    # Of logits that wait, this is computed without them (`kernels/lazy_logits.py`).
+    total = cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum")
     return (total + output.auxiliary * count if isinstance(output, Output) else total), count
 
 
 def has_lazy_logits(output: object) -> bool:
     """Whether the logits are computed by the loss, chunk by chunk."""
-    return isinstance(output.logits if isinstance(output, Output) else output, LazyLogits)
+    return isinstance(getattr(output, "logits", output), LazyLogits)

@@ -12,6 +12,7 @@ from shardwise.nets.block import Block, make_dropout, make_norm
 from shardwise.nets.cache import Cache
 from shardwise.nets.head import Head
 from shardwise.nets.mask import AttentionMask, causal_mask, find_starts, number_documents, positions_in
+from shardwise.nets.norm import normed
 from shardwise.nets.rotary import Rotary
 from shardwise.nets.settings import Heads, Settings
 
@@ -36,6 +37,7 @@ class Transformer(nn.Module):
         self.dropout = make_dropout(settings.dropout.embedding)
         self.layers = nn.ModuleList(Block(settings, layer) for layer in range(settings.num_layers))
         self.norm = make_norm(settings)
+        self.kernels = True
         self.head = Head(settings.width, settings.vocabulary)
         if settings.tied:
             self.head.weight = self.embed.weight
@@ -69,7 +71,7 @@ class Transformer(nn.Module):
         for layer, block in enumerate(self.layers):
             mask = windowed if self.settings.is_windowed(layer) else whole
             hidden, balance = block(hidden, balance, rotation, mask, cache)
-        logits: Tensor = self.head(self.norm(hidden))
+        logits: Tensor = self.head(normed(self.norm, hidden, kernels=self.kernels))
         return logits if balance is None else Output(logits, balance)
 
     def _masks(

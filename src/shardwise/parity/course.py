@@ -39,7 +39,8 @@ class Course:
     knows `first_use`, the parameters in the order in which a forward first uses them, and `num_dropping`, how many
     modules drop at random. Of those that a rank holds, `held` says of which stage they are and how much of each is
     here, and `digest` is of every bit; it knows in how many buckets its gradients were summed, `updated_by` which
-    optimizer its weights were, and why layers were `left_whole` by tensor parallelism.
+    optimizer its weights were, why layers were `left_whole` by tensor parallelism, and how many modules computed by
+    kernels.
     """
 
     steps: Sequence[Step]
@@ -51,6 +52,7 @@ class Course:
     updated_by: str = ""
     left_whole: Mapping[str, str] = field(default_factory=dict)
     num_dropping: int = 0
+    num_with_kernels: int = 0
 
 
 def are_looked_at(looks: Looks, step: int, num_steps: int) -> bool:

@@ -49,7 +49,7 @@ def coverage_of(seen: Seen) -> Coverage:
     for says, why_not in (
         _whole_batches(seen), _optimizer(seen), _buckets(seen), _dropout(seen),
         _kept_weights(seen.problem.module), _experts(seen.problem.module), _evaluation(seen), _saves(seen),
-        _other_plan(seen), _halves(seen), _whole_layers(seen),
+        _other_plan(seen), _halves(seen), _whole_layers(seen), _kernels(seen),
     ):  # fmt: skip
         covered += [says] if says else []
         left_out += [why_not] if why_not else []
@@ -150,3 +150,12 @@ def _halves(seen: Seen) -> _Said:
     if isinstance(seen.halves, str):
         return None, f"bf16 with masters: {seen.halves}"
     return "bf16 with fp32 masters, saved and loaded: no further from fp32 than one device in bf16", None
+
+
+def _kernels(seen: Seen) -> _Said:
+    if seen.problem.options.get("kernels", True) is False:
+        return None, "kernels: they are turned off"
+    count = seen.course.num_with_kernels
+    if not count:
+        return None, "kernels: there are none for what ranks computed here (on a GPU: --device cuda)"
+    return f"kernels of {counted(count, 'module')}, against the plain operators of one device", None

@@ -11,6 +11,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from shardwise.engine.rank_device import batch_on, put_on
+from shardwise.kernels.choose import settle
 from shardwise.planner.plan import Plan
 from shardwise.stages.batch import cut_batch, length_of
 from shardwise.stages.stage import Batch, Loss
@@ -76,6 +77,11 @@ class Problem:
     def bucket_bytes(self) -> int:
         """How large buckets are, so that there is more than one."""
         return max(_LEAST_BUCKET_BYTES, sum(each.nbytes for each in self.module.parameters()) // _NUM_BUCKETS)
+
+    def without_kernels(self) -> nn.Module:
+        """The module, which computes by definitions alone: what kernels are held against."""
+        settle(self.module, self.loss, kernels=False)
+        return self.module
 
     def on(self, device: str) -> "Problem":
         """The same on a device."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.parallelize import parallelize
+from shardwise.fusion.fuse import has_kernels, num_with_kernels
 from shardwise.nets.balance import correct_balance
 from shardwise.parity.course import Course, Looks, Step, Uses, are_looked_at, own_names
 from shardwise.parity.legs import Leg, one_leg
@@ -69,6 +70,7 @@ def train_on_rank(
                 if leg is legs[0]:
                     held, num_buckets, updated_by = _held(engine, shapes), _num_buckets(engine), training.updated_by
                     tensor = engine.sharded.tensor
+                    num_kernels = _num_with_kernels(engine)
                 saved = training.save() if leg is not legs[-1] else None
                 digest = _digest(engine, steps)
     return Course(
@@ -79,6 +81,7 @@ def train_on_rank(
         num_buckets=num_buckets,
         updated_by=updated_by,
         left_whole={} if tensor is None else dict(tensor.whole),
+        num_with_kernels=num_kernels,
     )
 
 
@@ -191,6 +194,11 @@ def _digest(engine: Engine, steps: Sequence[Step]) -> str:
     for *_, each in engine.states.data.wholes.pieces():
         found.update(each.contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return found.hexdigest()
+
+
+def _num_with_kernels(engine: Engine) -> int:
+    has_them = has_kernels([next(iter(engine.parameters.values())).device]) if engine.parameters else False
+    return num_with_kernels(engine.module) if has_them else 0
 
 
 def _held(engine: Engine, shapes: Mapping[str, torch.Size]) -> dict[str, str]:

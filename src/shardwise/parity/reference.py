@@ -62,7 +62,7 @@ class _OneDevice:
     """A module, its optimizers and its masks of dropout, on one device."""
 
     def __init__(self, problem: Problem, plan: Plan, *, whole: bool) -> None:
-        module = problem.module
+        module = problem.without_kernels()
         self._problem, self._whole, self._signature = problem, whole, Signature(module)
         self._plan, self._policy = plan, ComputePolicy.of(plan)
         # One that is built without numbers gets those that ranks get theirs of.

@@ -7,6 +7,7 @@ from typing import Literal
 from torch import nn
 
 from shardwise.errors import ShardwiseError, unknown
+from shardwise.fusion.fuse import settle_placed
 from shardwise.placing.host import divide
 from shardwise.placing.layout import no_room
 from shardwise.placing.loads import loads_without_example, state_bytes, trains
@@ -33,6 +34,7 @@ def place(
     host: Literal["auto", "stream", "compute"] = "auto",
     folder: Path | str | None = None,
     activations_on_host: float | None = None,
+    kernels: bool = True,
 ) -> Placed:
     """Return a module like the one given, over several devices of this process.
 
@@ -51,21 +53,10 @@ def place(
     on the host either is on disk, in `folder`: in its safetensors, or, if it is trained, in files of our own.
     Activations that have no room on a device go to the host too, where that takes less time: `activations_on_host` is
     the part of them, from 0 to 1, or what is found out. `reason` says what was compared.
+
+    On GPUs kernels compute what they compute alike (`docs/kernels.md`), unless `kernels=False`.
     """
-    if activations_on_host is not None and not 0.0 <= activations_on_host <= 1.0:
-        raise ShardwiseError(
-            f"activations_on_host={activations_on_host}: it is a part of them, from 0 to 1",
-            remedy="activations_on_host=0.5, or nothing: then it is found out",
-        )
-    if host not in HOSTS:
-        raise unknown("host", host, HOSTS)
-    if microbatches < 1:
-        raise ShardwiseError(f"microbatches={microbatches}: a batch has at least one", remedy="microbatches=1")
-    if any(each.is_meta for each in module.parameters()):
-        raise ShardwiseError(
-            f"{type(module).__name__} is on the meta device, so there are no weights to place",
-            remedy='build it on the CPU, or module.to_empty(device="cpu") and load its weights',
-        )
+    _check(module, host, microbatches, activations_on_host)
     sizes = state_bytes(module, moments=moments)
     held = sum(each.numel() * each.element_size() for each in module.parameters() if each.device.type == "cpu")
     places = find_places(devices, budget=budget, speeds=speeds, held_bytes=held, dtype=multiplied(module))
@@ -84,7 +75,26 @@ def place(
         folder=folder,
         activations_on_host=activations_on_host,
     )
-    placed = Placed(module, places, options)
+    fused = settle_placed(module, [each.device for each in places], kernels=kernels)
+    placed = Placed(module, places, options, fused)
     if example is not None or microbatches == 1 or (memory and len(computing) == 1):
         placed.lay_out(example)
     return placed
+
+
+def _check(module: nn.Module, host: str, microbatches: int, activations_on_host: float | None) -> None:
+    """Refuse what cannot be placed, before anything is done."""
+    if activations_on_host is not None and not 0.0 <= activations_on_host <= 1.0:
+        raise ShardwiseError(
+            f"activations_on_host={activations_on_host}: it is a part of them, from 0 to 1",
+            remedy="activations_on_host=0.5, or nothing: then it is found out",
+        )
+    if host not in HOSTS:
+        raise unknown("host", host, HOSTS)
+    if microbatches < 1:
+        raise ShardwiseError(f"microbatches={microbatches}: a batch has at least one", remedy="microbatches=1")
+    if any(each.is_meta for each in module.parameters()):
+        raise ShardwiseError(
+            f"{type(module).__name__} is on the meta device, so there are no weights to place",
+            remedy='build it on the CPU, or module.to_empty(device="cpu") and load its weights',
+        )

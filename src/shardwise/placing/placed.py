@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
+from shardwise.fusion.fuse import Fused
 from shardwise.placing.activation_offload import PlacedActivationOffload
 from shardwise.placing.arrange import Arrangement, arrange
 from shardwise.placing.moving import InputMover, settle
@@ -24,8 +25,11 @@ class Placed(nn.Module):
     `config`, is asked of that module.
     """
 
-    def __init__(self, module: nn.Module, places: Sequence[Place], options: PlaceOptions) -> None:
+    def __init__(
+        self, module: nn.Module, places: Sequence[Place], options: PlaceOptions, fused: Fused | None = None
+    ) -> None:
         super().__init__()
+        self._fused = fused or Fused()
         # Not a child: names of parameters stay as they are.
         self.__dict__["_placed"] = module
         share_slots(self, module)
@@ -44,6 +48,11 @@ class Placed(nn.Module):
     def reason(self) -> str:
         """Why the host is used as it is, where it had to be."""
         return self._arranged.reason
+
+    @property
+    def kernels(self) -> list[str]:
+        """What kernels compute in place of the module, and what was left and why, in lines."""
+        return self._fused.lines()
 
     @property
     def activations(self) -> PlacedActivationOffload | None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
+from shardwise.kernels.lazy_logits import LazyLogits
 from shardwise.schedule.instruction import Instruction, Kind
 from shardwise.stages.split.module_stage import ModuleStage
 from shardwise.stages.stage import Call
@@ -49,11 +50,15 @@ class UnitPrefetch:
         def run(*args: Any, **kwargs: Any) -> Any:
             self._enter(unit, ahead=1)
             output = call(*args, **kwargs)
-            if torch.is_grad_enabled():
-                for leaf in pytree.tree_leaves(output):
-                    if isinstance(leaf, Tensor) and leaf.requires_grad:
-                        leaf.register_hook(lambda _: self._go_back(unit))  # type: ignore[no-untyped-call]
-            self.leave(unit)
+            leaves = [each for each in pytree.tree_leaves(output) if isinstance(each, Tensor)]
+            for leaf in leaves if torch.is_grad_enabled() else ():
+                if isinstance(leaf, LazyLogits):
+                    leaf.on_gradient(lambda _: self._go_back(unit))
+                elif leaf.requires_grad:
+                    leaf.register_hook(lambda _: self._go_back(unit))  # type: ignore[no-untyped-call]
+            # Logits that wait for their loss need the weight until then, which is in the same computation (`end`).
+            if not any(isinstance(leaf, LazyLogits) for leaf in leaves):
+                self.leave(unit)
             return output
 
         return run

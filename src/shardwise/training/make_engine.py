@@ -34,6 +34,7 @@ def make_engine(job: Job, module: nn.Module, example: Batch, scale: LossScale) -
         compile=job.compile,
         seed=job.recipe.seed,
         bucket_bytes=job.recipe.bucket_bytes,
+        kernels=job.recipe.kernels,
     )
     if job.compile:
         scale.compile()

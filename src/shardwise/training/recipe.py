@@ -138,6 +138,7 @@ class EvaluationChoice:
 class Recipe:
     """A training run: `steps` steps of `batch` rows. `log` is how often a line is printed, in steps. With `tensorboard`
     metrics are written for it too. `bucket_bytes` is how much of the gradients is summed over replicas at a time.
+    Without `kernels` plain operators compute everything.
 
     `precision` and `compile` (each block, by inductor) are `auto`: fp32 and off on processors, and on a GPU bf16 and on
     where they pay.
@@ -152,6 +153,7 @@ class Recipe:
     log: Positive = 10
     tensorboard: bool = False
     bucket_bytes: Positive = 16 * 2**20
+    kernels: bool = True
     model: ModelChoice = field(default_factory=ModelChoice)
     data: DataChoice = field(default_factory=DataChoice)
     optimizer: OptimizerChoice = field(default_factory=OptimizerChoice)

@@ -121,7 +121,7 @@ class LayerCutter:
         weight, bias = self._pieces(layer, 0, even_runs(words, self._group.size), pads=True)
         together = ColumnSet(self._group, self._num_chunks)
         made = VocabularyHead(weight, bias, together, is_transposed=False, rng=None)
-        made.words = words
+        made.words, made.waits = words, bool(getattr(layer, "waits", False))
         self.cut[name] = f"vocabulary of {words} over {self._group.size} ranks"
         self._put(name, made)
 

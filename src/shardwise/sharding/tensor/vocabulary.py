@@ -10,7 +10,6 @@ taken that may be, is whole from then on, with all of its views: a change is see
 """
 
 from collections.abc import Callable
-from math import prod
 from typing import Any
 
 import torch
@@ -18,7 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwise.ranks.collectives import Group, gather, start_all_reduce, sum_over
+from shardwise.kernels.lazy_logits import may_wait, reshaped, waiting
+from shardwise.kernels.linear_cross_entropy import Ranks
+from shardwise.ranks.collectives import Group, copy, gather, start_all_reduce, sum_over
+from shardwise.sharding.tensor.lazy_gather import LazyGather
 from shardwise.sharding.tensor.linear import ColumnParallelLinear
 from shardwise.sharding.wrap_forward import wrap_forward
 from shardwise.torch_private import pytree, storage_id, without_subclasses
@@ -197,35 +199,13 @@ def _reshaped(
     func: Any, given: VocabParallelLogits, rest: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> VocabParallelLogits | None:
     """Tokens in another shape; None if words are touched."""
-    local = given.local
     if kwargs:
         return None
-    if func is Tensor.__getitem__:
-        index = rest[0]
-        if not _picks_tokens(index, local.dim()):
-            return None
-        return given.view_by(local[index], lambda whole: whole[index])
-    if func in (Tensor.flatten, torch.flatten):
-        if len(rest) < 2 or rest[1] % local.dim() == local.dim() - 1:
-            return None
-        return given.view_by(local.flatten(*rest), lambda whole: whole.flatten(*rest))
-    shape = list(rest[0] if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest)
-    if not all(isinstance(each, int) for each in shape) or shape[-1] not in (given.words, -1) or len(shape) < 2:
-        return None
-    if shape[-1] == -1 and prod(shape[:-1]) * local.shape[-1] != local.numel():
-        return None
-    return given.view_by(local.reshape(*shape[:-1], local.shape[-1]), lambda whole: whole.reshape(shape))
-
-
-def _picks_tokens(index: Any, num_dims: int) -> bool:
-    """Whether an index is of plain numbers and slices, and leaves the last dim alone."""
-    parts = list(index) if isinstance(index, tuple) else [index]
-    if not all(isinstance(each, (int, slice)) or each is Ellipsis for each in parts):
-        return False
-    if parts.count(Ellipsis) == 1:
-        at = parts.index(Ellipsis)
-        parts[at : at + 1] = [slice(None)] * (num_dims - len(parts) + 1)
-    return len(parts) < num_dims or parts[-1] == slice(None)
+    made = reshaped(func, given.local, given.words, rest)
+    # The scores of all words may lie so that torch has no view of another shape.
+    whole_by = torch.reshape if func is Tensor.view else func
+    shape = rest if whole_by is func or isinstance(rest[0], (tuple, list)) else (rest,)
+    return None if made is None else given.view_by(made, lambda whole: whole_by(whole, *shape))
 
 
 def _loss(given: VocabParallelLogits, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
@@ -312,10 +292,34 @@ class VocabularyHead(ColumnParallelLinear):
     """This rank's words of the layer that scores words. What it returns looks like the scores of all words."""
 
     words: int = 0
+    #: Whether scores wait for somebody who looks at them, as those of the layer that was cut did.
+    waits = False
 
     def forward(self, input: Tensor) -> Tensor:
-        local = super().forward(input)
+        given = input.piece if isinstance(input, LazyGather) else input
+        if self.waits and self.training and self.bias is None and may_wait(given, self.weight):
+            return waiting(self._all_tokens(input), self.weight, self._ranks(), self._shown)
+        return self._shown(super().forward(input))
+
+    def _shown(self, local: Tensor) -> Tensor:
         return VocabParallelLogits.of(local, self.group, self.words)
+
+    def _all_tokens(self, given: Tensor) -> Tensor:
+        """What scores are computed of. Each rank has a part of its gradient, which is summed, here or by the giver."""
+        length = given.length if isinstance(given, LazyGather) else self.together.gathers
+        if length is not None:
+            return length.gather(given.piece if isinstance(given, LazyGather) else given, used_alike=False)
+        return copy(given, self.group) if self.together.reduces else given
+
+    def _ranks(self) -> Ranks:
+        """What crosses ranks for a loss of which each computes its words: a maximum, and a sum of three numbers."""
+        return Ranks(
+            first=self.group.rank * self.weight.shape[0],
+            words=self.words,
+            maximum=lambda tensor: start_all_reduce(tensor, self.group, dist.ReduceOp.MAX).finish(),
+            total=lambda tensor: start_all_reduce(tensor, self.group).finish(),
+            sums_input=False,
+        )
 
 
 def share_embedding(module: nn.Embedding, group: Group, words: int) -> None:

@@ -1,0 +1,40 @@
+"""A norm, alone or with a sum before it, by kernels: where nothing but the module takes part in a call of it."""
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm, takes_norm
+from shardwise.torch_private import get_compiled_call, hooks_of
+
+
+def normed(norm: nn.Module, x: Tensor, *, kernels: bool) -> Tensor:
+    """`norm(x)`."""
+    if kernels and _is_plain(norm, x):
+        if isinstance(norm, nn.LayerNorm):
+            return layer_norm(x, norm.weight, norm.bias, norm.eps)
+        assert isinstance(norm, nn.RMSNorm), "norms are of these two kinds"
+        return rms_norm(x, norm.weight, norm.eps)
+    made: Tensor = norm(x)
+    return made
+
+
+def add_normed(norm: nn.Module, x: Tensor, residual: Tensor, *, kernels: bool) -> tuple[Tensor, Tensor]:
+    """The norm of `residual + x`, and that sum."""
+    if kernels and x.shape == residual.shape and x.dtype == residual.dtype and _is_plain(norm, x):
+        if isinstance(norm, nn.LayerNorm):
+            return add_layer_norm(x, residual, norm.weight, norm.bias, norm.eps)
+        assert isinstance(norm, nn.RMSNorm), "norms are of these two kinds"
+        return add_rms_norm(x, residual, norm.weight, norm.eps)
+    new = residual + x
+    made: Tensor = norm(new)
+    return made, new
+
+
+def _is_plain(norm: nn.Module, x: Tensor) -> bool:
+    """Whether a call of the module is its class's forward and nothing else: no hook, no unit of a pipeline, no wrap."""
+    if torch.compiler.is_compiling() or type(norm) not in (nn.RMSNorm, nn.LayerNorm) or "forward" in vars(norm):
+        return False
+    if hooks_of(norm) or get_compiled_call(norm) is not None:
+        return False
+    weight, bias = norm.weight, getattr(norm, "bias", None)
+    return isinstance(weight, Tensor) and takes_norm(x, weight, bias)

@@ -1,0 +1,52 @@
+"""What ranks run in tests of kernels over ranks. They are imported by the processes that `Ranks` starts."""
+
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch.optim import SGD
+
+import shardwise as sw
+from shardwise.kernels.lazy_logits import LazyLogits
+from tests.fusion.models import aligned_loss, make, make_batch, own_loss
+from tests.kernels.interpreter import interpreted
+
+
+def loss_for(plan: str) -> Any:
+    return aligned_loss if "cp" in plan else own_loss
+
+
+def trained(name: str, plan: str, **options: Any) -> tuple[list[float], dict[str, torch.Tensor], list[bool], str]:
+    """Losses of a step and of an evaluation after it, gradients, whether logits waited at each loss, what is said."""
+    waited: list[bool] = []
+
+    def loss(output: Any, batch: Any) -> Any:
+        made = loss_for(plan)(output, batch)
+        waited.append(isinstance(output.logits, LazyLogits) and not output.logits.is_read)
+        return made
+
+    batch = make_batch()
+    module = make(name)
+    optimizer = partial(SGD, lr=0.1)
+    engine = sw.parallelize(module, plan, loss=loss, optimizer=optimizer, example=batch, **options)
+    waited.clear()
+    made = [engine.train_step(batch)]
+    gradients = engine.gradients()
+    made.append(engine.evaluate(batch))
+    said = engine.explain()
+    engine.close()
+    return made, gradients, waited, said
+
+
+def both(cases: list[tuple[str, str]]) -> list[tuple[list[float], list[float], float, list[bool], str]]:
+    """Each case with kernels, in Triton's interpreter, and without: losses of both, how far gradients are apart."""
+    found = []
+    for name, plan in cases:
+        plain, wanted, _, _ = trained(name, plan, kernels=False)
+        with interpreted(), patch.dict("os.environ", {"TRITON_INTERPRET": "1"}), np.errstate(all="ignore"):
+            mine, gradients, waited, said = trained(name, plan)
+        worst = max(float((gradients[key] - each).abs().max()) for key, each in wanted.items())
+        found.append((mine, plain, worst, waited, said))
+    return found

@@ -1,0 +1,36 @@
+"""Triton's interpreter for kernels of ours, whoever has imported Triton before."""
+
+# mypy: ignore-errors
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Triton decides when a function is made whether it is interpreted. Its own were made when it was imported, perhaps
+    by another test: here they are made again, and put back."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    rooms = (tl, tl.standard, tl.math)
+    made = {}
+    before = [(room, name, value) for room in rooms for name, value in vars(room).items() if type(value) is JITFunction]
+    for room, name, value in before:
+        setattr(room, name, made.setdefault(id(value), InterpretedFunction(value.fn)))
+    with patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):
+        from shardwise.kernels import (  # noqa: F401 - made while the setting is there
+            cross_entropy_triton,
+            experts_triton,
+            gated_triton,
+            linear_cross_entropy_triton,
+            norm_triton,
+            rotary_triton,
+            scale_triton,
+        )
+    yield
+    for room, name, value in before:
+        setattr(room, name, value)

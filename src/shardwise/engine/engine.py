@@ -231,7 +231,7 @@ class Engine:
     def close(self) -> None:
         """Let go of what the engine keeps beside the module; and of its wires, if it has made them."""
         self.flush()
-        self.sharded.detach_context()
+        self.sharded.detach(self.module)
         with self._shown.open():
             self.states.close()
         self._shown.close()

@@ -70,10 +70,10 @@ class Fp8Layers:
         """What became of each, in lines; layers of many blocks are told once."""
         emulated = "" if self.how.on_device else ", emulated: this device has no products of 8-bit numbers"
         scales = f"a scale for each {self.how.scales}"
-        lines = [f"in fp8 ({scales}{emulated}): {len(self.narrow)} linear layers: {some(list(_once(self.narrow)))}"]
+        lines = [f"in fp8 ({scales}{emulated}): {len(self.narrow)} linear layers: {', '.join(_once(self.narrow))}"]
         for why in dict.fromkeys(self.wide.values()):
             names = _once([name for name, reason in self.wide.items() if reason == why])
-            lines.append(f"not in fp8: {some(list(names))}: {why}")
+            lines.append(f"not in fp8: {', '.join(names)}: {why}")
         return lines
 
 

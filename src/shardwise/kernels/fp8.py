@@ -7,8 +7,8 @@
 
 A scale is what the numbers of 8 bits are multiplied with: the largest number of a tensor, or of each row, becomes the
 largest of the type (448, 57344). For the backward x is kept in 8 bits, as columns, and W as it is: it is cast again.
-The definition multiplies the same numbers in double precision. A GPU that has such products (capability 8.9) adds them up in
-float32, of which forwards keep fewer bits between (`FAST`), as is usual.
+The definition multiplies the same numbers in double precision. A GPU that has such products (capability 8.9) adds them
+up in float32, of which forwards keep fewer bits between (`FAST`), as is usual.
 
 NaN, and infinity, which leaves no scale for the rest, make their whole row or tensor not finite: a step that meets one
 is left out.
@@ -73,7 +73,7 @@ def quantise_both(
     x: Tensor, kind: torch.dtype, scales: Scales = "tensor", *, rows: bool = True, columns: bool = True,
     scale: Tensor | None = None, kernels: bool = True,
 ) -> tuple[Scaled | None, Scaled | None]:  # fmt: skip
-    """Rows and columns of a matrix in 8 bits, those that are asked for, from one reading where one scale is for both."""
+    """Rows and columns of a matrix in 8 bits, those that are asked for; from one reading where a scale is for both."""
     if kernels and takes_kernel("fp8", x):
         from shardwise.kernels import fp8_triton
 

@@ -25,10 +25,10 @@ _MULTIPLE = 16
 def _narrow(number, KIND: tl.constexpr, ROUNDS: tl.constexpr):
     """A number in 8 bits. Triton's interpreter does not carry where it rounds up to a power of 2: there, rounded."""
     if ROUNDS:
-        BITS: tl.constexpr = 20 if KIND == tl.float8e4nv else 21
+        less: tl.constexpr = 20 if KIND == tl.float8e4nv else 21  # noqa: SIM300
         bits = number.to(tl.int32, bitcast=True)
-        bits = bits + ((bits >> BITS) & 1) + ((1 << (BITS - 1)) - 1)
-        number = ((bits >> BITS) << BITS).to(tl.float32, bitcast=True)
+        bits = bits + ((bits >> less) & 1) + ((1 << (less - 1)) - 1)
+        number = ((bits >> less) << less).to(tl.float32, bitcast=True)
     return number.to(KIND)
 
 
@@ -67,7 +67,8 @@ def _cast_tile(
     number = tl.load(x + row[:, None] * stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
     number = number * inverse
     if ROWS:
-        tl.store(by_rows + row[:, None] * n + column[None, :], _narrow(number, by_rows.dtype.element_ty, ROUNDS), mask=mask)
+        made = _narrow(number, by_rows.dtype.element_ty, ROUNDS)
+        tl.store(by_rows + row[:, None] * n + column[None, :], made, mask=mask)
     if COLUMNS:
         turned = _narrow(tl.trans(number), by_columns.dtype.element_ty, ROUNDS)
         long = (column[:, None] < n) & (row[None, :] < long_rows)
@@ -97,7 +98,8 @@ def _cast_rows(
         mask = (row[:, None] < rows) & (column[None, :] < n)
         number = tl.load(x + row[:, None] * row_stride + column[None, :] * column_stride, mask=mask, other=0.0)
         made = _narrow(number.to(tl.float32) * inverse[:, None], out.dtype.element_ty, ROUNDS)
-        tl.store(out + row[:, None] * long + column[None, :], made, mask=(row[:, None] < rows) & (column[None, :] < long))
+        reached = (row[:, None] < rows) & (column[None, :] < long)
+        tl.store(out + row[:, None] * long + column[None, :], made, mask=reached)
 
 
 def by_tensor(

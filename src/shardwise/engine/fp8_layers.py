@@ -27,7 +27,7 @@ from shardwise.sharding.tensor.vocabulary import VocabularyHead
 from shardwise.torch_private import parameter_slots
 
 _ROUTER = re.compile(r"gate|gating|wg|.*router.*")
-_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
+_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 class _Narrow:

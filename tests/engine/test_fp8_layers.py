@@ -171,7 +171,9 @@ def test_weights_that_lie_the_other_way_are_taken_as_they_lie() -> None:
 
 def test_a_module_without_such_layers_is_refused() -> None:
     module = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))
-    with pytest.raises(ShardwiseError, match=r"no linear layer of Sequential .* 7 x 7, are no multiples of 16") as caught:
+    with pytest.raises(
+        ShardwiseError, match=r"no linear layer of Sequential .* 7 x 7, are no multiples of 16"
+    ) as caught:
         use_fp8(module, "tensor", CPU)
     assert caught.value.remedy == "precision=bf16"
 

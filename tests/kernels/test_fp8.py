@@ -25,9 +25,13 @@ def assert_cast_alike(x: Tensor, scales: Scales, kind: torch.dtype) -> None:
         assert one.numbers.shape == other.numbers.shape
         assert one.numbers.is_contiguous()
         torch.testing.assert_close(one.scale, other.scale, rtol=2**-22, atol=0)
-        # Triton's interpreter leaves out numbers below the smallest normal one of e4m3.
+        # Triton's interpreter leaves out numbers below the smallest normal one of e4m3. On a GPU a scale may be one step
+        # of float32 off, and with it one number in thousands that lies between two others.
         lost = 0.0 if x.is_cuda or kind is E5M2 else 2.0**-6
-        torch.testing.assert_close(one.numbers.float(), other.numbers.float(), rtol=0, atol=lost)
+        made, expected = one.numbers.float(), other.numbers.float()
+        differs = (made - expected).abs() > lost
+        assert differs.float().mean() <= (1e-3 if x.is_cuda else 0)
+        torch.testing.assert_close(made, expected, rtol=0.25, atol=lost)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

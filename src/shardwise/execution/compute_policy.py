@@ -39,12 +39,13 @@ class ComputePolicy:
     autocast: torch.dtype | None = None
 
     @staticmethod
-    def of(plan: Plan, schedule: Schedule | None = None) -> "ComputePolicy":
+    def of(plan: Plan, schedule: Schedule | None = None, *, casts: bool = True) -> "ComputePolicy":
+        """That of a plan. Without `casts` a module is computed in the types that it has."""
         how: Literal["layers", "stage"] = "stage" if schedule is not None and schedule.splits_backward else "layers"
         return ComputePolicy(
             recompute="none" if plan.recompute == "none" else how,
             selective=plan.recompute == "selective",
-            autocast=_AUTOCAST.get(plan.precision),
+            autocast=_AUTOCAST.get(plan.precision) if casts else None,
         )
 
     def precision(self, device: torch.device) -> AbstractContextManager[Any]:

@@ -88,8 +88,8 @@ def train(precision: str, text: Tensor, device: torch.device, steps: int) -> dic
     trained, held_out = text[kept:], batch_at(text[:kept], 4 * rows, settings.length, 0)
     first = batch_at(trained, rows, settings.length, 0)
     with sw.parallelize(
-        module, f"precision={precision}", loss=next_token_loss, optimizer=lambda p: AdamW(p, lr=RATE, betas=(0.9, 0.95)),
-        example=first, clip=1.0, compile=device.type == "cuda",
+        module, f"precision={precision}", loss=next_token_loss,
+        optimizer=lambda parameters: AdamW(parameters, lr=RATE, betas=(0.9, 0.95)), example=first, clip=1.0, compile=device.type == "cuda",
     ) as engine:  # fmt: skip
         losses = []
         begun = perf_counter()

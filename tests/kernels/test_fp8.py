@@ -25,8 +25,8 @@ def assert_cast_alike(x: Tensor, scales: Scales, kind: torch.dtype) -> None:
         assert one.numbers.shape == other.numbers.shape
         assert one.numbers.is_contiguous()
         torch.testing.assert_close(one.scale, other.scale, rtol=2**-22, atol=0)
-        # Triton's interpreter leaves out numbers below the smallest normal one of e4m3. On a GPU a scale may be one step
-        # of float32 off, and with it one number in thousands that lies between two others.
+        # Triton's interpreter leaves out numbers below the smallest normal one of e4m3. On a GPU a scale may be off by
+        # one step of float32, and with it one number in thousands that lies between two others.
         lost = 0.0 if x.is_cuda or kind is E5M2 else 2.0**-6
         made, expected = one.numbers.float(), other.numbers.float()
         differs = (made - expected).abs() > lost

@@ -89,7 +89,8 @@ def train(precision: str, text: Tensor, device: torch.device, steps: int) -> dic
     first = batch_at(trained, rows, settings.length, 0)
     with sw.parallelize(
         module, f"precision={precision}", loss=next_token_loss,
-        optimizer=lambda parameters: AdamW(parameters, lr=RATE, betas=(0.9, 0.95)), example=first, clip=1.0, compile=device.type == "cuda",
+        optimizer=lambda parameters: AdamW(parameters, lr=RATE, betas=(0.9, 0.95)), example=first, clip=1.0,
+        compile=device.type == "cuda",
     ) as engine:  # fmt: skip
         losses = []
         begun = perf_counter()

@@ -34,15 +34,15 @@ def assert_cast_alike(x: Tensor, scales: Scales, kind: torch.dtype) -> None:
         torch.testing.assert_close(made, expected, rtol=0.25, atol=lost)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.whole), torch.bfloat16])
 def test_casts_by_rows_and_columns_are_those_of_the_definition(dtype: torch.dtype) -> None:
-    shapes = ((33, 48), (1, 80), (130, 20))
+    shapes = ((33, 48), (1, 20))
     for (height, width), scales, kind in product(shapes, SCALES, (E4M3, E5M2)):
         assert_cast_alike(random_of(height, width, dtype=dtype, gradient=False), scales, kind)
 
 
 def test_numbers_that_do_not_lie_in_one_piece_are_cast_as_they_are() -> None:
-    whole = random_of(40, 96, gradient=False)
+    whole = random_of(40, 80, gradient=False)
     for scales in SCALES:
         assert_cast_alike(whole[:, 16:64], scales, E4M3)
         assert_cast_alike(whole.t(), scales, E5M2)
@@ -112,7 +112,7 @@ def test_a_product_is_that_of_the_numbers_and_their_scales() -> None:
 
 # The compiler makes an object of the class of a function, which torch advises against.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("scales", ["tensor", pytest.param("row", marks=pytest.mark.whole)])
 def test_a_compiler_sees_all_of_it(scales: Scales) -> None:
     def run(x: Tensor, weight: Tensor, bias: Tensor) -> Any:
         with torch.autocast(x.device.type, dtype=torch.bfloat16):

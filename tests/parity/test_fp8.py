@@ -11,7 +11,7 @@ from tests.crowd import Crowds
 WHOLE = pytest.mark.whole
 PLANS = [
     "tp=2,sp=true,precision=fp8",
-    "dp=2,zero=3,recompute=selective,precision=fp8",
+    pytest.param("dp=2,zero=3,recompute=selective,precision=fp8", marks=WHOLE),
     "pp=2,microbatches=2,schedule=zb-h1,precision=fp8-rows",
     pytest.param("tp=2,recompute=full,precision=fp8-rows", marks=WHOLE),
     pytest.param("dp=2,zero=2,offload.optimizer=1,precision=fp8", marks=WHOLE),

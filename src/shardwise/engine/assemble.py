@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.example_check import check_example
-from shardwise.engine.fp8_layers import restore_layers
 from shardwise.engine.make_execution import make_execution
 from shardwise.engine.make_states import make_states, sharing_of
 from shardwise.engine.options import Options
@@ -39,7 +38,7 @@ def assemble(
 ) -> Engine:
     """Put an engine together. Every process of the plan calls this alike."""
     settle(module, loss, kernels=options.kernels)
-    restore_layers(module)  # An engine that was not closed may have left some in 8 bits.
+    Sharded.undo(module)  # An engine that was not closed may have left layers in 8 bits.
     optimizers = make_optimizers(optimizer, dict(module.named_parameters()))
     order = tuple(name for name, _ in module.named_parameters())
     shapes = {name: each.shape for name, each in module.state_dict().items() if isinstance(each, Tensor)}

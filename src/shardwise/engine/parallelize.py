@@ -68,9 +68,8 @@ def parallelize(
     a sum over rows or labels, or a pair of a sum and the number that it is summed over. It is tried on the example
     first, and what parts of a batch cannot tell is refused (`docs/habits.md`). A module in evaluation mode is put in
     training mode; one that is partly so stays as it is. One on the meta device gets the weights of this process's
-    stages, from `seed` alone.
-    `optimizer` makes one for all parameters, whole and as `module.parameters()` gives them, or several are given, each
-    for its share of them. Each is called once.
+    stages, from `seed` alone. `optimizer` makes one for all parameters, whole and as `module.parameters()` gives them,
+    or several are given, each for its share of them. Each is called once.
 
     Gradients are clipped to a global norm of `clip`, if given. With `compile` each unit is compiled, by `inductor` or
     by the backend that it names. With `pad` the microbatches need not divide a batch: some have a row more, or, in a
@@ -84,8 +83,8 @@ def parallelize(
     something else in parts is left whole, with a warning. Gradients are summed in buckets of `bucket_bytes`, if given.
     Every rank is given the same `batch`, of all rows, and takes its own; with "local" each replica (dp) is given rows
     of its own (`sw.replica_of(plan)` says which), the same on all ranks of it. With `kernels=False` modules of `nets`
-    compute by plain operators alone (`docs/kernels.md`). With `masters=False` a module of 16-bit weights is computed
-    and stepped on as it is, whatever the precision: without autocast, and without copies of its weights in fp32.
+    compute by plain operators alone (`docs/kernels.md`). With `masters=False` weights of 16 bits are computed with and
+    stepped on as they are, whatever the precision: no autocast, no copies in fp32.
     `wires` are what processes talk over, where several engines are to share it (`ranks/wires.py`).
 
     Where `torch.distributed` has several ranks, each of them runs one of the plan. Under `torchrun` it is started here.

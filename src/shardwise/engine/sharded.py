@@ -18,8 +18,7 @@ from shardwise.sharding.context.trial import are_parts_alike
 from shardwise.sharding.dropout import Dropouts
 from shardwise.sharding.expert.shard import shard_experts
 from shardwise.sharding.expert.sharding import ExpertSharding
-from shardwise.sharding.tensor.linear import ColumnParallelLinear
-from shardwise.sharding.tensor.shard import shard
+from shardwise.sharding.tensor.shard import find_trackers, shard
 from shardwise.sharding.tensor.sharding import Sharding, Shards
 from shardwise.stages.batch import home_of
 from shardwise.stages.stage import Batch, Loss
@@ -87,12 +86,16 @@ class Sharded:
         if self.context is not None:
             self.context.detach()
         if self.fp8 is not None:
-            restore_layers(module)
+            self.undo(module)
+
+    @staticmethod
+    def undo(module: nn.Module) -> None:
+        """Linear layers are the module's own, whatever an engine has made of them."""
+        restore_layers(module)
 
     def attach_dropouts(self, module: nn.Module, seed: int, callers: Collection[str]) -> Dropouts | None:
         """Let dropouts, and `callers` of functions that drop, drop what they would under any plan."""
-        layers = [each for each in module.modules() if isinstance(each, ColumnParallelLinear)]
-        trackers = [each.rng for each in layers if each.rng is not None]
+        trackers = find_trackers(module)
         dropouts = Dropouts(
             seed=seed,
             # Which channels this rank is at, inside of layers that are cut.

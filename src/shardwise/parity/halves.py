@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise import environment
+from shardwise.engine.fp8_layers import use_fp8
 from shardwise.parity.course import Course, own_names
 from shardwise.parity.legs import LEAST_STEPS, Leg
 from shardwise.parity.problem import MakeProblem, Problem
@@ -55,6 +56,8 @@ def check_halves(plan: Plan, make: MakeProblem, ranks: Ranks, *, device: str, ti
 
     def draw(seed: int) -> Course:
         problem = half(nudge(make().on(device), seed))
+        if halved.fp8_scales is not None:
+            use_fp8(problem.module, halved.fp8_scales, torch.device(device))
         return _once(train_reference(problem, halved, "every step", legs, whole=False), problem)
 
     try:

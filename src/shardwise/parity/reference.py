@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.engine.fp8_layers import use_fp8
 from shardwise.errors import ShardwiseError
 from shardwise.execution.compute_policy import ComputePolicy
 from shardwise.nets.balance import correct_balance
@@ -68,8 +67,6 @@ class _OneDevice:
         self._plan, self._policy = plan, ComputePolicy.of(plan)
         # One that is built without numbers gets those that ranks get theirs of.
         materialise(module, [name for name, _ in (*module.named_parameters(), *module.named_buffers())])
-        if plan.fp8_scales is not None:
-            use_fp8(module, plan.fp8_scales, next(module.parameters()).device)
         self._masters = _masters(module) if plan.precision != "fp32" else {}
         self._optimizers = _make_optimizers(problem, self._masters)
         make = problem.scheduler

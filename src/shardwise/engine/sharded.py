@@ -18,8 +18,8 @@ from shardwise.sharding.context.trial import are_parts_alike
 from shardwise.sharding.dropout import Dropouts
 from shardwise.sharding.expert.shard import shard_experts
 from shardwise.sharding.expert.sharding import ExpertSharding
-from shardwise.sharding.tensor.shard import find_trackers, shard
-from shardwise.sharding.tensor.sharding import Sharding, Shards
+from shardwise.sharding.tensor.shard import shard
+from shardwise.sharding.tensor.sharding import Sharding, Shards, find_trackers
 from shardwise.stages.batch import home_of
 from shardwise.stages.stage import Batch, Loss
 

@@ -23,9 +23,7 @@ from torch import Tensor, nn
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.collectives import Group
 from shardwise.ranks.mesh import Mesh
-from shardwise.sharding.rng_tracker import RngTracker
 from shardwise.sharding.tensor.channel_groups import ChannelTrace, trace
-from shardwise.sharding.tensor.linear import ColumnParallelLinear
 from shardwise.sharding.tensor.plain_layers import has_hooks, is_layer, why_whole
 from shardwise.sharding.tensor.regions import Found, find_regions
 from shardwise.sharding.tensor.sharding import Sharding, Shards, cost_of, starred
@@ -40,12 +38,6 @@ from shardwise.torch_private import EagerDispatchMode, pytree
 #: Why a layer stays whole whose weight is used by others than itself.
 READ_OUTSIDE = "its weight is read outside of it, too"
 _NAMED = "it is named whole"
-
-
-def find_trackers(module: nn.Module) -> list[RngTracker]:
-    """What knows which channels this rank is at, inside of layers that are cut."""
-    layers = [each for each in module.modules() if isinstance(each, ColumnParallelLinear)]
-    return [each.rng for each in layers if each.rng is not None]
 
 
 def shard(

@@ -129,7 +129,12 @@ def test_a_compiler_sees_all_of_it(scales: Scales) -> None:
 def test_what_is_kept_for_the_backward_is_of_eight_bits() -> None:
     kept: list[Tensor] = []
     x, weight = random_of(64, 32), random_of(48, 32)
-    with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each) or each, lambda each: each):
+
+    def keep(each: Tensor) -> Tensor:
+        kept.append(each)
+        return each
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda each: each):
         fp8_linear(x, weight, kernels=False)
     narrow = [each for each in kept if each.dtype is E4M3]
     assert [each.shape for each in narrow] == [(32, 64)]

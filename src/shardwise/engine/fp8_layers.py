@@ -100,7 +100,8 @@ def use_fp8(module: nn.Module, scales: Scales, device: torch.device, *, kernels:
             layer.products = how
         else:
             made: Any = layer
-            made.__class__, made.fp8 = _narrow_class(type(layer)), how
+            kind: Any = type(layer)
+            made.__class__, made.fp8 = _narrow_class(kind), how
     return Fp8Layers(narrow=tuple(chosen), wide=wide, how=how)
 
 
@@ -168,7 +169,7 @@ def _why_wide(module: nn.Module, name: str, layer: nn.Module) -> str | None:
         return "nn.MultiheadAttention multiplies with its weight by itself"
     if not isinstance(layer, ParallelLinear) and (why := why_whole(layer)) is not None:
         return why
-    sizes = tuple(parameter_slots(layer)["weight"].shape)  # type: ignore[union-attr]
+    sizes = tuple(parameter_slots(layer)["weight"].shape)
     if any(size % MULTIPLE for size in sizes):
         return f"its sizes, {' x '.join(map(str, sizes))}, are no multiples of {MULTIPLE}"
     return None

@@ -124,10 +124,11 @@ class _Columns(torch.autograd.Function):
         matrices = [products.kept_weight(each, kind) for each in weights[::2] if each is not None]
         biases = [None if each is None else each.to(kind) for each in weights[1::2]]
         known = taken(_Columns)
-        straight, made = [], known
-        if known is None:
-            straight = [products.forward_matrix(*each) for each in zip(matrices, transposed, strict=True)]
-            made = [communication.room(_outputs(*each), given) for each in zip(matrices, transposed, strict=True)]
+        straight: list[Any] = []
+        made: list[Tensor] = [] if known is None else known
+        for matrix, turned in zip(matrices, transposed, strict=True) if known is None else ():
+            straight.append(products.forward_matrix(matrix, turned))
+            made.append(communication.room(_outputs(matrix, turned), given))
         ctx.chunks, kept = [], []
         for chunk, rows in communication.receive(given):
             ctx.chunks.append(chunk)

@@ -185,22 +185,40 @@ def test_on_a_processor_it_is_an_explicit_choice(monkeypatch: pytest.MonkeyPatch
     assert caught.value.remedy == "precision=fp32; or SHARDWISE_EMULATE_FP8=1, which computes the same numbers slowly"
 
 
+def test_weights_without_masters_are_of_sixteen_bits(emulated: None) -> None:
+    del emulated
+    module = Plain(nn.Embedding(64, 32), nn.Linear(32, 32), nn.Linear(32, 64))
+    with pytest.raises(ShardwiseError, match=r"masters=False is for weights of 16 bits.*0\.weight: float32"):
+        engine_of(module, "precision=fp8", masters=False)
+    with engine_of(module.to(torch.bfloat16), "precision=fp8", masters=False) as engine:
+        engine.train_step(batch())
+        assert all(bucket.master is None for bucket in engine.states.data.buckets)
+
+
 # The compiler makes an object of the class of a function, which torch advises against.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:.*linear layers stay in bf16")
-def test_every_way_to_compute_a_step_gives_the_same_gradients(emulated: None) -> None:
+@pytest.mark.parametrize(
+    "ways",
+    [
+        [("precision=fp8,recompute=selective", False), ("pp=2,schedule=zb-h1,precision=fp8", False)],
+        pytest.param(
+            [
+                ("precision=fp8,recompute=full", False),
+                ("precision=fp8,offload.activations=1", False),
+                ("precision=fp8", "aot_eager"),
+                ("pp=2,schedule=zb-h1,precision=fp8", "aot_eager"),
+            ],
+            marks=pytest.mark.whole,
+        ),
+    ],
+    ids=["plain", "compiled"],
+)
+def test_every_way_to_compute_a_step_gives_the_same_gradients(ways: list[tuple[str, object]], emulated: None) -> None:
     del emulated
     expected: dict[str, Tensor] = {}
-    for plan, compiled in (
-        ("precision=fp8", False),
-        ("precision=fp8,recompute=full", False),
-        ("precision=fp8,recompute=selective", False),
-        ("pp=2,schedule=zb-h1,precision=fp8", False),
-        ("precision=fp8", "aot_eager"),
-        ("pp=2,schedule=zb-h1,precision=fp8", "aot_eager"),
-        ("precision=fp8,offload.activations=1", False),
-    ):
+    for plan, compiled in [("precision=fp8", False), *ways]:
         torch.manual_seed(0)
         with engine_of(Net().to(torch.bfloat16), plan, compile=compiled) as engine:
             engine.train_step(batch())

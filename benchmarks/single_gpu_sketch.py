@@ -1,5 +1,7 @@
 """The plain model that `single_gpu.py` compiles: what torch gives to somebody who writes only what is needed."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
@@ -51,3 +53,44 @@ class Sketch(nn.Module):
             hidden = layer(hidden, cosine, sine)
         made: Tensor = self.norm(hidden)
         return made
+
+
+def cast(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    scale = x.abs().amax().float().clamp(min=1e-12) / torch.finfo(kind).max
+    return (x.float() / scale).to(kind), scale
+
+
+class InFp8(torch.autograd.Function):
+    """A linear layer in 8 bits, with a scale for each tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        narrow, scale = cast(x, torch.float8_e4m3fn)
+        matrix, weight_scale = cast(weight, torch.float8_e4m3fn)
+        ctx.save_for_backward(narrow, scale, weight)
+        made: Tensor = torch._scaled_mm(
+            narrow, matrix.t(), scale, weight_scale, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        narrow, scale, weight = ctx.saved_tensors
+        made, made_scale = cast(gradient, torch.float8_e5m2)
+        matrix, weight_scale = cast(weight, torch.float8_e4m3fn)
+        how = {"out_dtype": torch.bfloat16, "use_fast_accum": False}
+        back = torch._scaled_mm(made, matrix.t().contiguous().t(), made_scale, weight_scale, **how)
+        turned = torch._scaled_mm(made.t().contiguous(), narrow.t().contiguous().t(), made_scale, scale, **how)
+        return back, turned
+
+
+class Fp8Linear(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        made: Tensor = InFp8.apply(input.flatten(0, -2), self.weight)  # type: ignore[no-untyped-call]
+        return made.unflatten(0, input.shape[:-1])
+
+
+def in_fp8(model: nn.Module) -> None:
+    for each in model.modules():
+        if type(each) is nn.Linear:
+            each.__class__ = Fp8Linear

@@ -10,6 +10,8 @@ from typing import TextIO
 
 # A pipe or a file has no width of its own; this is that of our own source lines.
 WIDTH_WITHOUT_TERMINAL = 120
+#: Set to 1, 8-bit products are emulated where a device has none.
+EMULATE_FP8 = "SHARDWISE_EMULATE_FP8"
 
 
 def wants_colour(stream: TextIO) -> bool:
@@ -84,6 +86,11 @@ def leave_faults_to_watch() -> None:
 def wants_shared_gpus() -> bool:
     """Whether ranks of `torchrun` may share GPUs: `SHARDWISE_SHARE_GPUS=1`."""
     return os.environ.get("SHARDWISE_SHARE_GPUS", "") not in ("", "0")
+
+
+def wants_emulated_fp8() -> bool:
+    """Whether 8-bit products may be emulated where a device has none: `SHARDWISE_EMULATE_FP8=1`."""
+    return os.environ.get(EMULATE_FP8, "") not in ("", "0")
 
 
 def ask_for_shared_gpus() -> None:

@@ -103,6 +103,30 @@ SAFE_SOFTMAX = aten._safe_softmax
 FUSED_ATTENTION_CALLS = (torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd)
 
 
+def scaled_mm(
+    left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], dtype: torch.dtype, bias: Tensor | None, *, fast: bool,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Rows of one by rows of the other, both of 8 bits with their scales: [] or [rows, 1]. `out` is where to write.
+
+    `torch.nn.functional.scaled_mm` is public from 2.10 on, and 2.11's compiler does not know it yet. Products with a
+    scale for each row come in bfloat16 alone, and a bias is added in no more than 16 bits.
+    """
+    made_in = torch.bfloat16 if left[1].dim() else dtype
+    inside = bias is not None and made_in is not torch.float32
+    how: dict[str, Any] = {"out_dtype": made_in, "use_fast_accum": fast}
+    if inside and bias is not None:
+        how["bias"] = bias.to(made_in)
+    if out is not None and out.dtype is made_in:
+        how["out"] = out
+    made: Tensor = torch._scaled_mm(left[0], right[0].t(), left[1], right[1].t(), **how)
+    if bias is not None and not inside:
+        made = made + bias
+    if out is None:
+        return made.to(dtype)
+    return made if made is out else out.copy_(made)
+
+
 def schema_of(operator: Any) -> Any:
     """The names, defaults and mutations of an operator's arguments. No public way."""
     return operator._schema
@@ -294,6 +318,16 @@ def is_wanted(node: Node) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # It says so of a leaf whose gradient was asked for by name.
         return True
+
+
+def is_input_wanted(ctx: Any, number: int) -> bool:
+    """Whether this run of backward goes on to an input of a function: halves of a backward ask for some only.
+
+    `ctx.are_tensors` says of each input, up to this one, whether it was a tensor: the engine knows no others.
+    """
+    if not ctx.needs_input_grad[number]:
+        return False
+    return is_wanted(ctx.next_functions[sum(ctx.are_tensors[:number])][0])
 
 
 def backward_id() -> int:

@@ -25,6 +25,7 @@ def interpreted() -> Iterator[None]:
         from shardwise.kernels import (  # noqa: F401 - made while the setting is there
             cross_entropy_triton,
             experts_triton,
+            fp8_triton,
             gated_triton,
             linear_cross_entropy_triton,
             norm_triton,

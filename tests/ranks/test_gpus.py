@@ -76,6 +76,21 @@ def test_bf16_on_a_gpu_that_has_none_is_refused() -> None:
         gpus.check_precision([H200, V100], "bf16", "--set precision=fp16")
 
 
+def test_fp8_where_it_would_be_emulated_is_refused_unless_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SHARDWISE_EMULATE_FP8", raising=False)
+    gpus.check_precision([H200], "fp8-rows", "")
+    with pytest.raises(
+        ShardwiseError, match=r"V100-SXM2-16GB is of compute capability 7\.0, and .* need 8\.9"
+    ) as caught:
+        gpus.check_precision([H200, V100], "fp8", "", key="--set precision")
+    assert str(caught.value.remedy).startswith("--set precision=bf16; or SHARDWISE_EMULATE_FP8=1")
+    with pytest.raises(ShardwiseError, match="precision=fp8: processors have no products of 8-bit numbers"):
+        gpus.check_precision([], "fp8", "")
+    monkeypatch.setenv("SHARDWISE_EMULATE_FP8", "1")
+    gpus.check_precision([V100], "fp8", "")
+    gpus.check_precision([], "fp8", "")
+
+
 def test_what_does_not_fit_is_told_in_bytes() -> None:
     gpus.check_fits(141 * GIB, H200, what="a run", remedy="less")
     with pytest.raises(ShardwiseError) as caught:

@@ -32,6 +32,7 @@ class Device:
 
     def peak(self, precision: str) -> float:
         """FLOP/s of the data sheet in a precision. One that the device lacks runs as the next wider one does."""
+        precision = precision.removesuffix("-rows")  # What has a scale of its own does not matter to the data sheet.
         if precision not in PRECISIONS:
             raise unknown("precision", precision, PRECISIONS)
         wider = {"fp4": "fp8", "fp8": "bf16", "bf16": "fp16", "fp16": "tf32", "tf32": "fp32"}

@@ -146,6 +146,7 @@ class Engine:
     def _matmul(self, operation: Matmul, share: Share, *, narrow: bool) -> Seconds:
         shape = gemm(operation, share)
         is_narrow = narrow and operation.sharding != "none" and self.software.matmul_precision in ("fp8", "fp4")
+        is_narrow = is_narrow and not (self.software.fp8_layers and operation.num_experts)
         rate = self._rate("narrow" if is_narrow else "wide")
 
         if operation.num_experts:
@@ -169,7 +170,8 @@ class Engine:
             # Operands are read once and written in both orders: 2 + 1 + 1 bytes of each element.
             cast = 4 * shape.num_products / self._streaming
             forward = forward + cast * (shape.m * shape.k + shape.k * shape.n)
-            inputs = inputs + cast * shape.m * shape.n
+            again = self.software.fp8_layers * shape.k * shape.n
+            inputs = inputs + cast * (shape.m * shape.n + again)
         return Seconds(forward, inputs * operation.input_gradient, weights * operation.trains)
 
     def _flash(self, operation: Attention, share: Share) -> Seconds:

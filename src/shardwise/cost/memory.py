@@ -13,7 +13,7 @@ from shardwise.cost.pipeline import SPLITS_BACKWARD
 from shardwise.cost.places import PLACES, Counts, Places, count_blocks, ends_of, layer_kinds
 from shardwise.cost.software import Software
 from shardwise.cost.stage import DECIDE_WORK, share_of, share_of_ends
-from shardwise.model.activations import made_bytes, saved_bytes
+from shardwise.model.activations import made_bytes, narrow_bytes, saved_bytes
 from shardwise.model.model import Block, Model
 from shardwise.model.operations import Attention, CrossEntropy, Norm
 from shardwise.model.share import Share
@@ -212,9 +212,12 @@ def saved(block: Block, share: Share, software: Software, recompute: tuple[str, 
     """Bytes that a block keeps of one microbatch, norms and the rest fused as the software does."""
     norms = [each for each in block.operations if isinstance(each, Norm)]
     others = [each for each in block.operations if not isinstance(each, (Norm, CrossEntropy))]
+    is_narrow = software.fp8_layers and software.matmul_precision == "fp8" and bool(block.stack)
+    less = narrow_bytes(block.operations, share) if is_narrow and recompute == "none" else 0
     return np.asarray(
         saved_bytes(norms, replace(share, fused=software.fused_norms), recompute)
-        + saved_bytes(others, share, recompute),
+        + saved_bytes(others, share, recompute)
+        - less,
         dtype=np.float64,
     )
 

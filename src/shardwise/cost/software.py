@@ -31,6 +31,9 @@ class Software:
     by_operation: bool = False
     # Where backwards are run in two halves, a stage is recomputed at once and not layer by layer (ours).
     recomputes_stages: bool = False
+    # In 8 bits are linear layers alone, not those of experts; what they read is kept so too, and weights are cast again
+    # in the backward (ours).
+    fp8_layers: bool = False
     # Gradients of weights are added to earlier ones by the product's own kernel.
     fused_accumulation: bool = True
     # What runs beside compute: reductions of gradients; gathers of shards; tensor parallel sums, all of them or only

@@ -37,6 +37,7 @@ def assemble(
     owns_wires: bool,
 ) -> Engine:
     """Put an engine together. Every process of the plan calls this alike."""
+    Sharded.undo(module)  # An engine that was not closed may have left layers in 8 bits.
     fused = settle_kernels(module, loss, example, kernels=options.kernels)
     try:
         parts, optimizers = _parts(module, plan, loss, optimizer, example, options, wires, fused)
@@ -69,6 +70,7 @@ def _parts(
     if sharded.tensor is not None:
         # What could not be shared out along the sequence is whole on every rank.
         plan = replace(plan, sp=sharded.tensor.is_along_sequence)
+    sharded.attach_fp8(module, device, options)
     place = None if isinstance(wires, OneProcess) else wires.ranks[0]
     without_numbers = {name for name, each in module.named_parameters() if each.is_meta}
     trial = Trial(module, loss, microbatch)

@@ -57,7 +57,8 @@ def _agreed(
     is_meta = any(each.is_meta for each in (*module.parameters(), *module.buffers()))
     # Under cp a loss has to be a pair anyway.
     if plan.dp * plan.microbatches > 1 and plan.cp == 1 and options.verify and not is_meta:
-        mine = try_loss(module, loss, example, rule, partial(ComputePolicy.of(plan).precision, home_of(example)))
+        policy = ComputePolicy.of(plan, casts=options.masters)
+        mine = try_loss(module, loss, example, rule, partial(policy.precision, home_of(example)))
     found: list[Tried] = wires.gather(mine)
     problem = next((each for each in found if each.problem), None)
     tried = problem or next((each for each in found if each.kind is not LossKind.UNTRIED), mine)

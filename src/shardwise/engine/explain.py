@@ -21,4 +21,5 @@ def explain(parts: Parts) -> str:
         lines.append(f"attributes that forwards write: {some([str(key) for _, key in split.left])}")
     lines += [] if tensor is None else [tensor.describe()]
     lines += parts.fused.lines()
+    lines += [] if parts.sharded.fp8 is None else parts.sharded.fp8.describe()
     return "\n".join([*lines, f"the loss is {parts.kind.value}"])

@@ -76,7 +76,7 @@ def make_execution(parts: Parts, states: States) -> Execution:
 def _make_executor(
     schedule: Schedule, parts: Parts, states: States, transport: ProcessTransport | None, *, measures: bool
 ) -> LocalExecutor | ProcessExecutor:
-    split, policy = parts.split, ComputePolicy.of(parts.plan, schedule)
+    split, policy = parts.split, ComputePolicy.of(parts.plan, schedule, casts=parts.options.masters)
     loss = parts.loss if measures else None
     beside = states.data if states.data.is_beside else None
     if isinstance(parts.wires, OneProcess):

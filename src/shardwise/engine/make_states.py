@@ -136,7 +136,7 @@ def sharing_of(parts: Parts) -> ZeroConfig:
     sharing = ZeroConfig(
         zero=plan.zero,
         # With two versions of the weights, the one that a batch used is stepped on in place.
-        masters=plan.precision != "fp32" and not is_stale,
+        masters=plan.precision != "fp32" and not is_stale and parts.options.masters,
         layerwise=not schedule.splits_backward,
         offloaded=plan.offload.parameters,
         updates_late=updates_early,

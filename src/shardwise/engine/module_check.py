@@ -36,6 +36,18 @@ def check_module(module: nn.Module) -> None:
             )
 
 
+def check_sixteen(module: nn.Module) -> None:
+    """Refuse weights that are computed in fewer bits than they have, where nothing is to be cast."""
+    wide = [name for name, each in module.named_parameters() if each.is_floating_point() and each.dtype.itemsize > 2]
+    if wide:
+        kind = str(module.get_parameter(wide[0]).dtype).removeprefix("torch.")
+        raise ShardwiseError(
+            f"masters=False is for weights of 16 bits, which are stepped on as they are, and {len(wide)} parameters of"
+            f" {type(module).__name__} are others ({wide[0]}: {kind})",
+            remedy="module.to(torch.bfloat16), or masters=True",
+        )
+
+
 def check_renormed(module: nn.Module, plan: Plan) -> None:
     """Refuse embeddings that a forward shortens, where ranks look up other rows or update other numbers."""
     others = [f"{axis}={getattr(plan, axis)}" for axis in ("dp", "tp", "cp") if getattr(plan, axis) > 1]

@@ -27,6 +27,7 @@ class Options:
     buffers: str | None = None
     kernels: bool = True
     batch: str = "same"
+    masters: bool = True
 
     @property
     def is_local(self) -> bool:

@@ -12,7 +12,13 @@ from torch.optim import Optimizer
 
 from shardwise.engine.assemble import assemble
 from shardwise.engine.engine import Engine
-from shardwise.engine.module_check import check_gradient_hooks, check_module, check_renormed, check_settings
+from shardwise.engine.module_check import (
+    check_gradient_hooks,
+    check_module,
+    check_renormed,
+    check_settings,
+    check_sixteen,
+)
 from shardwise.engine.options import Options
 from shardwise.engine.rank_device import put_together
 from shardwise.errors import ShardwiseError
@@ -53,6 +59,7 @@ def parallelize(
     buffers: str | None = None,
     batch: str = "same",
     kernels: bool = True,
+    masters: bool = True,
     wires: OneProcess | ManyProcesses | None = None,
 ) -> Engine:
     """Return an engine that trains `module` under `plan`.
@@ -61,9 +68,8 @@ def parallelize(
     a sum over rows or labels, or a pair of a sum and the number that it is summed over. It is tried on the example
     first, and what parts of a batch cannot tell is refused (`docs/habits.md`). A module in evaluation mode is put in
     training mode; one that is partly so stays as it is. One on the meta device gets the weights of this process's
-    stages, from `seed` alone.
-    `optimizer` makes one for all parameters, whole and as `module.parameters()` gives them, or several are given, each
-    for its share of them. Each is called once.
+    stages, from `seed` alone. `optimizer` makes one for all parameters, whole and as `module.parameters()` gives them,
+    or several are given, each for its share of them. Each is called once.
 
     Gradients are clipped to a global norm of `clip`, if given. With `compile` each unit is compiled, by `inductor` or
     by the backend that it names. With `pad` the microbatches need not divide a batch: some have a row more, or, in a
@@ -77,7 +83,9 @@ def parallelize(
     something else in parts is left whole, with a warning. Gradients are summed in buckets of `bucket_bytes`, if given.
     Every rank is given the same `batch`, of all rows, and takes its own; with "local" each replica (dp) is given rows
     of its own (`sw.replica_of(plan)` says which), the same on all ranks of it. On GPUs kernels compute what they
-    compute alike, listed by `explain()`; with `kernels=False` plain operators do (`docs/kernels.md`).
+    compute alike, listed by `explain()`; with `kernels=False` plain operators do (`docs/kernels.md`). With
+    `masters=False` weights of 16 bits are computed with and stepped on as they are, whatever the precision: no
+    autocast, no copies in fp32.
     `wires` are what processes talk over, where several engines are to share it (`ranks/wires.py`).
 
     Where `torch.distributed` has several ranks, each of them runs one of the plan. Under `torchrun` it is started here.
@@ -85,7 +93,7 @@ def parallelize(
     options = Options(
         clip=clip, compile=compile, seed=seed, pad=pad, through_blocks=through_blocks, measure=measure, tensor=tensor,
         tensor_chunks=tensor_chunks, positions=positions, entries=entries, masks=masks, bucket_bytes=bucket_bytes,
-        buffers=buffers, verify=verify, batch=batch, kernels=kernels,
+        buffers=buffers, verify=verify, batch=batch, kernels=kernels, masters=masters,
     )  # fmt: skip
     chosen = _checked(module, plan, loss, optimizer, example, options)
     example = put_together(module, example, chosen.precision)
@@ -117,6 +125,8 @@ def _checked(module: nn.Module, plan: Plan | str, loss: Loss, optimizer: Any, ex
     if not are_many:
         _check_alone(chosen)
     check_module(module)
+    if not options.masters:
+        check_sixteen(module)
     check_renormed(module, chosen)
     check_gradient_hooks(module, chosen)
     return chosen

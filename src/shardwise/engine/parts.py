@@ -50,5 +50,5 @@ class Parts:
 
     def detach(self) -> None:
         """What the module computes is its own again: attention, and what kernels computed in its place."""
-        self.sharded.detach_context()
+        self.sharded.detach(self.module)
         self.fused.undo()

@@ -72,7 +72,7 @@ def prepare(
         agree=None if rank is None else agree_on_refusal,
     )
     try:
-        with ComputePolicy.of(plan).precision(home), finding.watching():
+        with ComputePolicy.of(plan, casts=options.masters).precision(home), finding.watching():
             stages = split(
                 module,
                 count,
@@ -91,7 +91,7 @@ def prepare(
         ) from None
     except ShardwiseError as error:
         raise _in_keys(error) from None
-    policy = ComputePolicy.of(plan, schedule)
+    policy = ComputePolicy.of(plan, schedule, casts=options.masters)
     by_layer = policy.recompute == "layers"
     how_again: dict[str, Any] = {
         "selective": policy.selective,

@@ -27,7 +27,8 @@ def put_together(module: nn.Module, example: Any, precision: str = "fp32") -> An
         moved = [each for each in (*module.parameters(), *module.buffers()) if _is_elsewhere(each, device)]
         free, _ = torch.cuda.mem_get_info(device)
         check_room(sum(each.nbytes for each in moved), free, gpu_of(device), type(module).__name__)
-        check_precision([gpu_of(device)], precision, "precision=fp16, or precision=fp32")
+    gpus = [gpu_of(device)] if device.type == "cuda" else []
+    check_precision(gpus, precision, "precision=fp16, or precision=fp32")
     put_on(module, device)
     example = batch_on(example, device)
     check_example(module, example)

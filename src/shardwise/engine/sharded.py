@@ -7,6 +7,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from shardwise.engine.fp8_layers import Fp8Layers, restore_layers, use_fp8
 from shardwise.engine.options import Options
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
@@ -17,9 +18,8 @@ from shardwise.sharding.context.trial import are_parts_alike
 from shardwise.sharding.dropout import Dropouts
 from shardwise.sharding.expert.shard import shard_experts
 from shardwise.sharding.expert.sharding import ExpertSharding
-from shardwise.sharding.tensor.linear import ColumnParallelLinear
 from shardwise.sharding.tensor.shard import shard
-from shardwise.sharding.tensor.sharding import Sharding, Shards
+from shardwise.sharding.tensor.sharding import Sharding, Shards, find_trackers
 from shardwise.stages.batch import home_of
 from shardwise.stages.stage import Batch, Loss
 
@@ -47,11 +47,19 @@ class Sharded:
             and are_parts_alike(module, partial(self._make_context, options), microbatch, loss)
         )
         self._has_attended = self._is_tried
+        #: What of the module is computed in 8 bits.
+        self.fp8: Fp8Layers | None = None
 
     @property
     def is_in_parts(self) -> bool:
         """Whether this rank has parts of parameters."""
         return self.tensor is not None or bool(self.experts is not None and self.experts.parameters)
+
+    def attach_fp8(self, module: nn.Module, device: torch.device, options: Options) -> None:
+        """Let linear layers be computed in 8 bits, where the plan says so. What is tried of a module comes before."""
+        scales = self._plan.fp8_scales
+        if scales is not None:
+            self.fp8 = use_fp8(module, scales, device, kernels=options.kernels)
 
     def attach_context(self, module: nn.Module, options: Options) -> ContextParallel | None:
         """Let attention see what other ranks have of a sequence."""
@@ -73,15 +81,21 @@ class Sharded:
             masks=options.masks,
         )
 
-    def detach_context(self) -> None:
-        """Attention is the module's own again."""
+    def detach(self, module: nn.Module) -> None:
+        """Attention and linear layers are the module's own again."""
         if self.context is not None:
             self.context.detach()
+        if self.fp8 is not None:
+            self.undo(module)
+
+    @staticmethod
+    def undo(module: nn.Module) -> None:
+        """Linear layers are the module's own, whatever an engine has made of them."""
+        restore_layers(module)
 
     def attach_dropouts(self, module: nn.Module, seed: int, callers: Collection[str]) -> Dropouts | None:
         """Let dropouts, and `callers` of functions that drop, drop what they would under any plan."""
-        layers = [each for each in module.modules() if isinstance(each, ColumnParallelLinear)]
-        trackers = [each.rng for each in layers if each.rng is not None]
+        trackers = find_trackers(module)
         dropouts = Dropouts(
             seed=seed,
             # Which channels this rank is at, inside of layers that are cut.

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from shardwise.planner.plan import Plan
+from shardwise.planner.plan import FP8_SCALES, Plan
 from shardwise.schedule.schedule import Schedule
 from shardwise.stages.split.python_state import python_draws, set_python_draws
 
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+#: What is not in 8 bits under fp8 is in bf16.
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, **dict.fromkeys(FP8_SCALES, torch.bfloat16)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +39,13 @@ class ComputePolicy:
     autocast: torch.dtype | None = None
 
     @staticmethod
-    def of(plan: Plan, schedule: Schedule | None = None) -> "ComputePolicy":
+    def of(plan: Plan, schedule: Schedule | None = None, *, casts: bool = True) -> "ComputePolicy":
+        """That of a plan. Without `casts` a module is computed in the types that it has."""
         how: Literal["layers", "stage"] = "stage" if schedule is not None and schedule.splits_backward else "layers"
         return ComputePolicy(
             recompute="none" if plan.recompute == "none" else how,
             selective=plan.recompute == "selective",
-            autocast=_AUTOCAST.get(plan.precision),
+            autocast=_AUTOCAST.get(plan.precision) if casts else None,
         )
 
     def precision(self, device: torch.device) -> AbstractContextManager[Any]:

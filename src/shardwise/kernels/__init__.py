@@ -6,6 +6,7 @@ CPU, under `kernels=False`, and where somebody watches operators. Both give the 
 
 from shardwise.kernels.cross_entropy import cross_entropy
 from shardwise.kernels.experts import grouped_matmul, make_order, permute, route, unpermute
+from shardwise.kernels.fp8 import fp8_linear
 from shardwise.kernels.gated import gated
 from shardwise.kernels.linear_cross_entropy import linear_cross_entropy
 from shardwise.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -15,6 +16,7 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "cross_entropy",
+    "fp8_linear",
     "gated",
     "grouped_matmul",
     "layer_norm",

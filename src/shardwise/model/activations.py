@@ -1,6 +1,7 @@
 """Bytes that a forward keeps for its backward, on one rank and of one microbatch."""
 
 from collections.abc import Collection, Iterable
+from itertools import pairwise
 
 from shardwise.model.flops import chosen_parts, expert_rows, gemm
 from shardwise.model.operations import Attention, Matmul, Operation, Product, Saved
@@ -37,6 +38,31 @@ def _made_bytes(operation: Operation, share: Share) -> Count:
         beside = 4 if share.flash else share.sequence * share.width
         return pairs * (operation.v_dim * share.width + beside)
     return 0
+
+
+def narrow_bytes(operations: Iterable[Operation], share: Share) -> Count:
+    """Bytes by which less is kept where matmuls of layers keep what they read in 8 bits; less than 0 if more is.
+
+    What was kept for a matmul alone, such as what a norm gives, shrinks. What attention gives is kept for its own
+    backward too, and the 8 bits come to that.
+    """
+    return total(_narrow_bytes(before, each, share) for before, each in pairwise(operations))
+
+
+def _narrow_bytes(before: Operation, operation: Operation, share: Share) -> Count:
+    if not isinstance(operation, Matmul) or not is_narrow(operation) or not operation.trains:
+        return 0
+    read = [each for each in before.saves if each.elements == operation.k and each.width is None]
+    kept = next((each for each in reversed(read) if _is_kept(each, share)), None)
+    if kept is None:
+        return 0
+    narrow = tensor_bytes(kept, share) // share.width
+    return -narrow if isinstance(before, Attention) else (share.width - 1) * narrow
+
+
+def is_narrow(operation: Matmul) -> bool:
+    """Whether our layers multiply in 8 bits where a plan says so: those of experts, routers and the like do not."""
+    return operation.sharding != "none" and not operation.num_experts
 
 
 def tensor_bytes(saved: Saved, share: Share) -> Count:

@@ -37,8 +37,8 @@ def check(
 
     They compute on the CPU, or (`device="cuda"`) on the GPUs that there are, which they share if these are fewer. All
     is computed in fp32, whatever the plan says: rounding would hide what is sought. If that is the same, a few steps in
-    bf16 follow, unless `bf16` is False. With `fault` the ranks make it. `ranks` may be up already, and what one
-    device does (`alone`) may be known.
+    bf16 follow, or in fp8 where the plan says so, unless `bf16` is False. With `fault` the ranks make it. `ranks` may
+    be up already, and what one device does (`alone`) may be known.
     """
     check_plan(plan)
     exact = replace(plan, precision="fp32")
@@ -57,7 +57,7 @@ def check(
             halves = halves or "it was not tried" if comparison.is_same else "fp32 differs already"
         elif not halves:
             with torch.random.fork_rng(devices=[]), small_matrices():
-                halves = check_halves(exact, make, crowd, device=device, timeout_seconds=_LIMIT_SECONDS)
+                halves = check_halves(plan, make, crowd, device=device, timeout_seconds=_LIMIT_SECONDS)
     first = comparison.first
     held = [(rank, course.held.get(first.name or "")) for rank, course in enumerate(found)] if first else []
     seen = Seen(problem=problem, plan=exact, legs=legs, expected=expected, course=found[0], halves=halves)

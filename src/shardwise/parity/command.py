@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 DESCRIPTION = """Train a few steps under a plan, every rank a process on this machine, and the same steps on one
 device by plain torch, on whole batches; compare the loss, every gradient, their norm and the next weights, by the names
 of the module, and what evaluate gives. Between steps the training is saved and goes on in a fresh engine, at the end
-under another plan; then a few steps follow in bf16. Ranks compute on the CPU, or (--device cuda) on the GPUs that there
-are, over NCCL, sharing them where they are fewer than ranks. The model is small: one that has what the plan needs, a
-known one (--model) made small with its structure kept, or your own (--module) with its loss and optimizer. --inject
-breaks the run on purpose, to see that it is noticed. With --nccl nothing is compared: what every rank asks of NCCL is
-recorded, on the CPU too, and proven to be the same on all, to end, and to use no memory too early.
+under another plan; then a few steps follow in bf16, or in fp8 where the plan has precision=fp8. Ranks compute on the
+CPU, or (--device cuda) on the GPUs that there are, over NCCL, sharing them where they are fewer than ranks. The model
+is small: one that has what the plan needs, a known one (--model) made small with its structure kept, or your own
+(--module) with its loss and optimizer. --inject breaks the run on purpose, to see that it is noticed. With --nccl
+nothing is compared: what every rank asks of NCCL is recorded, on the CPU too, and proven to be the same on all, to end,
+and to use no memory too early.
 """
 
 EXAMPLE = """
@@ -186,7 +187,8 @@ def _draw(data: Mapping[str, Any], canvas: Canvas) -> None:
         return
     canvas.print(canvas.paint(f"not the same as on one device, {took}", "bold red"))
     if data["first_difference"] is None:
-        canvas.print(f"in bf16: {data['bf16']['problem']}, against fp32")
+        rounding = data["bf16"]
+        canvas.print(f"in {rounding['precision']}: {rounding['problem']}, against {rounding['against']}")
         return
     _draw_first(data["first_difference"], canvas)
     if data["by_microbatches"] is not None:

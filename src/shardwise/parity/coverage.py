@@ -149,7 +149,8 @@ def _whole_layers(seen: Seen) -> _Said:
 def _halves(seen: Seen) -> _Said:
     if isinstance(seen.halves, str):
         return None, f"bf16 with masters: {seen.halves}"
-    return "bf16 with fp32 masters, saved and loaded: no further from fp32 than one device in bf16", None
+    kind, against = seen.halves.precision, seen.halves.against
+    return f"{kind} with fp32 masters, saved and loaded: no further from {against} than one device in {kind}", None
 
 
 def _kernels(seen: Seen) -> _Said:

@@ -1,7 +1,8 @@
 """The second course of a check: weights in bf16, which optimizers have masters of in fp32.
 
 One device does the same by plain torch, with masters of its own. Rounding is not the same on both, so they are judged
-by how far each is from fp32 (`rounding.py`).
+by how far each is from fp32 (`rounding.py`). A plan in fp8 has this course in fp8, and is judged by how far it and one
+device in fp8 are from one device in bf16. On a device without 8-bit products these are emulated.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,6 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from shardwise import environment
+from shardwise.engine.fp8_layers import use_fp8
 from shardwise.parity.course import Course, own_names
 from shardwise.parity.legs import LEAST_STEPS, Leg
 from shardwise.parity.problem import MakeProblem, Problem
@@ -27,6 +30,11 @@ from shardwise.stages.stage import Batch
 NUM_STEPS = LEAST_STEPS
 
 
+def precision_of(plan: Plan) -> str:
+    """The precision of this course: a plan's own, where that is narrower than bf16."""
+    return "bf16" if plan.fp8_scales is None else plan.precision
+
+
 def why_not(plan: Plan, problem: Problem) -> str | None:
     """Why a plan or a module has no such course."""
     if len(problem.batches) < NUM_STEPS:
@@ -35,32 +43,37 @@ def why_not(plan: Plan, problem: Problem) -> str | None:
         return "pipedream-2bw steps on 16-bit weights in place, without masters"
     if any(each.dtype != torch.float32 for each in problem.module.parameters()):
         return "the module has weights that are not of 32 bits"
-    return None if composes(replace(plan, precision="bf16")) else "the plan does not run in bf16"
+    precision = precision_of(plan)
+    return None if composes(replace(plan, precision=precision)) else f"the plan does not run in {precision}"
 
 
 def check_halves(plan: Plan, make: MakeProblem, ranks: Ranks, *, device: str, timeout_seconds: float) -> Rounding | str:
-    """Hold a plan's bf16 against one device's; or say why one device has none."""
-    halved = replace(plan, precision="bf16")
+    """Hold a plan's bf16, or its fp8, against one device's; or say why one device has none."""
+    halved = replace(plan, precision=precision_of(plan))
+    against = "fp32" if halved.fp8_scales is None else "bf16"
     legs = [Leg(plan=halved, first=0, stop=NUM_STEPS - 1), Leg(plan=halved, first=NUM_STEPS - 1, stop=NUM_STEPS)]
     alone: list[Course] = []
 
     def draw(seed: int) -> Course:
         problem = half(nudge(make().on(device), seed))
+        if halved.fp8_scales is not None:
+            use_fp8(problem.module, halved.fp8_scales, torch.device(device))
         return _once(train_reference(problem, halved, "every step", legs, whole=False), problem)
 
     try:
-        problem = wide(make().on(device))
-        exact = _once(train_reference(problem, replace(plan, precision="fp32"), "every step", legs), problem)
+        problem = wide(make().on(device)) if against == "fp32" else half(make().on(device))
+        exact = _once(train_reference(problem, replace(plan, precision=against), "every step", legs), problem)
         alone.append(draw(0))
     except Exception as error:
-        return f"one device cannot train the module in bf16: {type(error).__name__}: {str(error).splitlines()[0]}"
+        why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        return f"one device cannot train the module in {halved.precision}: {why}"
     try:
         found = ranks.run(_train, halved, make, legs, timeout_seconds=timeout_seconds)
     except RankError as error:
         if "shardwise.errors.ShardwiseError" not in error.problem:
             raise
         return f"refused: {error.problem.splitlines()[0]}"
-    return _judged(exact, alone, found, draw)
+    return replace(_judged(exact, alone, found, draw), precision=halved.precision, against=against)
 
 
 def _once(course: Course, problem: Problem) -> Course:
@@ -85,7 +98,8 @@ def _judged(exact: Course, alone: list[Course], found: Sequence[Course], draw: C
 
 
 def _train(plan: Plan, make: MakeProblem, legs: Sequence[Leg]) -> Course:
-    return train_on_rank(plan, partial(_made_half, make), None, "every step", False, legs)
+    with environment.changed({environment.EMULATE_FP8: "1"}):
+        return train_on_rank(plan, partial(_made_half, make), None, "every step", False, legs)
 
 
 def _made_half(make: MakeProblem) -> Problem:

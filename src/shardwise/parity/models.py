@@ -44,7 +44,7 @@ def default_settings(plan: Plan) -> Settings:
         width=_WIDTH,
         num_layers=_num_layers(plan),
         length=64,
-        attention=Heads(num_heads=_num_heads(plan, 4), num_kv_heads=2, head_dim=_HEAD_DIM),
+        attention=Heads(num_heads=_num_heads(plan, 4), num_kv_heads=2, head_dim=_head_dim(plan)),
         mlp=Mlp(width=2 * _WIDTH),
         mixture=mixture if plan.ep > 1 else None,
         tied=True,
@@ -98,13 +98,13 @@ def _shrunk_attention(attention: Heads | Latent, plan: Plan) -> Heads | Latent:
             num_heads=_num_heads(plan, 4),
             q_rank=None if attention.q_rank is None else 16,
             kv_rank=16,
-            nope_dim=_HEAD_DIM,
-            rope_dim=_HEAD_DIM,
-            value_dim=_HEAD_DIM,
+            nope_dim=_head_dim(plan),
+            rope_dim=_head_dim(plan),
+            value_dim=_head_dim(plan),
         )
     sharing = min(attention.num_heads // attention.num_kv_heads, _MOST_SHARING)
     num_heads = _num_heads(plan, 4 if sharing == 1 else 2 * sharing)
-    return replace(attention, num_heads=num_heads, num_kv_heads=num_heads // sharing, head_dim=_HEAD_DIM)
+    return replace(attention, num_heads=num_heads, num_kv_heads=num_heads // sharing, head_dim=_head_dim(plan))
 
 
 def _shrunk_mixture(mixture: Mixture, plan: Plan) -> Mixture:
@@ -125,6 +125,11 @@ def _num_layers(plan: Plan) -> int:
     if plan.layers is not None:
         return sum(plan.layers)
     return max(2, plan.num_stages or 2 * plan.pp)
+
+
+def _head_dim(plan: Plan) -> int:
+    """In fp8 so many that one head is a layer of 8-bit numbers."""
+    return _HEAD_DIM if plan.fp8_scales is None else 2 * _HEAD_DIM
 
 
 def _num_heads(plan: Plan, least: int) -> int:

@@ -1,4 +1,4 @@
-"""Whether a plan's bf16 is as close to fp32 as one device's bf16 is.
+"""Whether a plan's bf16 is as close to fp32 as one device's bf16 is; and in fp8, held against bf16, the same.
 
 One device in fp32 is taken for exact; one device in bf16 and the plan in bf16 are held against it. They round at the
 same places and see other roundings, as sums come in another order and partial sums of tp and cp are rounded too. So the
@@ -41,11 +41,13 @@ _NUMBERS: tuple[Kind, ...] = ("loss", "norm", "evaluation")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
-    """Errors against fp32 by kind, of the plan and of one device, and what is wrong."""
+    """Errors of a precision by kind, against a wider one, of the plan and of one device, and what is wrong."""
 
     plan: dict[str, float]
     alone: dict[str, float]
     problem: str | None
+    precision: str = "bf16"
+    against: str = "fp32"
 
 
 @torch.no_grad()

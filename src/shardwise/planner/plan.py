@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields
 from itertools import groupby
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from shardwise.errors import ShardwiseError, nearest, unknown
 from shardwise.output import save_output
@@ -29,7 +29,9 @@ RECOMPUTE = ("none", "selective", "full")
 CONTEXT = ("ring", "all-to-all")
 #: Axes on the devices, outermost first. Neighbours talk most.
 ORDERS = ("pp-dp-cp-tp", "dp-pp-cp-tp")
-PRECISIONS = ("fp32", "bf16", "fp16")
+#: What has a scale of its own where linear layers compute in 8 bits.
+FP8_SCALES: Mapping[str, Literal["tensor", "row"]] = {"fp8": "tensor", "fp8-rows": "row"}
+PRECISIONS = ("fp32", "bf16", "fp16", *FP8_SCALES)
 # As many equal stages in a row are written as one.
 _LONG_RUN = 4
 _MOST_STAGES = 4096
@@ -135,6 +137,11 @@ class Plan:
     def num_ranks(self) -> int:
         """The product of the axes, without `ep`."""
         return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def fp8_scales(self) -> Literal["tensor", "row"] | None:
+        """What has a scale of its own in linear layers of 8 bits; None if there are none."""
+        return FP8_SCALES.get(self.precision)
 
     @property
     def num_chunks(self) -> int | None:

@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from shardwise import environment
 from shardwise.cluster.cluster import Cluster
 from shardwise.cluster.device import Device
 from shardwise.cluster.file import find_cluster
@@ -18,6 +19,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.model.load import load_model
 from shardwise.model.model import Model
 from shardwise.model.operations import Attention, Scan
+from shardwise.planner.plan import FP8_SCALES
 
 _KERNELS = {"hopper": "flash3", "blackwell": "flash3", "volta": "torch"}
 
@@ -53,8 +55,21 @@ class Question:
         return (*narrow[:1], "fp32")
 
     def software_in(self, precision: str) -> Software:
-        """The software in a precision."""
+        """The software in a precision. What has a scale of its own in 8 bits makes no difference here."""
+        if precision in FP8_SCALES:
+            self._check_fp8(precision)
+            precision = "fp8"
         return replace(self.software or usual_software(self.device), precision=precision)
+
+    def _check_fp8(self, precision: str) -> None:
+        lacking = [pool.device for pool in self.cluster.pools if "fp8" not in pool.device.flops_per_second]
+        gpus = [device for device in lacking if device.architecture != "cpu"]  # On processors it is emulated.
+        if gpus and not environment.wants_emulated_fp8():
+            known = ", ".join(gpus[0].flops_per_second)
+            raise ShardwiseError(
+                f"precision={precision}: {gpus[0].name} multiplies in {known}, and not in 8 bits",
+                remedy="precision=bf16, or a cluster of GPUs that have it, such as 8xh100",
+            )
 
     def price(self, layouts: Layouts, software: Software) -> Estimate:
         """A step of each layout, by closed forms."""
@@ -111,6 +126,7 @@ def usual_software(device: Device) -> Software:
         gathered_once=True,
         saves_casts=True,
         by_operation=True,
+        fp8_layers=True,
         recomputes_stages=True,
         fused=is_fused,
         fused_norms=is_fused,

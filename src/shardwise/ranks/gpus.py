@@ -13,12 +13,15 @@ import torch
 
 from shardwise import environment
 from shardwise.errors import ShardwiseError, some
+from shardwise.planner.plan import FP8_SCALES
 from shardwise.units import counted, format_bytes
 
 #: Which GPUs ranks of one machine compute on.
 Gpus = Literal["own", "shared", "none"]
 #: The first that computes in bf16: Ampere.
 _BF16 = (8, 0)
+#: The first that multiplies 8-bit numbers: Ada, and Hopper after it.
+_FP8 = (8, 9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +116,11 @@ def check_one_each(found: Found, num_ranks: int, *, where: str = "this machine")
     )
 
 
-def check_precision(gpus: Sequence[Gpu], precision: str, remedy: str) -> None:
-    """Refuse bf16 on a GPU that has none: it would be computed as fp32, many times slower."""
+def check_precision(gpus: Sequence[Gpu], precision: str, remedy: str, *, key: str = "precision") -> None:
+    """Refuse bf16 on a GPU that has none: it would be computed as fp32, many times slower. And so of fp8.
+
+    `key` is what a user types a precision after.
+    """
     old = [gpu for gpu in gpus if gpu.capability < _BF16]
     if precision == "bf16" and old:
         major, minor = old[0].capability
@@ -122,6 +128,26 @@ def check_precision(gpus: Sequence[Gpu], precision: str, remedy: str) -> None:
             f"precision=bf16: {old[0].name} is of compute capability {major}.{minor}, and bf16 needs 8.0 (Ampere) or"
             " newer",
             remedy=remedy,
+        )
+    if precision in FP8_SCALES and not environment.wants_emulated_fp8():
+        _check_fp8(gpus, precision, key)
+
+
+def _check_fp8(gpus: Sequence[Gpu], precision: str, key: str) -> None:
+    """Refuse products of 8-bit numbers where they would be emulated. Without a GPU, processors compute."""
+    old = next((gpu for gpu in gpus if gpu.capability < _FP8), None)
+    instead, why = "bf16", None
+    if not gpus:
+        instead, why = "fp32", "processors have no products of 8-bit numbers"
+    elif torch.version.hip is not None:
+        why = f"on {gpus[0].name} it has not been tried"
+    elif old is not None:
+        major, minor = old.capability
+        why = f"{old.name} is of compute capability {major}.{minor}, and products of 8-bit numbers need 8.9 or newer"
+    if why is not None:
+        raise ShardwiseError(
+            f"precision={precision}: {why}",
+            remedy=f"{key}={instead}; or {environment.EMULATE_FP8}=1, which computes the same numbers slowly",
         )
 
 

@@ -10,7 +10,8 @@ import torch
 
 from shardwise.cluster.catalogue import DEVICES
 from shardwise.errors import ShardwiseError
-from shardwise.planner.plan import Offload, Plan
+from shardwise.planner.plan import FP8_SCALES, Offload, Plan
+from shardwise.ranks.gpus import check_precision, find_gpus
 from shardwise.stages.compiled import find_missing
 from shardwise.training.data.source import check_data
 from shardwise.training.machine import find_device
@@ -44,6 +45,8 @@ def choose_precision(recipe: Recipe, num_ranks: int) -> Choice:
     """The precision of a run: the recipe's own, or on a GPU bf16, where that pays."""
     if recipe.precision != AUTO:
         _check_bf16(recipe.precision)
+        if recipe.precision in FP8_SCALES:
+            check_precision(find_gpus().gpus, recipe.precision, "--set precision=bf16", key="--set precision")
         return Choice(recipe.precision)
     if not torch.cuda.is_available():
         return Choice("fp32")

@@ -34,7 +34,7 @@ def check_gpus(job: Job, num_devices: int, gpus: Gpus, found: Found | None = Non
         return
     if gpus == "own" and environment.place_under_torchrun() is None:
         check_one_each(here, num_devices)
-    check_precision(here.gpus, job.plan.precision, "--set precision=fp16")
+    check_precision(here.gpus, job.plan.precision, "--set precision=fp16", key="--set precision")
     _check_memory(job, here, num_devices if environment.place_under_torchrun() is None else len(here.gpus))
 
 

@@ -148,7 +148,7 @@ class Recipe:
     steps: Positive = 200
     batch: Positive = 32
     seed: Count = 0
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8", "fp8-rows"] = "auto"
     compile: Literal["auto", "on", "off"] = "auto"
     log: Positive = 10
     tensorboard: bool = False

@@ -9,7 +9,7 @@ under way while the weight gradients are computed. Of rows each rank multiplies 
 
 import copy
 import weakref
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from shardwise.ranks.collectives import Group
 from shardwise.sharding.rng_tracker import RngTracker
 from shardwise.sharding.tensor.communication import AllReduce, Chunk, Multiply, NoCommunication, SequenceShards
 from shardwise.sharding.tensor.lazy_gather import LazyGather, SequenceLength
+from shardwise.sharding.tensor.products import Products
 from shardwise.stages.recalled import keep, taken
-from shardwise.torch_private import is_wanted, version_of
+from shardwise.torch_private import is_input_wanted, version_of
 
 
 class ParallelLinear(nn.Module):
@@ -62,13 +63,15 @@ class ColumnSet:
         #: The gradient of the input is summed here. If not, whoever gave the input does it.
         self.reduces = True
         self.members: list[ColumnParallelLinear] = []
+        #: How they are multiplied.
+        self.products = Products()
         self._ready: dict[int, Tensor] = {}
         self._of: weakref.ref[Tensor] | None = None
         self._state = 0, False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ColumnSet":
         twin = ColumnSet(self.group, self.num_chunks)
-        twin.gathers, twin.reduces = self.gathers, self.reduces
+        twin.gathers, twin.reduces, twin.products = self.gathers, self.reduces, self.products
         memo[id(self)] = twin
         twin.members = [copy.deepcopy(each, memo) for each in self.members]
         return twin
@@ -96,7 +99,7 @@ class ColumnSet:
             communication = SequenceShards(length.whole_shape(shape), length.tokens, self.group, self.num_chunks)
         elif self.reduces:
             communication = AllReduce(shape, self.group, self.num_chunks)
-        return _Columns.apply(given, communication, transposed, *weights)  # type: ignore[no-untyped-call, no-any-return]
+        return _Columns.apply(given, communication, self.products, transposed, *weights)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class ColumnParallelLinear(ParallelLinear):
@@ -122,53 +125,62 @@ class _Columns(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, communication: NoCommunication, transposed: tuple[bool, ...], *weights: Tensor | None
-    ) -> Any:
+        ctx: Any, tensor: Tensor, communication: NoCommunication, products: Products, transposed: tuple[bool, ...],
+        *weights: Tensor | None,
+    ) -> Any:  # fmt: skip
         kind = _computing_type(tensor)
         given, ctx.kinds = tensor.to(kind), (tensor.dtype, [None if each is None else each.dtype for each in weights])
-        matrices = [each.to(kind) for each in weights[::2] if each is not None]
+        matrices = [products.kept_weight(each, kind) for each in weights[::2] if each is not None]
         biases = [None if each is None else each.to(kind) for each in weights[1::2]]
-        straight = [matrix if turned else matrix.t() for matrix, turned in zip(matrices, transposed, strict=True)]
         known = taken(_Columns)
-        made = [communication.room(each.shape[1], given) for each in straight] if known is None else known
-        ctx.chunks, arrived = [], []
+        straight: list[Any] = []
+        made: list[Tensor] = [] if known is None else known
+        for matrix, turned in zip(matrices, transposed, strict=True) if known is None else ():
+            straight.append(products.forward_matrix(matrix, turned))
+            made.append(communication.room(_outputs(matrix, turned), given))
+        ctx.chunks, kept = [], []
         for chunk, rows in communication.receive(given):
             ctx.chunks.append(chunk)
-            arrived.append(rows)
+            left, later = products.read(rows, any(ctx.needs_input_grad[4::2]))
+            kept.append(later)
             for each, bias, into in zip(straight, biases, made, strict=True) if known is None else ():
-                _multiply(rows, each, bias, chunk.of(into))
+                products.multiply(left, each, bias, chunk.of(into))
         keep(_Columns, made)
-        ctx.save_for_backward(*arrived, *matrices)
-        ctx.communication, ctx.transposed = communication, transposed
-        ctx.are_tensors = (True, False, False, *(each is not None for each in weights))
+        ctx.save_for_backward(*(each for some in kept for each in some), *matrices)
+        ctx.communication, ctx.transposed, ctx.products, ctx.computing = communication, transposed, products, kind
+        ctx.are_tensors = (True, False, False, False, *(each is not None for each in weights))
         # Models write into them, which autograd forbids of views.
         return tuple(communication.whole(each).detach() for each in made)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        count, saved = len(ctx.chunks), ctx.saved_tensors  # Asked for once: a checkpoint gives them only once.
-        arrived, matrices = saved[:count], saved[count:]
+        products: Products = ctx.products
+        saved = ctx.saved_tensors  # Asked for once: a checkpoint gives them only once.
+        count = len(saved) - len(ctx.transposed)
+        arrived, matrices = _in_runs(saved[:count], len(ctx.chunks)), saved[count:]
         laid = [None if each is None else ctx.communication.lay(each) for each in gradients]
         finish = None
         # The input gradient goes first: its sum over the ranks is under way while weight gradients are computed.
-        if _wants(ctx, 0):
-            back = [matrix.t() if turned else matrix for matrix, turned in zip(matrices, ctx.transposed, strict=True)]
-            finish = ctx.communication.send(back[0].shape[1], back[0], _input_gradient(laid, back))
+        if is_input_wanted(ctx, 0):
+            back = [products.backward_matrix(*each) for each in zip(matrices, ctx.transposed, strict=True)]
+            width = _inputs(matrices[0], ctx.transposed[0])
+            like = matrices[0].new_empty((), dtype=ctx.computing)
+            finish = ctx.communication.send(width, like, _input_gradient(products, laid, back))
         found: list[Tensor | None] = []
         for number, (gradient, turned) in enumerate(zip(laid, ctx.transposed, strict=True)):
             for which in range(2):
                 kind = ctx.kinds[1][2 * number + which]
-                if gradient is None or kind is None or not _wants(ctx, 3 + 2 * number + which):
+                if gradient is None or kind is None or not is_input_wanted(ctx, 4 + 2 * number + which):
                     found.append(None)
                 elif which:
                     found.append(gradient.sum((0, 1, 2)).to(kind))
                 else:
                     pairs = ((rows, chunk.rows(gradient)) for chunk, rows in zip(ctx.chunks, arrived, strict=True))
-                    found.append(_weight_gradient(pairs, is_transposed=turned).to(kind))
-        return None if finish is None else finish().to(ctx.kinds[0]), None, None, *found
+                    found.append(products.weight_gradient(pairs, kind, is_transposed=turned))
+        return None if finish is None else finish().to(ctx.kinds[0]), None, None, None, *found
 
 
-def _input_gradient(gradients: list[Tensor | None], matrices: list[Tensor]) -> Multiply:
+def _input_gradient(products: Products, gradients: list[Tensor | None], matrices: list[Any]) -> Multiply:
     """What computes the gradient of what the layers read: the sum of what comes back through each."""
 
     there = [(each, matrix) for each, matrix in zip(gradients, matrices, strict=True) if each is not None]
@@ -177,10 +189,11 @@ def _input_gradient(gradients: list[Tensor | None], matrices: list[Tensor]) -> M
         if not there:
             into.zero_()
         for number, (gradient, matrix) in enumerate(there):
+            left = products.read_gradient(chunk.rows(gradient))
             if number == 0:
-                _multiply(chunk.rows(gradient), matrix, None, into)
+                products.multiply(left, matrix, None, into)
             else:
-                into.addmm_(chunk.rows(gradient), matrix)
+                products.add(left, matrix, into)
 
     return multiply_all
 
@@ -196,7 +209,7 @@ class RowParallelLinear(ParallelLinear):
         rng: RngTracker | None, num_chunks: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(weight, bias, group, is_transposed=is_transposed, rng=rng)
-        self.num_chunks = num_chunks
+        self.num_chunks, self.products = num_chunks, Products()
         #: Of sequences of which each rank keeps its piece of the sum.
         self.scatters: SequenceLength | None = None
 
@@ -208,7 +221,7 @@ class RowParallelLinear(ParallelLinear):
             AllReduce(shape, *how) if self.scatters is None else SequenceShards(shape, self.scatters.tokens, *how)
         )
         # A bias inside of the sum would be added once by each rank.
-        whole: Tensor = _Rows.apply(input, self.weight, communication, self.is_transposed)  # type: ignore[no-untyped-call]
+        whole: Tensor = _Rows.apply(input, self.weight, communication, self.products, self.is_transposed)  # type: ignore[no-untyped-call]
         return whole if self.bias is None else whole + self.bias
 
 
@@ -217,84 +230,74 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, weight: Tensor, communication: NoCommunication, is_transposed: bool
-    ) -> Tensor:
+        ctx: Any, tensor: Tensor, weight: Tensor, communication: NoCommunication, products: Products,
+        is_transposed: bool,
+    ) -> Tensor:  # fmt: skip
         kind = _computing_type(tensor)
-        given, matrix = tensor.to(kind), weight.to(kind)
-        ctx.save_for_backward(given, matrix)
-        ctx.communication, ctx.is_transposed, ctx.kinds = communication, is_transposed, (tensor.dtype, weight.dtype)
-        ctx.are_tensors, ctx.left = (True, True), None
+        given, matrix = tensor.to(kind), products.kept_weight(weight, kind)
+        kept = products.take(given, communication.lay)
+        ctx.save_for_backward(*kept, matrix)
+        ctx.communication, ctx.products, ctx.is_transposed = communication, products, is_transposed
+        ctx.are_tensors, ctx.left, ctx.kinds = (True, True), None, (tensor.dtype, weight.dtype)
         known: Tensor | None = taken(_Rows)
         if known is not None:
             return known
-        straight, laid = matrix if is_transposed else matrix.t(), communication.lay(given)
-        width = straight.shape[1]
-        finish = communication.send(width, given, lambda chunk, rows: _multiply(chunk.rows(laid), straight, None, rows))
+        straight, rows_of = products.forward_matrix(matrix, is_transposed), products.rows_of(kept, communication.lay)
+        finish = communication.send(
+            _outputs(matrix, is_transposed),
+            given,
+            lambda chunk, rows: products.multiply(rows_of(chunk), straight, None, rows),
+        )
         made = finish().detach()  # Models write into it, which autograd forbids of a view.
         keep(_Rows, made)
         return made
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        given, matrix = ctx.saved_tensors
-        wants_input, wants_weight = _wants(ctx, 0), _wants(ctx, 1)
+        *kept, matrix = ctx.saved_tensors
+        products: Products = ctx.products
+        wants_input, wants_weight = is_input_wanted(ctx, 0), is_input_wanted(ctx, 1)
         if wants_input or ctx.left is None or ctx.left[0] is not gradient:
-            back = matrix.t() if ctx.is_transposed else matrix
-            found, arrived = _receive(ctx.communication, gradient, given, back if wants_input else None)
+            found, arrived = _receive(ctx, gradient, matrix if wants_input else None)
         else:  # The other half of a backward, for which the first has left what it received.
             found, (_, arrived) = None, ctx.left
         later = ctx.needs_input_grad[1] and not wants_weight
         ctx.left = (gradient, arrived) if later else None
         turned: Tensor | None = None
         if wants_weight:
-            laid = ctx.communication.lay(given)
-            pairs = ((chunk.rows(laid), rows) for chunk, rows in arrived)
-            turned = _weight_gradient(pairs, is_transposed=ctx.is_transposed).to(ctx.kinds[1])
-        return None if found is None else found.to(ctx.kinds[0]), turned, None, None
+            columns_of = products.columns_of(kept, ctx.communication.lay)
+            pairs = ((columns_of(chunk), rows) for chunk, rows in arrived)
+            turned = products.weight_gradient(pairs, ctx.kinds[1], is_transposed=ctx.is_transposed)
+        return None if found is None else found.to(ctx.kinds[0]), turned, None, None, None
 
 
-def _receive(
-    communication: NoCommunication, gradient: Tensor, given: Tensor, matrix: Tensor | None
-) -> tuple[Tensor | None, list[tuple[Chunk, Tensor]]]:
+def _receive(ctx: Any, gradient: Tensor, matrix: Tensor | None) -> tuple[Tensor | None, list[tuple[Chunk, Tensor]]]:
     """The gradient of what a layer read, if there is a matrix for it, and the rows of all gradients that arrived."""
-    laid = None if matrix is None else communication.room(matrix.shape[1], given)
+    communication: NoCommunication = ctx.communication
+    products: Products = ctx.products
+    laid, back = None, None
+    if matrix is not None:
+        laid = communication.room(_inputs(matrix, ctx.is_transposed), gradient)
+        back = products.backward_matrix(matrix, ctx.is_transposed)
     arrived = []
     for chunk, rows in communication.receive(gradient):
         arrived.append((chunk, rows))
-        if laid is not None and matrix is not None:
-            _multiply(rows, matrix, None, chunk.of(laid))
+        if laid is not None:
+            products.multiply(products.read_gradient(rows), back, None, chunk.of(laid))
     return None if laid is None else communication.whole(laid), arrived
 
 
-def _multiply(rows: Tensor, matrix: Tensor, bias: Tensor | None, into: Tensor) -> None:
-    """Write rows @ matrix + bias into a tensor of as many numbers, in one piece or not."""
-    in_one_piece = into.is_contiguous()
-    flat = into.view(-1, into.shape[-1]) if in_one_piece else rows.new_empty((len(rows), into.shape[-1]))
-    if bias is None:
-        torch.mm(rows, matrix, out=flat)
-    else:
-        torch.addmm(bias, rows, matrix, out=flat)
-    if not in_one_piece:
-        into.copy_(flat.view(into.shape))
+def _in_runs(tensors: Sequence[Tensor], count: int) -> list[Sequence[Tensor]]:
+    size = len(tensors) // count
+    return [tensors[size * number : size * (number + 1)] for number in range(count)]
 
 
-def _weight_gradient(pairs: Iterable[tuple[Tensor, Tensor]], *, is_transposed: bool) -> Tensor:
-    """The gradient of a weight from chunks of what its layer read, each with the gradient of what it made."""
-    total: Tensor | None = None
-    for given, gradient in pairs:
-        left, right = (given.t(), gradient) if is_transposed else (gradient.t(), given)
-        total = left @ right if total is None else total.addmm_(left, right)
-    assert total is not None, "a layer has at least one chunk"
-    return total
+def _inputs(weight: Tensor, is_transposed: bool) -> int:
+    return weight.shape[0 if is_transposed else 1]
 
 
-def _wants(ctx: Any, number: int) -> bool:
-    """Whether this run of backward goes on to an input of a node: halves of a backward ask for some only."""
-    if not ctx.needs_input_grad[number]:
-        return False
-    # The engine knows inputs that are tensors, and no others.
-    node = ctx.next_functions[sum(ctx.are_tensors[:number])][0]
-    return is_wanted(node)
+def _outputs(weight: Tensor, is_transposed: bool) -> int:
+    return weight.shape[1 if is_transposed else 0]
 
 
 def _computing_type(tensor: Tensor) -> torch.dtype:

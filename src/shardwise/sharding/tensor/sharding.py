@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import unknown
 from shardwise.ranks.collectives import Group, filled, start_all_gather, start_all_reduce
+from shardwise.sharding.rng_tracker import RngTracker
 from shardwise.stages.split.materialise import materialise, replace
 from shardwise.units import format_bytes, format_flops
 
@@ -227,3 +228,9 @@ def even_runs(length: int, count: int) -> tuple[Runs, ...]:
         ((min(rank * size, length), min((rank + 1) * size, length)),) if rank * size < length else ()
         for rank in range(count)
     )
+
+
+def find_trackers(module: nn.Module) -> list[RngTracker]:
+    """What knows which channels this rank is at, inside of layers that are cut."""
+    found = (getattr(each, "rng", None) for each in module.modules())
+    return [each for each in found if isinstance(each, RngTracker)]

@@ -1,0 +1,153 @@
+"""The programs of `fp8.py`: the largest number of a tensor, and casts that write rows and columns at once."""
+
+# mypy: ignore-errors
+# ruff: noqa: N803, ARG001
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from shardwise.kernels.choose import is_interpreted
+from shardwise.kernels.launch import num_processors, rows_of
+
+#: Numbers that a program looks at at once, and how many programs a processor has.
+BLOCK, PROGRAMS, WARPS = 4096, 8, 8
+#: Rows and columns that a program casts.
+TILE = 64
+#: What `fp8.py` calls so; a program knows no names of this file's.
+_LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+_LEAST = 2.0**-100
+_MULTIPLE = 16
+
+
+@triton.jit
+def _narrow(number, KIND: tl.constexpr, ROUNDS: tl.constexpr):
+    """A number in 8 bits. Triton's interpreter does not carry where it rounds up to a power of 2: there, rounded."""
+    if ROUNDS:
+        less: tl.constexpr = 20 if KIND == tl.float8e4nv else 21  # noqa: SIM300
+        bits = number.to(tl.int32, bitcast=True)
+        bits = bits + ((bits >> less) & 1) + ((1 << (less - 1)) - 1)
+        number = ((bits >> less) << less).to(tl.float32, bitcast=True)
+    return number.to(KIND)
+
+
+@triton.jit
+def _find_largest(x, found, rows, n, stride, BLOCK: tl.constexpr):
+    """The largest bits of a number without its sign: those of NaN are above those of infinity."""
+    blocks = tl.cdiv(n, BLOCK)
+    most = tl.zeros((BLOCK,), tl.int32)
+    for place in range(tl.program_id(0), rows * blocks, tl.num_programs(0)):
+        row = (place // blocks).to(tl.int64)
+        column = (place % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        number = tl.load(x + row * stride + column, mask=column < n, other=0.0).to(tl.float32)
+        most = tl.maximum(most, number.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    tl.atomic_max(found, tl.max(most, 0))
+
+
+@triton.jit
+def _cast_tile(
+    x, bits, scale, by_rows, by_columns, rows, n, stride, long_rows,
+    LARGEST: tl.constexpr, LEAST: tl.constexpr, FINDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROUNDS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    across = tl.cdiv(n, TILE)
+    row = (tl.program_id(0) // across).to(tl.int64) * TILE + tl.arange(0, TILE)
+    column = (tl.program_id(0) % across).to(tl.int64) * TILE + tl.arange(0, TILE)
+    if FINDS:
+        most = tl.load(bits).to(tl.float32, bitcast=True)
+        # A comparison is false of NaN, which stays.
+        factor = tl.div_rn(tl.where(most < LEAST, LEAST, most), LARGEST)
+        if tl.program_id(0) == 0:
+            tl.store(scale, factor)
+    else:
+        factor = tl.load(scale)
+    inverse = tl.div_rn(1.0, factor)
+    mask = (row[:, None] < rows) & (column[None, :] < n)
+    number = tl.load(x + row[:, None] * stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    number = number * inverse
+    if ROWS:
+        made = _narrow(number, by_rows.dtype.element_ty, ROUNDS)
+        tl.store(by_rows + row[:, None] * n + column[None, :], made, mask=mask)
+    if COLUMNS:
+        turned = _narrow(tl.trans(number), by_columns.dtype.element_ty, ROUNDS)
+        long = (column[:, None] < n) & (row[None, :] < long_rows)
+        tl.store(by_columns + column[:, None] * long_rows + row[None, :], turned, mask=long)
+
+
+@triton.jit
+def _cast_rows(
+    x, out, scale, rows, n, row_stride, column_stride, long,
+    LARGEST: tl.constexpr, LEAST: tl.constexpr, ROUNDS: tl.constexpr, HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Each row with a scale of its own, read twice. With its strides exchanged a matrix is cast by columns."""
+    row = tl.program_id(0).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)
+    most = tl.zeros((HEIGHT, WIDTH), tl.int32)
+    for start in range(0, n, WIDTH):
+        column = start + tl.arange(0, WIDTH).to(tl.int64)
+        mask = (row[:, None] < rows) & (column[None, :] < n)
+        number = tl.load(x + row[:, None] * row_stride + column[None, :] * column_stride, mask=mask, other=0.0)
+        most = tl.maximum(most, number.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    largest = tl.max(most, 1).to(tl.float32, bitcast=True)
+    factor = tl.div_rn(tl.where(largest < LEAST, LEAST, largest), LARGEST)
+    tl.store(scale + row, factor, mask=row < rows)
+    inverse = tl.div_rn(1.0, factor)
+    for start in range(0, long, WIDTH):
+        column = start + tl.arange(0, WIDTH).to(tl.int64)
+        mask = (row[:, None] < rows) & (column[None, :] < n)
+        number = tl.load(x + row[:, None] * row_stride + column[None, :] * column_stride, mask=mask, other=0.0)
+        made = _narrow(number.to(tl.float32) * inverse[:, None], out.dtype.element_ty, ROUNDS)
+        reached = (row[:, None] < rows) & (column[None, :] < long)
+        tl.store(out + row[:, None] * long + column[None, :], made, mask=reached)
+
+
+def by_tensor(
+    x: Tensor, kind: torch.dtype, rows: bool, columns: bool, scale: Tensor | None
+) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
+    """Rows and columns of a matrix, each with the scale of the tensor."""
+    x = rows_of(x)
+    height, width = x.shape
+    long = height + -height % _MULTIPLE
+    finds = scale is None
+    bits = torch.zeros((), dtype=torch.int32, device=x.device) if finds else None
+    scale = torch.empty((), device=x.device) if scale is None else scale
+    if finds:
+        shape = (1, x.numel(), x.numel()) if x.is_contiguous() else (height, width, x.stride(0))
+        programs = min(shape[0] * triton.cdiv(shape[1], BLOCK), PROGRAMS * num_processors(x.device))
+        _find_largest[(programs,)](x, bits, *shape, BLOCK=BLOCK, num_warps=WARPS)
+    by_rows = torch.empty((height, width), dtype=kind, device=x.device) if rows else None
+    by_columns = torch.empty((width, long), dtype=kind, device=x.device) if columns else None
+    reaches = long if columns else height
+    _cast_tile[(triton.cdiv(reaches, TILE) * triton.cdiv(width, TILE),)](
+        x, bits, scale, by_rows, by_columns, height, width, x.stride(0), long,
+        LARGEST=_LARGEST[kind], LEAST=_LEAST, FINDS=finds, ROWS=rows, COLUMNS=columns,
+        ROUNDS=is_interpreted(), TILE=TILE, num_warps=WARPS,
+    )  # fmt: skip
+    return None if by_rows is None else (by_rows, scale), None if by_columns is None else (by_columns, scale)
+
+
+def by_row(
+    x: Tensor, kind: torch.dtype, rows: bool, columns: bool, scale: Tensor | None
+) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
+    """Rows and columns of a matrix, each with a scale of its own."""
+    x = rows_of(x)
+    height, width = x.shape
+    made = _each_row(x, kind, height, width, x.stride(0), 1, width, (8, 256)) if rows else None
+    # Neighbours in memory are rows here: a program takes many of them.
+    long = height + -height % _MULTIPLE
+    turned = _each_row(x, kind, width, height, 1, x.stride(0), long, (32, 64)) if columns else None
+    return made, turned
+
+
+def _each_row(
+    x: Tensor, kind: torch.dtype, rows: int, n: int, row_stride: int, column_stride: int, long: int,
+    tile: tuple[int, int],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    out = torch.empty((rows, long), dtype=kind, device=x.device)
+    scale = torch.empty((rows, 1), device=x.device)
+    _cast_rows[(triton.cdiv(rows, tile[0]),)](
+        x, out, scale, rows, n, row_stride, column_stride, long,
+        LARGEST=_LARGEST[kind], LEAST=_LEAST, ROUNDS=is_interpreted(), HEIGHT=tile[0], WIDTH=tile[1], num_warps=WARPS,
+    )  # fmt: skip
+    return out, scale

@@ -66,3 +66,10 @@ def nothing_recomputed() -> Iterator[None]:
         yield
     finally:
         checkpoint.CheckpointFunction = before  # type: ignore[misc]
+
+
+@contextmanager
+def steady() -> Iterator[None]:
+    """All of it: nothing is drawn at random, and nothing is recomputed."""
+    with nothing_recomputed(), SteadyAttention(), SteadyDraws():  # type: ignore[no-untyped-call]
+        yield

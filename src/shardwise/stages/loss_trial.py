@@ -10,7 +10,8 @@ it is a mean over. So it is tried on three rows, on two of them and on one, in e
     none of them                                             refused
 
 And once more with masks that hide some of two rows, and labels that are ignored there: what is a mean over rows only
-while nothing is hidden would go wrong unseen with a later batch.
+while nothing is hidden would go wrong unseen with a later batch. And in training mode, where nothing is drawn
+(`steady`): a forward may do something else there, and its backward may not be in proportion (`backward_trial.py`).
 """
 
 from collections.abc import Callable, Iterator
@@ -20,13 +21,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardwise.stages.backward_trial import NOT_IN_PROPORTION, SeenHooks, find_bent
 from shardwise.stages.label_counts import LabelCounts
-from shardwise.stages.loss_kind import LossKind, Through, Tried
+from shardwise.stages.loss_kind import LEARNED_NUMBER, REMEDY_OF_LEARNED, LossKind, Through, Tried
 from shardwise.stages.metrics import take_metrics
 from shardwise.stages.rows import RowRule, Seen, changed, nodes, take_rows, tensors_in
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.switch import undisturbed
 from shardwise.stages.stage import Batch, Loss
+from shardwise.torch_private import RunningNormModule
 
 _NUM_ROWS = 3
 _FIRST = 2
@@ -35,17 +38,24 @@ _IGNORED = -100
 #: Outputs of more numbers are not tried on the host.
 _MOST_ON_HOST = 2**27
 
+#: What a trial is run in.
+Context = Callable[[], AbstractContextManager[Any]]
+
 
 def try_loss(
     module: nn.Module,
     loss: Loss,
     example: Batch,
     rule: RowRule,
-    precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    precision: Context = nullcontext,
+    steady: Context = nullcontext,
 ) -> Tried:
-    """Find out what a loss is, from a few rows of an example that the module can compute."""
+    """Find out what a loss is, from a few rows of an example that the module can compute.
+
+    Within `steady` nothing is drawn at random: in training mode it is tried there.
+    """
     seen = rule.look(example)
-    trial = _Trial(module, loss, precision)
+    trial = _Trial(module, loss, precision, steady)
     first = _outcome(trial, _three(example, seen), seen)
     if first.problem is None and first.kind is not LossKind.UNTRIED:
         return first
@@ -73,41 +83,65 @@ class _Run(NamedTuple):
     labels: int
     tolerance: float
     output: Any
+    #: Of a run with gradients: the loss, and whether its number has one too.
+    loss: Tensor | None = None
+    is_learned: bool = False
+    #: Whether the forward wrote to buffers: what then comes of parts is told by who compares these.
+    writes: bool = False
 
 
 _Runs = tuple[_Run, _Run, _Run]
 
 
 class _Trial:
-    def __init__(self, module: nn.Module, loss: Loss, precision: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._module, self._loss, self._precision = module, loss, precision
+    def __init__(self, module: nn.Module, loss: Loss, precision: Context, steady: Context = nullcontext) -> None:
+        self._module, self._loss, self._precision, self._steady = module, loss, precision, steady
         self._signature = Signature(module)
 
-    @torch.no_grad()
-    def run(self, batch: Batch, ignored: float = 0.0, *, seed: int = 0, output: Any = None) -> _Run:
+    def run_in_training(self, batch: Batch) -> tuple[_Run, str | None]:
+        """The same in training mode; and what in the backward is not in proportion to the gradient it begins with.
+
+        Batch norms are as in evaluation: that each normalises its own rows is known.
+        """
+        hooks = SeenHooks()
+        with self._steady(), hooks:
+            found = self.run(batch, training=True)
+            bent = find_bent(self._module, found.loss, hooks)
+        return found._replace(loss=None, output=None), bent
+
+    def run(
+        self, batch: Batch, ignored: float = 0.0, *, seed: int = 0, output: Any = None, training: bool = False
+    ) -> _Run:
         """The loss of a batch; of an `output` that is given, or else computed."""
-        training = [each for each in self._module.modules() if each.training]
+        were_training = [each for each in self._module.modules() if each.training]
         counts = LabelCounts(ignored)
-        self._module.eval()
+        for each in self._module.modules():
+            each.training = each.training and training and not isinstance(each, RunningNormModule)
+        before = [(each, each.clone()) for each in self._module.buffers()] if training else []
         try:
-            with undisturbed(self._module, {}), self._precision(), counts:
+            with undisturbed(self._module, {}), self._precision(), torch.set_grad_enabled(training), counts:
                 torch.manual_seed(seed)
                 if output is None:
                     args, kwargs = self._signature.arguments(batch)
                     output = self._module(*args, **kwargs)
                 inside = len(counts.found)
                 result, _ = take_metrics(self._loss(output, batch))
+                writes = [*map(id, self._module.buffers())] != [id(each) for each, _ in before] or any(
+                    not torch.equal(each, value) for each, value in before
+                )
         finally:
-            for each in training:
+            for each in were_training:
                 each.training = True
         total, number = result if isinstance(result, tuple) else (result, None)
         tolerance = {torch.float64: 1e-9, torch.float32: 1e-5}.get(total.dtype, 1e-2)
         if any(each.dtype in (torch.bfloat16, torch.float16) for each in self._module.parameters()):
             tolerance = 1e-2
         return _Run(
-            float(total), None if number is None else float(number),
+            float(total.detach()), None if number is None else float(number),
             [float(each.number) for each in counts.found], inside,
             max(1, counts.found[0].size // _NUM_ROWS) if counts.found else 1, tolerance, output,
+            total if training else None, isinstance(number, Tensor) and number.requires_grad,
+            training and writes,
         )  # fmt: skip
 
     def less(self, hidden: Batch, seen: Seen, runs: _Runs, ignored: float = 0.0, *, again: bool = True) -> _Runs | None:
@@ -138,11 +172,54 @@ def _outcome(trial: _Trial, three: Batch, seen: Seen) -> Tried:
         # What is finite for all rows and not for some of them is divided by something that these lack.
         return Tried(LossKind.UNTRIED, _mismatch(*runs) if _is_finite(whole) else None)
     if whole.number is not None:
-        return _pair(whole, large, small)
+        return _in_training(trial, three, seen, runs, _pair(whole, large, small))
     if not any(each.total for each in runs):
         return Tried(LossKind.UNTRIED)
     tried = Tried(_kind(*runs), labels=whole.labels, inside=bool(whole.inside), depends=large.total != small.total)
-    return _with_less(trial, three, seen, runs, tried)
+    return _in_training(trial, three, seen, runs, _with_less(trial, three, seen, runs, tried))
+
+
+def try_backward(
+    module: nn.Module, loss: Loss, example: Batch, rule: RowRule, precision: Context, steady: Context
+) -> Tried:
+    """Only whether backwards of parts can be those of the whole: for a loss that has to be a pair anyway."""
+    seen = rule.look(example)
+    tried, three = Tried(LossKind.UNTRIED), _three(example, seen)
+    try:
+        return _of_backward(tried, *_Trial(module, loss, precision, steady).run_in_training(three))
+    except Exception:
+        return tried
+
+
+def _of_backward(tried: Tried, whole: _Run, bent: str | None) -> Tried:
+    if whole.is_learned:
+        return tried._replace(problem=LEARNED_NUMBER, remedy=REMEDY_OF_LEARNED)
+    return tried if bent is None else tried._replace(problem=bent, remedy=NOT_IN_PROPORTION)
+
+
+def _in_training(trial: _Trial, three: Batch, seen: Seen, runs: _Runs, tried: Tried) -> Tried:
+    """The same in training mode, where the forward may see more than its own rows, and there is a backward."""
+    if tried.problem is not None or tried.kind is LossKind.UNTRIED:
+        return tried
+    try:
+        whole, bent = trial.run_in_training(three)
+        tried = _of_backward(tried, whole, bent)
+        if tried.problem is not None:
+            return tried
+        if whole.writes or whole.total == runs[0].total or trial.run_in_training(three)[0].total != whole.total:
+            return tried  # It does the same in both modes, or something else whenever it is called.
+        large, small = (trial.run_in_training(each)[0] for each in _parts(three, seen))
+    except Exception:  # Whoever trains says what is wrong.
+        return tried
+    now = whole, large, small
+    if not all(map(_is_finite, now)) or (tried.kind is LossKind.PAIR and not _fits(LossKind.SUM, *runs)):
+        return tried
+    if tried.through is not None:
+        fits = _fits_by(*_weights(tried.through, three, seen), *now)
+    else:
+        kinds = {LossKind.PAIR: LossKind.SUM, LossKind.EVEN: LossKind.ROWS}
+        fits = _fits(kinds.get(tried.kind, tried.kind), *now)
+    return tried if fits else tried._replace(problem=f"in training mode {_mismatch(*now)}")
 
 
 def _with_less(trial: _Trial, three: Batch, seen: Seen, runs: _Runs, tried: Tried) -> Tried:

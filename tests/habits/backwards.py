@@ -35,13 +35,13 @@ class Clipped(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(_: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(_: Any, gradient: Tensor) -> Tensor:
         return gradient.clamp(-1e-3, 1e-3)
 
 
 class Reversed(Clipped):
     @staticmethod
-    def backward(_: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(_: Any, gradient: Tensor) -> Tensor:
         return -0.3 * gradient
 
 
@@ -76,13 +76,13 @@ def gradients_doubled_in_the_forward(parallelize: Parallelize) -> Result:
 @program(BENT)
 def a_function_that_clips(parallelize: Parallelize) -> Result:
     """An `autograd.Function` that clips what comes back."""
-    return trained(start(parallelize, net(lambda _, h: Clipped.apply(h))))
+    return trained(start(parallelize, net(lambda _, h: Clipped.apply(h))))  # type: ignore[no-untyped-call]
 
 
 @program()
 def a_function_that_turns_round(parallelize: Parallelize) -> Result:
     """A gradient reversal layer."""
-    return trained(start(parallelize, net(lambda _, h: Reversed.apply(h))))
+    return trained(start(parallelize, net(lambda _, h: Reversed.apply(h))))  # type: ignore[no-untyped-call]
 
 
 @program(BENT)

@@ -46,12 +46,12 @@ class BlockWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
         for path, block in self._blocks.items():
             self._hooks.callback(block.register_forward_pre_hook(partial(self._begin, path), with_kwargs=True).remove)
             self._hooks.callback(block.register_forward_hook(partial(self._end, path), with_kwargs=True).remove)
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._hooks.close()
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def _begin(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         self._done.setdefault(path, []).append(_print((args, kwargs)))
@@ -80,7 +80,7 @@ def _print(given: Any) -> int:
     return hash((str(tree), *(_leaf(each) for each in leaves)))
 
 
-def _leaf(each: Any) -> Hashable:
+def _leaf(each: Any) -> Any:
     if isinstance(each, Tensor):
         return tuple(each.shape), each.dtype
     return each if isinstance(each, _PLAIN) else type(each)

@@ -5,6 +5,7 @@ batch does, and sums of theirs are scaled when all are there. That is the same a
 twice the gradient below, which holds for all that torch differentiates. It need not hold for what a user puts between.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ def find_bent(module: nn.Module, loss: Tensor | None, hooks: SeenHooks) -> str |
         return None
     parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
     starts = (torch.ones_like(loss), torch.full_like(loss, _FACTOR))
+    plain: Sequence[Tensor | None]
+    scaled: Sequence[Tensor | None]
     plain, scaled = (
         torch.autograd.grad(loss, list(parameters.values()), start, retain_graph=True, allow_unused=True)
         for start in starts

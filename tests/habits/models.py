@@ -299,3 +299,18 @@ class Mixture(nn.Module):
 def a_mixture_by_hand(parallelize: Parallelize) -> Result:
     """Experts that are called only if a token came to them."""
     return run(parallelize, Net(block=Mixture))
+
+
+class Twice(Net):
+    """One block for all layers, in which a layer waits for better days."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([self.layers[0]] * 3)
+        self.layers[0].spare = nn.Linear(8, 8)
+
+
+@program()
+def a_block_used_again_with_a_layer_that_nobody_calls(parallelize: Parallelize) -> Result:
+    """What has no gradient does not decay, also where stages share it."""
+    return run(parallelize, Twice(), optimizer=lambda every: torch.optim.SGD(every, lr=0.1, weight_decay=0.2))

@@ -48,13 +48,7 @@ def find_bent(module: nn.Module, loss: Tensor | None, hooks: SeenHooks) -> str |
     if not (names or functions or hooks.are_there):
         return None
     parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
-    starts = (torch.ones_like(loss), torch.full_like(loss, _FACTOR))
-    plain: Sequence[Tensor | None]
-    scaled: Sequence[Tensor | None]
-    plain, scaled = (
-        torch.autograd.grad(loss, list(parameters.values()), start, retain_graph=True, allow_unused=True)
-        for start in starts
-    )
+    plain, scaled = (_gradients(loss, list(parameters.values()), factor) for factor in (1.0, _FACTOR))
     for name, one, other in zip(parameters, plain, scaled, strict=True):
         if one is not None and other is not None and not _are_in_proportion(one, other):
             whose = [f"a backward hook of {each}" for each in names] + [f"{each}.backward" for each in functions]
@@ -65,6 +59,11 @@ def find_bent(module: nn.Module, loss: Tensor | None, hooks: SeenHooks) -> str |
                 " of a batch begin with other gradients than the whole"
             )
     return None
+
+
+def _gradients(loss: Tensor, parameters: list[nn.Parameter], factor: float) -> Sequence[Tensor | None]:
+    start = torch.full_like(loss, factor)
+    return torch.autograd.grad(loss, parameters, start, retain_graph=True, allow_unused=True)
 
 
 def _functions_below(root: Node) -> list[str]:

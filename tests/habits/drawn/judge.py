@@ -124,7 +124,9 @@ def _plainly(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
     optimizer = OPTIMIZERS[case.optimizer](module, list(module.parameters()))
     # A batch norm sees the rows of one replica, as under DDP; its statistics are those of all in turn.
     has_statistics = any(isinstance(each, nn.BatchNorm1d) for each in module.modules())
-    if has_statistics and plan.dp > 1 and any(each.kind == "Buffers" for block in case.blocks for each in block):
+    counts = any(each.kind == "Buffers" for block in case.blocks for each in block)
+    counts = counts or any(name == "spectral_norm" for name, _ in case.hangs)
+    if has_statistics and plan.dp > 1 and counts:
         raise ValueError("one device that has all replicas in turn would count too often")
     if plan.microbatches > 1 and _writes_twice(case):
         raise ValueError("a second forward writes to buffers, before or after that of other microbatches")

@@ -83,8 +83,7 @@ class _Run(NamedTuple):
     labels: int
     tolerance: float
     output: Any
-    #: Of a run with gradients: the loss, and whether its number has one too.
-    loss: Tensor | None = None
+    #: Of a run with gradients: whether its number has one too.
     is_learned: bool = False
     #: Whether the forward wrote to buffers: what then comes of parts is told by who compares these.
     writes: bool = False
@@ -103,16 +102,19 @@ class _Trial:
 
         Batch norms are as in evaluation: that each normalises its own rows is known.
         """
+        bent: list[str | None] = []
         hooks = SeenHooks()
         with self._steady(), hooks:
-            found = self.run(batch, training=True)
-            bent = find_bent(self._module, found.loss, hooks)
-        return found._replace(loss=None, output=None), bent
+            found = self.run(
+                batch, training=True, look=lambda total: bent.append(find_bent(self._module, total, hooks))
+            )
+        return found._replace(output=None), bent[0]
 
     def run(
-        self, batch: Batch, ignored: float = 0.0, *, seed: int = 0, output: Any = None, training: bool = False
-    ) -> _Run:
-        """The loss of a batch; of an `output` that is given, or else computed."""
+        self, batch: Batch, ignored: float = 0.0, *, seed: int = 0, output: Any = None, training: bool = False,
+        look: Callable[[Tensor], None] | None = None,
+    ) -> _Run:  # fmt: skip
+        """The loss of a batch; of an `output` that is given, or else computed. `look` is given it with its graph."""
         were_training = [each for each in self._module.modules() if each.training]
         counts = LabelCounts(ignored)
         for each in self._module.modules():
@@ -126,6 +128,8 @@ class _Trial:
                     output = self._module(*args, **kwargs)
                 inside = len(counts.found)
                 result, _ = take_metrics(self._loss(output, batch))
+                if look is not None:
+                    look(result[0] if isinstance(result, tuple) else result)
                 writes = [*map(id, self._module.buffers())] != [id(each) for each, _ in before] or any(
                     not torch.equal(each, value) for each, value in before
                 )
@@ -137,11 +141,10 @@ class _Trial:
         if any(each.dtype in (torch.bfloat16, torch.float16) for each in self._module.parameters()):
             tolerance = 1e-2
         return _Run(
-            float(total.detach()), None if number is None else float(number),
+            float(total.detach()), None if number is None else float(torch.as_tensor(number).detach()),
             [float(each.number) for each in counts.found], inside,
             max(1, counts.found[0].size // _NUM_ROWS) if counts.found else 1, tolerance, output,
-            total if training else None, isinstance(number, Tensor) and number.requires_grad,
-            training and writes,
+            isinstance(number, Tensor) and number.requires_grad, training and writes,
         )  # fmt: skip
 
     def less(self, hidden: Batch, seen: Seen, runs: _Runs, ignored: float = 0.0, *, again: bool = True) -> _Runs | None:

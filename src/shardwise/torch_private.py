@@ -259,6 +259,11 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def is_view(tensor: Tensor) -> bool:
+    """Whether a tensor is a view of another, with which it counts writes. No public way."""
+    return tensor._is_view()
+
+
 def gradient_hooks(tensor: Tensor) -> Mapping[Any, Callable[[Tensor], Tensor | None]]:
     """Hooks of `register_hook`, to call where a gradient does not come from autograd. No public way."""
     return tensor._backward_hooks or {}
@@ -300,6 +305,11 @@ run_in_thread: Callable[..., Any] | None = getattr(
 )
 #: The type of nodes written in Python. `torch.autograd.function.BackwardCFunction` leaves out compiled ones.
 PythonNode: Any = torch._C._FunctionBase
+
+
+def function_of(node: Node) -> Any:
+    """The `autograd.Function` whose backward a node written in Python is; None of others. No public way."""
+    return getattr(type(node), "_forward_cls", None)
 
 
 def num_outputs(node: Node) -> int:

@@ -20,7 +20,7 @@ from tests.habits.harness import (
     trained,
 )
 
-MIXED = dict.fromkeys(("dp", "microbatches"), "in training rows see each other")
+MIXED = dict.fromkeys(("dp", "microbatches"), "in training mode the loss of 3 rows")
 
 
 class Mixed(Net):

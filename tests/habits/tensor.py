@@ -17,12 +17,12 @@ from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import make_wires
 from shardwise.stages.stage import Loss
-from tests.habits import tensor_layers, tensor_scores, tensor_widths
+from tests.habits import tensor_blocks, tensor_layers, tensor_scores, tensor_widths
 from tests.habits.tensor_models import PROGRAMS, Program
 from tests.stages.small import small_matrices
 
 #: The files that fill the table.
-FILES = (tensor_widths, tensor_layers, tensor_scores)
+FILES = (tensor_widths, tensor_layers, tensor_scores, tensor_blocks)
 
 
 @dataclass

@@ -14,11 +14,12 @@ from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import Wires
 from shardwise.stages.batch import home_of
 from shardwise.stages.loss_kind import LossKind, Tried
-from shardwise.stages.loss_trial import try_loss
+from shardwise.stages.loss_trial import try_backward, try_loss
 from shardwise.stages.losses import WeighedLoss, summed_only
 from shardwise.stages.rows import RowRule
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.stage import Batch, Loss
+from shardwise.stages.steady_draws import steady
 
 
 class Checked(NamedTuple):
@@ -45,7 +46,13 @@ def check_example(module: nn.Module, plan: Plan, loss: Loss, example: Batch, opt
     microbatches = cutter.cut(example)
     loss = summed_only(loss, plan.cp) if plan.cp > 1 else loss
     by_rows = options.pad or options.is_local
-    weighed = WeighedLoss(loss, tried, num_parts=plan.dp * plan.microbatches, by_rows=by_rows)
+    weighed = WeighedLoss(
+        loss,
+        tried,
+        num_parts=plan.dp * plan.microbatches,
+        by_rows=by_rows,
+        is_all=plan.dp * plan.microbatches * plan.cp == 1,
+    )
     return Checked(microbatches, home_of(microbatches[0]), rule, tried.kind, loss, weighed)
 
 
@@ -55,10 +62,11 @@ def _agreed(
     """What the loss is, if anything of a batch is cut; the same on all ranks."""
     mine = Tried(LossKind.UNTRIED)
     is_meta = any(each.is_meta for each in (*module.parameters(), *module.buffers()))
-    # Under cp a loss has to be a pair anyway.
-    if plan.dp * plan.microbatches > 1 and plan.cp == 1 and options.verify and not is_meta:
-        policy = ComputePolicy.of(plan, casts=options.masters)
-        mine = try_loss(module, loss, example, rule, partial(policy.precision, home_of(example)))
+    if plan.dp * plan.microbatches * plan.cp > 1 and options.verify and not is_meta:
+        # Under cp a loss has to be a pair anyway.
+        attempt = try_loss if plan.cp == 1 else try_backward
+        precision = partial(ComputePolicy.of(plan, casts=options.masters).precision, home_of(example))
+        mine = attempt(module, loss, example, rule, precision, steady)
     found: list[Tried] = wires.gather(mine)
     problem = next((each for each in found if each.problem), None)
     tried = problem or next((each for each in found if each.kind is not LossKind.UNTRIED), mine)

@@ -1,7 +1,9 @@
 """Where the state of the model is on this process: parameters of its stages in buckets, the host's part, and names."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from shardwise.engine.module_state import ModuleState
 from shardwise.engine.optimizer_state import OptimizerState
 from shardwise.engine.parts import Parts
 from shardwise.engine.update import DeviceUpdate, Update, find_device_update
+from shardwise.errors import ShardwiseError
 from shardwise.execution.weight_stash import Stream
 from shardwise.ranks.wires import ManyProcesses, OneProcess, Wires
 from shardwise.stages.stage import Stage
@@ -101,6 +104,8 @@ def make_states(parts: Parts, optimizers: Sequence[MadeOptimizer], sharing: Zero
     )  # fmt: skip
     exchange = wires.make_exchange(held_stages.device)
     data = DataParallel(held_stages, owners, sharing=sharing, optimizers=optimizers, exchange=exchange)
+    for optimizer in data.updates.optimizers:
+        vars(optimizer)["zero_grad"] = partial(_zeroed, optimizer.zero_grad)
     data.updates.pieces = _pieces_of(parts)
     data.updates.check_hooks()
     has_copies = isinstance(wires, ManyProcesses) and (plan.dp * plan.cp > 1 or len(schedule.placement.pipes) > 1)
@@ -182,3 +187,9 @@ def _from_copies(given: Any, wires: Wires) -> list[Any]:
     axes = wires.mesh.coordinates
     told = wires.gather(((axes["dp"], axes["pp"], axes["cp"]), axes["tp"], given))
     return [each for _, tp, each in sorted(told, key=lambda part: part[0]) if tp == axes["tp"]]
+
+
+def _zeroed(zero_grad: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """`optimizer.zero_grad()` out of habit: every step begins with none, so what is not here need not be."""
+    with suppress(ShardwiseError):
+        zero_grad(*args, **kwargs)

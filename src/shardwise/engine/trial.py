@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shardwise.engine.rewritten_check import check_rewritten
 from shardwise.engine.shown import HARMLESS
 from shardwise.errors import ShardwiseError, some
 from shardwise.planner.plan import Plan
+from shardwise.ranks.wires import Wires
 from shardwise.schedule.instruction import Kind
 from shardwise.schedule.schedule import Schedule
 from shardwise.stages.losses import trial_of
@@ -76,7 +78,13 @@ class Trial:
         return len(units) > 1 and not any(name.startswith(f"{unit}.") for name in names for unit in last)
 
 
-def check_halves(split: Split, schedule: Schedule) -> None:
+def check_split(split: Split, schedule: Schedule, plan: Plan, wires: Wires) -> None:
+    """Refuse what this schedule and this plan cannot do with what stages were seen to do. All ranks call this alike."""
+    _check_halves(split, schedule)
+    check_rewritten(split.rewritten, plan, wires)
+
+
+def _check_halves(split: Split, schedule: Schedule) -> None:
     """Refuse a checkpoint whose backward cannot be taken apart, where the schedule does that."""
     if split.reentrant is not None and any(each.kind is Kind.I for each in chain(*schedule.orders)):
         raise ShardwiseError(

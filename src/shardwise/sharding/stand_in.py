@@ -7,7 +7,7 @@ the first of each kind is run, and the last; those between give back what they a
 """
 
 import re
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from copy import copy
 from dataclasses import is_dataclass
 from math import prod
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.sharding.block_watch import left_out
 from shardwise.stages.split.materialise import materialise
 from shardwise.stages.split.module_copy import copied
 from shardwise.stages.split.units import is_block_list
@@ -33,16 +34,17 @@ _MANY = 2**25
 
 
 def stand_in(
-    module: nn.Module, sort: Callable[[str], Hashable], passing: Collection[str], *, dtype: torch.dtype,
+    module: nn.Module, sort: Callable[[str], Hashable], passing: Mapping[str, Hashable], *, dtype: torch.dtype,
     device: torch.device, seed: int,
 ) -> nn.Module:  # fmt: skip
     """The copy. Parameters of blocks that are alike, and of one sort, become one.
 
-    `passing` are blocks that return a tensor like the first that they are given, and so may be left out.
+    `passing` are blocks that return a tensor like the first that they are given, and what each does: one that does
+    what an earlier one does may be left out.
     """
     representative = _representatives(module, sort)
     memo: dict[int, Any] = {}
-    for path in _left_out(representative, passing):
+    for path in left_out(module, representative, passing):
         block = module.get_submodule(path)
         memo[id(block)] = _emptied(block)
     made: dict[str, nn.Parameter] = {}
@@ -67,16 +69,6 @@ def stand_in(
     return twin
 
 
-def _left_out(representative: Mapping[str, str], passing: Collection[str]) -> list[str]:
-    """Blocks that are like an earlier one of their list, and not its last."""
-    lasts = {name.rpartition(".")[0]: name for name in representative}
-    return [
-        name
-        for name, first in representative.items()
-        if first != name and lasts[name.rpartition(".")[0]] != name and {name, first} <= set(passing)
-    ]
-
-
 def _emptied(block: nn.Module) -> nn.Module:
     """A block without layers, that returns what it is given."""
     made = copy(block)
@@ -86,21 +78,6 @@ def _emptied(block: nn.Module) -> nn.Module:
 
 def _first_tensor(*args: Any, **kwargs: Any) -> Tensor:
     return next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
-
-
-def passing_blocks(module: nn.Module, into: set[str]) -> Iterator[Callable[[], None]]:
-    """Note, while a module runs, which blocks return a tensor like the first they are given. Gives what ends that."""
-    for name, each in module.named_modules():
-        if is_block_list(each):
-            for key, block in each.named_children():
-                path = f"{name}.{key}" if name else key
-
-                def note(_: nn.Module, args: Any, kwargs: Any, made: Any, path: str = path) -> None:
-                    given = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
-                    if isinstance(made, Tensor) and given and given[0].shape == made.shape:
-                        into.add(path)
-
-                yield block.register_forward_hook(note, with_kwargs=True).remove
 
 
 def fitting(
@@ -132,7 +109,8 @@ def _representatives(module: nn.Module, sort: Callable[[str], Hashable]) -> dict
         for key, block in each.named_children():
             path = f"{name}.{key}" if name else key
             kind = tuple((inner, tuple(p.shape), sort(f"{path}.{inner}")) for inner, p in block.named_parameters())
-            found[path] = kinds.setdefault((_habits(block), kind), path)
+            # What is done about blocks is done about all that differ in their number alone, and no others.
+            found[path] = kinds.setdefault((key.isdecimal() or key, _habits(block), kind), path)
     return found
 
 

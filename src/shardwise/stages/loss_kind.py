@@ -15,6 +15,12 @@ REMEDY = (
     "return the sum and the number that it is summed over: return total, number;"
     " or return loss, 1 if the mean of each part's loss is meant"
 )
+#: Of a pair whose second is computed from the module's output.
+LEARNED_NUMBER = (
+    "the number that the loss is summed over has a gradient itself, as it is computed with parameters, and the sum over"
+    " all parts of a batch is divided by it only when all backwards are over"
+)
+REMEDY_OF_LEARNED = "number.detach(), if it is not to be learned; or a plan without dp, cp and microbatches"
 
 
 class LossKind(Enum):
@@ -60,8 +66,6 @@ class Tried(NamedTuple):
     depends: bool = False
     #: Whether module or loss failed on parts of the example.
     failed: bool = False
-    #: Of a pair: whether its sum and its number are those of all rows, added up.
-    adds_up: bool = False
     remedy: str = REMEDY
 
     def check(self) -> None:

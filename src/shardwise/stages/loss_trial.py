@@ -10,10 +10,8 @@ it is a mean over. So it is tried on three rows, on two of them and on one, in e
     none of them                                             refused
 
 And once more with masks that hide some of two rows, and labels that are ignored there: what is a mean over rows only
-while nothing is hidden would go wrong unseen with a later batch.
-
-And once more in training mode, with nothing drawn at random: there rows may see each other (mixup, a mean that is
-subtracted), and each part would have its own. Batch norms are left out of it: that they do is known.
+while nothing is hidden would go wrong unseen with a later batch. And in training mode, where nothing is drawn
+(`steady`): a forward may do something else there, and its backward may not be in proportion (`backward_trial.py`).
 """
 
 from collections.abc import Callable, Iterator
@@ -24,17 +22,17 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import some
+from shardwise.stages.backward_trial import NOT_IN_PROPORTION, SeenHooks, find_bent
 from shardwise.stages.full_precision import full_precision
 from shardwise.stages.label_counts import LabelCounts
-from shardwise.stages.loss_kind import LossKind, Through, Tried
+from shardwise.stages.loss_kind import LEARNED_NUMBER, REMEDY_OF_LEARNED, LossKind, Through, Tried
 from shardwise.stages.metrics import take_metrics
 from shardwise.stages.rows import RowRule, Seen, changed, nodes, take_rows, tensors_in
 from shardwise.stages.split.arguments import Signature
-from shardwise.stages.split.python_state import PythonState, draws_digest, is_theirs
+from shardwise.stages.split.python_state import PythonState, draws_digest
 from shardwise.stages.split.seed import seed_torch
 from shardwise.stages.split.switch import undisturbed
 from shardwise.stages.stage import Batch, Loss
-from shardwise.stages.steady_draws import SteadyAttention, SteadyDraws
 from shardwise.torch_private import RunningNormModule
 
 _NUM_ROWS = 3
@@ -44,20 +42,27 @@ _IGNORED = -100
 #: Outputs of more numbers are not tried on the host.
 _MOST_ON_HOST = 2**27
 
+#: What a trial is run in.
+Context = Callable[[], AbstractContextManager[Any]]
+
 
 def try_loss(
     module: nn.Module,
     loss: Loss,
     example: Batch,
     rule: RowRule,
-    precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    precision: Context = nullcontext,
+    steady: Context = nullcontext,
 ) -> Tried:
-    """Find out what a loss is, from a few rows of an example that the module can compute."""
+    """Find out what a loss is, from a few rows of an example that the module can compute.
+
+    Within `steady` nothing is drawn at random: in training mode it is tried there.
+    """
     seen = rule.look(example)
-    trial = _Trial(module, loss, precision)
+    trial = _Trial(module, loss, precision, steady)
     first = _outcome(trial, _three(example, seen), seen)
     if first.problem is None and first.kind is not LossKind.UNTRIED:
-        return _in_training(trial, _three(example, seen), seen, first)
+        return first
     # Perhaps something is as long as the batch by chance, and no part of the rows.
     for path in sorted(seen.paths):
         fewer = Seen(seen.length, seen.paths - {path})
@@ -82,31 +87,53 @@ class _Run(NamedTuple):
     labels: int
     tolerance: float
     output: Any
+    #: Of a run with gradients: whether its number has one too.
+    is_learned: bool = False
+    #: Whether the forward wrote to buffers: what then comes of parts is told by who compares these.
+    writes: bool = False
     #: Whether Python's or NumPy's generators were drawn from: other rows may draw something else.
-    has_drawn: bool
+    has_drawn: bool = False
 
 
 _Runs = tuple[_Run, _Run, _Run]
 
 
 class _Trial:
-    def __init__(self, module: nn.Module, loss: Loss, precision: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._module, self._loss, self._precision = module, loss, precision
+    def __init__(self, module: nn.Module, loss: Loss, precision: Context, steady: Context = nullcontext) -> None:
+        self._module, self._loss, self._precision, self._steady = module, loss, precision, steady
         self._signature = Signature(module)
-        #: Modules of libraries keep rows apart but in batch norms.
-        self.has_own_code = any(is_theirs(type(each)) for each in module.modules())
 
-    @torch.no_grad()
+    def run_in_training(self, batch: Batch) -> tuple[_Run, str | None]:
+        """The same in training mode; and what in the backward is not in proportion to the gradient it begins with.
+
+        Batch norms are as in evaluation: that each normalises its own rows is known.
+        """
+        bent: list[str | None] = []
+        hooks = SeenHooks()
+        with self._steady(), hooks:
+            found = self.run(
+                batch, training=True, look=lambda total: bent.append(find_bent(self._module, total, hooks))
+            )
+        return found._replace(output=None), bent[0]
+
     def run(
-        self, batch: Batch, ignored: float = 0.0, *, seed: int = 0, output: Any = None, in_training: bool = False
-    ) -> _Run:
-        """The loss of a batch; of an `output` that is given, or else computed."""
-        training = [each for each in self._module.modules() if each.training]
+        self, batch: Batch, ignored: float = 0.0, *, seed: int = 0, output: Any = None, training: bool = False,
+        look: Callable[[Tensor], None] | None = None,
+    ) -> _Run:  # fmt: skip
+        """The loss of a batch; of an `output` that is given, or else computed. `look` is given it with its graph."""
+        were_training = [each for each in self._module.modules() if each.training]
         counts = LabelCounts(ignored)
         for each in self._module.modules():
-            each.training = each.training and in_training and not isinstance(each, RunningNormModule)
+            each.training = each.training and training and not isinstance(each, RunningNormModule)
+        before = [(each, each.clone()) for each in self._module.buffers()] if training else []
         try:
-            with undisturbed(self._module, {}, self._loss), full_precision(), self._precision(), counts:
+            with (
+                undisturbed(self._module, {}, self._loss),
+                full_precision(),
+                self._precision(),
+                torch.set_grad_enabled(training),
+                counts,
+            ):
                 seed_torch(seed)
                 drawn = draws_digest()
                 is_rounded = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
@@ -116,8 +143,13 @@ class _Trial:
                 inside = len(counts.found)
                 result, _ = take_metrics(self._loss(output, batch))
                 has_drawn = draws_digest() != drawn
+                if look is not None:
+                    look(result[0] if isinstance(result, tuple) else result)
+                writes = [*map(id, self._module.buffers())] != [id(each) for each, _ in before] or any(
+                    not torch.equal(each, value) for each, value in before
+                )
         finally:
-            for each in training:
+            for each in were_training:
                 each.training = True
         total, number = result if isinstance(result, tuple) else (result, None)
         # A GPU has another kernel for another number of rows, which adds up in another order.
@@ -125,9 +157,10 @@ class _Trial:
         if is_rounded or any(each.dtype in (torch.bfloat16, torch.float16) for each in self._module.parameters()):
             tolerance = 1e-2
         return _Run(
-            float(total), None if number is None else float(number),
+            float(total.detach()), None if number is None else float(torch.as_tensor(number).detach()),
             [float(each.number) for each in counts.found], inside,
-            max(1, counts.found[0].size // _NUM_ROWS) if counts.found else 1, tolerance, output, has_drawn,
+            max(1, counts.found[0].size // _NUM_ROWS) if counts.found else 1, tolerance, output,
+            isinstance(number, Tensor) and number.requires_grad, training and writes, has_drawn,
         )  # fmt: skip
 
     def less(self, hidden: Batch, seen: Seen, runs: _Runs, ignored: float = 0.0, *, again: bool = True) -> _Runs | None:
@@ -185,11 +218,56 @@ def _outcome(trial: _Trial, three: Batch, seen: Seen) -> Tried:
             remedy="what it remembers as a variable that the script sets between steps; or dp=1,microbatches=1",
         )
     if whole.number is not None:
-        return _pair(whole, large, small)
+        return _in_training(trial, three, seen, runs, _pair(whole, large, small))
     if not any(each.total for each in runs):
         return Tried(LossKind.UNTRIED)
     tried = Tried(_kind(*runs), labels=whole.labels, inside=bool(whole.inside), depends=large.total != small.total)
-    return _with_less(trial, three, seen, runs, tried)
+    return _in_training(trial, three, seen, runs, _with_less(trial, three, seen, runs, tried))
+
+
+def try_backward(
+    module: nn.Module, loss: Loss, example: Batch, rule: RowRule, precision: Context, steady: Context
+) -> Tried:
+    """Only whether backwards of parts can be those of the whole: for a loss that has to be a pair anyway."""
+    seen = rule.look(example)
+    tried, three = Tried(LossKind.UNTRIED), _three(example, seen)
+    try:
+        return _of_backward(tried, *_Trial(module, loss, precision, steady).run_in_training(three))
+    except Exception:
+        return tried
+
+
+def _of_backward(tried: Tried, whole: _Run, bent: str | None) -> Tried:
+    if whole.is_learned:
+        return tried._replace(problem=LEARNED_NUMBER, remedy=REMEDY_OF_LEARNED)
+    return tried if bent is None else tried._replace(problem=bent, remedy=NOT_IN_PROPORTION)
+
+
+def _in_training(trial: _Trial, three: Batch, seen: Seen, runs: _Runs, tried: Tried) -> Tried:
+    """The same in training mode, where the forward may see more than its own rows, and there is a backward."""
+    if tried.problem is not None or tried.kind is LossKind.UNTRIED:
+        return tried
+    try:
+        whole, bent = trial.run_in_training(three)
+        tried = _of_backward(tried, whole, bent)
+        if tried.problem is not None:
+            return tried
+        if whole.writes or whole.total == runs[0].total or trial.run_in_training(three)[0].total != whole.total:
+            return tried  # It does the same in both modes, or something else whenever it is called.
+        large, small = (trial.run_in_training(each)[0] for each in _parts(three, seen))
+    except Exception:  # Whoever trains says what is wrong.
+        return tried
+    now = whole, large, small
+    if any(each.has_drawn for each in now):
+        return tried
+    if not all(map(_is_finite, now)) or (tried.kind is LossKind.PAIR and not _fits(LossKind.SUM, *runs)):
+        return tried
+    if tried.through is not None:
+        fits = _fits_by(*_weights(tried.through, three, seen), *now)
+    else:
+        kinds = {LossKind.PAIR: LossKind.SUM, LossKind.EVEN: LossKind.ROWS}
+        fits = _fits(kinds.get(tried.kind, tried.kind), *now)
+    return tried if fits else tried._replace(problem=f"in training mode {_mismatch(*now)}")
 
 
 def _with_less(trial: _Trial, three: Batch, seen: Seen, runs: _Runs, tried: Tried) -> Tried:
@@ -218,32 +296,6 @@ def _with_less(trial: _Trial, three: Batch, seen: Seen, runs: _Runs, tried: Trie
     )
 
 
-def _in_training(trial: _Trial, three: Batch, seen: Seen, tried: Tried) -> Tried:
-    """The same in training mode, where what was found may no longer hold."""
-    is_summed = tried.kind is LossKind.PAIR and tried.adds_up
-    kind = LossKind.SUM if is_summed else tried.kind
-    if kind not in (LossKind.ROWS, LossKind.SUM, LossKind.LABELS) or not trial.has_own_code:
-        return tried
-    two, one = _parts(three, seen)
-    try:
-        with SteadyAttention(), SteadyDraws(turns=True):
-            runs = whole, large, small = (
-                trial.run(three, in_training=True),
-                trial.run(two, in_training=True),
-                trial.run(one, in_training=True),
-            )
-    except Exception:
-        return tried
-    if not all(map(_is_finite, runs)) or any(each.has_drawn for each in runs) or _fits(kind, *runs):
-        return tried
-    return tried._replace(
-        problem=f"in training rows see each other: the loss of {_NUM_ROWS} rows is {whole.total:.6g}, of {_FIRST} of"
-        f" them {large.total:.6g} and of the other {small.total:.6g}, and in evaluation it is one of each row. Each"
-        " replica and microbatch would have its own rows alone",
-        remedy="return loss, 1 from the loss if that is meant, as it is under DDP; or dp=1,microbatches=1",
-    )
-
-
 def _kind(whole: _Run, large: _Run, small: _Run) -> LossKind:
     is_counted = len(whole.counts) == len(large.counts) == len(small.counts) == 1
     kinds = (*([LossKind.LABELS] if is_counted else []), LossKind.ROWS, LossKind.SUM)
@@ -262,7 +314,7 @@ def _pair(whole: _Run, large: _Run, small: _Run) -> Tried:
     number, first, other = (each.number or 0.0 for each in (whole, large, small))
     adds_up = abs(number - first - other) <= whole.tolerance * abs(number)
     if not adds_up or not number or _fits(LossKind.SUM, whole, large, small):
-        return Tried(LossKind.PAIR, adds_up=adds_up and bool(number))
+        return Tried(LossKind.PAIR)
     # Something else than a sum may be meant, of all replicas together; a mean, or one over labels, is not.
     if not whole.counts and not _fits_by(first, other, whole, large, small):
         return Tried(LossKind.PAIR)

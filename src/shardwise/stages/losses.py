@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardwise.errors import ShardwiseError, nearest
 from shardwise.stages.batch import Padding, length_of
 from shardwise.stages.label_counts import LabelCounts
-from shardwise.stages.loss_kind import REMEDY, LossKind, Tried
+from shardwise.stages.loss_kind import LEARNED_NUMBER, REMEDY, REMEDY_OF_LEARNED, LossKind, Tried
 from shardwise.stages.metrics import pairs_of, take_metrics, with_metrics
 from shardwise.stages.split.lines import line_of_error
 from shardwise.stages.stage import Batch, Loss
@@ -75,11 +76,13 @@ def summed_only(loss: Loss, cp: int) -> Loss:
 class WeighedLoss:
     """A loss of parts of a batch, each weighed by what it is a mean over: a sum and a number come of it.
 
-    `num_parts` are all of a batch, of all replicas. With `by_rows` they may differ in how many rows they have.
+    `num_parts` are all of a batch, of all replicas. With `by_rows` they may differ in how many rows they have. A part
+    that `is_all` of a batch is divided by its number here, so that its backward begins as plain torch's does.
     """
 
-    def __init__(self, loss: Loss, tried: Tried, *, num_parts: int, by_rows: bool) -> None:
+    def __init__(self, loss: Loss, tried: Tried, *, num_parts: int, by_rows: bool, is_all: bool = False) -> None:
         self._loss, self._tried, self._num_parts, self._by_rows = loss, tried, num_parts, by_rows
+        self._is_all = is_all
         self._counts: LabelCounts | None = None
 
     @contextmanager
@@ -104,6 +107,10 @@ class WeighedLoss:
         if not isinstance(batch, Padding):
             if metrics is not None and self._by_rows:
                 metrics = pairs_of(metrics, rows=length_of(batch))
+            if self._is_all:
+                return with_metrics(_mean(total, number), metrics)
+            if isinstance(number, Tensor) and number.requires_grad:
+                raise ShardwiseError(LEARNED_NUMBER, remedy=REMEDY_OF_LEARNED)
             return with_metrics((total, number), metrics)
         # As a part of a sum it has its share, and adds nothing.
         return with_metrics((total * 0, number if self._tried.kind is LossKind.SUM else 0), metrics and {})
@@ -128,6 +135,14 @@ class WeighedLoss:
                     remedy=REMEDY,
                 )
         return (result * length_of(batch), length_of(batch)) if self._by_rows else (result, 1)
+
+
+def _mean(total: Tensor, number: Any) -> tuple[Tensor, Tensor | float]:
+    """A sum divided by its number, and 1; where that is 0, the sum and 0, and nothing on a device is waited for."""
+    if not isinstance(number, Tensor):
+        return (total / number, 1) if number else (total, 0)
+    is_none = number == 0
+    return total / torch.where(is_none, 1, number), (~is_none).float()
 
 
 def describe(output: Any) -> str:

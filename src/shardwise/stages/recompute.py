@@ -62,8 +62,8 @@ def _for_some(chosen: Collection[str], around: Callable[[str, Inner], Inner], un
 
 def layers_of(stage: ModuleStage, split: Split) -> list[str]:
     """The units of a stage that are layers: of a kind that there are several of. If there are none, all are."""
-    every = dict.fromkeys(unit.partition("#")[0] for units in split.units for unit in units)  # Called once or often.
-    kinds = {unit: type(stage.unit(unit)) for unit in every}
+    called = dict.fromkeys(call.partition("#")[0] for calls in split.units for call in calls)
+    kinds = {unit: type(stage.unit(unit)) for unit in called}
     counts = Counter(kinds.values())
     repeated = {unit for unit, kind in kinds.items() if counts[kind] > 1} or set(kinds)
     return [unit for unit in stage.unit_names if unit in repeated]

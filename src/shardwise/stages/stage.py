@@ -5,7 +5,7 @@ any later stages, next or not: that is all that a skip connection is.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -50,7 +50,8 @@ class Split:
     `units` are the pieces of each stage by name, so that one can see that none is lost; `unit_costs` what each costs,
     in FLOPs or their like, and `unit_bytes` the bytes of its weights. `left` are
     attributes, and the like, that forwards write: the dictionaries that they are in, and their keys. `reentrant` is the
-    line that a part is checkpointed by with `use_reentrant=True`, if any is.
+    line that a part is checkpointed by with `use_reentrant=True`, if any is. `rewritten` are parameters that forwards
+    write to, and how (`split/write_guard.py`).
     """
 
     stages: tuple[Stage | None, ...]
@@ -63,6 +64,7 @@ class Split:
     unit_bytes: tuple[tuple[float, ...], ...] = ()
     left: tuple[tuple[dict[str, Any], str], ...] = ()
     reentrant: str | None = None
+    rewritten: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def num_stages(self) -> int:

@@ -74,3 +74,10 @@ def nothing_recomputed() -> Iterator[None]:
         yield
     finally:
         checkpoint.CheckpointFunction = before  # type: ignore[misc]
+
+
+@contextmanager
+def steady() -> Iterator[None]:
+    """All of it: nothing is drawn at random, and nothing is recomputed. What is shuffled is turned round."""
+    with nothing_recomputed(), SteadyAttention(), SteadyDraws(turns=True):
+        yield

@@ -46,21 +46,29 @@ def digest_of(buffer: Tensor) -> bytes | None:
 
 
 class WriteWatch:
-    """Sees which buffers of a module are written from when it is made to when it is asked."""
+    """Sees which buffers of a module are written from when it is made to when it is asked.
+
+    Numbers are compared too: what is written through `buffer.data`, or by NumPy, counts as no version.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._before = [
-            (slots, key, name, each, version_of(each)) for slots, key, name, each in _own_buffers(module)
-        ]  # fmt: skip
+            (slots, key, name, each, version_of(each), each.detach().clone())
+            for slots, key, name, each in _own_buffers(module)
+        ]
 
     def found(self) -> Written:
         """Those that were written, or replaced."""
-        now = [(name, slots[key], each, version) for slots, key, name, each, version in self._before]
+        now = [(name, slots[key], each, version, value) for slots, key, name, each, version, value in self._before]
         return {
             name: digest_of(here)
-            for name, here, each, version in now
-            if isinstance(here, Tensor) and (here is not each or version_of(here) != version)
+            for name, here, each, version, value in now
+            if isinstance(here, Tensor) and (here is not each or version_of(here) != version or _differ(here, value))
         }
+
+
+def _differ(here: Tensor, before: Tensor) -> bool:
+    return not here.is_meta and (here.shape != before.shape or not torch.equal(here, before))
 
 
 def _own_buffers(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, str, Tensor]]:

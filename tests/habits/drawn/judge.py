@@ -124,8 +124,14 @@ def _plainly(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
     optimizer = OPTIMIZERS[case.optimizer](module, list(module.parameters()))
     # A batch norm sees the rows of one replica, as under DDP; its statistics are those of all in turn.
     has_statistics = any(isinstance(each, nn.BatchNorm1d) for each in module.modules())
-    if has_statistics and plan.dp > 1 and any(each.kind == "Buffers" for block in case.blocks for each in block):
+    counts = any(each.kind == "Buffers" for block in case.blocks for each in block)
+    counts = counts or any(name == "spectral_norm" for name, _ in case.hangs)
+    if has_statistics and plan.dp > 1 and counts:
         raise ValueError("one device that has all replicas in turn would count too often")
+    if plan.microbatches > 1 and counts and case.loss in UNEVEN_LOSSES:
+        raise ValueError("what the user meant is one forward of the whole batch, and microbatches are counted")
+    if plan.microbatches > 1 and _writes_twice(case):
+        raise ValueError("a second forward writes to buffers, before or after that of other microbatches")
     found: dict[str, Tensor] = {}
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -143,6 +149,13 @@ def _plainly(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
         optimizer.step()
         found[f"loss {step}"] = loss.detach()
     return found | {name: each.detach() for name, each in module.state_dict().items() if isinstance(each, Tensor)}
+
+
+def _writes_twice(case: Case) -> bool:
+    """Whether a checkpoint may be around what writes to a buffer: then the order of microbatches counts."""
+    arounds = {each.choices.get("around", each.choices.get("how")) for block in case.blocks for each in block}
+    checkpoints = not arounds.isdisjoint(("checkpoint", "reentrant", "checkpointed"))
+    return checkpoints and any(name == "spectral_norm" for name, _ in case.hangs)
 
 
 def _compared(came: Mapping[str, Tensor], wanted: Mapping[str, Tensor], tolerance: float) -> Verdict:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.habits.drawn import attentions
 from tests.habits.drawn.attentions import WIDTH, Attention
 from tests.habits.drawn.channels import HALF, SAME
+from tests.habits.drawn.library import Between, Library
 
 HIDDEN = 24
 
@@ -383,6 +384,16 @@ KINDS: dict[str, Kind] = {
     ),
     "Buffers": Kind(make=Buffers, choices={"how": ("read", "counted", "counted and read", "running")}, weight=1),
     "Experts": Kind(make=Experts, choices={"how": ("all", "stacked", "the best")}, weight=1),
+    "Between": Kind(
+        make=Between, choices={"how": Between.HOW}, weight=3,
+        mixes=lambda how: how["how"] in ("batch norm", "conv over tokens", "depthwise", "gru", "embedding of places"),
+    ),
+    "Library": Kind(
+        make=Library, choices={"how": Library.HOW}, weight=4,
+        mixes=lambda how: how["how"] in (
+            "timm attention", "attention without view", "cross attention", "pooled", "rotated", "gated mean", "encoder",
+        ),
+    ),
     "Mixture": Kind(
         make=Mixture, weight=1,
         choices={"form": ("plain", "plain", "weights inside", "weights inside", "plain", "not a sum"), "top": (1, 2)},

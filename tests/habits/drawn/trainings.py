@@ -59,6 +59,22 @@ def _with_more(output: Any, given: Mapping[str, Tensor]) -> Tensor:
     return _entropy(output, given, "mean") + 1e-2 * torch.logsumexp(scores, -1).square().mean()
 
 
+def _smoothed(output: Any, given: Mapping[str, Tensor]) -> Tensor:
+    scores, labels = _scores(output).flatten(0, 1), given["labels"].flatten()
+    return functional.cross_entropy(scores, labels, label_smoothing=0.1)
+
+
+def _focal(output: Any, given: Mapping[str, Tensor]) -> Tensor:
+    each = _entropy(output, given, "none")
+    return ((1 - (-each).exp()).square() * each).mean()
+
+
+def _distilled(output: Any, given: Mapping[str, Tensor]) -> Tensor:
+    scores = _scores(output)
+    target = functional.softmax(scores.detach().roll(1, -1), -1)
+    return _entropy(output, given, "mean") + functional.kl_div(scores.log_softmax(-1), target, reduction="batchmean")
+
+
 @dataclass(frozen=True)
 class Loss:
     """A loss, and whether it gives its sum and the number that it is summed over, for each token."""
@@ -74,6 +90,9 @@ LOSSES: dict[str, Loss] = {
     "weighted rows": Loss(_weighted),
     "squares": Loss(_squares),
     "with a penalty of scores": Loss(_with_more),
+    "smoothed": Loss(_smoothed),
+    "focal": Loss(_focal),
+    "distilled": Loss(_distilled),
 }
 
 #: Losses that are no mean of the means of equal parts, and do not say so.

@@ -57,7 +57,7 @@ def run(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of the input and, one behind the other, of the weights."""
     torch.manual_seed(step)
-    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    x = torch.randn(ROWS, WIDTH, requires_grad=True, dtype=next(net.parameters()).dtype)
     if offload is None:
         y = net(x)
     else:
@@ -83,6 +83,25 @@ def test_gradients_are_those_of_tensors_that_stay(
     assert offload.sent_bytes > 0
 
 
+class Recurrent(nn.Module):
+    """An LSTM on a CPU: gates are parts of one memory, each written to in turn, and each counts its own writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.lstm(x.view(4, -1, WIDTH))[0]
+        return made.view_as(x)
+
+
+def test_parts_of_one_memory_that_are_written_one_after_the_other_are_kept_apart(copies: CopyStreams) -> None:
+    torch.manual_seed(0)
+    net = Recurrent().double()
+    for mine, theirs in zip(*(run(net, each, 0) for each in (make_offload(copies, 1.0), None)), strict=True):
+        assert torch.equal(mine, theirs)
+
+
 def test_the_part_on_the_host_is_the_one_that_was_asked_for_and_its_memory_is_used_again(copies: CopyStreams) -> None:
     net = make_net()
     every, half = make_offload(copies, 1.0), make_offload(copies, 0.5)
@@ -103,7 +122,7 @@ def test_both_halves_of_a_backward_find_what_they_need(copies: CopyStreams) -> N
     plain, offload = copy.deepcopy(net), make_offload(copies, 1.0)
     run(plain, None, 0)
     torch.manual_seed(0)
-    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    x = torch.randn(ROWS, WIDTH, requires_grad=True, dtype=next(net.parameters()).dtype)
     with offload.saving([x, *net.parameters()], None):
         loss = net(x).square().sum()
     weights = input_gradients([loss], [None], [x])
@@ -120,7 +139,7 @@ def test_both_halves_of_a_backward_find_what_they_need(copies: CopyStreams) -> N
 def test_a_graph_that_is_never_run_back_gives_its_memory_back(copies: CopyStreams) -> None:
     net, offload = make_net(), make_offload(copies, 1.0)
     for _ in range(3):
-        x = torch.randn(ROWS, WIDTH, requires_grad=True)
+        x = torch.randn(ROWS, WIDTH, requires_grad=True, dtype=next(net.parameters()).dtype)
         with offload.saving([x, *net.parameters()], None):
             y = net(x)
         del y

@@ -7,7 +7,7 @@ are what modules return and the loss. What is drawn at random is not: nothing is
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.collectives import Group
+from shardwise.sharding.block_watch import BlockWatch
 from shardwise.sharding.context.parallel import ContextParallel, is_of_others
-from shardwise.sharding.stand_in import another, converted, fitting, passing_blocks, stand_in, tensors_in
+from shardwise.sharding.stand_in import another, converted, fitting, stand_in, tensors_in
 from shardwise.sharding.zigzag import zigzag_shard
 from shardwise.stages.batch import home_of
 from shardwise.stages.split.arguments import Signature
@@ -72,23 +73,19 @@ def are_parts_alike(module: nn.Module, make: Callable[[], ContextParallel], batc
     return False
 
 
-def _passing(module: nn.Module, batch: Batch) -> set[str]:
+def _passing(module: nn.Module, batch: Batch) -> Mapping[str, Hashable]:
     """Blocks that need not be run, as far as a run without numbers tells."""
-    found: set[str] = set()
     twin = meta_twin(module)
-    stops = list(passing_blocks(twin, found))
+    watch = BlockWatch(twin)
     args, kwargs = pytree.tree_map(
         lambda each: each.detach().to("meta") if isinstance(each, Tensor) else each, Signature(twin).arguments(batch)
     )
     try:
-        with torch.no_grad(), Guesses():
+        with torch.no_grad(), Guesses(), watch:
             twin(*args, **kwargs)
     except Exception:
-        return set()
-    finally:
-        for stop in stops:
-            stop()
-    return found
+        return {}
+    return watch.passing
 
 
 def _run(module: nn.Module, batch: Batch, loss: Loss | None) -> _Course:

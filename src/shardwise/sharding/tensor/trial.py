@@ -22,7 +22,8 @@ from torch import nn
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.collectives import Group
 from shardwise.ranks.simulated import SimulatedGroup, simulate
-from shardwise.sharding.stand_in import another, converted, fitting, passing_blocks, shortened, stand_in
+from shardwise.sharding.block_watch import BlockWatch
+from shardwise.sharding.stand_in import another, converted, fitting, shortened, stand_in
 from shardwise.sharding.tensor import numbers
 from shardwise.sharding.tensor.channel_groups import ChannelTrace
 from shardwise.sharding.tensor.cut_layers import LayerCutter, cut, is_by_heads
@@ -79,7 +80,8 @@ class Trial:
     _first_reasons: dict[str, str] = field(default_factory=dict)
     #: Where parameters would lie, from the run for shapes.
     _shards: Mapping[str, Shards] = field(default_factory=dict)
-    _passing: set[str] = field(default_factory=set)
+    #: Blocks that may be left out, and what each does, from the same run.
+    _passing: Mapping[str, Hashable] = field(default_factory=dict)
 
     def settle(self, *, verify: bool) -> None:
         """Try until what is left computes what the whole module does."""
@@ -106,9 +108,10 @@ class Trial:
                 self._shards = self.cut(twin, SimulatedGroup(rank, self.num_ranks)).shards()
             except UnsharedError as error:
                 return self._fault_without_sequence(error.problem)
-            stops = list(passing_blocks(twin, self._passing))
+            watch = BlockWatch(twin)
             try:
-                run_on_meta(twin, self.on_meta)
+                run_on_meta(twin, self.on_meta, watch)
+                self._passing = {path: done for path, done in watch.passing.items() if not self._is_crossed(path)}
             except Exception as error:
                 if self.sequence and replace(self, sequence=False)._fault_of_shapes() is None:
                     return self._fault_without_sequence(f"with a part of the tokens it raises: {error}")
@@ -121,10 +124,15 @@ class Trial:
                         remedy=f'tensor={{"{starred(holder)}": "whole"}}, or tp=1' if holder else "tp=1",
                     ) from error
                 return kinds, f"{name} cannot do with a part of its channels: {error}"
-            finally:
-                for stop in stops:
-                    stop()
         return None
+
+    def _is_crossed(self, block: str) -> bool:
+        """Whether a region is only in part in a block: then what lies between its layers lies outside, too."""
+        for region in self.found.regions:
+            inside = [name == block or name.startswith(f"{block}.") for name in (*region.columns, *region.rows)]
+            if block in (*region.columns, *region.rows) or (any(inside) and not all(inside)):
+                return True
+        return False
 
     def _fault_without_sequence(self, why: str) -> tuple[list[str], str] | None:
         """Share out nothing along the sequence: what is computed is the same."""
@@ -296,10 +304,10 @@ class Trial:
         return replace(self, found=found)
 
 
-def run_on_meta(module: nn.Module, arguments: Arguments) -> Any:
+def run_on_meta(module: nn.Module, arguments: Arguments, watch: BlockWatch) -> Any:
     """Run a module on the meta device. Nothing is sent."""
     args, kwargs = arguments
-    with torch.no_grad(), Guesses():
+    with torch.no_grad(), Guesses(), watch:
         return module(*args, **kwargs)
 
 

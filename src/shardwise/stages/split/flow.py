@@ -25,6 +25,7 @@ from shardwise.stages.split.outline import NumberOutline, Outline, TensorOutline
 from shardwise.stages.split.python_state import PythonState
 from shardwise.stages.split.sources import NOTHING, Drawn, HeldTensor, Hidden, Ledger, Made, Source, Sources, storage_of
 from shardwise.stages.split.switch import Inner, uncompiled, undisturbed
+from shardwise.stages.split.write_guard import Rewritten
 from shardwise.stages.stage import Batch
 from shardwise.torch_private import EagerDispatchMode, pytree, schema_of
 
@@ -81,6 +82,8 @@ class UnitFlow:
     #: Where a part of it is checkpointed with `use_reentrant=True`, whose backward gives all gradients at once.
     reentrant: str | None = None
     left: tuple[Left, ...] = ()
+    #: Parameters that the run wrote to.
+    rewritten: Mapping[str, Rewritten] = field(default_factory=dict)
     #: All attributes and entries that the run wrote, in calls or between them, by name: where they are.
     slots: Mapping[str, tuple[dict[Any, Any], Any]] = field(default_factory=dict)
 
@@ -387,7 +390,11 @@ def watch(
         with uncompiled(), watcher, _Looks(watcher), watcher.seeing_checkpoints(), switch.visited_by(watcher):
             output = module(*args, **kwargs)
         assert switch.state is not None, "it is known what was there before"
+        assert switch.guard is not None, "parameters are looked after"
         traces = bool(switch.state.changed())
+        rewritten = {
+            name: each._replace(in_glue=name in watcher.in_glue) for name, each in switch.guard.written.items()
+        }
         slots = {name: (holder, key) for name, holder, key in switch.state.assigned()} if records else {}
         if probe is not None:
             probe(output)
@@ -404,4 +411,5 @@ def watch(
         reentrant=watcher.reentrant,
         left=tuple(watcher.left),
         slots=slots,
+        rewritten=rewritten,
     )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.stages.split.python_state import PythonState
+from shardwise.stages.split.write_guard import WriteGuard
 from shardwise.torch_private import buffer_slots, get_compiled_call, parameter_slots, plain_call, set_compiled_call
 
 Inner = Callable[..., Any]
@@ -61,8 +62,9 @@ class Switch:
 
     def __init__(self, units: Mapping[str, nn.Module]) -> None:
         self.local = threading.local()
-        #: What was there before a run that leaves no trace.
+        #: What was there before a run that leaves no trace, and who keeps parameters as they are.
         self.state: PythonState | None = None
+        self.guard: WriteGuard | None = None
         self.gates: dict[str, Gate] = {}
         self.before = {name: get_compiled_call(unit) for name, unit in units.items()}
         for name, unit in units.items():
@@ -88,7 +90,7 @@ def uncompiled() -> AbstractContextManager[None]:
 
 @contextmanager
 def undisturbed(module: nn.Module, units: Mapping[str, nn.Module], *others: Any) -> Iterator[Switch]:
-    """A switch for runs that leave no trace: gates, buffers, attributes and random numbers are as they were before."""
+    """A switch for runs that leave no trace: gates, tensors, attributes and random numbers are as they were before."""
     devices = {each.device for each in module.parameters() if each.is_cuda}
     kept = [
         (slots, key, each, each.clone() if _is_written(owner, slots) and not each.is_meta else each)
@@ -100,11 +102,13 @@ def undisturbed(module: nn.Module, units: Mapping[str, nn.Module], *others: Any)
     switch = Switch(units)
     # With the gates in it: they are no trace.
     before = switch.state = PythonState(module, *others)
+    guard = switch.guard = WriteGuard(module)
     try:
-        with torch.random.fork_rng(devices), torch.no_grad():
+        with torch.random.fork_rng(devices), torch.no_grad(), guard:
             yield switch
     finally:
         before.restore()
+        guard.restore()
         for name, unit in units.items():
             assert get_compiled_call(unit) is switch.gates[name], f"another gate stands in front of that of {name}"
             set_compiled_call(unit, switch.before[name])

@@ -292,26 +292,38 @@ class LocalGradients(Gradients):
     (`execution/weight_stash.py`), and are theirs from then on.
     """
 
+    def __init__(self, spec: BucketSpec) -> None:
+        super().__init__(spec)
+        #: Of a step, on how many stages of a tie each was used.
+        self._flags: dict[int, Tensor] = {}
+
     @torch.no_grad()
     def start_sum(self, group: Group, step: int) -> None:
         """Begin to sum them over the stages of a tie. A rank that used one nowhere still takes part in its sum.
 
-        So each counts as used: to ask the others would be another message, in an order that two steps under way at a
-        time do not share.
+        Behind them goes a flag for each: what no stage used has no gradient, as on one device.
         """
         if step in self._under_way:
             return
-        self._used[step] = [True] * len(self.parameters)
-        for number, each in enumerate(self._targets(step)):
+        targets = self._targets(step)
+        flags = torch.tensor([float(each.grad is not None) for each in targets], device=targets[0].device)
+        for number, each in enumerate(targets):
             if each.grad is None:
                 each.grad = torch.zeros_like(each)
             self._under_way[step].append(self._exchange.sum_to_all(each.grad, group, self._channel + number))
+        self._under_way[step].append(self._exchange.sum_to_all(flags, group, self._channel + len(targets)))
+        self._flags[step] = flags
 
     def finish(self, step: int) -> None:
         """All gradients of a step have been added: let them, or their sums, be the result."""
         self.wait(step)
+        targets, flags = self._targets(step), self._flags.pop(step, None)
+        if flags is not None:
+            for each, count in zip(targets, flags.tolist(), strict=True):
+                if not count:
+                    each.grad = None
         if step not in self._used:
-            self._used[step] = [each.grad is not None for each in self._targets(step)]
+            self._used[step] = [each.grad is not None for each in targets]
 
     def find(self, number: int) -> Tensor | None:
         """The gradient of a parameter, if it has one."""

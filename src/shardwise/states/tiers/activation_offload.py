@@ -31,14 +31,15 @@ from shardwise.planner.plan import Plan
 from shardwise.stages.activation_bytes import Kept
 from shardwise.states.tiers.copy_streams import CopyStreams
 from shardwise.states.tiers.packing import storage_of
-from shardwise.torch_private import version_of
+from shardwise.torch_private import is_view, version_of
 
 #: Less than this is not worth a copy of its own.
 LEAST_BYTES = 1024
 
 #: Memory, by what tells its storage from others also where it comes and goes (ZeRO 3), and how often it was written to
-#: when it was saved.
-_Key = tuple[int, int]
+#: when it was saved. Parts of it that are no views of anything (`unsafe_chunk`, as in LSTMs) count writes for
+#: themselves, and are told apart by where they lie.
+_Key = tuple[int, int, Hashable]
 
 
 class _Offloaded:
@@ -173,7 +174,7 @@ class ActivationOffload:
 
     def _find_away(self, frame: _Frame, tensor: Tensor) -> _Offloaded | None:
         """The memory of a tensor on the host, to which it may go just now; None if it stays."""
-        key = (storage_of(tensor), version_of(tensor))
+        key = (storage_of(tensor), version_of(tensor), _part_of(tensor))
         if key[0] in frame.stays or not self._may_go(tensor):
             return None
         if key in frame.known:
@@ -268,3 +269,10 @@ class ActivationOffload:
             away.arrives = self._copies.to_device(away.here, away.host, [away.gone, *self._copies.computed()])
             self._brought.add(away)
             self.returned_bytes += away.host.numel()
+
+
+def _part_of(tensor: Tensor) -> Hashable:
+    """Where a tensor lies in its memory, if it is a part that may be written without a trace in other parts."""
+    if is_view(tensor) or tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes():
+        return None
+    return tensor.storage_offset(), tensor.size(), tensor.stride()

@@ -1,0 +1,90 @@
+"""A backward that is not in proportion to the gradient that it begins with: hooks that clamp, functions that normalise.
+
+Parts of a batch (replicas, microbatches, parts of sequences) begin their backward with another gradient than the whole
+batch does, and sums of theirs are scaled when all are there. That is the same as long as twice the gradient above gives
+twice the gradient below, which holds for all that torch differentiates. It need not hold for what a user puts between.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.overrides import TorchFunctionMode
+
+from shardwise.torch_private import PythonNode, function_of, hooks_of
+
+#: What to write instead.
+NOT_IN_PROPORTION = (
+    "hooks and functions whose gradient is a multiple of the one they are given; clip= to clip gradients; or a plan"
+    " without dp, cp and microbatches"
+)
+#: Gradients are compared for 1 and for this. A power of two changes no digit of a number.
+_FACTOR = -(2.0**16)
+
+
+class SeenHooks(TorchFunctionMode):
+    """Whether a forward hangs hooks on what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.are_there = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        self.are_there = self.are_there or func is Tensor.register_hook
+        return func(*args, **(kwargs or {}))
+
+
+def find_bent(module: nn.Module, loss: Tensor | None, hooks: SeenHooks) -> str | None:
+    """What of a backward is not in proportion, in words. Only where a user's own code has a part in it is it run."""
+    if loss is None or loss.grad_fn is None:
+        return None
+    names = [name for name, each in module.named_modules() if any("backward" in kind for kind in hooks_of(each))]
+    functions = _functions_below(loss.grad_fn)
+    if not (names or functions or hooks.are_there):
+        return None
+    parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
+    plain, scaled = (_gradients(loss, list(parameters.values()), factor) for factor in (1.0, _FACTOR))
+    for name, one, other in zip(parameters, plain, scaled, strict=True):
+        if one is not None and other is not None and not _are_in_proportion(one, other):
+            whose = [f"a backward hook of {each}" for each in names] + [f"{each}.backward" for each in functions]
+            whose += ["a hook of a tensor in the forward"] if hooks.are_there else []
+            return (
+                f"the backward is not in proportion to the gradient that it begins with: {_FACTOR:g} times the gradient"
+                f" of the loss gives another multiple of the gradient of {name} ({' or '.join(whose[:3])}), and parts"
+                " of a batch begin with other gradients than the whole"
+            )
+    return None
+
+
+def _gradients(loss: Tensor, parameters: list[nn.Parameter], factor: float) -> Sequence[Tensor | None]:
+    start = torch.full_like(loss, factor)
+    return torch.autograd.grad(loss, parameters, start, retain_graph=True, allow_unused=True)
+
+
+def _functions_below(root: Node) -> list[str]:
+    """The user's own functions in a graph, by name."""
+    seen, found, stack = {root}, {}, [root]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, PythonNode):
+            function = function_of(node)
+            if not getattr(function, "__module__", "").startswith("shardwise."):
+                found[getattr(function, "__qualname__", node.name())] = True
+        for child, _ in node.next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                stack.append(child)
+    return list(found)
+
+
+def _are_in_proportion(one: Tensor, other: Tensor) -> bool:
+    """To rounding, and to the order of sums, which threads may change."""
+    wanted, found = one.double() * _FACTOR, other.double()
+    near = 1e-4 if one.itemsize >= 4 else 2e-2
+    most = near * wanted.abs().max() if wanted.numel() else torch.zeros(())
+    return not bool(((wanted - found).abs() > most).any())

@@ -1,0 +1,87 @@
+"""Parameters that a forward writes (a teacher that follows, weights that are clamped): kept as they were in trials."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.stages.split.sources import storage_of
+from shardwise.torch_private import EagerDispatchMode, schema_of, version_of
+
+
+class Rewritten(NamedTuple):
+    """A parameter that a forward wrote: given other `memory`, or `in place`, or through `data`; and what it then had.
+
+    `in_glue`: outside of units.
+    """
+
+    how: str
+    total: float
+    in_glue: bool = False
+
+
+class WriteGuard(EagerDispatchMode):  # type: ignore[no-untyped-call]
+    """Copies a parameter before it is first written to, by whatever name, and puts it back at the end.
+
+    What is written through `parameter.data` counts as no version, but its memory is the parameter's.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        #: Every parameter, as it lies in memory now.
+        self._homes = {name: (each, each.data, version_of(each)) for name, each in _parameters(module)}
+        self._names: dict[int, list[str]] = {}
+        for name, (each, _, _) in self._homes.items():
+            self._names.setdefault(storage_of(each), []).append(name)
+        self._copies: dict[str, Tensor] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        schema = schema_of(func)
+        if schema.is_mutable:
+            for position, argument in enumerate(schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    given = args[position] if position < len(args) else kwargs.get(argument.name)
+                    for each in given if isinstance(given, (list, tuple)) else (given,):
+                        self._keep(each)
+        return func(*args, **kwargs)
+
+    def _keep(self, target: Any) -> None:
+        names = self._names.get(storage_of(target), ()) if isinstance(target, Tensor) else ()
+        for name in names:
+            if name not in self._copies:
+                self._copies[name] = self._homes[name][1].clone()
+
+    @property
+    def written(self) -> dict[str, Rewritten]:
+        """Those that were written until now."""
+        found = {}
+        for name, (parameter, home, version) in self._homes.items():
+            is_elsewhere = storage_of(parameter) != storage_of(home)
+            if is_elsewhere or name in self._copies:
+                how = "memory" if is_elsewhere else "in place" if version_of(parameter) != version else "data"
+                found[name] = Rewritten(how, float(parameter.detach().sum(dtype=torch.float64)))
+        return found
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put back what was there."""
+        for parameter, home, _ in self._homes.values():
+            if storage_of(parameter) != storage_of(home):
+                parameter.data = home
+        for name, value in self._copies.items():
+            # Through `data`: that it was put back does not count as written.
+            self._homes[name][1].copy_(value)
+
+
+def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """All but those of embeddings that are shortened to a norm, of which is known that they are written."""
+    for prefix, owner in module.named_modules():
+        if getattr(owner, "max_norm", None) is None:
+            for key, each in owner.named_parameters(recurse=False):
+                if not each.is_meta:
+                    yield f"{prefix}.{key}" if prefix else key, each

@@ -6,7 +6,6 @@ The same script runs alone, where one process runs every rank; under `torchrun`;
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -18,7 +17,9 @@ from shardwise.engine.rank_device import put_together
 from shardwise.errors import ShardwiseError
 from shardwise.planner.composition import check_composition
 from shardwise.planner.plan import Plan
+from shardwise.ranks.faults import LIMIT_SECONDS, Watch
 from shardwise.ranks.mesh import agree_on
+from shardwise.ranks.telling import find_watch, telling
 from shardwise.ranks.wires import ManyProcesses, OneProcess, make_wires
 from shardwise.ranks.worker import join_if_launched
 from shardwise.sharding.context.mask import Mask
@@ -87,34 +88,40 @@ def parallelize(
         tensor_chunks=tensor_chunks, positions=positions, entries=entries, masks=masks, bucket_bytes=bucket_bytes,
         buffers=buffers, verify=verify, batch=batch, kernels=kernels,
     )  # fmt: skip
-    chosen = _checked(module, plan, loss, optimizer, example, options)
-    example = put_together(module, example, chosen.precision)
-    made = wires or (make_wires(chosen, limit_seconds=_COMPILING_SECONDS) if compile else make_wires(chosen))
+    join_if_launched()
+    # From here on no rank is waited for that has failed, before there is anything else that connects them.
+    limit_seconds = _COMPILING_SECONDS if compile else LIMIT_SECONDS
+    watch = find_watch(limit_seconds=limit_seconds) if wires is None else wires.watch
     try:
-        return assemble(
-            module, chosen, loss=loss, optimizer=optimizer, example=example, options=options, wires=made,
-            owns_wires=wires is None,
-        )  # fmt: skip
+        # Over wires that others use too, what all refuse alike is no fault.
+        with telling(watch, refusals=wires is None):
+            chosen = _checked(module, plan, loss, optimizer, example, options, watch)
+            example = put_together(module, example, chosen.precision)
+            return assemble(
+                module, chosen, loss=loss, optimizer=optimizer, example=example, options=options,
+                wires=wires or make_wires(chosen, watch), owns_wires=wires is None,
+            )  # fmt: skip
     except BaseException:
-        if wires is None and made.watch is not None:
-            made.watch.close()
+        if wires is None and watch is not None:
+            watch.close()
         raise
 
 
-def _checked(module: nn.Module, plan: Plan | str, loss: Loss, optimizer: Any, example: Batch, options: Options) -> Plan:
+def _checked(
+    module: nn.Module, plan: Plan | str, loss: Loss, optimizer: Any, example: Batch, options: Options,
+    watch: Watch | None,
+) -> Plan:  # fmt: skip
     """The plan, after all that can be refused before anything is made."""
     _check_arguments(module, plan, loss, optimizer, example)
     check_settings(clip=options.clip, bucket_bytes=options.bucket_bytes, buffers=options.buffers, batch=options.batch)
     chosen = Plan.parse(plan) if isinstance(plan, str) else plan
-    join_if_launched()
-    are_many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if are_many:
-        agree_on(chosen)
-        chosen.check_world(dist.get_world_size())
+    if watch is not None:
+        agree_on(chosen, watch)
+        chosen.check_world(watch.num_ranks)
     check_composition(chosen)
-    if are_many and options.compile:
+    if watch is not None and options.compile:
         _check_compiles(chosen)
-    if not are_many:
+    if watch is None:
         _check_alone(chosen)
     check_module(module)
     check_renormed(module, chosen)

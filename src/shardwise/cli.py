@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from io import TextIOWrapper
 from typing import NamedTuple, NoReturn, Protocol, cast
@@ -16,6 +17,7 @@ from typing import NamedTuple, NoReturn, Protocol, cast
 from shardwise import __version__, environment
 from shardwise.answer import Answer, Canvas, canvas_on, json_text
 from shardwise.errors import ShardwiseError, nearest, unknown
+from shardwise.working import working_at, working_on
 
 
 class Command(NamedTuple):
@@ -103,7 +105,9 @@ def _obey(words: list[str]) -> int:
         return 0
     meant_by = getattr(module, "meant_by", None)
     arguments = _parse(parser, words[1:], example=_examples(module)[0], meant_by=meant_by)
-    answer = module.run(arguments)
+    with nullcontext() if arguments.json else working_on(sys.stderr):
+        working_at(parser.prog)
+        answer = module.run(arguments)
     if arguments.json:
         canvas.print(json_text(answer.data))
     else:

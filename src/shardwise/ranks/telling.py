@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.faults import LIMIT_SECONDS, Watch
+from shardwise.ranks.worker import join_if_launched
 
 
 def find_watch(name: str = "pipeline", limit_seconds: float = LIMIT_SECONDS) -> Watch | None:
@@ -32,6 +33,22 @@ def telling(watch: Watch | None, *, refusals: bool = True) -> Iterator[None]:
     except BaseException as error:
         if watch is not None and (refusals or not isinstance(error, ShardwiseError)):
             watch.fail(error)
+        raise
+
+
+@contextmanager
+def making(shared: Watch | None, limit_seconds: float | None = None) -> Iterator[Watch | None]:
+    """Within it ranks make something together, before there is anything else that connects them: nobody waits for one
+    that has failed. Gives the watch of it, if this process is one of several: a new one, or that of what is `shared`
+    with others, over which a refusal ends nothing. Under `torchrun` the processes are joined first."""
+    join_if_launched()
+    watch = shared or find_watch(limit_seconds=limit_seconds or LIMIT_SECONDS)
+    try:
+        with telling(watch, refusals=shared is None):
+            yield watch
+    except BaseException:
+        if shared is None and watch is not None:
+            watch.close()
         raise
 
 

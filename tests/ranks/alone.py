@@ -80,7 +80,7 @@ def look(engine: Engine) -> None:
         fail_on("a look", "a look")
 
     if dist.get_rank() == 1:
-        engine.states.module.whole = broken  # type: ignore[method-assign, assignment]
+        engine.states.module.whole = broken  # type: ignore[method-assign]
     engine.state_dict()
     engine.train_step({"input": torch.ones(4, 4)})
 

@@ -198,7 +198,7 @@ class Watch:
         self.at(what)
         self._num_exchanges += 1
         keys = [f"{self._name}/exchange {self._num_exchanges}/{rank}" for rank in range(self.num_ranks)]
-        self._store.set(keys[self.rank], pickle.dumps(given))
+        self._store.set(keys[self.rank], pickle.dumps(given))  # type: ignore[arg-type]  # It takes bytes as well.
         while not self._store.check(keys):
             self.check()
             time.sleep(0.005)

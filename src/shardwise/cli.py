@@ -9,13 +9,15 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from io import TextIOWrapper
 from typing import NamedTuple, NoReturn, Protocol, cast
 
-from shardwise import __version__
+from shardwise import __version__, environment
 from shardwise.answer import Answer, Canvas, canvas_on, json_text
 from shardwise.errors import ShardwiseError, nearest, unknown
+from shardwise.working import working_at, working_on
 
 
 class Command(NamedTuple):
@@ -73,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             status = _obey(words)
         except ShardwiseError as error:
-            _tell(error, as_json="--json" in words)
+            if _is_to_tell(error):
+                _tell(error, as_json="--json" in words)
             status = 2 if isinstance(error, WrongCallError) else 1
         sys.stdout.flush()
     except BrokenPipeError:
@@ -102,7 +105,9 @@ def _obey(words: list[str]) -> int:
         return 0
     meant_by = getattr(module, "meant_by", None)
     arguments = _parse(parser, words[1:], example=_examples(module)[0], meant_by=meant_by)
-    answer = module.run(arguments)
+    with nullcontext() if arguments.json else working_on(sys.stderr):
+        working_at(parser.prog)
+        answer = module.run(arguments)
     if arguments.json:
         canvas.print(json_text(answer.data))
     else:
@@ -213,6 +218,17 @@ def _in_our_words(message: str) -> WrongCallError:
         if (match := re.fullmatch(pattern, message)) is not None:
             return WrongCallError(match.expand(words))
     return WrongCallError(message)
+
+
+def _is_to_tell(error: ShardwiseError) -> bool:
+    """Under torchrun, what all ranks refuse is said once, by whoever comes to it first."""
+    if environment.place_under_torchrun() is None:
+        return True
+    from shardwise.ranks.worker import is_first_to_tell  # Loads torch.
+
+    # Of what another rank has raised, that one shows where.
+    error.problem = error.problem.partition("\n    Traceback")[0]
+    return is_first_to_tell()
 
 
 def _tell(error: ShardwiseError, *, as_json: bool) -> None:

@@ -144,6 +144,11 @@ def rank_under_torchrun() -> int:
     return int(os.environ["RANK"])
 
 
+def master() -> tuple[str, int]:
+    """Where the store is that `torchrun` keeps for all processes."""
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+
 def find_world_size() -> int | None:
     """How many processes `torchrun` has started on all machines together, if it has started this one."""
     return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None

@@ -1,5 +1,7 @@
 """Ranks that see different costs cut a module at one place; a cut that cannot be is told in the keys of a plan."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from shardwise.engine.parallelize import parallelize
 from shardwise.engine.prepare import agree_on_costs
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.spawn import Ranks
+from shardwise.ranks.telling import watched
 from shardwise.stages.split.flow import UnitCall
 from shardwise.stages.split.outline import outline_of
 from tests.ranks import telling
@@ -23,7 +26,8 @@ def costs_of_a_rank(names: list[list[str]]) -> list[tuple[float, float, float]]:
         )
         for number, name in enumerate(names[rank])
     ]  # fmt: skip
-    agree_on_costs(calls)
+    with watched(None) as watch:
+        agree_on_costs(partial(watch.exchange, what="costs"), calls)
     return [(each.flops, each.bytes, each.weight_bytes) for each in calls]
 
 

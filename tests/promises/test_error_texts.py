@@ -863,6 +863,14 @@ error: the recipe absent.toml cannot be read: No such file or directory
 """,
     ),
     (
+        "train runs/absent",
+        1,
+        """
+error: there is no recipe runs/absent
+  try: shardwise train --folder runs/absent, to train there; or a TOML file
+""",
+    ),
+    (
         "train tiny --lr 1e-3",
         2,
         """

@@ -15,12 +15,20 @@ SCRIPT, UNCLOSED, FAILING = (Path(__file__).with_name(f"{name}_script.py") for n
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def launched(script: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+def launched(script: Path | str, *arguments: str) -> "subprocess.CompletedProcess[str]":
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     command = [sys.executable, *TORCHRUN, str(script), *arguments]
     return subprocess.run(
         command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=600, check=False
     )  # fmt: skip
+
+
+def test_what_all_ranks_refuse_is_said_once(tmp_path: Path) -> None:
+    command = ["-m", "shardwise", "train", "tiny", "--plan", "dp=3", "--folder", str(tmp_path / "run")]
+    done = launched(*command)
+    assert done.returncode != 0
+    assert done.stderr.count("error: plan dp=3 needs 3 ranks but there are 2") == 1
+    assert "[rank" not in done.stderr
 
 
 def losses_of(done: "subprocess.CompletedProcess[str]") -> list[list[float]]:

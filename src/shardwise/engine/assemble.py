@@ -75,8 +75,9 @@ def _parts(
     without_numbers = {name for name, each in module.named_parameters() if each.is_meta}
     trial = Trial(module, loss, microbatch)
     split, computed, callers = prepare(
-        module, plan, microbatch, second=trial.second(plan, others), probe=trial.probe, rank=place, options=options
-    )
+        module, plan, microbatch, second=trial.second(plan, others), probe=trial.probe, rank=place, options=options,
+        gather=wires.gather,
+    )  # fmt: skip
     trial.check(plan, shapes, split.units)
     check_split(split, computed, plan, wires)
     if sharded.experts is not None and without_numbers:

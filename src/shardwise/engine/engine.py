@@ -36,11 +36,11 @@ _R = TypeVar("_R")
 
 
 def _at_work(method: Callable[Concatenate["Engine", _P], _R]) -> Callable[Concatenate["Engine", _P], _R]:
-    """A method that needs the module's tensors as they are."""
+    """A method that needs the module's tensors as they are. Of a rank that fails in it the others are told."""
 
     @wraps(method)
     def run(self: "Engine", /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with self._shown.open():
+        with self._shown.open(), self.wires.told_to_all(refusals=False):
             return method(self, *args, **kwargs)
 
     return run

@@ -92,6 +92,7 @@ def make_states(parts: Parts, optimizers: Sequence[MadeOptimizer], sharing: Zero
         return states.stream.parameter_of(name, step)
 
     pipelines = None if isinstance(wires, OneProcess) else wires.mesh.pipelines
+    wires.gather(None)  # All are here: nobody could end the making of groups of ties.
     ties = () if pipelines is None else make_ties(schedule.placement, parts.split, pipelines, wires.mesh.rank)
     wires.connect([tie.group for tie in ties], parts.device)
     held_stages = HeldStages(

@@ -6,7 +6,6 @@ The same script runs alone, where one process runs every rank; under `torchrun`;
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -20,13 +19,12 @@ from shardwise.engine.module_check import (
     check_sixteen,
 )
 from shardwise.engine.options import Options
+from shardwise.engine.plan_check import check_here
 from shardwise.engine.rank_device import put_together
 from shardwise.errors import ShardwiseError
-from shardwise.planner.composition import check_composition
 from shardwise.planner.plan import Plan
-from shardwise.ranks.mesh import agree_on
+from shardwise.ranks.telling import making
 from shardwise.ranks.wires import ManyProcesses, OneProcess, make_wires
-from shardwise.ranks.worker import join_if_launched
 from shardwise.sharding.context.mask import Mask
 from shardwise.sharding.context.sequence_shards import Entry
 from shardwise.stages.stage import Batch, Loss
@@ -95,41 +93,27 @@ def parallelize(
         tensor_chunks=tensor_chunks, positions=positions, entries=entries, masks=masks, bucket_bytes=bucket_bytes,
         buffers=buffers, verify=verify, batch=batch, kernels=kernels, masters=masters,
     )  # fmt: skip
-    chosen = _checked(module, plan, loss, optimizer, example, options)
-    example = put_together(module, example, chosen.precision)
-    made = wires or (make_wires(chosen, limit_seconds=_COMPILING_SECONDS) if compile else make_wires(chosen))
-    try:
+    # Over wires that others use too, what all refuse alike is no fault.
+    with making(None if wires is None else wires.watch, _COMPILING_SECONDS if compile else None) as watch:
+        chosen = _checked(module, plan, loss, optimizer, example, options)
+        check_here(chosen, watch, compiles=bool(compile))
+        check_module(module)
+        if not options.masters:
+            check_sixteen(module)
+        check_renormed(module, chosen)
+        check_gradient_hooks(module, chosen)
+        example = put_together(module, example, chosen.precision)
         return assemble(
-            module, chosen, loss=loss, optimizer=optimizer, example=example, options=options, wires=made,
-            owns_wires=wires is None,
+            module, chosen, loss=loss, optimizer=optimizer, example=example, options=options,
+            wires=wires or make_wires(chosen, watch), owns_wires=wires is None,
         )  # fmt: skip
-    except BaseException:
-        if wires is None and made.watch is not None:
-            made.watch.close()
-        raise
 
 
 def _checked(module: nn.Module, plan: Plan | str, loss: Loss, optimizer: Any, example: Batch, options: Options) -> Plan:
-    """The plan, after all that can be refused before anything is made."""
+    """The plan, if what was given is of the right kind."""
     _check_arguments(module, plan, loss, optimizer, example)
     check_settings(clip=options.clip, bucket_bytes=options.bucket_bytes, buffers=options.buffers, batch=options.batch)
-    chosen = Plan.parse(plan) if isinstance(plan, str) else plan
-    join_if_launched()
-    are_many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if are_many:
-        agree_on(chosen)
-        chosen.check_world(dist.get_world_size())
-    check_composition(chosen)
-    if are_many and options.compile:
-        _check_compiles(chosen)
-    if not are_many:
-        _check_alone(chosen)
-    check_module(module)
-    if not options.masters:
-        check_sixteen(module)
-    check_renormed(module, chosen)
-    check_gradient_hooks(module, chosen)
-    return chosen
+    return Plan.parse(plan) if isinstance(plan, str) else plan
 
 
 def _check_arguments(module: Any, plan: Any, loss: Any, optimizer: Any, example: Any) -> None:
@@ -150,23 +134,3 @@ def _check_arguments(module: Any, plan: Any, loss: Any, optimizer: Any, example:
         if not is_right:
             kind = f"the class {given.__name__}" if isinstance(given, type) else f"of type {type(given).__name__}"
             raise ShardwiseError(f"{name} is {kind}, and not what parallelize takes", remedy=f"{name}: {wanted}")
-
-
-def _check_alone(plan: Plan) -> None:
-    """Refuse a plan that one process cannot run by itself: of a pipeline it can run every rank."""
-    if plan.num_ranks > plan.pp:
-        axes = ",".join(f"{axis}={getattr(plan, axis)}" for axis in ("dp", "tp", "cp") if getattr(plan, axis) > 1)
-        raise ShardwiseError(
-            f"{axes} needs processes: one alone runs all ranks of a pipeline (pp), and of no other axis",
-            remedy=f"sw.spawn(fn, devices={plan.num_ranks}), or torchrun --nproc-per-node {plan.num_ranks}",
-        )
-
-
-def _check_compiles(plan: Plan) -> None:
-    """Refuse to compile what talks to other ranks inside of a block."""
-    axes = ",".join(f"{axis}={getattr(plan, axis)}" for axis in ("tp", "cp", "ep") if getattr(plan, axis) > 1)
-    if axes:
-        raise ShardwiseError(
-            f"compile with {axes}: ranks talk to each other inside of a block, and a compiled block cannot yet",
-            remedy="compile=False, or a plan of dp and pp, with any zero",
-        )

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from shardwise.engine.options import Options
@@ -28,6 +27,8 @@ from shardwise.stages.stage import Batch, Second, Split
 
 #: Schedules of more instructions than this are not played again and again to place a cut.
 _MOST_INSTRUCTIONS = 4_000
+#: What each rank gives, from what this one gives.
+Gather = Callable[[Any], list[Any]]
 
 
 class Prepared(NamedTuple):
@@ -48,18 +49,19 @@ def prepare(
     probe: Callable[[Any], None],
     rank: int | None,
     options: Options,
+    gather: Gather,
 ) -> Prepared:
     """Make a module ready for this process, which runs one rank of a pipeline or (None) all.
 
     `batch` is a microbatch, and `probe` is given what the module makes of it; stages are tried on the `second`. If the
-    process is one of many, all call this alike.
+    process is one of many, all call this alike, and `gather` gives each what all of them give.
     """
     home = home_of(batch)
     backend = check_backend(options.compile, home)
     how: dict[str, Any] = {
         "cut": plan.layers,
         "through_blocks": options.through_blocks,
-        "agree": None if rank is None else agree_on_costs,
+        "agree": None if rank is None else partial(agree_on_costs, gather),
         "stopwatch": Stopwatch() if options.measure else None,
     }
     schedule = schedule_of(plan, lambda count: stage_costs(module, count, batch, **how))
@@ -69,7 +71,7 @@ def prepare(
         second,
         # Where a rank has stages of both copies of a model, they share all attributes too.
         processes=[] if rank is None or len(schedule.placement.pipes) > 1 else schedule.placement.ranks,
-        agree=None if rank is None else agree_on_refusal,
+        agree=None if rank is None else partial(agree_on_refusal, gather),
     )
     try:
         with ComputePolicy.of(plan, casts=options.masters).precision(home), finding.watching():
@@ -115,15 +117,14 @@ def _in_keys(error: ShardwiseError) -> ShardwiseError:
     return ShardwiseError(error.problem, remedy=f"layers={'+'.join(found[1].split(', '))}{found[2]}")
 
 
-def agree_on_costs(calls: Sequence[UnitCall]) -> None:
+def agree_on_costs(gather: Gather, calls: Sequence[UnitCall]) -> None:
     """Let all ranks have the same costs of the units that they have seen called, the mean. All call this alike.
 
     Where to cut is decided by what units cost, and ranks of a mesh see different costs: one has more heads than
     another, or more experts, or more tokens came to its experts.
     """
-    told: list[tuple[list[str], list[list[float]]]] = [([], []) for _ in range(dist.get_world_size())]
     costs = [[each.flops, each.bytes, each.weight_bytes, each.seconds or 0.0] for each in calls]
-    dist.all_gather_object(told, ([each.name for each in calls], costs))
+    told = gather(([each.name for each in calls], costs))
     first, _ = told[0]
     for rank, (names, _) in enumerate(told):
         if names != first:
@@ -139,13 +140,12 @@ def agree_on_costs(calls: Sequence[UnitCall]) -> None:
         call.seconds = None if call.seconds is None else seconds
 
 
-def agree_on_refusal(error: ShardwiseError | None, draws: bytes | None) -> None:
+def agree_on_refusal(gather: Gather, error: ShardwiseError | None, draws: bytes | None) -> None:
     """Let all ranks raise what speaks against the cut on any of them. All call this alike.
 
     `draws` is where this rank's generators of Python's are, if forwards draw from them outside of units.
     """
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (None if error is None else (error.problem, error.remedy), draws))
+    told = gather((None if error is None else (error.problem, error.remedy), draws))
     found = next((each for each, _ in told if each is not None), None)
     if found is not None:
         raise ShardwiseError(found[0], remedy=found[1])

@@ -36,17 +36,17 @@ class Sharded:
         self._plan, self._mesh = plan, mesh
         self.tensor = self._shard(module, microbatch, options, loss) if plan.tp > 1 else None
         self.context: ContextParallel | None = None
-        #: How experts lie on ranks, where they are shared out or have replicas.
-        self.experts: ExpertSharding | None = None
-        if plan.dp * plan.cp > 1:
-            self.experts = shard_experts(module, mesh, real=self._real_tokens, verify=options.verify)
         #: Whether parts of sequences are known to give what the whole gives.
-        self._is_tried = (
+        self.is_tried = (
             plan.cp > 1
             and options.verify
             and are_parts_alike(module, partial(self._make_context, options), microbatch, loss)
         )
-        self._has_attended = self._is_tried
+        #: How experts lie on ranks, where they are shared out or have replicas.
+        self.experts: ExpertSharding | None = None
+        if plan.dp * plan.cp > 1:
+            self.experts = shard_experts(module, mesh, real=self._real_tokens, verify=options.verify)
+        self._has_attended = self.is_tried
         #: What of the module is computed in 8 bits.
         self.fp8: Fp8Layers | None = None
 
@@ -66,7 +66,7 @@ class Sharded:
         if self._plan.cp == 1:
             return None
         self.context = self._make_context(options)
-        self.context.is_strict = not self._is_tried
+        self.context.is_strict = not self.is_tried
         self.context.attach(module)
         return self.context
 

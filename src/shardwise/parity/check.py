@@ -18,6 +18,7 @@ from shardwise.parity.ranks import train_on_rank
 from shardwise.parity.verdict import Verdict
 from shardwise.planner.plan import Plan
 from shardwise.ranks.spawn import Ranks
+from shardwise.working import working_at
 
 _LIMIT_SECONDS = 600.0
 
@@ -48,7 +49,9 @@ def check(
         problem = problem.on(device)
         broken = None if fault is None else get_fault(fault, _subject(plan, problem, vocabulary)).breaks
         legs = legs_of(exact, problem.batches)
+        working_at(f"{len(problem.batches)} steps on one device", 0, 3)
         expected = alone or train_alone(problem, exact, legs)
+    working_at(f"the same on {plan.num_ranks} ranks", 1, 3)
     with ranks_of(plan, ranks, device) as crowd:
         found = crowd.run(train_on_rank, exact, make, broken, "every step", True, legs, timeout_seconds=_LIMIT_SECONDS)
         comparison = compare(expected, found)
@@ -56,6 +59,7 @@ def check(
         if not bf16 or fault is not None or not comparison.is_same:
             halves = halves or "it was not tried" if comparison.is_same else "fp32 differs already"
         elif not halves:
+            working_at("the same in bf16", 2, 3)
             with torch.random.fork_rng(devices=[]), small_matrices():
                 halves = check_halves(plan, make, crowd, device=device, timeout_seconds=_LIMIT_SECONDS)
     first = comparison.first

@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 
 import torch
+import torch.distributed as dist
 
 from shardwise.errors import ShardwiseError
 from shardwise.nccl.check import Proof, prove
@@ -15,6 +16,7 @@ from shardwise.parity.problem import MakeProblem, small_matrices
 from shardwise.parity.processes import check_plan, sentence_of
 from shardwise.parity.ranks import engine_of
 from shardwise.planner.plan import Plan
+from shardwise.ranks.faults import Watch
 from shardwise.ranks.rank_error import RankError
 from shardwise.ranks.spawn import Ranks
 from shardwise.ranks.wires import ManyProcesses
@@ -45,7 +47,7 @@ def record_on_rank(
         try:
             problem = make()
             kind = RehearsedWires if rehearses else ManyProcesses
-            wires = kind(plan, limit_seconds=stall_seconds)
+            wires = kind(plan, Watch(dist.get_rank(), dist.get_world_size(), limit_seconds=stall_seconds))
             stack.callback(wires.watch.close)
             recorder.watch = wires.watch
             engine = engine_of(problem, plan, wires)

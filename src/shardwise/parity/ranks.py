@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.engine.engine import Engine
@@ -176,10 +175,7 @@ def _weights(engine: Engine) -> Mapping[str, Any]:
 
 def _used_by_all(engine: Engine, used: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Without what some rank holds a part of and has not used, and cannot give: experts that no token came to."""
-    told: list[set[str]] = [engine.parameters.keys() - used.keys()]
-    if dist.is_initialized():
-        told *= dist.get_world_size()
-        dist.all_gather_object(told, told[0])
+    told: list[set[str]] = engine.wires.gather(engine.parameters.keys() - used.keys())
     return {name: each for name, each in used.items() if not any(name in missing for missing in told)}
 
 

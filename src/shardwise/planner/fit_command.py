@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from shardwise.answer import Answer, Canvas, table
 from shardwise.planner.plan import Plan
 from shardwise.units import format_bytes
+from shardwise.working import working_at
 
 if TYPE_CHECKING:
     from shardwise.planner.account import Account
@@ -54,7 +55,10 @@ def run(arguments: argparse.Namespace) -> Answer:
         sequence=arguments.sequence,
         usual_sequence=_USUAL_SEQUENCE,
     )
+    working_at("the account of every rank")
     found = account(question, plan)
+    if not found.fits:
+        working_at("what would make it fit")
     changes = () if found.fits else cheapest_changes(found)
     runs = composes(plan)
     data = {

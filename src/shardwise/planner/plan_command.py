@@ -9,6 +9,7 @@ from shardwise.errors import ShardwiseError, unknown
 from shardwise.output import check_output
 from shardwise.planner.plan import read_keys
 from shardwise.units import parse_seconds
+from shardwise.working import working_at
 
 DESCRIPTION = """Find the plan that trains a model fastest on a cluster: over every axis, schedule, microbatch, ZeRO
 stage and recomputation together. Says how long a step takes, with the interval in which nine of ten such steps lie,
@@ -76,6 +77,7 @@ def _train(arguments: argparse.Namespace) -> Answer:
         fixed={} if arguments.fix is None else read_keys(arguments.fix),
         runnable=not arguments.any_engine,
     )
+    working_at("the search for the best plan")
     found, price = _find(arguments, question)
     saved = arguments.save
     if saved is not None:

@@ -20,6 +20,7 @@ process ended, with the sentence on stderr and in the store.
 import atexit
 import contextlib
 import os
+import pickle
 import sys
 import threading
 import time
@@ -32,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise import environment, torch_private
+from shardwise.errors import ShardwiseError
 from shardwise.ranks.breaking import break_all
 from shardwise.ranks.device_progress import DeviceProgress
 from shardwise.ranks.rank_error import RankError, decode, describe_failure, encode
@@ -97,7 +99,7 @@ class Watch:
         number = self._store.add(f"shardwise/{name}/watches/{rank}", 1)
         self._name = f"shardwise/{name}/{number}"
         self._place: object = "the start"
-        self._moves = 0
+        self._moves = self._num_exchanges = 0
         self._waits: tuple[tuple[int, ...], float] | None = None
         self._verdict: RankError | None = None
         self._others = tuple(other for other in range(num_ranks) if other != rank)
@@ -188,6 +190,20 @@ class Watch:
             self.check()
         return event.is_set()
 
+    def exchange(self, given: Any, what: object) -> list[Any]:
+        """What each rank gives, by way of the store: no group is needed, and nobody is waited for that has failed.
+
+        All ranks call it alike. One that comes late may have much to do before, and is no fault while it lives.
+        """
+        self.at(what)
+        self._num_exchanges += 1
+        keys = [f"{self._name}/exchange {self._num_exchanges}/{rank}" for rank in range(self.num_ranks)]
+        self._store.set(keys[self.rank], pickle.dumps(given))  # type: ignore[arg-type]  # It takes bytes as well.
+        while not self._store.check(keys):
+            self.check()
+            time.sleep(0.005)
+        return [pickle.loads(self._store.get(key)) for key in keys]
+
     @property
     def has_stopped(self) -> bool:
         """Whether it has broken all that it guards."""
@@ -197,13 +213,15 @@ class Watch:
         """Publish this rank's own error, so that the others stop with it. Another's that it raised is not its own."""
         if isinstance(error, RankError):
             return
-        if not self._told.is_set() and (self._verdict is not None or _is_of_another(error)):
+        is_own = self._told.is_set() or isinstance(error, ShardwiseError)
+        if not is_own and (self._verdict is not None or _is_of_another(error)):
             # What comes of communicators that another rank has left, or that were aborted, is not this rank's own.
             self.explain(error)
         self._told.set()
         stage, microbatch = getattr(self._place, "stage", None), getattr(self._place, "microbatch", None)
         details = "" if stage is None else f" (stage {stage}, microbatch {microbatch})"
-        error.add_note(f"at {self._place}{details}")
+        if stage is not None or not isinstance(error, ShardwiseError):  # A refusal says what it is about.
+            error.add_note(f"at {self._place}{details}")
         self._publish(describe_failure(self.rank, error))
 
     def explain(self, error: BaseException, peer: int | None = None) -> NoReturn:

@@ -24,7 +24,9 @@ import torch.distributed as dist
 from shardwise.errors import ShardwiseError, unknown
 from shardwise.planner.plan import Plan
 from shardwise.ranks.collectives import Group
+from shardwise.ranks.faults import Watch
 from shardwise.ranks.rank_error import RankError
+from shardwise.ranks.telling import watched
 
 #: Outermost first.
 ORDER = ("pp", "dp", "cp", "tp")
@@ -70,13 +72,14 @@ class Mesh:
         return (self.rank,) if handle is None else tuple(dist.get_process_group_ranks(handle))
 
 
-def make_mesh(plan: Plan, *, experts_over_tp: bool = False) -> Mesh:
+def make_mesh(plan: Plan, watch: Watch | None = None, *, experts_over_tp: bool = False) -> Mesh:
     """Make the mesh of this process. Every rank of the world calls this, with the same plan."""
     if not dist.is_available() or not dist.is_initialized():
         plan.check_world(1)
         return lone_mesh(plan)
     rank = dist.get_rank()
-    agree_on(plan)
+    with watched(watch) as watching:
+        agree_on(plan, watching)
     plan.check_world(dist.get_world_size())
     sizes = sizes_of(plan)
     grid = _grid(plan, sizes)
@@ -134,16 +137,14 @@ def replicas_of(plan: Plan) -> list[Replica]:
     return [Replica(places[rank], len(parts)) for rank in range(plan.num_ranks)]
 
 
-def agree_on(plan: Plan) -> None:
+def agree_on(plan: Plan, watch: Watch) -> None:
     """Find ranks with another plan before anything else is done: one of them says so, and all stop."""
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    plans = [""] * num_ranks
-    dist.all_gather_object(plans, str(plan))
+    plans = watch.exchange(str(plan), "the comparison of plans")
     different = next((other for other, text in enumerate(plans) if text != plans[0]), None)
     if different is None:
         return
     problem = f"rank 0 has the plan {plans[0]}, but rank {different} has {plans[different]}"
-    if rank == different:
+    if watch.rank == different:
         raise ShardwiseError(problem, remedy=f"the plan {plans[0]} on every rank")
     raise RankError(problem, remedy=f"the plan {plans[0]} on every rank", rank=different)
 
@@ -207,7 +208,7 @@ class Replicas:
         return self.shard.size * self.copies.size
 
 
-def make_replicas(ranks: Sequence[int], *, shard_size: int | None = None) -> Replicas:
+def make_replicas(ranks: Sequence[int], watch: Watch | None = None, *, shard_size: int | None = None) -> Replicas:
     """Make the groups of this rank and the `ranks` of the world that hold the same. Every rank of the world calls this.
 
     With `shard_size`, numbers are shared out over so many neighbours and repeated on the others. The groups carry
@@ -220,8 +221,8 @@ def make_replicas(ranks: Sequence[int], *, shard_size: int | None = None) -> Rep
         raise ShardwiseError(
             f"{len(ranks)} replicas cannot be sharded in groups of {size}", remedy=f"groups of {nearest}"
         )
-    every: list[tuple[int, ...]] = [()] * dist.get_world_size()
-    dist.all_gather_object(every, tuple(ranks))
+    with watched(watch) as watching:
+        every: list[tuple[int, ...]] = watching.exchange(tuple(ranks), "the making of groups")
     rows = [each[start : start + size] for each in sorted(set(every)) for start in range(0, len(each), size)]
     columns = [each[place::size] for each in sorted(set(every)) for place in range(size)]
     return Replicas(shard=_join(rows), copies=_join(columns))

@@ -10,8 +10,8 @@ what this process gives, and nobody has to be told of an error.
 """
 
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from shardwise.ranks.faults import LIMIT_SECONDS, Watch
 from shardwise.ranks.gpus import describe_mixed, gpu_of
 from shardwise.ranks.links import Link, connect, is_on_nccl, make_groups, make_links
 from shardwise.ranks.mesh import Mesh, Replicas, lone_mesh, make_mesh, make_replicas
+from shardwise.ranks.telling import find_watch, gather_objects, telling
 from shardwise.ranks.transport import ProcessTransport
 from shardwise.torch_private import find_gpu_backend
 
@@ -59,9 +60,9 @@ class Wires:
     def stand(self, place: object) -> None:
         """Say where this process stands: before it waits for its device, say."""
 
-    def told_to_all(self) -> AbstractContextManager[None]:
-        """A context: the others are told of an error before it goes on to the caller."""
-        return nullcontext()
+    def told_to_all(self, *, refusals: bool = True) -> AbstractContextManager[None]:
+        """A context: the others are told of an error, or of all but `refusals`, before it goes on to the caller."""
+        return telling(self.watch, refusals=refusals)
 
     def start_sum(self, numbers: Tensor) -> Any:  # noqa: ARG002 - they are the sum
         """Begin to add up numbers of the CPU over all processes, in place; None if they are the sum."""
@@ -98,18 +99,21 @@ class OneProcess(Wires):
 class ManyProcesses(Wires):
     """One rank of a plan in each process of the default group. Every one of them makes its own, at the same time."""
 
-    def __init__(self, plan: Plan, *, limit_seconds: float = LIMIT_SECONDS) -> None:
-        self.mesh = make_mesh(plan)
-        self.rank = dist.get_rank()
+    def __init__(self, plan: Plan, watch: Watch) -> None:
+        self.watch: Watch = watch
+        # Nobody can end the making of a group for which a rank does not come: so all are there before.
+        self.mesh = make_mesh(plan, watch)
+        self.rank = watch.rank
         self.ranks = (self.mesh.coordinates["pp"],)
-        self.watch: Watch = Watch(self.rank, dist.get_world_size(), limit_seconds=limit_seconds)
         # Numbers that all ranks add up or tell each other have a group of their own: one that is given up on must not
         # take another's with it.
         self._everybody: Any = dist.new_group(backend="gloo")
         self.watch.guard(self._everybody)
         self._clock: SharedClock | None = SharedClock(self._everybody, self.watch)
-        self.dense = make_replicas(self.mesh.ranks("gradients"), shard_size=plan.zero_group)
-        self.experts = make_replicas(self.mesh.ranks("expert_gradients")) if plan.ep > 1 else self.dense
+        self.dense = make_replicas(self.mesh.ranks("gradients"), watch, shard_size=plan.zero_group)
+        self.experts = make_replicas(self.mesh.ranks("expert_gradients"), watch) if plan.ep > 1 else self.dense
+        # From now on: a module is tried over these groups before it is trained.
+        self._guard([*self.mesh.groups.values(), *self._of_replicas()])
         self._groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
         self._links: dict[frozenset[Link], dict[Link, dist.ProcessGroup]] = {}
         self._ties: list[Group] = []
@@ -117,6 +121,7 @@ class ManyProcesses(Wires):
     def make_transport(self, links: Iterable[Link], device: torch.device) -> ProcessTransport:
         """What moves values over these links of the pipeline."""
         if self._groups is None:
+            self.gather(None)
             self._groups = make_groups(self.mesh.pipelines)
         made = None
         if self.is_on_nccl(device):
@@ -133,9 +138,7 @@ class ManyProcesses(Wires):
         mine = list(ties)
         self._ties += mine
         groups = [*self.mesh.groups.values(), *self._of_replicas(), *mine]
-        for each in groups:
-            if each.handle is not None and each.size > 1:
-                self.watch.guard(each.handle)
+        self._guard(mine)
         if not self.is_on_nccl(device):
             return
         is_gpu = device.type == "cuda"
@@ -149,6 +152,11 @@ class ManyProcesses(Wires):
         told = describe_mixed(found) if is_gpu and self.rank == 0 else None
         if told is not None:
             warnings.warn(told, stacklevel=2)
+
+    def _guard(self, groups: Iterable[Group]) -> None:
+        for each in groups:
+            if each.handle is not None and each.size > 1:
+                self.watch.guard(each.handle)
 
     def _of_replicas(self) -> list[Group]:
         return [each for pair in (self.dense, self.experts) for each in (pair.shard, pair.copies)]
@@ -169,14 +177,6 @@ class ManyProcesses(Wires):
         named += zip(("headers up", "headers down"), self._groups or (), strict=False)
         return [(name, handle) for name, handle in named if handle is not None]
 
-    @contextmanager
-    def told_to_all(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            self.watch.fail(error)
-            raise
-
     def start_sum(self, numbers: Tensor) -> Any:
         return dist.all_reduce(numbers, group=self._everybody, async_op=True)
 
@@ -190,13 +190,9 @@ class ManyProcesses(Wires):
 
     def gather(self, given: Any, group: str | None = None) -> list[Any]:
         among = self._everybody if group is None else self.mesh.group(group).handle
-        told = [None for _ in range(dist.get_world_size(among))]
-        self.watch.at("the gathering of what ranks hold")
-        try:
-            dist.all_gather_object(told, given, group=among)
-        except RuntimeError as error:
-            self.watch.explain(error)
-        return told
+        if among is None:
+            return [given]
+        return gather_objects(given, among, self.watch, "the gathering of what ranks hold")
 
     def clock_correction(self) -> float:
         assert self._clock is not None, "the wires are closed"
@@ -222,8 +218,12 @@ class ManyProcesses(Wires):
             group.handle = None
 
 
-def make_wires(plan: Plan, *, limit_seconds: float = LIMIT_SECONDS) -> OneProcess | ManyProcesses:
-    """The wires of this process: of one of many where `torch.distributed` has several, else of one alone."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return ManyProcesses(plan, limit_seconds=limit_seconds)
-    return OneProcess(plan)
+def make_wires(
+    plan: Plan, watch: Watch | None = None, *, limit_seconds: float = LIMIT_SECONDS
+) -> OneProcess | ManyProcesses:
+    """The wires of this process: of one of many where `torch.distributed` has several, else of one alone.
+
+    They are watched by `watch`, if that has begun before them.
+    """
+    watch = watch or find_watch(limit_seconds=limit_seconds)
+    return OneProcess(plan) if watch is None else ManyProcesses(plan, watch)

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing import connection, parent_process
 from types import TracebackType
 from typing import Any
@@ -29,6 +30,7 @@ from shardwise.torch_private import PrefixStore, TCPStore
 
 #: How much later a rank under `torchrun` ends than the one whose failure it follows.
 _LATER_SECONDS = 2.0
+_TELL_WITHIN = timedelta(seconds=10)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +138,15 @@ def join_if_launched() -> None:
         rank=rank,
         world_size=size,
     )
+
+
+def is_first_to_tell() -> bool:
+    """Under `torchrun`: whether no other rank of this attempt has asked. Where its store does not answer, each is."""
+    try:
+        store = TCPStore(*environment.master(), is_master=False, wait_for_workers=False, timeout=_TELL_WITHIN)
+        return bool(store.add(f"shardwise/told in attempt {environment.num_restarts()}", 1) == 1)
+    except RuntimeError:
+        return True
 
 
 def _tell_once(num_here: int) -> None:

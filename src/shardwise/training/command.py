@@ -14,6 +14,7 @@ from shardwise.planner.plan import Plan
 from shardwise.training import fields
 from shardwise.training.recipe import RECIPES, Recipe, get_recipe, read_recipe
 from shardwise.units import counted, format_percent, format_seconds
+from shardwise.working import step_aside
 
 if TYPE_CHECKING:
     from shardwise.ranks.gpus import Gpus
@@ -84,6 +85,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     folder = Path(arguments.folder) if arguments.folder else new_folder(recipe)
     check_same(folder, recipe)
     gpus: Gpus = "shared" if arguments.share_gpus else "own"
+    step_aside()  # The first rank draws a bar of its own.
     result = train(asked.job(folder), num_devices, gpus=gpus)
     return Answer(data={}, render=lambda _: None) if result is None else _answer(result)
 

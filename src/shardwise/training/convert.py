@@ -29,6 +29,7 @@ from shardwise.training.convert_dcp import METADATA, copy_beside, from_dcp, to_d
 from shardwise.training.convert_own import own_to_theirs
 from shardwise.training.folder import CHECKPOINTS
 from shardwise.training.model import check_sayable, described, settings_from
+from shardwise.working import working_at
 
 #: Beside our files: what else lay in the folder that they came from.
 _BESIDE = "hf"
@@ -135,7 +136,8 @@ def _files(checkpoint: Checkpoint, dtype: torch.dtype | None, file_bytes: int) -
     """The weights, as many at a time as go into one file."""
 
     def parts() -> Iterator[tuple[Part, int]]:
-        for name in checkpoint.shapes:
+        for number, name in enumerate(checkpoint.shapes):
+            working_at("tensors written", number, len(checkpoint.shapes))
             weight = checkpoint.read(name)
             part = whole_part(name, weight if dtype is None else weight.to(dtype))
             yield part, part.numbers.nbytes

@@ -28,6 +28,7 @@ from shardwise.nets.hf.files import Files
 from shardwise.nets.hf.save import write_shards
 from shardwise.nets.weights import shapes_of
 from shardwise.training.dcp_metadata import read_metadata
+from shardwise.working import working_at
 
 METADATA = ".metadata"
 _BESIDE = (".json", ".txt", ".model", ".jinja")
@@ -95,7 +96,11 @@ def to_dcp(source: Path, target: Path, dtype: torch.dtype | None) -> None:
     try:
         outlines: dict[str, Outline] = {name: (files.shape(name), dtype or files.dtype(name)) for name in files.names}
 
+        waiting = dict.fromkeys(outlines)
+
         def read(name: str) -> Tensor:
+            waiting.pop(name, None)
+            working_at("tensors written", len(outlines) - len(waiting), len(outlines))
             whole = tuple(slice(None) for _ in outlines[name][0])
             return files.read(name, whole).to(outlines[name][1])
 

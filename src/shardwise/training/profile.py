@@ -80,6 +80,7 @@ def measure_rank(job: Job, num_steps: int) -> Measured | None:
     """What every rank does."""
     with ExitStack() as stack:
         world = World()
+        stack.enter_context(world.telling())
         if world.is_first:
             make_folder(job.folder)
             stack.enter_context(own_folder(job.folder, is_owner=environment.place_under_torchrun() is not None))
@@ -132,7 +133,8 @@ def _measure(job: Job, world: World, setup: Setup, num_steps: int, progress: Pro
 def _measure_link(world: World) -> tuple[float, float] | None:
     """Messages there and back between the first two ranks, in a group of their own, while the others wait."""
     found = None
-    pair = dist.new_group([0, 1]) if world.size > 1 else None  # Every rank of the world makes it.
+    world.wait()
+    pair = world.guarded(dist.new_group([0, 1])) if world.size > 1 else None  # Every rank of the world makes it.
     if pair is not None and world.rank < 2:
         latency = _way_seconds(world, pair, 8)
         found = latency, _LARGE / max(_way_seconds(world, pair, _LARGE) - latency, 1e-9)

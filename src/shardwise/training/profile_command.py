@@ -23,6 +23,7 @@ from shardwise.trace.run import Run
 from shardwise.trace.stretches import parts_of_ranks
 from shardwise.training import command as train_command
 from shardwise.units import format_seconds
+from shardwise.working import step_aside
 
 if TYPE_CHECKING:
     from shardwise.ranks.gpus import Gpus
@@ -68,6 +69,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     folder = _folder(arguments, recipe.name)
     job = asked.job(folder)
     gpus: Gpus = "shared" if arguments.share_gpus else "own"
+    step_aside()  # The first rank draws a bar of its own.
     measured = measure(job, asked.num_devices, arguments.steps, gpus=gpus)
     if measured is None:  # Under torchrun the first rank tells.
         return Answer(data={}, render=lambda _: None)

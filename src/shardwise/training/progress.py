@@ -10,6 +10,7 @@ from typing import Any, TextIO
 from shardwise import environment
 from shardwise.answer import canvas_on
 from shardwise.units import format_bytes, format_percent
+from shardwise.working import working_at, working_on
 
 #: How often a bar is drawn again: a thread does that, and takes time from training.
 _REFRESHES_PER_SECOND = 4
@@ -75,6 +76,16 @@ class Progress:
         elif told is not None:
             self.say(line_of(step, num_steps, told))
 
+    @contextmanager
+    def working(self, what: str) -> Iterator[None]:
+        """Within it a terminal shows that something goes on which is no step."""
+        if self._canvas is None or self._bar is not None:
+            yield
+            return
+        with working_on(self._canvas.stream):
+            working_at(what)
+            yield
+
     def say(self, text: str) -> None:
         if self._canvas is None:
             return
@@ -101,12 +112,16 @@ def _find_bar(stream: TextIO, first: int, last: int) -> Any:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
+        from rich.table import Column
     except ImportError:
         return None
+    # Where a line is short, what is told is: how far it is, and for how long yet, can always be read.
     columns = (
-        MofNCompleteColumn(), BarColumn(bar_width=20), TimeRemainingColumn(compact=True),
-        TextColumn("{task.fields[told]}", markup=False),
-    )  # fmt: skip
+        MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=2 * len(str(last)) + 1)),
+        BarColumn(bar_width=20, table_column=Column(min_width=8)),
+        TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True, min_width=5)),
+        TextColumn("{task.fields[told]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
+    )
     bar = Bar(
         *columns, console=Console(file=stream), refresh_per_second=_REFRESHES_PER_SECOND, redirect_stdout=False,
         redirect_stderr=False,

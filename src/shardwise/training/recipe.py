@@ -201,6 +201,10 @@ def get_recipe(word: str) -> Recipe:
             f"{word} is the folder of a run, and no recipe" if has_run else f"{word} is a folder, and no recipe",
             remedy=f"shardwise train --folder {word}" + (", which goes on with it" if has_run else ""),
         )
+    if "/" in word and not path.suffix and not path.exists():
+        raise ShardwiseError(
+            f"there is no recipe {word}", remedy=f"shardwise train --folder {word}, to train there; or a TOML file"
+        )
     if path.suffix or "/" in word or path.is_file():
         return read_recipe(path)
     error = unknown("recipe", word, RECIPES)

@@ -52,6 +52,7 @@ def train_rank(job: Job) -> Result | StoppedError | None:
     """What every rank does. Only the first has a result. What all ranks know went wrong is given back, not raised."""
     with StopSignals() as stop, ExitStack() as stack:
         world = World()
+        stack.enter_context(world.telling())
         progress = Progress(speaks=world.is_first)
         if world.is_first:
             make_folder(job.folder)

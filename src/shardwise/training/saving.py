@@ -40,7 +40,8 @@ class Saver:
 
     def finish(self) -> str | None:
         """Wait until what was begun is written; return the newest checkpoint that is whole."""
-        self._warn(self._writer.finish())
+        with self._progress.working("the last checkpoint is written"):
+            self._warn(self._writer.finish())
         last = find_last(self._root)
         return None if last is None else str(last)
 

@@ -1,8 +1,10 @@
 """This process among those of a run: which it is, on which device, and what it agrees on with the others.
 
-Every rank calls the methods alike. They have a group of their own, so that nothing of an engine's gets between.
+Every rank calls the methods alike. They have a group of their own, so that nothing of an engine's gets between, and a
+watch: a rank that fails inside of `telling` is named by all, wherever they wait.
 """
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -10,7 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.cluster.local import peak_memory_bytes
+from shardwise.ranks.telling import find_watch, gather_objects, telling, wait_patiently
 from shardwise.ranks.worker import join_if_launched
+
+_TOLD = "what ranks of a run tell each other"
 
 
 class World:
@@ -20,20 +25,32 @@ class World:
         join_if_launched()
         is_many = dist.is_initialized()
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if is_many else (0, 1)
-        self._group = dist.new_group(backend="gloo") if self.size > 1 else None
+        self._watch = find_watch("run")
+        self._group = None
+        if self._watch is not None:
+            self._watch.exchange(None, "the beginning of the run")
+            self._group = self.guarded(dist.new_group(backend="gloo"))
         self.device = _device()
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
+    def telling(self) -> AbstractContextManager[None]:
+        """A context: the others are told of an error before it goes on to the caller."""
+        return telling(self._watch)
+
+    def guarded(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """A group whose waits end when a rank fails."""
+        if self._watch is not None:
+            self._watch.guard(group)
+        return group
+
     def gather(self, given: Any) -> list[Any]:
         """What each rank gives."""
-        if self._group is None:
+        if self._group is None or self._watch is None:
             return [given]
-        told = [None for _ in range(self.size)]
-        dist.all_gather_object(told, given, group=self._group)
-        return told
+        return gather_objects(given, self._group, self._watch, _TOLD)
 
     def first(self, given: Any) -> Any:
         """What the first rank gives."""
@@ -41,10 +58,11 @@ class World:
 
     def highest(self, number: float) -> float:
         """The highest of what ranks give."""
-        if self._group is None:
+        if self._group is None or self._watch is None:
             return number
         numbers: Tensor = torch.tensor([number], dtype=torch.float64)
-        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group)
+        work = dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        wait_patiently(work, self._watch, _TOLD)
         return float(numbers)
 
     def wait(self) -> None:
@@ -64,6 +82,8 @@ class World:
         return num_bytes / torch.cuda.get_device_properties(self.device).total_memory
 
     def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
         if self._group is not None:
             dist.destroy_process_group(self._group)
 

@@ -1,6 +1,7 @@
 """Small models trained on ranks that share out the tokens, and the same on one device."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +9,10 @@ import torch.distributed as dist
 import transformers as hf
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.optim import SGD
 
+from shardwise.engine.parallelize import parallelize
+from shardwise.errors import ShardwiseError
 from shardwise.execution.backward import input_gradients
 from shardwise.execution.compute_policy import saving_nothing
 from shardwise.ranks.collectives import Group
@@ -233,3 +237,26 @@ def pipelined_results(name: str, length: int) -> dict[str, Tensor]:
         dist.all_reduce(each)
         each /= count
     return results
+
+
+def _summed(output: Any, batch: Mapping[str, Any]) -> tuple[Tensor, int]:
+    labels = batch["labels"].flatten()
+    return cross_entropy(output.logits.flatten(0, 1), labels, reduction="sum"), labels.numel()
+
+
+def tried_minimax(kinds: tuple[str, str]) -> tuple[bool, str]:
+    """Whether MiniMax is held against the whole sequence under cp, and what is said against it."""
+    torch.manual_seed(0)
+    config = hf.MiniMaxConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, num_local_experts=2, num_experts_per_tok=1, block_size=16,
+        layer_types=list(kinds), use_cache=False, max_position_embeddings=64,
+    )  # fmt: skip
+    batch = {name: torch.randint(97, (2, 16)) for name in ("input_ids", "labels")}
+    try:
+        with parallelize(
+            hf.MiniMaxForCausalLM(config), "cp=2", loss=_summed, example=batch, optimizer=partial(SGD, lr=0.1)
+        ) as engine:
+            return engine.sharded.is_tried, ""
+    except ShardwiseError as error:
+        return True, error.problem

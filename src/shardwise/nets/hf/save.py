@@ -18,6 +18,7 @@ from shardwise.nets.settings import Settings
 from shardwise.nets.transformer import Transformer
 from shardwise.nets.weights import shapes_of, weights_of
 from shardwise.output import write_whole
+from shardwise.working import working_at
 
 Item = TypeVar("Item")
 
@@ -90,7 +91,10 @@ def write_shards(folder: Path, sizes: Mapping[str, int], make: Callable[[str], T
     total = 0
     for number, tensors in enumerate(shards, start=1):
         file = ONE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        made = {tensor: make(tensor) for tensor in tensors}
+        made = {}
+        for tensor in tensors:
+            working_at("tensors written", len(homes) + len(made), len(sizes))
+            made[tensor] = make(tensor)
         save_file(made, folder / file, metadata={"format": "pt"})
         total += sum(each.numel() * each.element_size() for each in made.values())
         homes |= dict.fromkeys(tensors, file)

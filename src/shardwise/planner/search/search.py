@@ -39,6 +39,7 @@ from shardwise.planner.search.choices import (
     zeros,
 )
 from shardwise.planner.search.tally import Tally
+from shardwise.working import working_at
 
 # Axes of a block that is expanded together, candidates that are priced together, and how much slower than the best
 # something may be and still be looked at, for the comparison.
@@ -110,6 +111,7 @@ class _InPrecision:
         each = 0 if self.search.found else _OF_EACH_KIND
         kept = _first_of_each(_axes_kind(axes), order, each)
         for start, stop in _growing(len(order), _BLOCK):
+            working_at(f"ways to divide the devices, in {self.precision}", start, len(order))
             block = order[start:stop]
             wanted = block[(bound[block] <= self.search.limit) | kept[block]]
             tally.slower += (len(block) - len(wanted)) * weight

@@ -199,11 +199,6 @@ class ContextParallel:
         return self.attend(query, key, value, mask, scale, dropout=dropout)
 
 
-def is_of_others(module: nn.Module) -> bool:
-    """Whether a module's attention is found call by call: it is neither of transformers nor of our nets."""
-    return not hf.models_in(module) and not _with_attend(module)
-
-
 def _with_attend(module: nn.Module) -> list[nn.Module]:
     """The modules whose attention is a function of theirs."""
     return [each for each in module.modules() if callable(each.__dict__.get("attend"))]

@@ -9,7 +9,7 @@ are what modules return and the loss. What is drawn at random is not: nothing is
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
+from shardwise.nets.moe import MoE
 from shardwise.ranks.collectives import Group
 from shardwise.sharding.block_watch import BlockWatch
-from shardwise.sharding.context.parallel import ContextParallel, is_of_others
+from shardwise.sharding.context.parallel import ContextParallel
 from shardwise.sharding.stand_in import another, converted, fitting, stand_in, tensors_in
 from shardwise.sharding.zigzag import zigzag_shard
 from shardwise.stages.batch import home_of
@@ -53,8 +54,6 @@ def are_parts_alike(module: nn.Module, make: Callable[[], ContextParallel], batc
     `make` gives a context like the one that the module will have, and `batch` is a microbatch. All ranks of the group
     call this alike.
     """
-    if not is_of_others(module):
-        return False  # What these do with tokens is known by their kind.
     device, dtypes = fitting(module, lambda _: None, home_of(batch))
     passing = _passing(module, batch)
     for example in (make().shortened(batch, _TOKENS), batch):
@@ -63,6 +62,7 @@ def are_parts_alike(module: nn.Module, make: Callable[[], ContextParallel], batc
                 given = converted(example, dtype, device)
                 try:
                     twin = stand_in(module, lambda _: None, passing, dtype=dtype, device=device, seed=1)
+                    _leave_balance_out(twin)
                     whole = _run(another(twin), given, tried)
                     if whole.raised is not None:
                         continue
@@ -71,6 +71,14 @@ def are_parts_alike(module: nn.Module, make: Callable[[], ContextParallel], batc
                 _compare(another(twin), make(), given, tried, whole, _TOLERANCE[dtype])
                 return True
     return False
+
+
+def _leave_balance_out(twin: nn.Module) -> None:
+    """Let experts of ours take all that come, and their balance not count: both are of the tokens of all ranks, and
+    layers are told of those (`expert/shard.py`) after this trial. Without a weight nothing is returned of it."""
+    for each in twin.modules():
+        if isinstance(each, MoE):
+            each.mixture = replace(each.mixture, capacity=None, auxiliary=1e-12 if each.mixture.auxiliary else 0.0)
 
 
 def _passing(module: nn.Module, batch: Batch) -> Mapping[str, Hashable]:

@@ -1,0 +1,86 @@
+"""What goes wrong on one rank told to the others, so that none waits for it; and what all of them give, gathered.
+
+A rank that raises alone, wherever that is, would leave the others at their next wait for it. So whatever all ranks do
+together is done inside of `telling`, over groups that the watch guards.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from shardwise.errors import ShardwiseError
+from shardwise.ranks.faults import LIMIT_SECONDS, Watch
+from shardwise.ranks.worker import join_if_launched
+
+
+def find_watch(name: str = "pipeline", limit_seconds: float = LIMIT_SECONDS) -> Watch | None:
+    """A new watch of this process, if it is one of several. All of them make it alike."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return Watch(dist.get_rank(), dist.get_world_size(), limit_seconds=limit_seconds, name=name)
+
+
+@contextmanager
+def telling(watch: Watch | None, *, refusals: bool = True) -> Iterator[None]:
+    """The others are told of an error before it goes on to the caller, and then all that the watch guards is over.
+
+    Without `refusals` those are not told: all ranks refuse alike, and what they share can be used on.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if watch is not None and (refusals or not isinstance(error, ShardwiseError)):
+            watch.fail(error)
+        raise
+
+
+@contextmanager
+def making(shared: Watch | None, limit_seconds: float | None = None) -> Iterator[Watch | None]:
+    """Within it ranks make something together, before there is anything else that connects them: nobody waits for one
+    that has failed. Gives the watch of it, if this process is one of several: a new one, or that of what is `shared`
+    with others, over which a refusal ends nothing. Under `torchrun` the processes are joined first."""
+    join_if_launched()
+    watch = shared or find_watch(limit_seconds=limit_seconds or LIMIT_SECONDS)
+    try:
+        with telling(watch, refusals=shared is None):
+            yield watch
+    except BaseException:
+        if shared is None and watch is not None:
+            watch.close()
+        raise
+
+
+@contextmanager
+def watched(watch: Watch | None) -> Iterator[Watch]:
+    """This watch; or one for the while, which tells what goes wrong."""
+    if watch is not None:
+        yield watch
+        return
+    own = Watch(dist.get_rank(), dist.get_world_size(), name="for the while")
+    try:
+        with telling(own):
+            yield own
+    finally:
+        own.close()
+
+
+def gather_objects(given: Any, group: dist.ProcessGroup, watch: Watch, what: str) -> list[Any]:
+    """What each rank of a group gives. The watch guards the group: its error ends the wait."""
+    told = [None for _ in range(group.size())]
+    watch.at(what)
+    try:
+        dist.all_gather_object(told, given, group=group)
+    except RuntimeError as error:
+        watch.explain(error)
+    return told
+
+
+def wait_patiently(work: Any, watch: Watch, what: str) -> None:
+    """Wait for work of a group that the watch guards. Whoever comes late, and lives, may have much to do before."""
+    watch.at(what)
+    try:
+        work.wait()
+    except RuntimeError as error:
+        watch.explain(error)

@@ -222,7 +222,7 @@ def _in_our_words(message: str) -> WrongCallError:
 
 def _is_to_tell(error: ShardwiseError) -> bool:
     """Under torchrun, what all ranks refuse is said once, by whoever comes to it first."""
-    if environment.place_under_torchrun() is None:
+    if environment.find_master() is None:
         return True
     from shardwise.ranks.worker import is_first_to_tell  # Loads torch.
 

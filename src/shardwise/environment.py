@@ -144,8 +144,10 @@ def rank_under_torchrun() -> int:
     return int(os.environ["RANK"])
 
 
-def master() -> tuple[str, int]:
-    """Where the store is that `torchrun` keeps for all processes."""
+def find_master() -> tuple[str, int] | None:
+    """Where the store is that `torchrun` keeps for all processes, if it has started this one."""
+    if not {"TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        return None
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 

@@ -142,8 +142,10 @@ def join_if_launched() -> None:
 
 def is_first_to_tell() -> bool:
     """Under `torchrun`: whether no other rank of this attempt has asked. Where its store does not answer, each is."""
+    master = environment.find_master()
+    assert master is not None, "only torchrun has such a store"
     try:
-        store = TCPStore(*environment.master(), is_master=False, wait_for_workers=False, timeout=_TELL_WITHIN)
+        store = TCPStore(*master, is_master=False, wait_for_workers=False, timeout=_TELL_WITHIN)
         return bool(store.add(f"shardwise/told in attempt {environment.num_restarts()}", 1) == 1)
     except RuntimeError:
         return True

@@ -13,6 +13,7 @@ from shardwise.nccl.taps import recording, touching
 from shardwise.parity.problem import make_optimizer
 from shardwise.planner.plan import Plan
 from shardwise.ranks.collectives import Group, start_all_gather, start_all_reduce
+from shardwise.ranks.faults import Watch
 from tests.parity.models import make_problem
 
 
@@ -55,7 +56,7 @@ def count_both_ways(text: str) -> list[tuple[dict[str, int], dict[str, int]]]:
     plan = Plan.parse(text)
     problem = make_problem("tied", plan)()
     with recording() as recorder:
-        wires = RehearsedWires(plan)
+        wires = RehearsedWires(plan, Watch(dist.get_rank(), dist.get_world_size()))
         options: dict[str, Any] = {"optimizer": make_optimizer, "example": problem.batches[0], "wires": wires}
         engine = parallelize(problem.module, plan, loss=problem.loss, **options)
         groups = {id(each.handle): each for each in wires.mesh.groups.values() if each.handle is not None}

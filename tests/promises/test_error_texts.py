@@ -906,7 +906,7 @@ error: folder is a folder, and no recipe
         "train tiny --set precision=float16",
         1,
         """
-error: unknown precision 'float16'; known: auto, fp32, bf16, fp16 (in --set)
+error: unknown precision 'float16'; known: auto, fp32, bf16, fp16, fp8, fp8-rows (in --set)
   try: precision=fp16
 """,
     ),
@@ -914,7 +914,7 @@ error: unknown precision 'float16'; known: auto, fp32, bf16, fp16 (in --set)
         "check --plan dp=2,precision=bfloat16",
         1,
         """
-error: unknown precision 'bfloat16'; known: fp32, bf16, fp16
+error: unknown precision 'bfloat16'; known: fp32, bf16, fp16, fp8, fp8-rows
   try: precision=bf16
 """,
     ),

@@ -97,11 +97,7 @@ def parallelize(
     with making(None if wires is None else wires.watch, _COMPILING_SECONDS if compile else None) as watch:
         chosen = _checked(module, plan, loss, optimizer, example, options)
         check_here(chosen, watch, compiles=bool(compile))
-        check_module(module)
-        if not options.masters:
-            check_sixteen(module)
-        check_renormed(module, chosen)
-        check_gradient_hooks(module, chosen)
+        _check_module(module, chosen, options)
         example = put_together(module, example, chosen.precision)
         return assemble(
             module, chosen, loss=loss, optimizer=optimizer, example=example, options=options,
@@ -114,6 +110,15 @@ def _checked(module: nn.Module, plan: Plan | str, loss: Loss, optimizer: Any, ex
     _check_arguments(module, plan, loss, optimizer, example)
     check_settings(clip=options.clip, bucket_bytes=options.bucket_bytes, buffers=options.buffers, batch=options.batch)
     return Plan.parse(plan) if isinstance(plan, str) else plan
+
+
+def _check_module(module: nn.Module, plan: Plan, options: Options) -> None:
+    """Refuse what of the module cannot be trained so."""
+    check_module(module)
+    if not options.masters:
+        check_sixteen(module)
+    check_renormed(module, plan)
+    check_gradient_hooks(module, plan)
 
 
 def _check_arguments(module: Any, plan: Any, loss: Any, optimizer: Any, example: Any) -> None:

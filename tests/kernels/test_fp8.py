@@ -26,11 +26,11 @@ def assert_cast_alike(x: Tensor, scales: Scales, kind: torch.dtype) -> None:
         assert one.numbers.is_contiguous()
         torch.testing.assert_close(one.scale, other.scale, rtol=2**-22, atol=0)
         # Triton's interpreter leaves out numbers below the smallest normal one of e4m3. On a GPU a scale may be off by
-        # one step of float32, and with it one number in thousands that lies between two others.
+        # one step of float32, and with it what lies in the middle of two others: of 16-bit numbers a few in 1,000.
         lost = 0.0 if x.is_cuda or kind is E5M2 else 2.0**-6
         made, expected = one.numbers.float(), other.numbers.float()
         differs = (made - expected).abs() > lost
-        assert differs.float().mean() <= (1e-3 if x.is_cuda else 0)
+        assert differs.float().mean() <= (3e-3 if x.is_cuda else 0)
         torch.testing.assert_close(made, expected, rtol=0.25, atol=lost)
 
 

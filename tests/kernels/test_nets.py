@@ -37,7 +37,7 @@ def model(**changed: Any) -> Transformer:
 
 def batch() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(5)
-    ids = torch.randint(29, (2, 6), generator=generator)
+    ids = torch.randint(29, (2, 6), generator=generator, device="cpu").to(torch.get_default_device())
     labels = ids.roll(-1, 1)
     labels[:, -1] = -100
     return {"input_ids": ids, "labels": labels}

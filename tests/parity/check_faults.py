@@ -42,7 +42,7 @@ class SeededFault:
     """`wrong` is what goes wrong; `at` is a module and a function of it, or of a class of it.
 
     `model` is the default one, a known one, or a problem of `check_problems.py`. `kind` is a heading of the page.
-    Without `verify` layers are cut untried: a trial would see what is wrong, and leave them whole.
+    Without `verify` layers and sequences are cut untried: a trial would see what is wrong, and leave or refuse them.
     """
 
     id: str

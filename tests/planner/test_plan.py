@@ -163,7 +163,7 @@ def test_stages_are_ranks_times_chunks_of_one_copy_of_the_model(text: str, num_s
         ("zero=4", "zero=4: the ZeRO stage is 0, 1, 2 or 3\n  try: zero=1"),
         ("schedule=zbv", "try: schedule=zb-v"),
         ("recompute=ful", "unknown recompute 'ful'; known: none, selective, full\n  try: recompute=full"),
-        ("precision=fp8", "unknown precision 'fp8'; known: fp32, bf16, fp16"),
+        ("precision=fp4", "unknown precision 'fp4'; known: fp32, bf16, fp16, fp8, fp8-rows"),
         ("offload.optimizer=2", "offload.optimizer=2: a share is from 0 (none) to 1 (all)\n  try: offload.optimizer=1"),
         ("offload.optimizer=some", "wants a number from 0 to 1\n  try: offload.optimizer=0.5"),
         ("microbatches=0,pp=2", "microbatches=0: a step has at least 1\n  try: microbatches=4"),

@@ -133,7 +133,10 @@ def fp8_linear(
         return functional.linear(x, weight, bias)
     has = has_products(x.device) if products is None else products
     flat = x.reshape(-1, x.shape[-1])
-    made = _Linear.apply(flat, weight, bias, computing or x.dtype, scales, has, kernels)  # type: ignore[no-untyped-call]
+    # What wants a gradient is said here: a compiler need not know it inside of a function (torch 2.11's did not).
+    wants = x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad
+    how = computing or x.dtype, scales, has, kernels, wants
+    made = _Linear.apply(flat, weight, bias, *how)  # type: ignore[no-untyped-call]
     return cast(Tensor, made).view(*x.shape[:-1], weight.shape[0])
 
 
@@ -141,22 +144,21 @@ class _Linear(Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, computing: torch.dtype, scales: Scales,
-        products: bool, kernels: bool,
+        products: bool, kernels: bool, wants: tuple[bool, bool, bool],
     ) -> Tensor:  # fmt: skip
-        rows, columns = quantise_both(x, E4M3, scales, columns=ctx.needs_input_grad[1], kernels=kernels)
+        rows, columns = quantise_both(x, E4M3, scales, columns=wants[1], kernels=kernels)
         matrix = quantise(weight, E4M3, scales, kernels=kernels)
         assert rows is not None, "it was asked for"
         ctx.save_for_backward(*((None, None) if columns is None else columns), weight, matrix.scale)
         ctx.kinds = x.dtype, None if bias is None else bias.dtype
         ctx.are_tensors = True, True, bias is not None
-        ctx.how = scales, products, kernels
+        ctx.how = scales, products, kernels, wants
         return multiply(rows, matrix, computing, bias, products=products, fast=FAST["forward"])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         numbers, scale, weight, weight_scale = ctx.saved_tensors
-        scales, products, kernels = ctx.how
-        wants = ctx.needs_input_grad[:3]
+        scales, products, kernels, wants = ctx.how
         if not torch.compiler.is_compiling():  # A compiled backward is cut in halves as a whole (`stages/compiled.py`).
             wants = tuple(is_input_wanted(ctx, number) for number in range(3))
         rows, columns = quantise_both(gradient, E5M2, scales, rows=wants[0], columns=wants[1], kernels=kernels)
@@ -170,4 +172,4 @@ class _Linear(Function):
             found[1] = multiply(columns, given, weight.dtype, products=products, fast=FAST["backward"])
         if wants[2]:
             found[2] = gradient.sum(0, dtype=torch.float32).to(ctx.kinds[1])
-        return *found, None, None, None, None
+        return *found, None, None, None, None, None

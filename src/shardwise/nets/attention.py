@@ -13,7 +13,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from shardwise.kernels.rotary import rotary
 from shardwise.nets.cache import Cache
-from shardwise.nets.joined import linear_layers
 from shardwise.nets.mask import AttentionMask
 from shardwise.nets.rotary import Rotation
 from shardwise.nets.settings import Heads, Settings
@@ -117,17 +116,17 @@ class Attention(nn.Module):
     def forward(
         self, hidden: Tensor, rotation: Rotation | None, mask: AttentionMask, cache: Cache | None = None
     ) -> Tensor:
-        projected = linear_layers(hidden, self.q_proj, self.k_proj, self.v_proj, kernels=self.kernels)
-        norms = (self.q_norm, self.k_norm, None)
-        query, key, value = (self._heads(each, norm) for each, norm in zip(projected, norms, strict=True))
+        query = self._heads(self.q_proj(hidden), self.q_norm)
+        key = self._heads(self.k_proj(hidden), self.k_norm)
+        value = self._heads(self.v_proj(hidden), None)
         if rotation is not None:
             query, key = rotary(query, key, *rotation, interleaved=self.interleaved, kernels=self.kernels)
         if cache is not None:
             key, value = cache.extend(self.layer, key, value)
         dropout = self.dropout if self.training else 0.0
         seen = self.attend(query, key, value, mask, self.head_dim**-0.5, dropout)
-        output: Tensor = self.o_proj(seen.transpose(1, 2).flatten(2))
-        return output
+        projected: Tensor = self.o_proj(seen.transpose(1, 2).flatten(2))
+        return projected
 
     def _heads(self, projected: Tensor, norm: nn.Module | None) -> Tensor:
         """[batch, tokens, heads x dim] to [batch, heads, tokens, dim]."""

@@ -3,7 +3,6 @@
 from torch import Tensor, nn
 
 from shardwise.kernels.gated import ACTIVATIONS, gated
-from shardwise.nets.joined import linear_layers
 from shardwise.nets.settings import Mlp
 
 
@@ -18,10 +17,10 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(mlp.width, width, bias=mlp.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        up: Tensor = self.up_proj(hidden)
         if self.gate_proj is None:
-            inner = ACTIVATIONS[self.activation](self.up_proj(hidden))
+            inner = ACTIVATIONS[self.activation](up)
         else:
-            gate, up = linear_layers(hidden, self.gate_proj, self.up_proj, kernels=self.kernels)
-            inner = gated(gate, up, self.activation, kernels=self.kernels)
+            inner = gated(self.gate_proj(hidden), up, self.activation, kernels=self.kernels)
         projected: Tensor = self.down_proj(inner)
         return projected

@@ -110,10 +110,10 @@ def scaled_mm(
     """Rows of one by rows of the other, both of 8 bits with their scales: [] or [rows, 1]. `out` is where to write.
 
     `torch.nn.functional.scaled_mm` is public from 2.10 on, and 2.11's compiler does not know it yet. Products with a
-    scale for each row come in bfloat16 alone, and those in float32 were wrong on an H200 (torch 2.11).
+    scale for each row come in bfloat16 alone, and a bias is added in no more than 16 bits.
     """
-    made_in = torch.float16 if dtype is torch.float16 and not left[1].dim() else torch.bfloat16
-    inside = bias is not None and bias.dtype is not torch.float32
+    made_in = torch.bfloat16 if left[1].dim() else dtype
+    inside = bias is not None and made_in is not torch.float32
     how: dict[str, Any] = {"out_dtype": made_in, "use_fast_accum": fast}
     if inside and bias is not None:
         how["bias"] = bias.to(made_in)

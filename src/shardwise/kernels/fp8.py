@@ -133,7 +133,6 @@ def fp8_linear(
         return functional.linear(x, weight, bias)
     has = has_products(x.device) if products is None else products
     flat = x.reshape(-1, x.shape[-1])
-    # What wants a gradient is said here: a compiler need not know it inside of a function (torch 2.11's did not).
     wants = x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad
     how = computing or x.dtype, scales, has, kernels, wants
     made = _Linear.apply(flat, weight, bias, *how)  # type: ignore[no-untyped-call]
@@ -153,7 +152,13 @@ class _Linear(Function):
         ctx.kinds = x.dtype, None if bias is None else bias.dtype
         ctx.are_tensors = True, True, bias is not None
         ctx.how = scales, products, kernels, wants
-        return multiply(rows, matrix, computing, bias, products=products, fast=FAST["forward"])
+        made = multiply(rows, matrix, computing, bias, products=products, fast=FAST["forward"])
+        if torch.compiler.is_compiling():
+            # Torch 2.11's compiler takes what no differentiable operation made for an output without a gradient, and
+            # backwards would begin with zeros. So nothing is added, which is fused with what comes next.
+            first = rows.scale.flatten()[0]
+            made = made + (first - first)
+        return made
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

@@ -17,6 +17,7 @@ BLOCK, PROGRAMS, WARPS = 4096, 8, 8
 TILE = 64
 #: What `fp8.py` calls so; a program knows no names of this file's.
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+_KIND = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 _LEAST = 2.0**-100
 _MULTIPLE = 16
 
@@ -49,7 +50,7 @@ def _find_largest(x, found, rows, n, stride, BLOCK: tl.constexpr):
 def _cast_tile(
     x, bits, scale, by_rows, by_columns, rows, n, stride, long_rows,
     LARGEST: tl.constexpr, LEAST: tl.constexpr, FINDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    ROUNDS: tl.constexpr, TILE: tl.constexpr,
+    KIND: tl.constexpr, ROUNDS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(n, TILE)
     row = (tl.program_id(0) // across).to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -66,11 +67,12 @@ def _cast_tile(
     mask = (row[:, None] < rows) & (column[None, :] < n)
     number = tl.load(x + row[:, None] * stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
     number = number * inverse
+    made = _narrow(number, KIND, ROUNDS)
     if ROWS:
-        made = _narrow(number, by_rows.dtype.element_ty, ROUNDS)
         tl.store(by_rows + row[:, None] * n + column[None, :], made, mask=mask)
     if COLUMNS:
-        turned = _narrow(tl.trans(number), by_columns.dtype.element_ty, ROUNDS)
+        # Bytes are turned, and not numbers that are cast then: of float32 Triton 3.6 wrote every fourth row wrong.
+        turned = tl.trans(made.to(tl.int8, bitcast=True)).to(KIND, bitcast=True)
         long = (column[:, None] < n) & (row[None, :] < long_rows)
         tl.store(by_columns + column[:, None] * long_rows + row[None, :], turned, mask=long)
 
@@ -122,7 +124,7 @@ def by_tensor(
     _cast_tile[(triton.cdiv(reaches, TILE) * triton.cdiv(width, TILE),)](
         x, bits, scale, by_rows, by_columns, height, width, x.stride(0), long,
         LARGEST=_LARGEST[kind], LEAST=_LEAST, FINDS=finds, ROWS=rows, COLUMNS=columns,
-        ROUNDS=is_interpreted(), TILE=TILE, num_warps=WARPS,
+        KIND=_KIND[kind], ROUNDS=is_interpreted(), TILE=TILE, num_warps=WARPS,
     )  # fmt: skip
     return None if by_rows is None else (by_rows, scale), None if by_columns is None else (by_columns, scale)
 

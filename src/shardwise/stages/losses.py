@@ -77,12 +77,13 @@ class WeighedLoss:
     """A loss of parts of a batch, each weighed by what it is a mean over: a sum and a number come of it.
 
     `num_parts` are all of a batch, of all replicas. With `by_rows` they may differ in how many rows they have. A part
-    that `is_all` of a batch is divided by its number here, so that its backward begins as plain torch's does.
+    that `is_all` of a batch is divided by its number here, so that its backward begins as plain torch's does; but not
+    if both have a factor, for backwards in half precision, and whoever gives the loss says so (`has_factor`).
     """
 
     def __init__(self, loss: Loss, tried: Tried, *, num_parts: int, by_rows: bool, is_all: bool = False) -> None:
         self._loss, self._tried, self._num_parts, self._by_rows = loss, tried, num_parts, by_rows
-        self._is_all = is_all
+        self._is_all = is_all and not getattr(getattr(loss, "__self__", None), "has_factor", False)
         self._counts: LabelCounts | None = None
 
     @contextmanager

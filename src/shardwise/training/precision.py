@@ -38,6 +38,11 @@ class LossScale:
         is_half = precision == "fp16"
         return LossScale(plain=loss, factor=_FIRST if is_half else 1.0, is_fixed=not is_half)
 
+    @property
+    def has_factor(self) -> bool:
+        """Whether sums and numbers are multiplied: then the first is not to be divided before its backward."""
+        return not self.is_fixed
+
     def loss(self, output: Any, batch: Mapping[str, Any]) -> "Tensor | tuple[Any, ...]":
         """The loss, as engines take it. A mean without a count weighs 1."""
         # An evaluation has no gradient, and would be compiled once more.

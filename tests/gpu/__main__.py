@@ -41,7 +41,7 @@ _SECONDS = {"faults": 60.0, "nccl": 180.0, "input": 150.0, "commands": 240.0, "p
 def pieces(parts: Sequence[str]) -> list[Piece]:
     """What runs beside each other, the longest first, each with how many processes it has at a time."""
     plans = [Piece("plans", count, ("--ranks", str(count))) for count in (8, 4, 2)]
-    others = [Piece("commands", 6), Piece("families", 2), Piece("faults", 4), Piece("input", 2), Piece("nccl", 4)]
+    others = [Piece("families", 2), Piece("faults", 4), Piece("nccl", 4), Piece("input", 2), Piece("commands", 6)]
     files = [Piece("pytest", 2, ("--files", name)) for name in files_for_gpus()]
     return [each for each in (*plans, *others, *files) if each.part in parts]
 
@@ -157,7 +157,7 @@ def main(words: Sequence[str]) -> int:
 
 def _at_once() -> int:
     """A GPU has queues for 16 processes of 32; then its driver says that it is out of memory (24 of 141 GB in use)."""
-    return min(os.cpu_count() or 1, 14 * torch.cuda.device_count())
+    return min(os.cpu_count() or 1, 16 * torch.cuda.device_count())
 
 
 if __name__ == "__main__":

@@ -200,7 +200,12 @@ def write(record: Record) -> None:
     for kind, precision, key in (("plans", "fp32", "rows"), ("plans", "bf16", "bf16"), ("families", "", "families")):
         found = [row for row in record.of(kind) if precision in ("", row["precision"])]
         order = {row.name: place for place, row in enumerate(_all_rows())}
-        if found:
+        wanted = [name for name in order if name.startswith(f"{kind}: {precision}")]
+        if kind == "plans" and len(found) < len(wanted):
+            print(
+                f"{len(found)} of {len(wanted)} plans were run in {precision}: the page keeps those of an earlier run"
+            )
+        elif found:
             kept[key] = sorted(found, key=lambda row: order.get(Row(**row).name, len(order)))
     faults = record.of("faults")
     if faults:

@@ -156,8 +156,9 @@ def main(words: Sequence[str]) -> int:
 
 
 def _at_once() -> int:
-    """A GPU has queues for 16 processes of 32; then its driver says that it is out of memory (24 of 141 GB in use)."""
-    return min(os.cpu_count() or 1, 16 * torch.cuda.device_count())
+    """A GPU has queues for 14 processes of 32; of 16 and more its driver said that it is out of memory (H200, 24 of 141
+    GB in use)."""
+    return min(os.cpu_count() or 1, 14 * torch.cuda.device_count())
 
 
 if __name__ == "__main__":

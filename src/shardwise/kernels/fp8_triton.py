@@ -71,7 +71,6 @@ def _cast_tile(
     if ROWS:
         tl.store(by_rows + row[:, None] * n + column[None, :], made, mask=mask)
     if COLUMNS:
-        # Bytes are turned, and not numbers that are cast then: of float32 Triton 3.6 wrote every fourth row wrong.
         turned = tl.trans(made.to(tl.int8, bitcast=True)).to(KIND, bitcast=True)
         long = (column[:, None] < n) & (row[None, :] < long_rows)
         tl.store(by_columns + column[:, None] * long_rows + row[None, :], turned, mask=long)
@@ -119,14 +118,28 @@ def by_tensor(
         programs = min(shape[0] * triton.cdiv(shape[1], BLOCK), PROGRAMS * num_processors(x.device))
         _find_largest[(programs,)](x, bits, *shape, BLOCK=BLOCK, num_warps=WARPS)
     by_rows = torch.empty((height, width), dtype=kind, device=x.device) if rows else None
-    by_columns = torch.empty((width, long), dtype=kind, device=x.device) if columns else None
-    reaches = long if columns else height
+    # Of float32, Triton 3.6 (H200) writes every fourth row of what it has turned wrong: there torch turns the bytes.
+    turned = columns and x.dtype is torch.float32
+    by_columns = torch.empty((width, long), dtype=kind, device=x.device) if columns and not turned else None
+    if turned and by_rows is None:
+        by_rows = torch.empty((height, width), dtype=kind, device=x.device)
+    reaches = height if by_columns is None else long
     _cast_tile[(triton.cdiv(reaches, TILE) * triton.cdiv(width, TILE),)](
         x, bits, scale, by_rows, by_columns, height, width, x.stride(0), long,
-        LARGEST=_LARGEST[kind], LEAST=_LEAST, FINDS=finds, ROWS=rows, COLUMNS=columns,
+        LARGEST=_LARGEST[kind], LEAST=_LEAST, FINDS=finds, ROWS=by_rows is not None, COLUMNS=by_columns is not None,
         KIND=_KIND[kind], ROUNDS=is_interpreted(), TILE=TILE, num_warps=WARPS,
     )  # fmt: skip
-    return None if by_rows is None else (by_rows, scale), None if by_columns is None else (by_columns, scale)
+    if turned:
+        by_columns = _turned(by_rows, long)
+    return (by_rows, scale) if rows else None, None if by_columns is None else (by_columns, scale)
+
+
+def _turned(by_rows: Tensor, long: int) -> Tensor:
+    """Columns as rows, filled with zeros."""
+    height, width = by_rows.shape
+    made = torch.zeros((width, long), dtype=torch.uint8, device=by_rows.device)
+    made[:, :height] = by_rows.view(torch.uint8).t()
+    return made.view(by_rows.dtype)
 
 
 def by_row(

@@ -51,7 +51,7 @@ def head_loss_over(
 
 def _agree(stats: Tensor, ranks) -> None:
     """Stats over the words of this rank to those over all words."""
-    top = ranks.maximum(stats[0].contiguous())
+    top = ranks.maximum(stats[0].clone())  # It may be written to, and what this rank found is still asked for.
     shift = torch.where(stats[0] == -torch.inf, -torch.inf, stats[0] - top)
     sums = torch.stack((stats[1] * shift.exp(), stats[2], stats[3]))
     stats[1:] = ranks.total(sums)

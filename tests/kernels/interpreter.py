@@ -12,6 +12,7 @@ from unittest.mock import patch
 def interpreted() -> Iterator[None]:
     """Triton decides when a function is made whether it is interpreted. Its own were made when it was imported, perhaps
     by another test: here they are made again, and put back."""
+    import triton.experimental.gluon  # noqa: F401 - imported later, it would find functions that are interpreted
     import triton.language as tl
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction

@@ -10,8 +10,11 @@ from torch.optim import SGD
 
 import shardwise as sw
 from shardwise.kernels.lazy_logits import LazyLogits
+from shardwise.nets.loss import next_token_loss
 from tests.fusion.models import aligned_loss, make, make_batch, own_loss
 from tests.kernels.interpreter import interpreted
+from tests.kernels.test_nets import batch as small_batch
+from tests.kernels.test_nets import model
 
 
 def loss_for(plan: str) -> Any:
@@ -49,4 +52,19 @@ def both(cases: list[tuple[str, str]]) -> list[tuple[list[float], list[float], f
             mine, gradients, waited, said = trained(name, plan)
         worst = max(float((gradients[key] - each).abs().max()) for key, each in wanted.items())
         found.append((mine, plain, worst, waited, said))
+    return found
+
+
+def with_a_head_that_is_cut() -> list[tuple[float, str]]:
+    """The loss of a model of ours under tp=2, without kernels and with, and what its head is."""
+    found = []
+    for kernels in (False, True):
+        module, batch = model(), small_batch()
+        with interpreted(), patch.dict("os.environ", {"TRITON_INTERPRET": "1"}), np.errstate(all="ignore"):
+            engine = sw.parallelize(
+                module, "tp=2", loss=next_token_loss, optimizer=partial(SGD, lr=0.1), example=batch, kernels=kernels
+            )
+            loss = [engine.train_step(batch), engine.train_step(batch)][-1]
+            found.append((loss, type(module.head).__name__))
+            engine.close()
     return found

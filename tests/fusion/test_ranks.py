@@ -25,3 +25,9 @@ def test_over_ranks_losses_and_gradients_are_those_of_one_device_and_no_rank_has
             assert worst < 1e-5, plan
             assert waited[0], plan
             assert "kernels in place of" in said
+
+
+def test_a_head_that_is_cut_over_ranks_has_the_loss_of_plain_operators(two: Ranks) -> None:
+    for (plain, kind), (mine, same) in two.run(ranks.with_a_head_that_is_cut):
+        assert kind == same == "VocabularyHead"
+        assert mine == pytest.approx(plain, rel=1e-5)

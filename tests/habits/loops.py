@@ -131,8 +131,8 @@ def a_head_made_anew(parallelize: Parallelize) -> Result:
     return trained(engine, between=between)
 
 
-class Lamb(Optimizer):
-    """Layer by layer: a step as long as the layer's weights are."""
+class LayerByLayer(Optimizer):
+    """A step of each layer by what `changed` makes of its gradient."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 0.05) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -142,8 +142,18 @@ class Lamb(Optimizer):
         for group in self.param_groups:
             for each in group["params"]:
                 if each.grad is not None:
-                    trust = each.norm() / each.grad.norm().clamp(min=1e-12)
-                    each.sub_(group["lr"] * trust * each.grad)
+                    each.sub_(group["lr"] * self.changed(each, each.grad))
+
+    def changed(self, weight: Tensor, gradient: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Lamb(LayerByLayer):
+    """A step as long as the layer's weights are."""
+
+    def changed(self, weight: Tensor, gradient: Tensor) -> Tensor:
+        trust: Tensor = weight.norm() / gradient.norm().clamp(min=1e-12)
+        return gradient * trust
 
 
 @program(IN_PIECES)
@@ -152,19 +162,11 @@ def a_step_as_long_as_the_layer(parallelize: Parallelize) -> Result:
     return trained(start(parallelize, small_net(), Lamb))
 
 
-class Centred(Optimizer):
+class Centred(LayerByLayer):
     """Gradients without their mean over inputs, as gradient centralisation has them."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 0.1) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
-        for group in self.param_groups:
-            for each in group["params"]:
-                if each.grad is not None:
-                    mean = each.grad.mean(-1, keepdim=True) if each.dim() > 1 else 0.0
-                    each.sub_(group["lr"] * (each.grad - mean))
+    def changed(self, weight: Tensor, gradient: Tensor) -> Tensor:  # noqa: ARG002
+        return gradient - gradient.mean(-1, keepdim=True) if gradient.dim() > 1 else gradient
 
 
 @program(IN_PIECES)

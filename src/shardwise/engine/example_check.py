@@ -19,7 +19,6 @@ from shardwise.stages.losses import WeighedLoss, summed_only
 from shardwise.stages.rows import RowRule
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.stage import Batch, Loss
-from shardwise.stages.steady_draws import steady
 
 
 class Checked(NamedTuple):
@@ -66,7 +65,7 @@ def _agreed(
         # Under cp a loss has to be a pair anyway.
         attempt = try_loss if plan.cp == 1 else try_backward
         precision = partial(ComputePolicy.of(plan, casts=options.masters).precision, home_of(example))
-        mine = attempt(module, loss, example, rule, precision, steady)
+        mine = attempt(module, loss, example, rule, precision)
     found: list[Tried] = wires.gather(mine)
     problem = next((each for each in found if each.problem), None)
     tried = problem or next((each for each in found if each.kind is not LossKind.UNTRIED), mine)

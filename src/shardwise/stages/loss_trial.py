@@ -11,7 +11,8 @@ it is a mean over. So it is tried on three rows, on two of them and on one, in e
 
 And once more with masks that hide some of two rows, and labels that are ignored there: what is a mean over rows only
 while nothing is hidden would go wrong unseen with a later batch. And in training mode, where nothing is drawn
-(`steady`): a forward may do something else there, and its backward may not be in proportion (`backward_trial.py`).
+(`steady_draws.py`): a forward may do something else there, and its backward may not be in proportion
+(`backward_trial.py`).
 """
 
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ from shardwise.stages.split.python_state import PythonState, draws_digest
 from shardwise.stages.split.seed import seed_torch
 from shardwise.stages.split.switch import undisturbed
 from shardwise.stages.stage import Batch, Loss
+from shardwise.stages.steady_draws import steady
 from shardwise.torch_private import RunningNormModule
 
 _NUM_ROWS = 3
@@ -52,14 +54,10 @@ def try_loss(
     example: Batch,
     rule: RowRule,
     precision: Context = nullcontext,
-    steady: Context = nullcontext,
 ) -> Tried:
-    """Find out what a loss is, from a few rows of an example that the module can compute.
-
-    Within `steady` nothing is drawn at random: in training mode it is tried there.
-    """
+    """Find out what a loss is, from a few rows of an example that the module can compute."""
     seen = rule.look(example)
-    trial = _Trial(module, loss, precision, steady)
+    trial = _Trial(module, loss, precision)
     first = _outcome(trial, _three(example, seen), seen)
     if first.problem is None and first.kind is not LossKind.UNTRIED:
         return first
@@ -99,8 +97,8 @@ _Runs = tuple[_Run, _Run, _Run]
 
 
 class _Trial:
-    def __init__(self, module: nn.Module, loss: Loss, precision: Context, steady: Context = nullcontext) -> None:
-        self._module, self._loss, self._precision, self._steady = module, loss, precision, steady
+    def __init__(self, module: nn.Module, loss: Loss, precision: Context) -> None:
+        self._module, self._loss, self._precision = module, loss, precision
         self._signature = Signature(module)
 
     def run_in_training(self, batch: Batch) -> tuple[_Run, str | None]:
@@ -110,7 +108,7 @@ class _Trial:
         """
         bent: list[str | None] = []
         hooks = SeenHooks()
-        with self._steady(), hooks:
+        with steady(), hooks:
             found = self.run(
                 batch, training=True, look=lambda total: bent.append(find_bent(self._module, total, hooks))
             )
@@ -228,14 +226,12 @@ def _outcome(trial: _Trial, three: Batch, seen: Seen) -> Tried:
     return _in_training(trial, three, seen, runs, _with_less(trial, three, seen, runs, tried))
 
 
-def try_backward(
-    module: nn.Module, loss: Loss, example: Batch, rule: RowRule, precision: Context, steady: Context
-) -> Tried:
+def try_backward(module: nn.Module, loss: Loss, example: Batch, rule: RowRule, precision: Context) -> Tried:
     """Only whether backwards of parts can be those of the whole: for a loss that has to be a pair anyway."""
     seen = rule.look(example)
     tried, three = Tried(LossKind.UNTRIED), _three(example, seen)
     try:
-        return _of_backward(tried, *_Trial(module, loss, precision, steady).run_in_training(three))
+        return _of_backward(tried, *_Trial(module, loss, precision).run_in_training(three))
     except Exception:
         return tried
 

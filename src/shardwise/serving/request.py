@@ -1,0 +1,120 @@
+"""What is asked of the engine, and what comes back of it, one token after the other. No tensors, no text.
+
+The HTTP side makes a `Request` from what a client sent (its text is tokens by then), and turns each `Token` back into
+text. The engine knows neither of them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+#: Why a sequence ended: a token that ends it, as many tokens as it may have, or whoever asked has gone.
+Finish = Literal["stop", "length", "cancelled"]
+
+
+class Guide(Protocol):
+    """What narrows the next token of one sequence, such as a grammar."""
+
+    def allowed(self) -> Any:
+        """A row of booleans over the vocabulary: tokens that may come next."""
+
+    def advance(self, token: int) -> None:
+        """This token came."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the next token is drawn. A temperature of 0 takes the likeliest, and a tie goes to the lower number.
+
+    `top_k=0` and `top_p=1` leave nothing out. A `seed` gives the same tokens whatever else is computed with them.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    #: How many of the likeliest tokens are told with their log-probabilities; none: not even the token's own.
+    logprobs: int | None = None
+    #: The same for every token of the prompt but the first (`echo`, perplexity).
+    prompt_logprobs: int | None = None
+    guide: Guide | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A prompt to be continued. Lower `priority` comes first. Beginnings are shared among requests of one `salt`."""
+
+    id: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    priority: int = 0
+    salt: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logprob:
+    """A token's log-probability before temperature and cuts, and those of the likeliest, most likely first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """One step's news of a request. With `finish` it is the last; a cancelled request's has no token."""
+
+    request: str
+    token: int | None
+    logprob: Logprob | None = None
+    finish: Finish | None = None
+    #: With the first token: how much of the prompt was found in the cache, and the prompt's log-probabilities.
+    num_cached: int = 0
+    prompt_logprobs: tuple[Logprob, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What the engine has to do and holds, for metrics and the page."""
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_used_blocks: int
+    num_preemptions: int
+    prompt_tokens: int
+    generation_tokens: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+
+
+class Answering(Protocol):
+    """What the HTTP side needs of an engine. One thread calls all of it but nothing twice at once."""
+
+    #: Prompt and answer together are at most so long.
+    max_length: int
+    vocabulary_size: int
+
+    def add(self, request: Request) -> None:
+        """Take a request. Raises a `ShardwiseError` if it can never be answered (too long, tokens out of range)."""
+
+    def cancel(self, request: str) -> None:
+        """Let go of it: its blocks are free before the next step. Unknown names are ignored."""
+
+    def has_work(self) -> bool: ...
+
+    def step(self) -> list[Token]:
+        """Schedule, run, collect: the next tokens of some requests."""
+
+    def load(self) -> Load: ...
+
+    def close(self) -> None: ...

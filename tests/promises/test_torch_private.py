@@ -17,7 +17,6 @@ OF_OTHERS = {
     "_fields",
     "_asdict",
     "_getframe",
-    "_current_frames",
     "_exit",
     "_negative_number_matcher",
     "_option_string_actions",

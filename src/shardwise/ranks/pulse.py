@@ -12,14 +12,16 @@ the waits that it guards. A process that has not ended shortly after is at a wai
 """
 
 import atexit
+import faulthandler
 import json
 import os
-import sys
+import re
+import struct
+import tempfile
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 
 from shardwise.ranks.faults import LIMIT_SECONDS, LOST
 from shardwise.ranks.rank_error import RankError, decode, encode
@@ -35,6 +37,7 @@ _BEAT_SECONDS = 1.0
 _SETTLE_SECONDS = 3.0
 _ENDED = "ended"
 _OURS = Path(__file__).parents[1]
+_FRAME = re.compile(r'^  File "(.*)", line .* in (.*)$', re.MULTILINE)
 
 
 class Pulse:
@@ -96,13 +99,22 @@ class Pulse:
 
     def _place(self) -> str:
         """Where the main thread is, in files of ours."""
-        frame: FrameType | None = sys._current_frames().get(self._main or 0)
-        while frame is not None:
-            path = Path(frame.f_code.co_filename)
-            if path.is_relative_to(_OURS) and path.parent.name != "ranks":
-                return f"{path.relative_to(_OURS)}, {frame.f_code.co_name}"
-            frame = frame.f_back
-        return "the start or the end"
+        with tempfile.TemporaryFile() as file:
+            # Not from `sys._current_frames`: up to Python 3.11 it makes objects while it holds a lock of all threads.
+            # If the collector runs then and lets go of one that needs that lock, no thread ever runs again.
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            return place_in(file.read().decode(errors="replace"), self._main or 0)
+
+
+def place_in(stacks: str, thread: int) -> str:
+    """Where a thread is, in files of ours, by what `faulthandler` has written of all threads."""
+    _, _, stack = stacks.partition(f"hread 0x{thread:0{2 * struct.calcsize('P')}x} ")
+    for file, function in _FRAME.findall(stack.partition("\n\n")[0]):
+        path = Path(file)
+        if path.is_relative_to(_OURS) and path.parent.name != "ranks":
+            return f"{path.relative_to(_OURS)}, {function}"
+    return "the start or the end"
 
 
 class Silence:

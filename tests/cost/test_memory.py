@@ -140,7 +140,7 @@ def test_what_is_offloaded_is_on_the_host() -> None:
     assert half.bytes.parts["masters"] == pytest.approx(here.bytes.parts["masters"])
     assert here.bytes.host[0] == 0
     assert half.bytes.host[0] == pytest.approx(moved.max())
-    assert half.seconds[0] > here.seconds[0]
+    assert half.seconds[0] >= here.seconds[0]  # States that come beside the last backward may cost nothing.
 
 
 def test_what_forwards_save_leaves_by_and_by() -> None:

@@ -90,9 +90,16 @@ def step_bytes(
     counts = count_blocks(model, layouts, places)
     parts = _states(layouts, counts, software)
     parts |= _activations(model, layouts, places, sequence, software)
+    leaves = layouts.offload_activations > 0
+    if leaves.any():
+        # What leaves is what autograd saves, operation by operation: no compiler decides what to make again instead.
+        plain = _activations(model, layouts, places, sequence, replace(software, fused=False, fused_norms=False))
+        parts |= {name: np.where(leaves[:, None], plain[name], parts[name]) for name in plain}
     every = np.ones_like(places.begins)
     on_host = _on_host(parts, layouts, counts)
     saved_loss = 1.0 if software.fused_loss else _SAVED_LOGIT / _LOGIT
+    # Casts of weights are saved as activations are.
+    on_host["casts"] = parts["weights"] * (software.saves_casts * layouts.offload_activations)[:, None]
     on_host["loss"] = parts["loss"] * saved_loss * layouts.offload_activations[:, None]
     if np.any(layouts.zero == 3):
         # Two layers gathered (one ahead), the gradients of one as they are made and as they are reduced, and both ends.

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import erf, log
 
 import numpy as np
 
@@ -34,6 +35,11 @@ _FUSED_SCORE = 2.0
 #: much of what forwards save may be on its way to the host before they wait.
 NUM_SLOTS, SLOT_BYTES = 4, 256 * 2**20
 DEFERRED_FREE_BYTES = 256 * 2**20
+
+#: How far the bytes of a rank may be off: the deviation of the logarithm of predicted over published peaks, for which
+#: `validate` prints the mean (published/runs.csv: [bloom, zb, bskill, bcard]). A plan is chosen if it fits with so many
+#: such deviations to spare, which is four times in five.
+SPREAD, SPARE = 0.06, 0.84
 
 #: Parts that a program's own count of allocated tensors leaves out.
 NOT_ALLOCATED = ("context", "buffers", "workspace", "fragments")
@@ -73,6 +79,11 @@ class StepBytes:
     def fullest(self) -> list[str]:
         """The place of the fullest rank of each candidate, of typical ones."""
         return [PLACES[index] for index in self.by_place.argmax(axis=1)]
+
+
+def fitting_odds(held: float, capacity: float) -> float:
+    """How probable it is that a rank fits that is predicted to hold so much."""
+    return 0.5 * (1.0 + erf(log(capacity / max(held, 1.0)) / (SPREAD * 2**0.5)))
 
 
 def step_bytes(

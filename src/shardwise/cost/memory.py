@@ -76,6 +76,12 @@ class StepBytes:
         return np.asarray(sum(parts, np.zeros(())).max(axis=1))
 
     @property
+    def reserved(self) -> Floats:
+        """The same with what the allocator has taken beyond."""
+        parts = [part for name, part in self.parts.items() if name not in NOT_ALLOCATED or name == "fragments"]
+        return np.asarray(sum(parts, np.zeros(())).max(axis=1))
+
+    @property
     def fullest(self) -> list[str]:
         """The place of the fullest rank of each candidate, of typical ones."""
         return [PLACES[index] for index in self.by_place.argmax(axis=1)]
@@ -222,7 +228,11 @@ def _selected(block: Block, share: Share, software: Software) -> Floats:
     """Bytes that a block keeps under selective recomputation."""
     if not software.by_operation:
         return saved(block, share, software, _SELECTIVE)
-    kept = np.asarray(block.input_bytes(share) + made_bytes(block.operations, share), dtype=np.float64)
+    made = made_bytes(block.operations, share)
+    if software.every_second:
+        attention = made_bytes([each for each in block.operations if isinstance(each, Attention)], share)
+        made = attention + (made - attention) / 2
+    kept = np.asarray(block.input_bytes(share) + made, dtype=np.float64)
     return np.minimum(kept, saved(block, share, software))
 
 

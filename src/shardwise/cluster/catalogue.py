@@ -55,6 +55,8 @@ DEVICES = {
         _gpu("a100-pcie-80g", 80, 1.94, 108, 0.81, bf16=312, fp16=312, tf32=156, fp32=19.5),
         _gpu("a800", 80, 2.00, 108, 0.869, bf16=312, fp16=312, tf32=156, fp32=19.5),
         _gpu("h100-80g", 80, 3.35, 132, 0.803, fp8=1979, bf16=989, fp16=989, tf32=494.5, fp32=67),
+        # Grand Teton's: HBM2e and 500 of 700 W. Clocks follow the cube root of the power: .803 x (5/7)^(1/3).
+        _gpu("h100-96g-hbm2e-500w", 96, 2.40, 132, 0.718, fp8=1979, bf16=989, fp16=989, tf32=494.5, fp32=67),
         _gpu("h100-pcie", 80, 2.00, 114, 0.80, fp8=1513, bf16=756, fp16=756, tf32=378, fp32=51),
         _gpu("h100-nvl", 94, 3.9, 132, 0.80, fp8=1670, bf16=835, fp16=835, tf32=417, fp32=60),
         _gpu("h200", 141, 4.80, 132, 0.803, fp8=1979, bf16=989, fp16=989, tf32=494.5, fp32=67),
@@ -130,12 +132,22 @@ _LOOPBACK = Fabric(name="loopback", bytes_per_second=1.3 * _GIGA, latency_second
 
 # RAM and CPU of a node, from the makers' descriptions of DGX and HGX systems (M); pinned copies: 55.2 GB/s on PCIe 5
 # (peers.md, measured), half of it on PCIe 4; fused AdamW on 16 cores steps 3.75e9 parameters/s (peers.md, measured).
-_HOST3 = Host(memory_bytes=768 * 2**30, device_bytes_per_second=12e9, num_cores=40)
-_HOST4 = Host(memory_bytes=1024 * 2**30, device_bytes_per_second=25e9, num_cores=128)
-_HOST5 = Host(memory_bytes=2048 * 2**30, device_bytes_per_second=55e9, num_cores=112)
-_HOST_C2C = Host(memory_bytes=960 * 2**30, device_bytes_per_second=380e9, num_cores=144)
-_HOST_PC = Host(memory_bytes=128 * 2**30, device_bytes_per_second=25e9, num_cores=16)
-_HOST_CPU = Host(memory_bytes=8 * 2**30, device_bytes_per_second=6e9, num_cores=2)
+# In a DGX-1 and a DGX A100 two devices hang on one switch and share its way up; in a DGX H100 each has its own. RAM:
+# two sockets of 6 DDR4-2933, 8 DDR4-3200 and 8 DDR5-4800 channels, two Graces, two channels of DDR5 (makers, M).
+_HOST3 = Host(
+    memory_bytes=768 * 2**30, device_bytes_per_second=12e9, num_cores=40, devices_on_link=2, memory_bytes_per_second=281e9
+)
+_HOST4 = Host(
+    memory_bytes=1024 * 2**30,
+    device_bytes_per_second=25e9,
+    num_cores=128,
+    devices_on_link=2,
+    memory_bytes_per_second=409e9,
+)
+_HOST5 = Host(memory_bytes=2048 * 2**30, device_bytes_per_second=55e9, num_cores=112, memory_bytes_per_second=614e9)
+_HOST_C2C = Host(memory_bytes=960 * 2**30, device_bytes_per_second=380e9, num_cores=144, memory_bytes_per_second=1e12)
+_HOST_PC = Host(memory_bytes=128 * 2**30, device_bytes_per_second=25e9, num_cores=16, memory_bytes_per_second=80e9)
+_HOST_CPU = Host(memory_bytes=8 * 2**30, device_bytes_per_second=6e9, num_cores=2, memory_bytes_per_second=34e9)
 
 
 def _node(devices_per_node: int, link: Link, fabric: Fabric, host: Host, *, domain: int | None = None) -> NodeKind:
@@ -155,6 +167,7 @@ NODES = {
     "a100-pcie-80g": _node(8, _PCIE4, _HDR, _HOST4),
     "a800": _node(8, _NVLINK3_A800, _HDR, _HOST4),
     "h100-80g": _node(8, _NVLINK4, _NDR, _HOST5),
+    "h100-96g-hbm2e-500w": _node(8, _NVLINK4, _NDR, _HOST5),
     "h100-pcie": _node(8, _PCIE5, _HDR, _HOST5),
     "h100-nvl": _node(8, _PCIE5, _NDR, _HOST5),
     "h200": _node(8, _NVLINK4, _NDR, _HOST5),

@@ -34,12 +34,17 @@ class Fabric:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """The computer around the devices of a node: its RAM, the way to each device, its cores and its disk."""
+    """The computer around the devices of a node: its RAM, the way to each device, its cores and its disk.
+
+    So many devices (`devices_on_link`) hang on one way to the host and share it.
+    """
 
     memory_bytes: int
     device_bytes_per_second: float
     num_cores: int
     disk_bytes_per_second: float = 3e9
+    devices_on_link: int = 1
+    memory_bytes_per_second: float = 500e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

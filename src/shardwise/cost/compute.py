@@ -91,8 +91,10 @@ class Engine:
 
     def rerun_between(self, block: Block, share: Share) -> Floats:
         """Seconds of all that is neither a matmul nor attention, which a backward computes again."""
+        kept = [each for each in block.operations if isinstance(each, (Matmul, Product))]
         again = [each for each in block.operations if not isinstance(each, (Matmul, Product, Attention))]
-        return self._sum(block, again, share).forward
+        seconds = self._sum(block, again, share).forward
+        return seconds + 0.5 * self._sum(block, kept, share).forward if self.software.every_second else seconds
 
     def _sum(self, block: Block, operations: Iterable[Operation], share: Share) -> Seconds:
         """Seconds of some of a block's operations: layers may run in 8 or 4 bits, the ends do not."""

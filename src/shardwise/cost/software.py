@@ -29,6 +29,8 @@ class Software:
     # What selective recomputation means: matmuls and attention are kept and the rest is made again (`by_operation`:
     # torch's, and ours); else the scores of attention are made again, and nothing else (Korthikanti et al. 2022).
     by_operation: bool = False
+    # Of the matmuls that it would keep, every second one is made again too (torchtitan).
+    every_second: bool = False
     # Where backwards are run in two halves, a stage is recomputed at once and not layer by layer (ours).
     recomputes_stages: bool = False
     # In 8 bits are linear layers alone, not those of experts; what they read is kept so too, and weights are cast again

@@ -8,11 +8,12 @@ import numpy as np
 from shardwise.cluster.cluster import Cluster, Pool
 from shardwise.cost.compute import Seconds
 from shardwise.cost.constants import CONSTANTS, Constants
+from shardwise.cost.host import exposed
 from shardwise.cost.layouts import Layouts
 from shardwise.cost.memory import StepBytes, step_bytes
 from shardwise.cost.numbers import Floats, choose
-from shardwise.cost.pipeline import SPLITS_BACKWARD, span
-from shardwise.cost.places import Counts, Places, count_blocks, typical_places
+from shardwise.cost.pipeline import span
+from shardwise.cost.places import Counts, count_blocks, typical_places
 from shardwise.cost.replicas import exchange
 from shardwise.cost.software import Software
 from shardwise.cost.stage import Pricer, Stages, Work, add
@@ -21,8 +22,6 @@ from shardwise.model.operations import Router
 
 #: Of a node's memory, how much its ranks may have: the rest is for the system, the data and the programs themselves.
 HOST_TAKEN = 0.85
-# What a device has of its way to the host, each way, where both are in use (peers.md: 48.8 of 55.2 GB/s).
-_BOTH_WAYS = 48.8 / 55.2
 
 # How far each part may be off, as a share of itself, at nine in ten. Chosen so that the interval of the whole, parts
 # taken as independent, holds nine in ten of the quality A rows of published/runs.csv; validate prints how many it
@@ -96,7 +95,8 @@ def _price_on(
     counts = count_blocks(model, layouts, places)
     held = step_bytes(model, pool.device, layouts, places, sequence=sequence, software=software, constants=constants)
     parts = _parts(pricer, layouts, stages, counts)
-    parts["offload"] = _offload(pricer, layouts, stages, held, places)
+    slowest = _slowest(stages.first, add(stages.middle, stages.extra), stages.last, layouts)
+    parts["offload"] = exposed(pricer, layouts, slowest, held, places, counts)
     parts["other"] = parts["other"] + _searching(pricer, layouts, held) * sum(parts.values(), np.zeros(len(layouts)))
     seconds = sum(parts.values(), np.zeros(len(layouts)))
     has_experts = any(isinstance(each, Router) for block, _ in model.kinds for each in block.operations)
@@ -171,36 +171,12 @@ def hop_seconds(pricer: Pricer, layouts: Layouts) -> Floats:
 
 
 def _optimizer(pricer: Pricer, layouts: Layouts, counts: Counts) -> Floats:
-    """Adam on the states that a rank owns: 30 bytes of each parameter pass through memory (facts 4.4), and the norm.
-
-    State that lives on the host comes to the device for that and goes again, both ways at once; so do weights and
-    gradients that live there.
-    """
+    """Adam on the states that a rank owns: 30 bytes of each parameter pass through memory (facts 4.4), and the norm."""
     dense, expert = (each.max(axis=1, keepdims=True) for each in (counts.dense, counts.expert))
     owned = counts._replace(dense=dense, expert=expert).spread(layouts, 1)[:, 0]
     moved = owned * (30 + 2 * pricer.software.gradient_bytes)
     rate = pricer.pool.device.memory_bytes_per_second * pricer.constants.streaming
-    on_device: Floats = pricer.constants.optimizer * moved / rate
-    state = (pricer.software.state_bytes - 4.0) * np.maximum(layouts.offload_optimizer, layouts.offload_parameters)
-    offloaded = (4.0 + pricer.software.gradient_bytes) * layouts.offload_parameters
-    state = owned * (state + offloaded)
-    return np.asarray(np.maximum(on_device, state / (_BOTH_WAYS * pricer.pool.node.host.device_bytes_per_second)))
-
-
-def _offload(pricer: Pricer, layouts: Layouts, stages: Stages, held: StepBytes, places: Places) -> Floats:
-    """Copies from and to the host that compute does not hide: of weights for both passes, of gradients, of activations.
-
-    Each half of a backward brings activations by itself.
-    """
-    if not (layouts.offload_parameters.any() or layouts.offload_activations.any()):
-        return np.zeros(len(layouts))
-    offloaded = [2 * each for name, each in held.on_host.items() if name in ("weights", "masters")]
-    weights = sum([*offloaded, held.on_host["gradients"]], np.zeros(())).max(axis=1)
-    activations = (held.on_host["activations"] / np.maximum(places.in_flight, 1.0)).max(axis=1)
-    halves = np.where((layouts.pp > 1) & np.isin(layouts.schedule, SPLITS_BACKWARD), 2, 1)
-    copied = (weights + halves * activations) / (_BOTH_WAYS * pricer.pool.node.host.device_bytes_per_second)
-    slowest = _slowest(stages.first, add(stages.middle, stages.extra), stages.last, layouts)
-    return np.asarray(layouts.num_microbatches * np.maximum(copied - slowest.total, 0.0))
+    return np.asarray(pricer.constants.optimizer * moved / rate)
 
 
 def _searching(pricer: Pricer, layouts: Layouts, held: StepBytes) -> Floats:

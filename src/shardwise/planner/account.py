@@ -12,7 +12,7 @@ import numpy as np
 
 from shardwise.cost.constants import CONSTANTS
 from shardwise.cost.layouts import BALANCE, CONTEXT, ORDERS, RECOMPUTE, Layouts
-from shardwise.cost.memory import StepBytes, step_bytes
+from shardwise.cost.memory import StepBytes, fitting_odds, step_bytes
 from shardwise.cost.pipeline import SCHEDULES
 from shardwise.cost.places import layer_kinds, rank_places
 from shardwise.cost.play import end_weights, play, share_layers, short_schedule
@@ -72,7 +72,14 @@ class Account:
 
     @property
     def fits(self) -> bool:
-        return self.fullest.headroom >= 0 and self.host_bytes <= self.host_capacity
+        return self.fullest.total <= self.question.room and self.host_bytes <= self.host_capacity
+
+    @property
+    def odds(self) -> float:
+        """How probable it is that it fits, by how far our own predictions of memory are off."""
+        if self.question.device.architecture == "cpu":
+            return float(self.fits)  # Nothing is lost to an allocator there, and a tensor's bytes are exact.
+        return fitting_odds(self.fullest.total, self.fullest.capacity)
 
     @property
     def microbatch(self) -> int:

@@ -40,7 +40,12 @@ def cheapest_changes(before: Account) -> tuple[Change, ...]:
         # Two changes of one key are the second alone.
         known = {str(plan) for _, plan in singles}
         found += _that_fit(before, [(words, plan) for words, plan in pairs if str(plan) not in known])
-    return tuple(sorted(found, key=lambda change: change.slower)[:_SHOWN])
+    return tuple(sorted(found, key=lambda change: (_leaves(before, change), change.slower))[:_SHOWN])
+
+
+def _leaves(before: Account, change: Change) -> bool:
+    """Whether a change sends something to the host that was not there: said after those that do not."""
+    return change.account.plan.offload != before.plan.offload
 
 
 def _that_fit(before: Account, changed: list[tuple[str, Plan]]) -> list[Change]:
@@ -54,9 +59,10 @@ def _that_fit(before: Account, changed: list[tuple[str, Plan]]) -> list[Change]:
         mine = [(words, plan) for words, plan in usable if plan.precision == precision]
         layouts = joined([layouts_of(question, plan) for _, plan in mine])
         priced = question.price(layouts, question.software_in(precision))
-        for row in np.argsort(priced.seconds):
+        stays = np.array([plan.offload == before.plan.offload for _, plan in mine])
+        for row in np.lexsort((priced.seconds, ~stays)):
             words, plan = mine[row]
-            if not priced.fits[row] or len(found) >= _SHOWN or any(plan == each.account.plan for each in found):
+            if not priced.fits[row] or len(found) >= 2 * _SHOWN or any(plan == each.account.plan for each in found):
                 continue
             exact = account(question, plan)
             if exact.fits:
@@ -82,6 +88,13 @@ def _single(plan: Plan, question: Question) -> Iterator[tuple[str, Plan]]:
 
 
 def _leaner(plan: Plan, question: Question) -> Iterator[tuple[str, dict[str, Any]]]:
+    narrow = question.precisions[0]
+    if plan.precision == "fp32" and narrow != "fp32":
+        yield f"precision={narrow}", {"precision": narrow}
+    for factor in (2, 4, 8):
+        size = plan.ep * factor
+        if question.num_experts % size == 0 and plan.dp * plan.cp * plan.tp % size == 0 and question.num_experts > 1:
+            yield f"ep={size}", {"ep": size}
     for choice in ("selective", "full"):
         if plan.recompute != choice and plan.recompute != "full":
             yield f"recompute={choice}", {"recompute": choice, "recompute_layers": None}

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 
 from shardwise.answer import Canvas
+from shardwise.cost.host import link_rate
 from shardwise.model.share import Share
 from shardwise.planner.account import Account, RankBytes
 from shardwise.planner.search.findings import Findings
@@ -72,8 +73,30 @@ def draw_head(account: Account, canvas: Canvas) -> None:
     left = f"{format_bytes(fullest.headroom)} left" if fullest.headroom >= 0 else _short_text(fullest, canvas)
     canvas.print(
         f"  memory  {format_bytes(fullest.total)} of {format_bytes(fullest.capacity)} on the fullest rank "
-        f"(stage {fullest.place}), {left}"
+        f"(stage {fullest.place}), {left}; fits {_odds_text(account)}"
     )
+    canvas.print(canvas.paint(f"  assumes {assumptions(account)}", "dim"))
+
+
+def _odds_text(account: Account) -> str:
+    """How often such a plan fits, by our own errors."""
+    tenths = round(10 * account.odds)
+    return {0: "hardly ever", 10: "nearly always"}.get(tenths, f"{tenths} times in 10")
+
+
+def assumptions(account: Account) -> str:
+    """What the answer rests on and nobody said: precision, links, the host."""
+    told = [f"precision={account.plan.precision}"]
+    for pool in account.question.cluster.pools:
+        host, node = pool.node.host, pool.node
+        if node.devices_per_node > 1:
+            told.append(f"{node.link.name} {node.link.bytes_per_second / 1e9:g} GB/s in a node of {node.devices_per_node}")
+        if pool.num_nodes > 1:
+            told.append(f"{8 * node.fabric.bytes_per_second / 1e9:g} Gb/s a device between nodes")
+        if pool.device.architecture != "cpu":
+            rate = link_rate(host, node.devices_per_node) / 1e9
+            told.append(f"a host with {format_bytes(host.memory_bytes)} and {rate:.3g} GB/s to each device")
+    return ", ".join(dict.fromkeys(told)) + " (cluster.toml says otherwise)"
 
 
 def _short_text(rank: RankBytes, canvas: Canvas) -> str:
@@ -195,6 +218,8 @@ def account_data(account: Account) -> dict[str, object]:
         "layers": list(account.layers),
         "parts": dict(account.parts),
         "fits": account.fits,
+        "odds_of_fitting": account.odds,
+        "assumes": assumptions(account),
         "host_bytes": round(account.host_bytes),
         "host_room_bytes": round(account.host_capacity),
         "reasons": dict(account.plan.reasons),
@@ -218,6 +243,12 @@ def draw_findings(found: Findings, canvas: Canvas) -> None:
     for part in (draw_head, draw_seconds, draw_memory, draw_reasons):
         part(found.best, canvas)
         canvas.print()
+    if found.fastest is not None:
+        gain = 1.0 - found.fastest.seconds / found.best.seconds
+        canvas.print(
+            f"{found.fastest.plan} is predicted {format_percent(gain)} faster, less than a prediction can tell: "
+            "the simpler one is chosen.\n"
+        )
     draw_others(found.best, found.others, canvas)
     canvas.print()
     for line in tally_lines(found.tally):

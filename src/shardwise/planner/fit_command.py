@@ -1,6 +1,8 @@
 """`shardwise fit`: whether a plan fits, rank by rank, and how long its step is."""
 
 import argparse
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,6 +57,8 @@ def run(arguments: argparse.Namespace) -> Answer:
         sequence=arguments.sequence,
         usual_sequence=_USUAL_SEQUENCE,
     )
+    if not _says_precision(arguments.plan):
+        plan = replace(plan, precision=question.precisions[0])  # As on GPUs everybody trains; the plan printed says so.
     working_at("the account of every rank")
     found = account(question, plan)
     if not found.fits:
@@ -79,6 +83,12 @@ def run(arguments: argparse.Namespace) -> Answer:
             canvas.print(f"\nThe engines do not run this plan yet. The nearest that they do: {nearest_plan(plan)}")
 
     return Answer(data=data, render=render, status=0 if found.fits else 1)
+
+
+def _says_precision(given: str) -> bool:
+    """Whether a plan, in short or in a file, names its precision."""
+    text = Path(given).read_text(encoding="utf-8") if given.endswith(".toml") else given
+    return re.search(r"\bprecision\s*=", text) is not None
 
 
 def _draw(found: "Account", changes: "tuple[Change, ...]", canvas: Canvas) -> None:

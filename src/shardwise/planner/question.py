@@ -29,7 +29,8 @@ class Question:
     """A step of `batch` samples of `sequence` positions, to be spread over all devices of the cluster.
 
     `fixed` are keys of the plan that are decided already. With `runnable`, only what the engines run today is planned;
-    else whatever can be priced. `software` is what runs it; its precision is one of the choices.
+    else whatever can be priced. `software` is what runs it; its precision is one of the choices. A plan counts as one
+    that fits if it leaves this part (`reserve`) of what it holds free.
     """
 
     model: Model
@@ -39,6 +40,7 @@ class Question:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     runnable: bool = True
     software: Software | None = None
+    reserve: float = 0.0
 
     @property
     def device(self) -> Device:
@@ -73,7 +75,13 @@ class Question:
 
     def price(self, layouts: Layouts, software: Software) -> Estimate:
         """A step of each layout, by closed forms."""
-        return price(self.model, self.cluster, layouts, sequence=self.sequence, software=software)
+        found = price(self.model, self.cluster, layouts, sequence=self.sequence, software=software)
+        return replace(found, fits=found.fits & (found.bytes.peak <= self.room)) if self.reserve else found
+
+    @property
+    def room(self) -> float:
+        """Bytes that a rank may hold."""
+        return self.device.memory_bytes / (1.0 + self.reserve)
 
     @property
     def heads(self) -> int:

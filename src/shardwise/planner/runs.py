@@ -18,6 +18,7 @@ NEEDED = (
 )  # fmt: skip
 
 _SCHEDULES = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-1p": "zb-h1", "ZB-2p": "zb-h2", "ZB-V": "zb-v"}
+_SCHEDULES |= {"Interleaved1F1B": "interleaved"}
 
 
 # A network that nobody describes is seldom the reference of its maker: half of its NICs (one for two devices), as in
@@ -156,13 +157,15 @@ def layouts_of(run: Run, *, balance: str, recompute: str | None = None) -> Layou
     dp, tp, pp, cp = (*(run.count(axis) for axis in ("dp", "tp", "pp")), run.count("cp", 1))
     if dp * tp * pp * cp != run.count("num_gpus"):
         raise SkippedError(f"dp x tp x pp x cp is {dp * tp * pp * cp}, not {run.count('num_gpus')}")
-    layers, microbatch, batch = run.count("layers", 0), run.count("microbatch"), run.count("global_batch")
+    layers, microbatch, batch = run.count("layers", 0), _microbatch_of(run), run.count("global_batch")
     num_microbatches = batch / (dp * microbatch)
     if num_microbatches != int(num_microbatches) or num_microbatches < 1:
         raise SkippedError(f"a batch of {batch} is no whole number of microbatches of {microbatch} on {dp} replicas")
     schedule = _schedule_of(run)
     per_rank = (layers + 2 * (balance == "ends")) // pp
     chunks = per_rank if "layer" in run.text("chunks") else run.count("chunks", 1)
+    if schedule == "interleaved" and not run.text("chunks"):
+        chunks = 2  # What torch's pipelining takes where nobody says.
     if chunks > 1 and schedule == "1f1b":
         schedule = "interleaved"
     within = re.search(r"within (\d+)", run.text("data_parallel"))
@@ -173,6 +176,13 @@ def layouts_of(run: Run, *, balance: str, recompute: str | None = None) -> Layou
         recompute=RECOMPUTE.index(recompute or run.choice("recompute", RECOMPUTE, "none")),
         sequence_parallel=run.text("sequence_parallel").strip().lower() == "true",
     )  # fmt: skip
+
+
+def _microbatch_of(run: Run) -> int:
+    """Samples of a microbatch; torchtitan, unless told, makes as many microbatches as stages (NOTES.md)."""
+    if run.text("microbatch") or "torchtitan" not in run.text("source"):
+        return run.count("microbatch")
+    return max(run.count("global_batch") // (run.count("dp") * run.count("pp")), 1)
 
 
 def _schedule_of(run: Run) -> str:

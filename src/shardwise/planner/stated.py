@@ -10,7 +10,8 @@ from dataclasses import replace
 from functools import lru_cache
 
 from shardwise.cost.software import Software
-from shardwise.model.catalogue import find_name, get_model
+from shardwise.model.catalogue import CATALOGUE, find_name, get_model
+from shardwise.model.config import read_config
 from shardwise.model.describe import Sizes, describe
 from shardwise.model.model import Model
 from shardwise.model.prediction import with_prediction
@@ -72,7 +73,22 @@ _MEGATRON_CORE = Software(
 _NANOTRON = Software(attention="flash2", fused_loss=False)
 _INTERNEVO = replace(_NANOTRON, gradient_bytes=2, reduce_bytes=2)
 
+# The same without what its recipes overlap and graph: SimuMax's runs, by their notes.
+_MEGATRON_PLAIN = replace(
+    _MEGATRON_CORE, async_tp=False, overlap_tp=False, overlap_hops=False, overlap_gradients=False,
+    overlap_parameters=False, cuda_graphs=False,
+)  # fmt: skip
+# FSDP2 with torch's own kernels, as torchtitan and torchao run it: gradients reduced in fp32, selective recomputation by
+# operation, nothing fused unless it is compiled. Automodel's adds Transformer Engine.
+_FSDP2 = Software(attention="flash2", fused_loss=False, by_operation=True, every_second=True, fused_accumulation=False)
+_AUTOMODEL = Software(attention="flash3", fused_loss=True, by_operation=True, fused_accumulation=False)
+
 _PROGRAMS = (
+    ("ModelZoo", replace(_MEGATRON_CORE, cuda_graphs=False)),
+    ("SimuMax", _MEGATRON_PLAIN),
+    ("torchtitan", _FSDP2),
+    ("pytorch/ao", _FSDP2),
+    ("Automodel", _AUTOMODEL),
     ("llm-foundry", _LLM_FOUNDRY),
     ("Aleph-Alpha", _ALEPH_ALPHA),
     ("bigscience", _MEGATRON_DEEPSPEED),
@@ -102,6 +118,10 @@ def software_of(run: Run) -> Software:
     if kernel is not None:
         name = kernel[1].split(" + ")[0].strip()
         found = replace(found, attention=_KERNELS.get(name, "flash2"), fused_norms="RMS" in kernel[1])
+    if found.every_second:
+        compiled = run.text("compiled").strip().lower() == "true"
+        asynchronous = "async_tp=True" in run.text("detail")
+        found = replace(found, fused=compiled, fused_norms=compiled, overlap_tp=asynchronous)
     if "mp=PURE" in run.text("data_parallel"):
         found = replace(found, reduce_bytes=2)
     if "DeepSpeed" in source or "bigscience" in source.lower():
@@ -130,9 +150,11 @@ def balance_of(run: Run) -> str:
 
 
 def _with_experts(software: Software, run: Run) -> Software:
-    """Mixtures under Megatron-Bridge: overlap of all-to-alls and CUDA graphs where the row or its release has them."""
+    """Mixtures: dispatch as the row names it; under Megatron-Bridge what the row or its release overlaps and graphs."""
     if run.text("arch") != "moe":
         return software
+    if software is _MEGATRON_PLAIN or "bridge" not in run.text("source").lower():
+        return replace(software, fast_dispatch="DeepEP" in run.text("notes") + run.text("detail"))
     notes = run.text("notes")
     release = re.search(r"\[(\d\d\.\d\d)", run.text("source"))
     # HybridEP and graphs of whole layers came for NVL72 systems with 26.06; cards are of that time.
@@ -157,6 +179,9 @@ def _with_experts(software: Software, run: Run) -> Software:
 def model_of(run: Run) -> Model:
     """The model of a run: by its name if the catalogue has it and the row says no other sizes, else by its sizes."""
     called = run.text("model").split(" (")[0].removesuffix(" SFT").removesuffix(" LoRA")
+    cut = re.fullmatch(r"(.*) cut to (\d+) layers", called)
+    if cut is not None and (whole := find_name(cut[1])) is not None:
+        return _cut(whole, int(cut[2]))
     known = find_name(called)
     if known is not None and (run.text("arch") == "moe" or not run.text("hidden")):
         model = get_model(known)
@@ -176,6 +201,12 @@ def model_of(run: Run) -> Model:
         is_llama="llama" in called.lower() or "mlp_ratio 8/3" in run.text("notes"),
         dropout=any(word in run.text("source") for word in _WITH_DROPOUT),
     )
+
+
+@lru_cache(maxsize=16)
+def _cut(name: str, layers: int) -> Model:
+    """A model of the catalogue with fewer layers."""
+    return read_config({**CATALOGUE[name], "num_hidden_layers": layers}, name=f"{name} cut to {layers} layers")
 
 
 @lru_cache(maxsize=8)

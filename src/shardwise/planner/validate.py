@@ -74,8 +74,9 @@ def predict(run: Run, constants: Constants = CONSTANTS) -> Prediction:
 
 
 def _counted(run: Run, found: Estimate) -> float:
-    """Bytes of the fullest rank as the row counts them: all (nvidia-smi), or what the program allocated."""
-    counted = found.bytes.peak if "nvidia-smi" in run.text("peak_basis") else found.bytes.allocated
+    """Bytes of the fullest rank as the row counts them: all (nvidia-smi), what the allocator reserved, or allocated."""
+    basis, held = run.text("peak_basis"), found.bytes
+    counted = held.peak if "nvidia-smi" in basis else held.reserved if "max_reserved" in basis else held.allocated
     return float(counted[0])
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from shardwise.cost.layouts import CONTEXT, ORDERS, RECOMPUTE
+from shardwise.cost.memory import SPARE, SPREAD
 from shardwise.cost.numbers import Floats
 from shardwise.cost.pipeline import SCHEDULES
 from shardwise.planner.account import Account, account
@@ -26,7 +27,12 @@ _SHOWN = 4
 # Plans as fast and as large as each other, to this, are one and the same to whoever chooses.
 _SAME = 1e-3
 # No prediction is good to this: of plans that are within it of the fastest, the simplest is chosen.
-_CLOSE = 0.01
+_CLOSE = 0.03
+# Of the simplest within it so many are accounted for exactly.
+_SIMPLEST = 4
+# How far schedules are from plain; those that are not named are further than all of these.
+_PLAINNESS = {"1f1b": 0, "gpipe": 1, "interleaved": 1, "looped-bfs": 2, "zb-h1": 2}
+_PLAIN = np.array([_PLAINNESS.get(name, 3) + 2 * (CATALOGUE[name].num_weight_copies > 1) for name in SCHEDULES])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +43,8 @@ class Findings:
     best: Account
     others: tuple[Account, ...]
     tally: Tally
+    #: What is predicted to be faster than the best, by less than can be told.
+    fastest: Account | None = None
 
     @property
     def plan(self) -> Plan:
@@ -59,7 +67,18 @@ def find_plan(question: Question) -> Findings:
 
 
 def find_plan_if_any(question: Question, tally: Tally) -> Findings | None:
-    """The same, or None. `tally` is told what fell to what."""
+    """The same, or None. `tally` is told what fell to what.
+
+    A plan leaves as much memory free as our predictions are off. If none does, one that just fits is better than none.
+    """
+    if question.device.architecture == "cpu" or question.reserve:
+        return _find(question, tally)
+    careful = Tally()
+    found = _find(replace(question, reserve=float(np.expm1(SPARE * SPREAD))), careful)
+    return _find(question, tally) if found is None else replace(found, question=question)
+
+
+def _find(question: Question, tally: Tally) -> Findings | None:
     search = Search(question, tally).run()
     if not search.found:
         return None
@@ -68,6 +87,7 @@ def find_plan_if_any(question: Question, tally: Tally) -> Findings | None:
     if not accounts:
         return None
     best = simplest_of_the_fastest(accounts)
+    fastest = accounts[0] if accounts[0].plan != best.plan else None
     others: list[Account] = []
     seen = {kind_of(best.plan)}
     for each in accounts:
@@ -75,7 +95,7 @@ def find_plan_if_any(question: Question, tally: Tally) -> Findings | None:
             seen.add(kind_of(each.plan))
             others.append(each)
     explained = with_reasons(best, table.seconds, table.columns, table.parts)
-    return Findings(question=question, best=explained, others=tuple(others[:_SHOWN]), tally=tally)
+    return Findings(question=question, best=explained, others=tuple(others[:_SHOWN]), tally=tally, fastest=fastest)
 
 
 def simplest_of_the_fastest(accounts: list[Account]) -> Account:
@@ -85,10 +105,10 @@ def simplest_of_the_fastest(accounts: list[Account]) -> Account:
 
 
 def _complexity(plan: Plan) -> tuple[int, int]:
-    axes = sum(size > 1 for size in (plan.tp, plan.pp, plan.cp, plan.ep))
-    copies = CATALOGUE[plan.schedule].num_weight_copies
-    others = (plan.schedule != "1f1b", copies > 1, plan.zero == 3, plan.recompute != "none", plan.offload != Offload())
-    return axes, sum(others)
+    on_host = plan.offload != Offload()
+    axes = sum(size > 1 for size in (plan.tp, plan.pp, plan.cp, plan.ep)) + on_host
+    others = (plan.zero == 3, plan.zero_group is not None, plan.recompute != "none", plan.order != ORDERS[0])
+    return axes, int(_PLAIN[SCHEDULES.index(plan.schedule)]) + sum(others) + (plan.recompute_layers is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +165,16 @@ class Table:
                 shapes.add(shape)
                 yield int(row)
 
+    def simplest(self) -> list[int]:
+        """The simplest rows of those that are as fast as can be told, the fastest of each simplicity."""
+        near = np.flatnonzero(self.seconds <= (1 + _CLOSE) * self.seconds.min())
+        of = {name: self.columns[name][near] for name in self.columns}
+        on_host = (of["offload_optimizer"] > 0) | (of["offload_parameters"] > 0) | (of["offload_activations"] > 0)
+        axes = sum((of[name] > 1).astype(np.int64) for name in ("tp", "pp", "cp", "ep")) + on_host
+        odd = np.where(of["pp"] > 1, _PLAIN[of["schedule"]], 0) + (of["zero"] == 3) + (of["zero_group"] > 0)
+        odd = odd + (of["recompute"] > 0) * (1 + (of["recompute_share"] < 1)) + (of["order"] > 0)
+        return [int(near[row]) for row in np.lexsort((self.seconds[near], odd, axes))[:_SIMPLEST]]
+
     def of_kinds(self) -> list[int]:
         """The best row of each kind, the fastest first."""
         kinds = _codes(self.columns, (("tp", 1), ("pp", 1), ("cp", 1), ("ep", 1), ("zero", 2), ("recompute", 0)))
@@ -168,6 +198,9 @@ def _accounts(question: Question, table: Table) -> list[Account]:
         accounts[row] = _account(question, table, row)
         if accounts[row].fits:
             best = min(best, accounts[row].seconds)
+    for row in table.simplest():
+        if row not in accounts:
+            accounts[row] = _account(question, table, row)
     num_fitting = 0
     for row in table.of_kinds()[:_MOST_KINDS]:
         if num_fitting > _OTHER_KINDS:

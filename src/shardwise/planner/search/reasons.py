@@ -78,12 +78,11 @@ def _making_room(best: Account) -> dict[str, str]:
         without = replace(plan, **changed)
         held = hold(best.question, without)
         fullest = min(held, key=lambda rank: rank.headroom)
-        if fullest.headroom < 0:
+        if fullest.total > best.question.room:
             before = 0 if key.startswith("offload.") else str(changed[key]).lower()
-            reasons[key] = (
-                f"{key}={before} needs {format_bytes(fullest.total)} on stage {fullest.place}, "
-                f"{format_bytes(-fullest.headroom)} more than there is"
-            )
+            left = fullest.headroom
+            short = f"{format_bytes(-left)} more than there is" if left < 0 else f"which leaves {format_bytes(left)}"
+            reasons[key] = f"{key}={before} needs {format_bytes(fullest.total)} on stage {fullest.place}, {short}"
     return reasons
 
 

@@ -45,7 +45,7 @@ from shardwise.working import working_at
 # something may be and still be looked at, for the comparison.
 _BLOCK = 384
 _BATCH = 49_152
-_SLACK = 0.02
+_SLACK = 0.03
 # How many of each kind are kept whatever the bounds say.
 _OF_EACH_KIND = 1
 # What moves to the host with weights, at most.
@@ -170,7 +170,7 @@ class _InPrecision:
             movable = movable + activations * parts["activations"]
         # Fragments are a share of some of these.
         left = found.bytes.by_place - movable - parts.get("fragments", np.zeros(()))
-        return np.asarray(left.max(axis=1) <= self.question.device.memory_bytes)
+        return np.asarray(left.max(axis=1) <= self.question.room)
 
     def _finish(self, layouts: Layouts) -> None:
         """ZeRO and offload beneath some candidates, priced in full."""
@@ -190,7 +190,7 @@ class _InPrecision:
         and less of none, than another that does. It takes longer."""
         states, activations = (held.parts[name][tight] for name in ("optimizer", "activations"))
         weights = sum((held.parts[name][tight] for name in _WITH_WEIGHTS), np.zeros(()))
-        over = held.by_place[tight] - self.question.device.memory_bytes
+        over = held.by_place[tight] - self.question.room
         moved = [
             max(optimizer, parameters) * states + parameters * weights + host * activations
             for optimizer, parameters, host in self.offloads

@@ -1,0 +1,67 @@
+"""Copies between a device and its host, pass by pass, and what of them compute does not hide.
+
+A forward takes the larger of its compute and of its copies, and so does a backward; the two directions of a link are
+in use at once. What an optimizer needs comes and goes beside the last backward and the next forward, in the time that
+these leave the link.
+"""
+
+import numpy as np
+
+from shardwise.cluster.topology import Host
+from shardwise.cost.layouts import Layouts
+from shardwise.cost.memory import StepBytes
+from shardwise.cost.numbers import Floats
+from shardwise.cost.pipeline import SPLITS_BACKWARD
+from shardwise.cost.places import Counts, Places
+from shardwise.cost.stage import Pricer, Work
+
+# What a device has of its way to the host, each way, where both are in use (peers.md: 48.8 of 55.2 GB/s).
+_BOTH_WAYS = 48.8 / 55.2
+# Bytes of a parameter as it lives on the host, and of its gradient there.
+_AT_HOME = 4.0
+
+
+def link_rate(host: Host, num_devices: int) -> float:
+    """Bytes a second of one device, one way, while all devices of the node copy.
+
+    Devices behind one switch share its way up, and all of them the host's memory, which is read or written once for
+    each byte.
+    """
+    shared = host.device_bytes_per_second / min(host.devices_on_link, max(num_devices, 1))
+    return min(shared, host.memory_bytes_per_second / max(num_devices, 1))
+
+
+def exposed(
+    pricer: Pricer, layouts: Layouts, slowest: Work, held: StepBytes, places: Places, counts: Counts
+) -> Floats:
+    """Seconds of a step in which a device waits for its host."""
+    parameters, optimizer = layouts.offload_parameters, np.maximum(layouts.offload_optimizer, layouts.offload_parameters)
+    if not (optimizer.any() or layouts.offload_activations.any()):
+        return np.zeros(len(layouts))
+    rate = link_rate(pricer.pool.node.host, pricer.pool.node.devices_per_node)
+    both = rate * _BOTH_WAYS
+    num = layouts.num_microbatches.astype(np.float64)
+    more = num > 1
+    whole = sum((held.on_host[name] for name in ("weights", "masters") if name in held.on_host), np.zeros(()))
+    weights, gradients = whole.max(axis=1), held.on_host["gradients"].max(axis=1)
+    saved = held.on_host["activations"] / np.maximum(places.in_flight, 1.0)
+    activations = (saved + held.on_host["casts"] + held.on_host["loss"]).max(axis=1)
+    # Each half of a backward brings activations by itself.
+    halves = np.where((layouts.pp > 1) & np.isin(layouts.schedule, SPLITS_BACKWARD), 2, 1)
+    # One way is in use alone where a pass needs nothing but its activations.
+    of_pass = np.where((weights > 0) | (layouts.pp > 1), both, rate)
+    forward_in, forward_out = weights / of_pass, activations / of_pass
+    # The last gradients are used where they are made; earlier ones go to the host, and come back to be added to.
+    backward_in, backward_out = (weights + halves * activations) / of_pass, np.where(more, gradients, 0.0) / of_pass
+    computed_forward = slowest.forward + slowest.tp_forward + (slowest.cp + slowest.ep) / 2
+    computed_backward = slowest.total - computed_forward
+    forward = np.maximum(computed_forward, np.maximum(forward_in, forward_out))
+    backward = np.maximum(computed_backward, np.maximum(backward_in, backward_out))
+    dense, expert = (each.max(axis=1, keepdims=True) for each in (counts.dense, counts.expert))
+    owned = counts._replace(dense=dense, expert=expert).spread(layouts, 1)[:, 0]
+    states = owned * (pricer.software.state_bytes - 4.0) * optimizer
+    updated_in = (states + np.where(more, gradients, 0.0)) / both
+    updated_out = (states + _AT_HOME * owned * parameters) / both
+    room_in, room_out = forward + backward - forward_in - backward_in, forward + backward - forward_out
+    tail = np.maximum(updated_in - room_in, updated_out - room_out)
+    return num * (forward + backward - slowest.total) + np.maximum(tail, 0.0)

@@ -1,0 +1,30 @@
+"""Errors in OpenAI's form: a status, and `{"error": {"message", "type", "param", "code"}}`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardwise.errors import ShardwiseError
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """What a client is answered instead of what it asked for."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def refused(error: ShardwiseError, *, param: str | None = None, code: str | None = None) -> ApiError:
+    """What the engine, a template or a grammar refuses, as the client's mistake."""
+    message = error.problem if error.remedy is None else f"{error.problem}; try: {error.remedy}"
+    return ApiError(400, message, param=param, code=code)

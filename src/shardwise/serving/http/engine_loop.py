@@ -1,0 +1,255 @@
+"""The one thread that calls the engine, and what connects it with asyncio's.
+
+A request is a `Ticket` from the moment it is asked for to its last token:
+
+    state      where                        leaves it
+    waiting    in the fair queue            when the engine has room to queue it, or the client is gone
+    running    in the engine                with its last token, or the client is gone
+    over       nowhere
+
+All of a ticket's news come through `Ticket.news`, as lists: a step's tokens are told to asyncio in one call.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from shardwise.errors import ShardwiseError
+from shardwise.serving.http.fair_queue import FairQueue
+from shardwise.serving.request import Answering, Load, Request, Token
+
+#: What the engine may have waiting, so that it can plan and prefetch. More wait here, where all clients have turns.
+_AHEAD = 8
+#: After a failure the engine is not asked for this long.
+_PAUSE_SECONDS = 1.0
+_IDLE_SECONDS = 0.2
+_JOIN_SECONDS = 30.0
+
+
+class EngineFailedError(Exception):
+    """The engine has raised: its requests cannot be answered."""
+
+
+class OverloadedError(Exception):
+    """There is no room to wait."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Ticket:
+    """One sequence on its way. Times are of `time.monotonic`."""
+
+    request: Request
+    client: str
+    asked_at: float
+    begun_at: float | None = None
+    first_at: float | None = None
+    num_tokens: int = 0
+    is_over: bool = False
+    _news: list[Token | Exception] = field(default_factory=list)
+    _has_news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def news(self) -> list[Token]:
+        """What has come since. Raises what has gone wrong."""
+        await self._has_news.wait()
+        self._has_news.clear()
+        found, self._news = self._news, []
+        tokens = [each for each in found if isinstance(each, Token)]
+        wrong = next((each for each in found if isinstance(each, Exception)), None)
+        if wrong is not None:
+            raise wrong
+        return tokens
+
+    def tell(self, news: Token | Exception) -> None:
+        """In asyncio's thread."""
+        self._news.append(news)
+        self._has_news.set()
+
+
+class EngineLoop:
+    """The thread, and the tickets. Its methods are called in asyncio's thread."""
+
+    def __init__(
+        self, engine: Answering, *, most_waiting: int = 256, watch: Callable[[int], None] | None = None
+    ) -> None:
+        self.engine = engine
+        #: The engine's load after its last step; and what it failed with, until a step works again.
+        self.load: Load = engine.load()
+        self.failure: str | None = None
+        self._queue = FairQueue[Ticket](most_waiting)
+        self._tickets: dict[str, Ticket] = {}
+        self._gone: list[str] = []
+        self._watch = watch
+        self._lock = threading.Condition()
+        self._is_closing = False
+        self._asyncio: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._quiet_until = 0.0
+
+    def start(self) -> None:
+        self._asyncio = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def close(self) -> None:
+        """Stop: who still waits is told, and the engine is closed by its own thread."""
+        with self._lock:
+            self._is_closing = True
+            self._lock.notify()
+        if self._thread.ident is not None:
+            await asyncio.to_thread(self._thread.join, _JOIN_SECONDS)
+
+    def tickets(self) -> list[Ticket]:
+        """Those that are not over."""
+        with self._lock:
+            return list(self._tickets.values())
+
+    @property
+    def num_waiting(self) -> int:
+        with self._lock:
+            return len(self._queue)
+
+    def ask(self, requests: Sequence[Request], *, client: str) -> list[Ticket]:
+        """Let requests wait for their turn. All of them, or none: `OverloadedError`."""
+        now = time.monotonic()
+        made = [Ticket(request=request, client=client, asked_at=now) for request in requests]
+        left = list[Ticket]()
+        with self._lock:
+            self._check_up(now)
+            for place, ticket in enumerate(made):
+                leaves = self._queue.put(ticket, client=client, priority=ticket.request.priority)
+                if leaves is not None and leaves in made:
+                    for mine in made[:place]:
+                        self._let_go(mine)
+                    raise OverloadedError(f"{self._queue.most} requests are waiting already")
+                self._tickets[ticket.request.id] = ticket
+                if leaves is not None:
+                    self._let_go(leaves)
+                    left.append(leaves)
+            self._lock.notify()
+        for ticket in left:
+            ticket.tell(OverloadedError("another client was waiting with fewer requests"))
+        return made
+
+    def _check_up(self, now: float) -> None:
+        if self._is_closing:
+            raise EngineFailedError("the server is stopping")
+        if self.failure is not None and now < self._quiet_until:
+            raise EngineFailedError(self.failure)
+
+    def cancel(self, tickets: Sequence[Ticket]) -> None:
+        """Nobody wants them any more. The engine has let go of them before its next step."""
+        with self._lock:
+            for ticket in tickets:
+                self._let_go(ticket)
+            self._lock.notify()
+
+    def _let_go(self, ticket: Ticket) -> None:
+        if ticket.is_over:
+            return
+        ticket.is_over = True
+        self._tickets.pop(ticket.request.id, None)
+        if not self._queue.remove(ticket):
+            self._gone.append(ticket.request.id)
+
+    # In the engine's thread.
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            try:
+                if self._prepare() and self.engine.has_work():
+                    self._tell(self.engine.step())
+                    self.failure = None
+                self.load = self.engine.load()
+            except Exception as error:
+                self._fail(error)
+        self._end()
+
+    def _prepare(self) -> bool:
+        """Cancel who is gone, add who is next, and wait if there is nothing. False: it is over."""
+        with self._lock:
+            while not (self._is_closing or self._gone or len(self._queue) or self.engine.has_work()):
+                self._lock.wait(_IDLE_SECONDS)
+            if self._is_closing:
+                return False
+            gone, self._gone = self._gone, []
+            room = _AHEAD - self.load.num_waiting
+            added = [ticket for _ in range(max(0, room)) if (ticket := self._queue.take()) is not None]
+        for name in gone:
+            self.engine.cancel(name)
+        for ticket in added:
+            self._add(ticket)
+        return True
+
+    def _add(self, ticket: Ticket) -> None:
+        if ticket.is_over:
+            return  # It left between the queue and here.
+        ticket.begun_at = time.monotonic()
+        try:
+            self.engine.add(ticket.request)
+        except ShardwiseError as error:
+            self._tell_one(ticket, error)
+
+    def _tell(self, tokens: Sequence[Token]) -> None:
+        now = time.monotonic()
+        told = list[tuple[Ticket, Token | Exception]]()
+        num_tokens = 0
+        with self._lock:
+            for token in tokens:
+                ticket = self._tickets.get(token.request)
+                if ticket is None:
+                    continue
+                if token.token is not None:
+                    ticket.first_at = ticket.first_at or now
+                    ticket.num_tokens += 1
+                    num_tokens += 1
+                if token.finish is not None:
+                    ticket.is_over = True
+                    del self._tickets[token.request]
+                told.append((ticket, token))
+        if self._watch is not None:
+            self._watch(num_tokens)
+        self._to_asyncio(told)
+
+    def _tell_one(self, ticket: Ticket, error: Exception) -> None:
+        with self._lock:
+            ticket.is_over = True
+            self._tickets.pop(ticket.request.id, None)
+        self._to_asyncio([(ticket, error)])
+
+    def _to_asyncio(self, told: list[tuple[Ticket, Token | Exception]]) -> None:
+        if told and self._asyncio is not None and not self._asyncio.is_closed():
+            self._asyncio.call_soon_threadsafe(_tell_all, told)
+
+    def _fail(self, error: Exception) -> None:
+        """All who are in the engine are told; who waits has another try when it works again."""
+        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        with self._lock:
+            self.failure = f"the engine has failed: {said}"
+            self._quiet_until = time.monotonic() + _PAUSE_SECONDS
+            hit = [ticket for ticket in self._tickets.values() if ticket.begun_at is not None]
+            for ticket in hit:
+                ticket.is_over = True
+                del self._tickets[ticket.request.id]
+                self._gone.append(ticket.request.id)
+        self._to_asyncio([(ticket, EngineFailedError(self.failure)) for ticket in hit])
+        self._lock_wait(_PAUSE_SECONDS)
+
+    def _lock_wait(self, seconds: float) -> None:
+        with self._lock:
+            if not self._is_closing:
+                self._lock.wait_for(lambda: self._is_closing, seconds)
+
+    def _end(self) -> None:
+        with self._lock:
+            left = list(self._tickets.values())
+            self._tickets.clear()
+        for ticket in left:
+            ticket.is_over = True
+        self._to_asyncio([(ticket, EngineFailedError("the server is stopping")) for ticket in left])
+        self.engine.close()
+
+
+def _tell_all(told: list[tuple[Ticket, Token | Exception]]) -> None:
+    for ticket, news in told:
+        ticket.tell(news)

@@ -1,0 +1,73 @@
+"""Who waits for the engine. Lower priority comes first; among equals all clients have their turn, one request each.
+
+A full queue refuses whoever has most in it: a client that asks for a thousand answers does not keep out one that asks
+for one.
+"""
+
+from collections import OrderedDict, deque
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class FairQueue(Generic[T]):
+    """At most `most` entries. Not for several threads at once."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._by_priority: dict[int, OrderedDict[str, deque[T]]] = {}
+        self._counts: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return sum(self._counts.values())
+
+    def put(self, entry: T, *, client: str, priority: int = 0) -> T | None:
+        """Let it wait. Return who has to leave for it: nobody, the newest of whoever has most, or itself."""
+        leaves = None
+        if len(self) >= self.most:
+            crowd = max(self._counts, key=lambda each: self._counts[each], default=client)
+            if self._counts.get(crowd, 0) <= self._counts.get(client, 0) + 1:
+                return entry
+            leaves = self._take_newest(crowd)
+        self._by_priority.setdefault(priority, OrderedDict()).setdefault(client, deque()).append(entry)
+        self._counts[client] = self._counts.get(client, 0) + 1
+        return leaves
+
+    def take(self) -> T | None:
+        """Whoever is next."""
+        if not self._by_priority:
+            return None
+        priority = min(self._by_priority)
+        clients = self._by_priority[priority]
+        client, waiting = next(iter(clients.items()))
+        entry = waiting.popleft()
+        clients.move_to_end(client)
+        self._forget(priority, client)
+        return entry
+
+    def remove(self, entry: T) -> bool:
+        """Take one out that has left. Return whether it was here."""
+        for priority, clients in self._by_priority.items():
+            for client, waiting in clients.items():
+                if entry in waiting:
+                    waiting.remove(entry)
+                    self._forget(priority, client)
+                    return True
+        return False
+
+    def _take_newest(self, client: str) -> T:
+        priority = max(priority for priority, clients in self._by_priority.items() if client in clients)
+        entry = self._by_priority[priority][client].pop()
+        self._forget(priority, client)
+        return entry
+
+    def _forget(self, priority: int, client: str) -> None:
+        """One of a client's is gone; what is empty goes as well."""
+        self._counts[client] -= 1
+        if not self._counts[client]:
+            del self._counts[client]
+        clients = self._by_priority[priority]
+        if not clients[client]:
+            del clients[client]
+        if not clients:
+            del self._by_priority[priority]

@@ -1,0 +1,142 @@
+"""Values held against the JSON schemas that `/openapi.json` publishes, with a sentence for what is wrong.
+
+One truth: the tables in `fields.py` are what is checked here and what is published. Only what they use is known.
+"""
+
+from typing import Any
+
+from shardwise.errors import nearest
+from shardwise.serving.http.api_error import ApiError
+
+Schema = dict[str, Any]
+_KINDS = {
+    "string": "a string",
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "true or false",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+
+
+def check(value: Any, schema: Schema, *, at: str = "") -> None:
+    """Raise an `ApiError` with the first thing that the schema does not allow."""
+    if "anyOf" in schema:
+        _check_any(value, schema["anyOf"], at)
+        return
+    kind = schema.get("type")
+    if kind is not None and not _is(value, kind):
+        raise _wrong(at, f"wants {_KINDS[kind]}, not {_shown(value)}")
+    if "enum" in schema and not any(
+        value is each or (value == each and type(value) is type(each)) for each in schema["enum"]
+    ):
+        known = ", ".join(repr(each) for each in schema["enum"])
+        raise _wrong(at, f"is {_shown(value)}; known: {known}")
+    if kind in ("integer", "number"):
+        _check_number(value, schema, at)
+    elif kind == "string":
+        _check_length(len(value), schema, at, "Length", "characters")
+    elif kind == "array":
+        _check_length(len(value), schema, at, "Items", "entries")
+        if _are_plain_tokens(value, schema.get("items", {})):
+            return
+        for place, each in enumerate(value):
+            check(each, schema.get("items", {}), at=f"{at}[{place}]")
+    elif kind == "object":
+        _check_object(value, schema, at)
+
+
+def _are_plain_tokens(values: list[Any], schema: Schema) -> bool:
+    """Whether all are whole numbers in range: prompts have many, and one look at each is enough."""
+    if schema.get("type") != "integer" or not all(type(each) is int for each in values):
+        return False
+    return not values or (schema["minimum"] <= min(values) and max(values) <= schema["maximum"])
+
+
+def _check_object(value: dict[str, Any], schema: Schema, at: str) -> None:
+    properties = schema.get("properties", {})
+    beyond = schema.get("additionalProperties", True)
+    for name, each in value.items():
+        here = f"{at}.{name}" if at else name
+        if name in properties:
+            check(each, properties[name], at=here)
+        elif beyond is False:
+            meant = nearest(name, properties)
+            hint = f"; did you mean {meant!r}?" if meant else ""
+            raise ApiError(
+                400, f"unknown or unsupported field {here[:80]!r}{hint}", param=here[:80], code="unknown_field"
+            )
+        elif isinstance(beyond, dict):
+            check(each, beyond, at=here)
+    _check_length(len(value), schema, at, "Properties", "entries")
+    for name in schema.get("required", ()):
+        if name not in value:
+            here = f"{at}.{name}" if at else name
+            raise ApiError(400, f"the field {here!r} is missing", param=here, code="missing_field")
+
+
+def _check_any(value: Any, schemas: list[Schema], at: str) -> None:
+    """One of them has to fit. If one alone is of the value's kind, or has its `const`, what it says is told."""
+    errors = []
+    for schema in schemas:
+        try:
+            check(value, schema, at=at)
+        except ApiError as error:
+            errors.append((schema, error))
+        else:
+            return
+    alike = [error for schema, error in errors if _is(value, schema.get("type", "")) and _has_tag(value, schema)]
+    if alike:
+        # Whichever came furthest is what was meant.
+        raise max(alike, key=lambda error: (len(error.param or ""), error.param or ""))
+    kinds = list(dict.fromkeys(_KINDS[schema["type"]] for schema, _ in errors if "type" in schema))
+    raise _wrong(at, f"wants {' or '.join(kinds)}, not {_shown(value)}")
+
+
+def _has_tag(value: Any, schema: Schema) -> bool:
+    """Whether an object says by its `type` that it is meant to be this one."""
+    tags = schema.get("properties", {}).get("type", {}).get("enum")
+    return tags is None or not isinstance(value, dict) or value.get("type") in tags
+
+
+def _check_number(value: float, schema: Schema, at: str) -> None:
+    low, above = schema.get("minimum"), schema.get("exclusiveMinimum")
+    high = schema.get("maximum")
+    # What is no number is neither below nor above anything.
+    if value != value or (low is not None and value < low) or (above is not None and value <= above):
+        least = f"at least {low}" if above is None else f"more than {above}"
+        raise _wrong(at, f"is {_shown(value)}; it must be {least}")
+    if high is not None and value > high:
+        raise _wrong(at, f"is {_shown(value)}; it must be at most {high}")
+
+
+def _check_length(length: int, schema: Schema, at: str, noun: str, what: str) -> None:
+    low, high = schema.get(f"min{noun}"), schema.get(f"max{noun}")
+    if low is not None and length < low:
+        raise _wrong(at, f"has {length} {what}; it must have at least {low}")
+    if high is not None and length > high:
+        raise _wrong(at, f"has {length} {what}; it must have at most {high}")
+
+
+def _is(value: Any, kind: str) -> bool:
+    if kind == "integer":
+        # JSON has one kind of number: 1.0 is whole.
+        return (isinstance(value, int) and not isinstance(value, bool)) or (
+            isinstance(value, float) and value.is_integer()
+        )
+    if kind == "number":
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    kinds = {"string": str, "boolean": bool, "array": list, "object": dict, "null": type(None)}
+    return kind in kinds and isinstance(value, kinds[kind])
+
+
+def _wrong(at: str, words: str) -> ApiError:
+    return ApiError(400, f"{at or 'the body'} {words}", param=at or None, code="invalid_value")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (dict, list)):
+        return "an object" if isinstance(value, dict) else f"a list of {len(value)}"
+    shown = str(value).lower() if isinstance(value, bool) else "null" if value is None else repr(value)
+    return shown if len(shown) <= 40 else f"{shown[:37]}..."

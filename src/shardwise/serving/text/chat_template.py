@@ -1,0 +1,92 @@
+"""Messages to the text that a model was trained on, by its Jinja template, in a sandbox: it is a file of others.
+
+A model that has no template gets a plain one: `role: content`, a line each.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from typing import Any
+
+from shardwise.errors import ShardwiseError
+from shardwise.serving.text.tokenizer import Text
+
+PLAIN = """{% for message in messages %}{{ message.role }}: {{ message.content }}
+{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
+#: For templates that know nothing of tools.
+_TOOLS = (
+    "You may call functions. To call one, answer with nothing but\n"
+    '<tool_call>{"name": "...", "arguments": {...}}</tool_call>\nThe functions:\n'
+)
+
+
+class ChatTemplate:
+    """A model's template, compiled once."""
+
+    def __init__(self, text: Text) -> None:
+        try:
+            from jinja2 import TemplateError
+            from jinja2.sandbox import ImmutableSandboxedEnvironment
+        except ImportError:
+            raise ShardwiseError(
+                "chat templates are made with jinja2, which is not installed", remedy="pip install 'shardwise[serve]'"
+            ) from None
+        source = text.template or PLAIN
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals.update(raise_exception=_refuse, strftime_now=lambda form: datetime.now().strftime(form))
+        self._error: type[Exception] = TemplateError
+        try:
+            self._template = environment.from_string(source)
+        except TemplateError as error:
+            raise ShardwiseError(
+                f"the chat template of {text.name} cannot be read: {error}", remedy="a chat_template.jinja beside it"
+            ) from None
+        self._named, self._knows_tools = text.named, "tools" in source
+        self.is_plain = text.template is None
+
+    def apply(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """The prompt. A template that refuses what it is given raises, in its own words."""
+        given: list[Mapping[str, Any]] = [_plain_message(message) for message in messages]
+        if tools and not self._knows_tools:
+            listed = "\n".join(json.dumps(tool["function"]) for tool in tools)
+            given = [{"role": "system", "content": _TOOLS + listed}, *given]
+        try:
+            return self._template.render(
+                messages=given, tools=list(tools) or None, add_generation_prompt=True, **self._named
+            )
+        except (self._error, TypeError, ValueError, KeyError, OverflowError) as error:
+            raise ShardwiseError(f"the model's chat template refuses these messages: {error}") from None
+
+
+def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Content in parts as one text; arguments of calls as values, which templates write as they like."""
+    plain = dict(message)
+    content = plain.get("content")
+    if isinstance(content, list):
+        plain["content"] = "".join(part["text"] for part in content)
+    elif content is None:
+        plain["content"] = ""
+    calls = []
+    for call in plain.get("tool_calls") or ():
+        function = dict(call["function"])
+        with suppress(ValueError):  # As it came: the model wrote it so.
+            function["arguments"] = json.loads(function["arguments"])
+        calls.append({**call, "function": function})
+    if calls:
+        plain["tool_calls"] = calls
+    return plain
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    """As transformers has it: characters as they are, and nothing escaped for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _refuse(message: str) -> None:
+    from jinja2 import TemplateError
+
+    raise TemplateError(message)

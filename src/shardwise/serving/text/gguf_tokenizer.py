@@ -1,0 +1,122 @@
+"""A tokenizer from the tables of a GGUF file: byte-level BPE (`gpt2`) and SentencePiece's BPE by scores (`llama`)."""
+
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ShardwiseError
+
+#: Kinds of tokens, as GGUF numbers them.
+_UNKNOWN, _CONTROL, _BYTE = 2, 3, 6
+#: How text is cut before byte pairs are merged, by the name that `tokenizer.ggml.pre` gives. Sources: llama.cpp's
+#: `llama-vocab.cpp`, and the `tokenizer.json` of the models.
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+_CUTS = {
+    "gpt-2": (_GPT2,),
+    "smollm": (r"\p{N}", _GPT2),
+    "llama-bpe": (_LLAMA3,),
+    "qwen2": (_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"),),
+}
+
+
+def load_gguf(path: Path) -> tuple[Any, str | None, dict[str, str]]:
+    """The tokenizer, the chat template, and the named tokens of a file."""
+    try:
+        from gguf import GGUFReader
+    except ImportError:
+        raise ShardwiseError(
+            f"{path} is read with gguf, which is not installed", remedy="pip install 'shardwise[serve]'"
+        ) from None
+    try:
+        reader = GGUFReader(str(path))
+    except (ValueError, OSError, IndexError) as error:
+        raise ShardwiseError(f"{path} is no GGUF file: {error}", remedy="a file that ends in .gguf") from None
+    read = {name: field.contents() for name, field in reader.fields.items() if name.startswith("tokenizer.")}
+    if "tokenizer.ggml.tokens" not in read:
+        raise ShardwiseError(f"{path} has no tokenizer", remedy="a GGUF file of a language model")
+    tokens: list[str] = read["tokenizer.ggml.tokens"]
+    kind = read.get("tokenizer.ggml.model")
+    make = {"gpt2": _byte_level, "llama": _sentencepiece}.get(str(kind))
+    if make is None:
+        raise ShardwiseError(
+            f"the tokenizer of {path} is of the kind {kind!r}; known: gpt2, llama", remedy="a folder of Hugging Face"
+        )
+    named = {}
+    for name in ("bos", "eos", "unknown", "padding"):
+        token = read.get(f"tokenizer.ggml.{name}_token_id")
+        if isinstance(token, int) and token < len(tokens):
+            named[{"unknown": "unk", "padding": "pad"}.get(name, name) + "_token"] = tokens[token]
+    return make(read, tokens, named), read.get("tokenizer.chat_template"), named
+
+
+def _byte_level(read: dict[str, Any], tokens: list[str], named: dict[str, str]) -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    cuts = _CUTS.get(read.get("tokenizer.ggml.pre", "gpt-2"), _CUTS["gpt-2"])
+    merges = [tuple(pair.split(" ", 1)) for pair in read.get("tokenizer.ggml.merges", [])]
+    made = Tokenizer(models.BPE(vocab={token: place for place, token in enumerate(tokens)}, merges=merges))
+    split = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in cuts]
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [*split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    made.decoder = decoders.ByteLevel()
+    _finish(made, read, tokens, named, adds_bos=False)
+    return made
+
+
+def _sentencepiece(read: dict[str, Any], tokens: list[str], named: dict[str, str]) -> Any:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    places = {token: place for place, token in enumerate(tokens)}
+    made = Tokenizer(
+        models.BPE(
+            vocab=places, merges=_merges_by_score(tokens, read["tokenizer.ggml.scores"], places),
+            byte_fallback=True, fuse_unk=True, unk_token=named.get("unk_token"),
+        )
+    )  # fmt: skip
+    mark = "\N{LOWER ONE EIGHTH BLOCK}"
+    prefix = [normalizers.Prepend(mark)] if read.get("tokenizer.ggml.add_space_prefix", True) else []
+    made.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", mark)])
+    made.decoder = decoders.Sequence(
+        [
+            decoders.Replace(mark, " "), decoders.ByteFallback(), decoders.Fuse(),
+            *([decoders.Strip(" ", 1, 0)] if prefix else []),
+        ]
+    )  # fmt: skip
+    _finish(made, read, tokens, named, adds_bos=True)
+    return made
+
+
+def _merges_by_score(tokens: list[str], scores: list[float], places: dict[str, int]) -> list[tuple[str, str]]:
+    """Which two pieces make a third, the best third first, and of one third the best halves first."""
+    found = []
+    for token, score in zip(tokens, scores, strict=True):
+        halves = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        known = [pair for pair in halves if pair[0] in places and pair[1] in places]
+        known.sort(key=lambda pair: (places[pair[0]], places[pair[1]]))
+        found += [(score, pair) for pair in known]
+    found.sort(key=lambda each: each[0], reverse=True)
+    return [pair for _, pair in found]
+
+
+def _finish(made: Any, read: dict[str, Any], tokens: list[str], named: dict[str, str], *, adds_bos: bool) -> None:
+    """Tokens that text is not split through, and what stands around a text."""
+    from tokenizers import AddedToken, processors
+
+    kinds = read.get("tokenizer.ggml.token_type", [])
+    special = [token for token, kind in zip(tokens, kinds, strict=False) if kind in (_UNKNOWN, _CONTROL)]
+    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    around = {}
+    if read.get("tokenizer.ggml.add_bos_token", adds_bos) and "bos_token" in named:
+        around["before"] = named["bos_token"]
+    if read.get("tokenizer.ggml.add_eos_token", False) and "eos_token" in named:
+        around["after"] = named["eos_token"]
+    if around:
+        words = [around.get("before"), "$A", around.get("after")]
+        made.post_processor = processors.TemplateProcessing(
+            single=" ".join(word for word in words if word),
+            special_tokens=[(token, tokens.index(token)) for token in set(around.values())],
+        )

@@ -1,0 +1,75 @@
+"""Answers that a JSON schema allows: which tokens may come next, by llguidance."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.errors import ShardwiseError
+from shardwise.serving.text.tokenizer import Text
+
+
+class Grammars:
+    """Makes guides for one tokenizer. `size` is the length of a row of logits, which may be more than it has tokens."""
+
+    def __init__(self, text: Text, *, size: int, end_tokens: Sequence[int]) -> None:
+        self._text, self._size, self._end_tokens = text, size, list(end_tokens)
+        self._made: Any = None
+
+    def guide(self, schema: Mapping[str, Any]) -> "SchemaGuide":
+        """A guide of one sequence. A schema that llguidance cannot follow is refused in its words."""
+        try:
+            from llguidance import LLMatcher, LLTokenizer
+        except ImportError:
+            raise ShardwiseError(
+                "schemas are followed by llguidance, which is not installed", remedy="pip install 'shardwise[serve]'"
+            ) from None
+        if self._made is None:
+            # A vocabulary of bytes has no token that ends a text: one beyond it stands for the end.
+            vocabulary = max(self._size, self._text.vocabulary, *(token + 1 for token in self._end_tokens or [0]))
+            ends = self._end_tokens or [vocabulary]
+            self._made = LLTokenizer(
+                self._text.grammar_source(), n_vocab=vocabulary if self._end_tokens else vocabulary + 1, eos_token=ends
+            )
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": r"[ ]?"})
+            matcher = LLMatcher(self._made, grammar)
+        except (ValueError, TypeError) as error:
+            raise ShardwiseError(f"the schema cannot be followed: {_first_line(error)}") from None
+        if matcher.is_error():
+            raise ShardwiseError(f"the schema cannot be followed: {_first_line(matcher.get_error())}")
+        return SchemaGuide(matcher, size=self._size, num_bits=self._made.vocab_size, end_tokens=self._end_tokens)
+
+
+class SchemaGuide:
+    """What narrows the tokens of one sequence to a schema. It is the engine's thread that calls it."""
+
+    def __init__(self, matcher: Any, *, size: int, num_bits: int, end_tokens: Sequence[int]) -> None:
+        self._matcher, self._size, self._num_tokens = matcher, size, 0
+        self._bits = np.zeros(-(-num_bits // 32), dtype=np.int32)
+        self._after = np.full(size, not end_tokens)
+        self._after[[token for token in end_tokens if token < size]] = True
+        #: How many tokens there are when nothing may follow. Where no token ends a text, the reader ends it then.
+        self.length: int | None = None
+
+    def allowed(self) -> NDArray[np.bool_]:
+        row = self._after if self.length is not None else self._row()
+        return row if row.any() else self._after
+
+    def advance(self, token: int) -> None:
+        self._num_tokens += 1
+        if self.length is None:
+            self._matcher.consume_token(token)
+            if self._matcher.is_stopped() or (self._matcher.is_accepting() and not (self._row() & ~self._after).any()):
+                self.length = self._num_tokens
+
+    def _row(self) -> NDArray[np.bool_]:
+        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        row = np.unpackbits(self._bits.view(np.uint8), bitorder="little").astype(np.bool_)
+        return row[: self._size] if len(row) >= self._size else np.pad(row, (0, self._size - len(row)))
+
+
+def _first_line(error: object) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else "llguidance does not say why"

@@ -1,0 +1,159 @@
+"""Text to tokens and tokens to bytes: bytes as they are, or a tokenizer of Hugging Face's `tokenizers`.
+
+`load_tokenizer` takes what an engine's `tokenizer_source` says: "bytes", a folder or `tokenizer.json`, or a GGUF file.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from shardwise.errors import ShardwiseError
+
+BYTES = "bytes"
+_INSTALL = "pip install 'shardwise[serve]'"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Text(Protocol):
+    """What the HTTP side needs of a tokenizer."""
+
+    #: Where it came from.
+    name: str
+    #: One more than the largest token.
+    vocabulary: int
+    #: The chat template that came with it, as Jinja text.
+    template: str | None
+    #: Tokens by the names that templates use: `bos_token`, `eos_token`.
+    named: dict[str, str]
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Tokens of a text. With `special`, also those that the tokenizer puts around every text."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, those with a meaning of their own left out. Bytes that are no UTF-8 become U+FFFD."""
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes that a token stands for, wherever it stands. Tokens with a meaning of their own have their name."""
+
+    def grammar_source(self) -> str:
+        """How llguidance is told of it."""
+
+
+class ByteText:
+    """Every byte is a token; tokens above have no text."""
+
+    name = BYTES
+    vocabulary = 256
+    template: str | None = None
+
+    def __init__(self) -> None:
+        self.named: dict[str, str] = {}
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:  # noqa: ARG002 - there are none
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+    def bytes_of(self, token: int) -> bytes:
+        return bytes([token]) if token < 256 else b""
+
+    def grammar_source(self) -> str:
+        return "byte"
+
+
+class LibraryText:
+    """A tokenizer of the library `tokenizers`, with what lies beside it."""
+
+    def __init__(self, loaded: Any, *, name: str, template: str | None = None, named: dict[str, str] | None = None):
+        self._loaded, self.name, self.template = loaded, name, template
+        self.named = named or {}
+        self.vocabulary = int(loaded.get_vocab_size())
+        decoder = json.loads(loaded.to_str()).get("decoder") or {}
+        self._is_byte_level = '"ByteLevel"' in json.dumps(decoder)
+        self._special = {token for token, added in loaded.get_added_tokens_decoder().items() if added.special}
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        return list(self._loaded.encode(text, add_special_tokens=special).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._loaded.decode(list(tokens)))
+
+    def bytes_of(self, token: int) -> bytes:
+        piece = self._loaded.id_to_token(token)
+        if piece is None:
+            return b""
+        if token in self._special:
+            return str(piece).encode()
+        if (found := _BYTE_TOKEN.fullmatch(piece)) is not None:
+            return bytes([int(found[1], 16)])
+        if self._is_byte_level:
+            table = byte_level_table()
+            return b"".join(bytes([table[mark]]) if mark in table else mark.encode() for mark in piece)
+        return str(piece).replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
+
+    def grammar_source(self) -> str:
+        return str(self._loaded.to_str())
+
+
+@lru_cache(maxsize=1)
+def byte_level_table() -> dict[str, int]:
+    """The characters that byte-level tokenizers write bytes as (GPT-2's `bytes_to_unicode`, turned round)."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+
+
+def load_tokenizer(source: str | Path) -> Text:
+    """The tokenizer of a model, from where its engine says that it is."""
+    if str(source) == BYTES:
+        return ByteText()
+    path = Path(source)
+    if path.suffix == ".gguf":
+        from shardwise.serving.text.gguf_tokenizer import load_gguf
+
+        loaded, template, named = load_gguf(path)
+        return LibraryText(loaded, name=str(path), template=template, named=named)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ShardwiseError(f"there is no tokenizer at {file}", remedy="a folder with a tokenizer.json")
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise ShardwiseError(f"{file} is read with tokenizers, which is not installed", remedy=_INSTALL) from None
+    try:
+        loaded = Tokenizer.from_file(str(file))
+    except Exception as error:  # The library raises nothing narrower.
+        raise ShardwiseError(
+            f"{file} is no tokenizer: {error}", remedy="a tokenizer.json of Hugging Face's tokenizers"
+        ) from None
+    template, named = _read_settings(file.parent)
+    return LibraryText(loaded, name=str(file), template=template, named=named)
+
+
+def _read_settings(folder: Path) -> tuple[str | None, dict[str, str]]:
+    """The chat template and the named tokens that lie beside a `tokenizer.json`."""
+    config: dict[str, Any] = {}
+    file = folder / "tokenizer_config.json"
+    if file.is_file():
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ShardwiseError(f"{file} is no JSON: {error}", remedy="the file as it was published") from None
+    named = {}
+    for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        value = config.get(key)
+        value = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, str):
+            named[key] = value
+    template = config.get("chat_template")
+    if isinstance(template, list):  # Several by name.
+        by_name = {each.get("name"): each.get("template") for each in template}
+        template = by_name.get("default") or next(iter(by_name.values()), None)
+    alone = folder / "chat_template.jinja"
+    if alone.is_file():
+        template = alone.read_text(encoding="utf-8")
+    return template, named

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from shardwise.parity.course import Course, Step
@@ -97,9 +98,10 @@ class _Apart(NamedTuple):
 def _measured(course: Course, wanted: Step, ours: Sequence[Step]) -> Iterator[tuple[Kind, str | None, list[_Apart]]]:
     """What is compared of a step, in order, with what every rank has of it."""
     seen = {name: each for name, each in wanted.used.items() if any(name in step.used for step in ours)}
+    largest = _largest(wanted.used) if seen else 0.0
     for name in _ordered(seen, course.first_use):
-        least = _least_weight(seen[name], wanted.used)
-        yield "used weight", name, [_apart(step.used.get(name), seen[name], least) for step in ours]
+        least = _least_weight(seen[name], largest)
+        yield "used weight", name, _all_apart([step.used.get(name) for step in ours], seen[name], least)
     yield "loss", None, [_numbers_apart(step.loss, wanted.loss) for step in ours]
     # Where one device has not looked, there is nothing to compare.
     gradients = [step.gradients for step in ours] if wanted.gradients else []
@@ -107,12 +109,13 @@ def _measured(course: Course, wanted: Step, ours: Sequence[Step]) -> Iterator[tu
     least = _LEAST * max((float(each.norm()) for each in wanted.gradients.values()), default=0.0)
     for name in _ordered(_all_names(wanted.gradients, gradients), course.first_use[::-1]):
         theirs = wanted.gradients.get(name)
-        yield "gradient", name, [_apart(step.gradients.get(name), theirs, least) for step in ours]
+        yield "gradient", name, _all_apart([step.gradients.get(name) for step in ours], theirs, least)
     yield "norm", None, [_numbers_apart(step.norm, wanted.norm) for step in ours]
+    largest = _largest(wanted.weights)
     for name in _ordered(_all_names(wanted.weights, weights), course.first_use):
         theirs = wanted.weights.get(name)
-        least = _least_weight(theirs, wanted.weights)
-        yield "weight", name, [_apart(step.weights.get(name), theirs, least) for step in ours]
+        least = _least_weight(theirs, largest)
+        yield "weight", name, _all_apart([step.weights.get(name) for step in ours], theirs, least)
 
 
 def _evaluated(expected: Course, found: Sequence[Course], step: int) -> Iterator[tuple[Kind, str | None, list[_Apart]]]:
@@ -122,12 +125,21 @@ def _evaluated(expected: Course, found: Sequence[Course], step: int) -> Iterator
         yield "evaluation", None, [_numbers_apart(each.evaluations.get(step, math.nan), wanted) for each in found]
 
 
-def _least_weight(weight: Tensor | None, weights: Mapping[str, Tensor]) -> float:
+def _largest(weights: Mapping[str, Tensor]) -> float:
+    """The largest weights, number for number: the root of the mean square of the tensor that has most of it."""
+    sizes = [
+        float(each.norm()) / each.numel() ** 0.5
+        for each in weights.values()
+        if each.is_floating_point() and each.numel()
+    ]
+    return max(sizes, default=0.0)
+
+
+def _least_weight(weight: Tensor | None, largest: float) -> float:
     """What a weight is measured against at the least."""
     if weight is None or not weight.is_floating_point():
         return 0.0
-    sizes = [float(each.norm()) / each.numel() ** 0.5 for each in weights.values() if each.is_floating_point()]
-    return float(_LEAST * max(sizes) * weight.numel() ** 0.5)
+    return float(_LEAST * largest * weight.numel() ** 0.5)
 
 
 def _all_names(one: Mapping[str, Tensor], others: Sequence[Mapping[str, Tensor]]) -> dict[str, None]:
@@ -138,6 +150,20 @@ def _ordered(names: Iterable[str], order: Sequence[str]) -> list[str]:
     """Names in an order; those that it lacks come last."""
     places = {name: place for place, name in enumerate(order)}
     return sorted(names, key=lambda name: places.get(name, len(places)))
+
+
+def _all_apart(found: Sequence[Tensor | None], wanted: Tensor | None, least: float) -> list[_Apart]:
+    """How far the tensors of all ranks are off. Most often all have the same, which is measured once."""
+    apart: list[_Apart] = []
+    first = found[0]
+    for each in found:
+        is_again = bool(apart) and first is not None and each is not None and _are_equal(each, first)
+        apart.append(apart[0] if is_again else _apart(each, wanted, least))
+    return apart
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
 
 
 def _apart(found: Tensor | None, wanted: Tensor | None, least: float = 0.0) -> _Apart:

@@ -100,6 +100,8 @@ class _Trial:
     def __init__(self, module: nn.Module, loss: Loss, precision: Context) -> None:
         self._module, self._loss, self._precision = module, loss, precision
         self._signature = Signature(module)
+        #: What was there before the first run in evaluation mode. In training mode each run has hooks of its own.
+        self._state: PythonState | None = None
 
     def run_in_training(self, batch: Batch) -> tuple[_Run, str | None]:
         """The same in training mode; and what in the backward is not in proportion to the gradient it begins with.
@@ -126,12 +128,13 @@ class _Trial:
         before = [(each, each.clone()) for each in self._module.buffers()] if training else []
         try:
             with (
-                undisturbed(self._module, {}, self._loss),
+                undisturbed(self._module, {}, self._loss, state=None if training else self._state) as switch,
                 full_precision(),
                 self._precision(),
                 torch.set_grad_enabled(training),
                 counts,
             ):
+                self._state = self._state if training else switch.state
                 seed_torch(seed)
                 drawn = draws_digest()
                 is_rounded = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")

@@ -386,7 +386,7 @@ def watch(
     signature.check(example)
     args, kwargs = signature.arguments(example)
     watcher = FlowWatch(module, home_of(example), records=records)
-    with undisturbed(module, units) as switch:
+    with undisturbed(module, units, tells_writes=True) as switch:
         with uncompiled(), watcher, _Looks(watcher), watcher.seeing_checkpoints(), switch.visited_by(watcher):
             output = module(*args, **kwargs)
         assert switch.state is not None, "it is known what was there before"

@@ -89,8 +89,18 @@ def uncompiled() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def undisturbed(module: nn.Module, units: Mapping[str, nn.Module], *others: Any) -> Iterator[Switch]:
-    """A switch for runs that leave no trace: gates, tensors, attributes and random numbers are as they were before."""
+def undisturbed(
+    module: nn.Module,
+    units: Mapping[str, nn.Module],
+    *others: Any,
+    tells_writes: bool = False,
+    state: PythonState | None = None,
+) -> Iterator[Switch]:
+    """A switch for runs that leave no trace: gates, tensors, attributes and random numbers are as they were before.
+
+    With `tells_writes` its guard knows which parameters were written. `state`: that of a run before, of the same
+    module and others without gates, if nothing has changed since; to note all of it again takes as long as a forward.
+    """
     devices = {each.device for each in module.parameters() if each.is_cuda}
     kept = [
         (slots, key, each, each.clone() if _is_written(owner, slots) and not each.is_meta else each)
@@ -101,10 +111,10 @@ def undisturbed(module: nn.Module, units: Mapping[str, nn.Module], *others: Any)
     ]
     switch = Switch(units)
     # With the gates in it: they are no trace.
-    before = switch.state = PythonState(module, *others)
-    guard = switch.guard = WriteGuard(module)
+    before = switch.state = state or PythonState(module, *others)
+    guard = switch.guard = WriteGuard(module, tells=tells_writes)
     try:
-        with torch.random.fork_rng(devices), torch.no_grad(), guard:
+        with torch.random.fork_rng(devices), torch.no_grad(), guard.guarding():
             yield switch
     finally:
         before.restore()

@@ -15,15 +15,15 @@ _A_MOMENT = timedelta(milliseconds=1)
 _TAG_OF_NOTHING = 987_654
 
 
-def break_all(groups: Iterable[dist.ProcessGroup | Pair]) -> None:
+def break_all(groups: Iterable[dist.ProcessGroup | Pair], *, again: bool = False) -> None:
     """End every wait under way in these groups, and with it their connections. It returns at once.
 
     A communicator of NCCL that is given up frees memory, and that may wait for the kernels of another: so each has a
-    thread, and all of them are told before any is waited for.
+    thread, and all of them are told before any is waited for. Once is enough for those: `again` leaves them out.
     """
     every = list(groups)
     for group in every:
-        if isinstance(group, dist.ProcessGroup) and find_gpu_backend(group) is not None:
+        if not again and isinstance(group, dist.ProcessGroup) and find_gpu_backend(group) is not None:
             threading.Thread(target=_abort, args=(group,), name="shardwise-abort", daemon=True).start()
     for group in every:
         _break(group)

@@ -20,7 +20,6 @@ process ended, with the sentence on stderr and in the store.
 import atexit
 import contextlib
 import os
-import pickle
 import sys
 import threading
 import time
@@ -39,6 +38,7 @@ from shardwise.ranks.device_progress import DeviceProgress
 from shardwise.ranks.rank_error import RankError, decode, describe_failure, encode
 from shardwise.ranks.shared_memory import Pair
 from shardwise.ranks.stall import Board, RankLocation, find_stall
+from shardwise.ranks.store_meeting import StoreMeeting
 from shardwise.torch_private import PrefixStore, Store
 
 #: Where the process that started the ranks writes that one of them died.
@@ -99,7 +99,7 @@ class Watch:
         number = self._store.add(f"shardwise/{name}/watches/{rank}", 1)
         self._name = f"shardwise/{name}/{number}"
         self._place: object = "the start"
-        self._moves = self._num_exchanges = 0
+        self._moves = 0
         self._waits: tuple[tuple[int, ...], float] | None = None
         self._verdict: RankError | None = None
         self._others = tuple(other for other in range(num_ranks) if other != rank)
@@ -113,6 +113,7 @@ class Watch:
         #: Whether the caller knows that something went wrong: it raises, or has been told.
         self._told = threading.Event()
         self._gpu: DeviceProgress | None = None
+        self._meeting = StoreMeeting(self._store, self._name, rank, num_ranks)
         self._board = Board(self._store, self._name, rank, num_ranks)
         self._thread = threading.Thread(target=self._look, name="shardwise-watch", daemon=True)
         self._thread.start()
@@ -196,13 +197,7 @@ class Watch:
         All ranks call it alike. One that comes late may have much to do before, and is no fault while it lives.
         """
         self.at(what)
-        self._num_exchanges += 1
-        keys = [f"{self._name}/exchange {self._num_exchanges}/{rank}" for rank in range(self.num_ranks)]
-        self._store.set(keys[self.rank], pickle.dumps(given))  # type: ignore[arg-type]  # It takes bytes as well.
-        while not self._store.check(keys):
-            self.check()
-            time.sleep(0.005)
-        return [pickle.loads(self._store.get(key)) for key in keys]
+        return self._meeting.exchange(given, self.check)
 
     @property
     def has_stopped(self) -> bool:
@@ -223,6 +218,10 @@ class Watch:
         if stage is not None or not isinstance(error, ShardwiseError):  # A refusal says what it is about.
             error.add_note(f"at {self._place}{details}")
         self._publish(describe_failure(self.rank, error))
+
+    def all_refuse(self) -> bool:
+        """Whether all ranks refuse as this one does, for which they have time: all that is guarded can be used on."""
+        return self._told.is_set() or self._meeting.all_refuse(self._limit, lambda: self._verdict is not None)
 
     def explain(self, error: BaseException, peer: int | None = None) -> NoReturn:
         """A connection broke: raise the reason. If nobody gives one in time, a rank died without a word."""
@@ -279,6 +278,9 @@ class Watch:
                 self._closed.wait(0.02)
             else:
                 self._hurry.wait(self._beat)
+        # A wait that begins while connections are broken may escape: it is ended in the next second.
+        while self._verdict is not None and not self._told.is_set() and not self._closed.wait(1.0):
+            break_all(self.guarded, again=True)
         if self._closed.is_set() and self._verdict is None:
             with contextlib.suppress(RuntimeError):  # The rank that has the store may have ended before this one.
                 self._board.write(self._mine())

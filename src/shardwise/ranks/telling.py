@@ -26,12 +26,14 @@ def find_watch(name: str = "pipeline", limit_seconds: float = LIMIT_SECONDS) -> 
 def telling(watch: Watch | None, *, refusals: bool = True) -> Iterator[None]:
     """The others are told of an error before it goes on to the caller, and then all that the watch guards is over.
 
-    Without `refusals` those are not told: all ranks refuse alike, and what they share can be used on.
+    Without `refusals` those are not told as long as all ranks refuse: then what they share can be used on. One that
+    refuses alone would leave the others waiting, and is told.
     """
     try:
         yield
     except BaseException as error:
-        if watch is not None and (refusals or not isinstance(error, ShardwiseError)):
+        is_refusal = isinstance(error, ShardwiseError) and not refusals
+        if watch is not None and not (is_refusal and watch.all_refuse()):
             watch.fail(error)
         raise
 

@@ -1,0 +1,54 @@
+"""A rank that refuses alone, over wires that engines share, leaves nobody waiting; where all refuse, wires go on."""
+
+import time
+from typing import Any
+
+import torch
+
+from shardwise.engine.parallelize import parallelize
+from shardwise.errors import ShardwiseError
+from shardwise.planner.plan import Plan
+from shardwise.ranks.spawn import Ranks
+from shardwise.ranks.wires import make_wires
+from shardwise.states.parameter_group import Share
+from tests.ranks.telling import Net, batch_of, loss_of
+
+_LIMIT_SECONDS = 2.0
+
+
+def _make(wires: Any, *, refuses: bool) -> str:
+    """What came of an engine whose optimizer factory refuses, or not."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        if refuses:
+            raise ShardwiseError("no optimizer today", remedy="tomorrow")
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    try:
+        parallelize(Net(), "dp=2", loss=loss_of, optimizer=[Share(make=make)], example=batch_of(0), wires=wires).close()
+    except ShardwiseError as error:
+        return str(error).partition("\n")[0]
+    return "made"
+
+
+def refused_by(ranks: tuple[int, ...]) -> tuple[str, str, float]:
+    """A first engine that these ranks refuse, a second over the same wires, and how long the first took."""
+    wires = make_wires(Plan.parse("dp=2"), limit_seconds=_LIMIT_SECONDS)
+    start = time.monotonic()
+    first = _make(wires, refuses=wires.rank in ranks)
+    took = time.monotonic() - start
+    second = _make(wires, refuses=False)
+    wires.close()
+    return first, second, took
+
+
+def test_wires_can_be_used_on_where_all_ranks_refuse(two: Ranks) -> None:
+    for first, second, _ in two.run(refused_by, (0, 1)):
+        assert (first, second) == ("no optimizer today", "made")
+
+
+def test_the_others_are_told_by_a_rank_that_refuses_alone(two: Ranks) -> None:
+    (own, *_), (told, _, took) = two.run(refused_by, (0,))
+    assert own == "no optimizer today"
+    assert told == "rank 0 failed: no optimizer today"
+    assert took < 60

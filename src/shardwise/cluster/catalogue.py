@@ -55,8 +55,8 @@ DEVICES = {
         _gpu("a100-pcie-80g", 80, 1.94, 108, 0.81, bf16=312, fp16=312, tf32=156, fp32=19.5),
         _gpu("a800", 80, 2.00, 108, 0.869, bf16=312, fp16=312, tf32=156, fp32=19.5),
         _gpu("h100-80g", 80, 3.35, 132, 0.803, fp8=1979, bf16=989, fp16=989, tf32=494.5, fp32=67),
-        # Grand Teton's: HBM2e and 500 of 700 W. Clocks follow the cube root of the power: .803 x (5/7)^(1/3).
-        _gpu("h100-96g-hbm2e-500w", 96, 2.40, 132, 0.718, fp8=1979, bf16=989, fp16=989, tf32=494.5, fp32=67),
+        # Grand Teton's: HBM2e and 500 of 700 W. Clocks follow the cube root of the power: peaks x (5/7)^(1/3).
+        _gpu("h100-96g-hbm2e-500w", 96, 2.40, 132, 0.803, fp8=1769, bf16=884, fp16=884, tf32=442, fp32=60),
         _gpu("h100-pcie", 80, 2.00, 114, 0.80, fp8=1513, bf16=756, fp16=756, tf32=378, fp32=51),
         _gpu("h100-nvl", 94, 3.9, 132, 0.80, fp8=1670, bf16=835, fp16=835, tf32=417, fp32=60),
         _gpu("h200", 141, 4.80, 132, 0.803, fp8=1979, bf16=989, fp16=989, tf32=494.5, fp32=67),

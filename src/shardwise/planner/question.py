@@ -229,4 +229,17 @@ def _sequence_of(model: Model, sequence: int | None) -> int:
         )
     if sequence < 1:
         raise ShardwiseError(f"a sequence of {sequence}: it has at least 1 position", remedy="--sequence 4096")
+    longest = model.max_sequence
+    if longest is not None and sequence > longest and _learns_positions(model, longest):
+        raise ShardwiseError(
+            f"{model.name} has learned {longest} positions, and a sequence of {sequence} has more",
+            remedy=f"--sequence {longest}, or a config.json with more positions",
+        )
     return sequence
+
+
+def _learns_positions(model: Model, longest: int) -> bool:
+    """Whether positions are rows of a table, which end; angles do not."""
+    outside = (block for block, _ in model.kinds if not block.stack)
+    shapes = (parameter.shape for block in outside for parameter in block.parameters)
+    return any(len(shape) == 2 and longest <= shape[0] <= longest + 2 and shape[0] != model.vocabulary for shape in shapes)

@@ -135,7 +135,11 @@ _LOOPBACK = Fabric(name="loopback", bytes_per_second=1.3 * _GIGA, latency_second
 # In a DGX-1 and a DGX A100 two devices hang on one switch and share its way up; in a DGX H100 each has its own. RAM:
 # two sockets of 6 DDR4-2933, 8 DDR4-3200 and 8 DDR5-4800 channels, two Graces, two channels of DDR5 (makers, M).
 _HOST3 = Host(
-    memory_bytes=768 * 2**30, device_bytes_per_second=12e9, num_cores=40, devices_on_link=2, memory_bytes_per_second=281e9
+    memory_bytes=768 * 2**30,
+    device_bytes_per_second=12e9,
+    num_cores=40,
+    devices_on_link=2,
+    memory_bytes_per_second=281e9,
 )
 _HOST4 = Host(
     memory_bytes=1024 * 2**30,

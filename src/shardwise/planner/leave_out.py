@@ -41,7 +41,7 @@ PRIORS = {
 # A constant may be so far from its prior (a factor of e to this, at one in three), and a step from its prediction.
 _PRIOR_WIDTH, _ERROR = 0.25, 0.06
 # Rows of a source that a fit looks at: more of one kind say nothing new.
-_MOST_ROWS = 24
+_MOST_ROWS = 8
 _DIFFERENCE = 0.05
 _ROUNDS = 12
 
@@ -67,7 +67,9 @@ def _start() -> Constants:
 
 def _moved(names: Sequence[str], steps: np.ndarray) -> Constants:
     start = _start()
-    return replace(start, **{name: getattr(start, name) * float(np.exp(by)) for name, by in zip(names, steps, strict=True)})
+    return replace(
+        start, **{name: getattr(start, name) * float(np.exp(by)) for name, by in zip(names, steps, strict=True)}
+    )
 
 
 def _linearised(sources: dict[str, list[Run]]) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:

@@ -242,4 +242,6 @@ def _learns_positions(model: Model, longest: int) -> bool:
     """Whether positions are rows of a table, which end; angles do not."""
     outside = (block for block, _ in model.kinds if not block.stack)
     shapes = (parameter.shape for block in outside for parameter in block.parameters)
-    return any(len(shape) == 2 and longest <= shape[0] <= longest + 2 and shape[0] != model.vocabulary for shape in shapes)
+    return any(
+        len(shape) == 2 and longest <= shape[0] <= longest + 2 and shape[0] != model.vocabulary for shape in shapes
+    )

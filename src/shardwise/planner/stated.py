@@ -78,10 +78,16 @@ _MEGATRON_PLAIN = replace(
     _MEGATRON_CORE, async_tp=False, overlap_tp=False, overlap_hops=False, overlap_gradients=False,
     overlap_parameters=False, cuda_graphs=False,
 )  # fmt: skip
-# FSDP2 with torch's own kernels, as torchtitan and torchao run it: gradients reduced in fp32, selective recomputation by
-# operation, nothing fused unless it is compiled. Automodel's adds Transformer Engine.
-_FSDP2 = Software(attention="flash2", fused_loss=False, by_operation=True, every_second=True, fused_accumulation=False)
-_FSDP2 = replace(_FSDP2, shards_parameters=True)
+# FSDP2 with torch's own kernels, as torchtitan and torchao run it: gradients reduced in fp32, selective recomputation
+# by operation, nothing fused unless it is compiled. Automodel's adds Transformer Engine.
+_FSDP2 = Software(
+    attention="flash2",
+    fused_loss=False,
+    by_operation=True,
+    every_second=True,
+    shards_parameters=True,
+    fused_accumulation=False,
+)
 _AUTOMODEL = replace(_FSDP2, attention="flash3", fused_loss=True, every_second=False)
 
 _PROGRAMS = (

@@ -116,7 +116,7 @@ def summarise(runs: Sequence[Run], constants: Constants = CONSTANTS) -> dict[str
 
 
 def summarise_left_out(found: Mapping[str, Sequence[Prediction]]) -> dict[str, object]:
-    """The same figures of predictions by source, and their mean over sources, which counts a small one as a large one."""
+    """The same figures of predictions by source, and their mean over sources, which counts all of these alike."""
     scored = [each for own in found.values() for each in own]
     of_sources = {name: _of_source(own) for name, own in sorted(found.items())}
     means = [float(np.mean(errors)) for own in found.values() if (errors := _sizes(own))]

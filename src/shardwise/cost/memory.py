@@ -104,7 +104,7 @@ def step_bytes(
 ) -> StepBytes:
     """Account for the memory of each layout on its places."""
     software = software or Software()
-    counts = count_blocks(model, layouts, places)
+    counts = count_blocks(model, layouts, places, cuts_experts=software.cuts_experts)
     parts = _states(layouts, counts, software)
     parts |= _activations(model, layouts, places, sequence, software)
     leaves = layouts.offload_activations > 0

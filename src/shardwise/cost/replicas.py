@@ -52,7 +52,10 @@ def _replicated(pricer: Pricer, layouts: Layouts, counts: Counts, pace: Work) ->
     wires, software, width = pricer.wires, pricer.software, pricer.software.width
     dense, expert = counts.dense.max(axis=1), counts.expert.max(axis=1)
     replicas = _replicas(wires, layouts)
-    experts = wires.group(np.maximum(layouts.replicas * layouts.tp // layouts.ep, 1), layouts.ep)
+    experts = wires.group(
+        np.maximum(counts.expert_replicas.astype(np.int64), 1),
+        layouts.ep * (layouts.tp if software.cuts_experts else 1),
+    )
     scatter = wires.all_gather(dense * software.reduce_bytes, replicas.shard)
     scatter = scatter + wires.all_gather(expert * software.reduce_bytes, experts)
     between = wires.all_reduce(dense * software.reduce_bytes / replicas.shard_size, replicas.copies)

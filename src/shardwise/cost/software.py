@@ -23,6 +23,9 @@ class Software:
     # Under sequence parallelism, what columns read is gathered once and kept, and the model's ends are whole (ours);
     # else it is gathered again in the backward, and the ends are shared out too (Korthikanti et al. 2022).
     gathered_once: bool = False
+    # Experts are shared out over replicas, and each is cut over tensor parallel ranks (ours); else they are shared out
+    # over these too, and are whole (Megatron with expert tensor parallelism of 1).
+    cuts_experts: bool = False
     # What a forward casts of weights is saved for its backward (autocast: ours), also of weights that ZeRO-3 gathered;
     # else they are cast when they are gathered, and freed with what was gathered (FSDP).
     saves_casts: bool = False

@@ -132,6 +132,7 @@ def usual_software(device: Device) -> Software:
     return Software(
         attention=_KERNELS.get(device.architecture, "flash2"),
         gathered_once=True,
+        cuts_experts=True,
         saves_casts=True,
         by_operation=True,
         fp8_layers=True,

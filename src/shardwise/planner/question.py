@@ -186,6 +186,11 @@ def _model_of(source: Any, example: Any) -> Model:
                 return load_model(config.to_dict())
             except ShardwiseError:
                 pass  # A family that is not known is seen by running it.
+        if example is None:
+            raise ShardwiseError(
+                f"what a {type(source).__name__} computes is seen by running it once, and no example batch was given",
+                remedy='example={"input_ids": torch.zeros(1, 4096, dtype=torch.long)}, as its forward takes it',
+            )
         return load_model(source, batch=example)
     return load_model(source)
 

@@ -1,8 +1,9 @@
 """The honest error: each source predicted with constants that were fitted on all others.
 
 Constants are fitted in logarithms by robust least squares from priors, which are data sheets' and papers' values or
-plain guesses, never fitted ones: what no other source says anything about stays at its prior. One linearisation serves
-all sources; the source that is left out is then predicted in full with the constants of the others.
+plain guesses, never fitted ones: what no other source says anything about stays at its prior. Constants that are not
+among `PRIORS` decide little, and stay as they were fitted on all rows. One linearisation serves all sources; the source
+that is left out is then predicted in full with the constants of the others.
 """
 
 from collections import defaultdict

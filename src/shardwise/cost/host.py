@@ -65,4 +65,4 @@ def exposed(pricer: Pricer, layouts: Layouts, slowest: Work, held: StepBytes, pl
     updated_out = (states + _AT_HOME * owned * parameters) / both
     room_in, room_out = forward + backward - forward_in - backward_in, forward + backward - forward_out
     tail = np.maximum(updated_in - room_in, updated_out - room_out)
-    return num * (forward + backward - slowest.total) + np.maximum(tail, 0.0)
+    return np.asarray(num * (forward + backward - slowest.total) + np.maximum(tail, 0.0))

@@ -235,7 +235,7 @@ def _selected(block: Block, share: Share, software: Software) -> Floats:
     """Bytes that a block keeps under selective recomputation."""
     if not software.by_operation:
         return saved(block, share, software, _SELECTIVE)
-    made = made_bytes(block.operations, share)
+    made = np.asarray(made_bytes(block.operations, share), dtype=np.float64)
     if software.every_second:
         attention = made_bytes([each for each in block.operations if isinstance(each, Attention)], share)
         made = attention + (made - attention) / 2

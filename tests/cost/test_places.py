@@ -13,6 +13,7 @@ from shardwise.cost.software import Software
 from shardwise.cost.stage import Pricer
 from shardwise.model.catalogue import get_model
 from shardwise.planner import plan as plans
+from tests.cost.priced import ask
 
 LLAMA = get_model("llama3-8b")
 
@@ -123,3 +124,12 @@ def test_what_is_offloaded_costs_the_copies_that_compute_does_not_hide() -> None
     assert found.parts["offload"][1] > 0
     assert found.bytes.peak[1] < found.bytes.peak[0]
     assert found.bytes.peak[2] < found.bytes.peak[0]
+
+
+def test_experts_are_whole_over_tensor_parallel_ranks_or_cut_over_them() -> None:
+    """Megatron shares them out over tp too; our engine cuts each, and has fewer replicas of it."""
+    whole = ask("8xh100", model="mixtral-8x7b", tp=2, dp=4, ep=4, zero=1)
+    ours = ask("8xh100", model="mixtral-8x7b", tp=2, dp=4, ep=4, zero=1, software=Software(cuts_experts=True))
+    assert ours.bytes.parts["gradients"].max() == pytest.approx(whole.bytes.parts["gradients"].max() / 2, rel=0.1)
+    # States are shared out over all that hold the same: as many bytes either way.
+    assert ours.bytes.parts["optimizer"].max() == pytest.approx(whole.bytes.parts["optimizer"].max(), rel=0.01)

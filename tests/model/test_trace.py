@@ -256,3 +256,18 @@ def test_a_module_without_anything_to_train_and_a_batch_without_samples_are_refu
         trace_model(nn.Linear(4, 4).requires_grad_(False), torch.zeros(2, 4))
     with pytest.raises(ShardwiseError, match="the example batch holds no tensor with a dimension for its samples"):
         trace_model(nn.Linear(4, 4), torch.zeros(()))
+
+
+def test_labels_of_a_batch_are_no_argument_of_a_forward_that_takes_none() -> None:
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers[1](self.layers[0](x))  # type: ignore[no-any-return]
+
+    batch = {"x": torch.zeros(4, 8), "labels": torch.zeros(4, dtype=torch.long)}
+    assert trace_model(Small(), batch).num_parameters == 2 * (8 * 8 + 8)
+    with pytest.raises(ShardwiseError, match="takes x, and the example has labels"):
+        trace_model(Small(), {"labels": batch["labels"]})

@@ -19,6 +19,7 @@ TWO = [
     ("llama", "pp=2,microbatches=4,layers=4+2"),
     ("llama", "pp=2,microbatches=4,schedule=interleaved,layers=2+2+1+1"),
     ("mixtral", "dp=2,ep=2"),
+    ("mixtral", "tp=2"),
     pytest.param("mixtral", "dp=2,ep=2,zero=1", marks=pytest.mark.whole),
 ]
 FOUR = [
@@ -27,7 +28,7 @@ FOUR = [
     pytest.param("llama", "tp=2,pp=2,microbatches=4,layers=3+3", marks=pytest.mark.whole),
 ]
 #: Modules of Hugging Face as they are: elementwise operations and norms one by one.
-PLAIN = Software(fused=False, fused_norms=False, gathered_once=True)
+PLAIN = Software(fused=False, fused_norms=False, gathered_once=True, cuts_experts=True)
 CLOSE = 0.05
 
 

@@ -55,8 +55,8 @@ DEVICES = {
         _gpu("a100-pcie-80g", 80, 1.94, 108, 0.81, bf16=312, fp16=312, tf32=156, fp32=19.5),
         _gpu("a800", 80, 2.00, 108, 0.869, bf16=312, fp16=312, tf32=156, fp32=19.5),
         _gpu("h100-80g", 80, 3.35, 132, 0.803, fp8=1979, bf16=989, fp16=989, tf32=494.5, fp32=67),
-        # Grand Teton's: HBM2e and 500 of 700 W. Clocks follow the cube root of the power: .803 x (5/7)^(1/3).
-        _gpu("h100-96g-hbm2e-500w", 96, 2.40, 132, 0.718, fp8=1979, bf16=989, fp16=989, tf32=494.5, fp32=67),
+        # Grand Teton's: HBM2e and 500 of 700 W. Clocks follow the cube root of the power: peaks x (5/7)^(1/3).
+        _gpu("h100-96g-hbm2e-500w", 96, 2.40, 132, 0.803, fp8=1769, bf16=884, fp16=884, tf32=442, fp32=60),
         _gpu("h100-pcie", 80, 2.00, 114, 0.80, fp8=1513, bf16=756, fp16=756, tf32=378, fp32=51),
         _gpu("h100-nvl", 94, 3.9, 132, 0.80, fp8=1670, bf16=835, fp16=835, tf32=417, fp32=60),
         _gpu("h200", 141, 4.80, 132, 0.803, fp8=1979, bf16=989, fp16=989, tf32=494.5, fp32=67),
@@ -135,7 +135,11 @@ _LOOPBACK = Fabric(name="loopback", bytes_per_second=1.3 * _GIGA, latency_second
 # In a DGX-1 and a DGX A100 two devices hang on one switch and share its way up; in a DGX H100 each has its own. RAM:
 # two sockets of 6 DDR4-2933, 8 DDR4-3200 and 8 DDR5-4800 channels, two Graces, two channels of DDR5 (makers, M).
 _HOST3 = Host(
-    memory_bytes=768 * 2**30, device_bytes_per_second=12e9, num_cores=40, devices_on_link=2, memory_bytes_per_second=281e9
+    memory_bytes=768 * 2**30,
+    device_bytes_per_second=12e9,
+    num_cores=40,
+    devices_on_link=2,
+    memory_bytes_per_second=281e9,
 )
 _HOST4 = Host(
     memory_bytes=1024 * 2**30,

@@ -36,6 +36,9 @@ _ROUTING_KERNELS = 100
 # for each product. 128 x 256 is the usual one (facts 3.3).
 _TILES = np.array([(256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.78), (64, 64, 0.6)])
 _HEIGHTS, _WIDTHS, _REACHED = (column[:, None] for column in _TILES.T)
+# FLOP/s of one of an H100's multiprocessors (facts 3.1), and the share of its peak that a matmul reaches on an A100.
+_HOPPER_UNIT = 989e12 / 132
+_AMPERE_MATMUL = 0.81
 
 
 class Seconds(NamedTuple):
@@ -142,8 +145,11 @@ class Engine:
         """FLOP/s of a full tile on every unit, held through a step."""
         precision = self.software.matmul_precision if kind == "narrow" else self.software.wide_precision
         rate = self.device.peak(precision) * self.device.matmul_efficiency
-        rate *= getattr(self.constants, f"sustained_{self.device.architecture}", self.constants.sustained_other)
-        return rate * (getattr(self.constants, f"narrow_{self.software.precision}") if kind == "narrow" else 1.0)
+        share = getattr(self.constants, f"sustained_{self.device.architecture}", self.constants.sustained_other)
+        if kind == "narrow":
+            # No product is faster than the best one that was measured.
+            share = min(share * getattr(self.constants, f"narrow_{self.software.precision}"), 1.0)
+        return rate * share
 
     def _matmul(self, operation: Matmul, share: Share, *, narrow: bool) -> Seconds:
         shape = gemm(operation, share)
@@ -169,8 +175,7 @@ class Engine:
             weights + shape.num_products * shape.k * shape.n * added / self._streaming * self.constants.accumulation
         )
         if is_narrow:
-            # Operands are read once and written in both orders: 2 + 1 + 1 bytes of each element.
-            cast = 4 * shape.num_products / self._streaming
+            cast = self.software.cast_bytes * shape.num_products / self._streaming
             forward = forward + cast * (shape.m * shape.k + shape.k * shape.n)
             again = self.software.fp8_layers * shape.k * shape.n
             inputs = inputs + cast * (shape.m * shape.n + again)
@@ -180,8 +185,8 @@ class Engine:
         work = flops(operation, share)
         peak = self.device.peak(self.software.wide_precision)
         kernel = self.software.attention
-        if kernel != "flash3" and self.device.architecture in ("hopper", "blackwell"):
-            peak *= self.constants.flash_on_hopper
+        if kernel != "flash3":
+            peak *= self._ampere_share()
         keys = np.asarray(share.sequence, dtype=np.float64)
         reached = keys / (keys + self.constants.attention_ramp)
         moved = traffic(operation, share).moved
@@ -192,6 +197,18 @@ class Engine:
             np.maximum(backward, self._stream(moved.input)),
             np.zeros(()),
         )
+
+    def _ampere_share(self) -> float:
+        """The share of a device's peak that instructions of Ampere's time reach, which FlashAttention 1 and 2 use.
+
+        A multiprocessor of Blackwell runs them as fast as one of Hopper. Elsewhere as far as matmuls reach the peak.
+        """
+        if self.device.architecture == "hopper":
+            return self.constants.flash_on_hopper
+        if self.device.architecture == "blackwell":
+            as_hopper = _HOPPER_UNIT * self.device.num_units * self.constants.flash_on_hopper
+            return min(as_hopper / self.device.peak(self.software.wide_precision), 1.0)
+        return min(self.device.matmul_efficiency / _AMPERE_MATMUL, 1.0)
 
     def _scores(self, operation: Attention, share: Share) -> Seconds:
         """Two batched products with the matrix of scores between them in memory."""

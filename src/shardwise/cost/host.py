@@ -31,11 +31,12 @@ def link_rate(host: Host, num_devices: int) -> float:
     return min(shared, host.memory_bytes_per_second / max(num_devices, 1))
 
 
-def exposed(
-    pricer: Pricer, layouts: Layouts, slowest: Work, held: StepBytes, places: Places, counts: Counts
-) -> Floats:
+def exposed(pricer: Pricer, layouts: Layouts, slowest: Work, held: StepBytes, places: Places, counts: Counts) -> Floats:
     """Seconds of a step in which a device waits for its host."""
-    parameters, optimizer = layouts.offload_parameters, np.maximum(layouts.offload_optimizer, layouts.offload_parameters)
+    parameters, optimizer = (
+        layouts.offload_parameters,
+        np.maximum(layouts.offload_optimizer, layouts.offload_parameters),
+    )
     if not (optimizer.any() or layouts.offload_activations.any()):
         return np.zeros(len(layouts))
     rate = link_rate(pricer.pool.node.host, pricer.pool.node.devices_per_node)
@@ -64,4 +65,4 @@ def exposed(
     updated_out = (states + _AT_HOME * owned * parameters) / both
     room_in, room_out = forward + backward - forward_in - backward_in, forward + backward - forward_out
     tail = np.maximum(updated_in - room_in, updated_out - room_out)
-    return num * (forward + backward - slowest.total) + np.maximum(tail, 0.0)
+    return np.asarray(num * (forward + backward - slowest.total) + np.maximum(tail, 0.0))

@@ -104,7 +104,7 @@ def step_bytes(
 ) -> StepBytes:
     """Account for the memory of each layout on its places."""
     software = software or Software()
-    counts = count_blocks(model, layouts, places)
+    counts = count_blocks(model, layouts, places, cuts_experts=software.cuts_experts)
     parts = _states(layouts, counts, software)
     parts |= _activations(model, layouts, places, sequence, software)
     leaves = layouts.offload_activations > 0
@@ -131,7 +131,8 @@ def step_bytes(
         parts["buffers"] = buffers[:, None] * every
         parts["workspace"] = constants.workspace_bytes * every
         parts["context"] = constants.context_bytes * every
-        parts["fragments"] = constants.fragments * moving + constants.fragments_states * states
+        lost = constants.fragments * moving + constants.fragments_states * states
+        parts["fragments"] = np.where((layouts.zero == 3)[:, None] & software.shards_parameters, 0.0, lost)
     return StepBytes(parts=parts, on_host=on_host)
 
 
@@ -169,10 +170,16 @@ def _states(layouts: Layouts, counts: Counts, software: Software) -> dict[str, F
         # Under ZeRO-3 the shards are the masters: fp32, and cast when they are gathered (FSDP, facts 4.2). Where casts
         # are saved, all of a stage are there between its forward and its backward; so are those of offloaded weights.
         casts = (layouts.zero < 3) | (layouts.offload_parameters > 0) | software.saves_casts
-        weights = np.where(casts[:, None], counts.dense + counts.expert, 0.0)
+        stays = software.shards_parameters & (layouts.pp > 1)
+        weights = np.where((casts | stays)[:, None], counts.dense + counts.expert, 0.0)
+    gradients = counts.spread(layouts, 2) * software.gradient_bytes
+    if software.shards_parameters:
+        # Gradients of a stage that stays gathered are added up whole, as they are computed.
+        whole = (counts.dense + counts.expert) * software.width
+        gradients = gradients + np.where(((layouts.pp > 1) & (layouts.zero == 3))[:, None], whole, 0.0)
     return {
         "weights": weights * software.width,
-        "gradients": counts.spread(layouts, 2) * software.gradient_bytes,
+        "gradients": gradients,
         "optimizer": counts.spread(layouts, 1) * (software.state_bytes - 4.0),
         "masters": counts.spread(layouts, 1) * masters,
     }
@@ -228,7 +235,7 @@ def _selected(block: Block, share: Share, software: Software) -> Floats:
     """Bytes that a block keeps under selective recomputation."""
     if not software.by_operation:
         return saved(block, share, software, _SELECTIVE)
-    made = made_bytes(block.operations, share)
+    made = np.asarray(made_bytes(block.operations, share), dtype=np.float64)
     if software.every_second:
         attention = made_bytes([each for each in block.operations if isinstance(each, Attention)], share)
         made = attention + (made - attention) / 2

@@ -173,18 +173,18 @@ class Counts(NamedTuple):
     expert: Floats
     layer: Floats
     ends: Floats
+    expert_replicas: Floats
 
     def spread(self, layouts: Layouts, stage: int) -> Floats:
         """What a rank has of what ZeRO spreads from this stage on. Experts have fewer replicas."""
-        experts = np.maximum(layouts.replicas * layouts.tp / layouts.ep, 1.0)[:, None]
-        shared = self.dense / layouts.num_sharing[:, None] + self.expert / experts
+        shared = self.dense / layouts.num_sharing[:, None] + self.expert / self.expert_replicas[:, None]
         return np.where(layouts.zero[:, None] >= stage, shared, self.dense + self.expert)
 
 
-def count_blocks(model: Model, layouts: Layouts, places: Places) -> Counts:
-    """Parameters that a rank holds on each place."""
+def count_blocks(model: Model, layouts: Layouts, places: Places, *, cuts_experts: bool = False) -> Counts:
+    """Parameters that a rank holds on each place. `cuts_experts`: tensor parallel ranks have a part of each expert."""
     some, kinds = layouts.distinct(("tp", "ep", "cp"))
-    share = Share(tp=some.tp, ep=some.ep, cp=some.cp)
+    share = Share(tp=some.tp, ep=some.ep, cp=some.cp, expert_tp=some.tp if cuts_experts else 1)
     zero = np.zeros(len(some))
     layers = layer_kinds(model)
     num_layers = max(sum(count for _, count in layers), 1)
@@ -202,4 +202,5 @@ def count_blocks(model: Model, layouts: Layouts, places: Places) -> Counts:
     tied = np.minimum(begin, end) if model.ties else zero
     outside = places.begins * begin[kinds, None] + places.ends * end[kinds, None]
     outside = outside - places.begins * places.ends * tied[kinds, None]
-    return Counts(dense + outside, expert, layer[kinds], (begin + end)[kinds])
+    alike = layouts.replicas * (1 if cuts_experts else layouts.tp) / layouts.ep
+    return Counts(dense + outside, expert, layer[kinds], (begin + end)[kinds], np.maximum(alike, 1.0))

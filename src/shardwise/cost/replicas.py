@@ -52,7 +52,10 @@ def _replicated(pricer: Pricer, layouts: Layouts, counts: Counts, pace: Work) ->
     wires, software, width = pricer.wires, pricer.software, pricer.software.width
     dense, expert = counts.dense.max(axis=1), counts.expert.max(axis=1)
     replicas = _replicas(wires, layouts)
-    experts = wires.group(np.maximum(layouts.replicas * layouts.tp // layouts.ep, 1), layouts.ep)
+    experts = wires.group(
+        np.maximum(counts.expert_replicas.astype(np.int64), 1),
+        layouts.ep * (layouts.tp if software.cuts_experts else 1),
+    )
     scatter = wires.all_gather(dense * software.reduce_bytes, replicas.shard)
     scatter = scatter + wires.all_gather(expert * software.reduce_bytes, experts)
     between = wires.all_reduce(dense * software.reduce_bytes / replicas.shard_size, replicas.copies)
@@ -100,4 +103,11 @@ def _sharded(pricer: Pricer, layouts: Layouts, counts: Counts, stages: Stages, p
     between = wires.all_reduce(owned * software.reduce_bytes, replicas.copies) / pricer.constants.exchange_rate
     if software.overlap_gradients:
         between = between - np.minimum(between * pricer.constants.dp_hidden, pace.backward + pace.tp_backward)
-    return layouts.num_microbatches * (num_layers * (exposed_forward + exposed_backward) + once) + between
+    often = layouts.num_microbatches
+    copied: Floats = np.zeros(len(layouts))
+    if software.shards_parameters:
+        # What was gathered is copied out for both passes, and gradients are cast as they are copied in.
+        num_bytes = counts.dense.max(axis=1) * (2 * 2 * width + width + software.reduce_bytes)
+        copied = num_bytes / (pricer.pool.device.memory_bytes_per_second * pricer.constants.streaming)
+        often = np.where(layouts.pp > 1, 1, often)
+    return often * (num_layers * (exposed_forward + exposed_backward) + once + copied) + between

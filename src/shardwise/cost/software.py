@@ -23,6 +23,9 @@ class Software:
     # Under sequence parallelism, what columns read is gathered once and kept, and the model's ends are whole (ours);
     # else it is gathered again in the backward, and the ends are shared out too (Korthikanti et al. 2022).
     gathered_once: bool = False
+    # Experts are shared out over replicas, and each is cut over tensor parallel ranks (ours); else they are shared out
+    # over these too, and are whole (Megatron with expert tensor parallelism of 1).
+    cuts_experts: bool = False
     # What a forward casts of weights is saved for its backward (autocast: ours), also of weights that ZeRO-3 gathered;
     # else they are cast when they are gathered, and freed with what was gathered (FSDP).
     saves_casts: bool = False
@@ -31,11 +34,18 @@ class Software:
     by_operation: bool = False
     # Of the matmuls that it would keep, every second one is made again too (torchtitan).
     every_second: bool = False
+    # Shards are gathered parameter by parameter, copied out, and freed in order, so that the allocator loses nothing;
+    # a pipeline's stage stays gathered until the step's last backward (FSDP2).
+    shards_parameters: bool = False
     # Where backwards are run in two halves, a stage is recomputed at once and not layer by layer (ours).
     recomputes_stages: bool = False
     # In 8 bits are linear layers alone, not those of experts; what they read is kept so too, and weights are cast again
     # in the backward (ours).
     fp8_layers: bool = False
+    # Bytes of memory traffic for each element of an operand that is cast to 8 or 4 bits: read once and written in both
+    # orders with a scale from before (Transformer Engine); read once more for its scale; or a scale for each row, so
+    # that both orders are cast by themselves.
+    cast_bytes: int = 4
     # Gradients of weights are added to earlier ones by the product's own kernel.
     fused_accumulation: bool = True
     # What runs beside compute: reductions of gradients; gathers of shards; tensor parallel sums, all of them or only

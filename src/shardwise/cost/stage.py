@@ -83,6 +83,7 @@ def share_of(layouts: Layouts, sequence: int, software: Software) -> Share:
         sequence_parallel=layouts.sequence_parallel,
         cp=layouts.cp,
         ep=layouts.ep,
+        expert_tp=layouts.tp if software.cuts_experts else 1,
         gathered_once=software.gathered_once,
         flash=software.is_flash,
         fused=software.fused,
@@ -233,7 +234,7 @@ class Pricer:
             if isinstance(operation, Permutation):
                 rows = np.asarray(share.num_rows(operation.rows)) / share.outside
                 num_bytes = rows * operation.elements * share.width
-                group = self.wires.group(layouts.ep, 1)
+                group = self.wires.group(layouts.ep, layouts.tp if self.software.cuts_experts else 1)
                 exchanged = self.wires.dispatch(num_bytes, operation.top_k, group, once=fast)
                 waits = self.constants.sync_seconds * (layouts.ep > 1)
                 total = total + exchanged / rate + waits

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwise.cluster.cluster import Cluster, Pool
+from shardwise.cluster.device import Device
 from shardwise.cost.compute import Seconds
 from shardwise.cost.constants import CONSTANTS, Constants
 from shardwise.cost.host import exposed
@@ -25,10 +26,11 @@ HOST_TAKEN = 0.85
 
 # How far each part may be off, as a share of itself, at nine in ten. Chosen so that the interval of the whole, parts
 # taken as independent, holds nine in ten of the quality A rows of published/runs.csv; validate prints how many it
-# does.
+# does. Compute is the better known the more sources there are of a device: six of Ampere, three of Hopper, two of
+# Blackwell, one with anything else; products in 8 and 4 bits come on top.
+_COMPUTE: Mapping[str, float] = {"ampere": 0.13, "volta": 0.13, "hopper": 0.20, "blackwell": 0.25, "cpu": 0.14}
+_UNKNOWN_COMPUTE, _NARROW = 0.4, 0.2
 _SPREAD: Mapping[str, float] = {
-    "compute": 0.14,
-    "recompute": 0.14,
     "tp": 0.40,
     "cp": 0.60,
     "ep": 0.60,
@@ -40,7 +42,7 @@ _SPREAD: Mapping[str, float] = {
     "other": 1.00,
 }
 # Mixtures of experts differ more: what is fused and graphed changes with every release.
-_EXPERT_COMPUTE = 0.35
+_EXPERT_COMPUTE = 0.4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +94,7 @@ def _price_on(
     pricer = Pricer(model=model, pool=pool, software=software, constants=constants, sequence=sequence)
     stages = pricer.stages(layouts)
     places = typical_places(model, layouts, stages.dealt)
-    counts = count_blocks(model, layouts, places)
+    counts = count_blocks(model, layouts, places, cuts_experts=software.cuts_experts)
     held = step_bytes(model, pool.device, layouts, places, sequence=sequence, software=software, constants=constants)
     parts = _parts(pricer, layouts, stages, counts)
     slowest = _slowest(stages.first, add(stages.middle, stages.extra), stages.last, layouts)
@@ -100,7 +102,7 @@ def _price_on(
     parts["other"] = parts["other"] + _searching(pricer, layouts, held) * sum(parts.values(), np.zeros(len(layouts)))
     seconds = sum(parts.values(), np.zeros(len(layouts)))
     has_experts = any(isinstance(each, Router) for block, _ in model.kinds for each in block.operations)
-    width = spread(parts, seconds, has_experts=has_experts)
+    width = spread(parts, seconds, has_experts=has_experts, device=pool.device, software=software)
     return Estimate(
         seconds=seconds,
         low=seconds / (1 + width),
@@ -196,10 +198,16 @@ def _fits(pool: Pool, held: StepBytes) -> np.ndarray:
     return np.asarray((held.peak <= pool.device.memory_bytes) & (on_host <= room))
 
 
-def spread(parts: Mapping[str, Floats], seconds: Floats, *, has_experts: bool) -> Floats:
+def spread(
+    parts: Mapping[str, Floats], seconds: Floats, *, has_experts: bool, device: Device, software: Software
+) -> Floats:
     """The half width of the interval, as a share of the whole: it reaches from t / (1 + w) to t (1 + w)."""
+    known = _COMPUTE.get(device.architecture, _UNKNOWN_COMPUTE)
+    compute = max(known, _EXPERT_COMPUTE) if has_experts else known
+    if software.matmul_precision in ("fp8", "fp4"):
+        compute = float(np.hypot(compute, _NARROW))
     total = np.zeros_like(seconds)
     for name, part in parts.items():
-        share = _EXPERT_COMPUTE if has_experts and name == "compute" else _SPREAD[name]
+        share = compute if name in ("compute", "recompute") else _SPREAD[name]
         total = total + (share * part / seconds) ** 2
     return np.sqrt(total)

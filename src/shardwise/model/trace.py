@@ -6,10 +6,12 @@ not of a family that it resembles. They hold for the sequence of the example; th
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from inspect import Parameter, signature
 from typing import Any
 
 from torch import Tensor, nn
 
+from shardwise.errors import ShardwiseError
 from shardwise.model.model import Block, Model
 from shardwise.model.operations import Embedding
 from shardwise.model.tracing.layers import Traced, blocks_of, gather
@@ -35,7 +37,7 @@ def trace_model(
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = {}
     if isinstance(batch, Mapping):
-        kwargs = batch
+        kwargs = _taken(module, batch)
     else:
         args = (batch,) if isinstance(batch, Tensor) else tuple(batch)
     segments, parameters = record(module, _find_blocks(module), args, kwargs, fake=fake)
@@ -58,6 +60,21 @@ def trace_model(
         vocabulary=_vocabulary(blocks),
         sequence=sequence,
     )
+
+
+def _taken(module: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """What a module's forward takes of a batch: labels are the loss's."""
+    parameters = signature(module.forward).parameters
+    if any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values()):
+        return dict(batch)
+    taken = {key: value for key, value in batch.items() if key in parameters}
+    if not taken:
+        raise ShardwiseError(
+            f"forward of {type(module).__name__} takes {', '.join(parameters) or 'nothing'}, and the example has "
+            f"{', '.join(batch)}",
+            remedy=f"example={{{next(iter(parameters), 'x')!r}: ...}}",
+        )
+    return taken
 
 
 def _hidden(blocks: tuple[Block, ...], sequence: int) -> int:

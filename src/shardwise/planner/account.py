@@ -101,7 +101,10 @@ def account(question: Question, plan: Plan) -> Account:
     seconds = sum(parts.values())
     has_experts = any(isinstance(each, Router) for block, _ in question.model.kinds for each in block.operations)
     arrays = {name: np.array([part]) for name, part in parts.items()}
-    width = float(spread(arrays, np.array([seconds]), has_experts=has_experts)[0])
+    wide = spread(
+        arrays, np.array([seconds]), has_experts=has_experts, device=pricer.pool.device, software=pricer.software
+    )
+    width = float(wide[0])
     held = _rank_bytes(question, plan, layouts, stages, pricer)
     node = question.cluster.pools[0].node
     return Account(

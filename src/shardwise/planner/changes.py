@@ -93,7 +93,7 @@ def _leaner(plan: Plan, question: Question) -> Iterator[tuple[str, dict[str, Any
         yield f"precision={narrow}", {"precision": narrow}
     for factor in (2, 4, 8):
         size = plan.ep * factor
-        if question.num_experts % size == 0 and plan.dp * plan.cp * plan.tp % size == 0 and question.num_experts > 1:
+        if question.num_experts % size == 0 and plan.dp * plan.cp % size == 0 and question.num_experts > 1:
             yield f"ep={size}", {"ep": size}
     for choice in ("selective", "full"):
         if plan.recompute != choice and plan.recompute != "full":

@@ -90,7 +90,9 @@ def assumptions(account: Account) -> str:
     for pool in account.question.cluster.pools:
         host, node = pool.node.host, pool.node
         if node.devices_per_node > 1:
-            told.append(f"{node.link.name} {node.link.bytes_per_second / 1e9:g} GB/s in a node of {node.devices_per_node}")
+            told.append(
+                f"{node.link.name} {node.link.bytes_per_second / 1e9:g} GB/s in a node of {node.devices_per_node}"
+            )
         if pool.num_nodes > 1:
             told.append(f"{8 * node.fabric.bytes_per_second / 1e9:g} Gb/s a device between nodes")
         if pool.device.architecture != "cpu":

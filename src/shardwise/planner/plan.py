@@ -9,6 +9,7 @@ itself: whatever is wrong with one alone is said when it is made. What it asks o
 those who hold the model or the cluster.
 """
 
+import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -181,6 +182,10 @@ def _split(text: str) -> dict[str, str]:
     entries: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = (word.strip() for word in part.partition("="))
+        if equals and re.search(r"\s\S+=", value):
+            raise ShardwiseError(
+                f"'{part}' in the plan has a space between two keys", remedy=",".join(text.replace(",", " ").split())
+            )
         if not equals:
             raise ShardwiseError(
                 f"'{part}' in the plan '{text}' has no value", remedy=f"{nearest(key, _READERS) or 'pp'}=2"

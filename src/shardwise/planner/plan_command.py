@@ -114,6 +114,11 @@ def _find(arguments: argparse.Namespace, question: Any) -> tuple[Any, float | No
         error = unknown("goal of training", goal, _GOALS)
         raise ShardwiseError(error.problem, remedy=f"--goal {error.remedy or 'fastest'}")
     target = None if arguments.target is None else parse_seconds(arguments.target)
+    if target is not None and goal == "fastest":
+        raise ShardwiseError(
+            "--target is a limit for the fewest or the cheapest devices, and the goal is the fastest step",
+            remedy=f"--goal fewest --target {arguments.target}",
+        )
     if goal == "fewest":
         if target is None:
             raise ShardwiseError("the fewest devices for which step time is not said", remedy="--target 5s")

@@ -132,6 +132,7 @@ def usual_software(device: Device) -> Software:
     return Software(
         attention=_KERNELS.get(device.architecture, "flash2"),
         gathered_once=True,
+        cuts_experts=True,
         saves_casts=True,
         by_operation=True,
         fp8_layers=True,
@@ -185,6 +186,11 @@ def _model_of(source: Any, example: Any) -> Model:
                 return load_model(config.to_dict())
             except ShardwiseError:
                 pass  # A family that is not known is seen by running it.
+        if example is None:
+            raise ShardwiseError(
+                f"what a {type(source).__name__} computes is seen by running it once, and no example batch was given",
+                remedy='example={"input_ids": torch.zeros(1, 4096, dtype=torch.long)}, as its forward takes it',
+            )
         return load_model(source, batch=example)
     return load_model(source)
 
@@ -229,4 +235,19 @@ def _sequence_of(model: Model, sequence: int | None) -> int:
         )
     if sequence < 1:
         raise ShardwiseError(f"a sequence of {sequence}: it has at least 1 position", remedy="--sequence 4096")
+    longest = model.max_sequence
+    if longest is not None and sequence > longest and _learns_positions(model, longest):
+        raise ShardwiseError(
+            f"{model.name} has learned {longest} positions, and a sequence of {sequence} has more",
+            remedy=f"--sequence {longest}, or a config.json with more positions",
+        )
     return sequence
+
+
+def _learns_positions(model: Model, longest: int) -> bool:
+    """Whether positions are rows of a table, which end; angles do not."""
+    outside = (block for block, _ in model.kinds if not block.stack)
+    shapes = (parameter.shape for block in outside for parameter in block.parameters)
+    return any(
+        len(shape) == 2 and longest <= shape[0] <= longest + 2 and shape[0] != model.vocabulary for shape in shapes
+    )

@@ -78,10 +78,17 @@ _MEGATRON_PLAIN = replace(
     _MEGATRON_CORE, async_tp=False, overlap_tp=False, overlap_hops=False, overlap_gradients=False,
     overlap_parameters=False, cuda_graphs=False,
 )  # fmt: skip
-# FSDP2 with torch's own kernels, as torchtitan and torchao run it: gradients reduced in fp32, selective recomputation by
-# operation, nothing fused unless it is compiled. Automodel's adds Transformer Engine.
-_FSDP2 = Software(attention="flash2", fused_loss=False, by_operation=True, every_second=True, fused_accumulation=False)
-_AUTOMODEL = Software(attention="flash3", fused_loss=True, by_operation=True, fused_accumulation=False)
+# FSDP2 with torch's own kernels, as torchtitan and torchao run it: gradients reduced in fp32, selective recomputation
+# by operation, nothing fused unless it is compiled. Automodel's adds Transformer Engine.
+_FSDP2 = Software(
+    attention="flash2",
+    fused_loss=False,
+    by_operation=True,
+    every_second=True,
+    shards_parameters=True,
+    fused_accumulation=False,
+)
+_AUTOMODEL = replace(_FSDP2, attention="flash3", fused_loss=True, every_second=False)
 
 _PROGRAMS = (
     ("ModelZoo", replace(_MEGATRON_CORE, cuda_graphs=False)),
@@ -121,7 +128,8 @@ def software_of(run: Run) -> Software:
     if found.every_second:
         compiled = run.text("compiled").strip().lower() == "true"
         asynchronous = "async_tp=True" in run.text("detail")
-        found = replace(found, fused=compiled, fused_norms=compiled, overlap_tp=asynchronous)
+        cast = 10 if "rowwise" in run.text("notes") else 6
+        found = replace(found, fused=compiled, fused_norms=compiled, overlap_tp=asynchronous, cast_bytes=cast)
     if "mp=PURE" in run.text("data_parallel"):
         found = replace(found, reduce_bytes=2)
     if "DeepSpeed" in source or "bigscience" in source.lower():

@@ -115,6 +115,26 @@ def summarise(runs: Sequence[Run], constants: Constants = CONSTANTS) -> dict[str
     }
 
 
+def summarise_left_out(found: Mapping[str, Sequence[Prediction]]) -> dict[str, object]:
+    """The same figures of predictions by source, and their mean over sources, which counts all of these alike."""
+    scored = [each for own in found.values() for each in own]
+    of_sources = {name: _of_source(own) for name, own in sorted(found.items())}
+    means = [float(np.mean(errors)) for own in found.values() if (errors := _sizes(own))]
+    return {
+        "rows": len(scored),
+        "time": _errors(scored),
+        "memory": _errors(scored, memory=True),
+        "oom": _out_of_memory(scored),
+        "inside_interval": _inside(scored),
+        "mean_over_sources": float(np.mean(means)) if means else None,
+        "by_source": of_sources,
+    }
+
+
+def _sizes(predictions: Sequence[Prediction]) -> list[float]:
+    return [abs(each.time_error) for each in predictions if each.time_error is not None]
+
+
 def is_apart(run: Run) -> bool:
     """Rows that are scored apart (NOTES.md): ZeRO-3 of 2021, and memory that is a formula's, not a measurement."""
     return (run.source == "sc21" and run.text("data_parallel") == "zero3") or run.source == "korthmem"

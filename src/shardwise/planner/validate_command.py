@@ -26,6 +26,9 @@ _QUALITIES = ("A", "B", "C")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUNS.csv", help=f"a table of runs, or one of: {', '.join(_known())}")
+    parser.add_argument(
+        "--leave-out", action="store_true", help="predict each source with constants fitted on all others"
+    )
     parser.add_argument("--quality", metavar="Q", help="only rows of this quality: A, B or C")
 
 
@@ -33,8 +36,29 @@ def run(arguments: argparse.Namespace) -> Answer:
     from shardwise.planner.validate import summarise  # Loads numpy, which --help does not need.
 
     runs = _chosen(read_runs(_find(arguments.runs)), arguments.quality)
+    if arguments.leave_out:
+        return _left_out(runs)
     summary = summarise(runs)
     return Answer(data=summary, render=lambda canvas: _draw(summary, canvas))
+
+
+def _left_out(runs: list[Run]) -> Answer:
+    from shardwise.planner.leave_out import leave_out
+    from shardwise.planner.validate import summarise_left_out
+
+    sources = {run.source for run in runs}
+    if len(sources) < 2:
+        raise ShardwiseError(
+            f"all rows are of one source, {', '.join(sources)}: there is nothing to fit on without it",
+            remedy="a table of several sources, or validate without --leave-out",
+        )
+    summary = summarise_left_out(leave_out(runs))
+
+    def render(canvas: Canvas) -> None:
+        _draw_errors(summary, canvas)
+        canvas.print(f"mean over sources: {_percent(summary['mean_over_sources'])}")  # type: ignore[arg-type]
+
+    return Answer(data=summary, render=render)
 
 
 def _known() -> list[str]:
@@ -66,7 +90,8 @@ def _chosen(runs: list[Run], quality: str | None) -> list[Run]:
     return chosen
 
 
-def _draw(summary: Mapping[str, Any], canvas: Canvas) -> None:
+def _draw_errors(summary: Mapping[str, Any], canvas: Canvas) -> None:
+    """A line for each source, and one for all."""
     rows = [[name, *_cells(of_source)] for name, of_source in summary["by_source"].items()]
     whole = {key: summary[key] for key in ("time", "memory", "oom", "inside_interval")}
     rows.append([canvas.paint("all", "bold"), *_cells({"rows": summary["rows"], **whole})])
@@ -84,6 +109,10 @@ def _draw(summary: Mapping[str, Any], canvas: Canvas) -> None:
     ]
     table(columns, rows, canvas)
     canvas.print()
+
+
+def _draw(summary: Mapping[str, Any], canvas: Canvas) -> None:
+    _draw_errors(summary, canvas)
     ranking = summary["ranking"]
     if ranking["sweeps"]:
         canvas.print(

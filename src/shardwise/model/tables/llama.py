@@ -124,6 +124,7 @@ TABLE: dict[str, dict[str, Any]] = {
 }
 
 ALIASES = {
+    "qwen3-moe-30b": "qwen3-30b-a3b",
     "llama1-7b": "llama-7b",
     "llama1-13b": "llama-13b",
     "llama1-30b": "llama-30b",

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 
 import numpy as np
 
@@ -33,10 +34,14 @@ def nowhere(question: Question, tally: Tally) -> ShardwiseError:
     """The error for a question that has no answer."""
     model, cluster = question.model.name, question.cluster
     asked = f"{model} with a batch of {question.batch} x {question.sequence}"
+    uneven = _uneven(question)
+    if uneven is not None:
+        return uneven
     if not tally.memory:
         counts = ", ".join(f"{count} by {reason}" for reason, count in tally.refused.most_common())
         return ShardwiseError(
-            f"no plan spreads {asked} over the {cluster.num_devices} devices of {cluster}: all are ruled out, {counts}",
+            f"no plan spreads {asked} over the {cluster.num_devices} devices of {cluster}: all are ruled out"
+            + (f", {counts}" if counts else ""),
             remedy=_divisible(question),
         )
     place, part = tally.memory.most_common(1)[0][0]
@@ -46,9 +51,33 @@ def nowhere(question: Question, tally: Tally) -> ShardwiseError:
         f"{asked} fits no way on {cluster}: "
         # Else it could leave the device for the host, if that had room.
         + (needs if least > room else "neither a host has room for it nor, without one, a rank in ")
-        + f"{format_bytes(room)}, most often for {part} on the {place} stage",
+        + f"{format_bytes(room)}, most often for {part} on the {place} stage{_host_words(question)}",
         remedy=_larger(question),
     )
+
+
+def _uneven(question: Question) -> ShardwiseError | None:
+    """The error for sizes that are decided beforehand and do not divide the devices."""
+    devices = question.cluster.num_devices
+    sizes = {axis: int(question.fixed[axis]) for axis in ("dp", "tp", "pp", "cp") if axis in question.fixed}
+    product = prod(sizes.values())
+    if devices % product == 0:
+        return None
+    said = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
+    axis, size = max(sizes.items(), key=lambda item: devices % item[1] != 0)
+    left = max(devices * size // product, 1)
+    nearest_size = max(each for each in range(1, min(size, left) + 1) if left % each == 0)
+    return ShardwiseError(
+        f"{said} does not divide the {devices} devices of {question.cluster}", remedy=f"--fix {axis}={nearest_size}"
+    )
+
+
+def _host_words(question: Question) -> str:
+    """What was assumed of the host, which decides what can leave a device."""
+    if question.device.architecture == "cpu":
+        return ""
+    host = min((pool.node.host for pool in question.cluster.pools), key=lambda each: each.memory_bytes)
+    return f"; a host with {format_bytes(host.memory_bytes)} is assumed, cluster.toml says otherwise"
 
 
 def feasible(question: Question) -> bool:

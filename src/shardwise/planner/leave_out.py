@@ -1,0 +1,104 @@
+"""The honest error: each source predicted with constants that were fitted on all others.
+
+Constants are fitted in logarithms by robust least squares from priors, which are data sheets' and papers' values or
+plain guesses, never fitted ones: what no other source says anything about stays at its prior. Constants that are not
+among `PRIORS` decide little, and stay as they were fitted on all rows. One linearisation serves all sources; the source
+that is left out is then predicted in full with the constants of the others.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from shardwise.cost.constants import CONSTANTS, Constants
+from shardwise.planner.runs import Run
+from shardwise.planner.validate import Prediction, is_apart, predict_all
+from shardwise.working import working_at
+
+#: Constants that decide most of a step, and what one would take for each without any of these rows: shares of a best
+#: matmul and of links that others report (facts 2.3, 3.2), FlashAttention's own figures, a launch of 5 microseconds.
+PRIORS = {
+    "sustained_ampere": 0.9,
+    "sustained_hopper": 0.85,
+    "sustained_blackwell": 0.8,
+    "narrow_fp8": 1.0,
+    "narrow_mxfp8": 1.0,
+    "grouped": 0.5,
+    "fast_grouped": 0.6,
+    "streaming": 0.85,
+    "unfused": 1.3,
+    "flash3_forward": 0.6,
+    "flash3_backward": 0.4,
+    "flash_on_hopper": 0.6,
+    "sync_rate": 0.8,
+    "exchange_rate": 0.6,
+    "dispatch_rate": 1.0,
+    "fast_dispatch_rate": 1.0,
+    "tp_hidden": 0.5,
+    "expert_launch_seconds": 5e-6,
+}
+# A constant may be so far from its prior (a factor of e to this, at one in three), and a step from its prediction.
+_PRIOR_WIDTH, _ERROR = 0.25, 0.06
+# Rows of a source that a fit looks at: more of one kind say nothing new.
+_MOST_ROWS = 8
+_DIFFERENCE = 0.05
+_ROUNDS = 12
+
+
+def leave_out(runs: Sequence[Run]) -> dict[str, list[Prediction]]:
+    """Predictions of each source by constants that were fitted without it."""
+    sources: dict[str, list[Run]] = defaultdict(list)
+    for run in runs:
+        if not is_apart(run):
+            sources[run.source].append(run)
+    names, base, slopes, owners = _linearised(sources)
+    found = {}
+    for number, (source, own) in enumerate(sorted(sources.items())):
+        working_at("sources left out", number, len(sources))
+        chosen = owners != source
+        found[source] = predict_all(own, _moved(names, _fit(base[chosen], slopes[chosen], owners[chosen])))[0]
+    return found
+
+
+def _start() -> Constants:
+    return replace(CONSTANTS, **PRIORS)
+
+
+def _moved(names: Sequence[str], steps: np.ndarray) -> Constants:
+    start = _start()
+    return replace(
+        start, **{name: getattr(start, name) * float(np.exp(by)) for name, by in zip(names, steps, strict=True)}
+    )
+
+
+def _linearised(sources: dict[str, list[Run]]) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
+    """Errors in logarithms at the priors, their slopes by each constant, and whose each is."""
+    sample, start = [], _start()
+    for _, own in sorted(sources.items()):
+        timed = [run for run in own if run.text("step_seconds")]
+        sample += timed[:: max(len(timed) // _MOST_ROWS, 1)][:_MOST_ROWS]
+    before = {each.run.name: each for each in predict_all(sample, start)[0] if each.run.step_seconds}
+    kept = [each.run for each in before.values()]
+    base = np.array([np.log(each.seconds / (each.run.step_seconds or 1.0)) for each in before.values()])
+    columns = []
+    for number, name in enumerate(PRIORS):
+        working_at("what each constant changes", number, len(PRIORS))
+        changed = replace(start, **{name: getattr(start, name) * float(np.exp(_DIFFERENCE))})
+        after = predict_all(kept, changed)[0]
+        columns.append([np.log(one.seconds / before[one.run.name].seconds) / _DIFFERENCE for one in after])
+    return list(PRIORS), base, np.array(columns).T, np.array([run.source for run in kept])
+
+
+def _fit(base: np.ndarray, slopes: np.ndarray, owners: np.ndarray) -> np.ndarray:
+    """Steps of the constants' logarithms that make errors small, in absolute value; each source weighs the same."""
+    counts = {source: (owners == source).sum() for source in set(owners)}
+    fair = np.array([1.0 / np.sqrt(counts[source]) for source in owners]) * np.sqrt(_MOST_ROWS)
+    steps = np.zeros(slopes.shape[1])
+    prior = np.eye(slopes.shape[1]) / _PRIOR_WIDTH**2
+    for _ in range(_ROUNDS):
+        left = base + slopes @ steps
+        weight = fair / (_ERROR * np.maximum(np.abs(left), _ERROR / 2))
+        steps = np.linalg.solve(slopes.T @ (weight[:, None] * slopes) + prior, -slopes.T @ (weight * base))
+    return np.clip(steps, -1.0, 1.0)

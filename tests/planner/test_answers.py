@@ -1,0 +1,86 @@
+"""What plans and accounts say of themselves: assumptions, odds, the simpler choice, and mistakes in plain words."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from shardwise.cli import main
+from shardwise.cost.memory import fitting_odds
+from shardwise.planner.account import account
+from shardwise.planner.changes import cheapest_changes
+from shardwise.planner.leave_out import PRIORS, _fit
+from shardwise.planner.plan import Plan
+from shardwise.planner.question import make_question
+from shardwise.planner.search.findings import find_plan, simplest_of_the_fastest
+
+_ASK = ["--cluster", "8xh100", "--sequence", "4096"]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem", "remedy"),
+    [
+        (["plan", "llama3-8b", *_ASK, "--batch", "64", "--fix", "tp=3"], "tp=3 does not divide the 8 devices", "tp=2"),
+        (["plan", "llama3-8b", *_ASK, "--batch", "64", "--target", "4s"], "--target is a limit", "--goal fewest"),
+        (["fit", "llama3-8b", *_ASK, "--plan", "dp=4 tp=2"], "has a space between two keys", "dp=4,tp=2"),
+        (["fit", "gpt2", *_ASK, "--plan", "dp=8"], "has learned 1024 positions", "--sequence 1024"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_said_with_what_to_type_instead(
+    words: list[str], problem: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) != 0
+    said = capsys.readouterr().err
+    assert problem in said
+    assert remedy in said
+
+
+def test_fit_takes_bf16_on_gpus_unless_told_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    for typed, taken in (("dp=8,zero=3", "bf16"), ("dp=8,zero=3,precision=fp32", "fp32")):
+        main(["fit", "llama3-8b", *_ASK, "--plan", typed, "--json"])
+        found = json.loads(capsys.readouterr().out)
+        assert f"precision={taken}" in found["assumes"]
+        assert Plan.parse(found["plan"]).precision == taken
+        assert "a host with" in found["assumes"]
+        assert 0 <= found["odds_of_fitting"] <= 1
+
+
+def test_what_stays_on_the_device_is_proposed_before_what_leaves_it() -> None:
+    question = make_question("llama3-8b", cluster="8xh100", batch=32, sequence=4096)
+    changes = cheapest_changes(account(question, Plan.parse("dp=8,precision=bf16")))
+    assert changes
+    leaves = [change.account.plan.offload.optimizer > 0 for change in changes]
+    assert leaves == sorted(leaves)
+    assert not leaves[0]
+
+
+def test_a_plan_leaves_a_reserve_and_activations_stay_where_there_is_room() -> None:
+    found = find_plan(make_question("llama3-8b", cluster="8xa100", batch=64, sequence=4096))
+    assert found.plan.offload.activations == 0
+    assert found.best.odds >= 0.79
+    if found.fastest is not None:
+        assert found.best.seconds <= 1.03 * found.fastest.seconds
+
+
+def test_the_plainer_of_two_that_are_as_fast_is_chosen() -> None:
+    question = make_question("llama3-8b", cluster="8xh100", batch=32, sequence=4096)
+    plain = account(question, Plan.parse("dp=8,zero=2,microbatches=4,precision=bf16"))
+    odd = account(question, Plan.parse("dp=4,pp=2,schedule=zb-v,microbatches=8,zero=1,precision=bf16"))
+    near, far = (replace(odd, seconds=plain.seconds * factor) for factor in (0.98, 0.95))
+    assert simplest_of_the_fastest([near, plain]) is plain
+    assert simplest_of_the_fastest([far, plain]) is far
+
+
+def test_odds_are_even_where_all_memory_is_taken() -> None:
+    assert fitting_odds(80.0, 80.0) == pytest.approx(0.5)
+    assert fitting_odds(70.0, 80.0) > 0.9
+    assert fitting_odds(90.0, 80.0) < 0.1
+
+
+def test_a_fit_finds_the_constants_that_made_the_errors() -> None:
+    draws = np.random.default_rng(0)
+    slopes = draws.uniform(-1, 0, (120, len(PRIORS)))
+    true = draws.uniform(-0.2, 0.2, len(PRIORS))
+    found = _fit(-slopes @ true, slopes, np.array(["a", "b", "c"] * 40))
+    assert found == pytest.approx(true, abs=0.02)

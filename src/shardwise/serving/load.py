@@ -21,6 +21,9 @@ def load_engine(
     block_size: int = 16,
     token_budget: int | None = None,
     max_running: int | None = None,
+    host_bytes: int = 0,
+    file_bytes: int = 0,
+    kv_folder: Path | None = None,
     device: str | None = None,
     seed: int | None = None,
 ) -> LLMEngine:
@@ -46,5 +49,8 @@ def load_engine(
         block_size=block_size,
         token_budget=token_budget,
         max_running=max_running,
+        host_bytes=host_bytes,
+        file_bytes=file_bytes,
+        kv_folder=kv_folder,
     )
     return assemble(model, limits, identity, seed=seed)

@@ -17,6 +17,7 @@ from shardwise.nets.hf import load_model
 from shardwise.nets.hf.catalogue import FAMILIES
 from shardwise.nets.hf.entries import CONFIG, Entries
 from shardwise.nets.initialise import initialise
+from shardwise.nets.moe import MoE
 from shardwise.nets.transformer import Transformer
 from shardwise.serving.assemble import Identity, ends
 from shardwise.serving.runner import for_serving
@@ -64,7 +65,7 @@ def read_source(
     settings = for_serving(model.settings)
     model.settings = settings
     for each in model.modules():
-        if hasattr(each, "mixture"):
+        if isinstance(each, MoE) and settings.mixture is not None:
             each.mixture = settings.mixture
     return model.eval().requires_grad_(False), identity
 

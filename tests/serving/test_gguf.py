@@ -1,6 +1,7 @@
 """GGUF files, where the package that reads them is installed."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ def test_names_are_those_of_the_files() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_file_answers_as_transformers_does_with_the_same_weights(tmp_path: Path) -> None:
-    theirs = make_theirs("llama, tied")
+    theirs: Any = make_theirs("llama, tied")
     path = tmp_path / "small.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_embedding_length(32)

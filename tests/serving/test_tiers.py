@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ SIZE = 4 * 4 * 2 * 2 * 8 * 4  # A block of "llama": tokens, layers, keys and val
 
 
 def with_tiers(family: str, folder: Path | None, *, host: int = 6, files: int = 100) -> LLMEngine:
-    given = {"kv_folder": folder, "file_bytes": files * (SIZE + 16)} if folder is not None else {}
+    given: dict[str, Any] = {"kv_folder": folder, "file_bytes": files * (SIZE + 16)} if folder is not None else {}
     return engine_over(both(family)[1], num_blocks=9, host_bytes=host * SIZE, measured=False, **given)
 
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from shardwise.errors import ShardwiseError, unknown
-from shardwise.serving.engine import LLMEngine
-from shardwise.serving.request import Finish, Request, Sampling, Token
+from shardwise.serving.request import Answering, Finish, Request, Sampling, Token
 
 URL = "/v1/completions"
 _OURS = {field.name for field in fields(Sampling)} - {"guide", "prompt_logprobs"}
@@ -90,7 +89,7 @@ def read_body(name: str, body: Mapping[str, Any], tokenizer: Tokenizer) -> Reque
     )
 
 
-def answer_all(engine: LLMEngine, lines: Iterable[Line]) -> None:
+def answer_all(engine: Answering, lines: Iterable[Line]) -> None:
     """Answer every line that can be answered, as fast as it goes."""
     by_name = {}
     for line in lines:

@@ -41,7 +41,7 @@ class LLMEngine:
         self.eos_token_ids = frozenset(eos_token_ids)
         #: The folder or file where a tokenizer lies, or "bytes".
         self.tokenizer_source = tokenizer_source
-        self._model_name = model_name
+        self.model_name = model_name
         self.tiers = tiers
         self._seeds = Random(seed)
         self._num_arrived = 0
@@ -60,7 +60,7 @@ class LLMEngine:
                 request=request,
                 arrival=self._num_arrived,
                 seed=self._seeds.getrandbits(63) if seed is None else seed,
-                root=first_name(self._model_name, request.salt),
+                root=first_name(self.model_name, request.salt),
                 tokens=list(request.prompt),
             )
         )

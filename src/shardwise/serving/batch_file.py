@@ -112,6 +112,14 @@ def take(line: Line, token: Token) -> None:
     line.finish = token.finish
 
 
+def text_of(tokens: list[int], tokenizer: Tokenizer) -> str:
+    """Tokens as text; none of it where a tokenizer has no word for one, as bytes have for a drawn model's."""
+    try:
+        return tokenizer.decode(tokens)
+    except (ValueError, OverflowError):
+        return ""
+
+
 def write_line(line: Line, model: str, tokenizer: Tokenizer) -> str:
     """A line of the answers."""
     if line.error is not None or line.request is None:
@@ -129,7 +137,7 @@ def write_line(line: Line, model: str, tokenizer: Tokenizer) -> str:
             "object": "text_completion",
             "model": model,
             "choices": [
-                {"index": 0, "text": tokenizer.decode(told), "token_ids": line.tokens, "finish_reason": line.finish}
+                {"index": 0, "text": text_of(told, tokenizer), "token_ids": line.tokens, "finish_reason": line.finish}
             ],
             "usage": {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new},
         }  # fmt: skip

@@ -14,7 +14,7 @@ from shardwise.nets.transformer import Transformer
 from shardwise.serving.assemble import Identity, Limits, assemble
 from shardwise.serving.engine import LLMEngine
 from shardwise.serving.kv_cache import block_bytes
-from shardwise.serving.request import Request, Sampling, Token
+from shardwise.serving.request import Answering, Request, Sampling, Token
 from tests.nets.families import VOCABULARY, save_theirs
 
 #: One of each family of `nets`, and the turns that matter to a cache.
@@ -47,7 +47,7 @@ def ask(prompt: Iterable[int], name: str = "r", num_tokens: int = 12, priority: 
     return Request(id=name, prompt=tuple(prompt), sampling=sampling, priority=priority)
 
 
-def run(engine: LLMEngine, requests: Iterable[Request] = (), most_steps: int = 5000) -> dict[str, list[Token]]:
+def run(engine: Answering, requests: Iterable[Request] = (), most_steps: int = 5000) -> dict[str, list[Token]]:
     """Everything that is told of the requests until there is nothing left to do."""
     told: dict[str, list[Token]] = {}
     for request in requests:
@@ -64,7 +64,7 @@ def tokens_of(told: dict[str, list[Token]]) -> dict[str, list[int]]:
     return {name: [each.token for each in tokens if each.token is not None] for name, tokens in told.items()}
 
 
-def answer(engine: LLMEngine, requests: Iterable[Request]) -> list[list[int]]:
+def answer(engine: Answering, requests: Iterable[Request]) -> list[list[int]]:
     """The tokens of each request, in the order of the requests."""
     requests = list(requests)
     told = tokens_of(run(engine, requests))

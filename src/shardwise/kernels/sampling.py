@@ -4,8 +4,9 @@ A row's draw is that of the largest `logit / temperature + noise`, the noise of 
 Maddison et al. 2014, section 2): words come out as often as the softmax says. Noise is a hash of the row's key, the
 position in its sequence and the word, and of nothing else, so a row draws the same whatever is drawn beside it.
 
-Words are left out by a threshold: `top_k` the likeliest words; then of these the likeliest until their share is `top_p`;
-and those that are at least `min_p` times as likely as the likeliest. Words that are equally likely go or stay together.
+Words are left out by a threshold: all but the `top_k` likeliest; of these all behind those whose share is `top_p`;
+and those that are less than `min_p` times as likely as the likeliest. Words that are equally likely go or stay
+together.
 """
 
 from hashlib import blake2b

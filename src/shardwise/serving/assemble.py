@@ -1,7 +1,8 @@
-"""An engine put together over a model that has its weights: how many blocks there is room for, and all that uses them."""
+"""An engine put together over a model that has its weights: how many blocks there is room for, and who uses them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -12,14 +13,15 @@ from shardwise.nets.settings import Settings
 from shardwise.nets.transformer import Transformer
 from shardwise.serving.blocks import BlockPool
 from shardwise.serving.engine import LLMEngine
+from shardwise.serving.file_tier import FileTier
 from shardwise.serving.kv_cache import block_bytes, make_cache
 from shardwise.serving.runner import LocalRunner
 from shardwise.serving.scheduler import Scheduler
 from shardwise.serving.summary import Summary
+from shardwise.serving.tiers import HostTier, Tiers
 from shardwise.units import format_bytes
 
-#: Of what a GPU has free, this much is for the cache when weights and a step have theirs; of a host's memory less, which
-#: others need too.
+#: Of what a GPU has free when weights are in, this much may be taken; of a host's memory less, which others need too.
 _SHARE = {"cuda": 0.92, "cpu": 0.25}
 #: More than this no laptop should give without being asked.
 _MOST_ON_CPU = 4 * 2**30
@@ -35,6 +37,12 @@ class Limits:
     #: Tokens of one step, and sequences.
     token_budget: int | None = None
     max_running: int | None = None
+    #: For blocks that had to leave the cache: host memory, and files in a folder.
+    host_bytes: int = 0
+    file_bytes: int = 0
+    kv_folder: Path | None = None
+    #: Whether a block is reloaded only where that was measured to be faster than computing it.
+    measured: bool = True
 
     def of_device(self, device: torch.device) -> tuple[int, int]:
         """The tokens of one step, and the most sequences in it."""
@@ -67,8 +75,9 @@ def assemble(
     num_blocks = count_blocks(limits, size, free_bytes(device) - reserve, settings.length)
     pool = BlockPool(num_blocks, limits.block_size)
     cache = make_cache(settings, settings.num_layers, num_blocks, limits.block_size, dtype, device)
+    tiers = make_tiers(limits, cache.data, pool)
     max_length = min(limits.max_length or settings.length, settings.length, num_blocks * limits.block_size)
-    weights = [each for each in (*model.parameters(), *model.buffers())]
+    weights = [*model.parameters(), *model.buffers()]
     summary = Summary(
         model=identity.name,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else environment.processor_name(),
@@ -85,15 +94,31 @@ def assemble(
     )
     return LLMEngine(
         LocalRunner(model, cache),
-        Scheduler(pool, token_budget=token_budget, max_running=max_running),
+        Scheduler(
+            pool,
+            token_budget=token_budget,
+            max_running=max_running,
+            reload=None if tiers is None else tiers.reload,
+        ),
         summary=summary,
         vocabulary_size=settings.vocabulary,
         max_length=max_length,
         eos_token_ids=identity.eos_token_ids,
         tokenizer_source=identity.tokenizer_source,
         model_name=f"{identity.name}/{identity.fingerprint}/{dtype}/{limits.block_size}",
+        tiers=tiers,
         seed=seed,
     )
+
+
+def make_tiers(limits: Limits, data: torch.Tensor, pool: BlockPool) -> Tiers | None:
+    """What lies beneath a cache, if anything was asked for."""
+    if not limits.host_bytes and limits.kv_folder is None:
+        return None
+    size = data.shape[1]
+    host = HostTier(limits.host_bytes, size, pinned=data.is_cuda)
+    files = None if limits.kv_folder is None else FileTier(limits.kv_folder, limits.file_bytes, size)
+    return Tiers(data, pool, host, files, measured=limits.measured)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -12,8 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from shardwise.errors import ShardwiseError, unknown
-from shardwise.serving.engine import LLMEngine
-from shardwise.serving.request import Finish, Request, Sampling, Token
+from shardwise.serving.request import Answering, Finish, Request, Sampling, Token
 
 URL = "/v1/completions"
 _OURS = {field.name for field in fields(Sampling)} - {"guide", "prompt_logprobs"}
@@ -90,7 +89,7 @@ def read_body(name: str, body: Mapping[str, Any], tokenizer: Tokenizer) -> Reque
     )
 
 
-def answer_all(engine: LLMEngine, lines: Iterable[Line]) -> None:
+def answer_all(engine: Answering, lines: Iterable[Line]) -> None:
     """Answer every line that can be answered, as fast as it goes."""
     by_name = {}
     for line in lines:
@@ -113,6 +112,14 @@ def take(line: Line, token: Token) -> None:
     line.finish = token.finish
 
 
+def text_of(tokens: list[int], tokenizer: Tokenizer) -> str:
+    """Tokens as text; none of it where a tokenizer has no word for one, as bytes have for a drawn model's."""
+    try:
+        return tokenizer.decode(tokens)
+    except (ValueError, OverflowError):
+        return ""
+
+
 def write_line(line: Line, model: str, tokenizer: Tokenizer) -> str:
     """A line of the answers."""
     if line.error is not None or line.request is None:
@@ -130,7 +137,7 @@ def write_line(line: Line, model: str, tokenizer: Tokenizer) -> str:
             "object": "text_completion",
             "model": model,
             "choices": [
-                {"index": 0, "text": tokenizer.decode(told), "token_ids": line.tokens, "finish_reason": line.finish}
+                {"index": 0, "text": text_of(told, tokenizer), "token_ids": line.tokens, "finish_reason": line.finish}
             ],
             "usage": {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new},
         }  # fmt: skip

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from collections.abc import Sequence as Several
 from random import Random
+from time import perf_counter
 
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from shardwise.serving.sampler import draw, ends_of, tell_logprobs
 from shardwise.serving.scheduler import Scheduler
 from shardwise.serving.sequence import Piece, Sequence
 from shardwise.serving.summary import Summary
+from shardwise.serving.tiers import Tiers
 from shardwise.units import counted
 
 
@@ -31,6 +33,7 @@ class LLMEngine:
         eos_token_ids: Iterable[int] = (),
         tokenizer_source: str = "bytes",
         model_name: str = "",
+        tiers: Tiers | None = None,
         seed: int | None = None,
     ) -> None:
         self.runner, self.scheduler, self.summary = runner, scheduler, summary
@@ -38,7 +41,8 @@ class LLMEngine:
         self.eos_token_ids = frozenset(eos_token_ids)
         #: The folder or file where a tokenizer lies, or "bytes".
         self.tokenizer_source = tokenizer_source
-        self._model_name = model_name
+        self.model_name = model_name
+        self.tiers = tiers
         self._seeds = Random(seed)
         self._num_arrived = 0
         self._told: list[Token] = []
@@ -56,7 +60,7 @@ class LLMEngine:
                 request=request,
                 arrival=self._num_arrived,
                 seed=self._seeds.getrandbits(63) if seed is None else seed,
-                root=first_name(self._model_name, request.salt),
+                root=first_name(self.model_name, request.salt),
                 tokens=list(request.prompt),
             )
         )
@@ -77,8 +81,12 @@ class LLMEngine:
         pieces = self.scheduler.schedule()
         if not pieces:
             return told
+        begun = perf_counter()
         logits = self.runner.run(prepare(pieces, self.scheduler.pool.block_size, self.runner.device))
-        return told + self._collect(pieces, logits)
+        told += self._collect(pieces, logits)
+        if self.tiers is not None and any(piece.count > 1 for piece in pieces):
+            self.tiers.note_computed(sum(piece.count for piece in pieces), perf_counter() - begun)
+        return told
 
     def load(self) -> Load:
         scheduler, pool = self.scheduler, self.scheduler.pool
@@ -92,9 +100,12 @@ class LLMEngine:
             generation_tokens=self._num_generated,
             prefix_cache_queries=scheduler.num_queried,
             prefix_cache_hits=scheduler.num_hit,
+            **({} if self.tiers is None else self.tiers.load()),
         )
 
     def close(self) -> None:
+        if self.tiers is not None:
+            self.tiers.flush()
         self.runner.close()
 
     def _collect(self, pieces: Several[Piece], logits: Tensor) -> list[Token]:

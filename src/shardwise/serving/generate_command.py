@@ -1,6 +1,7 @@
 """`shardwise generate`: a file of requests answered without a server."""
 
 import argparse
+import json
 from pathlib import Path
 from time import perf_counter
 
@@ -16,7 +17,9 @@ from shardwise.working import working_at
 DESCRIPTION = """
 Answer a file of requests in OpenAI's batch form, and write their answers to another.
 """
-EXAMPLE = "shardwise generate runs/first --requests in.jsonl --save out.jsonl"
+EXAMPLE = """
+shardwise generate gpt2 --random-weights --prompt def --save out.jsonl
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model", metavar="MODEL", nargs="?",
         help="a Hugging Face folder, a run of shardwise train (default: the newest), a file.gguf, or a name",
     )  # fmt: skip
-    parser.add_argument("--requests", required=True, metavar="FILE", help="a request a line, as /v1/completions")
+    given = parser.add_mutually_exclusive_group(required=True)
+    given.add_argument("--requests", metavar="FILE", help="a request a line, as /v1/completions")
+    given.add_argument("--prompt", metavar="TEXT", help="one text to be continued by 16 tokens, in place of a file")
     parser.add_argument("--save", required=True, metavar="FILE", help="an answer a line")
     parser.add_argument("--random-weights", action="store_true", help="for a name of the catalogue: weights are drawn")
     parser.add_argument("--precision", metavar="P", help="fp32, bf16 or fp16 (default: as the weights are)")
@@ -33,9 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    requests, target = Path(arguments.requests), Path(arguments.save)
-    with os_errors_as(f"{requests} cannot be read", remedy="--requests FILE, a request a line"):
-        text = requests.read_text(encoding="utf-8")
+    target = Path(arguments.save)
+    if arguments.prompt is not None:
+        text = json.dumps({"custom_id": "prompt", "body": {"prompt": arguments.prompt}})
+    else:
+        with os_errors_as(f"{arguments.requests} cannot be read", remedy="--requests FILE, a request a line"):
+            text = Path(arguments.requests).read_text(encoding="utf-8")
     check_output(target)
     working_at("weights read")
     engine = load_engine(
@@ -68,7 +76,9 @@ def run(arguments: argparse.Namespace) -> Answer:
     }
 
     def render(canvas: Canvas) -> None:
-        for line in engine.summary.lines():
+        first, *others = engine.summary.lines()
+        canvas.print(canvas.paint(first, "bold"))
+        for line in others:
             canvas.print(line)
         refused = f", {num_refused} refused" if num_refused else ""
         canvas.print(

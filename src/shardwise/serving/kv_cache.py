@@ -71,8 +71,8 @@ def make_cache(
     if isinstance(sizes, Heads):
         shape = (num_layers, 2, sizes.num_kv_heads // tp, block_size, sizes.head_dim)
         return HeadsCache(data, data.view(dtype).view(num_blocks, *shape))
-    shape = (num_layers, block_size, sizes.kv_rank + sizes.rope_dim)
-    return LatentCache(data, data.view(dtype).view(num_blocks, *shape), sizes.kv_rank)
+    numbers = data.view(dtype).view(num_blocks, num_layers, block_size, sizes.kv_rank + sizes.rope_dim)
+    return LatentCache(data, numbers, sizes.kv_rank)
 
 
 class HeadsCache:
@@ -108,7 +108,7 @@ class HeadsCache:
 
 
 class LatentCache:
-    """One short vector and one rotated key a token. Keys and values of all heads are made of them when they are read."""
+    """One short vector and one rotated key a token. Keys and values of heads are made of them when they are read."""
 
     def __init__(self, data: Tensor, numbers: Tensor, rank: int) -> None:
         self.data, self._numbers, self._rank = data, numbers, rank
@@ -120,7 +120,7 @@ class LatentCache:
         block.attention.attend = self._attend
 
     def extend(self, layer: int, short: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
-        """Write this step's, [1, tokens, rank] and [1, 1, tokens, dim]; give back all, one sequence behind the other."""
+        """Write this step's, [1, tokens, rank] and [1, 1, tokens, dim]; give back all, sequence behind sequence."""
         inputs, held = self.inputs, self._numbers[:, layer]
         slots = inputs.slots
         held[slots // self._block_size, slots % self._block_size] = torch.cat((short[0], turned[0, 0]), dim=-1)

@@ -95,6 +95,13 @@ class Load:
     generation_tokens: int
     prefix_cache_queries: int
     prefix_cache_hits: int
+    #: Of the tiers beneath the cache, where there are any.
+    kv_offload_load_bytes: int = 0
+    kv_offload_store_bytes: int = 0
+    kv_offload_load_seconds: float = 0.0
+    kv_offload_store_seconds: float = 0.0
+    #: How full the host's tier is, from 0 to 1.
+    kv_offload_host_usage: float = 0.0
 
 
 class Answering(Protocol):

@@ -35,7 +35,7 @@ def for_serving(settings: Settings) -> Settings:
 
 
 def prepare(pieces: Several[Piece], block_size: int, device: torch.device) -> Inputs:
-    """The inputs of a step. Logits are wanted of the last tokens, and of all where those of the prompt are asked for."""
+    """The inputs of a step. Logits are wanted of last tokens, and of all where those of the prompt are asked for."""
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[int] = []

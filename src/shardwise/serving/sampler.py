@@ -1,7 +1,7 @@
 """The next token of each sequence from its logits, and what is told of it.
 
-In this order: penalties, bias, tokens that may not come now (a guide's, and ends before `min_tokens`); then temperature,
-top-k, top-p and min-p, and the draw (`kernels/sampling.py`). Log-probabilities are of the logits as the model gave them.
+In this order: penalties, bias, tokens that may not come now (a guide's, and ends before `min_tokens`); temperature,
+top-k, top-p, min-p, and the draw (`kernels/sampling.py`). Log-probabilities are of the logits as the model gave them.
 """
 
 from collections.abc import Collection
@@ -73,8 +73,8 @@ def _adjust(row: Tensor, sequence: Sequence, eos: Collection[int]) -> None:
             row[seen] > 0, row[seen] / manner.repetition_penalty, row[seen] * manner.repetition_penalty
         )
     if (manner.presence_penalty or manner.frequency_penalty) and sequence.num_generated:
-        seen, counts = torch.tensor(sequence.generated, device=row.device).unique(return_counts=True)
-        row[seen] -= manner.presence_penalty + manner.frequency_penalty * counts
+        counts = torch.bincount(torch.tensor(sequence.generated, device=row.device), minlength=len(row))
+        row -= manner.presence_penalty * (counts > 0) + manner.frequency_penalty * counts
     for token, bias in manner.logit_bias.items():
         row[token] += bias
     if sequence.num_generated < manner.min_tokens:

@@ -4,10 +4,10 @@
        ^                  |
        +----- preempt ----+      its blocks go; what it was told stays, and is computed again
 
-In a step, in this order, until the budget of tokens is used up: the next token of everyone whose prompt is computed; the
-next pieces of prompts; prompts that waited. So a long prompt never holds up the others' next tokens. If there is no block
-for somebody's next token, the least urgent goes back to the queue. The most urgent is never preempted, and has room for
-its longest answer, so the engine always gets on.
+In a step, in this order, until the budget of tokens is used up: the next token of everyone whose prompt is computed;
+the next pieces of prompts; prompts that waited. So a long prompt never holds up the others' next tokens. If there is no
+block for somebody's next token, the least urgent goes back to the queue. The most urgent is never preempted, and has
+room for its longest answer, so the engine always gets on.
 """
 
 from bisect import insort

@@ -13,10 +13,12 @@ import torch
 
 from shardwise.errors import ShardwiseError
 from shardwise.model.catalogue import CATALOGUE, find_name, get_model
-from shardwise.nets.hf import load_model
+from shardwise.nets.hf import Checkpoint, load_model
 from shardwise.nets.hf.catalogue import FAMILIES
 from shardwise.nets.hf.entries import CONFIG, Entries
 from shardwise.nets.initialise import initialise
+from shardwise.nets.moe import MoE
+from shardwise.nets.settings import Settings
 from shardwise.nets.transformer import Transformer
 from shardwise.serving.assemble import Identity, ends
 from shardwise.serving.runner import for_serving
@@ -64,12 +66,27 @@ def read_source(
     settings = for_serving(model.settings)
     model.settings = settings
     for each in model.modules():
-        if hasattr(each, "mixture"):
+        if isinstance(each, MoE) and settings.mixture is not None:
             each.mixture = settings.mixture
     return model.eval().requires_grad_(False), identity
 
 
-def _random(source: str, dtype: torch.dtype | None, device: torch.device) -> tuple[Transformer, Identity]:
+def describe_source(
+    source: str, *, random_weights: bool, dtype: torch.dtype | None
+) -> tuple[Settings, torch.dtype, Identity]:
+    """The shape of a model, the type of its weights, and what it is. Weights are read only where nothing else tells."""
+    path = Path(source)
+    if random_weights:
+        return for_serving(_random_settings(source)), dtype or torch.float32, _random_identity(source)
+    if path.is_dir() and find_source(path)[1] == THEIRS:
+        with Checkpoint(path) as checkpoint:
+            settings, found = checkpoint.settings, checkpoint.find_dtype()
+        return for_serving(settings), dtype or found or torch.float32, _identity_of(path, path)
+    model, identity = read_source(source, random_weights=False, dtype=dtype, device=torch.device("cpu"))
+    return model.settings, model.embed.weight.dtype, identity
+
+
+def _random_settings(source: str) -> Settings:
     path = Path(source) / CONFIG
     if path.is_file():
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -81,26 +98,26 @@ def _random(source: str, dtype: torch.dtype | None, device: torch.device) -> tup
             f"{source} is of the family {config['model_type']}, which this engine has no modules for",
             remedy=f"a model of {', '.join(FAMILIES)}",
         )
+    return FAMILIES[config["model_type"]].read(Entries(config, source))
+
+
+def _random_identity(source: str) -> Identity:
+    return Identity(name=Path(source).name, fingerprint="random", tokenizer_source="bytes")
+
+
+def _random(source: str, dtype: torch.dtype | None, device: torch.device) -> tuple[Transformer, Identity]:
     with torch.device("meta"):
-        model = Transformer(FAMILIES[config["model_type"]].read(Entries(config, source)))
+        model = Transformer(_random_settings(source))
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32))
     initialise(model, 0, device=device)
-    return model, Identity(name=Path(source).name, fingerprint="random", tokenizer_source="bytes")
+    return model, _random_identity(source)
 
 
 def _folder(path: Path, dtype: torch.dtype | None, device: torch.device) -> tuple[Transformer, Identity]:
     folder, kind = find_source(path)
     if kind == THEIRS:
-        model = load_model(folder, dtype=dtype, device=device)
-        has_tokenizer = (folder / "tokenizer.json").is_file()
-        identity = Identity(
-            name=path.resolve().name,
-            fingerprint=_fingerprint(folder),
-            tokenizer_source=str(folder) if has_tokenizer else "bytes",
-            eos_token_ids=_ends_in(folder),
-        )
-        return model, identity
+        return load_model(folder, dtype=dtype, device=device), _identity_of(path, folder)
     if kind != OURS:
         raise ShardwiseError(
             f"{folder} is a checkpoint of torch.distributed, which does not say what model it is of",
@@ -115,6 +132,16 @@ def _folder(path: Path, dtype: torch.dtype | None, device: torch.device) -> tupl
         name=path.resolve().name,
         fingerprint=_fingerprint(folder),
         tokenizer_source=str(data.get("tokenizer", "bytes")),
+    )
+
+
+def _identity_of(path: Path, folder: Path) -> Identity:
+    has_tokenizer = (folder / "tokenizer.json").is_file()
+    return Identity(
+        name=path.resolve().name,
+        fingerprint=_fingerprint(folder),
+        tokenizer_source=str(folder) if has_tokenizer else "bytes",
+        eos_token_ids=_ends_in(folder),
     )
 
 

@@ -1,0 +1,172 @@
+"""A model over many ranks: every step goes to all of them, and logits come back from the last stage.
+
+    engine (no weights) --inputs--> rank 0 .. n-1, each its part of the model and of every KV block --> logits
+
+With stages, the sequences of a step are dealt into as many batches as there are stages, so that all of them work:
+
+    stage 0   a  b
+    stage 1      a  b
+"""
+
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.nets.hf import load
+from shardwise.nets.hf.entries import CONFIG
+from shardwise.nets.initialise import initialise
+from shardwise.nets.settings import Settings
+from shardwise.nets.weights import place, weights_of
+from shardwise.ranks.spawn import Ranks
+from shardwise.serving.assemble import free_bytes
+from shardwise.serving.kv_cache import Inputs, make_cache
+from shardwise.serving.runner import Part
+from shardwise.serving.shards import Shard, connect, make_shard
+from shardwise.serving.sources import read_source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What ranks are told: where weights are, and how they are cut."""
+
+    source: str
+    random_weights: bool
+    settings: Settings
+    dtype: torch.dtype
+    shard: Shard
+
+
+class RankedRunner:
+    """The runner of many ranks."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, model: Model, ranks: Ranks | None = None) -> None:
+        self._model, self._owned = model, ranks is None
+        self._ranks = ranks or Ranks(model.shard.num_ranks)
+        #: Of each rank: bytes that are free for blocks, and bytes of its weights.
+        self.rooms: list[tuple[int, int]] = self._ranks.run(_load, model)
+
+    def allocate(self, num_blocks: int, block_size: int) -> None:
+        self._ranks.run(_allocate, num_blocks, block_size)
+
+    def run(self, inputs: Inputs) -> Tensor:
+        found = self._ranks.run(_step, deal(inputs, self._model.shard.pp))
+        logits = [each for each in found if each is not None]
+        assert len(logits) == 1, "one rank of the last stage gives logits back"
+        return torch.from_numpy(logits[0])
+
+    def close(self) -> None:
+        self._ranks.run(_forget)
+        if self._owned:
+            self._ranks.close()
+
+
+def deal(inputs: Inputs, count: int) -> list[Inputs]:
+    """The sequences of a step in at most `count` batches of about as many tokens, in their order."""
+    num_sequences, total = len(inputs.lengths), inputs.starts[-1]
+    bounds = [0]
+    for number in range(1, count):
+        reached = next(each for each in range(num_sequences + 1) if inputs.starts[each] * count >= number * total)
+        bounds.append(max(bounds[-1], reached))
+    bounds.append(num_sequences)
+    return [_some(inputs, begin, end) for begin, end in pairwise(bounds) if begin < end]
+
+
+def _some(inputs: Inputs, begin: int, end: int) -> Inputs:
+    """The sequences from `begin` to `end`."""
+    first, last = inputs.starts[begin], inputs.starts[end]
+    wanted = inputs.wanted[(inputs.wanted >= first) & (inputs.wanted < last)] - first
+    return Inputs(
+        tokens=inputs.tokens[first:last],
+        positions=inputs.positions[first:last],
+        slots=inputs.slots[first:last],
+        tables=inputs.tables[begin:end],
+        lengths=inputs.lengths[begin:end],
+        starts=[each - first for each in inputs.starts[begin : end + 1]],
+        wanted=wanted,
+    )
+
+
+#: What this process has as a rank: its model first, then its part of the model over its cache.
+_HELD: dict[str, Any] = {}
+
+
+def _load(model: Model) -> tuple[int, int]:
+    shard = replace(model.shard, rank=dist.get_rank())
+    size = shard.tp * shard.ep
+    group = None
+    if 1 < size < shard.num_ranks:
+        for first in range(0, shard.num_ranks, size):  # Every rank makes all groups, in one order.
+            made = dist.new_group(list(range(first, first + size)))
+            group = made if first <= shard.rank < first + size else group
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    module, names = make_shard(model.settings, shard, model.dtype)
+    if model.random_weights:
+        initialise(module, 0, only=names, slices=shard.slices, device=device)
+    elif _is_hugging_face(model.source):
+        load(model.source, module, only=names, slices=shard.slices, device=device)
+    else:
+        whole, _ = read_source(model.source, random_weights=False, dtype=model.dtype, device=torch.device("cpu"))
+        held = weights_of(whole)
+        with torch.no_grad():
+            for name in names:
+                place(module, name, device=device).copy_(held[name][shard.slices(name, tuple(held[name].shape))])
+        if module.rotary is not None:
+            module.rotary.to(device)
+    connect(module, shard, group)
+    _HELD.update(model=module.eval().requires_grad_(False), shard=shard, device=device)
+    weights = sum(each.numel() * each.element_size() for each in module.parameters() if not each.is_meta)
+    return free_bytes(device) // (1 if device.type == "cuda" else shard.num_ranks), weights
+
+
+def _allocate(num_blocks: int, block_size: int) -> None:
+    module, shard, device = _HELD["model"], _HELD["shard"], _HELD["device"]
+    settings = module.settings
+    layers = shard.layers(settings.num_layers)
+    dtype = next(each.dtype for each in module.parameters() if not each.is_meta)
+    cache = make_cache(settings, len(layers), num_blocks, block_size, dtype, device, shard.tp)
+    _HELD["part"] = Part(module, cache, layers)
+
+
+@torch.inference_mode()
+def _step(batches: Several[Inputs]) -> Any:
+    part, shard, device = _HELD["part"], _HELD["shard"], _HELD["device"]
+    size, made = shard.tp * shard.ep, []
+    for batch in batches:
+        inputs = _on(batch, device)
+        hidden = None
+        if not part.is_first:
+            shape = 1, len(batch.tokens), part.model.settings.width
+            hidden = torch.empty(
+                shape, dtype=next(part.model.layers[part.layers.start].parameters()).dtype, device=device
+            )
+            dist.recv(hidden, shard.rank - size)
+        output = part(inputs, hidden)
+        if part.is_last:
+            made.append(output)
+        else:
+            dist.send(output.contiguous(), shard.rank + size)
+    # As an array: torch would send a tensor by shared memory, whose file somebody has to keep open.
+    return torch.cat(made).float().cpu().numpy() if part.is_last and shard.inner == 0 else None
+
+
+def _forget() -> None:
+    _HELD.clear()
+
+
+def _on(inputs: Inputs, device: torch.device) -> Inputs:
+    if device.type == "cpu":
+        return inputs
+    moved = {name: getattr(inputs, name).to(device) for name in ("tokens", "positions", "slots", "tables", "wanted")}
+    return replace(inputs, **moved)
+
+
+def _is_hugging_face(source: str) -> bool:
+    return (Path(source) / CONFIG).is_file()

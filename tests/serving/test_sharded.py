@@ -1,0 +1,94 @@
+"""Models over ranks and replicas answer as one device does."""
+
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import ShardwiseError
+from shardwise.ranks.spawn import Ranks
+from shardwise.serving.assemble import Limits
+from shardwise.serving.ranked import deal
+from shardwise.serving.replicas import Replicas
+from shardwise.serving.runner import prepare
+from shardwise.serving.sequence import Piece, Sequence
+from shardwise.serving.sharded import load_sharded
+from tests.nets.families import save_theirs
+from tests.serving.answers import answer, ask, both, engine_over, expected, prompts
+
+LIMITS = Limits(kv_bytes=2**20, block_size=4, token_budget=24, max_running=24)
+
+
+@pytest.mark.parametrize(
+    ("family", "plan"),
+    [
+        ("llama", "tp=2"),
+        ("gpt2", "pp=2"),
+        ("qwen3-moe", "dp=2,ep=2"),
+        pytest.param("llama", "pp=2", marks=pytest.mark.whole),
+        pytest.param("llama, biases", "tp=2", marks=pytest.mark.whole),
+        pytest.param("qwen2, windows", "tp=2", marks=pytest.mark.whole),
+        pytest.param("qwen3", "pp=2", marks=pytest.mark.whole),
+        pytest.param("mistral", "tp=2", marks=pytest.mark.whole),
+        pytest.param("mixtral", "tp=2", marks=pytest.mark.whole),
+        pytest.param("mixtral", "dp=2,ep=2", marks=pytest.mark.whole),
+        pytest.param("deepseek-v2", "tp=2", marks=pytest.mark.whole),
+        pytest.param("deepseek-v3", "pp=2", marks=pytest.mark.whole),
+        pytest.param("deepseek-v3", "dp=2,ep=2", marks=pytest.mark.whole),
+        pytest.param("gpt2", "tp=2", marks=pytest.mark.whole),
+    ],
+)
+def test_ranks_give_the_tokens_of_one_device(family: str, plan: str, two: Ranks, tmp_path: Path) -> None:
+    theirs = save_theirs(family, tmp_path)
+    engine = load_sharded(str(tmp_path), plan, LIMITS, ranks=two)
+    given = prompts(4)
+    found = answer(engine, [ask(prompt, f"r{number}", num_tokens=6) for number, prompt in enumerate(given)])
+    assert found == [expected(theirs, prompt, 6) for prompt in given]
+    engine.close()
+
+
+def test_replicas_answer_as_one_and_get_what_they_have_cached() -> None:
+    theirs, ours = both("llama")
+    given = prompts(6, shortest=10)
+    engine = Replicas([engine_over(ours), engine_over(ours)])
+    wanted = [expected(theirs, prompt) for prompt in given]
+    # One model's modules are shared here, so the two step one after the other.
+    for turn in range(2):
+        for number, prompt in enumerate(given):
+            assert answer(engine, [ask(prompt, f"{turn}-{number}")]) == [wanted[number]]
+    hits = sum((len(prompt) - 1) // 4 * 4 for prompt in given)
+    assert engine.load().prefix_cache_hits == hits
+    assert engine.load().num_used_blocks == 0
+    engine.close()
+
+
+def test_a_step_is_dealt_into_batches_of_whole_sequences() -> None:
+    pieces = []
+    for number, count in enumerate((5, 1, 1, 9, 2)):
+        sequence = Sequence(
+            request=ask(range(count)), arrival=number, seed=0, root=b"", tokens=list(range(count)), blocks=[number] * 3
+        )
+        pieces.append(Piece(sequence=sequence, start=0, count=count))
+    inputs = prepare(pieces, 4, both("llama")[1].embed.weight.device)
+    for count in (1, 2, 3, 7):
+        batches = deal(inputs, count)
+        assert len(batches) <= count
+        assert [length for batch in batches for length in batch.lengths] == inputs.lengths
+        assert [token for batch in batches for token in batch.tokens.tolist()] == inputs.tokens.tolist()
+        assert sum(len(batch.wanted) for batch in batches) == 5
+        assert all(batch.starts[0] == 0 and batch.starts[-1] == len(batch.tokens) for batch in batches)
+
+
+@pytest.mark.parametrize(
+    ("plan", "problem"),
+    [
+        ("tp=4", "tp=4 does not divide 2 KV heads"),
+        ("dp=2,ep=2", "ep=2 does not divide 0 experts"),
+        ("pp=8", "pp=8 is more than 4 layers"),
+        ("cp=2", "the plan cp=2 has cp=2, and serving cuts no sequences"),
+    ],
+)
+def test_what_cannot_be_cut_so_is_refused_before_ranks_start(plan: str, problem: str, tmp_path: Path) -> None:
+    save_theirs("llama", tmp_path)
+    with pytest.raises(ShardwiseError) as caught:
+        load_sharded(str(tmp_path), plan, LIMITS)
+    assert caught.value.problem == problem

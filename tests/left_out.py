@@ -60,6 +60,7 @@ ONE_IN = {
     "tests/schedule/test_facts_tables.py": 2,
     "tests/schedule/test_mutations.py": 2,
     "tests/schedule/test_passes.py": 3,
+    "tests/serving/test_exact.py": 3,
     "tests/sharding/context/test_attention.py": 4,
     "tests/sharding/context/test_models.py": 3,
     "tests/sharding/expert/test_engines.py": 3,

@@ -57,7 +57,7 @@ def convert(
         refuse_link(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ShardwiseError(f"{target} is not empty", remedy="a folder that is not there yet")
-    source, kind = _find_source(source)
+    source, kind = find_source(source)
     goal = to or (OURS if kind == THEIRS else THEIRS)
     if goal == kind:
         others = " or ".join(f"--to {each}" for each in KINDS if each != kind)
@@ -78,7 +78,7 @@ def convert(
     return goal, num_bytes
 
 
-def _find_source(source: Path) -> tuple[Path, str]:
+def find_source(source: Path) -> tuple[Path, str]:
     """The folder to read, and what it is. Of a run it is the last checkpoint."""
     if not source.exists():
         raise ShardwiseError(f"{source} is not there", remedy="a run, one of its checkpoints, or a Hugging Face folder")

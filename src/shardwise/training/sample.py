@@ -44,7 +44,7 @@ def sample_of(outcome: Outcome, num_tokens: int, seed: int) -> str | None:
         tokenizer = get_tokenizer(outcome.data["tokenizer"])
     except ShardwiseError:  # It is no longer where it was, or cannot be read here: the run is whole without a sample.
         return None
-    model = _load_transformer(Path(checkpoint))
+    model = load_transformer(Path(checkpoint))
     prompt = _PROMPT if outcome.data["source"] == STDLIB else "The "
     tokens = list(tokenizer.encode(prompt.encode()))
     if not tokens:  # A tokenizer may have no word for the prompt.
@@ -54,7 +54,7 @@ def sample_of(outcome: Outcome, num_tokens: int, seed: int) -> str | None:
     return prompt + tokenizer.decode(continued(model, tokens, num_tokens, seed))
 
 
-def _load_transformer(folder: Path) -> Transformer:
+def load_transformer(folder: Path) -> Transformer:
     """The model of a checkpoint, whole, on the CPU."""
     reader = Reader(folder)
     model = make_module(settings_from(reader.index.extra.get("model", {}), origin=folder))

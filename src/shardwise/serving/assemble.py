@@ -1,0 +1,133 @@
+"""An engine put together over a model that has its weights: how many blocks there is room for, and all that uses them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from shardwise import environment
+from shardwise.cluster.local import available_bytes
+from shardwise.errors import ShardwiseError
+from shardwise.nets.settings import Settings
+from shardwise.nets.transformer import Transformer
+from shardwise.serving.blocks import BlockPool
+from shardwise.serving.engine import LLMEngine
+from shardwise.serving.kv_cache import block_bytes, make_cache
+from shardwise.serving.runner import LocalRunner
+from shardwise.serving.scheduler import Scheduler
+from shardwise.serving.summary import Summary
+from shardwise.units import format_bytes
+
+#: Of what a GPU has free, this much is for the cache when weights and a step have theirs; of a host's memory less, which
+#: others need too.
+_SHARE = {"cuda": 0.92, "cpu": 0.25}
+#: More than this no laptop should give without being asked.
+_MOST_ON_CPU = 4 * 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What an engine may take. None: as much as is sensible here."""
+
+    kv_bytes: int | None = None
+    max_length: int | None = None
+    block_size: int = 16
+    #: Tokens of one step, and sequences.
+    token_budget: int | None = None
+    max_running: int | None = None
+
+    def of_device(self, device: torch.device) -> tuple[int, int]:
+        """The tokens of one step, and the most sequences in it."""
+        budget = self.token_budget or (8192 if device.type == "cuda" else 512)
+        return budget, self.max_running or min(budget, 256 if device.type == "cuda" else 64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What a model is called, where its tokenizer lies ("bytes": nowhere), and which tokens end a text.
+
+    `fingerprint` is part of the names of its blocks: another model's are never found.
+    """
+
+    name: str = "model"
+    fingerprint: str = ""
+    tokenizer_source: str = "bytes"
+    eos_token_ids: frozenset[int] = field(default_factory=frozenset)
+
+
+def assemble(
+    model: Transformer, limits: Limits | None = None, identity: Identity | None = None, *, seed: int | None = None
+) -> LLMEngine:
+    """An engine on the device that the model is on."""
+    limits, identity = limits or Limits(), identity or Identity()
+    settings, device, dtype = model.settings, model.embed.weight.device, model.embed.weight.dtype
+    token_budget, max_running = limits.of_device(device)
+    size = block_bytes(settings, settings.num_layers, dtype, limits.block_size)
+    reserve = reserve_bytes(settings, token_budget, max_running, dtype)
+    num_blocks = count_blocks(limits, size, free_bytes(device) - reserve, settings.length)
+    pool = BlockPool(num_blocks, limits.block_size)
+    cache = make_cache(settings, settings.num_layers, num_blocks, limits.block_size, dtype, device)
+    max_length = min(limits.max_length or settings.length, settings.length, num_blocks * limits.block_size)
+    weights = [each for each in (*model.parameters(), *model.buffers())]
+    summary = Summary(
+        model=identity.name,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else environment.processor_name(),
+        precision=str(dtype).removeprefix("torch."),
+        num_ranks=1,
+        num_parameters=sum(each.numel() for each in model.parameters()),
+        weight_bytes=sum(each.numel() * each.element_size() for each in weights),
+        kv_bytes=num_blocks * size,
+        reserve_bytes=reserve,
+        num_blocks=num_blocks,
+        block_size=limits.block_size,
+        block_bytes=size,
+        max_length=max_length,
+    )
+    return LLMEngine(
+        LocalRunner(model, cache),
+        Scheduler(pool, token_budget=token_budget, max_running=max_running),
+        summary=summary,
+        vocabulary_size=settings.vocabulary,
+        max_length=max_length,
+        eos_token_ids=identity.eos_token_ids,
+        tokenizer_source=identity.tokenizer_source,
+        model_name=f"{identity.name}/{identity.fingerprint}/{dtype}/{limits.block_size}",
+        seed=seed,
+    )
+
+
+def free_bytes(device: torch.device) -> int:
+    """What is free on a device, weights being there already, and may be taken."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * _SHARE["cuda"])
+    return min(int(available_bytes() * _SHARE["cpu"]), _MOST_ON_CPU)
+
+
+def reserve_bytes(settings: Settings, token_budget: int, max_running: int, dtype: torch.dtype) -> int:
+    """What a step holds at its fullest beside weights and blocks, roughly: the widest rows of a layer, and logits."""
+    widest = 4 * settings.width + 3 * max(settings.mlp.width, settings.width)
+    if settings.mixture is not None:
+        widest += 3 * settings.mixture.num_chosen * (settings.mixture.width + settings.width)
+    return token_budget * widest * dtype.itemsize + 3 * max_running * settings.vocabulary * 4
+
+
+def count_blocks(limits: Limits, size: int, free: int, longest: int) -> int:
+    """How many blocks of so many bytes there is room for: one sequence of the greatest length at least."""
+    asked = free if limits.kv_bytes is None else limits.kv_bytes
+    num_blocks = asked // size
+    wanted = -(-min(limits.max_length or 1, longest) // limits.block_size)
+    if num_blocks < max(wanted, 1):
+        whose = "there is room for" if limits.kv_bytes is None else "the KV budget is"
+        raise ShardwiseError(
+            f"one sequence of {limits.max_length or limits.block_size:,} tokens needs {format_bytes(wanted * size)} of"
+            f" keys and values, and {whose} {format_bytes(max(asked, 0))}",
+            remedy=f"max_length={max(num_blocks, 1) * limits.block_size}, or kv_bytes={wanted * size}",
+        )
+    return num_blocks
+
+
+def ends(found: int | Iterable[int] | None) -> frozenset[int]:
+    """`eos_token_id` as configurations have it: one, several, none."""
+    if found is None:
+        return frozenset()
+    return frozenset([found] if isinstance(found, int) else found)

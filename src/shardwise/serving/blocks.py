@@ -1,0 +1,135 @@
+"""KV blocks: who has which, which are free, and which hold a beginning that somebody may ask for again.
+
+A block has room for the keys and values of `block_size` tokens, of all layers, in one run of bytes. Here are numbers of
+blocks alone; `kv_cache.py` has the bytes. A full block has a name: a hash of its tokens and of the name of the block
+before it, so that two blocks of one name hold the same beginning.
+
+| state | users | name | it is | left by |
+|---|---|---|---|---|
+| free | 0 | no | in the list of free blocks | `allocate` -> filling |
+| filling | 1 | no | one sequence's, which writes into it | `fill` -> full; `release` -> free |
+| full | 1 or more | yes | read by all who have that beginning | `release` of the last -> cached |
+| cached | 0 | yes | last in the row of those that may go | `take` -> full; `allocate` of the oldest -> filling |
+
+A block whose name another block has already stays filling, though it is full: nobody else will ask for it.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from enum import Enum
+from hashlib import blake2b
+
+import numpy as np
+
+#: Of a name. 16 bytes: two beginnings of one name are not to be expected in the life of any machine.
+NAME_BYTES = 16
+
+
+class State(Enum):
+    FREE = "free"
+    FILLING = "filling"
+    FULL = "full"
+    CACHED = "cached"
+
+
+def first_name(model: str, salt: str) -> bytes:
+    """What the chain of a sequence begins with: blocks are shared within one model and one salt."""
+    return blake2b(f"{model}\0{salt}".encode(), digest_size=NAME_BYTES).digest()
+
+
+def next_name(before: bytes, tokens: Sequence[int]) -> bytes:
+    """The name of a block of these tokens behind the block of that name."""
+    return blake2b(before + np.asarray(tokens, dtype=np.int64).tobytes(), digest_size=NAME_BYTES).digest()
+
+
+class BlockPool:
+    """All blocks of one cache. `on_evict(block, name)` is called while the block's bytes are still there."""
+
+    def __init__(self, num_blocks: int, block_size: int, on_evict: Callable[[int, bytes], None] | None = None) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.on_evict = on_evict
+        self._users = [0] * num_blocks
+        self._names: list[bytes | None] = [None] * num_blocks
+        self._by_name: dict[bytes, int] = {}
+        self._free = list(range(num_blocks - 1, -1, -1))
+        #: Oldest first.
+        self._cached: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_available(self) -> int:
+        """How many can be allocated now."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_available
+
+    def state(self, block: int) -> State:
+        if self._users[block]:
+            return State.FILLING if self._names[block] is None else State.FULL
+        return State.FREE if self._names[block] is None else State.CACHED
+
+    def find(self, names: Sequence[bytes]) -> list[int]:
+        """Blocks that hold the longest beginning of this chain. They are nobody's until they are taken."""
+        found = []
+        for name in names:
+            block = self._by_name.get(name)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def num_idle(self, blocks: Sequence[int]) -> int:
+        """How many of these are cached: to take them is to have fewer that can be allocated."""
+        return sum(not self._users[block] for block in blocks)
+
+    def take(self, block: int) -> None:
+        """One more user of a block that has a name."""
+        assert self._names[block] is not None, f"block {block} has no name to be found by"
+        if not self._users[block]:
+            del self._cached[block]
+        self._users[block] += 1
+
+    def allocate(self) -> int:
+        """A block to be filled: a free one, or the cached one that was longest not asked for."""
+        if self._free:
+            block = self._free.pop()
+        else:
+            assert self._cached, "whoever allocates has looked whether there is one"
+            block, _ = self._cached.popitem(last=False)
+            name = self._names[block]
+            assert name is not None, f"cached block {block} has no name"
+            if self.on_evict is not None:
+                self.on_evict(block, name)
+            del self._by_name[name]
+            self._names[block] = None
+        self._users[block] = 1
+        return block
+
+    def fill(self, block: int, name: bytes) -> None:
+        """A block is full, and can be found from now on."""
+        assert self.state(block) is State.FILLING, f"block {block} is {self.state(block).value}, not being filled"
+        if name not in self._by_name:
+            self._names[block] = name
+            self._by_name[name] = block
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One user fewer of each. Of a sequence the last go first: its beginning is what others may have too."""
+        for block in reversed(blocks):
+            assert self._users[block] > 0, f"block {block} is nobody's"
+            self._users[block] -= 1
+            if not self._users[block]:
+                if self._names[block] is None:
+                    self._free.append(block)
+                else:
+                    self._cached[block] = None
+
+    def forget(self) -> None:
+        """No cached block is found any more: the weights have changed, or somebody measures."""
+        for block in self._cached:
+            name = self._names[block]
+            assert name is not None, f"cached block {block} has no name"
+            del self._by_name[name]
+            self._names[block] = None
+        self._free.extend(self._cached)
+        self._cached.clear()

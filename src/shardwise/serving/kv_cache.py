@@ -1,0 +1,145 @@
+"""The bytes of the KV blocks, and attention over them. A block is one run of bytes, so that one copy moves it.
+
+    by heads   a block is [layers, keys and values, heads, tokens, dim]
+    latent     a block is [layers, tokens, short vector and rotated key]: what DeepSeek's attention keeps
+
+The modules of `nets/` know nothing of blocks. What they ask of a cache is `extend`, and what they attend with is a
+function that is put on them: both are here, so the same modules are trained and serve.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.kernels.paged_attention import attend_last, paged_attention_plain
+from shardwise.nets.block import Block
+from shardwise.nets.mask import AttentionMask
+from shardwise.nets.settings import Heads, Latent, Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """One step's tokens, those of one sequence behind those of the other, and where their keys and values go."""
+
+    tokens: Tensor
+    positions: Tensor
+    #: For each token, its block and its place there in one number.
+    slots: Tensor
+    #: For each sequence a row of its blocks; filled up with zeros.
+    tables: Tensor
+    #: For each sequence how many of its tokens are in the blocks behind this step; where its tokens begin in `tokens`.
+    lengths: list[int]
+    starts: list[int]
+    #: The tokens whose logits are wanted.
+    wanted: Tensor
+
+
+class KVCache(Protocol):
+    """What a runner needs of a cache."""
+
+    data: Tensor
+    inputs: Inputs
+
+    def attach(self, layer: int, block: Block) -> None:
+        """Make a block of the model write its keys and values here, and attend to them."""
+
+
+def block_bytes(settings: Settings, num_layers: int, dtype: torch.dtype, block_size: int, tp: int = 1) -> int:
+    """Of one block, on a rank that has so many layers, and of heads a `tp`-th."""
+    sizes = settings.attention
+    if isinstance(sizes, Latent):
+        return num_layers * block_size * (sizes.kv_rank + sizes.rope_dim) * dtype.itemsize
+    return num_layers * 2 * (sizes.num_kv_heads // tp) * block_size * sizes.head_dim * dtype.itemsize
+
+
+def make_cache(
+    settings: Settings,
+    num_layers: int,
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    tp: int = 1,
+) -> "HeadsCache | LatentCache":
+    """The cache of a rank: its layers, counted from 0, and its heads."""
+    size = block_bytes(settings, num_layers, dtype, block_size, tp)
+    data = torch.zeros(num_blocks, size, dtype=torch.uint8, device=device)
+    sizes = settings.attention
+    if isinstance(sizes, Heads):
+        shape = (num_layers, 2, sizes.num_kv_heads // tp, block_size, sizes.head_dim)
+        return HeadsCache(data, data.view(dtype).view(num_blocks, *shape))
+    shape = (num_layers, block_size, sizes.kv_rank + sizes.rope_dim)
+    return LatentCache(data, data.view(dtype).view(num_blocks, *shape), sizes.kv_rank)
+
+
+class HeadsCache:
+    """Keys and values by heads."""
+
+    def __init__(self, data: Tensor, numbers: Tensor) -> None:
+        self.data, self._numbers = data, numbers
+        self._block_size = numbers.shape[4]
+        self.inputs: Inputs
+
+    def attach(self, layer: int, block: Block) -> None:
+        block.attention.layer = layer
+        block.attention.attend = partial(self._attend, layer)
+
+    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Write this step's, [1, heads, tokens, dim]."""
+        slots, held = self.inputs.slots, self._numbers[:, layer]
+        blocks, places = slots // self._block_size, slots % self._block_size
+        held[blocks, 0, :, places] = key[0].transpose(0, 1)
+        held[blocks, 1, :, places] = value[0].transpose(0, 1)
+        return key, value
+
+    def _attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, scale: float, _: float
+    ) -> Tensor:
+        del key, value  # They lie in the blocks, with those of before.
+        held, inputs = self._numbers[:, layer], self.inputs
+        seen = paged_attention_plain(
+            query[0].transpose(0, 1), held[:, 0], held[:, 1], inputs.tables, inputs.lengths, inputs.starts,
+            scale=scale, window=mask.window,
+        )  # fmt: skip
+        return seen.transpose(0, 1)[None]
+
+
+class LatentCache:
+    """One short vector and one rotated key a token. Keys and values of all heads are made of them when they are read."""
+
+    def __init__(self, data: Tensor, numbers: Tensor, rank: int) -> None:
+        self.data, self._numbers, self._rank = data, numbers, rank
+        self._block_size = numbers.shape[2]
+        self.inputs: Inputs
+
+    def attach(self, layer: int, block: Block) -> None:
+        block.attention.layer = layer
+        block.attention.attend = self._attend
+
+    def extend(self, layer: int, short: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
+        """Write this step's, [1, tokens, rank] and [1, 1, tokens, dim]; give back all, one sequence behind the other."""
+        inputs, held = self.inputs, self._numbers[:, layer]
+        slots = inputs.slots
+        held[slots // self._block_size, slots % self._block_size] = torch.cat((short[0], turned[0, 0]), dim=-1)
+        rows = [
+            held[inputs.tables[sequence, : -(-length // self._block_size)]].flatten(0, 1)[:length]
+            for sequence, length in enumerate(inputs.lengths)
+        ]
+        every = torch.cat(rows)
+        return every[None, :, : self._rank], every[None, None, :, self._rank :]
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, scale: float, _: float) -> Tensor:
+        made, first = query.new_empty(*query.shape[:3], value.shape[-1]), 0
+        for sequence, length in enumerate(self.inputs.lengths):
+            begin, end = self.inputs.starts[sequence : sequence + 2]
+            here = slice(first, first + length)
+            seen = attend_last(
+                query[0, :, begin:end].transpose(0, 1), key[0, :, here], value[0, :, here],
+                scale=scale, window=mask.window,
+            )  # fmt: skip
+            made[0, :, begin:end] = seen.transpose(0, 1)
+            first += length
+        return made

@@ -1,0 +1,134 @@
+"""One step computed: pieces of sequences to inputs, inputs through the model, logits of those tokens that want them."""
+
+from collections.abc import Sequence as Several
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.nets.mask import AttentionMask
+from shardwise.nets.norm import normed
+from shardwise.nets.settings import Settings
+from shardwise.nets.transformer import Transformer
+from shardwise.serving.kv_cache import Inputs, KVCache
+from shardwise.serving.sequence import Piece
+
+
+class Runner(Protocol):
+    """What the engine needs of whoever computes: one device, or many ranks."""
+
+    #: Where logits come out.
+    device: torch.device
+
+    def run(self, inputs: Inputs) -> Tensor:
+        """Logits, [wanted tokens, vocabulary]."""
+
+    def close(self) -> None: ...
+
+
+def for_serving(settings: Settings) -> Settings:
+    """The same model without what is of training alone: a capacity would drop tokens for what else is in the batch."""
+    if settings.mixture is None:
+        return settings
+    return replace(settings, mixture=replace(settings.mixture, capacity=None, auxiliary=0.0))
+
+
+def prepare(pieces: Several[Piece], block_size: int, device: torch.device) -> Inputs:
+    """The inputs of a step. Logits are wanted of the last tokens, and of all where those of the prompt are asked for."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    starts, lengths, wanted = [0], [], []
+    for piece in pieces:
+        sequence, end = piece.sequence, piece.start + piece.count
+        tokens += sequence.tokens[piece.start : end]
+        positions += range(piece.start, end)
+        slots += (
+            sequence.blocks[position // block_size] * block_size + position % block_size
+            for position in range(piece.start, end)
+        )
+        wanted += wanted_of(piece, starts[-1])
+        starts.append(len(tokens))
+        lengths.append(end)
+    width = max(-(-length // block_size) for length in lengths)
+    tables = [(piece.sequence.blocks + [0] * width)[:width] for piece in pieces]
+
+    def to_device(numbers: object) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+
+    return Inputs(
+        tokens=to_device(tokens),
+        positions=to_device(positions),
+        slots=to_device(slots),
+        tables=to_device(tables),
+        lengths=lengths,
+        starts=starts,
+        wanted=to_device(wanted),
+    )
+
+
+def wanted_of(piece: Piece, begin: int = 0) -> list[int]:
+    """Which tokens of a piece want logits: those of the prompt if they are asked for, and the last."""
+    sequence, end = piece.sequence, piece.start + piece.count
+    if sequence.request.sampling.prompt_logprobs is None:
+        return [begin + piece.count - 1] if piece.is_last else []
+    # Logits at one token are about the next. Those that were told before a preemption are not told again.
+    first = len(sequence.prompt_logprobs)
+    about_prompt = [
+        begin + at - piece.start for at in range(max(piece.start, first), min(end, sequence.num_prompt - 1))
+    ]
+    return [*about_prompt, begin + piece.count - 1] if piece.is_last else about_prompt
+
+
+class Part(nn.Module):
+    """Some layers of a model, one behind the other, over a cache: all of them, or a stage of a pipeline."""
+
+    def __init__(self, model: Transformer, cache: KVCache, layers: range) -> None:
+        super().__init__()
+        self.model, self.cache, self.layers = model, cache, layers
+
+    @property
+    def is_first(self) -> bool:
+        return self.layers.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.layers.stop == self.model.settings.num_layers
+
+    @torch.inference_mode()
+    def forward(self, inputs: Inputs, hidden: Tensor | None = None) -> Tensor:
+        """Hidden states, [1, tokens, width], of all tokens; logits of the wanted ones if the last layer is here."""
+        model, positions = self.model, inputs.positions[None]
+        self.cache.inputs = inputs
+        if hidden is None:
+            hidden = model.embed(inputs.tokens)[None]
+            if model.positions is not None:
+                hidden = hidden + model.positions(positions)
+        rotation = None if model.rotary is None else model.rotary(positions)
+        whole = AttentionMask(None, positions, None, None)
+        windowed = whole._replace(window=model.settings.window)
+        for number, layer in enumerate(self.layers):
+            # In every step: engines may share a model, each with its own cache.
+            self.cache.attach(number, model.layers[layer])  # type: ignore[arg-type]
+            mask = windowed if model.settings.is_windowed(layer) else whole
+            hidden, _ = model.layers[layer](hidden, None, rotation, mask, self.cache)
+        if not self.is_last:
+            return hidden
+        chosen = hidden[0, inputs.wanted]
+        logits: Tensor = model.head(normed(model.norm, chosen, kernels=model.kernels))
+        return logits
+
+
+class LocalRunner:
+    """All of a model on one device."""
+
+    def __init__(self, model: Transformer, cache: KVCache) -> None:
+        self.device = model.embed.weight.device
+        self._part = Part(model.eval(), cache, range(model.settings.num_layers))
+
+    def run(self, inputs: Inputs) -> Tensor:
+        made: Tensor = self._part(inputs)
+        return made
+
+    def close(self) -> None: ...

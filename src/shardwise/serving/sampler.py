@@ -1,0 +1,85 @@
+"""The next token of each sequence from its logits, and what is told of it.
+
+In this order: penalties, bias, tokens that may not come now (a guide's, and ends before `min_tokens`); then temperature,
+top-k, top-p and min-p, and the draw (`kernels/sampling.py`). Log-probabilities are of the logits as the model gave them.
+"""
+
+from collections.abc import Collection
+from collections.abc import Sequence as Several
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from shardwise.kernels.sampling import make_key, sample_plain
+from shardwise.serving.request import Logprob
+from shardwise.serving.sequence import Sequence
+
+
+def draw(logits: Tensor, sequences: Several[Sequence], eos: Collection[int] = ()) -> Tensor:
+    """The next tokens, [sequences], of logits, [sequences, vocabulary]."""
+    numbers = logits.float()
+    if any(_is_adjusted(each, eos) for each in sequences):
+        numbers = numbers.clone()
+        for row, sequence in zip(numbers, sequences, strict=True):
+            _adjust(row, sequence, eos)
+    manners = [each.request.sampling for each in sequences]
+    if all(manner.temperature == 0 for manner in manners):
+        return numbers.argmax(-1)
+    tensor = partial(torch.tensor, device=logits.device)
+    return sample_plain(
+        numbers,
+        tensor([manner.temperature for manner in manners]),
+        tensor([manner.top_k for manner in manners]),
+        tensor([manner.top_p for manner in manners]),
+        tensor([manner.min_p for manner in manners]),
+        tensor([make_key(each.seed) for each in sequences]),
+        tensor([len(each.tokens) for each in sequences]),
+    )
+
+
+def tell_logprobs(logits: Tensor, tokens: Several[int], num_likeliest: int) -> list[Logprob]:
+    """Of each row's token, and of the likeliest beside it."""
+    logprobs = logits.float().log_softmax(-1)
+    own = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    top = logprobs.topk(min(num_likeliest, logprobs.shape[1]), dim=-1)
+    likeliest = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return [
+        Logprob(token=token, logprob=logprob, top=tuple(zip(*each, strict=True)))
+        for token, logprob, each in zip(tokens, own, likeliest, strict=True)
+    ]
+
+
+def ends_of(sequence: Sequence, eos: Collection[int]) -> set[int]:
+    """Tokens that end it."""
+    manner = sequence.request.sampling
+    return set(manner.stop_token_ids) | (set() if manner.ignore_eos else set(eos))
+
+
+def _is_adjusted(sequence: Sequence, eos: Collection[int]) -> bool:
+    manner = sequence.request.sampling
+    has_penalty = manner.presence_penalty or manner.frequency_penalty or manner.repetition_penalty != 1
+    is_early = sequence.num_generated < manner.min_tokens and bool(ends_of(sequence, eos))
+    return bool(has_penalty or manner.logit_bias or manner.guide is not None or is_early)
+
+
+def _adjust(row: Tensor, sequence: Sequence, eos: Collection[int]) -> None:
+    """Change a row of logits in place."""
+    manner = sequence.request.sampling
+    if manner.repetition_penalty != 1:
+        seen = torch.tensor(sorted(set(sequence.tokens)), device=row.device)
+        # As transformers has it (Keskar et al. 2019, section 4.1): towards less likely, on either side of 0.
+        row[seen] = torch.where(
+            row[seen] > 0, row[seen] / manner.repetition_penalty, row[seen] * manner.repetition_penalty
+        )
+    if (manner.presence_penalty or manner.frequency_penalty) and sequence.num_generated:
+        seen, counts = torch.tensor(sequence.generated, device=row.device).unique(return_counts=True)
+        row[seen] -= manner.presence_penalty + manner.frequency_penalty * counts
+    for token, bias in manner.logit_bias.items():
+        row[token] += bias
+    if sequence.num_generated < manner.min_tokens:
+        row[list(ends_of(sequence, eos))] = -torch.inf
+    if manner.guide is not None:
+        allowed = torch.as_tensor(manner.guide.allowed(), dtype=torch.bool, device=row.device)
+        row[: len(allowed)].masked_fill_(~allowed[: len(row)], -torch.inf)
+        row[len(allowed) :] = -torch.inf

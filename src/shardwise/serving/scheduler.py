@@ -1,0 +1,155 @@
+"""What each step computes: single tokens of those who are answered, and pieces of prompts beside them.
+
+    waiting --admit--> running --finish, cancel--> gone
+       ^                  |
+       +----- preempt ----+      its blocks go; what it was told stays, and is computed again
+
+In a step, in this order, until the budget of tokens is used up: the next token of everyone whose prompt is computed; the
+next pieces of prompts; prompts that waited. So a long prompt never holds up the others' next tokens. If there is no block
+for somebody's next token, the least urgent goes back to the queue. The most urgent is never preempted, and has room for
+its longest answer, so the engine always gets on.
+"""
+
+from bisect import insort
+from collections.abc import Callable
+
+from shardwise.serving.blocks import BlockPool
+from shardwise.serving.sequence import Piece, Sequence
+
+
+class Scheduler:
+    """Requests by urgency: lower priority first, then who came first.
+
+    `reload(sequence, names)` is asked at admission for what lies beneath the cache: it brings the blocks of some of the
+    names, in their order, and gives them back, filled and taken.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        token_budget: int,
+        max_running: int,
+        reload: Callable[[list[bytes]], list[int]] | None = None,
+    ) -> None:
+        assert token_budget >= max_running, "everyone who runs gets a token in every step"
+        self.pool = pool
+        self.token_budget, self.max_running = token_budget, max_running
+        self.reload = reload
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self.num_queried = self.num_hit = 0
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=lambda each: each.urgency)
+
+    def find(self, name: str) -> Sequence | None:
+        return next((each for each in (*self.running, *self.waiting) if each.id == name), None)
+
+    def remove(self, sequence: Sequence) -> None:
+        """It is done, or nobody waits for it any more: its blocks are free at once."""
+        (self.running if sequence in self.running else self.waiting).remove(sequence)
+        self._let_go(sequence)
+
+    def schedule(self) -> list[Piece]:
+        """The pieces of the next step, each with its blocks."""
+        self._make_room_for_urgent()
+        num_before = self.num_preemptions
+        pieces = self._continue_running()
+        if self.num_preemptions == num_before:  # Else who was sent away would come back for the same blocks.
+            self._admit(pieces)
+        return pieces
+
+    def _continue_running(self) -> list[Piece]:
+        self.running.sort(key=lambda each: each.urgency)
+        answering = [each for each in self.running if each.num_left == 1]
+        reading = [each for each in self.running if each.num_left > 1]
+        todo, budget, pieces = answering + reading, self.token_budget, []
+        while todo and budget:
+            sequence = todo.pop(0)
+            count = min(sequence.num_left, budget)
+            while not self._reserve(sequence, sequence.num_computed + count):
+                victim = max((sequence, *todo), key=lambda each: each.urgency)
+                self._preempt(victim)
+                if victim is sequence:
+                    break
+                todo.remove(victim)
+            else:
+                pieces.append(Piece(sequence=sequence, start=sequence.num_computed, count=count))
+                budget -= count
+        return pieces
+
+    def _admit(self, pieces: list[Piece]) -> None:
+        budget = self.token_budget - sum(piece.count for piece in pieces)
+        while self.waiting and budget and len(self.running) < self.max_running:
+            sequence = self.waiting[0]
+            if not self._fits(sequence):
+                return
+            self.waiting.pop(0)
+            self.running.append(sequence)
+            self._begin(sequence)
+            # All of its blocks at once: what waits for its next pieces is not taken by others meanwhile.
+            has_room = self._reserve(sequence, len(sequence.tokens))
+            assert has_room, "a sequence that fits has blocks for all of its tokens"
+            count = min(sequence.num_left, budget)
+            pieces.append(Piece(sequence=sequence, start=sequence.num_computed, count=count))
+            budget -= count
+
+    def _make_room_for_urgent(self) -> None:
+        """Someone with a better priority than the least urgent who runs does not wait for it."""
+        while self.waiting and self.running:
+            first, last = self.waiting[0], max(self.running, key=lambda each: each.urgency)
+            has_place = len(self.running) < self.max_running and self._fits(first)
+            if has_place or first.request.priority >= last.request.priority:
+                return
+            self._preempt(last)
+
+    def _find_shared(self, sequence: Sequence) -> tuple[list[int], list[bytes]]:
+        """Blocks that hold its beginning, and the names of all that could. One token at least is computed."""
+        if sequence.request.sampling.prompt_logprobs is not None and not sequence.num_generated:
+            return [], []  # What is asked for is known only of what is computed.
+        size = self.pool.block_size
+        names = sequence.names((len(sequence.tokens) - 1) // size, size)
+        return self.pool.find(names), names
+
+    def _fits(self, sequence: Sequence) -> bool:
+        """Whether there are blocks for all of its tokens so far."""
+        shared, _ = self._find_shared(sequence)
+        num_needed = self._num_blocks(len(sequence.tokens)) - len(shared)
+        return num_needed <= self.pool.num_available - self.pool.num_idle(shared)
+
+    def _begin(self, sequence: Sequence) -> None:
+        """Take the blocks that hold its beginning, in the cache or beneath it."""
+        blocks, names = self._find_shared(sequence)
+        for block in blocks:
+            self.pool.take(block)
+        if self.reload is not None and len(blocks) < len(names):
+            blocks = blocks + self.reload(names[len(blocks) :])
+        sequence.blocks = blocks
+        sequence.num_computed = len(blocks) * self.pool.block_size
+        if sequence.num_cached is None:
+            sequence.num_cached = sequence.num_computed
+            self.num_queried += len(sequence.tokens)
+            self.num_hit += sequence.num_computed
+
+    def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
+        num_missing = self._num_blocks(num_tokens) - len(sequence.blocks)
+        if num_missing > self.pool.num_available:
+            return False
+        sequence.blocks.extend(self.pool.allocate() for _ in range(num_missing))
+        return True
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.pool.block_size)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._let_go(sequence)
+        self.add(sequence)
+        self.num_preemptions += 1
+
+    def _let_go(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+        sequence.num_computed = 0

@@ -1,0 +1,81 @@
+"""One request while it is answered: its tokens, how many of them are in the cache, and in which blocks."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from shardwise.serving.blocks import next_name
+from shardwise.serving.request import Logprob, Request
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Sequence:
+    """`tokens` are the prompt and what came so far; of the first `num_computed` keys and values are in `blocks`."""
+
+    request: Request
+    #: The how-many-th request this was, which decides among those of one priority.
+    arrival: int
+    #: What its draws come from: its own seed, or one that was drawn for it.
+    seed: int
+    #: The name that its chain of blocks begins with.
+    root: bytes
+    tokens: list[int]
+    num_computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    #: How much of its prompt was in the cache when it was first admitted; None before.
+    num_cached: int | None = None
+    #: Of the tokens of the prompt from the second on, where they are asked for.
+    prompt_logprobs: list[Logprob] = field(default_factory=list)
+    _names: list[bytes] = field(default_factory=list)
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def urgency(self) -> tuple[int, int]:
+        """Lower comes first."""
+        return self.request.priority, self.arrival
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that are to be computed before the next can be drawn."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+    def names(self, num_blocks: int, block_size: int) -> list[bytes]:
+        """The names of its first blocks, all of them full of tokens that are known."""
+        assert num_blocks * block_size <= len(self.tokens), "a block that is not full has no name"
+        while len(self._names) < num_blocks:
+            begin = len(self._names) * block_size
+            before = self._names[-1] if self._names else self.root
+            self._names.append(next_name(before, self.tokens[begin : begin + block_size]))
+        return self._names[:num_blocks]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What one step computes of a sequence: `count` tokens from `start` on."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the next token can be drawn behind it."""
+        return self.start + self.count == len(self.sequence.tokens)
+
+
+def num_tokens(pieces: Iterable[Piece]) -> int:
+    return sum(piece.count for piece in pieces)

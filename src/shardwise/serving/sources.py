@@ -1,0 +1,135 @@
+"""The model that somebody means: a Hugging Face folder, a run, a GGUF file, or a name of the catalogue.
+
+Each is read into a transformer of ours with its weights, and an identity: where its tokenizer lies, which tokens end a
+text, and what tells its KV blocks from those of other weights.
+"""
+
+import json
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.errors import ShardwiseError
+from shardwise.model.catalogue import CATALOGUE, find_name, get_model
+from shardwise.nets.hf import load_model
+from shardwise.nets.hf.catalogue import FAMILIES
+from shardwise.nets.hf.entries import CONFIG, Entries
+from shardwise.nets.initialise import initialise
+from shardwise.nets.transformer import Transformer
+from shardwise.serving.assemble import Identity, ends
+from shardwise.serving.runner import for_serving
+from shardwise.trace.run import MANIFEST
+from shardwise.training.convert import OURS, THEIRS, find_source
+from shardwise.training.sample import load_transformer
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_GENERATION = "generation_config.json"
+
+
+def find_newest_run(folder: Path = Path("runs")) -> Path:
+    """The run that was written to last."""
+    found = [each for each in folder.glob("*") if (each / MANIFEST).is_file()] if folder.is_dir() else []
+    if not found:
+        raise ShardwiseError(
+            f"no model was named, and there is no run under {folder}", remedy="shardwise train, then shardwise serve"
+        )
+    return max(found, key=lambda each: (each / MANIFEST).stat().st_mtime)
+
+
+def read_source(
+    source: str, *, random_weights: bool, dtype: torch.dtype | None, device: torch.device
+) -> tuple[Transformer, Identity]:
+    """The model with its weights on a device, and what it is."""
+    path = Path(source)
+    if random_weights:
+        model, identity = _random(source, dtype, device)
+    elif path.suffix == ".gguf" and path.is_file():
+        from shardwise.serving.gguf_file import read_gguf  # Needs the package `gguf`.
+
+        model, identity = read_gguf(path, dtype, device)
+    elif path.is_dir():
+        model, identity = _folder(path, dtype, device)
+    elif find_name(source) is not None:
+        raise ShardwiseError(
+            f"{source} is a name of the catalogue, which has shapes and no weights",
+            remedy=f"{source} --random-weights, or the folder that its weights are in",
+        )
+    else:
+        raise ShardwiseError(
+            f"{source} is neither a folder nor a .gguf file that is here, nor a name of the catalogue",
+            remedy="a Hugging Face folder, a run of shardwise train, or a file.gguf",
+        )
+    settings = for_serving(model.settings)
+    model.settings = settings
+    for each in model.modules():
+        if hasattr(each, "mixture"):
+            each.mixture = settings.mixture
+    return model.eval().requires_grad_(False), identity
+
+
+def _random(source: str, dtype: torch.dtype | None, device: torch.device) -> tuple[Transformer, Identity]:
+    path = Path(source) / CONFIG
+    if path.is_file():
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    else:
+        get_model(source)  # Names the nearest of a name that is not known.
+        config = dict(CATALOGUE[find_name(source) or source])
+    if config["model_type"] not in FAMILIES:
+        raise ShardwiseError(
+            f"{source} is of the family {config['model_type']}, which this engine has no modules for",
+            remedy=f"a model of {', '.join(FAMILIES)}",
+        )
+    with torch.device("meta"):
+        model = Transformer(FAMILIES[config["model_type"]].read(Entries(config, source)))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32))
+    initialise(model, 0, device=device)
+    return model, Identity(name=Path(source).name, fingerprint="random", tokenizer_source="bytes")
+
+
+def _folder(path: Path, dtype: torch.dtype | None, device: torch.device) -> tuple[Transformer, Identity]:
+    folder, kind = find_source(path)
+    if kind == THEIRS:
+        model = load_model(folder, dtype=dtype, device=device)
+        has_tokenizer = (folder / "tokenizer.json").is_file()
+        identity = Identity(
+            name=path.resolve().name,
+            fingerprint=_fingerprint(folder),
+            tokenizer_source=str(folder) if has_tokenizer else "bytes",
+            eos_token_ids=_ends_in(folder),
+        )
+        return model, identity
+    if kind != OURS:
+        raise ShardwiseError(
+            f"{folder} is a checkpoint of torch.distributed, which does not say what model it is of",
+            remedy=f"shardwise convert {folder} FOLDER --to {THEIRS}, then FOLDER",
+        )
+    model = load_transformer(folder).to(device)
+    if dtype is not None:
+        model = model.to(dtype)
+    manifest = path / MANIFEST
+    data = json.loads(manifest.read_text(encoding="utf-8")).get("data", {}) if manifest.is_file() else {}
+    return model, Identity(
+        name=path.resolve().name,
+        fingerprint=_fingerprint(folder),
+        tokenizer_source=str(data.get("tokenizer", "bytes")),
+    )
+
+
+def _ends_in(folder: Path) -> frozenset[int]:
+    """What `generation_config.json` says ends a text, or else `config.json`."""
+    for name in (_GENERATION, CONFIG):
+        file = folder / name
+        if file.is_file():
+            found = ends(json.loads(file.read_text(encoding="utf-8")).get("eos_token_id"))
+            if found:
+                return found
+    return frozenset()
+
+
+def _fingerprint(folder: Path) -> str:
+    """Of the files of a folder by name, size and time: other weights have another, and nothing large is read."""
+    told = sorted((each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in folder.iterdir())
+    return blake2b(repr(told).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,74 @@
+"""Models from where they lie, and a file of requests answered."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli import main
+from shardwise.errors import ShardwiseError
+from shardwise.serving.load import load_engine
+from shardwise.serving.request import Answering
+from tests.nets.families import save_theirs
+from tests.serving.answers import answer, ask, expected, prompts
+
+
+def test_a_hugging_face_folder_answers_as_transformers_does(tmp_path: Path) -> None:
+    theirs = save_theirs("qwen3-moe", tmp_path)
+    engine: Answering = load_engine(tmp_path, kv_bytes=2**20, device="cpu")
+    prompt = prompts(1)[0]
+    assert answer(engine, [ask(prompt)]) == [expected(theirs, prompt)]  # type: ignore[arg-type]
+    summary = load_engine(tmp_path, kv_bytes=2**20, device="cpu").summary
+    assert summary.num_blocks == 2**20 // summary.block_bytes
+    assert summary.block_bytes == 4 * 2 * 2 * 8 * 16 * 4  # Layers, keys and values, heads, dim, tokens, fp32.
+    assert summary.weight_bytes >= 4 * summary.num_parameters
+    assert summary.max_length == 64
+
+
+def test_a_name_of_the_catalogue_is_served_with_random_weights_alone() -> None:
+    with pytest.raises(ShardwiseError, match="has shapes and no weights") as caught:
+        load_engine("qwen3-0.6b")
+    assert caught.value.remedy == "qwen3-0.6b --random-weights, or the folder that its weights are in"
+    with pytest.raises(ShardwiseError, match="unknown model"):
+        load_engine("no-such-thing", random_weights=True)
+    with pytest.raises(ShardwiseError, match="neither a folder nor a .gguf file"):
+        load_engine("no/such/thing")
+
+
+def test_a_cache_that_is_too_small_says_what_is_needed(tmp_path: Path) -> None:
+    save_theirs("llama", tmp_path)
+    with pytest.raises(ShardwiseError, match="one sequence of 64 tokens needs") as caught:
+        load_engine(tmp_path, kv_bytes=10_000, max_length=64, device="cpu")
+    assert caught.value.remedy == "max_length=16, or kv_bytes=32768"
+
+
+def test_a_file_of_requests_is_answered_line_by_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = save_theirs("llama", tmp_path / "model")
+    given = prompts(3)
+    bodies = [
+        {"prompt": list(given[0]), "max_tokens": 5, "temperature": 0},
+        {"prompt": "ABC", "max_tokens": 4, "temperature": 0.8, "seed": 3},
+        {"prompt": list(given[1]), "max_tokens": 500},
+        {"prompt": [1], "max_tokns": 5},
+        {"prompt": {"a": 1}},
+    ]
+    lines = [{"custom_id": f"c{number}", "url": "/v1/completions", "body": each} for number, each in enumerate(bodies)]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    words = ["generate", str(tmp_path / "model"), "--requests", str(tmp_path / "in.jsonl")]
+    assert main([*words, "--save", str(tmp_path / "out.jsonl"), "--kv", "1MiB", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_refused"] == 3
+    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [each["custom_id"] for each in answers] == ["c0", "c1", "c2", "c3", "c4"]
+    assert [each["response"]["status_code"] for each in answers] == [200, 200, 400, 400, 400]
+    first = answers[0]["response"]["body"]
+    assert first["choices"][0]["token_ids"] == expected(theirs, given[0], 5)
+    assert first["usage"] == {
+        "prompt_tokens": len(given[0]), "completion_tokens": 5, "total_tokens": len(given[0]) + 5,
+    }  # fmt: skip
+    messages = [each["response"]["body"]["error"]["message"] for each in answers[2:]]
+    assert "this model takes 64" in messages[0]
+    assert "max_tokns" in messages[1]
+    assert "prompt is" in messages[2]

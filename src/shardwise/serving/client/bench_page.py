@@ -111,9 +111,9 @@ def _chart(title: str, over: str, points: Points, unit: str = "") -> str:
 
     drawn = [f'<text class="title" x="{_LEFT}" y="14">{escape(title)}{f", {unit}" if unit else ""}</text>']
     for part in (0.0, 0.5, 1.0):
-        at, value = y(top * part), format_number(top * part, 3)
+        at = y(top * part)
         drawn.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        drawn.append(f'<text x="{_LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{value}</text>')
+        drawn.append(f'<text x="{_LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{format_number(top * part, 3)}</text>')
     for value in sorted({left, right}):
         drawn.append(
             f'<text x="{x(value):.1f}" y="{_HEIGHT - 18}" text-anchor="middle">{format_number(value, 3)}</text>'

@@ -51,6 +51,11 @@ COMMANDS = (
     Command("profile", "shardwise.training.profile_command", "measure some steps: where the time and the memory go"),
     Command("report", "shardwise.explain.report_command", "one page that shows a run, or two beside each other"),
     Command("doctor", "shardwise.explain.doctor_command", "what holds a run up, and what to type against it"),
+    Command("serve", "shardwise.serving.serve_command", "a model behind OpenAI's API, with a page to chat"),
+    Command("chat", "shardwise.serving.chat_command", "talk with a model in the terminal"),
+    Command(
+        "bench", "shardwise.serving.bench_command", "how fast a server answers: first token, next tokens, throughput"
+    ),
     Command("generate", "shardwise.serving.generate_command", "a file of requests answered, without a server"),
     Command("data", "shardwise.training.data.command", "token files from text, JSON lines and Parquet"),
     Command("convert", "shardwise.training.convert_command", "checkpoints to Hugging Face folders and back"),

@@ -45,6 +45,62 @@ FILES = {
 }
 
 ERRORS: list[tuple[str, int, str]] = [
+    # Serving.
+    (
+        "serve folder --host 0.0.0.0",
+        1,
+        """
+error: --host 0.0.0.0 can be reached from other machines, and there is no API key
+  try: --api-key KEY, or --host 127.0.0.1
+""",
+    ),
+    (
+        "serve folder --port 70000",
+        1,
+        """
+error: --port 70000: ports are from 0 to 65535
+  try: --port 0 takes a free one
+""",
+    ),
+    (
+        "serve folder --port 0 --queue 0",
+        1,
+        """
+error: --queue 0: at least 1 may wait
+  try: --queue 256
+""",
+    ),
+    (
+        "bench --workload 256 --show",
+        1,
+        """
+error: unknown workload '256'; known: 256-requests, 32-sequences, one-sequence, tiny
+""",
+    ),
+    (
+        "bench --rate 1,fast --show",
+        1,
+        """
+error: --rate 1,fast: rates are positive numbers of requests a second
+  try: --rate 1,2,4
+""",
+    ),
+    (
+        "bench --requests 0 --show",
+        1,
+        """
+error: --requests 0: there is at least 1
+  try: --requests 16
+""",
+    ),
+    (
+        "bench http:// --workload tiny",
+        1,
+        """
+error: http:// is no address of a server
+  try: http://127.0.0.1:8000
+""",
+    ),
     # The command line itself.
     (
         "shedule zb-v",

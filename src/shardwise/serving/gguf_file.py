@@ -109,6 +109,6 @@ def _package() -> Any:
         import gguf
     except ImportError:
         raise ShardwiseError(
-            "GGUF files are read by the package gguf", remedy="pip install 'shardwise[gguf]'"
+            "GGUF files are read by the package gguf", remedy="pip install 'shardwise[serve]'"
         ) from None
     return gguf

@@ -72,6 +72,10 @@ class Browser:
         """Open a file from the disk."""
         self._do("POST", "/url", {"url": path.resolve().as_uri()})
 
+    def visit(self, url: str) -> None:
+        """Open what a server has."""
+        self._do("POST", "/url", {"url": url})
+
     def run(self, script: str) -> Any:
         """Run a script, and return what it returns."""
         return self._do("POST", "/execute/sync", {"script": script, "args": []})

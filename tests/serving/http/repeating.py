@@ -1,7 +1,8 @@
 """A small engine with a rule anybody can follow, a limited number of slots and blocks, and nothing learnt.
 
-What follows the last `say:` of a prompt, up to the end of that line, is said again, and then the text ends. Without one,
-letters follow that depend on the prompt, without end; above a temperature of 0 they are drawn, by the seed and the position.
+What follows the last `say:` of a prompt, up to the end of that line, is said again, and then the text ends. Without
+one, letters follow that depend on the prompt, without end; above a temperature of 0 they are drawn, by the seed and the
+position.
 """
 
 import random

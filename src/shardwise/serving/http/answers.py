@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from uuid import uuid4
 
 from shardwise.serving.http.asked import Asked, Served
-from shardwise.serving.http.written import Piece, Written, chat_logprobs, completion_logprobs
+from shardwise.serving.http.written import Written, WrittenPart, chat_logprobs, completion_logprobs
 from shardwise.serving.request import Logprob
 
 
@@ -41,7 +41,7 @@ class AnswerForm:
         choices = [self.choice(place, each) for place, each in enumerate(written)]
         return {**self._head(self.kind), "choices": choices, "usage": usage_of(self.asked, written)}
 
-    def event(self, place: int, piece: Piece, written: Written, *, is_first: bool) -> dict[str, Any]:
+    def event(self, place: int, piece: WrittenPart, written: Written, *, is_first: bool) -> dict[str, Any]:
         choice = self.part(place, piece, written, is_first=is_first)
         return {**self._head(self.part_kind), "choices": [choice]}
 
@@ -54,7 +54,7 @@ class AnswerForm:
     def choice(self, place: int, written: Written) -> dict[str, Any]:
         raise NotImplementedError
 
-    def part(self, place: int, piece: Piece, written: Written, *, is_first: bool) -> dict[str, Any]:
+    def part(self, place: int, piece: WrittenPart, written: Written, *, is_first: bool) -> dict[str, Any]:
         raise NotImplementedError
 
 
@@ -67,7 +67,7 @@ class CompletionForm(AnswerForm):
     def choice(self, place: int, written: Written) -> dict[str, Any]:
         return self.part(place, written.whole(), written, is_first=True)
 
-    def part(self, place: int, piece: Piece, written: Written, *, is_first: bool) -> dict[str, Any]:
+    def part(self, place: int, piece: WrittenPart, written: Written, *, is_first: bool) -> dict[str, Any]:
         prompt = written.request.prompt
         echoed = self.served.text.decode(prompt) if self.asked.echo and is_first else ""
         answer: dict[str, Any] = {
@@ -80,7 +80,7 @@ class CompletionForm(AnswerForm):
                 answer["prompt_token_ids"] = list(prompt)
         return answer
 
-    def _logprobs(self, piece: Piece, written: Written, is_first: bool) -> dict[str, Any] | None:
+    def _logprobs(self, piece: WrittenPart, written: Written, is_first: bool) -> dict[str, Any] | None:
         num_top = self.asked.sampling.logprobs
         if num_top is None:
             return None
@@ -116,7 +116,7 @@ class ChatForm(AnswerForm):
             piece, written, is_first=True,
         )  # fmt: skip
 
-    def part(self, place: int, piece: Piece, written: Written, *, is_first: bool) -> dict[str, Any]:
+    def part(self, place: int, piece: WrittenPart, written: Written, *, is_first: bool) -> dict[str, Any]:
         delta: dict[str, Any] = {"role": "assistant", "content": piece.text} if is_first else {}
         if piece.text:
             delta["content"] = piece.text
@@ -128,11 +128,13 @@ class ChatForm(AnswerForm):
             piece, written, is_first=is_first,
         )  # fmt: skip
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+    def _logprobs(self, piece: WrittenPart) -> dict[str, Any] | None:
         num_top = self.asked.sampling.logprobs
         return None if num_top is None else chat_logprobs(self.served.text, piece.logprobs, num_top)
 
-    def _with_tokens(self, choice: dict[str, Any], piece: Piece, written: Written, *, is_first: bool) -> dict[str, Any]:
+    def _with_tokens(
+        self, choice: dict[str, Any], piece: WrittenPart, written: Written, *, is_first: bool
+    ) -> dict[str, Any]:
         if self.asked.return_token_ids:
             choice["token_ids"] = list(piece.tokens)
             if is_first:

@@ -134,6 +134,7 @@ class Server:
         return {
             "id": self.served.name, "object": "model", "created": self._created, "owned_by": "shardwise",
             "max_model_len": self.served.max_length,
+            "vocabulary_size": self.served.vocabulary_size,
         }  # fmt: skip
 
     # What is answered.

@@ -14,7 +14,7 @@ _LOWEST = -9999.0  # JSON has no minus infinity; OpenAI gives this.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class WrittenPart:
     """What is new: shown text, tokens, their log-probabilities with where each token's text begins, and the end."""
 
     text: str = ""
@@ -51,7 +51,7 @@ class Written:
     def num_tokens(self) -> int:
         return 0 if self._asked.is_prompt_alone else len(self._total.tokens)
 
-    def add(self, news: Sequence[Token]) -> Piece:
+    def add(self, news: Sequence[Token]) -> WrittenPart:
         """Take some tokens. What comes after the end is not looked at."""
         shown, tokens, logprobs = "", list[int](), list[tuple[Logprob, int]]()
         calls = list[ToolCall]()
@@ -74,7 +74,7 @@ class Written:
                 rest, found = self._end()
                 shown += rest
                 calls += found
-        piece = Piece(
+        piece = WrittenPart(
             text=shown, tokens=tuple(tokens), logprobs=tuple(logprobs), calls=tuple(calls), finish=self.finish
         )
         self._total.text.append(shown)
@@ -82,10 +82,10 @@ class Written:
         self._total.calls += calls
         return piece
 
-    def whole(self) -> Piece:
+    def whole(self) -> WrittenPart:
         """All of it."""
         total = self._total
-        return Piece(
+        return WrittenPart(
             text="".join(total.text), tokens=tuple(total.tokens), logprobs=tuple(total.logprobs),
             calls=tuple(total.calls), finish=self.finish,
         )  # fmt: skip

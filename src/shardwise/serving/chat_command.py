@@ -1,0 +1,80 @@
+"""`shardwise chat`: talk with a model in the terminal."""
+
+import argparse
+import asyncio
+import sys
+from typing import Any
+
+from shardwise.answer import Answer, Canvas, canvas_on
+from shardwise.errors import ShardwiseError
+from shardwise.serving.client.http_client import Address, HttpStatusError
+from shardwise.serving.client.server_process import server_for
+from shardwise.units import counted
+from shardwise.working import step_aside, working_at
+
+DESCRIPTION = """Talk with a model: what is typed goes to it, a line each, and its answer comes as it is written. An
+empty line, or the end of the input, ends it. TARGET is the address of a server, or a model, which is served meanwhile;
+none: the newest run under runs/.
+"""
+
+EXAMPLE = "shardwise chat runs/first --show"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", nargs="?", metavar="TARGET", help="http://host:port, or a model (the newest run)")
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
+    parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="tokens of an answer, at most (512)")
+    parser.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0 takes the likeliest (0.7)")
+    parser.add_argument("--random-weights", action="store_true", help="for a name of the catalogue")
+    parser.add_argument("--api-key", metavar="K", help="what the server wants to be shown")
+    parser.add_argument("--show", action="store_true", help="show with what one would talk, and begin nothing")
+
+
+def run(arguments: argparse.Namespace) -> Answer:
+    if arguments.show:
+        target = arguments.target or "the newest run under runs/"
+        data = {"target": target, "max_tokens": arguments.max_tokens, "temperature": arguments.temperature}
+        return Answer(
+            data=data, render=lambda canvas: canvas.print(f"one would talk with {canvas.paint(target, 'bold')}")
+        )
+    working_at("the model")
+    options = ["--random-weights"] if arguments.random_weights else []
+    with server_for(arguments.target, options, arguments.api_key) as address:
+        step_aside()
+        messages = asyncio.run(_talk(address, arguments, canvas_on(sys.stderr if arguments.json else sys.stdout)))
+    said = [message for message in messages if message["role"] == "assistant"]
+    return Answer(
+        data={"messages": messages},
+        render=lambda canvas: canvas.print(canvas.paint(counted(len(said), "answer"), "dim")),
+    )
+
+
+async def _talk(address: Address, arguments: argparse.Namespace, canvas: Canvas) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    if arguments.system:
+        messages.append({"role": "system", "content": arguments.system})
+    while text := _next_line(canvas):
+        messages.append({"role": "user", "content": text})
+        body = {
+            "messages": messages, "stream": True, "max_tokens": arguments.max_tokens,
+            "temperature": arguments.temperature,
+        }  # fmt: skip
+        written = ""
+        try:
+            async for event in address.events("/v1/chat/completions", body):
+                part = event["choices"][0]["delta"].get("content") or "" if event["choices"] else ""
+                written += part
+                canvas.stream.write(part)
+                canvas.stream.flush()
+        except HttpStatusError as error:
+            raise ShardwiseError(f"the server refuses: {error.message}", remedy="shardwise chat --help") from None
+        canvas.print()
+        messages.append({"role": "assistant", "content": written})
+    return messages
+
+
+def _next_line(canvas: Canvas) -> str:
+    if sys.stdin.isatty():
+        canvas.stream.write(canvas.paint("> ", "bold"))
+        canvas.stream.flush()
+    return sys.stdin.readline().strip()

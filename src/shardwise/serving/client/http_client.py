@@ -1,0 +1,104 @@
+"""One request over HTTP/1.1, whole or as the events of a stream, with asyncio alone.
+
+A benchmark wants to know when each event came, with hundreds of connections at once, and needs nothing else.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+from urllib.parse import urlsplit
+
+from shardwise.errors import ShardwiseError
+
+
+class HttpStatusError(Exception):
+    """The server answered, but not with 200."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(f"{status}: {message}")
+        self.status, self.message = status, message
+
+
+class Address:
+    """Where a server is, and what it is shown."""
+
+    def __init__(self, url: str, key: str | None = None) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ShardwiseError(f"{url} is no address of a server", remedy="http://127.0.0.1:8000")
+        self.url, self._key, self._is_secure = url.rstrip("/").removesuffix("/v1"), key, parts.scheme == "https"
+        self._host, self._port = parts.hostname, parts.port or (443 if self._is_secure else 80)
+        self._path = parts.path.rstrip("/").removesuffix("/v1")
+
+    async def get(self, path: str) -> Any:
+        return json.loads(b"".join([part async for part in self._ask("GET", path, None)]))
+
+    async def post(self, path: str, body: dict[str, Any]) -> Any:
+        return json.loads(b"".join([part async for part in self._ask("POST", path, body)]))
+
+    async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """The events of a stream, as they come."""
+        rest = b""
+        async for part in self._ask("POST", path, body):
+            *lines, rest = (rest + part).split(b"\n\n")
+            for line in lines:
+                if line.startswith(b"data: ") and line != b"data: [DONE]":
+                    event = json.loads(line[6:])
+                    if "error" in event:
+                        raise HttpStatusError(500, event["error"]["message"])
+                    yield event
+
+    async def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> AsyncIterator[bytes]:
+        try:
+            reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._is_secure or None)
+        except OSError as error:
+            raise ShardwiseError(
+                f"nobody answers at {self.url}: {error.strerror or error}", remedy="shardwise serve MODEL"
+            ) from None
+        try:
+            raw = b"" if body is None else json.dumps(body).encode()
+            head = [
+                f"{method} {self._path}{path} HTTP/1.1", f"Host: {self._host}:{self._port}", "Connection: close",
+                "Content-Type: application/json", f"Content-Length: {len(raw)}",
+                *([f"Authorization: Bearer {self._key}"] if self._key else []), "", "",
+            ]  # fmt: skip
+            writer.write("\r\n".join(head).encode() + raw)
+            await writer.drain()
+            status, headers = await _read_head(reader)
+            parts = _parts(reader, headers)
+            if status != 200:
+                raise HttpStatusError(status, _message_in(b"".join([part async for part in parts])))
+            async for part in parts:
+                yield part
+        finally:
+            writer.close()
+
+
+async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
+    lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+    headers = {}
+    for line in lines[1:]:
+        name, _, value = line.partition(":")
+        headers[name.strip().lower()] = value.strip()
+    return int(lines[0].split()[1]), headers
+
+
+async def _parts(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncIterator[bytes]:
+    """The body, however its length is told."""
+    if headers.get("transfer-encoding", "").lower() == "chunked":
+        while (size := int((await reader.readline()).split(b";")[0], 16)) > 0:
+            yield await reader.readexactly(size)
+            await reader.readline()
+    elif "content-length" in headers:
+        yield await reader.readexactly(int(headers["content-length"]))
+    else:
+        while part := await reader.read(1 << 16):
+            yield part
+
+
+def _message_in(raw: bytes) -> str:
+    try:
+        return str(json.loads(raw)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return raw[:200].decode(errors="replace")

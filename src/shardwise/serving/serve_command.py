@@ -1,0 +1,156 @@
+"""`shardwise serve`: a model behind OpenAI's API."""
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from shardwise import environment
+from shardwise.answer import Answer, Canvas, canvas_on
+from shardwise.errors import ShardwiseError
+from shardwise.units import counted, parse_bytes
+from shardwise.working import step_aside, working_at
+
+if TYPE_CHECKING:
+    from shardwise.serving.engine import LLMEngine
+    from shardwise.serving.http.app import Server
+
+DESCRIPTION = """Serve a model over HTTP, as OpenAI's API has it: /v1/completions and /v1/chat/completions, with
+/health, /metrics, /openapi.json, and at / a page to chat that shows what the engine does. MODEL is a Hugging Face
+folder, a
+run of `shardwise train` (none: the newest under runs/), a GGUF file, or a name of the catalogue with --random-weights.
+With --json a line of JSON with `url` and the figures is printed when it is ready. Ctrl-C ends it.
+"""
+
+EXAMPLE = """
+shardwise serve runs/first --port 0 --show
+shardwise serve llama-3.1-8b --random-weights --port 0 --show
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="what is served (the newest run under runs/)")
+    parser.add_argument("--plan", default="auto", metavar="P", help="auto, or how it is spread over devices (auto)")
+    parser.add_argument("--random-weights", action="store_true", help="for a name of the catalogue: weights are drawn")
+    parser.add_argument("--precision", metavar="P", help="fp32, bf16 or fp16 (as the weights are)")
+    parser.add_argument("--kv", metavar="BYTES", help="for the KV cache, such as 4GiB (what is free)")
+    parser.add_argument("--max-length", type=int, metavar="N", help="tokens of a prompt and its answer (the model's)")
+    parser.add_argument("--host", default="127.0.0.1", metavar="H", help="where to listen (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, metavar="N", help="0 takes a free one (8000)")
+    parser.add_argument("--api-key", metavar="K", help="what clients must show (the variable SHARDWISE_API_KEY)")
+    parser.add_argument("--name", metavar="NAME", help="what clients call the model (as it is called)")
+    parser.add_argument("--queue", type=int, default=256, metavar="N", help="requests that may wait; more are refused")
+    parser.add_argument("--show", action="store_true", help="show what would be served, and serve nothing")
+
+
+def run(arguments: argparse.Namespace) -> Answer:
+    _check_installed()
+    from shardwise.serving.http.server import check_address, open_socket, serve_app, url_of
+
+    key = arguments.api_key or environment.find_variable("SHARDWISE_API_KEY") or None
+    check_address(arguments.host, key)
+    if arguments.queue < 1:
+        raise ShardwiseError(f"--queue {arguments.queue}: at least 1 may wait", remedy="--queue 256")
+    with open_socket(arguments.host, arguments.port) as listening:
+        url = url_of(listening)
+        if arguments.show:
+            return _shown(arguments, url, has_key=key is not None)
+        working_at("the weights")
+        engine = _load(arguments)
+        try:
+            server = _make_server(engine, arguments, key)
+        except BaseException:
+            engine.close()
+            raise
+        step_aside()
+        serve_app(server.app(), listening, ready=lambda: _tell_ready(engine, server, url, as_json=arguments.json))
+    count = server.num_answered
+    data = {"url": url, "num_answered": count, "generation_tokens": server.loop.load.generation_tokens}
+    return Answer(data=data, render=lambda canvas: canvas.print(f"stopped; {counted(count, 'answer')} given"))
+
+
+def _load(arguments: argparse.Namespace) -> "LLMEngine":
+    from shardwise.serving.load import load_engine  # Loads torch.
+
+    return load_engine(
+        arguments.model,
+        plan=arguments.plan,
+        random_weights=arguments.random_weights,
+        precision=arguments.precision,
+        kv_bytes=None if arguments.kv is None else parse_bytes(arguments.kv),
+        max_length=arguments.max_length,
+    )
+
+
+def _make_server(engine: "LLMEngine", arguments: argparse.Namespace, key: str | None) -> "Server":
+    from shardwise.serving.http.app import Server
+    from shardwise.serving.http.asked import Served
+    from shardwise.serving.text.chat_template import ChatTemplate
+    from shardwise.serving.text.grammar import Grammars
+    from shardwise.serving.text.tokenizer import load_tokenizer
+
+    text = load_tokenizer(engine.tokenizer_source)
+    ends = sorted(engine.eos_token_ids)
+    served = Served(
+        name=arguments.name or engine.summary.model,
+        text=text,
+        template=ChatTemplate(text),
+        grammars=Grammars(text, size=engine.vocabulary_size, end_tokens=ends),
+        max_length=engine.max_length,
+        vocabulary_size=engine.vocabulary_size,
+    )
+    return Server(engine, served, key=key, most_waiting=arguments.queue)
+
+
+def _tell_ready(engine: "LLMEngine", server: "Server", url: str, *, as_json: bool) -> None:
+    """The one line that programs wait for, or a few for a person."""
+    summary, served = engine.summary, server.served
+    if as_json:
+        data: dict[str, Any] = {
+            "url": url,
+            "model": served.name,
+            "max_length": served.max_length,
+            "num_blocks": summary.num_blocks,
+            "block_size": summary.block_size,
+            "block_bytes": summary.block_bytes,
+            "kv_bytes": summary.kv_bytes,
+            "weight_bytes": summary.weight_bytes,
+            "reserve_bytes": summary.reserve_bytes,
+            "num_ranks": summary.num_ranks,
+            "has_chat_template": not served.template.is_plain,
+        }
+        print(json.dumps(data), flush=True)
+        return
+    canvas = canvas_on(sys.stdout)
+    for line in summary.lines():
+        canvas.print(line)
+    if served.template.is_plain:
+        canvas.print("it has no chat template: messages are written as lines, `role: content`")
+    canvas.print(f"{canvas.paint('ready', 'bold')}: {url} (a page), {url}/v1 (OpenAI's API, model {served.name})")
+    sys.stdout.flush()
+
+
+def _shown(arguments: argparse.Namespace, url: str, *, has_key: bool) -> Answer:
+    model = arguments.model or "the newest run under runs/"
+    data = {"model": model, "url": url, "plan": arguments.plan, "has_key": has_key, "queue": arguments.queue}
+
+    def render(canvas: Canvas) -> None:
+        canvas.print(f"{canvas.paint(str(model), 'bold')} would be served at {url}")
+        canvas.print(f"API key: {'wanted' if has_key else 'none; only this machine may ask'}")
+        canvas.print(f"at most {counted(arguments.queue, 'request')} would wait")
+
+    return Answer(data=data, render=render)
+
+
+def _check_installed() -> None:
+    missing = [name for name in ("starlette", "uvicorn", "prometheus_client", "jinja2") if not _is_there(name)]
+    if missing:
+        raise ShardwiseError(
+            f"serving needs {', '.join(missing)}, not installed here", remedy="pip install 'shardwise[serve]'"
+        )
+
+
+def _is_there(name: str) -> bool:
+    from importlib.util import find_spec
+
+    return find_spec(name) is not None

@@ -1,0 +1,54 @@
+"""The page at `/`, in a real browser: a chat that answers, and what the engine does."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.explain.report.browser import Browser, find_browser
+from tests.serving.http.repeating import RepeatingEngine
+from tests.serving.http.serving_here import running
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if find_browser() is None:
+        pytest.skip("no browser: chromium and chromedriver are not installed (make browser)")
+    with Browser() as found:
+        yield found
+
+
+def wait_for(browser: Browser, script: str) -> Any:
+    deadline = time.monotonic() + 30
+    while not (found := browser.run(f"return {script}")):
+        assert time.monotonic() < deadline, f"{script} does not come to hold"
+        time.sleep(0.05)
+    return found
+
+
+def test_one_chats_and_sees_what_the_engine_does(browser: Browser) -> None:
+    with running(RepeatingEngine(step_seconds=0.01)) as here:
+        browser.visit(here.url)
+        wait_for(browser, "document.getElementById('state').textContent === 'ready'")
+        browser.type_into("#text", "say: Grüße <b>\ue007")
+        wait_for(browser, "document.querySelector('.message.assistant span')?.textContent === 'Grüße <b>'")
+        # One that goes on is shown as a bar, and stopped.
+        browser.type_into("#text", "letters\ue007")
+        wait_for(browser, "document.querySelector('#requests li.writing') !== null")
+        wait_for(browser, "document.getElementById('running').textContent === '1'")
+        assert here.engine.load().num_used_blocks > 0
+        browser.run("document.getElementById('stop').click()")
+        wait_for(browser, "document.getElementById('more').textContent === 'none'")
+        assert here.engine.load().num_used_blocks == 0
+        assert browser.complaints() == []
+
+
+def test_with_a_key_the_page_asks_for_it(browser: Browser) -> None:
+    with running(RepeatingEngine(), key="sesame") as here:
+        browser.visit(here.url)
+        wait_for(browser, "document.getElementById('state').textContent === 'wants a key'")
+        browser.type_into("#key", "sesame\ue007")
+        wait_for(browser, "document.getElementById('state').textContent === 'ready'")
+        browser.type_into("#text", "say: open\ue007")
+        wait_for(browser, "document.querySelector('.message.assistant span')?.textContent === 'open'")

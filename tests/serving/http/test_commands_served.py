@@ -1,0 +1,98 @@
+"""`shardwise serve`, `bench` and `chat`, over a real engine, as a user types them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from shardwise.cli import main
+from tests.nets.families import save_theirs
+from tests.serving.answers import expected, prompts
+from tests.serving.http.serving_here import Running
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, Any], Any, "subprocess.Popen[str]"]]:
+    """What it says when it is ready, the model as transformers has it, and the process."""
+    folder = tmp_path_factory.mktemp("model")
+    theirs = save_theirs("llama", folder)
+    words = [sys.executable, "-m", "shardwise", "serve", str(folder), "--port", "0", "--json", "--kv", "1MiB"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    serving = subprocess.Popen([*words, "--name", "mine"], stdout=subprocess.PIPE, text=True, env=environment)
+    assert serving.stdout is not None
+    yield json.loads(serving.stdout.readline()), theirs, serving
+    serving.kill()
+    serving.wait()
+    serving.stdout.close()
+
+
+def test_greedy_tokens_over_http_are_transformers_own(served: Any) -> None:
+    ready, theirs, _ = served
+    assert ready["num_blocks"] * ready["block_bytes"] == ready["kv_bytes"] <= 1 << 20
+    prompt = prompts(1)[0]
+    url = f"{ready['url']}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", http_client=httpx2.Client(trust_env=False)) as client:
+        right = expected(theirs, prompt)
+        answer = client.completions.create(
+            model="mine", prompt=list(prompt), temperature=0, max_tokens=len(right),
+            extra_body={"return_token_ids": True, "ignore_eos": True},
+        )  # fmt: skip
+        assert answer.choices[0].model_extra is not None
+        assert tuple(answer.choices[0].model_extra["token_ids"]) == tuple(right)
+        with pytest.raises(openai.BadRequestError, match="prompt and answer together have at most 64"):
+            client.completions.create(model="mine", prompt=[1] * 100)
+
+
+def test_it_is_measured_with_a_page_of_curves(served: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "bench.html"
+    words = [
+        "bench",
+        served[0]["url"],
+        "--workload",
+        "tiny",
+        "--requests",
+        "4",
+        "--rate",
+        "50,100",
+        "--save",
+        str(page),
+    ]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["measured"]
+    assert [each["rate"] for each in found] == [50, 100]
+    for each in found:
+        assert each["num_requests"] == 4
+        assert each["output_tokens"] > 0
+        assert each["first_token_seconds"]["p50"] <= each["first_token_seconds"]["p99"] <= each["seconds"]
+    assert page.read_text(encoding="utf-8").count("<svg") == 3
+
+
+def test_one_talks_with_it_in_the_terminal(
+    here: Running, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", StringIO("say: hello\nsay: again\n\n"))
+    assert main(["chat", here.url]) == 0
+    assert capsys.readouterr().out == "hello\nagain\n2 answers\n"
+
+
+def test_a_signal_ends_it_and_it_says_what_it_did(served: Any) -> None:
+    serving = served[2]
+    serving.send_signal(signal.SIGINT)
+    said, _ = serving.communicate(timeout=60)
+    assert json.loads(said)["num_answered"] >= 1
+    assert serving.returncode == 0
+
+
+def test_the_256_requests_are_those_that_others_are_measured_with(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--show", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["num_requests"], shown["input_tokens"], shown["output_tokens"]) == (256, 142_827, 133_966)

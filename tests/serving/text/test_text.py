@@ -1,0 +1,165 @@
+"""Tokens to text and back: whole characters, stop strings, tables of GGUF, templates, calls, schemas."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.errors import ShardwiseError
+from shardwise.serving.text.chat_template import ChatTemplate
+from shardwise.serving.text.grammar import Grammars
+from shardwise.serving.text.text_stream import StopStrings, TextStream
+from shardwise.serving.text.tokenizer import ByteText, LibraryText, load_tokenizer
+from shardwise.serving.text.tool_calls import ToolCall, ToolCallStream, find_calls
+
+TEXT = "Grüße, 世界! 🌍🌎 def f(x):\n    return 12345  # ok\n"
+
+
+def byte_level() -> Any:
+    """A small byte-level tokenizer, as GPT-2's and those after it are."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, initial_alphabet=alphabet, special_tokens=["<|end|>"], show_progress=False
+    )
+    made.train_from_iterator([TEXT] * 20, trainer)
+    return made
+
+
+@given(st.text())
+def test_streamed_text_is_the_text_and_no_part_of_it_is_half_a_character(text: str) -> None:
+    for tokenizer in (ByteText(), LARGE):
+        stream = TextStream(tokenizer)
+        parts = [stream.add(token) for token in tokenizer.encode(text)]
+        assert "".join(parts) + stream.end() == text
+        assert "\ufffd" in text or not any("\ufffd" in part for part in parts)
+
+
+LARGE = LibraryText(byte_level(), name="large")
+
+
+def test_bytes_that_are_no_text_are_shown_as_such_and_hold_nothing_up() -> None:
+    stream = TextStream(ByteText())
+    shown = "".join(stream.add(token) for token in b"a\xff\xff\xff\xff\xff\xffb" + b"plain")
+    assert shown.startswith("a")
+    assert shown.endswith("plain")
+
+
+@given(st.text(alphabet="abc", max_size=30), st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=3))
+def test_stop_strings_cut_where_the_first_of_them_begins_to_show(text: str, stops: list[str]) -> None:
+    whole = StopStrings(stops)
+    shown = whole.add(text) + whole.end()
+    piecewise, parts = StopStrings(stops), ""
+    for character in text:
+        parts += piecewise.add(character)
+        if piecewise.has_stopped:
+            break
+        assert not any(stop in parts for stop in stops)
+    parts += piecewise.end()
+    assert not any(stop in parts for stop in stops)
+    assert text.startswith(parts)
+    assert piecewise.has_stopped == whole.has_stopped == any(stop in text for stop in stops)
+    if not stops:
+        assert shown == parts == text
+
+
+def test_a_folders_tokenizer_comes_with_its_template_and_names(tmp_path: Path) -> None:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    config = {
+        "eos_token": {"content": "<|end|>"},
+        "chat_template": "{% for m in messages %}[{{ m.content }}]{% endfor %}",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    text = load_tokenizer(tmp_path)
+    assert text.decode(text.encode(TEXT)) == TEXT
+    assert b"".join(map(text.bytes_of, text.encode(TEXT))).decode() == TEXT
+    assert text.named == {"eos_token": "<|end|>"}
+    assert ChatTemplate(text).apply([{"role": "user", "content": "hi"}]) == "[hi]"
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('only users') }}")
+    with pytest.raises(ShardwiseError, match="refuses these messages: only users"):
+        ChatTemplate(load_tokenizer(tmp_path)).apply([])
+    with pytest.raises(ShardwiseError, match="there is no tokenizer at"):
+        load_tokenizer(tmp_path / "nowhere")
+
+
+def test_a_template_cannot_reach_out_of_its_sandbox() -> None:
+    text = ByteText()
+    text.template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    with pytest.raises(ShardwiseError, match="refuses these messages"):
+        ChatTemplate(text).apply([])
+
+
+def test_a_gguf_files_tables_give_the_tokens_of_the_tokenizer_that_they_came_from(tmp_path: Path) -> None:
+    from gguf import GGUFWriter
+
+    right = byte_level()
+    model = json.loads(right.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    path = tmp_path / "small.gguf"
+    writer = GGUFWriter(str(path), "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token == "<|end|>" else 1 for token in tokens])
+    writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
+    writer.add_eos_token_id(tokens.index("<|end|>"))
+    writer.add_chat_template("{{ messages[0].content }}{{ eos_token }}")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    text = load_tokenizer(path)
+    assert text.encode(TEXT) == right.encode(TEXT).ids
+    assert text.encode("a<|end|>b") == right.encode("a<|end|>b").ids
+    assert text.decode(text.encode(TEXT)) == TEXT
+    assert ChatTemplate(text).apply([{"role": "user", "content": "x"}]) == "x<|end|>"
+
+
+@pytest.mark.parametrize(
+    ("written", "left", "calls"),
+    [
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', "", [("f", {"a": 1})]),
+        (
+            'so: <tool_call>{"name": "f", "arguments": {}}</tool_call>'
+            '<tool_call>{"name": "g", "arguments": {}}</tool_call>',
+            "so:",
+            [("f", {}), ("g", {})],
+        ),
+        ('[TOOL_CALLS][{"name": "f", "arguments": {"a": [1]}}]', "", [("f", {"a": [1]})]),
+        ('{"name": "f", "parameters": {"a": 1}}', "", [("f", {"a": 1})]),
+        ('<|python_tag|>{"name": "g", "parameters": {}}', "", [("g", {})]),
+        # No call: no such function, broken, or plain JSON.
+        ('{"name": "h", "parameters": {}}', None, []),
+        ("<tool_call>{broken</tool_call>", None, []),
+        ('{"answer": 42}', None, []),
+        ("just text { with } braces", None, []),
+    ],
+)
+def test_calls_are_found_in_the_common_forms(written: str, left: str | None, calls: list[tuple[str, Any]]) -> None:
+    text, found = find_calls(written, frozenset({"f", "g"}))
+    assert text == (written if left is None else left)
+    assert found == [ToolCall(name, json.dumps(arguments)) for name, arguments in calls]
+    stream = ToolCallStream(["f", "g"])
+    shown = "".join(map(stream.add, written))
+    rest, again = stream.end()
+    assert again == found
+    assert (shown + rest).strip() == text.strip()
+
+
+def test_a_schema_narrows_tokens_of_more_than_one_byte_to_its_words() -> None:
+    text = LARGE
+    guide = Grammars(text, size=text.vocabulary + 7, end_tokens=[0]).guide({"enum": ["return", "def"]})
+    written = list[int]()
+    while guide.length is None:
+        allowed = guide.allowed()
+        assert len(allowed) == text.vocabulary + 7
+        written.append(int(allowed.nonzero()[0][-1]))
+        guide.advance(written[-1])
+    assert text.decode(written) in ('"return"', '"def"')
+    assert guide.allowed().nonzero()[0].tolist() == [0]

@@ -9,12 +9,15 @@ import os
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from tests.crowd import import_once
 
 #: In which test group such a test belongs: where the server is.
 RANKS = "ranks"
+_TORCHRUN = "torch.distributed.run"
 
 
 def run_script(path: Path, *words: str, folder: Path, timeout_seconds: float = 600) -> subprocess.CompletedProcess[str]:
@@ -25,21 +28,48 @@ def run_script(path: Path, *words: str, folder: Path, timeout_seconds: float = 6
     if sys.platform != "linux":
         command = [sys.executable, str(path), *words]
         return subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=False)
+    return _forked(_run_path, str(path), words, folder / path.stem, timeout_seconds)
+
+
+def run_torchrun(
+    *words: str, folder: Path, variables: Mapping[str, str], timeout_seconds: float = 600
+) -> subprocess.CompletedProcess[str]:
+    """Run `torchrun` with some words, with variables added to the environment. What it starts imports torch itself."""
+    if sys.platform != "linux":
+        command, changed = [sys.executable, "-m", _TORCHRUN, *words], {**os.environ, **variables}
+        return subprocess.run(
+            command, env=changed, capture_output=True, text=True, timeout=timeout_seconds, check=False
+        )  # fmt: skip
+    return _forked(partial(_run_torchrun, dict(variables)), _TORCHRUN, words, folder / "torchrun", timeout_seconds)
+
+
+def _forked(
+    run: Callable[[str], None], name: str, words: tuple[str, ...], output: Path, timeout_seconds: float
+) -> subprocess.CompletedProcess[str]:
     import_once()
-    out, err = folder / f"{path.stem}.out", folder / f"{path.stem}.err"
+    out, err = output.with_suffix(".out"), output.with_suffix(".err")
     process = multiprocessing.get_context("forkserver").Process(
-        target=_run, args=(str(path), words, str(out), str(err))
+        target=_run, args=(run, name, words, str(out), str(err))
     )
     process.start()
     process.join(timeout_seconds)
     if process.exitcode is None:
         process.kill()
     process.join()
-    return subprocess.CompletedProcess([str(path), *words], process.exitcode or 0, out.read_text(), err.read_text())
+    return subprocess.CompletedProcess([name, *words], process.exitcode or 0, out.read_text(), err.read_text())
 
 
-def _run(path: str, words: tuple[str, ...], out: str, err: str) -> None:
-    for name, number in ((out, 1), (err, 2)):
-        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    sys.argv = [path, *words]
+def _run(run: Callable[[str], None], name: str, words: tuple[str, ...], out: str, err: str) -> None:
+    for path, number in ((out, 1), (err, 2)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    sys.argv = [name, *words]
+    run(name)
+
+
+def _run_path(path: str) -> None:
     runpy.run_path(path, run_name="__main__")
+
+
+def _run_torchrun(variables: Mapping[str, str], name: str) -> None:
+    os.environ.update(variables)
+    runpy.run_module(name, run_name="__main__", alter_sys=True)

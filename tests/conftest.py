@@ -25,6 +25,19 @@ if TYPE_CHECKING:
 #: The groups of tests that have ranks: two of them; more, held against one device (`parity`, `conformance`); all
 #: others. Three groups, so that three workers have about as much to do.
 PAIRS, PARITY, RANKS = "pairs", "parity", "ranks"
+#: What workers begin with: the groups, then the files that take longest. Else one of these would come last, and a
+#: worker would be alone with it at the end.
+_FIRST = (
+    RANKS,
+    PAIRS,
+    PARITY,
+    "kernels-test_nets",
+    "planner-test_search",
+    "training-test_train",
+    "tests-test_wheel",
+    "report-test_page",
+    "stages-test_compiled",
+)
 
 # Until all tests are collected nothing is thrown away: the collector would look through all of torch again and again.
 gc.disable()
@@ -40,6 +53,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "whole: a case of which other cases have every part; --whole runs it too")
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = (
+            False  # Groups of many tests would come first, and not those that take longest.
+        )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -59,6 +76,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(_group_of(item)))
     if getattr(config.option, "loadgroup", False):
+        items.sort(key=_turn)
         for item in items:
             _tell_group(item)
 
@@ -72,6 +90,12 @@ def _group_of(item: pytest.Item) -> str:
     if is_pair:
         return PAIRS
     return PARITY if item.path.parent.name in ("parity", "conformance") else RANKS
+
+
+def _turn(item: pytest.Item) -> int:
+    group = item.get_closest_marker("xdist_group")
+    name = group.args[0] if group is not None else None
+    return _FIRST.index(name) if name in _FIRST else len(_FIRST)
 
 
 def _tell_group(item: pytest.Item) -> None:

@@ -47,7 +47,8 @@ def losses(module: nn.Module, plan: str, **options: Any) -> list[float]:
     engine = sw.parallelize(
         module, plan, loss=next_token_loss, optimizer=partial(SGD, lr=0.5), example=batch(), **options
     )
-    return [float(engine.train_step(batch())) for _ in range(3)]
+    # The second loss tells of the gradients of the first: a third would tell of no more.
+    return [float(engine.train_step(batch())) for _ in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def losses(module: nn.Module, plan: str, **options: Any) -> list[float]:
 def test_a_step_with_kernels_is_one_without(plan: str) -> None:
     with_kernels, without = losses(model(), plan), losses(model(), plan, kernels=False)
     assert with_kernels == pytest.approx(without, rel=1e-5)
-    assert with_kernels[2] < with_kernels[0]
+    assert with_kernels[1] < with_kernels[0]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -2,30 +2,26 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.apart import RANKS, run_script
+from tests.apart import RANKS, run_script, run_torchrun
 
 pytestmark = pytest.mark.xdist_group(RANKS)
 ROOT = Path(__file__).parents[2]
 SCRIPT, UNCLOSED, FAILING = (Path(__file__).with_name(f"{name}_script.py") for name in ("train", "unclosed", "failing"))
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+VARIABLES = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
 
 
-def launched(script: Path | str, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-    command = [sys.executable, *TORCHRUN, str(script), *arguments]
-    return subprocess.run(
-        command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=600, check=False
-    )  # fmt: skip
+def launched(folder: Path, script: Path | str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    words = ("--standalone", "--nproc-per-node", "2", str(script), *arguments)
+    return run_torchrun(*words, folder=folder, variables=VARIABLES)
 
 
 def test_what_all_ranks_refuse_is_said_once(tmp_path: Path) -> None:
     command = ["-m", "shardwise", "train", "tiny", "--plan", "dp=3", "--folder", str(tmp_path / "run")]
-    done = launched(*command)
+    done = launched(tmp_path, *command)
     assert done.returncode != 0
     assert done.stderr.count("error: plan dp=3 needs 3 ranks but there are 2") == 1
     assert "[rank" not in done.stderr
@@ -39,7 +35,7 @@ def losses_of(done: "subprocess.CompletedProcess[str]") -> list[list[float]]:
 
 def test_a_script_gives_the_same_losses_alone_under_torchrun_and_through_spawn(tmp_path: Path) -> None:
     (alone,) = losses_of(run_script(SCRIPT, folder=tmp_path))
-    under_torchrun = losses_of(launched(SCRIPT))
+    under_torchrun = losses_of(launched(tmp_path, SCRIPT))
     spawned = losses_of(run_script(SCRIPT, "--spawn", folder=tmp_path))
     assert len(alone) == 3
     assert alone[2] < alone[0]
@@ -49,20 +45,20 @@ def test_a_script_gives_the_same_losses_alone_under_torchrun_and_through_spawn(t
 
 @pytest.mark.whole  # The script of the test above does not close its engine either, and must end well too.
 @pytest.mark.parametrize("ending", ["both end", "one is gone"])
-def test_a_script_that_does_not_close_its_engine_ends_well(ending: str) -> None:
+def test_a_script_that_does_not_close_its_engine_ends_well(ending: str, tmp_path: Path) -> None:
     """It aborted (-6) if Python ended while the watch was in a call of the store. The script looks there all the time.
 
     A rank that is gone without a word must hold up nobody's end.
     """
-    done = launched(UNCLOSED, ending)
+    done = launched(tmp_path, UNCLOSED, ending)
     assert done.returncode == 0, done.stderr
     assert "terminate called" not in done.stderr
     assert done.stdout.split() == ["trained", "trained"]
 
 
 @pytest.mark.whole  # Of ranks that are spawned it is in `test_spawn.py`; torchrun takes 14 s of a core to say the same.
-def test_a_rank_that_fails_has_the_one_traceback_and_is_called_the_cause() -> None:
-    done = launched(FAILING)
+def test_a_rank_that_fails_has_the_one_traceback_and_is_called_the_cause(tmp_path: Path) -> None:
+    done = launched(tmp_path, FAILING)
     assert done.returncode != 0
     of_ranks = [line for line in done.stderr.splitlines() if line.startswith("[rank")]
     assert [line for line in of_ranks if "Traceback" in line] == ["[rank1]: Traceback (most recent call last):"]

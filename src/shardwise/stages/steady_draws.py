@@ -41,17 +41,32 @@ class SteadyDraws(EagerDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
 
-class SteadyAttention(TorchFunctionMode):
-    """Lets no attention drop: on a GPU it does so inside of one kernel."""
+class SteadyDropout(TorchFunctionMode):
+    """Lets nothing drop: attention on a GPU does so inside of one kernel, and on a CPU what is kept is made larger.
+
+    So a module that is otherwise the same in training mode computes what it does in evaluation.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         del types
         if func is functional.scaled_dot_product_attention:
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            kwargs = {**(kwargs or {}), **({} if len(args) > 4 else {"dropout_p": 0.0})}
+            args, kwargs = _with_argument(args, kwargs or {}, 4, "dropout_p", 0.0)
+        elif func is functional.dropout or func is torch.dropout:
+            probability = args[1] if len(args) > 1 else (kwargs or {}).get("p", 0.5)
+            if probability < 1:  # What drops everything gives zeros.
+                args, kwargs = _with_argument(args, kwargs or {}, 1, "p", 0.0)
         return func(*args, **(kwargs or {}))
+
+
+def _with_argument(
+    args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str, value: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with one of them replaced, however it was given."""
+    if len(args) > position:
+        return (*args[:position], value, *args[position + 1 :]), kwargs
+    return args, {**kwargs, name: value}
 
 
 class _NotRecomputed:
@@ -79,5 +94,5 @@ def nothing_recomputed() -> Iterator[None]:
 @contextmanager
 def steady() -> Iterator[None]:
     """All of it: nothing is drawn at random, and nothing is recomputed. What is shuffled is turned round."""
-    with nothing_recomputed(), SteadyAttention(), SteadyDraws(turns=True):
+    with nothing_recomputed(), SteadyDropout(), SteadyDraws(turns=True):
         yield

@@ -28,7 +28,7 @@ from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.meta import Guesses, meta_twin
 from shardwise.stages.split.python_state import left_as_it_was
 from shardwise.stages.stage import Batch, Loss
-from shardwise.stages.steady_draws import SteadyAttention, SteadyDraws
+from shardwise.stages.steady_draws import SteadyDraws, SteadyDropout
 from shardwise.torch_private import pytree
 from shardwise.units import format_percent
 
@@ -99,7 +99,7 @@ def _passing(module: nn.Module, batch: Batch) -> Mapping[str, Hashable]:
 def _run(module: nn.Module, batch: Batch, loss: Loss | None) -> _Course:
     course = _Course()
     args, kwargs = Signature(module).arguments(batch)
-    with torch.no_grad(), _noting(module, course.made), SteadyAttention(), SteadyDraws():
+    with torch.no_grad(), _noting(module, course.made), SteadyDropout(), SteadyDraws():
         output = module(*args, **kwargs)
         course.output = [_whole(each).detach().clone() for each in tensors_in(output)]
         if loss is not None:

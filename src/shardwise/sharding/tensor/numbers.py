@@ -19,7 +19,7 @@ from shardwise.sharding.tensor.vocabulary import VocabParallelLogits
 from shardwise.stages.full_precision import full_precision
 from shardwise.stages.split.python_state import left_as_it_was
 from shardwise.stages.stage import Batch, Loss
-from shardwise.stages.steady_draws import SteadyAttention, SteadyDraws, nothing_recomputed
+from shardwise.stages.steady_draws import SteadyDraws, SteadyDropout, nothing_recomputed
 from shardwise.units import format_percent
 
 #: How far numbers may be apart, as a part of the largest among them. Modules that compute in float64 may still round
@@ -58,7 +58,7 @@ def run(
         )
         for name in looked_at
     ]
-    with torch.enable_grad(), SteadyAttention(), SteadyDraws():
+    with torch.enable_grad(), SteadyDropout(), SteadyDraws():
         output = call(module)
         for handle in handles:
             handle.remove()

@@ -120,7 +120,8 @@ def adamw_step(
     if kernels and weight.is_contiguous() and takes_kernel("adamw_step", weight, gradient, *moments):
         from shardwise.kernels.compact_states_triton import step_moments
 
-        step_moments(weight, gradient.contiguous(), moments, numbers)
+        books = [code_book(signed=signed, device=weight.device) for signed in (True, False)]
+        step_moments(weight, gradient.contiguous(), moments, numbers, books, BLOCK)
         return
     first, second = decoded(moments)
     given = gradient.float()

@@ -8,8 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardwise.kernels.compact_states import BLOCK, AdamWNumbers, Moments, code_book
-
 #: Blocks that a program takes.
 ROWS, WARPS = 4, 4
 
@@ -94,21 +92,19 @@ def _step(
         tl.store(second + at, tl.where(is_finite, raised, v).to(tl.bfloat16), mask=mask)
 
 
-def step_moments(weight: Tensor, gradient: Tensor, moments: Moments, numbers: AdamWNumbers) -> None:
-    """Update a weight that lies in one piece, and its moments."""
+def step_moments(weight: Tensor, gradient: Tensor, moments, numbers, books, block: int) -> None:
+    """Update a weight that lies in one piece, and its moments. `books` are those of first and second moments."""
     n = weight.numel()
     if not n:
         return
     in_blocks = moments.first_scale is not None
-    num_blocks = triton.cdiv(n, BLOCK)
+    num_blocks = triton.cdiv(n, block)
     # Without scales nothing reads the places of scales and books.
-    none = moments.first
-    scales = (moments.first_scale, moments.second_scale) if in_blocks else (none, none)
-    books = [code_book(signed=signed, device=weight.device) for signed in (True, False)] if in_blocks else (none, none)
+    scales = (moments.first_scale, moments.second_scale) if in_blocks else (moments.first, moments.first)
     salt = torch.tensor(numbers.step * 0x9E3779B1 % 2**32, dtype=torch.int64, device="cpu").to(torch.int32).item()
     _step[(triton.cdiv(num_blocks, ROWS),)](
         weight.detach(), gradient, moments.first, moments.second, *scales, *books, n, num_blocks, salt,
         numbers.beta1, numbers.beta2, numbers.lr, numbers.weight_decay,
         1 - numbers.beta1**numbers.step, 1 - numbers.beta2**numbers.step, numbers.eps,
-        BITS=8 if in_blocks else 16, ROWS=ROWS, BLOCK=BLOCK, num_warps=WARPS,
+        BITS=8 if in_blocks else 16, ROWS=ROWS, BLOCK=block, num_warps=WARPS,
     )  # fmt: skip

@@ -45,7 +45,7 @@ def one_after_the_other(module: nn.Module, batch: Tensor) -> float:
 def at_once(module: nn.Module, batch: Tensor) -> float:
     loss = module(batch).square().mean()
     loss.backward()
-    return float(loss)
+    return float(loss.detach())
 
 
 def two_halves(halves: list[nn.Sequential], batch: Tensor) -> float:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shardwise.schedule.verify import verify as verify
     from shardwise.stages.rows import rows as rows
     from shardwise.stages.rows import whole as whole
+    from shardwise.states.compact_adamw import CompactAdamW as CompactAdamW
     from shardwise.states.muon import Muon as Muon
     from shardwise.states.parameter_group import Share as Share
     from shardwise.states.parameter_group import is_hidden_matrix as is_hidden_matrix
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 # Where each public name lives. The imports above say the same to type checkers (`as`: they are given on), and a test
 # holds the two together.
 _HOMES = {
+    "CompactAdamW": "shardwise.states.compact_adamw",
     "Instruction": "shardwise.schedule.instruction",
     "Muon": "shardwise.states.muon",
     "Placement": "shardwise.schedule.placement",

@@ -15,6 +15,7 @@ from shardwise.nets.loss import next_token_loss
 from shardwise.nets.settings import Heads, Mixture, Mlp, Settings
 from shardwise.nets.transformer import Transformer
 from shardwise.parity.models import batch_of
+from shardwise.states.compact_adamw import CompactAdamW
 from shardwise.states.muon import Muon
 from shardwise.states.parameter_group import Share, is_hidden_matrix, shares_of, sort_out
 
@@ -44,6 +45,8 @@ MODELS = {
 }
 OPTIMIZERS: dict[str, Any] = {
     "adamw": partial(AdamW, lr=1e-3, eps=1e-4, weight_decay=0.1),
+    "adamw bf16": partial(CompactAdamW, lr=1e-3, eps=1e-4, weight_decay=0.1, states="bf16"),
+    "adamw 8bit": partial(CompactAdamW, lr=1e-3, eps=1e-4, weight_decay=0.1, states="8bit"),
     "sgd": partial(SGD, lr=0.05, momentum=0.9),
     "adafactor": partial(Adafactor, lr=1e-3),
     "muon": [

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import SGD, AdamW, Optimizer
+from torch.profiler import ProfilerActivity, profile
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.parallelize import parallelize
@@ -33,9 +35,15 @@ def adamw(parameters: Iterable[nn.Parameter], *, fused: bool = True) -> Optimize
     return AdamW(parameters, lr=1e-2, fused=fused)
 
 
-def an_engine(device: str, plan: str = "dp=1", clip: float | None = 0.5, fused: bool = True) -> Engine:
+def an_engine(
+    device: str,
+    plan: str = "dp=1",
+    clip: float | None = 0.5,
+    fused: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> Engine:
     torch.manual_seed(0)
-    module = Net(num_blocks=3).to(device)
+    module = Net(num_blocks=3).to(device, dtype)
     optimizer = partial(adamw, fused=fused)
     return parallelize(module, plan, loss=loss, optimizer=optimizer, example=tokens(device), clip=clip)
 
@@ -97,3 +105,35 @@ def test_where_the_host_must_ask_a_launched_step_is_over_at_once() -> None:
         module, "dp=1", loss=loss, optimizer=lambda given: SGD(given, lr=0.1), example=tokens(), clip=1.0
     )
     assert not plain.launch_step(tokens()).was_deferred
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_step_on_16_bit_weights_copies_and_scales_no_gradient_and_keeps_none(device: str) -> None:
+    engine = an_engine(device, clip=None, dtype=torch.bfloat16)
+    batch = tokens(device)
+    engine.train_step(batch)
+    shapes = {tuple(each.shape) for each in engine.module.parameters() if each.dim() > 1}
+    held: list[bool] = []
+    hook = register_module_forward_hook(
+        lambda *_: held.extend(each.grad is not None for each in engine.module.parameters())
+    )
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
+        engine.train_step(batch)
+    hook.remove()
+    assert held
+    assert not any(held)
+    found = [event.name for event in profiled.events() if event.name == "aten::_foreach_mul_"]
+    copied = [each.input_shapes[0] for each in profiled.events() if each.name == "aten::copy_"]
+    assert not found
+    assert not [shape for shape in copied if tuple(shape) in shapes]
+    assert engine.launch_step(batch).was_deferred
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_are_those_that_optimizers_were_given_also_where_these_divide(device: str) -> None:
+    divides, scales = an_engine(device, clip=0.01), an_engine(device, clip=0.01, fused=False)
+    for engine in (divides, scales):
+        engine.train_step(tokens(device))
+    expected = scales.gradients()
+    for name, each in divides.gradients().items():
+        torch.testing.assert_close(each, expected[name])

@@ -24,6 +24,7 @@ def interpreted() -> Iterator[None]:
         setattr(room, name, made.setdefault(id(value), InterpretedFunction(value.fn)))
     with patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):
         from shardwise.kernels import (  # noqa: F401 - made while the setting is there
+            compact_states_triton,
             cross_entropy_triton,
             experts_triton,
             fp8_triton,

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -90,3 +91,15 @@ def test_rates_rise_to_their_highest_and_fall_to_the_final_part_of_it(schedule: 
     assert rates[100] == pytest.approx(1.0 if schedule == "constant" else 0.1, abs=0.06)
     if schedule == "wsd":
         assert rates[80] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"optimizer.states": "8bit", "optimizer.name": "sgd"}, "optimizer.name=sgd has others"),
+        ({"optimizer.states": "8bit", "model.experts": 4, "balance.place_every": 2}, "balance.place_every=2 takes"),
+    ],
+)
+def test_states_that_an_optimizer_or_moving_experts_cannot_have_are_refused(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ShardwiseError, match=text):
+        Recipe().changed(changes)

@@ -74,7 +74,7 @@ class Software:
     # Bytes of a gradient as it is accumulated and as it is reduced, and of the optimizer's states with the masters.
     gradient_bytes: int = 4
     reduce_bytes: int = 4
-    state_bytes: int = 12
+    state_bytes: float = 12
 
     @property
     def is_flash(self) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwise.engine.module_state import ModuleState
 from shardwise.engine.optimizer_state import OptimizerState
 from shardwise.engine.parts import Parts
-from shardwise.engine.update import DeviceUpdate, Update, find_device_update
+from shardwise.engine.update import DeviceUpdate, Update, can_divide, find_device_update
 from shardwise.errors import ShardwiseError
 from shardwise.execution.weight_stash import Stream
 from shardwise.ranks.wires import ManyProcesses, OneProcess, Wires
@@ -115,7 +115,7 @@ def make_states(parts: Parts, optimizers: Sequence[MadeOptimizer], sharing: Zero
         buffers=buffers,
         data=data,
         host=make_host(plan, parts.device, data, wires.gather),
-        update=Update(data, wires, parts.options.clip),
+        update=Update(data, wires, parts.options.clip, divides_on=parts.device if can_divide(parts, data) else None),
         device_update=find_device_update(parts, data),
         module=ModuleState(
             module, parameters, buffers, data=data, sharded=sharded, shapes=parts.shapes,
@@ -137,18 +137,20 @@ def sharing_of(parts: Parts) -> ZeroConfig:
     """How the state of the model lies on its replicas, by a schedule of computation only."""
     plan, schedule, bucket_bytes = parts.plan, parts.schedule, parts.options.bucket_bytes
     is_alone, is_stale = plan.num_ranks == plan.pp, schedule.staleness > 0
-    has_halves = any(each.itemsize < 4 for each in parts.module.parameters())
+    # With two versions of the weights, the one that a batch used is stepped on in place.
+    masters = plan.precision != "fp32" and not is_stale and parts.options.masters
+    has_masters = masters and any(each.itemsize < 4 for each in parts.module.parameters())
     updates_early = plan.offload.optimizer > 0 or plan.offload.parameters > 0
     sharing = ZeroConfig(
         zero=plan.zero,
-        # With two versions of the weights, the one that a batch used is stepped on in place.
-        masters=plan.precision != "fp32" and not is_stale and parts.options.masters,
+        masters=masters,
         layerwise=not schedule.splits_backward,
         offloaded=plan.offload.parameters,
         updates_late=updates_early,
         # What is updated in the backward, with its state from the host, is known bucket by bucket; so are the masters
-        # of 16-bit weights, whose gradients are rounded as those of any other plan are.
-        local=is_alone and plan.zero == 0 and (is_stale or not (updates_early or has_halves)),
+        # of 16-bit weights, whose gradients are rounded as those of any other plan are. Else gradients stay where
+        # autograd puts them: they are not copied, and are nowhere while the next forward runs.
+        local=is_alone and plan.zero == 0 and (is_stale or not (updates_early or has_masters)),
     )
     return sharing if bucket_bytes is None else replace(sharing, bucket_bytes=bucket_bytes)
 

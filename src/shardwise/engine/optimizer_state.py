@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.engine.sharded import Sharded
+from shardwise.states.compact_adamw import adopt_state, portable_state
 from shardwise.states.data_parallel import DataParallel
 from shardwise.states.optimizers.state import (
     States,
@@ -104,14 +105,16 @@ class OptimizerState:
             if updated.name in states:
                 mine = {key: self._cut(updated, each) for key, each in states[updated.name].items()}
                 home = self._home_of(updated.weight)
-                updated.optimizer.state[updated.weight] = taken(mine, updated.weight, updated.optimizer, home)
+                found = taken(mine, updated.weight, updated.optimizer, home)
+                adopt_state(updated.optimizer, updated.weight, found)
 
     def _pieces(self, names: Collection[str] | None = None) -> dict[str, list[_Piece]]:
         """By parameter, of all or some: the pieces of all replicas, in order, each once."""
         kinds: dict[str, dict[str, list[_Piece]]] = {"gradients": {}, "expert_gradients": {}}
         for updated in self._data.updates.updated:
-            state = updated.optimizer.state.get(updated.weight)
-            if state and (names is None or updated.name in names):
+            is_wanted = names is None or updated.name in names
+            state = portable_state(updated.optimizer, updated.weight) if is_wanted else {}
+            if state:
                 each = frozenset(key for key, value in state.items() if is_of_each_number(value, updated.weight))
                 piece = _Piece(start=updated.start, each=each, is_joined=updated.is_joined, state=state)
                 kind = "expert_gradients" if self._is_expert(updated.name) else "gradients"

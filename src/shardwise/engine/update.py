@@ -28,11 +28,14 @@ class Update:
     """The end of a step: gradients made those of the whole batch's mean, looked at, clipped, and stepped with.
 
     `gradient_norm` is that of the whole batch's gradient before it was clipped, if it was to be. A step whose loss or
-    norm is not finite leaves the weights alone, and `was_finite` says so.
+    norm is not finite leaves the weights alone, and `was_finite` says so. `divides_on`: the device on which optimizers
+    multiply gradients themselves, in the pass in which they read them anyway.
     """
 
-    def __init__(self, data: DataParallel, wires: Wires, clip: float | None) -> None:
-        self._data, self._wires, self._clip = data, wires, clip
+    def __init__(
+        self, data: DataParallel, wires: Wires, clip: float | None, *, divides_on: torch.device | None = None
+    ) -> None:
+        self._data, self._wires, self._clip, self._divides_on = data, wires, clip, divides_on
         self.gradient_norm: float | None = None
         self.was_finite = True
 
@@ -47,7 +50,13 @@ class Update:
             self.gradient_norm = float(square) ** 0.5 * scale
             self.was_finite = self.was_finite and math.isfinite(self.gradient_norm)
             scale *= min(1.0, self._clip / (self.gradient_norm + 1e-6))
-        if self.was_finite:
+        if self.was_finite and self._divides_on is not None and scale != 1.0:
+            divisor, never = (
+                torch.full((), 1 / scale, device=self._divides_on),
+                torch.zeros((), device=self._divides_on),
+            )
+            self._data.step_divided(divisor, never)
+        elif self.was_finite:
             self._data.step(scale)
 
 
@@ -129,11 +138,15 @@ class DeviceUpdate:
 
 def find_device_update(parts: Parts, data: DataParallel) -> DeviceUpdate | None:
     """One for a rank that is alone, has all of its state on its device, and optimizers that can; else None."""
-    clip, optimizers = parts.options.clip, data.updates.optimizers
+    clip = parts.options.clip
     # Without a bound the norm is asked for only by who wants to know of every step at once.
     is_known = clip is None or math.isfinite(clip)
+    return DeviceUpdate(data, clip, parts.device) if is_known and can_divide(parts, data) else None
+
+
+def can_divide(parts: Parts, data: DataParallel) -> bool:
+    """Whether a rank is alone, has all of its state on its device, and optimizers that divide gradients themselves."""
+    optimizers = data.updates.optimizers
     is_here = data.sharing.local and parts.plan.offload == Offload() and not parts.schedule.staleness
-    if not (isinstance(parts.wires, OneProcess) and is_known and is_here):
-        return None
     can = bool(optimizers) and all(map(can_step_divided, optimizers))
-    return DeviceUpdate(data, clip, parts.device) if can else None
+    return isinstance(parts.wires, OneProcess) and is_here and can

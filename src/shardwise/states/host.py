@@ -15,6 +15,7 @@ from shardwise.planner.host_memory import check_host_memory
 from shardwise.planner.plan import Offload, Plan
 from shardwise.states.buckets.bucket import Bucket
 from shardwise.states.buckets.offloaded_gradients import OffloadedGradients, OffloadedWholeGradients
+from shardwise.states.compact_adamw import check_on_host
 from shardwise.states.data_parallel import DataParallel
 from shardwise.states.tiers.activation_offload import ActivationOffload
 from shardwise.states.tiers.copy_streams import CopyStreams
@@ -115,6 +116,7 @@ class Host:
         self._owners = data.updates.offloaded
         self.states: HostStates | None = None
         if share.optimizer or share.parameters:
+            check_on_host(data.updates.number_bytes)
             # Optimizers are asked for their bytes only here: that is a step of each on small weights.
             optimizers = {each: number_bytes() for each, number_bytes in data.updates.number_bytes.items()}
             self.states = HostStates(optimizers, share.optimizer, self._state_copies, self._weights())

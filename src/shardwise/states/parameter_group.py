@@ -19,6 +19,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from shardwise.errors import ShardwiseError
+from shardwise.states.compact_adamw import CompactAdamW
 from shardwise.states.muon import Muon
 from shardwise.torch_private import without_step_hooks
 
@@ -28,7 +29,7 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {
         optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam,
-        optim.RMSprop, optim.Rprop, optim.SGD,
+        optim.RMSprop, optim.Rprop, optim.SGD, CompactAdamW,
     }
 )  # fmt: skip
 #: Those that must see each parameter whole.

@@ -6,6 +6,7 @@ from typing import Any
 from shardwise.cluster.device import Device
 from shardwise.cluster.local import available_bytes, local_cluster
 from shardwise.cost.software import Software
+from shardwise.errors import ShardwiseError
 from shardwise.planner.account import hold
 from shardwise.planner.host_memory import check_host_memory
 from shardwise.planner.plan import Offload, Plan
@@ -17,8 +18,9 @@ from shardwise.training.machine import cluster_here
 from shardwise.training.recipe import Recipe
 from shardwise.training.subject import subject_of
 
-#: Bytes of a number's state in full precision, with the number itself: one moment, or Adam's two.
-_STATE_BYTES = {"sgd": 8, "adamw": 12}
+#: Bytes of a number's state, with the number itself in full precision: one moment, or Adam's two as they are kept. In
+#: 8 bits both have a scale for each 256 numbers.
+_STATE_BYTES = {("sgd", "fp32"): 8, ("adamw", "fp32"): 12, ("adamw", "bf16"): 8, ("adamw", "8bit"): 6 + 8 / 256}
 
 
 def choose_plan(recipe: Recipe, num_devices: int) -> Plan:
@@ -33,6 +35,12 @@ def check_host(job: Job) -> None:
     """
     if job.plan.offload == Offload():
         return
+    if job.recipe.optimizer.states == "8bit" and (job.plan.offload.optimizer or job.plan.offload.parameters):
+        raise ShardwiseError(
+            "optimizer.states=8bit has a scale for each 256 numbers, and state on the host comes in pieces of any"
+            " length",
+            remedy="--set optimizer.states=bf16, or a plan without offload.optimizer and offload.parameters",
+        )
     cluster = local_cluster(job.plan.num_ranks)
     software = software_for(job.recipe, cluster.pools[0].device)
     question = make_question(**asked_of(job.recipe), cluster=cluster, software=software)
@@ -42,7 +50,7 @@ def check_host(job: Job) -> None:
 
 def software_for(recipe: Recipe, device: Device) -> Software:
     """What our own software does on a device, with what the recipe's optimizer keeps."""
-    return replace(usual_software(device), state_bytes=_STATE_BYTES[recipe.optimizer.name])
+    return replace(usual_software(device), state_bytes=_STATE_BYTES[recipe.optimizer.name, recipe.optimizer.states])
 
 
 def asked_of(recipe: Recipe) -> dict[str, Any]:

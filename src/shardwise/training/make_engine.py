@@ -9,6 +9,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from shardwise.engine.engine import Engine
 from shardwise.engine.parallelize import parallelize
 from shardwise.planner.plan import Offload
+from shardwise.states.compact_adamw import CompactAdamW
 from shardwise.training.data.rows import Batch
 from shardwise.training.job import Job
 from shardwise.training.precision import LossScale
@@ -42,10 +43,15 @@ def make_engine(job: Job, module: nn.Module, example: Batch, scale: LossScale) -
 
 
 def make_optimizer(choice: OptimizerChoice, parameters: Iterable[nn.Parameter], *, may_fuse: bool = True) -> Optimizer:
-    """Torch's own; on GPUs fused, one kernel for many weights, and with no number that the host waits for."""
+    """Torch's own, or one with compact states.
+
+    On GPUs torch's are fused: one kernel for many weights, and no number that the host waits for.
+    """
     given = list(parameters)
     fused = True if may_fuse and given and all(each.is_cuda for each in given) else None
     if choice.name == "sgd":
         return SGD(given, lr=choice.rate, momentum=choice.beta1, weight_decay=choice.decay, fused=fused)
     betas = (choice.beta1, choice.beta2)
+    if choice.states != "fp32":
+        return CompactAdamW(given, lr=choice.rate, betas=betas, weight_decay=choice.decay, states=choice.states)
     return AdamW(given, lr=choice.rate, betas=betas, weight_decay=choice.decay, fused=fused)

@@ -71,6 +71,7 @@ class OptimizerChoice:
 
     `wsd` stays at its highest until the last fifth and falls to `final` in it. `clip` bounds the norm of the gradients,
     which all ranks wait for; with 0 nobody asks for it, but for fp16, whose steps are left out where it is not finite.
+    `states` are what AdamW's moments are kept in: 8, 4 or 2 bytes a number.
     """
 
     name: Literal["adamw", "sgd"] = "adamw"
@@ -82,6 +83,7 @@ class OptimizerChoice:
     beta2: Share = 0.95
     decay: Amount = 0.01
     clip: Amount = 1.0
+    states: Literal["fp32", "bf16", "8bit"] = "fp32"
 
     def learning_rate_at(self, step: int, num_steps: int) -> float:
         """The rate of a step, counted from 0: of the step alone, so that a run which goes on has the same ones.
@@ -231,6 +233,7 @@ def _check(recipe: Recipe) -> None:
     _check_model(recipe.model)
     balance = {key: each.value for key, each in leaves.items() if key.startswith("balance.") and each.value}
     _check_balance(recipe.model, balance)
+    _check_states(recipe)
 
 
 def _check_model(model: ModelChoice) -> None:
@@ -257,6 +260,21 @@ def _check_model(model: ModelChoice) -> None:
         raise ShardwiseError(
             f"model.chosen_experts={model.chosen_experts} of model.experts={model.experts}",
             remedy=f"model.chosen_experts={min(2, model.experts)}",
+        )
+
+
+def _check_states(recipe: Recipe) -> None:
+    states = recipe.optimizer.states
+    if states != "fp32" and recipe.optimizer.name != "adamw":
+        raise ShardwiseError(
+            f"optimizer.states={states} is for AdamW's moments, and optimizer.name={recipe.optimizer.name} has others",
+            remedy="optimizer.states=fp32, or optimizer.name=adamw",
+        )
+    if states == "8bit" and recipe.balance.place_every:
+        raise ShardwiseError(
+            f"optimizer.states=8bit has scales that experts share, and balance.place_every={recipe.balance.place_every}"
+            " takes experts apart",
+            remedy="optimizer.states=bf16, or balance.place_every=0",
         )
 
 

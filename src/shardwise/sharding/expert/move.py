@@ -92,6 +92,12 @@ def _tensors_of(parameter: nn.Parameter, optimizers: Sequence[Optimizer]) -> Ite
     if parameter.grad is not None:
         yield parameter.grad
     for optimizer in optimizers:
+        if getattr(optimizer, "keeps_blocks", False):
+            raise ShardwiseError(
+                f"{type(optimizer).__name__} keeps 8 bits a number and a scale for blocks that several experts share:"
+                " experts cannot take theirs along",
+                remedy="optimizer.states=bf16, or balance.place_every=0",
+            )
         for _, value in sorted(optimizer.state.get(parameter, {}).items()):
             if isinstance(value, Tensor) and value.dim() and len(value) == len(parameter):
                 yield value

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from shardwise.engine.engine import Engine
 from shardwise.sharding.tensor.sharding import places as places_of_runs
+from shardwise.states.compact_adamw import portable_state
 from shardwise.torch_private import without_subclasses
 from shardwise.training.checkpoint.boxes import Box, Places, all_places, views, whole_box
 from shardwise.training.world import World
@@ -97,7 +98,7 @@ class Held:
     def optimizer_states(self) -> Iterator[Part]:
         """What the optimizers remember. What has no number for each of a weight's is whole wherever the weight is."""
         for each in self.updated():
-            for key, value in each.optimizer.state.get(each.weight, {}).items():
+            for key, value in portable_state(each.optimizer, each.weight).items():
                 number = value if isinstance(value, Tensor) else torch.tensor(value)
                 if number.shape == each.weight.shape and number.dim():
                     yield from each.parts(key, number)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import ShardwiseError, some
+from shardwise.states.compact_adamw import adopt_state
 from shardwise.states.optimizers.state import taken
 from shardwise.training.checkpoint.boxes import Box, whole_box
 from shardwise.training.checkpoint.file import TYPES, StoredFile
@@ -153,7 +154,7 @@ def load_optimizers(reader: Reader, held: Held) -> None:
                 state[key] = reader.whole(entry).clone()
         each.optimizer.state.pop(each.weight, None)
         if state:
-            each.optimizer.state[each.weight] = taken(state, each.weight, each.optimizer, home)
+            adopt_state(each.optimizer, each.weight, taken(state, each.weight, each.optimizer, home))
 
 
 def load_random(reader: Reader, world: World) -> None:

@@ -103,3 +103,79 @@ def test_parts_add_up_to_the_whole(kind: LossKind) -> None:
             found.append(weighed(module(part["input"]), part))
     total, number = (sum(float(each) for each in numbers) for numbers in zip(*found, strict=True))
     assert total / number == pytest.approx(float(loss(module(given["input"]), given)), rel=1e-5)
+
+
+class Deciding(nn.Module):
+    """Decides by what it is given as one of its cases says."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        self.layer, self.case = nn.Linear(4, 3, dtype=torch.float64), case
+        self.register_buffer("on", torch.ones((), dtype=torch.bool))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.case == "a tensor":
+            x = x * 2 if x.mean() > 100 else x
+        elif self.case == "a number":
+            x = x * 2 if x.mean().item() > 100 else x
+        elif self.case == "any":
+            x = x * 2 if (x > 100).any() else x
+        elif self.case == "a guard":
+            x = x.clamp(-50, 50) if x.abs().max() > 50 else x
+        elif self.case == "a short cut":
+            mask = x > 0
+            x = x if mask.all() else x * mask
+        elif self.case == "each row":
+            x = torch.stack([row * 2 if row.mean() > 100 else row for row in x])
+        elif self.case == "a buffer":
+            x = x * 2 if self.on else x
+        found: Tensor = self.layer(x)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("case", "line"),
+    [
+        ("a tensor", "x = x * 2 if x.mean() > 100 else x"),
+        ("a number", "x = x * 2 if x.mean().item() > 100 else x"),
+        ("any", "x = x * 2 if (x > 100).any() else x"),
+        ("a guard", None),
+        ("a short cut", None),
+        ("each row", None),
+        ("a buffer", None),
+    ],
+)
+def test_a_line_that_decides_by_all_rows_is_found(case: str, line: str | None) -> None:
+    example = {"x": torch.randn(4, 4, dtype=torch.float64), "y": torch.randn(4, 3, dtype=torch.float64)}
+    module = Deciding(case)
+    rule = RowRule({"x": None})
+    found = try_loss(module, lambda output, given: (output - given["y"]).square().mean(), example, rule)
+    assert found.kind is LossKind.ROWS
+    assert (found.decides is None) == (line is None)
+    assert line is None or (found.decides or "").endswith(f"({line})")
+    # Whoever means each part by itself is asked nothing.
+    apart = try_loss(
+        module, lambda output, given: ((output - given["y"]).square().mean(), 1), example, RowRule({"x": None})
+    )
+    assert apart.decides is None
+
+
+def test_a_balancing_loss_beside_rows_is_of_each_part() -> None:
+    layer = nn.Linear(4, 3, dtype=torch.float64)
+
+    class Balanced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            made = self.layer(x)
+            return made, made.mean(0).square().sum()
+
+    def loss(output: Any, given: Any) -> Any:
+        rows = (output[0] - given["y"]).square().mean(1)
+        return rows.sum() + output[1] * len(rows), len(rows)
+
+    example = {"x": torch.randn(4, 4, dtype=torch.float64), "y": torch.randn(4, 3, dtype=torch.float64)}
+    found = try_loss(Balanced(), loss, example, RowRule({"x": None}))
+    assert (found.kind, found.problem) == (LossKind.BESIDE, None)

@@ -5,8 +5,8 @@ import pytest
 from tests.crowd import Crowds
 from tests.habits.harness import _tried, programs_of, run_topic, turns_of
 
-#: Every kind of schedule, with and without microbatches, with replicas, and `sw.place`. Most programs compute a number of
-#: all rows of a part of a batch, and say that this is meant: plain torch is given each replica's part by itself.
+#: Every kind of schedule, with and without microbatches, with replicas, and `sw.place`. Most programs compute a number
+#: of all rows of a part of a batch, and say that this is meant: plain torch is given each replica's part by itself.
 PLANS = (
     (2, "pp=2"),
     (2, "pp=2,microbatches=4,schedule=gpipe"),

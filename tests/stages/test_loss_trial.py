@@ -179,3 +179,19 @@ def test_a_balancing_loss_beside_rows_is_of_each_part() -> None:
     example = {"x": torch.randn(4, 4, dtype=torch.float64), "y": torch.randn(4, 3, dtype=torch.float64)}
     found = try_loss(Balanced(), loss, example, RowRule({"x": None}))
     assert (found.kind, found.problem) == (LossKind.BESIDE, None)
+
+
+def test_labels_that_fit_an_entry_by_chance_are_not_taken_for_it() -> None:
+    """Each fifth label is ignored; not one of the first token and no 0, though there are as many in each part."""
+    rows = ([7, 4, 10, 1, 3, 6, 3, 2], [10, 9, 11, 0, 7, 2, 1, 8], [1, 10, 9, 3, 2, 0, 2, 0], [1, 7, 11, 5, 4, 0, 6, 9])
+    torch.manual_seed(0)
+    given = {"input": torch.randn(4, 8, 6), "labels": torch.tensor(rows)}
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        labels = batch["labels"].masked_fill(batch["labels"] % 5 == 0, -100).flatten()
+        total = functional.cross_entropy(output.flatten(0, 1), labels, reduction="sum")
+        return total / (labels >= 0).sum()
+
+    found = try_loss(nn.Linear(6, 12), loss, given, RowRule({"input": None}))
+    assert found.kind is not LossKind.ENTRY
+    assert found.problem is not None

@@ -29,6 +29,8 @@ from shardwise.stages.stage import Batch, Loss
 from shardwise.stages.trial_rows import FIRST, IGNORED, NUM_ROWS, is_mask, three_rows, two_and_one, with_hidden
 from shardwise.stages.trial_run import Context, Run, Runs, Trial, is_finite
 
+#: What else of an entry is hidden: of one row, the first token, every second one.
+_OTHER_WAYS: tuple[dict[str, Any], ...] = ({"rows": 1}, {"tokens": slice(0, 1)}, {"tokens": slice(None, None, 2)})
 #: Outputs of more numbers are not tried on the host.
 _MOST_ON_HOST = 2**27
 
@@ -221,10 +223,10 @@ def _find_entry(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried
         row = next(int(each.numel()) for here, each in nodes(three) if here == path) // NUM_ROWS
         for first in (0, 1):
             through = Through(path, first, value, max(1, row))
-            # Few tokens fit by chance: so it is hidden in another way as well.
-            other = with_hidden(three, seen, value, path, rows=1)
-            lesser = trial.less(other, seen, runs, again=value != IGNORED)
-            cases = ((three, runs), (hidden, less), (other, lesser))
+            # Few tokens fit by chance: so it is hidden in other ways as well.
+            others = [with_hidden(three, seen, value, path, **how) for how in _OTHER_WAYS]
+            tried_on = [(each, trial.less(each, seen, runs, again=value != IGNORED)) for each in others]
+            cases = ((three, runs), (hidden, less), *tried_on)
             if all(each is None or _fits_by(*_weights(through, batch, seen), *each) for batch, each in cases):
                 return tried._replace(kind=LossKind.ENTRY, through=through)
         if tried.kind is not LossKind.UNTRIED:

@@ -34,8 +34,14 @@ def two_and_one(three: Batch, seen: Seen) -> tuple[Batch, Batch]:
     return take_rows(three, seen, 0, FIRST), take_rows(three, seen, FIRST, NUM_ROWS)
 
 
-def with_hidden(three: Batch, seen: Seen, value: int | None, only: str | None = None, *, rows: int = FIRST) -> Batch:
-    """The same with masks and weights that let less of some rows through, and `value` for some whole numbers there."""
+def with_hidden(
+    three: Batch, seen: Seen, value: int | None, only: str | None = None, *, rows: int = FIRST,
+    tokens: slice | None = None,
+) -> Batch:  # fmt: skip
+    """The same with masks and weights that let less of some rows through, and `value` for some whole numbers there.
+
+    Half of a row is hidden, or these `tokens` of it.
+    """
 
     def hide(path: str, given: Any) -> Any:
         if path not in seen.paths or not isinstance(given, Tensor) or (only is not None and path != only):
@@ -48,7 +54,8 @@ def with_hidden(three: Batch, seen: Seen, value: int | None, only: str | None = 
             made[0] = made[0] * 0.25
         elif given.dim() > 1:
             half = (given.shape[-1] + 1) // 2
-            made[:rows, ..., slice(half, None) if rows > 1 else slice(half)] = 0 if is_one else value or 0
+            these = tokens or (slice(half, None) if rows > 1 else slice(half))
+            made[:rows, ..., these] = 0 if is_one else value or 0
         else:
             made[0] = 0 if is_one else value or 0
         return made

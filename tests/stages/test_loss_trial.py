@@ -190,8 +190,9 @@ def test_labels_that_fit_an_entry_by_chance_are_not_taken_for_it() -> None:
     def loss(output: Tensor, batch: Any) -> Tensor:
         labels = batch["labels"].masked_fill(batch["labels"] % 5 == 0, -100).flatten()
         total = functional.cross_entropy(output.flatten(0, 1), labels, reduction="sum")
-        return total / (labels >= 0).sum()
+        found: Tensor = total / (labels >= 0).sum()
+        return found
 
-    found = try_loss(nn.Linear(6, 12), loss, given, RowRule({"input": None}))
-    assert found.kind is not LossKind.ENTRY
-    assert found.problem is not None
+    tried = try_loss(nn.Linear(6, 12), loss, given, RowRule({"input": None}))
+    assert tried.kind is not LossKind.ENTRY
+    assert tried.problem is not None

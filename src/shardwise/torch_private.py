@@ -166,6 +166,10 @@ def step_divided(optimizer: Optimizer, divisor: Tensor, skips: Tensor) -> None:
         delattr(optimizer, "found_inf")
 
 
+#: The operator by which Python reads a number of a tensor: `.item()`, `float(x)`, `if x > 0:`.
+READ_NUMBER = torch.ops.aten._local_scalar_dense.default
+
+
 class EagerDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that no compiled code runs under. Else torch puts a call of its compiler around operators."""
 

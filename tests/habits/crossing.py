@@ -274,7 +274,7 @@ def a_number_left_at_the_root(parallelize: Parallelize) -> Result:
     return learn(parallelize, model)
 
 
-@program(LEFT)
+@program({**LEFT, **DRIFTS})
 def a_number_for_the_next_microbatch(parallelize: Parallelize) -> Result:
     """The last block leaves what the first one reads in the next forward."""
 

@@ -15,6 +15,7 @@ else fails: a difference, a traceback, a refusal that nobody expected, and none 
 To add programs, write functions into a file of this folder, or add a file: `test_habits.py` finds both.
 """
 
+import random
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from shardwise.parity.problem import microbatches_of
 from shardwise.planner.plan import Plan
 from shardwise.stages.rows import unmarked
 from shardwise.stages.split.arguments import Signature
+from shardwise.stages.split.python_state import PythonState
 from shardwise.states.parameter_group import shares_of, sort_out
 
 #: Every kind of plan on two ranks that any module can be trained under, and on four.
@@ -162,7 +164,8 @@ def _tried(one: Program, plan: str) -> str | None:
     if expected is not None:
         return f"not refused, though {expected!r} was expected"
     torch.manual_seed(0)
-    plain, against = Joined if make is Placed else Plain, Plan() if one.whole else parsed
+    alone = Apart if one.run.__module__.endswith(".crossing") else Plain
+    plain, against = Joined if make is Placed else alone, Plan() if one.whole else parsed
     return _difference(came, one.run(lambda module, **options: plain(module, against, **options)))
 
 
@@ -300,6 +303,33 @@ class Plain:
 
     def close(self) -> None:
         pass
+
+
+class Apart(Plain):
+    """The same where a loss is meant of each part by itself: `return loss, 1`. Each replica's part of a microbatch is
+    computed alone, and begins with the attributes, buffers and random numbers that the others begin with."""
+
+    def __init__(self, module: nn.Module, plan: Plan, **options: Any) -> None:
+        super().__init__(module, plan, **options)
+        self._num_parts = 0
+        self._begin: Any = None
+
+    def _microbatches(self, batch: Any) -> list[Any]:
+        pieces, count = microbatches_of(batch, self._plan, apart=True), self._plan.microbatches
+        return [each for number in range(count) for each in pieces[number::count]]
+
+    def _loss_of(self, batch: Any, metrics: Any) -> Tensor:
+        if self._num_parts % self._plan.dp == 0:
+            buffers = [(each, each.clone()) for each in self.module.buffers()]
+            self._begin = PythonState(self.module), buffers, random.getstate()
+        else:
+            state, buffers, drawn = self._begin
+            state.restore()
+            random.setstate(drawn)
+            for each, value in buffers:
+                each.copy_(value)
+        self._num_parts += 1
+        return super()._loss_of(batch, metrics) / self._plan.dp
 
 
 class Joined(Plain):

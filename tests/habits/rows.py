@@ -1,5 +1,6 @@
 """Rows that see each other, in training alone or always; batches and losses of odd kinds."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -62,10 +63,60 @@ class Standard(Block):
         return super().forward((x - x.mean((0, 1))) / (x.std((0, 1)) + 1e-3))
 
 
-@program({"dp": "neither their mean", "microbatches": "neither their mean", "cp": "other numbers"})
+STANDARD = r"see each other in layers\.0 \(Standard\)"
+
+
+@program({"dp": STANDARD, "microbatches": STANDARD, "cp": "other numbers"})
 def a_batch_standardised_always(parallelize: Parallelize) -> Result:
     """The same in evaluation as well."""
     return trained(start(parallelize, small_net(block=Standard)))
+
+
+def summed(output: Tensor, given: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+    labels = given["labels"].flatten()
+    return nn.functional.cross_entropy(output.flatten(0, 1), labels, reduction="sum"), labels.numel()
+
+
+@program({"dp": STANDARD, "microbatches": STANDARD, "cp": "other numbers"})
+def a_batch_standardised_and_a_pair(parallelize: Parallelize) -> Result:
+    """A sum and its number do not help where rows see each other before."""
+    return trained(parallelize(small_net(block=Standard), loss=summed, optimizer=sgd, example=batch(0)))
+
+
+IN_LOSS = "see each other in the loss"
+
+
+@program({"dp": IN_LOSS, "microbatches": IN_LOSS}, but="cp")
+def negatives_from_the_batch_as_a_pair(parallelize: Parallelize) -> Result:
+    """A contrastive loss, summed over rows: each part would have fewer negatives."""
+
+    def loss(output: Tensor, _: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+        found = nn.functional.normalize(output.flatten(1), dim=-1)
+        scores = found @ found.T / 0.1
+        return nn.functional.cross_entropy(scores, torch.arange(len(scores)), reduction="sum"), len(scores)
+
+    return trained(parallelize(small_net(), loss=loss, optimizer=sgd, example=batch(0)))
+
+
+class Guarded(Block):
+    """Guards that a forward of today has: none of them changes a number here."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.isnan(x).any():
+            raise ValueError("not a number")
+        if x.abs().max() > 1e6:
+            x = x.clamp(-1e6, 1e6)
+        mask = torch.ones(x.shape[:2], dtype=torch.bool)
+        return super().forward(x if mask.all() else x * mask[..., None])
+
+
+@program()
+def guards_in_a_forward(parallelize: Parallelize) -> Result:
+    """`if isnan(x).any()`, a clamp of what is too large, a short cut where nothing is masked."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine = start(parallelize, small_net(block=Guarded))
+    return trained(engine)
 
 
 class Balanced(Net):

@@ -5,8 +5,8 @@ import pytest
 from tests.crowd import Crowds
 from tests.habits.harness import _tried, programs_of, run_topic, turns_of
 
-#: Every kind of schedule, with and without microbatches, and `sw.place`. Most programs compute a number of all rows of
-#: a microbatch, of which replicas have some each: those have a test of their own.
+#: Every kind of schedule, with and without microbatches, with replicas, and `sw.place`. Most programs compute a number
+#: of all rows of a part of a batch, and say that this is meant: plain torch is given each replica's part by itself.
 PLANS = (
     (2, "pp=2"),
     (2, "pp=2,microbatches=4,schedule=gpipe"),
@@ -15,6 +15,7 @@ PLANS = (
     (2, "pp=2,microbatches=4,schedule=zb-h1"),
     (2, "pp=2,microbatches=4,schedule=zb-v"),
     (2, "pp=2,microbatches=2,recompute=full"),
+    (4, "dp=2,pp=2,microbatches=2"),
     (2, "place,pp=2,microbatches=2,schedule=gpipe"),
     (2, "place,pp=2,microbatches=4,schedule=zb-h1"),
 )

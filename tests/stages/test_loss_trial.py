@@ -103,3 +103,96 @@ def test_parts_add_up_to_the_whole(kind: LossKind) -> None:
             found.append(weighed(module(part["input"]), part))
     total, number = (sum(float(each) for each in numbers) for numbers in zip(*found, strict=True))
     assert total / number == pytest.approx(float(loss(module(given["input"]), given)), rel=1e-5)
+
+
+class Deciding(nn.Module):
+    """Decides by what it is given as one of its cases says."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        self.layer, self.case = nn.Linear(4, 3, dtype=torch.float64), case
+        self.register_buffer("on", torch.ones((), dtype=torch.bool))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.case == "a tensor":
+            x = x * 2 if x.mean() > 100 else x
+        elif self.case == "a number":
+            x = x * 2 if x.mean().item() > 100 else x
+        elif self.case == "any":
+            x = x * 2 if (x > 100).any() else x
+        elif self.case == "a guard":
+            x = x.clamp(-50, 50) if x.abs().max() > 50 else x
+        elif self.case == "a short cut":
+            mask = x > 0
+            x = x if mask.all() else x * mask
+        elif self.case == "each row":
+            x = torch.stack([row * 2 if row.mean() > 100 else row for row in x])
+        elif self.case == "a buffer":
+            x = x * 2 if self.on else x
+        found: Tensor = self.layer(x)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("case", "line"),
+    [
+        ("a tensor", "x = x * 2 if x.mean() > 100 else x"),
+        ("a number", "x = x * 2 if x.mean().item() > 100 else x"),
+        ("any", "x = x * 2 if (x > 100).any() else x"),
+        ("a guard", None),
+        ("a short cut", None),
+        ("each row", None),
+        ("a buffer", None),
+    ],
+)
+def test_a_line_that_decides_by_all_rows_is_found(case: str, line: str | None) -> None:
+    example = {"x": torch.randn(4, 4, dtype=torch.float64), "y": torch.randn(4, 3, dtype=torch.float64)}
+    module = Deciding(case)
+    rule = RowRule({"x": None})
+    found = try_loss(module, lambda output, given: (output - given["y"]).square().mean(), example, rule)
+    assert found.kind is LossKind.ROWS
+    assert (found.decides is None) == (line is None)
+    assert line is None or (found.decides or "").endswith(f"({line})")
+    # Whoever means each part by itself is asked nothing.
+    apart = try_loss(
+        module, lambda output, given: ((output - given["y"]).square().mean(), 1), example, RowRule({"x": None})
+    )
+    assert apart.decides is None
+
+
+def test_a_balancing_loss_beside_rows_is_of_each_part() -> None:
+    layer = nn.Linear(4, 3, dtype=torch.float64)
+
+    class Balanced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            made = self.layer(x)
+            return made, made.mean(0).square().sum()
+
+    def loss(output: Any, given: Any) -> Any:
+        rows = (output[0] - given["y"]).square().mean(1)
+        return rows.sum() + output[1] * len(rows), len(rows)
+
+    example = {"x": torch.randn(4, 4, dtype=torch.float64), "y": torch.randn(4, 3, dtype=torch.float64)}
+    found = try_loss(Balanced(), loss, example, RowRule({"x": None}))
+    assert (found.kind, found.problem) == (LossKind.BESIDE, None)
+
+
+def test_labels_that_fit_an_entry_by_chance_are_not_taken_for_it() -> None:
+    """Each fifth label is ignored; not one of the first token and no 0, though there are as many in each part."""
+    rows = ([7, 4, 10, 1, 3, 6, 3, 2], [10, 9, 11, 0, 7, 2, 1, 8], [1, 10, 9, 3, 2, 0, 2, 0], [1, 7, 11, 5, 4, 0, 6, 9])
+    torch.manual_seed(0)
+    given = {"input": torch.randn(4, 8, 6), "labels": torch.tensor(rows)}
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        labels = batch["labels"].masked_fill(batch["labels"] % 5 == 0, -100).flatten()
+        total = functional.cross_entropy(output.flatten(0, 1), labels, reduction="sum")
+        found: Tensor = total / (labels >= 0).sum()
+        return found
+
+    tried = try_loss(nn.Linear(6, 12), loss, given, RowRule({"input": None}))
+    assert tried.kind is not LossKind.ENTRY
+    assert tried.problem is not None

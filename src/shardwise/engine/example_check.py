@@ -1,5 +1,6 @@
 """The example looked at before anything is cut: what of it are rows, and what its loss is, on all ranks alike."""
 
+import warnings
 from functools import partial
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from shardwise.engine.batches import Cutter
 from shardwise.engine.options import Options
 from shardwise.engine.same_batch import SameBatch
 from shardwise.execution.compute_policy import ComputePolicy
+from shardwise.nets.moe import MoE
 from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import Wires
 from shardwise.stages.batch import home_of
@@ -63,11 +65,23 @@ def _agreed(
     is_meta = any(each.is_meta for each in (*module.parameters(), *module.buffers()))
     if plan.dp * plan.microbatches * plan.cp > 1 and options.verify and not is_meta:
         # Under cp a loss has to be a pair anyway.
-        attempt = try_loss if plan.cp == 1 else try_backward
+        attempt = partial(try_loss, meets=_has_capacity(module)) if plan.cp == 1 else try_backward
         precision = partial(ComputePolicy.of(plan, casts=options.masters).precision, home_of(example))
         mine = attempt(module, loss, example, rule, precision)
     found: list[Tried] = wires.gather(mine)
     problem = next((each for each in found if each.problem), None)
     tried = problem or next((each for each in found if each.kind is not LossKind.UNTRIED), mine)
     tried.check()
+    if tried.decides is not None and wires.rank == 0:
+        warnings.warn(
+            f"{tried.decides} decides by a number of all rows that it is given, and the loss depends on it: each of"
+            f" {plan.dp * plan.microbatches} parts of a batch decides by its own rows. Decide for each row by itself,"
+            " or between steps; return loss, 1 says that each part's own is meant",
+            stacklevel=2,
+        )
     return tried
+
+
+def _has_capacity(module: nn.Module) -> bool:
+    """Whether experts of ours drop tokens where many come: those of a part, as is said of them."""
+    return any(isinstance(each, MoE) and each.mixture.capacity is not None for each in module.modules())

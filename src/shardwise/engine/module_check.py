@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
@@ -20,6 +21,13 @@ def check_module(module: nn.Module) -> None:
             "the module is compiled as a whole by torch.compile, and what is inside it cannot be followed or cut",
             remedy="the module from before torch.compile, and parallelize(..., compile=True); or layer.compile() of its"
             " layers",
+        )
+    every = (*module.named_parameters(), *module.named_buffers())
+    lazy = [name for name, each in every if is_lazy(each)]
+    if lazy:
+        raise ShardwiseError(
+            f"{lazy[0]} has no shape yet: it is of a lazy module, which makes its weights in its first forward",
+            remedy="module(**example) once before parallelize; or the layer with its width, nn.Linear(8, 16)",
         )
     parameters = list(module.parameters())
     if not any(parameter.requires_grad for parameter in parameters):

@@ -20,6 +20,11 @@ LEARNED_NUMBER = (
     "the number that the loss is summed over has a gradient itself, as it is computed with parameters, and the sum over"
     " all parts of a batch is divided by it only when all backwards are over"
 )
+#: Of a pair whose first does not add up.
+REMEDY_OF_PARTS = (
+    "rows that are computed each by itself; a number that the module returns beside them; or return total / number, 1"
+    " if each part of a batch by itself is meant"
+)
 REMEDY_OF_LEARNED = "number.detach(), if it is not to be learned; or a plan without dp, cp and microbatches"
 
 
@@ -27,6 +32,10 @@ class LossKind(Enum):
     """What parts of a loss are weighed by; the value says it in words."""
 
     PAIR = "a sum and its number: parts are added up, and divided by the sum of their numbers"
+    BESIDE = (
+        "a sum and its number, with numbers that the module returns beside its rows (a balancing loss): parts are added"
+        " up, each with the number of its own rows"
+    )
     ROWS = "a mean over rows: parts weigh as much as they have rows"
     LABELS = "a mean over labels that are not ignored: parts weigh as much as they have such labels"
     ENTRY = "a mean over what an entry of the batch lets through: parts weigh as much as that is in them"
@@ -67,6 +76,10 @@ class Tried(NamedTuple):
     #: Whether module or loss failed on parts of the example.
     failed: bool = False
     remedy: str = REMEDY
+    #: Whether each part by itself is meant: `return loss, 1`.
+    apart: bool = False
+    #: The line that decides by a number of all rows, if there is one.
+    decides: str | None = None
 
     def check(self) -> None:
         if self.problem is not None:

@@ -1,0 +1,54 @@
+"""Where rows of a batch see each other: the first module that makes something else of a row without the others."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.stages.rows import changed, nodes
+from shardwise.stages.stage import Batch
+
+
+def first_across(
+    module: nn.Module, run: Callable[[Batch], Any], three: Batch, one: Batch, tolerance: float
+) -> str | None:
+    """Its name and class, from a run of three rows and one of the last of them; None if no module does so."""
+    whole, part = (_seen(module, run, each) for each in (three, one))
+    for (name, found), (other, alone) in zip(whole, part, strict=False):
+        if name == other and found.dim() and alone.dim() and found.shape[0] == 3 * alone.shape[0]:
+            mine = found[-alone.shape[0] :]
+            if mine.shape == alone.shape and not _is_close(mine, alone, tolerance):
+                where = dict(module.named_modules())[name]
+                return f"{name} ({type(where).__name__})" if name else type(where).__name__
+    return None
+
+
+def with_numbers_of(whole: Any, part: Any) -> Any:
+    """An output of some rows, with the single numbers that were returned for all of them: a balancing loss, say."""
+    numbers = {path: each for path, each in nodes({"": whole}) if isinstance(each, Tensor) and not each.dim()}
+    return changed({"": part}, lambda path, _: numbers.get(path))[""]
+
+
+def _seen(module: nn.Module, run: Callable[[Batch], Any], batch: Batch) -> list[tuple[str, Tensor]]:
+    """What modules are given, each by the name of the one that it is in, and what they return, in this order."""
+    made: list[tuple[str, Tensor]] = []
+
+    def note(name: str, value: Any) -> None:
+        if type(value) is Tensor and value.is_floating_point():
+            made.append((name, value.detach().clone()))
+
+    with ExitStack() as hooks:
+        for name, each in module.named_modules():
+            above = name.rpartition(".")[0]
+            before = each.register_forward_pre_hook(lambda _, args, name=above: note(name, args[0] if args else None))
+            after = each.register_forward_hook(lambda _, __, returned, name=name: note(name, returned))
+            hooks.callback(before.remove)
+            hooks.callback(after.remove)
+        run(batch)
+    return made
+
+
+def _is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    return bool(torch.allclose(one, other, rtol=tolerance, atol=tolerance * float(other.abs().max())))

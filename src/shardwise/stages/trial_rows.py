@@ -1,0 +1,67 @@
+"""Rows that a loss is tried on: three of an example, two and one of them, and the same with something hidden."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.stages.rows import Seen, changed, take_rows
+from shardwise.stages.stage import Batch
+
+NUM_ROWS = 3
+#: So many in the first of two parts.
+FIRST = 2
+#: The label that torch's losses ignore.
+IGNORED = -100
+
+
+def three_rows(example: Batch, seen: Seen) -> Batch:
+    """Three rows of an example, the last again if there are fewer."""
+    places = [min(number, seen.length - 1) for number in range(NUM_ROWS)]
+
+    def take(path: str, value: Any) -> Any:
+        if path not in seen.paths:
+            return None
+        if isinstance(value, Tensor):
+            return value[torch.tensor(places, device=value.device)]
+        return type(value)(value[each] for each in places) if isinstance(value, (list, tuple)) else value[places]
+
+    plain = take_rows(example, seen, 0, seen.length)
+    return changed(plain, take)  # type: ignore[no-any-return]
+
+
+def two_and_one(three: Batch, seen: Seen) -> tuple[Batch, Batch]:
+    return take_rows(three, seen, 0, FIRST), take_rows(three, seen, FIRST, NUM_ROWS)
+
+
+def with_hidden(
+    three: Batch, seen: Seen, value: int | None, only: str | None = None, *, rows: int = FIRST,
+    tokens: slice | None = None,
+) -> Batch:  # fmt: skip
+    """The same with masks and weights that let less of some rows through, and `value` for some whole numbers there.
+
+    Half of a row is hidden, or these `tokens` of it.
+    """
+
+    def hide(path: str, given: Any) -> Any:
+        if path not in seen.paths or not isinstance(given, Tensor) or (only is not None and path != only):
+            return None
+        is_one = is_mask(given)
+        if given.is_complex() or (value == IGNORED and (is_one or given.is_floating_point())):
+            return None
+        made = given.clone()
+        if given.is_floating_point() and not is_one:
+            made[0] = made[0] * 0.25
+        elif given.dim() > 1:
+            half = (given.shape[-1] + 1) // 2
+            these = tokens or (slice(half, None) if rows > 1 else slice(half))
+            made[:rows, ..., these] = 0 if is_one else value or 0
+        else:
+            made[0] = 0 if is_one else value or 0
+        return made
+
+    return changed(three, hide)  # type: ignore[no-any-return]
+
+
+def is_mask(value: Tensor) -> bool:
+    return value.dtype is torch.bool or bool(((value == 0) | (value == 1)).all())

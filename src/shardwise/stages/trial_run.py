@@ -1,0 +1,172 @@
+"""One loss of some rows: in evaluation or in training mode, of an output that is there, with something hidden."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import some
+from shardwise.stages.backward_trial import SeenHooks, find_bent
+from shardwise.stages.decisions import Decisions, find_decision
+from shardwise.stages.full_precision import full_precision
+from shardwise.stages.label_counts import LabelCounts
+from shardwise.stages.metrics import take_metrics
+from shardwise.stages.rows import Seen, changed
+from shardwise.stages.split.arguments import Signature
+from shardwise.stages.split.python_state import PythonState, draws_digest
+from shardwise.stages.split.seed import seed_torch
+from shardwise.stages.split.switch import undisturbed
+from shardwise.stages.stage import Batch, Loss
+from shardwise.stages.steady_draws import steady
+from shardwise.stages.trial_rows import FIRST, NUM_ROWS, two_and_one
+from shardwise.torch_private import RunningNormModule
+
+#: What a trial is run in.
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+class Run(NamedTuple):
+    """One number of the loss, the number that it is over if it was told, and the means over labels that were seen."""
+
+    total: float
+    number: float | None
+    counts: list[float]
+    inside: int
+    labels: int
+    tolerance: float
+    output: Any
+    #: Of a run with gradients: whether its number has one too.
+    is_learned: bool = False
+    #: Whether the forward wrote to buffers: what then comes of parts is told by who compares these.
+    writes: bool = False
+    #: Whether Python's or NumPy's generators were drawn from: other rows may draw something else.
+    has_drawn: bool = False
+
+
+Runs = tuple[Run, Run, Run]
+
+
+class Trial:
+    """Computes the loss of rows as often as is asked, and leaves no trace."""
+
+    def __init__(self, module: nn.Module, loss: Loss, precision: Context, *, meets: bool = False) -> None:
+        self.module, self._loss, self._precision, self.meets = module, loss, precision, meets
+        self._signature = Signature(module)
+        #: What was there before the first run in evaluation mode. In training mode each run has hooks of its own.
+        self._state: PythonState | None = None
+
+    def run_in_training(self, batch: Batch) -> tuple[Run, str | None]:
+        """The same in training mode; and what in the backward is not in proportion to the gradient it begins with.
+
+        Batch norms are as in evaluation: that each normalises its own rows is known.
+        """
+        bent: list[str | None] = []
+        hooks = SeenHooks()
+        with steady(), hooks:
+            found = self.run(batch, training=True, look=lambda total: bent.append(find_bent(self.module, total, hooks)))
+        return found._replace(output=None), bent[0]
+
+    def run(
+        self, batch: Batch, ignored: float = 0.0, *, seed: int = 0, output: Any = None, training: bool = False,
+        look: Callable[[Tensor], None] | None = None, decisions: Decisions | None = None,
+    ) -> Run:  # fmt: skip
+        """The loss of a batch; of an `output` that is given, or else computed. `look` is given it with its graph."""
+        were_training = [each for each in self.module.modules() if each.training]
+        counts = LabelCounts(ignored)
+        for each in self.module.modules():
+            each.training = each.training and training and not isinstance(each, RunningNormModule)
+        before = [(each, each.clone()) for each in self.module.buffers()] if training else []
+        try:
+            with (
+                undisturbed(self.module, {}, self._loss, state=None if training else self._state) as switch,
+                full_precision(),
+                self._precision(),
+                torch.set_grad_enabled(training),
+                counts,
+            ):
+                self._state = self._state if training else switch.state
+                seed_torch(seed)
+                drawn = draws_digest()
+                is_rounded = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+                with decisions or nullcontext():
+                    if output is None:
+                        args, kwargs = self._signature.arguments(batch)
+                        output = self.module(*args, **kwargs)
+                    inside = len(counts.found)
+                    result, _ = take_metrics(self._loss(output, batch))
+                has_drawn = draws_digest() != drawn
+                if look is not None:
+                    look(result[0] if isinstance(result, tuple) else result)
+                writes = [*map(id, self.module.buffers())] != [id(each) for each, _ in before] or any(
+                    not torch.equal(each, value) for each, value in before
+                )
+        finally:
+            for each in were_training:
+                each.training = True
+        total, number = result if isinstance(result, tuple) else (result, None)
+        # A GPU has another kernel for another number of rows, which adds up in another order.
+        tolerance = {torch.float64: 1e-9, torch.float32: 1e-4 if total.is_cuda else 1e-5}.get(total.dtype, 1e-2)
+        if is_rounded or any(each.dtype in (torch.bfloat16, torch.float16) for each in self.module.parameters()):
+            tolerance = 1e-2
+        return Run(
+            float(total.detach()), None if number is None else float(torch.as_tensor(number).detach()),
+            [float(each.number) for each in counts.found], inside,
+            max(1, counts.found[0].size // NUM_ROWS) if counts.found else 1, tolerance, output,
+            isinstance(number, Tensor) and number.requires_grad, training and writes, has_drawn,
+        )  # fmt: skip
+
+    def decides(self, three: Batch, one: Batch) -> str | None:
+        """The line that decides by a number of all rows; None too where that cannot be tried."""
+        try:
+            return find_decision(lambda rows, seen: self.run(rows, decisions=seen).total, three, one, 1e-6)
+        except Exception:
+            return None
+
+    def less(self, hidden: Batch, seen: Seen, runs: Runs, ignored: float = 0.0, *, again: bool = True) -> Runs | None:
+        """The same where some of two rows is hidden; None if the module or the loss does not take that.
+
+        Without `again` the loss alone is given it, on the host: what is out of range there raises, and no GPU is lost.
+        """
+        two = two_and_one(hidden, seen)[0]
+        try:
+            if again:
+                made = self.run(hidden, ignored / NUM_ROWS), self.run(two, ignored / FIRST), runs[2]
+            else:
+                outputs = [_on_host(each.output) for each in runs]
+                hosted = [_on_host(each) for each in (hidden, two)]
+                made = self.run(hosted[0], output=outputs[0]), self.run(hosted[1], output=outputs[1]), runs[2]
+        except Exception:
+            return None
+        return made if all(map(is_finite, made)) else None
+
+    @torch.no_grad()
+    def remembers(self, before: tuple[Batch, Run], then: tuple[Batch, Run]) -> str | None:
+        """What the loss leaves behind for its next call, if that is another for it."""
+        kept = PythonState(self._loss)
+        try:
+            with undisturbed(self.module, {}, self._loss), self._precision():
+                at_first = self._total(*then)
+                kept.restore()
+                self._total(*before)
+                changed = kept.changed()
+                later = self._total(*then)
+        except Exception:  # It reads what a forward leaves for it, and there is none here.
+            return None
+        if not changed or abs(later - at_first) <= then[1].tolerance * abs(at_first):
+            return None
+        return some([f"{name} ({words})" for name, words in changed.items()])
+
+    def _total(self, batch: Batch, run: Run) -> float:
+        seed_torch(0)
+        result, _ = take_metrics(self._loss(run.output, batch))
+        return float(result[0] if isinstance(result, tuple) else result)
+
+
+def is_finite(run: Run) -> bool:
+    return abs(run.total) < float("inf")
+
+
+def _on_host(value: Any) -> Any:
+    return changed({"": value}, lambda _, each: each.cpu() if isinstance(each, Tensor) else None)[""]

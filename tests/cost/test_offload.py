@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,11 +25,12 @@ _MIDDLE = _LLAMA | {
 }  # fmt: skip
 
 
-def _results(name: str) -> dict:
-    return json.loads((_RESULTS / f"{name}.json").read_text())["results"]
+def _results(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((_RESULTS / f"{name}.json").read_text())["results"]
+    return found
 
 
-def _account(model: dict, plan: str, batch: int, cluster: str = "1xh200") -> Account:
+def _account(model: dict[str, Any], plan: str, batch: int, cluster: str = "1xh200") -> Account:
     return account(make_question(model, cluster=cluster, batch=batch, sequence=2048), Plan.parse(plan))
 
 

@@ -14,6 +14,7 @@ from shardwise.working import step_aside, working_at
 if TYPE_CHECKING:
     from shardwise.serving.engine import LLMEngine
     from shardwise.serving.http.app import Server
+    from shardwise.serving.replicas import Replicas
 
 DESCRIPTION = """Serve a model over HTTP, as OpenAI's API has it: /v1/completions and /v1/chat/completions, with
 /health, /metrics, /openapi.json, and at / a page to chat that shows what the engine does. MODEL is a Hugging Face
@@ -69,7 +70,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     return Answer(data=data, render=lambda canvas: canvas.print(f"stopped; {counted(count, 'answer')} given"))
 
 
-def _load(arguments: argparse.Namespace) -> "LLMEngine":
+def _load(arguments: argparse.Namespace) -> "LLMEngine | Replicas":
     from shardwise.serving.load import load_engine  # Loads torch.
 
     return load_engine(
@@ -82,7 +83,7 @@ def _load(arguments: argparse.Namespace) -> "LLMEngine":
     )
 
 
-def _make_server(engine: "LLMEngine", arguments: argparse.Namespace, key: str | None) -> "Server":
+def _make_server(engine: "LLMEngine | Replicas", arguments: argparse.Namespace, key: str | None) -> "Server":
     from shardwise.serving.http.app import Server
     from shardwise.serving.http.asked import Served
     from shardwise.serving.text.chat_template import ChatTemplate
@@ -102,7 +103,7 @@ def _make_server(engine: "LLMEngine", arguments: argparse.Namespace, key: str | 
     return Server(engine, served, key=key, most_waiting=arguments.queue)
 
 
-def _tell_ready(engine: "LLMEngine", server: "Server", url: str, *, as_json: bool) -> None:
+def _tell_ready(engine: "LLMEngine | Replicas", server: "Server", url: str, *, as_json: bool) -> None:
     """The one line that programs wait for, or a few for a person."""
     summary, served = engine.summary, server.served
     if as_json:

@@ -129,7 +129,7 @@ def test_a_configuration_and_a_factory_are_models_too(
         ([*PLAN, "--goal", "cheapest"], "what an hour of a device costs is not said\n  try: --prices h100=2.50"),
         ([*PLAN, "--goal", "cheapest", "--prices", "a100=1"], "an hour of h100-80g has no price"),
         ([*PLAN, "--fix", "tq=8"], "unknown plan key 'tq'; known: dp, tp, "),
-        ([*PLAN, "--fix", "tp=3"], "no plan spreads llama3-8b with a batch of 32 x 4096 over the 8 devices"),
+        ([*PLAN, "--fix", "tp=3"], "tp=3 does not divide the 8 devices of 8xh100-80g\n  try: --fix tp=2"),
         ([*FIT, "dp=4"], "the plan is for dp=4 x tp=1 x pp=1 x cp=1 = 4 ranks, but 8xh100-80g has 8 devices\n"
                          "  try: dp=8"),
         ([*FIT, "dp=8,microbatches=3", "--batch", "64"],

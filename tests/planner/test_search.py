@@ -249,9 +249,9 @@ def test_what_needs_the_host_is_found_and_says_why() -> None:
 
 
 def test_processors_have_no_other_host() -> None:
-    question = ask("gpt2", "4xcpu", 8)
+    question = ask("llama2-7b", "4xcpu", 8)
     assert offloads(question).tolist() == [[0.0, 0.0, 0.0]]
-    said = ask("gpt2", "4xcpu", 8, fixed={"offload.optimizer": 0.5})
+    said = ask("llama2-7b", "4xcpu", 8, fixed={"offload.optimizer": 0.5})
     assert offloads(said).tolist() == [[0.5, 0.0, 0.0]]
 
 

@@ -24,6 +24,8 @@ OF_OTHERS = {
     "_supports_attention_backend",
 }
 
+_DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
 
 def imported_names(node: ast.Import | ast.ImportFrom) -> list[str]:
     """What a line imports, with dots. No source of ours says it relatively."""
@@ -42,7 +44,7 @@ def own_attributes() -> set[str]:
     for source in all_sources():
         for node in ast.walk(source.tree):
             if isinstance(node, ast.ClassDef):
-                names |= {each.name for each in node.body if isinstance(each, (ast.FunctionDef, ast.ClassDef))}
+                names |= {each.name for each in node.body if isinstance(each, _DEFINED)}
                 names |= {
                     each.id
                     for part in node.body

@@ -16,8 +16,11 @@ WAITS = {
 MET = "all ranks have met just before, in a wait that is watched, and nothing of a user's is run in between"
 GUARDED = "the group is guarded, so that the watch ends the wait; it is called inside of `telling`"
 BEGUN = "only begun here; its work is waited for by the watch, or in a guarded group"
+SPAWNED = "of ranks that one process has started: when one fails, it ends them all"
 #: By file and function, how the wait ends.
 KNOWN = {
+    ("serving/ranked.py", "*"): SPAWNED,
+    ("serving/shards.py", "*"): SPAWNED,
     ("ranks/backend_exchange.py", "_start_shards"): BEGUN,
     ("ranks/backend_exchange.py", "_start_gather"): BEGUN,
     ("ranks/clocks.py", "_compare_machines"): BEGUN,

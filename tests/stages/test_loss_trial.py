@@ -125,6 +125,9 @@ class Deciding(nn.Module):
         elif self.case == "a short cut":
             mask = x > 0
             x = x if mask.all() else x * mask
+        elif self.case == "a short cut that counts":
+            mask = x > 0
+            x = x if mask.sum() == mask.numel() else x * mask
         elif self.case == "each row":
             x = torch.stack([row * 2 if row.mean() > 100 else row for row in x])
         elif self.case == "a buffer":
@@ -141,6 +144,7 @@ class Deciding(nn.Module):
         ("any", "x = x * 2 if (x > 100).any() else x"),
         ("a guard", None),
         ("a short cut", None),
+        ("a short cut that counts", None),
         ("each row", None),
         ("a buffer", None),
     ],

@@ -3,28 +3,30 @@
     {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "def ", "max_tokens": 8}}
     {"id": "0", "custom_id": "a", "response": {"status_code": 200, "request_id": "0", "body": {...}}, "error": null}
 
-A prompt is text or token ids. A line that cannot be answered has its reason in its answer; the others are answered.
+A body is what the server takes at that address, is held to the same schemas, and is answered in the same form. A line
+that cannot be answered has its reason in its answer; the others are answered.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
-from shardwise.errors import ShardwiseError, unknown
-from shardwise.serving.request import Answering, Finish, Request, Sampling, Token
+from shardwise.errors import ShardwiseError
+from shardwise.serving.http.answers import AnswerForm, make_form
+from shardwise.serving.http.api_error import ApiError, refused
+from shardwise.serving.http.asked import Asked, Served, asked_for_chat, asked_for_completion
+from shardwise.serving.http.fields import CHAT, COMPLETION
+from shardwise.serving.http.json_schema import check
+from shardwise.serving.http.written import Written
+from shardwise.serving.request import Answering
 
-URL = "/v1/completions"
-_OURS = {field.name for field in fields(Sampling)} - {"guide", "prompt_logprobs"}
-_KNOWN = (*sorted(_OURS), "model", "prompt", "priority", "cache_salt")
-
-
-class Tokenizer(Protocol):
-    """What is needed of one: `training/data/tokenizer.py` has them."""
-
-    def encode(self, document: bytes) -> Iterable[int]: ...
-
-    def decode(self, tokens: list[int]) -> str: ...
+CHAT_URL = "/v1/chat/completions"
+_URLS: dict[str, tuple[dict[str, Any], Callable[..., Asked]]] = {
+    "/v1/completions": (COMPLETION, asked_for_completion),
+    CHAT_URL: (CHAT, asked_for_chat),
+}
+_EXAMPLE = '{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}'
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,113 +35,80 @@ class Line:
 
     name: str
     custom_id: str
-    request: Request | None = None
-    error: ShardwiseError | None = None
-    tokens: list[int]
-    finish: Finish | None = None
+    url: str
+    body: Any
+    form: AnswerForm | None = None
+    error: ApiError | None = None
+    written: list[Written] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(each.num_tokens for each in self.written)
 
 
-def read_lines(text: str, tokenizer: Tokenizer) -> Iterator[Line]:
-    """The requests of a file. What is wrong with one is kept beside it; a file that is no JSON lines is refused."""
+def read_lines(text: str) -> Iterator[Line]:
+    """The requests of a file. A file that is no JSON lines is refused."""
     for number, row in enumerate(text.splitlines(), start=1):
         if not row.strip():
             continue
         try:
             given = json.loads(row)
-            custom_id = str(given["custom_id"])
-        except (ValueError, KeyError, TypeError):
+            custom_id, url, body = str(given["custom_id"]), str(given.get("url", "/v1/completions")), given.get("body")
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise ShardwiseError(
-                f"line {number} is no request in JSON with a custom_id: {row[:60]}",
-                remedy='{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}',
+                f"line {number} is no request in JSON with a custom_id: {row[:60]}", remedy=_EXAMPLE
             ) from None
-        line = Line(name=str(number - 1), custom_id=custom_id, tokens=[])
-        try:
-            if given.get("url", URL) != URL:
-                raise unknown("url", str(given["url"]), [URL])
-            line.request = read_body(line.name, given.get("body", {}), tokenizer)
-        except ShardwiseError as error:
-            line.error = error
-        yield line
+        yield Line(name=str(number - 1), custom_id=custom_id, url=url, body=body)
 
 
-def read_body(name: str, body: Mapping[str, Any], tokenizer: Tokenizer) -> Request:
-    """A request from its body."""
-    for key in body:
-        if key not in _KNOWN:
-            raise unknown("field", key, _KNOWN)
-    prompt = body.get("prompt")
-    if isinstance(prompt, str):
-        tokens = tuple(tokenizer.encode(prompt.encode()))
-    elif isinstance(prompt, list) and all(isinstance(each, int) for each in prompt):
-        tokens = tuple(prompt)
-    else:
-        raise ShardwiseError(f"prompt is {json.dumps(prompt)[:60]}", remedy='a text or token ids: "prompt": "def "')
-    manner = {key: value for key, value in body.items() if key in _OURS}
-    manner.setdefault("max_tokens", 16)
-    if "logit_bias" in manner:
-        manner["logit_bias"] = {int(token): float(bias) for token, bias in manner["logit_bias"].items()}
-    if "stop_token_ids" in manner:
-        manner["stop_token_ids"] = frozenset(manner["stop_token_ids"])
-    return Request(
-        id=name,
-        prompt=tokens,
-        sampling=Sampling(**manner),
-        priority=int(body.get("priority", 0)),
-        salt=str(body.get("cache_salt", "")),
-    )
-
-
-def answer_all(engine: Answering, lines: Iterable[Line]) -> None:
+def answer_all(engine: Answering, served: Served, lines: Iterable[Line]) -> None:
     """Answer every line that can be answered, as fast as it goes."""
-    by_name = {}
+    under_way: dict[str, Written] = {}
     for line in lines:
-        if line.request is None:
-            continue
         try:
-            engine.add(line.request)
-        except ShardwiseError as error:
+            under_way |= _begin(engine, served, line)
+        except ApiError as error:
             line.error = error
-        else:
-            by_name[line.name] = line
     while engine.has_work():
         for token in engine.step():
-            take(by_name[token.request], token)
+            written = under_way.get(token.request)
+            if written is None:
+                continue
+            written.add([token])
+            if written.finish is not None:
+                del under_way[token.request]
+                if token.finish is None:  # Its text has come to a stop that the engine does not know of.
+                    engine.cancel(token.request)
 
 
-def take(line: Line, token: Token) -> None:
-    if token.token is not None:
-        line.tokens.append(token.token)
-    line.finish = token.finish
-
-
-def text_of(tokens: list[int], tokenizer: Tokenizer) -> str:
-    """Tokens as text; none of it where a tokenizer has no word for one, as bytes have for a drawn model's."""
+def _begin(engine: Answering, served: Served, line: Line) -> dict[str, Written]:
+    """Give the engine what a line asks for, or nothing of it."""
+    if line.url not in _URLS:
+        raise ApiError(400, f"url is {line.url[:80]!r}; known: {', '.join(_URLS)}", param="url")
+    schema, make = _URLS[line.url]
+    check(line.body, schema)
+    asked = make(line.body, served, client="")
+    if asked.is_streamed:
+        raise ApiError(400, "stream is true, and a file has whole answers", param="stream")
+    form = make_form(line.url == CHAT_URL, asked, served)
+    requests = asked.requests(line.name, served.grammars)
     try:
-        return tokenizer.decode(tokens)
-    except (ValueError, OverflowError):
-        return ""
+        for request in requests:
+            engine.add(request)
+    except ShardwiseError as error:
+        for request in requests:
+            engine.cancel(request.id)
+        raise refused(error) from None
+    line.form, line.written = form, [Written(served.text, asked, request) for request in requests]
+    return {each.request.id: each for each in line.written}
 
 
-def write_line(line: Line, model: str, tokenizer: Tokenizer) -> str:
+def write_line(line: Line) -> str:
     """A line of the answers."""
-    if line.error is not None or line.request is None:
-        message = str(line.error)
-        body: dict[str, Any] = {
-            "error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-        }
-        status = 400
+    if line.error is not None or line.form is None:
+        assert line.error is not None, "a line was not looked at"
+        status, body = line.error.status, line.error.body()
     else:
-        num_prompt, num_new = len(line.request.prompt), len(line.tokens)
-        # The token that ends a text is no part of it.
-        told = line.tokens[:-1] if line.finish == "stop" else line.tokens
-        status, body = 200, {
-            "id": f"cmpl-{line.name}",
-            "object": "text_completion",
-            "model": model,
-            "choices": [
-                {"index": 0, "text": text_of(told, tokenizer), "token_ids": line.tokens, "finish_reason": line.finish}
-            ],
-            "usage": {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new},
-        }  # fmt: skip
+        status, body = 200, line.form.whole(line.written)
     response = {"status_code": status, "request_id": line.name, "body": body}
     return json.dumps({"id": line.name, "custom_id": line.custom_id, "response": response, "error": None})

@@ -8,10 +8,10 @@ from time import perf_counter
 from shardwise.answer import Answer, Canvas
 from shardwise.errors import os_errors_as
 from shardwise.output import check_output, save_output
-from shardwise.serving.batch_file import answer_all, read_lines, write_line
-from shardwise.serving.load import load_engine
-from shardwise.training.data.tokenizer import get_tokenizer
-from shardwise.units import parse_bytes
+from shardwise.serving.batch_file import CHAT_URL, answer_all, read_lines, write_line
+from shardwise.serving.engine_options import add_engine_arguments, load_as_told
+from shardwise.serving.served import served_by
+from shardwise.units import counted
 from shardwise.working import working_at
 
 DESCRIPTION = """
@@ -23,17 +23,11 @@ shardwise generate gpt2 --random-weights --prompt def --save out.jsonl
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", metavar="MODEL", nargs="?",
-        help="a Hugging Face folder, a run of shardwise train (default: the newest), a file.gguf, or a name",
-    )  # fmt: skip
+    add_engine_arguments(parser)
     given = parser.add_mutually_exclusive_group(required=True)
-    given.add_argument("--requests", metavar="FILE", help="a request a line, as /v1/completions")
+    given.add_argument("--requests", metavar="FILE", help="a request a line, with the address and body of each")
     given.add_argument("--prompt", metavar="TEXT", help="one text to be continued by 16 tokens, in place of a file")
     parser.add_argument("--save", required=True, metavar="FILE", help="an answer a line")
-    parser.add_argument("--random-weights", action="store_true", help="for a name of the catalogue: weights are drawn")
-    parser.add_argument("--precision", metavar="P", help="fp32, bf16 or fp16 (default: as the weights are)")
-    parser.add_argument("--kv", metavar="BYTES", help="for the KV cache, such as 4GiB (default: what is free)")
     parser.add_argument("--seed", type=int, metavar="N", help="for requests that have no seed of their own")
 
 
@@ -45,23 +39,19 @@ def run(arguments: argparse.Namespace) -> Answer:
         with os_errors_as(f"{arguments.requests} cannot be read", remedy="--requests FILE, a request a line"):
             text = Path(arguments.requests).read_text(encoding="utf-8")
     check_output(target)
+    lines = list(read_lines(text))
     working_at("weights read")
-    engine = load_engine(
-        arguments.model,
-        random_weights=arguments.random_weights,
-        precision=arguments.precision,
-        kv_bytes=None if arguments.kv is None else parse_bytes(arguments.kv),
-        seed=arguments.seed,
-    )
-    tokenizer = get_tokenizer(engine.tokenizer_source)
-    lines = list(read_lines(text, tokenizer))
-    working_at("requests answered")
-    begun = perf_counter()
-    answer_all(engine, lines)
-    seconds = perf_counter() - begun
-    engine.close()
-    save_output(target, "".join(write_line(line, engine.summary.model, tokenizer) + "\n" for line in lines))
-    num_tokens = sum(len(line.tokens) for line in lines)
+    engine = load_as_told(arguments, seed=arguments.seed)
+    try:
+        served = served_by(engine, chats=any(line.url == CHAT_URL for line in lines))
+        working_at("requests answered")
+        begun = perf_counter()
+        answer_all(engine, served, lines)
+        seconds = perf_counter() - begun
+    finally:
+        engine.close()
+    save_output(target, "".join(write_line(line) + "\n" for line in lines))
+    num_tokens = sum(line.num_tokens for line in lines)
     num_refused = sum(line.error is not None for line in lines)
     data = {
         "saved": str(target),
@@ -81,8 +71,9 @@ def run(arguments: argparse.Namespace) -> Answer:
         for line in others:
             canvas.print(line)
         refused = f", {num_refused} refused" if num_refused else ""
+        num_answered = counted(len(lines) - num_refused, "request")
         canvas.print(
-            f"{len(lines)} requests answered{refused}: {num_tokens:,} tokens in {seconds:.1f} s,"
+            f"{num_answered} answered{refused}: {num_tokens:,} tokens in {seconds:.1f} s,"
             f" {num_tokens / seconds:,.0f} a second; {target}"
         )
 

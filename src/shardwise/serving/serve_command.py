@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from shardwise import environment
 from shardwise.answer import Answer, Canvas, canvas_on
 from shardwise.errors import ShardwiseError
-from shardwise.units import counted, parse_bytes
+from shardwise.serving.engine_options import add_engine_arguments, load_as_told
+from shardwise.units import counted
 from shardwise.working import step_aside, working_at
 
 if TYPE_CHECKING:
@@ -30,12 +31,7 @@ shardwise serve llama-3.1-8b --random-weights --port 0 --show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="what is served (the newest run under runs/)")
-    parser.add_argument("--plan", default="auto", metavar="P", help="auto, or how it is spread over devices (auto)")
-    parser.add_argument("--random-weights", action="store_true", help="for a name of the catalogue: weights are drawn")
-    parser.add_argument("--precision", metavar="P", help="fp32, bf16 or fp16 (as the weights are)")
-    parser.add_argument("--kv", metavar="BYTES", help="for the KV cache, such as 4GiB (what is free)")
-    parser.add_argument("--max-length", type=int, metavar="N", help="tokens of a prompt and its answer (the model's)")
+    add_engine_arguments(parser)
     parser.add_argument("--host", default="127.0.0.1", metavar="H", help="where to listen (127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, metavar="N", help="0 takes a free one (8000)")
     parser.add_argument("--api-key", metavar="K", help="what clients must show (the variable SHARDWISE_API_KEY)")
@@ -57,7 +53,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         if arguments.show:
             return _shown(arguments, url, has_key=key is not None)
         working_at("the weights")
-        engine = _load(arguments)
+        engine = load_as_told(arguments)
         try:
             server = _make_server(engine, arguments, key)
         except BaseException:
@@ -70,36 +66,11 @@ def run(arguments: argparse.Namespace) -> Answer:
     return Answer(data=data, render=lambda canvas: canvas.print(f"stopped; {counted(count, 'answer')} given"))
 
 
-def _load(arguments: argparse.Namespace) -> "LLMEngine | Replicas":
-    from shardwise.serving.load import load_engine  # Loads torch.
-
-    return load_engine(
-        arguments.model,
-        plan=arguments.plan,
-        random_weights=arguments.random_weights,
-        precision=arguments.precision,
-        kv_bytes=None if arguments.kv is None else parse_bytes(arguments.kv),
-        max_length=arguments.max_length,
-    )
-
-
 def _make_server(engine: "LLMEngine | Replicas", arguments: argparse.Namespace, key: str | None) -> "Server":
     from shardwise.serving.http.app import Server
-    from shardwise.serving.http.asked import Served
-    from shardwise.serving.text.chat_template import ChatTemplate
-    from shardwise.serving.text.grammar import Grammars
-    from shardwise.serving.text.tokenizer import load_tokenizer
+    from shardwise.serving.served import served_by
 
-    text = load_tokenizer(engine.tokenizer_source)
-    ends = sorted(engine.eos_token_ids)
-    served = Served(
-        name=arguments.name or engine.summary.model,
-        text=text,
-        template=ChatTemplate(text),
-        grammars=Grammars(text, size=engine.vocabulary_size, end_tokens=ends),
-        max_length=engine.max_length,
-        vocabulary_size=engine.vocabulary_size,
-    )
+    served = served_by(engine, arguments.name)
     return Server(engine, served, key=key, most_waiting=arguments.queue)
 
 
@@ -118,14 +89,14 @@ def _tell_ready(engine: "LLMEngine | Replicas", server: "Server", url: str, *, a
             "weight_bytes": summary.weight_bytes,
             "reserve_bytes": summary.reserve_bytes,
             "num_ranks": summary.num_ranks,
-            "has_chat_template": not served.template.is_plain,
+            "has_chat_template": served.text.template is not None,
         }
         print(json.dumps(data), flush=True)
         return
     canvas = canvas_on(sys.stdout)
     for line in summary.lines():
         canvas.print(line)
-    if served.template.is_plain:
+    if served.text.template is None:
         canvas.print("it has no chat template: messages are written as lines, `role: content`")
     canvas.print(f"{canvas.paint('ready', 'bold')}: {url} (a page), {url}/v1 (OpenAI's API, model {served.name})")
     sys.stdout.flush()

@@ -20,6 +20,8 @@ from shardwise.torch_private import READ_NUMBER, EagerDispatchMode, pytree
 _FAR = 1e30
 #: So many lines are tried, each with a forward or two.
 _MOST_LINES = 4
+#: Operators that make one number of a mask. Hugging Face's models ask `mask.sum() == mask.numel()`.
+_COUNTING = ("sum", "count_nonzero", "min", "max", "amin", "amax", "prod")
 
 
 class _Read(NamedTuple):
@@ -62,10 +64,16 @@ class Decisions(EagerDispatchMode):  # type: ignore[no-untyped-call]
             return made
         if func is READ_NUMBER:
             return self._noted(made, self._made_by[given[0]])
+        name = self._name_of(func.overloadpacket.__name__, given)
         for each in pytree.tree_leaves(made):
             if isinstance(each, Tensor):
-                self._made_by[each] = func.overloadpacket.__name__
+                self._made_by[each] = name
         return made
+
+    def _name_of(self, name: str, given: list[Tensor]) -> str:
+        """Who counts what a mask lets through, and compares, asks for `all` of it, or whether there is `any`."""
+        counts = [each for each in given if self._made_by.get(each) in _COUNTING and not each.is_floating_point()]
+        return {"eq": "all", "ne": "any"}.get(name, name) if counts else name
 
     def _noted(self, value: Any, maker: str) -> Any:
         if not isinstance(value, (bool, float)):  # Lengths and places: others would be out of range.
@@ -80,7 +88,9 @@ class Decisions(EagerDispatchMode):  # type: ignore[no-untyped-call]
 Run = Callable[[Mapping[str, Any], Decisions], float]
 
 
-def find_decision(run: Run, three: Mapping[str, Any], one: Mapping[str, Any], tolerance: float) -> str | None:
+def find_decision(
+    run: Run, three: Mapping[str, Any], one: Mapping[str, Any], tolerance: Callable[[], float]
+) -> str | None:
     """The first line that decides by a number of all rows, so that the loss of three rows depends on it."""
     seen, fewer = Decisions(three), Decisions(one)
     whole = run(three, seen)
@@ -95,6 +105,6 @@ def find_decision(run: Run, three: Mapping[str, Any], one: Mapping[str, Any], to
                 loss = run(three, Decisions(three, {line: other}))
             except Exception:  # A guard that raises.
                 continue
-            if abs(loss) < float("inf") and abs(loss - whole) > tolerance * max(abs(whole), abs(loss)):
+            if abs(loss) < float("inf") and abs(loss - whole) > tolerance() * max(abs(whole), abs(loss)):
                 return line
     return None

@@ -23,7 +23,8 @@ class Served:
 
     name: str
     text: Text
-    template: ChatTemplate
+    #: None where nobody chats.
+    template: ChatTemplate | None
     grammars: Grammars
     max_length: int
     vocabulary_size: int
@@ -103,6 +104,7 @@ def asked_for_chat(body: Mapping[str, Any], served: Served, *, client: str) -> A
     messages = [_message(message, place) for place, message in enumerate(fields["messages"])]
     _check_unicode(messages, "messages")
     _check_unicode(tools, "tools")
+    assert served.template is not None, "a chat without a template"
     try:
         prompt = served.template.apply(messages, tools)
     except ShardwiseError as error:

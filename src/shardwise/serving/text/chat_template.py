@@ -46,7 +46,6 @@ class ChatTemplate:
                 f"the chat template of {text.name} cannot be read: {error}", remedy="a chat_template.jinja beside it"
             ) from None
         self._named, self._knows_tools = text.named, "tools" in source
-        self.is_plain = text.template is None
 
     def apply(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The prompt. A template that refuses what it is given raises, in its own words."""

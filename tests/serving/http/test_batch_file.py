@@ -1,0 +1,69 @@
+"""A file of requests is answered as the server answers them, by the same schemas and in the same forms."""
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from shardwise.errors import ShardwiseError
+from shardwise.serving.batch_file import answer_all, read_lines, write_line
+from tests.serving.http.repeating import RepeatingEngine
+from tests.serving.http.serving_here import served_by
+
+
+def _answers(*given: dict[str, Any]) -> list[dict[str, Any]]:
+    engine = RepeatingEngine(slots=2)
+    rows = [{"custom_id": str(place), "method": "POST", **each} for place, each in enumerate(given)]
+    lines = list(read_lines("\n".join(map(json.dumps, rows)) + "\n\n"))
+    with ThreadPoolExecutor(1, thread_name_prefix="engine", initializer=_call_me_engine) as thread:
+        thread.submit(answer_all, engine, served_by(engine), lines).result()
+    assert engine.load().num_used_blocks == 0
+    return [json.loads(write_line(line))["response"] for line in lines]
+
+
+def _call_me_engine() -> None:
+    """The engine looks who calls it."""
+    threading.current_thread().name = "engine"
+
+
+def test_completions_and_chats_are_answered_and_stop_where_they_were_told() -> None:
+    said = {"role": "user", "content": "say: one two three"}
+    found = _answers(
+        {"url": "/v1/chat/completions", "body": {"messages": [said], "n": 2}},
+        {"url": "/v1/chat/completions", "body": {"messages": [said], "stop": " two"}},
+        {"url": "/v1/completions", "body": {"prompt": ["say: a", "say: b"], "return_token_ids": True}},
+        {"body": {"prompt": "ab", "max_tokens": 3}},
+    )
+    assert [each["status_code"] for each in found] == [200] * 4
+    chats = [[each["message"]["content"].strip() for each in body["body"]["choices"]] for body in found[:2]]
+    assert chats == [["one two three"] * 2, ["one"]]
+    assert [each["text"].strip() for each in found[2]["body"]["choices"]] == ["a", "b"]
+    assert all(each["token_ids"] for each in found[2]["body"]["choices"])
+    assert found[3]["body"]["choices"][0]["finish_reason"] == "length"
+    assert found[3]["body"]["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"url": "/v1/embeddings", "body": {}}, "url is '/v1/embeddings'; known: /v1/completions"),
+        ({"body": {"prompt": "a", "temperature": 9}}, "temperature"),
+        ({"body": {"prompt": "a", "max_tokns": 9}}, "max_tokns"),
+        ({"body": {"prompt": "a", "stream": True}}, "a file has whole answers"),
+        ({"body": {"prompt": [[97], [255]]}}, "the token 255 cannot be answered"),
+        ({"body": "a"}, "object"),
+        ({}, "object"),
+    ],
+)
+def test_a_line_that_cannot_be_answered_says_why_and_the_others_are_answered(given: Any, words: str) -> None:
+    wrong, right = _answers(given, {"body": {"prompt": "say: yes"}})
+    assert wrong["status_code"] == 400
+    assert words in wrong["body"]["error"]["message"]
+    assert right["body"]["choices"][0]["text"].strip() == "yes"
+
+
+def test_a_file_that_is_no_requests_is_refused() -> None:
+    with pytest.raises(ShardwiseError, match="line 2 is no request in JSON with a custom_id"):
+        list(read_lines('{"custom_id": 1}\n[1]\n'))

@@ -72,8 +72,9 @@ class Decisions(EagerDispatchMode):  # type: ignore[no-untyped-call]
 
     def _name_of(self, name: str, given: list[Tensor]) -> str:
         """Who counts what a mask lets through, and compares, asks for `all` of it, or whether there is `any`."""
-        counts = [each for each in given if self._made_by.get(each) in _COUNTING and not each.is_floating_point()]
-        return {"eq": "all", "ne": "any"}.get(name, name) if counts else name
+        known = [each for each in given if each in self._made_by and not each.is_floating_point()]
+        is_count = any(self._made_by[each] in _COUNTING for each in known)
+        return {"eq": "all", "ne": "any"}.get(name, name) if is_count else name
 
     def _noted(self, value: Any, maker: str) -> Any:
         if not isinstance(value, (bool, float)):  # Lengths and places: others would be out of range.

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from tests.left_out import LEFT_OUT, ONE_IN, ROOT, finders
+from tests.mutations.fault import read_faults
 
 
 def test_every_fault_has_been_found() -> None:
@@ -27,3 +28,9 @@ def test_every_row_that_is_run_in_part_is_there() -> None:
     for row in ONE_IN:
         path, _, name = row.partition("::")
         assert f"def {name}" in (ROOT / path).read_text(encoding="utf-8"), row
+
+
+def test_every_fault_can_still_be_made() -> None:
+    """Code that was changed takes its faults along: one that no longer applies guards nothing."""
+    for fault in read_faults():
+        assert fault.applied_to((ROOT / fault.file).read_text(encoding="utf-8"))

@@ -38,7 +38,7 @@ from shardwise.serving.request import Answering
 _LOG = logging.getLogger("shardwise.serving")
 #: What anybody may see: whether it is up, what it takes, and the page, which asks for the key itself.
 _OPEN_PATHS = ("/health", "/openapi.json", "/")
-_LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "testserver")
+_LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 #: Longer texts are turned into tokens beside the loop that everybody waits for.
 _LONG_BYTES = 20_000
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwise.errors import ShardwiseError
+from shardwise.serving.assemble import Limits
 from shardwise.serving.blocks import BlockPool, first_name, next_name
 from shardwise.serving.engine import LLMEngine
 from shardwise.serving.file_tier import FileTier
@@ -160,3 +162,11 @@ def test_random_operations_over_tiers_read_nothing_stale_and_keep_to_their_budge
             tiers = make()
     assert num_loaded > num_operations / 10
     assert len(list(tmp_path.iterdir())) <= 9
+
+
+def test_files_have_both_a_folder_and_a_budget(tmp_path: Path) -> None:
+    """With none, all files of an earlier start would go."""
+    with pytest.raises(ShardwiseError, match=f"0 B of files, in the folder {tmp_path}"):
+        Limits(kv_folder=tmp_path)
+    with pytest.raises(ShardwiseError, match="KiB of files, in no folder"):
+        Limits(file_bytes=1024)

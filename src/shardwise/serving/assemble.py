@@ -15,7 +15,7 @@ from shardwise.serving.blocks import BlockPool
 from shardwise.serving.engine import LLMEngine
 from shardwise.serving.file_tier import FileTier
 from shardwise.serving.kv_cache import block_bytes, make_cache
-from shardwise.serving.runner import LocalRunner
+from shardwise.serving.runner import LocalRunner, Runner
 from shardwise.serving.scheduler import Scheduler
 from shardwise.serving.summary import Summary
 from shardwise.serving.tiers import HostTier, Tiers
@@ -43,6 +43,15 @@ class Limits:
     kv_folder: Path | None = None
     #: Whether a block is reloaded only where that was measured to be faster than computing it.
     measured: bool = True
+
+    def __post_init__(self) -> None:
+        if bool(self.file_bytes) != (self.kv_folder is not None):
+            # Without a budget the files of an earlier start would go; without a folder a budget is for nothing.
+            raise ShardwiseError(
+                f"KV blocks have {format_bytes(self.file_bytes)} of files, in "
+                + ("no folder" if self.kv_folder is None else f"the folder {self.kv_folder}"),
+                remedy="--kv-files 64GiB --kv-folder kv, or neither",
+            )
 
     def of_device(self, device: torch.device) -> tuple[int, int]:
         """The tokens of one step, and the most sequences in it."""
@@ -76,30 +85,58 @@ def assemble(
     pool = BlockPool(num_blocks, limits.block_size)
     cache = make_cache(settings, settings.num_layers, num_blocks, limits.block_size, dtype, device)
     tiers = make_tiers(limits, cache.data, pool)
-    max_length = min(limits.max_length or settings.length, settings.length, num_blocks * limits.block_size)
     weights = [*model.parameters(), *model.buffers()]
+    scheduler = Scheduler(
+        pool, token_budget=token_budget, max_running=max_running, reload=None if tiers is None else tiers.reload
+    )
+    room = Room(
+        num_ranks=1,
+        num_parameters=sum(each.numel() for each in model.parameters()),
+        weight_bytes=sum(each.numel() * each.element_size() for each in weights),
+        reserve_bytes=reserve,
+        block_bytes=size,
+    )
+    return make_engine(
+        LocalRunner(model, cache), scheduler, settings, limits, identity, room, dtype=dtype, device=device, tiers=tiers,
+        seed=seed,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Bytes of an engine by part: of the fullest rank, where there are several."""
+
+    num_ranks: int
+    num_parameters: int
+    weight_bytes: int
+    reserve_bytes: int
+    block_bytes: int
+
+
+def make_engine(
+    runner: Runner, scheduler: Scheduler, settings: Settings, limits: Limits, identity: Identity, room: Room, *,
+    dtype: torch.dtype, device: torch.device, tiers: Tiers | None = None, seed: int | None = None,
+) -> LLMEngine:  # fmt: skip
+    """The engine over a runner that has its blocks, and what is told of it."""
+    num_blocks = scheduler.pool.num_blocks
+    max_length = min(limits.max_length or settings.length, settings.length, num_blocks * limits.block_size)
     summary = Summary(
         model=identity.name,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else environment.processor_name(),
         precision=str(dtype).removeprefix("torch."),
-        num_ranks=1,
-        num_parameters=sum(each.numel() for each in model.parameters()),
-        weight_bytes=sum(each.numel() * each.element_size() for each in weights),
-        kv_bytes=num_blocks * size,
-        reserve_bytes=reserve,
+        num_ranks=room.num_ranks,
+        num_parameters=room.num_parameters,
+        weight_bytes=room.weight_bytes,
+        kv_bytes=num_blocks * room.block_bytes,
+        reserve_bytes=room.reserve_bytes,
         num_blocks=num_blocks,
         block_size=limits.block_size,
-        block_bytes=size,
+        block_bytes=room.block_bytes,
         max_length=max_length,
     )
     return LLMEngine(
-        LocalRunner(model, cache),
-        Scheduler(
-            pool,
-            token_budget=token_budget,
-            max_running=max_running,
-            reload=None if tiers is None else tiers.reload,
-        ),
+        runner,
+        scheduler,
         summary=summary,
         vocabulary_size=settings.vocabulary,
         max_length=max_length,

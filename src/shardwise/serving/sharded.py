@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import torch
 
-from shardwise import environment
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
 from shardwise.ranks.spawn import Ranks
-from shardwise.serving.assemble import Limits, count_blocks, reserve_bytes
+from shardwise.serving.assemble import Limits, Room, count_blocks, make_engine, reserve_bytes
 from shardwise.serving.blocks import BlockPool
 from shardwise.serving.engine import LLMEngine
 from shardwise.serving.kv_cache import block_bytes
@@ -17,7 +16,6 @@ from shardwise.serving.replicas import Replicas
 from shardwise.serving.scheduler import Scheduler
 from shardwise.serving.shards import Shard, check_shard
 from shardwise.serving.sources import describe_source
-from shardwise.serving.summary import Summary
 
 
 def load_sharded(
@@ -39,7 +37,7 @@ def load_sharded(
     shard = Shard(tp=found.tp, pp=found.pp, ep=found.ep)
     if found.cp > 1:
         raise ShardwiseError(f"the plan {plan} has cp={found.cp}, and serving cuts no sequences", remedy="tp, pp or ep")
-    if limits.host_bytes or limits.kv_folder is not None:
+    if limits.host_bytes or limits.file_bytes or limits.kv_folder is not None:
         raise ShardwiseError(
             "tiers beneath the KV cache are of one device, and the plan has several", remedy="no --plan, or no tiers"
         )
@@ -61,32 +59,15 @@ def load_sharded(
         own = limits if limits.kv_bytes is None else replace(limits, kv_bytes=limits.kv_bytes // shard.num_ranks)
         num_blocks = count_blocks(own, size, free, settings.length)
         runner.allocate(num_blocks, limits.block_size)
-        max_length = min(limits.max_length or settings.length, settings.length, num_blocks * limits.block_size)
-        summary = Summary(
-            model=identity.name,
-            device=torch.cuda.get_device_name() if device.type == "cuda" else environment.processor_name(),
-            precision=str(kind).removeprefix("torch."),
+        room = Room(
             num_ranks=shard.num_ranks * num_replicas,
             num_parameters=sum(weights for _, weights in runner.rooms) // kind.itemsize,
             weight_bytes=max(weights for _, weights in runner.rooms),
-            kv_bytes=num_blocks * size,
             reserve_bytes=reserve,
-            num_blocks=num_blocks,
-            block_size=limits.block_size,
             block_bytes=size,
-            max_length=max_length,
         )
-        return LLMEngine(
-            runner,
-            Scheduler(BlockPool(num_blocks, limits.block_size), token_budget=budget, max_running=most),
-            summary=summary,
-            vocabulary_size=settings.vocabulary,
-            max_length=max_length,
-            eos_token_ids=identity.eos_token_ids,
-            tokenizer_source=identity.tokenizer_source,
-            model_name=f"{identity.name}/{identity.fingerprint}",
-            seed=seed,
-        )
+        scheduler = Scheduler(BlockPool(num_blocks, limits.block_size), token_budget=budget, max_running=most)
+        return make_engine(runner, scheduler, settings, limits, identity, room, dtype=kind, device=device, seed=seed)
 
     engines = [one() for _ in range(num_replicas)]
     return engines[0] if num_replicas == 1 else Replicas(engines)

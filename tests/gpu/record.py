@@ -34,7 +34,7 @@ class Record:
             return
         for line in self.path.read_text(encoding="utf-8").splitlines():
             found = json.loads(line)
-            if found["about"] == self.about:
+            if _without_day(found["about"]) == _without_day(self.about):
                 self.rows[found["name"]] = found["row"]
 
     def add(self, name: str, row: dict[str, Any]) -> None:
@@ -60,6 +60,11 @@ def about() -> dict[str, Any]:
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpus else "",  # type: ignore[no-untyped-call]
         "date": datetime.now(UTC).date().isoformat(),
     }
+
+
+def _without_day(about: dict[str, Any]) -> dict[str, Any]:
+    """A run that goes on after midnight is the same run."""
+    return {name: value for name, value in about.items() if name != "date"}
 
 
 def _digest() -> str:

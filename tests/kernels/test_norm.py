@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from shardwise import kernels
-from shardwise.kernels.norm import add_rms_norm
+from shardwise.kernels.norm import add_rms_norm, rms_norm
 from tests.kernels.against import assert_alike, random_of
 
 
@@ -34,10 +34,18 @@ def test_rows_may_lie_apart_or_in_another_order() -> None:
         torch.randn(1, 24).expand(4, 24),
         torch.randn(4, 6, 2, 24)[:, :, 1],
         torch.randn(4, 1, 2, 24)[:, :, 1:],
+        torch.randn(2, 1, 5, 24).transpose(1, 2),  # One head, turned: contiguous, and its stride says nothing.
     ):
         given = x.detach().requires_grad_()
         assert_alike(kernels.rms_norm, (given, weight))
         assert_alike(kernels.add_rms_norm, (given, given, weight))
+
+
+def test_the_gradient_of_one_head_may_come_turned() -> None:
+    def turned(x: Tensor, weight: Tensor, kernels: bool) -> Tensor:
+        return rms_norm(x, weight, kernels=kernels).transpose(1, 2) * torch.arange(5.0)[:, None]
+
+    assert_alike(turned, (random_of(2, 5, 1, 24), random_of(24)))
 
 
 def test_numbers_that_are_none_pass_through() -> None:

@@ -74,14 +74,8 @@ def _backward(
 
 def _shape(*tensors: Tensor) -> tuple[int, int]:
     """Rows and columns: one row where everything lies in one piece."""
-    first = tensors[0]
-    if all(each.is_contiguous() for each in tensors):
-        return 1, first.numel()
-    return first.numel() // first.shape[-1], first.shape[-1]
-
-
-def _stride(x: Tensor) -> int:
-    return x.stride(-2) if x.dim() > 1 else x.numel()
+    rows, columns = tensors[0].shape
+    return (1, rows * columns) if all(each.is_contiguous() for each in tensors) else (rows, columns)
 
 
 @custom_op("shardwise::gated_forward", mutates_args=())
@@ -91,7 +85,7 @@ def gated_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
         gate, up = rows_of(gate), rows_of(up)
         rows, n = _shape(gate, up)
         _forward[(rows * triton.cdiv(n, BLOCK),)](
-            gate, up, out, _stride(gate), _stride(up), n, ACTIVATION=activation, BLOCK=BLOCK, num_warps=WARPS
+            gate, up, out, gate.stride(0), up.stride(0), n, ACTIVATION=activation, BLOCK=BLOCK, num_warps=WARPS
         )
     return out
 
@@ -108,7 +102,7 @@ def gated_backward(gradient: Tensor, gate: Tensor, up: Tensor, activation: str) 
         gradient, gate, up = rows_of(gradient), rows_of(gate), rows_of(up)
         rows, n = _shape(gradient, gate, up)
         _backward[(rows * triton.cdiv(n, BLOCK),)](
-            gradient, gate, up, *made, _stride(gradient), _stride(gate), _stride(up), n,
+            gradient, gate, up, *made, gradient.stride(0), gate.stride(0), up.stride(0), n,
             ACTIVATION=activation, BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
     return made

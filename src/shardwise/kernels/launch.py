@@ -1,26 +1,21 @@
 """What all launches ask: how tensors lie, and how many processors there are."""
 
 from functools import cache
+from math import prod
 
 import torch
 from torch import Tensor
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """The same numbers as rows at equal distances, each row in one piece; copied only where they do not lie so."""
-    if x.is_contiguous():
-        return x
-    if x.dim() == 2 and x.stride(1) == 1:
-        return x
-    if x.dim() > 2 and x.stride(-1) == 1:
-        # All dims but the last as one: each must step over exactly what is within it.
-        step = x.stride(-2)
-        for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
-            if size != 1 and stride != step:
-                return x.contiguous()
-            step *= size
-        return x
-    return x.contiguous()
+    """The same numbers as [rows, columns], each row in one piece; copied only where they do not lie at equal distances.
+
+    Two dims, so that `stride(0)` is the distance: the stride of a dim of one element says nothing (a single key head,
+    turned around, is contiguous whatever its stride).
+    """
+    columns = x.shape[-1]
+    flat = x.reshape(prod(x.shape[:-1]), columns)
+    return flat if flat.stride(1) == 1 or columns == 1 else flat.contiguous()
 
 
 @cache

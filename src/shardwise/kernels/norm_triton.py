@@ -101,10 +101,9 @@ def norm_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, is_layer: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The norm, the new residual (empty without an old one), and each row's mean (of layer norms) and 1 / deviation."""
-    x = rows_of(x)
-    n = x.shape[-1]
-    rows = x.numel() // max(n, 1)
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x = rows_of(x)
+    rows, n = x.shape
     new = torch.empty_like(normed) if residual is not None else normed.new_empty(0)
     residual = None if residual is None else rows_of(residual)
     mean, rstd = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
@@ -112,9 +111,7 @@ def norm_forward(
         tile = _tile(n)
         _forward[(triton.cdiv(rows, tile["ROWS"]),)](
             x, residual, weight.contiguous(), None if bias is None else bias.contiguous(), normed, new, mean, rstd,
-            x.stride(-2) if x.dim() > 1 else n,
-            0 if residual is None else residual.stride(-2) if residual.dim() > 1 else n,
-            rows, n, eps,
+            x.stride(0), 0 if residual is None else residual.stride(0), rows, n, eps,
             HAS_RESIDUAL=residual is not None, HAS_BIAS=bias is not None, IS_LAYER=is_layer, **tile,
         )  # fmt: skip
     return normed, new, mean, rstd
@@ -140,10 +137,10 @@ def norm_backward(
     has_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, the weight and the bias (empty without one)."""
+    dx = torch.empty(new.shape, dtype=new.dtype, device=new.device)
     new, d_normed = rows_of(new), rows_of(d_normed)
     d_new = None if d_new is None else rows_of(d_new)
-    n, rows = new.shape[-1], rstd.shape[0]
-    dx = torch.empty(new.shape, dtype=new.dtype, device=new.device)
+    rows, n = new.shape
     if not new.numel():
         return dx, torch.zeros_like(weight), torch.zeros_like(weight) if has_bias else weight.new_empty(0)
     tile = _tile(n)
@@ -151,8 +148,7 @@ def norm_backward(
     sums = torch.empty((1 + has_bias, programs, n), dtype=torch.float32, device=new.device)
     _backward[(programs,)](
         d_normed, d_new, new, weight.contiguous(), mean, rstd, dx, sums[0], sums[-1],
-        *((0 if each is None else each.stride(-2) if each.dim() > 1 else n) for each in (d_normed, d_new, new)),
-        rows, n,
+        *(0 if each is None else each.stride(0) for each in (d_normed, d_new, new)), rows, n,
         HAS_RESIDUAL=d_new is not None, HAS_BIAS=has_bias, IS_LAYER=is_layer, **tile,
     )  # fmt: skip
     found = sums.sum(1).to(weight.dtype)

@@ -297,8 +297,7 @@ class VocabularyHead(ColumnParallelLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         given = input.piece if isinstance(input, LazyGather) else input
-        # On GPUs not yet: a sum in place made its loss wrong there (H200), and its mend has run on CPUs alone.
-        waits = self.waits and self.training and self.bias is None and not given.is_cuda
+        waits = self.waits and self.training and self.bias is None
         if waits and may_wait(given, self.weight):
             return waiting(self._all_tokens(input), self.weight, self._ranks(), self._shown)
         return self._shown(super().forward(input))

@@ -146,7 +146,8 @@ def sharing_of(parts: Parts) -> ZeroConfig:
         masters=masters,
         layerwise=not schedule.splits_backward,
         offloaded=plan.offload.parameters,
-        updates_late=updates_early,
+        # Two versions of the weights change places right after an update: they cannot come later.
+        updates_late=updates_early and not is_stale,
         # What is updated in the backward, with its state from the host, is known bucket by bucket; so are the masters
         # of 16-bit weights, whose gradients are rounded as those of any other plan are. Else gradients stay where
         # autograd puts them: they are not copied, and are nowhere while the next forward runs.

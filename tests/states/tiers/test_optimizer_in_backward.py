@@ -179,3 +179,11 @@ def test_a_gradient_that_grows_after_it_was_complete_is_refused() -> None:
     )
     with pytest.raises(ShardwiseError, match="was added to after it was complete"):
         engine.train_step(batch)
+
+
+def test_two_versions_of_weights_are_new_before_they_change_places() -> None:
+    """They are copied onto each other right after a step: an update that ran on beside it would be lost (on a GPU)."""
+    plain, stale = "pp=2,microbatches=2,offload.optimizer=1", "pp=2,schedule=pipedream-2bw,microbatches=2"
+    for plan, late in ((plain, True), (f"{stale},offload.optimizer=1", False)):
+        with make_engine(plan) as engine:
+            assert {each.is_renewed_late for each in engine.states.data.buckets} == {late}

@@ -40,10 +40,21 @@ _SECONDS = {"faults": 60.0, "nccl": 180.0, "input": 150.0, "commands": 240.0, "p
 
 def pieces(parts: Sequence[str]) -> list[Piece]:
     """What runs beside each other, the longest first, each with how many processes it has at a time."""
-    plans = [Piece("plans", count, ("--ranks", str(count))) for count in (8, 4, 2)]
-    others = [Piece("families", 2), Piece("faults", 4), Piece("nccl", 4), Piece("input", 2), Piece("commands", 6)]
-    files = [Piece("pytest", 2, ("--files", name)) for name in files_for_gpus()]
-    return [each for each in (*plans, *others, *files) if each.part in parts]
+
+    def of_plans(ranks: int, precision: str) -> Piece:
+        return Piece("plans", ranks, ("--ranks", str(ranks), "--precision", precision))
+
+    every = [Piece("plans", 8, ("--ranks", "8")), Piece("commands", 6), Piece("faults", 4)]
+    every += [of_plans(ranks, precision) for ranks in (4, 2) for precision in ("fp32", "bf16")]
+    every += [Piece("families", 2, ("--precision", precision)) for precision in ("fp32", "bf16")]
+    every += [Piece("nccl", 4), Piece("input", 2)]
+    every += [Piece("pytest", 1 if _is_alone(name) else 2, ("--files", name)) for name in files_for_gpus()]
+    return [each for each in every if each.part in parts]
+
+
+def _is_alone(name: str) -> bool:
+    """Whether tests of a file start no ranks."""
+    return name.startswith(("tests/kernels/", "tests/nets/", "tests/dataflow/"))
 
 
 def run_plans(

@@ -34,33 +34,42 @@ class _Room:
     def __init__(self, size: int) -> None:
         self._size, self._left, self._changed = size, size, threading.Condition()
 
-    def take(self, count: int) -> int:
-        count = min(count, self._size)  # What needs more than there is runs alone.
-        with self._changed:
-            self._changed.wait_for(lambda: self._left >= count)
-            self._left -= count
-        return count
+    def take(self, waiting: list[Piece]) -> Piece:
+        """The first of those that wait for which there is room, when there is."""
 
-    def give(self, count: int) -> None:
+        def first() -> Piece | None:
+            return next((each for each in waiting if self._needs(each) <= self._left), None)
+
         with self._changed:
-            self._left += count
+            self._changed.wait_for(lambda: first() is not None)
+            found = first()
+            assert found is not None, "there is room for one"
+            self._left -= self._needs(found)
+        waiting.remove(found)
+        return found
+
+    def give(self, piece: Piece) -> None:
+        with self._changed:
+            self._left += self._needs(piece)
             self._changed.notify_all()
+
+    def _needs(self, piece: Piece) -> int:
+        return min(piece.processes, self._size)  # What needs more than there is runs alone.
 
 
 def run_at_once(pieces: Sequence[Piece], processes: int, record: Path, seconds: float) -> None:
     """Run all of them, as many at a time as there is room for. What they say comes line by line, with their names."""
-    deadline, room = time.monotonic() + seconds, _Room(processes)
+    deadline, room, waiting = time.monotonic() + seconds, _Room(processes), list(pieces)
     threads = []
-    for piece in pieces:
-        taken = room.take(piece.processes)
-        thread = threading.Thread(target=_run, args=(piece, record, deadline, room, taken))
+    while waiting:
+        thread = threading.Thread(target=_run, args=(room.take(waiting), record, deadline, room))
         thread.start()
         threads.append(thread)
     for thread in threads:
         thread.join()
 
 
-def _run(piece: Piece, record: Path, deadline: float, room: _Room, taken: int) -> None:
+def _run(piece: Piece, record: Path, deadline: float, room: _Room) -> None:
     left = deadline - time.monotonic()
     command = [sys.executable, "-m", "tests.gpu", "--only", piece.part, *piece.options, "--at-once", "1"]
     command += ["--record", str(record), *(["--seconds", f"{left:.0f}"] if left != float("inf") else [])]
@@ -73,4 +82,4 @@ def _run(piece: Piece, record: Path, deadline: float, room: _Room, taken: int) -
         status = process.wait()
         print(f"{piece.name} | status {status} after {time.monotonic() - start:.0f} s", flush=True)
     finally:
-        room.give(taken)
+        room.give(piece)

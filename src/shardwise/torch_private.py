@@ -396,7 +396,11 @@ class DeviceProfiler:
     leave out streams and what launched what."""
 
     def __init__(self) -> None:
-        self.profile: Any = torch.autograd.profiler.profile(use_device="cuda", use_kineto=True, use_cpu=False)
+        # Who launched what is told by calls of CUDA: torch's own numbers beside them cost a fifth of a look (H200).
+        config = torch._C._profiler._ExperimentalConfig(disable_external_correlation=True)
+        self.profile: Any = torch.autograd.profiler.profile(
+            use_device="cuda", use_kineto=True, use_cpu=False, experimental_config=config
+        )
 
     def start(self) -> None:
         self.profile.__enter__()

@@ -192,6 +192,26 @@ def test_blocks_of_one_shape_are_compiled_once_and_a_new_length_at_most_once_mor
     assert counters["stats"]["unique_graphs"] <= 4
 
 
+def test_a_compiled_loss_is_compiled_for_the_batches_of_training_alone() -> None:
+    """Trials see other shapes, under modes that watch: what they compile would be slow, and used up the compiler's
+    patience (an H200: 6 % of a Llama-1B's speed, and 16 GiB)."""
+    shapes: list[Any] = []
+
+    def compiler(graph: Any, given: list[Any]) -> Any:
+        shapes.append([each.shape[0] for each in given if isinstance(each, Tensor)][0])
+        return graph.forward
+
+    batch = tokens()
+    engine = parallelize(
+        Net(num_blocks=2), "dp=1", loss=torch.compile(token_loss, backend=compiler),
+        optimizer=lambda parameters: SGD(parameters, lr=0.1), example=batch,
+    )  # fmt: skip
+    assert shapes == []
+    for _ in range(2):
+        engine.train_step(batch)
+    assert shapes == [len(batch["ids"])]
+
+
 def on_rank(compile: str | bool, schedule: str) -> Trained:
     torch.set_num_threads(1)
     batches = [tokens(), tokens(length=7)]

@@ -114,7 +114,7 @@ def undisturbed(
     before = switch.state = state or PythonState(module, *others)
     guard = switch.guard = WriteGuard(module, tells=tells_writes)
     try:
-        with torch.random.fork_rng(devices), torch.no_grad(), guard.guarding():
+        with torch.random.fork_rng(devices), torch.no_grad(), uncompiled(), guard.guarding():
             yield switch
     finally:
         before.restore()

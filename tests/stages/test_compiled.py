@@ -198,7 +198,7 @@ def test_a_compiled_loss_is_compiled_for_the_batches_of_training_alone() -> None
     shapes: list[Any] = []
 
     def compiler(graph: Any, given: list[Any]) -> Any:
-        shapes.append([each.shape[0] for each in given if isinstance(each, Tensor)][0])
+        shapes.append(next(each.shape[0] for each in given if isinstance(each, Tensor)))
         return graph.forward
 
     batch = tokens()

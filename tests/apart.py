@@ -10,9 +10,11 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from shardwise.torch_private import TCPStore
 from tests.crowd import import_once
 
 #: In which test group such a test belongs: where the server is.
@@ -41,6 +43,38 @@ def run_torchrun(
             command, env=changed, capture_output=True, text=True, timeout=timeout_seconds, check=False
         )  # fmt: skip
     return _forked(partial(_run_torchrun, dict(variables)), _TORCHRUN, words, folder / "torchrun", timeout_seconds)
+
+
+def run_ranks(
+    *words: str, num_ranks: int, folder: Path, timeout_seconds: float = 600
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run the command `shardwise` on ranks that are told what `torchrun` tells its own, without it: in its store they
+    meet, and here they are forked from the server too."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared: dict[str, object] = {
+        "TORCHELASTIC_RUN_ID": "forked",
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_WORLD_SIZE": num_ranks,
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    shared |= {"MASTER_PORT": store.port, "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_USE_AGENT_STORE": True}
+    with ThreadPoolExecutor(num_ranks) as pool:
+        return list(
+            pool.map(
+                lambda rank: _forked(
+                    partial(_run_command, {**shared, "RANK": rank, "LOCAL_RANK": rank}),
+                    "shardwise", words, folder / f"rank{rank}", timeout_seconds,
+                ),
+                range(num_ranks),
+            )
+        )  # fmt: skip
+
+
+def _run_command(variables: Mapping[str, object], _: str) -> None:
+    from shardwise.cli import main
+
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    sys.exit(main(sys.argv[1:]))
 
 
 def _forked(

@@ -8,7 +8,7 @@ but hardly on both.
 from functools import cache
 
 from shardwise.schedule.catalogue import CATALOGUE, make_schedule
-from tests.conformance.cases import MODELS, SCHEDULES, Case
+from tests.conformance.cases import MODELS, PROCESSES, SCHEDULES, Case, case_of, layouts_for
 
 #: Models by what they ask of the way between ranks.
 MODEL_KINDS = {
@@ -46,9 +46,11 @@ def met_on_ranks() -> dict[tuple[str, str], int]:
     """The pairs of a model and a schedule that are run, and the layout of each, by its turn.
 
     A model takes first what its kind has not met in its properties, then the schedule that the fewest have met. Of
-    kinds with few models each meets two.
+    kinds with few models each meets two. Its layout is one that nobody has met, else that of the fewest ranks: a rank
+    more is a process more, and all layouts are met in one process.
     """
     met: dict[tuple[str, str], int] = {}
+    laid_out: set[tuple[int, int]] = set()
     seen: set[tuple[str, int]] = set()
     counts = dict.fromkeys(SCHEDULES, 0)
     for kind, models in sorted(MODEL_KINDS.items(), key=lambda item: len(item[1])):
@@ -56,7 +58,11 @@ def met_on_ranks() -> dict[tuple[str, str], int]:
             open_to = [each for each in SCHEDULES if (model, each) not in met]
             new = {each: {(kind, one) for one in properties(each)} - seen for each in open_to}
             chosen = min(open_to, key=lambda each: (-len(new[each]), counts[each]))
-            met[model, chosen] = len(met)
+            cases = [case_of(model, chosen, turn) for turn in range(len(layouts_for(PROCESSES, chosen)))]
+            sizes = [(case.num_ranks, case.num_stages) for case in cases]
+            turn = min(range(len(cases)), key=lambda each: (sizes[each] in laid_out, sizes[each]))
+            laid_out.add(sizes[turn])
+            met[model, chosen] = turn
             seen |= new[chosen]
             counts[chosen] += 1
     return {pair: met[pair] for pair in sorted(met, key=lambda pair: MODELS.index(pair[0]))}

@@ -43,8 +43,8 @@ TWO = (
     "dp=2,offload.parameters=1.0", "pp=2,microbatches=2,recompute=full", "cp=2", "dp=2,ep=2",
 )  # fmt: skip
 FOUR = ("dp=2,pp=2,microbatches=2,zero=1", "dp=2,tp=2,zero=3")
-#: Of files with many programs, each of which takes several engines' time, every other is tried.
-_LONG = ("loaders", "losses")
+#: Of a file with more programs than this every other is tried by default: each takes an engine's time or more.
+_MANY = 12
 _TOLERANCE = 1e-5
 
 Result = Mapping[str, Any]
@@ -58,7 +58,8 @@ class Program:
     """A function, and by a part of a plan what the sentence of its refusal says.
 
     It is tried under plans that have `only`, and have not `but`, where these are given. `whole`: plain torch computes
-    whole batches, and no microbatches.
+    whole batches, and no microbatches. `always`: it is tried by default wherever it stands in its file, and on two
+    ranks, as it takes long.
     """
 
     run: Callable[[Parallelize], Result]
@@ -66,6 +67,7 @@ class Program:
     only: str | None = None
     but: str | None = None
     whole: bool = False
+    always: bool = False
 
     def is_for(self, plan: str) -> bool:
         """Whether it is tried under this plan. Under ep those with experts are; cp has tests of losses of its own."""
@@ -95,13 +97,14 @@ PROGRAMS: dict[str, list[Program]] = {}
 
 
 def program(
-    refused: Mapping[str, str] | None = None, *, only: str | None = None, but: str | None = None, whole: bool = False
-) -> Callable[[Callable[[Parallelize], Result]], Callable[[Parallelize], Result]]:
+    refused: Mapping[str, str] | None = None, *, only: str | None = None, but: str | None = None, whole: bool = False,
+    always: bool = False,
+) -> Callable[[Callable[[Parallelize], Result]], Callable[[Parallelize], Result]]:  # fmt: skip
     """Enter a function as a program of its file."""
 
     def enter(run: Callable[[Parallelize], Result]) -> Callable[[Parallelize], Result]:
-        topic = run.__module__.rpartition(".")[2]
-        PROGRAMS.setdefault(topic, []).append(Program(run=run, refused=refused or {}, only=only, but=but, whole=whole))
+        made = Program(run=run, refused=refused or {}, only=only, but=but, whole=whole, always=always)
+        PROGRAMS.setdefault(run.__module__.rpartition(".")[2], []).append(made)
         return run
 
     return enter
@@ -114,10 +117,12 @@ def programs_of(topic: str) -> list[Program]:
 
 
 def turns_of(topic: str, plans: Sequence[str]) -> dict[str, str]:
-    """The plan that each program of a file is tried under, by its name: in turn one of those that it is for."""
-    found = {}
-    for number, each in enumerate(programs_of(topic)[:: 2 if topic in _LONG else 1]):
-        fitting = [plan for plan in plans if each.is_for(plan)]
+    """The plan that each program of a file is tried under by default, by its name: in turn one of those it is for."""
+    found, every = {}, programs_of(topic)
+    one_in = 2 if len(every) > _MANY else 1
+    tried = [each for place, each in enumerate(every) if place % one_in == 0 or each.always]
+    for number, each in enumerate(tried):
+        fitting = [plan for plan in plans if each.is_for(plan) and not (each.always and plan in FOUR)]
         found[each.name] = fitting[number % len(fitting)]
     return found
 

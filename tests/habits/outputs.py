@@ -426,7 +426,7 @@ def a_module_compiled_in_place(parallelize: Parallelize) -> Result:
     return trained(start(parallelize, model))
 
 
-@program()
+@program(always=True)
 def compiled_layers_of_a_list(parallelize: Parallelize) -> Result:
     """`layers[i] = torch.compile(layers[i])`: names have `_orig_mod` in them."""
     model = small_net()
@@ -436,7 +436,7 @@ def compiled_layers_of_a_list(parallelize: Parallelize) -> Result:
     return {**trained(engine), "scores": engine.predict(batch(9))}
 
 
-@program()
+@program(always=True)
 def compiled_blocks(parallelize: Parallelize) -> Result:
     """`layer.compile()` for each, as torchtitan does it."""
     model = small_net()

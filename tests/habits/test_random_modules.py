@@ -57,7 +57,7 @@ def test_a_seed_gives_one_case_and_every_plan_is_drawn() -> None:
 
 
 def test_every_case_can_be_made_and_printed() -> None:
-    for seed in range(40):
+    for seed in range(12):
         case = draw(seed)
         one, other = make_module(case, torch.float32), make_module(case, torch.float32)
         for name, each in one.state_dict().items():

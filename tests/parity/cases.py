@@ -100,19 +100,13 @@ CASES: dict[int, list[tuple[str, str]]] = {
     ],
 }
 
-#: Run by every `make test`; the others, of which these have every part, with `--whole`.
+#: Run by every `make test`: the cheapest that have every part of all; the others with `--whole`.
 BY_DEFAULT = {
-    ("tied", "dp=2"),
-    ("tied", "dp=2,zero=1,microbatches=2"),
-    ("gpt2", "dp=2,zero=3,microbatches=4,recompute=full"),
-    ("tied", "tp=2,sp=true,recompute=full"),
-    ("hf-gpt2", "tp=2"),
-    ("3 key heads", "tp=2"),
-    ("latent", "tp=2"),
-    ("tied", "pp=2,schedule=zb-v,microbatches=4,layers=1+2+1+1"),
     ("untied", "pp=2,microbatches=2,layers=1+3,recompute=full"),
     ("tied", "pp=2,schedule=dualpipe,microbatches=4"),
-    ("tied", "cp=2"),
+    ("hf-gpt2", "tp=2"),
+    ("latent", "cp=2,zero=3"),
+    ("balanced experts", "dp=2,pp=2,ep=2,microbatches=2,zero=3"),
     ("mixtral", "dp=2,ep=2"),
     ("qwen3-moe", "cp=2,ep=2"),
     ("gpt2", "tp=2,sp=true,offload.optimizer=1,offload.activations=0.5"),
@@ -124,14 +118,19 @@ BY_DEFAULT = {
     ("tied", "cp=2,zero=2,offload.parameters=1,offload.optimizer=1"),
     ("experts", "dp=2,ep=2,microbatches=2,offload.parameters=1"),
     ("tied", "dp=2,tp=2,sp=true,zero=1"),
+    ("3 key heads", "dp=2,tp=2,zero=3,microbatches=2"),
     ("50,257 words", "dp=2,tp=2,zero=2"),
-    ("3 key heads", "dp=2,tp=2,microbatches=2,zero=3,offload.optimizer=0.5,offload.activations=1"),
+    ("tied", "dp=2,pp=2,schedule=zb-v,microbatches=4,zero=3"),
     ("untied", "dp=2,pp=2,schedule=interleaved,chunks=2,microbatches=2,zero=2"),
     ("windows", "dp=2,cp=2,context=all-to-all,zero=3"),
-    ("tied", "tp=2,cp=2,sp=true,zero=1"),
-    ("balanced experts", "dp=2,pp=2,ep=2,microbatches=2,zero=3"),
     ("untied", "pp=4,schedule=zb-h2,microbatches=8,layers=1+2+1+1"),
     ("gpt2", "dp=2,pp=2,schedule=zb-h1,microbatches=4,zero=2,offload.optimizer=1,offload.activations=0.5"),
     ("tied", "dp=2,pp=2,schedule=zb-v,microbatches=4,zero=1,offload.parameters=1"),
     ("experts", "tp=2,pp=2,cp=2,ep=2,sp=true,microbatches=2"),
+}
+#: Run twice, to the same bits.
+TWICE = {
+    ("tied", "pp=2,schedule=dualpipe,microbatches=4"),
+    ("experts", "dp=2,ep=2,microbatches=2,offload.parameters=1"),
+    ("tied", "cp=2,zero=2,offload.optimizer=1,offload.activations=1"),
 }

@@ -42,6 +42,7 @@ class SeededFault:
     """`wrong` is what goes wrong; `at` is a module and a function of it, or of a class of it.
 
     `model` is the default one, a known one, or a problem of `check_problems.py`. `kind` is a heading of the page.
+    `steps` are as many as it takes to show: by default it is tried with these, and with `--whole` with all.
     Without `verify` layers and sequences are cut untried: a trial would see what is wrong, and leave or refuse them.
     """
 
@@ -54,12 +55,8 @@ class SeededFault:
     replacement: str
     model: str = ""
     by_default: bool = False
+    steps: int = NUM_STEPS
     verify: bool = True
-
-    @property
-    def make(self) -> MakeProblem:
-        """What is trained."""
-        return partial(_made, _make(Plan.parse(self.plan), self.model), self.verify)
 
 
 def read_faults() -> list[SeededFault]:
@@ -89,21 +86,22 @@ class Found:
         return "not found" if isinstance(halves, str) or halves.problem is None else f"bf16: {halves.problem}"
 
 
-def try_fault(fault: SeededFault, ranks: Ranks) -> Found:
+def try_fault(fault: SeededFault, ranks: Ranks, num_steps: int = NUM_STEPS) -> Found:
     """Check a plan whose ranks make a fault. A fault whose text is not there any more is none."""
     assert text_of(fault).count(fault.text) == 1, f"{fault.id}: its text is not in {fault.at}, or several times"
     plan = Plan.parse(fault.plan)
     try:
         faulty: Any = _Faulty(ranks, fault)
-        return Found(check(plan, fault.make, ranks=faulty, alone=_alone(plan, fault.model)))
+        make = partial(_made, _make(plan, fault.model, num_steps), fault.verify)
+        return Found(check(plan, make, ranks=faulty, alone=_alone(plan, fault.model, num_steps)))
     except RankError as error:
         return Found(None, error.problem.splitlines()[0])
 
 
-def _make(plan: Plan, model: str) -> MakeProblem:
+def _make(plan: Plan, model: str, num_steps: int) -> MakeProblem:
     if model in check_problems.PROBLEMS:
-        return partial(check_problems.PROBLEMS[model], NUM_STEPS)
-    return problem_of(named_settings(model, plan) if model else default_settings(plan), plan, NUM_STEPS)
+        return partial(check_problems.PROBLEMS[model], num_steps)
+    return problem_of(named_settings(model, plan) if model else default_settings(plan), plan, num_steps)
 
 
 def _made(make: MakeProblem, verify: bool) -> Problem:
@@ -112,10 +110,10 @@ def _made(make: MakeProblem, verify: bool) -> Problem:
 
 
 @cache
-def _alone(plan: Plan, model: str) -> Course:
+def _alone(plan: Plan, model: str, num_steps: int) -> Course:
     """One device, which is right whatever ranks do: once for all faults of a plan."""
     with small_matrices():
-        problem = _make(plan, model)()
+        problem = _make(plan, model, num_steps)()
         return train_alone(problem, plan, legs_of(plan, problem.batches))
 
 

@@ -30,8 +30,9 @@ def _marks(fault: SeededFault) -> tuple[pytest.MarkDecorator, ...]:
 
 @pytest.mark.usefixtures("few_draws")
 @pytest.mark.parametrize("fault", [pytest.param(each, id=each.id, marks=_marks(each)) for each in FAULTS])
-def test_a_fault_is_found(fault: SeededFault, crowds: Crowds) -> None:
-    found = try_fault(fault, crowds.of(Plan.parse(fault.plan).num_ranks))
+def test_a_fault_is_found(fault: SeededFault, crowds: Crowds, pytestconfig: pytest.Config) -> None:
+    num_steps = NUM_STEPS if pytestconfig.getoption("--whole") else fault.steps
+    found = try_fault(fault, crowds.of(Plan.parse(fault.plan).num_ranks), num_steps)
     assert found.is_found
     # Numbers have shown it, and no rank has failed over it.
     assert found.verdict is not None, found.where

@@ -11,7 +11,7 @@ from shardwise.parity.reference import train_reference
 from shardwise.planner.composition import composes
 from shardwise.planner.plan import Plan
 from tests.crowd import Crowds
-from tests.parity.cases import BY_DEFAULT, CASES
+from tests.parity.cases import BY_DEFAULT, CASES, TWICE
 from tests.parity.models import HUGGING_FACE, OURS, make_problem
 from tests.parity.page import Proofs
 
@@ -37,10 +37,8 @@ def test_ranks_train_as_one_device_does(
     count: int, model: str, text: str, crowds: Crowds, proofs: Proofs, pytestconfig: pytest.Config
 ) -> None:
     plan = Plan.parse(text)
-    # Whoever writes the page runs all of them twice; else every tenth is, of those on two ranks.
-    twice = bool(pytestconfig.getoption("--write-composition", default=False)) or (
-        count == 2 and EVERY.index((count, model, text)) % 10 == 0
-    )
+    # Whoever writes the page runs all of them twice.
+    twice = bool(pytestconfig.getoption("--write-composition", default=False)) or (model, text) in TWICE
     expected = train_reference(make_problem(model, plan)(), plan, looks="last step")
     outcomes = crowds.of(count).run(train, plan, model, twice, timeout_seconds=300)
     comparison = compare(expected, [course for course, _ in outcomes])
@@ -52,7 +50,7 @@ def test_ranks_train_as_one_device_does(
 @pytest.mark.parametrize("cases", [RUN, EVERY], ids=["run", "whole"])
 def test_the_matrix_has_what_was_promised(cases: list[tuple[int, str, str]]) -> None:
     plans = {text: Plan.parse(text) for _, _, text in cases}
-    assert len(cases) == len(set(cases)) >= (60 if cases is EVERY else 30)
+    assert len(cases) == len(set(cases)) >= (60 if cases is EVERY else 25)
     assert {count for count, *_ in cases} == {2, 4, 8}
     assert all(plans[text].num_ranks == count for count, _, text in cases)
     assert all(map(composes, plans.values()))
@@ -69,6 +67,7 @@ def test_the_matrix_has_what_was_promised(cases: list[tuple[int, str, str]]) -> 
 def test_what_the_whole_matrix_adds_is_in_parts_in_what_is_run() -> None:
     """Whatever a case that is left out has, cases that run have: each setting, each pair of axes, each model."""
     assert len(RUN) == len(BY_DEFAULT)
+    assert TWICE <= BY_DEFAULT
     ran: set[frozenset[str]] = set()
     for _, model, text in RUN:
         ran |= _parts(model, text)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.apart import RANKS, run_script, run_torchrun
+from tests.apart import RANKS, run_ranks, run_script, run_torchrun
 
 pytestmark = pytest.mark.xdist_group(RANKS)
 ROOT = Path(__file__).parents[2]
@@ -19,9 +19,21 @@ def launched(folder: Path, script: Path | str, *arguments: str) -> "subprocess.C
     return run_torchrun(*words, folder=folder, variables=VARIABLES)
 
 
+COMMAND = ("train", "tiny", "--plan", "dp=3", "--folder")
+
+
 def test_what_all_ranks_refuse_is_said_once(tmp_path: Path) -> None:
-    command = ["-m", "shardwise", "train", "tiny", "--plan", "dp=3", "--folder", str(tmp_path / "run")]
-    done = launched(tmp_path, *command)
+    """On ranks that are started as torchrun starts them, without the 10 s of a core that it takes."""
+    done = run_ranks(*COMMAND, str(tmp_path / "run"), num_ranks=2, folder=tmp_path)
+    assert all(each.returncode != 0 for each in done)
+    told = "".join(each.stderr for each in done)
+    assert told.count("error: plan dp=3 needs 3 ranks but there are 2") == 1
+    assert "[rank" not in told
+
+
+@pytest.mark.whole
+def test_under_torchrun_what_all_ranks_refuse_is_said_once(tmp_path: Path) -> None:
+    done = launched(tmp_path, "-m", "shardwise", *COMMAND, str(tmp_path / "run"))
     assert done.returncode != 0
     assert done.stderr.count("error: plan dp=3 needs 3 ranks but there are 2") == 1
     assert "[rank" not in done.stderr

@@ -216,8 +216,8 @@ def on_rank(compile: str | bool, schedule: str) -> Trained:
     torch.set_num_threads(1)
     batches = [tokens(), tokens(length=7)]
     engine = parallelize(
-        Net(num_blocks=4),
-        f"pp=2,microbatches=4,schedule={schedule}",
+        Net(num_blocks=2),
+        f"pp=2,microbatches=2,schedule={schedule}",
         loss=token_loss,
         optimizer=lambda parameters: SGD(parameters, lr=0.1),
         example=batches[0],

@@ -175,10 +175,13 @@ class Engine:
             weights + shape.num_products * shape.k * shape.n * added / self._streaming * self.constants.accumulation
         )
         if is_narrow:
-            cast = self.software.cast_bytes * shape.num_products / self._streaming
-            forward = forward + cast * (shape.m * shape.k + shape.k * shape.n)
-            again = self.software.fp8_layers * shape.k * shape.n
-            inputs = inputs + cast * (shape.m * shape.n + again)
+            # As arrays, as in `matmul_seconds`.
+            m, k, n, count = (
+                np.asarray(each, dtype=np.float64) for each in (shape.m, shape.k, shape.n, shape.num_products)
+            )
+            cast = self.software.cast_bytes * count / self._streaming
+            forward = forward + cast * (m * k + k * n)
+            inputs = inputs + cast * (m * n + self.software.fp8_layers * k * n)
         return Seconds(forward, inputs * operation.input_gradient, weights * operation.trains)
 
     def _flash(self, operation: Attention, share: Share) -> Seconds:
@@ -262,13 +265,14 @@ def matmul_seconds(
     A product whose tiles do not fill the last wave waits for it: `waves x tile`, not `tiles x tile / units`. The best
     of several tiles is taken, as libraries do.
     """
-    m, k, n, count = (np.asarray(each, dtype=np.float64) for each in (m, k, n, count))
-    tiles = ceil_divide(m.ravel(), _HEIGHTS) * ceil_divide(n.ravel(), _WIDTHS) * count.ravel()
+    # By other names: of what may be a number or an array a type checker tries all pairs, for seconds.
+    rows, inner, columns, times = (np.asarray(each, dtype=np.float64) for each in (m, k, n, count))
+    tiles = ceil_divide(rows.ravel(), _HEIGHTS) * ceil_divide(columns.ravel(), _WIDTHS) * times.ravel()
     waves = ceil_divide(tiles, device.num_units)
     unit = rate / device.num_units * _REACHED
-    best: Floats = (waves * (2 * _HEIGHTS * _WIDTHS / unit) * (k.ravel() + constants.tile_ramp)).min(axis=0)
-    moved: Floats = count * (m * k + k * n + m * n) * width
+    best: Floats = (waves * (2 * _HEIGHTS * _WIDTHS / unit) * (inner.ravel() + constants.tile_ramp)).min(axis=0)
+    moved: Floats = times * (rows * inner + inner * columns + rows * columns) * width
     return np.maximum(
-        best.reshape(np.broadcast_shapes(m.shape, k.shape, n.shape, count.shape)),
+        best.reshape(np.broadcast_shapes(rows.shape, inner.shape, columns.shape, times.shape)),
         moved / (device.memory_bytes_per_second * constants.streaming),
     )

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from shardwise.kernels.rotary import rotary
@@ -17,9 +17,6 @@ from shardwise.nets.mask import AttentionMask
 from shardwise.nets.rotary import Rotation
 from shardwise.nets.settings import Heads, Settings
 from shardwise.torch_private import is_watched
-
-#: Releases that have no word for fewer heads of keys take them as they are.
-_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 #: From queries, keys, values (each [batch, heads, tokens, dim]), what is seen, the scale of the logits, and how many
 #: weights are dropped. This is the seam for context parallelism: put another on `attend` of each attention.
@@ -78,6 +75,7 @@ def attend_in_sequences(
     """Causal attention in each of the sequences that begin at `starts`: memory grows with tokens, not their square."""
     batch, _, num_tokens, _ = query.shape
     flat_query, flat_key, flat_value = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
+    varlen_attn, words = _by_sequences()
     seen: Any = varlen_attn(
         flat_query,
         flat_key,
@@ -88,10 +86,21 @@ def attend_in_sequences(
         num_tokens,
         scale=scale,
         window_size=(-1, 0) if window is None else (window - 1, 0),
-        **_GROUPED,
+        **words,
     )
     attended: Tensor = seen.unflatten(0, (batch, num_tokens)).transpose(1, 2)
     return attended
+
+
+@cache
+def _by_sequences() -> tuple[Callable[..., Any], dict[str, Any]]:
+    """torch's kernel, which loads the compiler, a second of a core: who never needs it does not wait for that.
+
+    Releases that have no word for fewer heads of keys take them as they are.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn, {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
 class Attention(nn.Module):

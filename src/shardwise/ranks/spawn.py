@@ -25,6 +25,7 @@ from typing import Any
 
 from shardwise import environment
 from shardwise.errors import ShardwiseError
+from shardwise.ranks import tensor_pickle
 from shardwise.ranks.faults import LAST_WORD, LOST, STATUS_OF_LAST_WORD
 from shardwise.ranks.gpus import Gpus
 from shardwise.ranks.pulse import SILENT, SILENT_SECONDS, Silence
@@ -91,7 +92,7 @@ class Ranks:
     def run(self, fn: Callable[..., Any], *args: Any, timeout_seconds: float | None = None) -> list[Any]:
         """Run `fn(*args)` on every rank and return what each returned."""
         try:
-            call = pickle.dumps((fn, args))
+            call = tensor_pickle.dumps((fn, args))
         except Exception as error:
             raise ShardwiseError(
                 f"{getattr(fn, '__qualname__', fn)} and its arguments cannot be sent to other processes: {error}",

@@ -22,6 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from shardwise import environment
 from shardwise.errors import ShardwiseError
+from shardwise.ranks import tensor_pickle
 from shardwise.ranks.faults import store_of_faults
 from shardwise.ranks.gpus import Gpus, check_one_each, find_gpus
 from shardwise.ranks.pulse import Pulse
@@ -208,8 +209,7 @@ def _is_broken_connection(error: BaseException) -> bool:
 
 def _pickled(rank: int, report: object) -> bytes:
     try:
-        # Plain pickle copies tensors. torch's own way between processes shares memory that ends with this process.
-        return pickle.dumps(report)
+        return tensor_pickle.dumps(report)
     except Exception as error:
         wrong: Any = ShardwiseError(
             f"what rank {rank} returned cannot be sent back: {error}", remedy="return plain values and tensors"

@@ -17,7 +17,7 @@ from shardwise.stages.rows import Seen, changed
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.python_state import PythonState, draws_digest
 from shardwise.stages.split.seed import seed_torch
-from shardwise.stages.split.switch import undisturbed
+from shardwise.stages.split.switch import uncompiled, undisturbed
 from shardwise.stages.stage import Batch, Loss
 from shardwise.stages.steady_draws import steady
 from shardwise.stages.trial_rows import FIRST, NUM_ROWS, two_and_one
@@ -81,6 +81,7 @@ class Trial:
         try:
             with (
                 undisturbed(self.module, {}, self._loss, state=None if training else self._state) as switch,
+                uncompiled(),
                 full_precision(),
                 self._precision(),
                 torch.set_grad_enabled(training),

@@ -227,7 +227,8 @@ class _InPrecision:
 
 def _axes_kind(layouts: Layouts) -> np.ndarray:
     """Which axes are used at all, as one number."""
-    return np.asarray((layouts.tp > 1) * 1 + (layouts.pp > 1) * 2 + (layouts.cp > 1) * 4 + (layouts.ep > 1) * 8)
+    axes = np.stack([layouts.tp, layouts.pp, layouts.cp, layouts.ep]) > 1
+    return np.asarray(np.array([1, 2, 4, 8]) @ axes)
 
 
 def _first_of_each(kinds: np.ndarray, order: np.ndarray, count: int) -> np.ndarray:

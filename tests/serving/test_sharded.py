@@ -5,13 +5,14 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ShardwiseError
+from shardwise.ranks.gpus import Found, Gpu
 from shardwise.ranks.spawn import Ranks
 from shardwise.serving.assemble import Limits
 from shardwise.serving.ranked import deal
 from shardwise.serving.replicas import Replicas
 from shardwise.serving.runner import prepare
 from shardwise.serving.sequence import Piece, Sequence
-from shardwise.serving.sharded import load_sharded
+from shardwise.serving.sharded import gpus_of, load_sharded
 from tests.nets.families import save_theirs
 from tests.serving.answers import answer, ask, both, engine_over, expected, prompts
 
@@ -92,3 +93,15 @@ def test_what_cannot_be_cut_so_is_refused_before_ranks_start(plan: str, problem:
     with pytest.raises(ShardwiseError) as caught:
         load_sharded(str(tmp_path), plan, LIMITS)
     assert caught.value.problem == problem
+
+
+def test_replicas_take_gpus_of_their_own_and_too_few_are_told_before_ranks_start() -> None:
+    gpu = Gpu(name="G", memory_bytes=2**30, capability=(9, 0))
+    four = Found(gpus=(gpu,) * 4, num_in_machine=4)
+    assert gpus_of(2, 2, four, "tp=2,dp=2") == [{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}]
+    some = Found(gpus=(gpu,) * 2, num_in_machine=8, visible="5,7")
+    assert gpus_of(2, 1, some, "dp=2") == [{"CUDA_VISIBLE_DEVICES": "5"}, {"CUDA_VISIBLE_DEVICES": "7"}]
+    assert gpus_of(2, 1, Found(), "dp=2") == [{}, {}]
+    with pytest.raises(ShardwiseError, match="the plan tp=2,dp=2 takes 4 GPUs, and 2 are here") as caught:
+        gpus_of(2, 2, some, "tp=2,dp=2")
+    assert caught.value.remedy == "a plan of fewer ranks; or CUDA_VISIBLE_DEVICES= to serve on CPUs"

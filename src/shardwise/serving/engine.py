@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwise.errors import ShardwiseError
 from shardwise.serving.blocks import first_name
-from shardwise.serving.request import Finish, Load, Logprob, Request, Token
+from shardwise.serving.request import Finish, Load, Logprob, Request, Sampling, Token
 from shardwise.serving.runner import Runner, prepare, wanted_of
 from shardwise.serving.sampler import draw, ends_of, tell_logprobs
 from shardwise.serving.scheduler import Scheduler
@@ -102,6 +102,18 @@ class LLMEngine:
             prefix_cache_hits=scheduler.num_hit,
             **({} if self.tiers is None else self.tiers.load()),
         )
+
+    def check(self) -> None:
+        self.runner.check()
+
+    def recover(self) -> None:
+        """As new: nobody is answered and nothing is cached. It is up again when it has computed a token."""
+        self.scheduler.clear()
+        self._told.clear()
+        self.runner.recover()
+        self.add(Request(id="trial", prompt=(0,), sampling=Sampling(max_tokens=1, temperature=0.0)))
+        while self.has_work():
+            self.step()
 
     def close(self) -> None:
         if self.tiers is not None:

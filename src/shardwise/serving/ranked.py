@@ -8,6 +8,7 @@ With stages, the sequences of a step are dealt into as many batches as there are
     stage 1      a  b
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -30,6 +31,9 @@ from shardwise.serving.runner import Part
 from shardwise.serving.shards import Shard, connect, make_shard
 from shardwise.serving.sources import read_source
 
+#: How long ranks have to end after one of them has: whoever asked is told within 5 s.
+_GRACE_SECONDS = 1.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
@@ -47,25 +51,37 @@ class RankedRunner:
 
     device = torch.device("cpu")
 
-    def __init__(self, model: Model, ranks: Ranks | None = None) -> None:
+    def __init__(self, model: Model, ranks: Ranks | None = None, variables: Mapping[str, str] | None = None) -> None:
         self._model, self._owned = model, ranks is None
-        self._ranks = ranks or Ranks(model.shard.num_ranks)
+        self.ranks = ranks or Ranks(model.shard.num_ranks, variables=variables, grace_seconds=_GRACE_SECONDS)
         #: Of each rank: bytes that are free for blocks, and bytes of its weights.
-        self.rooms: list[tuple[int, int]] = self._ranks.run(_load, model)
+        self.rooms: list[tuple[int, int]] = self.ranks.run(_load, model)
+        self._blocks: tuple[int, int] | None = None
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
-        self._ranks.run(_allocate, num_blocks, block_size)
+        self._blocks = num_blocks, block_size
+        self.ranks.run(_allocate, *self._blocks)
+
+    def check(self) -> None:
+        self.ranks.check()
+
+    def recover(self) -> None:
+        """New ranks, which read their weights again: the first that fails has ended all of them."""
+        assert self._blocks is not None, "ranks that have served have blocks"
+        self.ranks.run(_load, self._model)
+        self.ranks.run(_allocate, *self._blocks)
 
     def run(self, inputs: Inputs) -> Tensor:
-        found = self._ranks.run(_step, deal(inputs, self._model.shard.pp))
+        found = self.ranks.run(_step, deal(inputs, self._model.shard.pp))
         logits = [each for each in found if each is not None]
         assert len(logits) == 1, "one rank of the last stage gives logits back"
         return torch.from_numpy(logits[0])
 
     def close(self) -> None:
-        self._ranks.run(_forget)
         if self._owned:
-            self._ranks.close()
+            self.ranks.close()
+        else:
+            self.ranks.run(_forget)
 
 
 def deal(inputs: Inputs, count: int) -> list[Inputs]:

@@ -1,13 +1,26 @@
-"""Several engines behind one: a request goes where most of its beginning is cached, else where least is to be done."""
+"""Several engines behind one: a request goes where most of its beginning is cached, else where least is to be done.
 
+A replica that fails takes its own requests with it and no others. It is brought back beside the ones that answer:
+
+    up --its step raises, or a rank of it is gone--> away --recovered, in a thread of its own--> up
+"""
+
+import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields
 
 from shardwise.errors import ShardwiseError
 from shardwise.serving.blocks import first_name, next_name
 from shardwise.serving.engine import LLMEngine
-from shardwise.serving.request import Load, Request, Token
+from shardwise.serving.request import Load, Request, Token, describe
+
+#: Between two tries to bring a replica back.
+_PAUSE_SECONDS = 1.0
+
+
+class AllAwayError(Exception):
+    """No replica is up."""
 
 
 class Replicas:
@@ -23,12 +36,16 @@ class Replicas:
             first.summary,
         )
         self._homes: dict[str, LLMEngine] = {}
-        self._threads = ThreadPoolExecutor(len(self.engines))
+        self._told: list[Token] = []
+        #: Of those that are away: why, and whether they are back.
+        self._away: dict[LLMEngine, tuple[str, Future[None]]] = {}
+        self._is_closing = threading.Event()
+        self._threads = ThreadPoolExecutor(2 * len(self.engines))
 
     def add(self, request: Request) -> None:
         if request.id in self._homes:
             raise ShardwiseError(f"request {request.id!r} is being answered already", remedy="another id")
-        best = max(self.engines, key=lambda each: (self._num_cached(each, request), -self._num_to_do(each)))
+        best = max(self._up(), key=lambda each: (self._num_cached(each, request), -self._num_to_do(each)))
         best.add(request)
         self._homes[request.id] = best
 
@@ -37,24 +54,81 @@ class Replicas:
             self._homes[request].cancel(request)
 
     def has_work(self) -> bool:
-        return any(each.has_work() for each in self.engines)
+        return bool(self._told) or any(each.has_work() for each in self.engines if each not in self._away)
 
     def step(self) -> list[Token]:
-        busy = [each for each in self.engines if each.has_work()]
-        told = [token for tokens in self._threads.map(LLMEngine.step, busy) for token in tokens]
+        up = self._up()
+        busy = [each for each in up if each.has_work()]
+        self._check([each for each in up if each not in busy])
+        told, self._told = self._told, []
+        for engine, running in [(each, self._threads.submit(each.step)) for each in busy]:
+            try:
+                told += running.result()
+            except Exception as error:
+                self._lose(engine, error)
+        told, self._told = told + self._told, []
         for token in told:
             if token.finish is not None:
-                del self._homes[token.request]
+                self._homes.pop(token.request, None)
         return told
 
     def load(self) -> Load:
         loads = [each.load() for each in self.engines]
-        return Load(**{each.name: sum(getattr(load, each.name) for load in loads) for each in fields(Load)})
+        trouble = [f"replica {self.engines.index(engine)}: {why}" for engine, (why, _) in self._away.items()]
+        sums = {each.name: sum(getattr(load, each.name) for load in loads) for each in fields(Load)
+                if each.name != "trouble"}  # fmt: skip
+        return Load(**sums, trouble="; ".join(trouble) or None)
+
+    def check(self) -> None:
+        self._check(self._up())
+        self._up()
+
+    def recover(self) -> None:
+        """Each that is away is being brought back already: one is enough to answer."""
+        self._homes.clear()
+        self._told.clear()
+        for engine in self._up():
+            engine.recover()
 
     def close(self) -> None:
+        self._is_closing.set()
         self._threads.shutdown()
         for each in self.engines:
             each.close()
+
+    def _up(self) -> list[LLMEngine]:
+        """Those that answer, with those that have come back."""
+        for engine, (_, coming) in list(self._away.items()):
+            if coming.done():
+                del self._away[engine]
+                coming.result()
+        found = [each for each in self.engines if each not in self._away]
+        if not found:
+            raise AllAwayError("; ".join(why for why, _ in self._away.values()))
+        return found
+
+    def _check(self, engines: Sequence[LLMEngine]) -> None:
+        for engine in engines:
+            try:
+                engine.check()
+            except Exception as error:
+                self._lose(engine, error)
+
+    def _lose(self, engine: LLMEngine, error: Exception) -> None:
+        why = describe(error)
+        for name in [name for name, home in self._homes.items() if home is engine]:
+            del self._homes[name]
+            self._told.append(Token(request=name, token=None, finish="failed", failure=f"a replica has failed: {why}"))
+        self._away[engine] = why, self._threads.submit(self._bring_back, engine)
+
+    def _bring_back(self, engine: LLMEngine) -> None:
+        while not self._is_closing.is_set():
+            try:
+                engine.recover()
+            except Exception:
+                self._is_closing.wait(_PAUSE_SECONDS)
+            else:
+                return
 
     def _num_cached(self, engine: LLMEngine, request: Request) -> int:
         pool, name, names = engine.scheduler.pool, first_name(engine.model_name, request.salt), []

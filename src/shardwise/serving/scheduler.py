@@ -52,6 +52,12 @@ class Scheduler:
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         self._let_go(sequence)
 
+    def clear(self) -> None:
+        """Nobody waits or runs, and no block holds anything."""
+        self.waiting.clear()
+        self.running.clear()
+        self.pool.clear()
+
     def schedule(self) -> list[Piece]:
         """The pieces of the next step, each with its blocks."""
         self._make_room_for_urgent()

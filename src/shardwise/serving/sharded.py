@@ -6,6 +6,7 @@ import torch
 
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
+from shardwise.ranks.gpus import Found, find_gpus
 from shardwise.ranks.spawn import Ranks
 from shardwise.serving.assemble import Limits, Room, count_blocks, make_engine, reserve_bytes
 from shardwise.serving.blocks import BlockPool
@@ -16,6 +17,7 @@ from shardwise.serving.replicas import Replicas
 from shardwise.serving.scheduler import Scheduler
 from shardwise.serving.shards import Shard, check_shard
 from shardwise.serving.sources import describe_source
+from shardwise.units import counted
 
 
 def load_sharded(
@@ -47,15 +49,18 @@ def load_sharded(
     if limits.kv_bytes is not None:
         limits = replace(limits, kv_bytes=limits.kv_bytes // num_replicas)
 
-    def one() -> LLMEngine:
-        runner = RankedRunner(model, ranks)
+    variables = [{}] * num_replicas if ranks is not None else gpus_of(num_replicas, shard.num_ranks, find_gpus(), plan)
+
+    def one(replica: int) -> LLMEngine:
+        runner = RankedRunner(model, ranks, variables[replica])
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         budget, most = limits.of_device(device)
         reserve = reserve_bytes(settings, budget, most, kind)
         # The fullest rank decides: that with the most layers.
         num_layers = max(len(replace(shard, rank=each).layers(settings.num_layers)) for each in range(shard.num_ranks))
         size = block_bytes(settings, num_layers, kind, limits.block_size, shard.tp)
-        free = min(room for room, _ in runner.rooms) // num_replicas - reserve
+        shared = num_replicas if device.type == "cpu" else 1  # Replicas on GPUs have their own.
+        free = min(room for room, _ in runner.rooms) // shared - reserve
         own = limits if limits.kv_bytes is None else replace(limits, kv_bytes=limits.kv_bytes // shard.num_ranks)
         num_blocks = count_blocks(own, size, free, settings.length)
         runner.allocate(num_blocks, limits.block_size)
@@ -69,5 +74,21 @@ def load_sharded(
         scheduler = Scheduler(BlockPool(num_blocks, limits.block_size), token_budget=budget, max_running=most)
         return make_engine(runner, scheduler, settings, limits, identity, room, dtype=kind, device=device, seed=seed)
 
-    engines = [one() for _ in range(num_replicas)]
+    engines = [one(replica) for replica in range(num_replicas)]
     return engines[0] if num_replicas == 1 else Replicas(engines)
+
+
+def gpus_of(num_replicas: int, num_ranks: int, found: Found, plan: str) -> list[dict[str, str]]:
+    """For each replica the environment of its ranks, which leaves it GPUs of its own. Without GPUs nothing is said."""
+    total, here = num_replicas * num_ranks, len(found.gpus)
+    if not here:
+        return [{}] * num_replicas
+    if total > here:
+        raise ShardwiseError(
+            f"the plan {plan} takes {counted(total, 'GPU')}, and {here} {'is' if here == 1 else 'are'} here",
+            remedy="a plan of fewer ranks; or CUDA_VISIBLE_DEVICES= to serve on CPUs",
+        )
+    # As CUDA numbers them: what this process sees, or their names in its own variable.
+    seen = found.visible.split(",")[:here] if found.visible else [str(number) for number in range(here)]
+    runs = [seen[first : first + num_ranks] for first in range(0, total, num_ranks)]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(each)} for each in runs]

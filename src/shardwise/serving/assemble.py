@@ -11,14 +11,17 @@ from shardwise.cluster.local import available_bytes
 from shardwise.errors import ShardwiseError
 from shardwise.nets.settings import Settings
 from shardwise.nets.transformer import Transformer
+from shardwise.planner.plan import Plan
 from shardwise.serving.blocks import BlockPool
 from shardwise.serving.engine import LLMEngine
 from shardwise.serving.file_tier import FileTier
+from shardwise.serving.forecast import Forecast, forecast
 from shardwise.serving.kv_cache import block_bytes, make_cache
 from shardwise.serving.runner import LocalRunner, Runner
 from shardwise.serving.scheduler import Scheduler
 from shardwise.serving.summary import Summary
 from shardwise.serving.tiers import HostTier, Tiers
+from shardwise.training.machine import cluster_here
 from shardwise.units import format_bytes
 
 #: Of what a GPU has free when weights are in, this much may be taken; of a host's memory less, which others need too.
@@ -116,6 +119,7 @@ class Room:
 def make_engine(
     runner: Runner, scheduler: Scheduler, settings: Settings, limits: Limits, identity: Identity, room: Room, *,
     dtype: torch.dtype, device: torch.device, tiers: Tiers | None = None, seed: int | None = None,
+    plan: Plan | None = None,
 ) -> LLMEngine:  # fmt: skip
     """The engine over a runner that has its blocks, and what is told of it."""
     num_blocks = scheduler.pool.num_blocks
@@ -133,6 +137,8 @@ def make_engine(
         block_size=limits.block_size,
         block_bytes=room.block_bytes,
         max_length=max_length,
+        plan="" if plan is None else str(plan),
+        forecast=_forecast(settings, plan or Plan(), scheduler, dtype),
     )
     return LLMEngine(
         runner,
@@ -146,6 +152,17 @@ def make_engine(
         tiers=tiers,
         seed=seed,
     )
+
+
+def _forecast(settings: Settings, plan: Plan, scheduler: Scheduler, dtype: torch.dtype) -> Forecast | None:
+    """What the planner predicts, where it knows the device and the model."""
+    try:
+        return forecast(
+            settings, cluster_here(plan.num_ranks), plan, num_blocks=scheduler.pool.num_blocks,
+            block_size=scheduler.pool.block_size, max_running=scheduler.max_running, width=dtype.itemsize,
+        )  # fmt: skip
+    except ShardwiseError:
+        return None
 
 
 def make_tiers(limits: Limits, data: torch.Tensor, pool: BlockPool) -> Tiers | None:

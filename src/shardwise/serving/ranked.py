@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import prod
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -23,9 +25,10 @@ from shardwise.nets.hf import load
 from shardwise.nets.hf.entries import CONFIG
 from shardwise.nets.initialise import initialise
 from shardwise.nets.settings import Settings
-from shardwise.nets.weights import place, weights_of
+from shardwise.nets.weights import place, shapes_of, weights_of
 from shardwise.ranks.spawn import Ranks
 from shardwise.serving.assemble import free_bytes
+from shardwise.serving.forecast import deal_layers
 from shardwise.serving.kv_cache import Inputs, make_cache
 from shardwise.serving.runner import Part
 from shardwise.serving.shards import Shard, connect, make_shard
@@ -46,14 +49,46 @@ class Model:
     shard: Shard
 
 
+def ranks_for(shard: Shard, variables: Mapping[str, str]) -> Ranks:
+    """The processes of one replica."""
+    return Ranks(shard.num_ranks, variables=variables, grace_seconds=_GRACE_SECONDS)
+
+
+def layers_by_speed(ranks: Ranks, settings: Settings, shard: Shard, dtype: torch.dtype) -> tuple[int, ...]:
+    """Layers of each stage by what its slowest rank reads in a second, and by the room of its fullest."""
+    measured, size = ranks.run(_measure), shard.tp * shard.ep
+    stages = [measured[first : first + size] for first in range(0, shard.num_ranks, size)]
+    every = [(name, shape) for name, shape in shapes_of(settings).items() if name.startswith("layers.")]
+    layer_bytes = sum(prod(shape) for _, shape in every) * dtype.itemsize / settings.num_layers / size
+    speeds = [min(speed for speed, _ in stage) for stage in stages]
+    # A fifth at least is left for keys and values.
+    rooms = [0.8 * min(room for _, room in stage) for stage in stages]
+    return deal_layers(settings.num_layers, speeds, rooms, layer_bytes)
+
+
+def _measure() -> tuple[float, float]:
+    """Bytes a second that this rank copies, and bytes that it has free. Decoding is bound by reading weights."""
+    device = _device()
+    held = torch.ones(2**26 if device.type == "cuda" else 2**23, device=device)
+    best = torch.inf
+    for _ in range(4):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begun = perf_counter()
+        held.mul_(1.0)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, perf_counter() - begun)
+    return 2 * held.nbytes / best, float(free_bytes(device))
+
+
 class RankedRunner:
     """The runner of many ranks."""
 
     device = torch.device("cpu")
 
-    def __init__(self, model: Model, ranks: Ranks | None = None, variables: Mapping[str, str] | None = None) -> None:
-        self._model, self._owned = model, ranks is None
-        self.ranks = ranks or Ranks(model.shard.num_ranks, variables=variables, grace_seconds=_GRACE_SECONDS)
+    def __init__(self, model: Model, ranks: Ranks, *, is_owner: bool) -> None:
+        self._model, self.ranks, self._is_owner = model, ranks, is_owner
         #: Of each rank: bytes that are free for blocks, and bytes of its weights.
         self.rooms: list[tuple[int, int]] = self.ranks.run(_load, model)
         self._blocks: tuple[int, int] | None = None
@@ -78,7 +113,7 @@ class RankedRunner:
         return torch.from_numpy(logits[0])
 
     def close(self) -> None:
-        if self._owned:
+        if self._is_owner:
             self.ranks.close()
         else:
             self.ranks.run(_forget)
@@ -122,7 +157,7 @@ def _load(model: Model) -> tuple[int, int]:
         for first in range(0, shard.num_ranks, size):  # Every rank makes all groups, in one order.
             made = dist.new_group(list(range(first, first + size)))
             group = made if first <= shard.rank < first + size else group
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = _device()
     module, names = make_shard(model.settings, shard, model.dtype)
     if model.random_weights:
         initialise(module, 0, only=names, slices=shard.slices, device=device)
@@ -171,6 +206,10 @@ def _step(batches: Several[Inputs]) -> Any:
             dist.send(output.contiguous(), shard.rank + size)
     # As an array: torch would send a tensor by shared memory, whose file somebody has to keep open.
     return torch.cat(made).float().cpu().numpy() if part.is_last and shard.inner == 0 else None
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _forget() -> None:

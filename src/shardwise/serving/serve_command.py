@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from shardwise import environment
@@ -89,6 +90,8 @@ def _tell_ready(engine: "LLMEngine | Replicas", server: "Server", url: str, *, a
             "weight_bytes": summary.weight_bytes,
             "reserve_bytes": summary.reserve_bytes,
             "num_ranks": summary.num_ranks,
+            "plan": summary.plan,
+            "predicted": None if summary.forecast is None else asdict(summary.forecast),
             "has_chat_template": served.text.template is not None,
         }
         print(json.dumps(data), flush=True)

@@ -8,11 +8,11 @@ from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
 from shardwise.ranks.gpus import Found, find_gpus
 from shardwise.ranks.spawn import Ranks
-from shardwise.serving.assemble import Limits, Room, count_blocks, make_engine, reserve_bytes
+from shardwise.serving.assemble import Identity, Limits, Room, count_blocks, make_engine, reserve_bytes
 from shardwise.serving.blocks import BlockPool
 from shardwise.serving.engine import LLMEngine
 from shardwise.serving.kv_cache import block_bytes
-from shardwise.serving.ranked import Model, RankedRunner
+from shardwise.serving.ranked import Model, RankedRunner, layers_by_speed, ranks_for
 from shardwise.serving.replicas import Replicas
 from shardwise.serving.scheduler import Scheduler
 from shardwise.serving.shards import Shard, check_shard
@@ -22,7 +22,7 @@ from shardwise.units import counted
 
 def load_sharded(
     source: str,
-    plan: str,
+    plan: str | Plan,
     limits: Limits,
     *,
     random_weights: bool = False,
@@ -34,9 +34,9 @@ def load_sharded(
 
     As in training, experts are spread over ranks of dp: `dp=2,ep=2` is one model on two ranks, `dp=2` two replicas.
     """
-    found = Plan.parse(plan)
+    found = plan if isinstance(plan, Plan) else Plan.parse(plan)
     num_replicas = found.dp // found.ep
-    shard = Shard(tp=found.tp, pp=found.pp, ep=found.ep)
+    shard = Shard(tp=found.tp, pp=found.pp, ep=found.ep, counts=found.layers)
     if found.cp > 1:
         raise ShardwiseError(f"the plan {plan} has cp={found.cp}, and serving cuts no sequences", remedy="tp, pp or ep")
     if limits.host_bytes or limits.file_bytes or limits.kv_folder is not None:
@@ -46,36 +46,52 @@ def load_sharded(
     settings, kind, identity = describe_source(source, random_weights=random_weights, dtype=dtype)
     check_shard(settings, shard)
     model = Model(source=source, random_weights=random_weights, settings=settings, dtype=kind, shard=shard)
-    if limits.kv_bytes is not None:
-        limits = replace(limits, kv_bytes=limits.kv_bytes // num_replicas)
-
-    variables = [{}] * num_replicas if ranks is not None else gpus_of(num_replicas, shard.num_ranks, find_gpus(), plan)
+    gpus = find_gpus()
+    variables = [{}] * num_replicas if ranks is not None else gpus_of(num_replicas, shard.num_ranks, gpus, str(plan))
 
     def one(replica: int) -> LLMEngine:
-        runner = RankedRunner(model, ranks, variables[replica])
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        budget, most = limits.of_device(device)
-        reserve = reserve_bytes(settings, budget, most, kind)
-        # The fullest rank decides: that with the most layers.
-        num_layers = max(len(replace(shard, rank=each).layers(settings.num_layers)) for each in range(shard.num_ranks))
-        size = block_bytes(settings, num_layers, kind, limits.block_size, shard.tp)
-        shared = num_replicas if device.type == "cpu" else 1  # Replicas on GPUs have their own.
-        free = min(room for room, _ in runner.rooms) // shared - reserve
-        own = limits if limits.kv_bytes is None else replace(limits, kv_bytes=limits.kv_bytes // shard.num_ranks)
-        num_blocks = count_blocks(own, size, free, settings.length)
-        runner.allocate(num_blocks, limits.block_size)
-        room = Room(
-            num_ranks=shard.num_ranks * num_replicas,
-            num_parameters=sum(weights for _, weights in runner.rooms) // kind.itemsize,
-            weight_bytes=max(weights for _, weights in runner.rooms),
-            reserve_bytes=reserve,
-            block_bytes=size,
-        )
-        scheduler = Scheduler(BlockPool(num_blocks, limits.block_size), token_budget=budget, max_running=most)
-        return make_engine(runner, scheduler, settings, limits, identity, room, dtype=kind, device=device, seed=seed)
+        first = replica * shard.num_ranks
+        own = model
+        up = ranks or ranks_for(shard, variables[replica])
+        if shard.pp > 1 and shard.counts is None and len(set(gpus.gpus[first : first + shard.num_ranks])) > 1:
+            own = replace(model, shard=replace(shard, counts=layers_by_speed(up, settings, shard, kind)))
+        return _engine(own, up, limits, identity, found, seed=seed, is_owner=ranks is None)
 
     engines = [one(replica) for replica in range(num_replicas)]
     return engines[0] if num_replicas == 1 else Replicas(engines)
+
+
+def _engine(
+    model: Model, ranks: Ranks, limits: Limits, identity: Identity, plan: Plan, *, seed: int | None, is_owner: bool
+) -> LLMEngine:
+    """The engine of one replica."""
+    num_replicas = plan.dp // plan.ep
+    settings, shard, kind = model.settings, model.shard, model.dtype
+    runner = RankedRunner(model, ranks, is_owner=is_owner)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    budget, most = limits.of_device(device)
+    reserve = reserve_bytes(settings, budget, most, kind)
+    # A block is on all ranks, of each its layers: the rank with room for fewest decides.
+    layers = [len(replace(shard, rank=each).layers(settings.num_layers)) for each in range(shard.num_ranks)]
+    sizes = [block_bytes(settings, each, kind, limits.block_size, shard.tp) for each in layers]
+    shared = num_replicas if device.type == "cpu" else 1  # Replicas on GPUs have their own.
+    fullest = min(range(len(sizes)), key=lambda rank: (runner.rooms[rank][0] // shared - reserve) / sizes[rank])
+    own = limits
+    if limits.kv_bytes is not None:
+        own = replace(limits, kv_bytes=limits.kv_bytes // num_replicas * sizes[fullest] // sum(sizes))
+    num_blocks = count_blocks(own, sizes[fullest], runner.rooms[fullest][0] // shared - reserve, settings.length)
+    runner.allocate(num_blocks, limits.block_size)
+    room = Room(
+        num_ranks=shard.num_ranks * num_replicas,
+        num_parameters=sum(weights for _, weights in runner.rooms) // kind.itemsize,
+        weight_bytes=max(weights for _, weights in runner.rooms),
+        reserve_bytes=reserve,
+        block_bytes=max(sizes),
+    )
+    scheduler = Scheduler(BlockPool(num_blocks, limits.block_size), token_budget=budget, max_running=most)
+    return make_engine(
+        runner, scheduler, settings, limits, identity, room, dtype=kind, device=device, seed=seed, plan=plan
+    )
 
 
 def gpus_of(num_replicas: int, num_ranks: int, found: Found, plan: str) -> list[dict[str, str]]:

@@ -34,6 +34,8 @@ class Shard:
     pp: int = 1
     ep: int = 1
     rank: int = 0
+    #: Layers of each stage; none: as even as they come out.
+    counts: tuple[int, ...] | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -50,6 +52,9 @@ class Shard:
 
     def layers(self, num_layers: int) -> range:
         """Of this stage; the first stages have one more where they do not come out even."""
+        if self.counts is not None:
+            begin = sum(self.counts[: self.stage])
+            return range(begin, begin + self.counts[self.stage])
         each, over = divmod(num_layers, self.pp)
         begin = self.stage * each + min(self.stage, over)
         return range(begin, begin + each + (self.stage < over))
@@ -85,6 +90,13 @@ def check_shard(settings: Settings, shard: Shard) -> None:
         raise ShardwiseError("serving cuts a layer by tp or by ep, not by both", remedy="tp=2, or ep=2")
     if shard.pp > settings.num_layers:
         raise ShardwiseError(f"pp={shard.pp} is more than {settings.num_layers} layers", remedy="a smaller pp")
+    if shard.counts is not None and (sum(shard.counts) != settings.num_layers or 0 in shard.counts):
+        text = "+".join(map(str, shard.counts))
+        raise ShardwiseError(
+            f"layers={text} is {sum(shard.counts)} layers, and the model has {settings.num_layers}, of which each stage"
+            " takes one at least",
+            remedy="layers= with their sum, or without it",
+        )
     counts = {"heads": settings.attention.num_heads, "channels of the MLP": settings.mlp.width}
     if isinstance(settings.attention, Heads):
         counts["KV heads"] = settings.attention.num_kv_heads

@@ -14,13 +14,13 @@ from shardwise.nets.transformer import Transformer
 from shardwise.planner.plan import Plan
 from shardwise.serving.blocks import BlockPool
 from shardwise.serving.engine import LLMEngine
-from shardwise.serving.file_tier import FileTier
 from shardwise.serving.forecast import Forecast, forecast
 from shardwise.serving.kv_cache import block_bytes, make_cache
 from shardwise.serving.runner import LocalRunner, Runner
 from shardwise.serving.scheduler import Scheduler
 from shardwise.serving.summary import Summary
-from shardwise.serving.tiers import HostTier, Tiers
+from shardwise.serving.tier_store import TierBytes, make_store
+from shardwise.serving.tiers import Tiers
 from shardwise.training.machine import cluster_here
 from shardwise.units import format_bytes
 
@@ -56,6 +56,17 @@ class Limits:
                 remedy="--kv-files 64GiB --kv-folder kv, or neither",
             )
 
+    @property
+    def has_tiers(self) -> bool:
+        return bool(self.host_bytes) or self.kv_folder is not None
+
+    def tiers(self, rank: int = 0, num_ranks: int = 1) -> TierBytes:
+        """What one of so many ranks may hold beneath its cache; each has files of its own."""
+        folder = self.kv_folder if self.kv_folder is None or num_ranks == 1 else self.kv_folder / f"rank-{rank}"
+        return TierBytes(
+            host_bytes=self.host_bytes // num_ranks, file_bytes=self.file_bytes // num_ranks, folder=folder
+        )
+
     def of_device(self, device: torch.device) -> tuple[int, int]:
         """The tokens of one step, and the most sequences in it."""
         budget = self.token_budget or (8192 if device.type == "cuda" else 512)
@@ -89,9 +100,7 @@ def assemble(
     cache = make_cache(settings, settings.num_layers, num_blocks, limits.block_size, dtype, device)
     tiers = make_tiers(limits, cache.data, pool)
     weights = [*model.parameters(), *model.buffers()]
-    scheduler = Scheduler(
-        pool, token_budget=token_budget, max_running=max_running, reload=None if tiers is None else tiers.reload
-    )
+    scheduler = Scheduler(pool, token_budget=token_budget, max_running=max_running, beneath=tiers)
     room = Room(
         num_ranks=1,
         num_parameters=sum(each.numel() for each in model.parameters()),
@@ -167,12 +176,9 @@ def _forecast(settings: Settings, plan: Plan, scheduler: Scheduler, dtype: torch
 
 def make_tiers(limits: Limits, data: torch.Tensor, pool: BlockPool) -> Tiers | None:
     """What lies beneath a cache, if anything was asked for."""
-    if not limits.host_bytes and limits.kv_folder is None:
+    if not limits.has_tiers:
         return None
-    size = data.shape[1]
-    host = HostTier(limits.host_bytes, size, pinned=data.is_cuda)
-    files = None if limits.kv_folder is None else FileTier(limits.kv_folder, limits.file_bytes, size)
-    return Tiers(data, pool, host, files, measured=limits.measured)
+    return Tiers(make_store(data, limits.tiers()), pool, measured=limits.measured)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -117,7 +117,7 @@ class LLMEngine:
 
     def close(self) -> None:
         if self.tiers is not None:
-            self.tiers.flush()
+            self.tiers.close()
         self.runner.close()
 
     def _collect(self, pieces: Several[Piece], logits: Tensor) -> list[Token]:

@@ -33,6 +33,7 @@ from shardwise.serving.kv_cache import Inputs, make_cache
 from shardwise.serving.runner import Part
 from shardwise.serving.shards import Shard, connect, make_shard
 from shardwise.serving.sources import read_source
+from shardwise.serving.tier_store import TierBytes, make_store
 
 #: How long ranks have to end after one of them has: whoever asked is told within 5 s.
 _GRACE_SECONDS = 1.0
@@ -91,11 +92,25 @@ class RankedRunner:
         self._model, self.ranks, self._is_owner = model, ranks, is_owner
         #: Of each rank: bytes that are free for blocks, and bytes of its weights.
         self.rooms: list[tuple[int, int]] = self.ranks.run(_load, model)
-        self._blocks: tuple[int, int] | None = None
+        self._blocks: tuple[int, int, Several[TierBytes]] | None = None
+        #: Blocks that leave the caches of all ranks before their next step, with their names.
+        self._evicted: list[tuple[int, bytes]] = []
 
-    def allocate(self, num_blocks: int, block_size: int) -> None:
-        self._blocks = num_blocks, block_size
+    def allocate(self, num_blocks: int, block_size: int, tiers: Several[TierBytes] = ()) -> None:
+        """Give every rank its part of so many blocks, and what may lie beneath them."""
+        self._blocks = num_blocks, block_size, tiers
         self.ranks.run(_allocate, *self._blocks)
+
+    def evict(self, block: int, name: bytes) -> None:
+        self._evicted.append((block, name))
+
+    def ask_tiers(self, what: str, *given: Any) -> list[Any]:
+        """Call a method of the tiers of every rank, behind the evictions so far."""
+        return self.ranks.run(_ask_tiers, what, given, self._take_evicted())
+
+    def _take_evicted(self) -> list[tuple[int, bytes]]:
+        found, self._evicted = self._evicted, []
+        return found
 
     def check(self) -> None:
         self.ranks.check()
@@ -103,11 +118,12 @@ class RankedRunner:
     def recover(self) -> None:
         """New ranks, which read their weights again: the first that fails has ended all of them."""
         assert self._blocks is not None, "ranks that have served have blocks"
+        self._evicted.clear()
         self.ranks.run(_load, self._model)
         self.ranks.run(_allocate, *self._blocks)
 
     def run(self, inputs: Inputs) -> Tensor:
-        found = self.ranks.run(_step, deal(inputs, self._model.shard.pp))
+        found = self.ranks.run(_step, deal(inputs, self._model.shard.pp), self._take_evicted())
         logits = [each for each in found if each is not None]
         assert len(logits) == 1, "one rank of the last stage gives logits back"
         return torch.from_numpy(logits[0])
@@ -177,17 +193,30 @@ def _load(model: Model) -> tuple[int, int]:
     return free_bytes(device) // (1 if device.type == "cuda" else shard.num_ranks), weights
 
 
-def _allocate(num_blocks: int, block_size: int) -> None:
+def _allocate(num_blocks: int, block_size: int, tiers: Several[TierBytes] = ()) -> None:
     module, shard, device = _HELD["model"], _HELD["shard"], _HELD["device"]
     settings = module.settings
     layers = shard.layers(settings.num_layers)
     dtype = next(each.dtype for each in module.parameters() if not each.is_meta)
     cache = make_cache(settings, len(layers), num_blocks, block_size, dtype, device, shard.tp)
     _HELD["part"] = Part(module, cache, layers)
+    _HELD["tiers"] = make_store(cache.data, tiers[shard.rank]) if tiers else None
+
+
+def _ask_tiers(what: str, given: tuple[Any, ...], evicted: Several[tuple[int, bytes]]) -> Any:
+    _evict(evicted)
+    found = getattr(_HELD["tiers"], what)
+    return found(*given) if callable(found) else found
+
+
+def _evict(evicted: Several[tuple[int, bytes]]) -> None:
+    for block, name in evicted:
+        _HELD["tiers"].put(block, name)
 
 
 @torch.inference_mode()
-def _step(batches: Several[Inputs]) -> Any:
+def _step(batches: Several[Inputs], evicted: Several[tuple[int, bytes]] = ()) -> Any:
+    _evict(evicted)
     part, shard, device = _HELD["part"], _HELD["shard"], _HELD["device"]
     size, made = shard.tp * shard.ep, []
     for batch in batches:

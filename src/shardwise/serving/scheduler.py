@@ -11,18 +11,25 @@ room for its longest answer, so the engine always gets on.
 """
 
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Sequence as Several
+from typing import Protocol
 
 from shardwise.serving.blocks import BlockPool
 from shardwise.serving.sequence import Piece, Sequence
 
 
-class Scheduler:
-    """Requests by urgency: lower priority first, then who came first.
+class Beneath(Protocol):
+    """What lies beneath the cache, found by the names of blocks."""
 
-    `reload(sequence, names)` is asked at admission for what lies beneath the cache: it brings the blocks of some of the
-    names, in their order, and gives them back, filled and taken.
-    """
+    def prefetch(self, names: Several[bytes]) -> None:
+        """Somebody with these names waits."""
+
+    def reload(self, names: list[bytes]) -> list[int]:
+        """At admission: bring the blocks of the first of these names, and give them back, filled and taken."""
+
+
+class Scheduler:
+    """Requests by urgency: lower priority first, then who came first. `beneath` is what lies beneath the cache."""
 
     def __init__(
         self,
@@ -30,12 +37,12 @@ class Scheduler:
         *,
         token_budget: int,
         max_running: int,
-        reload: Callable[[list[bytes]], list[int]] | None = None,
+        beneath: Beneath | None = None,
     ) -> None:
         assert token_budget >= max_running, "everyone who runs gets a token in every step"
         self.pool = pool
         self.token_budget, self.max_running = token_budget, max_running
-        self.reload = reload
+        self.beneath = beneath
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -43,6 +50,8 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=lambda each: each.urgency)
+        if self.beneath is not None:
+            self.beneath.prefetch(self._find_shared(sequence)[1])
 
     def find(self, name: str) -> Sequence | None:
         return next((each for each in (*self.running, *self.waiting) if each.id == name), None)
@@ -130,8 +139,8 @@ class Scheduler:
         blocks, names = self._find_shared(sequence)
         for block in blocks:
             self.pool.take(block)
-        if self.reload is not None and len(blocks) < len(names):
-            blocks = blocks + self.reload(names[len(blocks) :])
+        if self.beneath is not None and len(blocks) < len(names):
+            blocks = blocks + self.beneath.reload(names[len(blocks) :])
         sequence.blocks = blocks
         sequence.num_computed = len(blocks) * self.pool.block_size
         if sequence.num_cached is None:

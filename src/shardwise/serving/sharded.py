@@ -13,10 +13,12 @@ from shardwise.serving.blocks import BlockPool
 from shardwise.serving.engine import LLMEngine
 from shardwise.serving.kv_cache import block_bytes
 from shardwise.serving.ranked import Model, RankedRunner, layers_by_speed, ranks_for
+from shardwise.serving.ranked_tiers import RankedTiers
 from shardwise.serving.replicas import Replicas
 from shardwise.serving.scheduler import Scheduler
 from shardwise.serving.shards import Shard, check_shard
 from shardwise.serving.sources import describe_source
+from shardwise.serving.tiers import Tiers
 from shardwise.units import counted
 
 
@@ -39,9 +41,10 @@ def load_sharded(
     shard = Shard(tp=found.tp, pp=found.pp, ep=found.ep, counts=found.layers)
     if found.cp > 1:
         raise ShardwiseError(f"the plan {plan} has cp={found.cp}, and serving cuts no sequences", remedy="tp, pp or ep")
-    if limits.host_bytes or limits.file_bytes or limits.kv_folder is not None:
+    if limits.has_tiers and num_replicas > 1:
         raise ShardwiseError(
-            "tiers beneath the KV cache are of one device, and the plan has several", remedy="no --plan, or no tiers"
+            f"tiers beneath the KV cache are of one replica, and the plan {plan} has {num_replicas}",
+            remedy="a plan of tp and pp, or no tiers",
         )
     settings, kind, identity = describe_source(source, random_weights=random_weights, dtype=dtype)
     check_shard(settings, shard)
@@ -80,7 +83,13 @@ def _engine(
     if limits.kv_bytes is not None:
         own = replace(limits, kv_bytes=limits.kv_bytes // num_replicas * sizes[fullest] // sum(sizes))
     num_blocks = count_blocks(own, sizes[fullest], runner.rooms[fullest][0] // shared - reserve, settings.length)
-    runner.allocate(num_blocks, limits.block_size)
+    tier_bytes = [limits.tiers(rank, shard.num_ranks) for rank in range(shard.num_ranks)] if limits.has_tiers else []
+    runner.allocate(num_blocks, limits.block_size, tier_bytes)
+    pool = BlockPool(num_blocks, limits.block_size)
+    tiers = None
+    if limits.has_tiers:
+        num_host = min(each.host_bytes // size for each, size in zip(tier_bytes, sizes, strict=True))
+        tiers = Tiers(RankedTiers(runner, sum(sizes), num_host), pool, measured=limits.measured)
     room = Room(
         num_ranks=shard.num_ranks * num_replicas,
         num_parameters=sum(weights for _, weights in runner.rooms) // kind.itemsize,
@@ -88,10 +97,11 @@ def _engine(
         reserve_bytes=reserve,
         block_bytes=max(sizes),
     )
-    scheduler = Scheduler(BlockPool(num_blocks, limits.block_size), token_budget=budget, max_running=most)
+    scheduler = Scheduler(pool, token_budget=budget, max_running=most, beneath=tiers)
     return make_engine(
-        runner, scheduler, settings, limits, identity, room, dtype=kind, device=device, seed=seed, plan=plan
-    )
+        runner, scheduler, settings, limits, identity, room, dtype=kind, device=device, tiers=tiers, seed=seed,
+        plan=plan,
+    )  # fmt: skip
 
 
 def gpus_of(num_replicas: int, num_ranks: int, found: Found, plan: str) -> list[dict[str, str]]:

@@ -16,6 +16,7 @@ from shardwise.serving.blocks import BlockPool
 from shardwise.serving.engine import LLMEngine
 from shardwise.serving.forecast import Forecast, forecast
 from shardwise.serving.kv_cache import block_bytes, make_cache
+from shardwise.serving.narrow_weights import narrow, num_parameters, weight_bytes
 from shardwise.serving.runner import LocalRunner, Runner
 from shardwise.serving.scheduler import Scheduler
 from shardwise.serving.summary import Summary
@@ -46,6 +47,8 @@ class Limits:
     kv_folder: Path | None = None
     #: Whether a block is reloaded only where that was measured to be faster than computing it.
     measured: bool = True
+    #: Weights of layers in fewer bits: "fp8" or "int4".
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         if bool(self.file_bytes) != (self.kv_folder is not None):
@@ -91,6 +94,7 @@ def assemble(
 ) -> LLMEngine:
     """An engine on the device that the model is on."""
     limits, identity = limits or Limits(), identity or Identity()
+    narrow(model, limits.weights)
     settings, device, dtype = model.settings, model.embed.weight.device, model.embed.weight.dtype
     token_budget, max_running = limits.of_device(device)
     size = block_bytes(settings, settings.num_layers, dtype, limits.block_size)
@@ -99,12 +103,11 @@ def assemble(
     pool = BlockPool(num_blocks, limits.block_size)
     cache = make_cache(settings, settings.num_layers, num_blocks, limits.block_size, dtype, device)
     tiers = make_tiers(limits, cache.data, pool)
-    weights = [*model.parameters(), *model.buffers()]
     scheduler = Scheduler(pool, token_budget=token_budget, max_running=max_running, beneath=tiers)
     room = Room(
         num_ranks=1,
-        num_parameters=sum(each.numel() for each in model.parameters()),
-        weight_bytes=sum(each.numel() * each.element_size() for each in weights),
+        num_parameters=num_parameters(model),
+        weight_bytes=weight_bytes(model),
         reserve_bytes=reserve,
         block_bytes=size,
     )
@@ -136,7 +139,7 @@ def make_engine(
     summary = Summary(
         model=identity.name,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else environment.processor_name(),
-        precision=str(dtype).removeprefix("torch."),
+        precision=str(dtype).removeprefix("torch.") + (f", weights in {limits.weights}" if limits.weights else ""),
         num_ranks=room.num_ranks,
         num_parameters=room.num_parameters,
         weight_bytes=room.weight_bytes,
@@ -157,7 +160,7 @@ def make_engine(
         max_length=max_length,
         eos_token_ids=identity.eos_token_ids,
         tokenizer_source=identity.tokenizer_source,
-        model_name=f"{identity.name}/{identity.fingerprint}/{dtype}/{limits.block_size}",
+        model_name=f"{identity.name}/{identity.fingerprint}/{dtype}/{limits.weights}/{limits.block_size}",
         tiers=tiers,
         seed=seed,
     )

@@ -10,6 +10,7 @@ from shardwise.ranks.gpus import find_gpus
 from shardwise.serving.assemble import Limits, assemble
 from shardwise.serving.engine import LLMEngine
 from shardwise.serving.forecast import GOALS, choose_plan
+from shardwise.serving.narrow_weights import check_kind
 from shardwise.serving.replicas import Replicas
 from shardwise.serving.sharded import load_sharded
 from shardwise.serving.sources import PRECISIONS, describe_source, find_newest_run, read_source
@@ -22,6 +23,7 @@ def load_engine(
     plan: str | None = None,
     random_weights: bool = False,
     precision: str | None = None,
+    weights: str | None = None,
     kv_bytes: int | None = None,
     max_length: int | None = None,
     block_size: int = 16,
@@ -39,13 +41,15 @@ def load_engine(
 
     `kv_bytes` is for the cache; by default what is free on a GPU, and on a host a quarter of it, 4 GiB at most. Without
     a plan all GPUs are used, as the planner finds best for a `goal`, "tokens" or "latency"; without GPUs one process
-    computes.
+    computes. `weights` keeps those of layers in fewer bits, "fp8" or "int4".
     """
     if goal not in GOALS:
         raise unknown("goal", goal, GOALS)
     if precision is not None and precision not in PRECISIONS:
         raise unknown("precision", precision, PRECISIONS)
+    check_kind(weights)
     limits = Limits(
+        weights=weights,
         kv_bytes=kv_bytes,
         max_length=max_length,
         block_size=block_size,

@@ -30,6 +30,7 @@ from shardwise.ranks.spawn import Ranks
 from shardwise.serving.assemble import free_bytes
 from shardwise.serving.forecast import deal_layers
 from shardwise.serving.kv_cache import Inputs, make_cache
+from shardwise.serving.narrow_weights import narrow, num_parameters, weight_bytes
 from shardwise.serving.runner import Part
 from shardwise.serving.shards import Shard, connect, make_shard
 from shardwise.serving.sources import read_source
@@ -48,6 +49,7 @@ class Model:
     settings: Settings
     dtype: torch.dtype
     shard: Shard
+    weights: str | None = None
 
 
 def ranks_for(shard: Shard, variables: Mapping[str, str]) -> Ranks:
@@ -90,8 +92,8 @@ class RankedRunner:
 
     def __init__(self, model: Model, ranks: Ranks, *, is_owner: bool) -> None:
         self._model, self.ranks, self._is_owner = model, ranks, is_owner
-        #: Of each rank: bytes that are free for blocks, and bytes of its weights.
-        self.rooms: list[tuple[int, int]] = self.ranks.run(_load, model)
+        #: Of each rank: bytes that are free for blocks, bytes of its weights, and their number.
+        self.rooms: list[tuple[int, int, int]] = self.ranks.run(_load, model)
         self._blocks: tuple[int, int, Several[TierBytes]] | None = None
         #: Blocks that leave the caches of all ranks before their next step, with their names.
         self._evicted: list[tuple[int, bytes]] = []
@@ -165,7 +167,7 @@ def _some(inputs: Inputs, begin: int, end: int) -> Inputs:
 _HELD: dict[str, Any] = {}
 
 
-def _load(model: Model) -> tuple[int, int]:
+def _load(model: Model) -> tuple[int, int, int]:
     shard = replace(model.shard, rank=dist.get_rank())
     size = shard.tp * shard.ep
     group = None
@@ -188,16 +190,17 @@ def _load(model: Model) -> tuple[int, int]:
         if module.rotary is not None:
             module.rotary.to(device)
     connect(module, shard, group)
-    _HELD.update(model=module.eval().requires_grad_(False), shard=shard, device=device)
-    weights = sum(each.numel() * each.element_size() for each in module.parameters() if not each.is_meta)
-    return free_bytes(device) // (1 if device.type == "cuda" else shard.num_ranks), weights
+    narrow(module, model.weights)
+    _HELD.update(model=module.eval().requires_grad_(False), shard=shard, device=device, dtype=model.dtype)
+    room = free_bytes(device) // (1 if device.type == "cuda" else shard.num_ranks)
+    return room, weight_bytes(module), num_parameters(module)
 
 
 def _allocate(num_blocks: int, block_size: int, tiers: Several[TierBytes] = ()) -> None:
     module, shard, device = _HELD["model"], _HELD["shard"], _HELD["device"]
     settings = module.settings
     layers = shard.layers(settings.num_layers)
-    dtype = next(each.dtype for each in module.parameters() if not each.is_meta)
+    dtype = _HELD["dtype"]
     cache = make_cache(settings, len(layers), num_blocks, block_size, dtype, device, shard.tp)
     _HELD["part"] = Part(module, cache, layers)
     _HELD["tiers"] = make_store(cache.data, tiers[shard.rank]) if tiers else None
@@ -224,9 +227,7 @@ def _step(batches: Several[Inputs], evicted: Several[tuple[int, bytes]] = ()) ->
         hidden = None
         if not part.is_first:
             shape = 1, len(batch.tokens), part.model.settings.width
-            hidden = torch.empty(
-                shape, dtype=next(part.model.layers[part.layers.start].parameters()).dtype, device=device
-            )
+            hidden = torch.empty(shape, dtype=_HELD["dtype"], device=device)
             dist.recv(hidden, shard.rank - size)
         output = part(inputs, hidden)
         if part.is_last:

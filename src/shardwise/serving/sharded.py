@@ -48,7 +48,8 @@ def load_sharded(
         )
     settings, kind, identity = describe_source(source, random_weights=random_weights, dtype=dtype)
     check_shard(settings, shard)
-    model = Model(source=source, random_weights=random_weights, settings=settings, dtype=kind, shard=shard)
+    model = Model(source=source, random_weights=random_weights, settings=settings, dtype=kind, shard=shard,
+                  weights=limits.weights)  # fmt: skip
     gpus = find_gpus()
     variables = [{}] * num_replicas if ranks is not None else gpus_of(num_replicas, shard.num_ranks, gpus, str(plan))
 
@@ -92,8 +93,8 @@ def _engine(
         tiers = Tiers(RankedTiers(runner, sum(sizes), num_host), pool, measured=limits.measured)
     room = Room(
         num_ranks=shard.num_ranks * num_replicas,
-        num_parameters=sum(weights for _, weights in runner.rooms) // kind.itemsize,
-        weight_bytes=max(weights for _, weights in runner.rooms),
+        num_parameters=sum(count for _, _, count in runner.rooms),
+        weight_bytes=max(num_bytes for _, num_bytes, _ in runner.rooms),
         reserve_bytes=reserve,
         block_bytes=max(sizes),
     )

@@ -32,7 +32,7 @@ from shardwise.serving.forecast import deal_layers
 from shardwise.serving.kv_cache import Inputs, make_cache
 from shardwise.serving.narrow_weights import narrow, num_parameters, weight_bytes
 from shardwise.serving.runner import Part
-from shardwise.serving.shards import Shard, connect, make_shard
+from shardwise.serving.shards import Shard, connect, make_shard, shard_waits
 from shardwise.serving.sources import read_source
 from shardwise.serving.tier_store import TierBytes, make_store
 
@@ -97,6 +97,8 @@ class RankedRunner:
         self._blocks: tuple[int, int, Several[TierBytes]] | None = None
         #: Blocks that leave the caches of all ranks before their next step, with their names.
         self._evicted: list[tuple[int, bytes]] = []
+        #: Of the last step: how long each rank computed, without what it waited for others. On GPUs it is not known.
+        self.rank_seconds: list[float] = []
 
     def allocate(self, num_blocks: int, block_size: int, tiers: Several[TierBytes] = ()) -> None:
         """Give every rank its part of so many blocks, and what may lie beneath them."""
@@ -126,7 +128,8 @@ class RankedRunner:
 
     def run(self, inputs: Inputs) -> Tensor:
         found = self.ranks.run(_step, deal(inputs, self._model.shard.pp), self._take_evicted())
-        logits = [each for each in found if each is not None]
+        self.rank_seconds = [seconds for _, seconds in found]
+        logits = [each for each, _ in found if each is not None]
         assert len(logits) == 1, "one rank of the last stage gives logits back"
         return torch.from_numpy(logits[0])
 
@@ -221,7 +224,8 @@ def _evict(evicted: Several[tuple[int, bytes]]) -> None:
 def _step(batches: Several[Inputs], evicted: Several[tuple[int, bytes]] = ()) -> Any:
     _evict(evicted)
     part, shard, device = _HELD["part"], _HELD["shard"], _HELD["device"]
-    size, made = shard.tp * shard.ep, []
+    size, made, seconds = shard.tp * shard.ep, [], 0.0
+    waited = shard_waits.seconds
     for batch in batches:
         inputs = _on(batch, device)
         hidden = None
@@ -229,13 +233,16 @@ def _step(batches: Several[Inputs], evicted: Several[tuple[int, bytes]] = ()) ->
             shape = 1, len(batch.tokens), part.model.settings.width
             hidden = torch.empty(shape, dtype=_HELD["dtype"], device=device)
             dist.recv(hidden, shard.rank - size)
+        begun = perf_counter()
         output = part(inputs, hidden)
+        seconds += perf_counter() - begun
         if part.is_last:
             made.append(output)
         else:
             dist.send(output.contiguous(), shard.rank + size)
     # As an array: torch would send a tensor by shared memory, whose file somebody has to keep open.
-    return torch.cat(made).float().cpu().numpy() if part.is_last and shard.inner == 0 else None
+    seconds = 0.0 if device.type == "cuda" else seconds - (shard_waits.seconds - waited)
+    return torch.cat(made).float().cpu().numpy() if part.is_last and shard.inner == 0 else None, seconds
 
 
 def _device() -> torch.device:

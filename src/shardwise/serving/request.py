@@ -60,6 +60,8 @@ class Request:
     sampling: Sampling
     priority: int = 0
     salt: str = ""
+    #: When it was asked for, by `time.monotonic`, where it waited before the engine.
+    asked_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,8 @@ room for its longest answer, so the engine always gets on.
 
 from bisect import insort
 from collections.abc import Sequence as Several
-from typing import Protocol
+from time import perf_counter
+from typing import Literal, Protocol
 
 from shardwise.serving.blocks import BlockPool
 from shardwise.serving.sequence import Piece, Sequence
@@ -47,6 +48,10 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self.num_queried = self.num_hit = 0
+        #: Of the last step: its pieces, what whoever waits first waits for, and how long blocks came from beneath.
+        self.pieces: list[Piece] = []
+        self.held_up: Literal["blocks", "tokens", "places"] | None = None
+        self.reload_seconds = 0.0
 
     def add(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=lambda each: each.urgency)
@@ -69,11 +74,15 @@ class Scheduler:
 
     def schedule(self) -> list[Piece]:
         """The pieces of the next step, each with its blocks."""
+        self.held_up, self.reload_seconds = None, 0.0
         self._make_room_for_urgent()
         num_before = self.num_preemptions
         pieces = self._continue_running()
         if self.num_preemptions == num_before:  # Else who was sent away would come back for the same blocks.
             self._admit(pieces)
+        elif self.waiting:
+            self.held_up = "blocks"
+        self.pieces = pieces
         return pieces
 
     def _continue_running(self) -> list[Piece]:
@@ -100,6 +109,7 @@ class Scheduler:
         while self.waiting and budget and len(self.running) < self.max_running:
             sequence = self.waiting[0]
             if not self._fits(sequence):
+                self.held_up = "blocks"
                 return
             self.waiting.pop(0)
             self.running.append(sequence)
@@ -110,6 +120,8 @@ class Scheduler:
             count = min(sequence.num_left, budget)
             pieces.append(Piece(sequence=sequence, start=sequence.num_computed, count=count))
             budget -= count
+        if self.waiting:
+            self.held_up = "places" if budget else "tokens"
 
     def _make_room_for_urgent(self) -> None:
         """Someone with a better priority than the least urgent who runs does not wait for it."""
@@ -140,7 +152,9 @@ class Scheduler:
         for block in blocks:
             self.pool.take(block)
         if self.beneath is not None and len(blocks) < len(names):
+            begun = perf_counter()
             blocks = blocks + self.beneath.reload(names[len(blocks) :])
+            self.reload_seconds += perf_counter() - begun
         sequence.blocks = blocks
         sequence.num_computed = len(blocks) * self.pool.block_size
         if sequence.num_cached is None:

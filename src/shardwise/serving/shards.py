@@ -8,6 +8,7 @@ Only what a rank has is read and gets memory. The rest of its module stays on th
 """
 
 from dataclasses import dataclass
+from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -140,6 +141,21 @@ def connect(model: Transformer, shard: Shard, group: dist.ProcessGroup | None) -
                 each.exchange = _Exchange(shard, group)
 
 
+class _Waits:
+    """Sums over ranks, and for how long this one was in them: mostly it waits there for the others."""
+
+    seconds = 0.0
+
+    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+        begun = perf_counter()
+        dist.all_reduce(tensor, group=group)
+        self.seconds += perf_counter() - begun
+
+
+#: Of this process.
+shard_waits = _Waits()
+
+
 class _Exchange:
     """The experts of this rank for the rows that are theirs; the other rows come from the other ranks."""
 
@@ -154,7 +170,7 @@ class _Exchange:
         mine = slice(ends[here.start], ends[here.stop])
         made = torch.zeros_like(rows)
         made[mine] = experts(rows[mine], counts[here])
-        dist.all_reduce(made, group=self._group)
+        shard_waits.all_reduce(made, self._group)
         assert callable(meanwhile), "what is computed beside the experts"
         return made, meanwhile()
 
@@ -162,7 +178,7 @@ class _Exchange:
 def _summed(made: Tensor | tuple[Tensor, Tensor | None], group: dist.ProcessGroup | None) -> object:
     output = made if isinstance(made, Tensor) else made[0]
     output = output.contiguous()
-    dist.all_reduce(output, group=group)
+    shard_waits.all_reduce(output, group)
     return output if isinstance(made, Tensor) else (output, made[1])
 
 

@@ -14,7 +14,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardwise.errors import ShardwiseError
 from shardwise.serving.http.fair_queue import FairQueue
@@ -189,7 +189,7 @@ class EngineLoop:
         if ticket.is_over:
             return  # It left between the queue and here.
         try:
-            self.engine.add(ticket.request)
+            self.engine.add(replace(ticket.request, asked_at=ticket.asked_at))
         except ShardwiseError as error:
             self._tell_one(ticket, error)
 

@@ -168,7 +168,10 @@ class LLMEngine:
         return told
 
     def _take(self, sequence: Sequence, token: int, logprob: Logprob | None) -> Token:
-        """The next token of a sequence has come."""
+        """The next token of a sequence has come; or none could, and it ends."""
+        if sequence.is_stuck:
+            self.scheduler.remove(sequence)
+            return Token(request=sequence.id, token=None, finish="stop")
         is_first = not sequence.num_generated
         sequence.tokens.append(token)
         manner = sequence.request.sampling

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels.sampling import make_key, sample_plain, threshold
+from tests.nets.families import VOCABULARY
 from tests.serving.answers import answer, ask, both, engine_over, prompts, run, tokens_of
 
 
@@ -131,3 +132,32 @@ def test_log_probabilities_are_the_models_own() -> None:
                 assert abs(each.logprob - float(logprobs[place, each.token])) < 1e-4
                 assert each.top[0][0] == int(logprobs[place].argmax())
                 assert len(each.top) == (1 if place < len(prompt) - 1 else 2)
+
+
+class Fixed:
+    """Allows the same tokens at every place; after some places none."""
+
+    def __init__(self, tokens: list[int], num_places: int) -> None:
+        self._tokens, self._num_left = tokens, num_places
+
+    def allowed(self) -> list[bool]:
+        return [self._num_left > 0 and token in self._tokens for token in range(VOCABULARY)]
+
+    def advance(self, token: int) -> None:
+        assert token in self._tokens
+        self._num_left -= 1
+
+
+def test_a_guide_that_allows_no_token_ends_the_answer_and_no_other() -> None:
+    engine = engine_over(both("llama")[1])
+    told = run(engine, [ask((1, 2, 3), "stuck", guide=Fixed([7], 2)), ask((1, 2, 3), "free", num_tokens=5)])
+    assert [token.token for token in told["stuck"]] == [7, 7, None]
+    assert told["stuck"][-1].finish == "stop"
+    assert len(told["free"]) == 5
+    assert engine.load().num_used_blocks == 0
+
+
+def test_an_answer_ends_where_its_guide_allows_ends_alone_also_before_it_is_long_enough() -> None:
+    engine = engine_over(both("llama")[1])
+    given = ask((1, 2, 3), guide=Fixed([9], 12), min_tokens=4, stop_token_ids=frozenset({9}))
+    assert [(token.token, token.finish) for token in run(engine, [given])["r"]] == [(9, "stop")]

@@ -1,17 +1,22 @@
 """Models over ranks and replicas answer as one device does."""
 
 from pathlib import Path
+from threading import Event
 
 import pytest
+from torch import Tensor
 
 from shardwise.errors import ShardwiseError
+from shardwise.ranks.gpus import Found, Gpu
 from shardwise.ranks.spawn import Ranks
 from shardwise.serving.assemble import Limits
+from shardwise.serving.kv_cache import Inputs
 from shardwise.serving.ranked import deal
 from shardwise.serving.replicas import Replicas
+from shardwise.serving.request import Token
 from shardwise.serving.runner import prepare
 from shardwise.serving.sequence import Piece, Sequence
-from shardwise.serving.sharded import load_sharded
+from shardwise.serving.sharded import gpus_of, load_sharded
 from tests.nets.families import save_theirs
 from tests.serving.answers import answer, ask, both, engine_over, expected, prompts
 
@@ -24,6 +29,7 @@ LIMITS = Limits(kv_bytes=2**20, block_size=4, token_budget=24, max_running=24)
         ("llama", "tp=2"),
         ("gpt2", "pp=2"),
         ("qwen3-moe", "dp=2,ep=2"),
+        ("llama", "pp=2,layers=3+1"),
         pytest.param("llama", "pp=2", marks=pytest.mark.whole),
         pytest.param("llama, biases", "tp=2", marks=pytest.mark.whole),
         pytest.param("qwen2, windows", "tp=2", marks=pytest.mark.whole),
@@ -61,6 +67,30 @@ def test_replicas_answer_as_one_and_get_what_they_have_cached() -> None:
     engine.close()
 
 
+def test_a_replica_in_a_long_step_holds_up_no_other() -> None:
+    model = both("llama")[1]
+    slow, quick = engine_over(model), engine_over(model)
+    may_go, plain = Event(), slow.runner.run
+
+    def run(inputs: Inputs) -> Tensor:
+        assert may_go.wait(60)
+        return plain(inputs)
+
+    slow.runner.run = run  # type: ignore[method-assign]
+    engine = Replicas([slow, quick])
+    for name in ("slow", "quick"):
+        engine.add(ask(prompts(1)[0], name, num_tokens=5))
+    told: list[Token] = []
+    while not any(token.finish for token in told):
+        told += engine.step()
+    assert {token.request for token in told} == {"quick"}
+    may_go.set()
+    while engine.has_work():
+        told += engine.step()
+    assert [token.request for token in told] == ["quick"] * 5 + ["slow"] * 5
+    engine.close()
+
+
 def test_a_step_is_dealt_into_batches_of_whole_sequences() -> None:
     pieces = []
     for number, count in enumerate((5, 1, 1, 9, 2)):
@@ -84,6 +114,7 @@ def test_a_step_is_dealt_into_batches_of_whole_sequences() -> None:
         ("tp=4", "tp=4 does not divide 2 KV heads"),
         ("dp=2,ep=2", "ep=2 does not divide 0 experts"),
         ("pp=8", "pp=8 is more than 4 layers"),
+        ("pp=2,layers=3+3", "layers=3+3 is 6 layers, and the model has 4, of which each stage takes one at least"),
         ("cp=2", "the plan cp=2 has cp=2, and serving cuts no sequences"),
     ],
 )
@@ -92,3 +123,15 @@ def test_what_cannot_be_cut_so_is_refused_before_ranks_start(plan: str, problem:
     with pytest.raises(ShardwiseError) as caught:
         load_sharded(str(tmp_path), plan, LIMITS)
     assert caught.value.problem == problem
+
+
+def test_replicas_take_gpus_of_their_own_and_too_few_are_told_before_ranks_start() -> None:
+    gpu = Gpu(name="G", memory_bytes=2**30, capability=(9, 0))
+    four = Found(gpus=(gpu,) * 4, num_in_machine=4)
+    assert gpus_of(2, 2, four, "tp=2,dp=2") == [{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}]
+    some = Found(gpus=(gpu,) * 2, num_in_machine=8, visible="5,7")
+    assert gpus_of(2, 1, some, "dp=2") == [{"CUDA_VISIBLE_DEVICES": "5"}, {"CUDA_VISIBLE_DEVICES": "7"}]
+    assert gpus_of(2, 1, Found(), "dp=2") == [{}, {}]
+    with pytest.raises(ShardwiseError, match="the plan tp=2,dp=2 takes 4 GPUs, and 2 are here") as caught:
+        gpus_of(2, 2, some, "tp=2,dp=2")
+    assert caught.value.remedy == "a plan of fewer ranks; or CUDA_VISIBLE_DEVICES= to serve on CPUs"

@@ -39,25 +39,28 @@ class Served:
 
 def serve(
     model: Model, pool: Pool, *, tp: Ints, pp: Ints, ep: Ints, sequences: Ints, prompt: int, output: int,
-    software: Software, constants: Constants = CONSTANTS,
+    software: Software, constants: Constants = CONSTANTS, width: int = 2,
 ) -> Served:  # fmt: skip
-    """Price serving `sequences` at once on replicas of tp x pp ranks, prompts of `prompt` tokens, `output` answered."""
+    """Price serving `sequences` at once on replicas of tp x pp ranks, prompts of `prompt` tokens, `output` answered.
+
+    Weights, keys and values are numbers of `width` bytes.
+    """
     engine = Engine(device=pool.device, software=replace(software, cuda_graphs=True), constants=constants)
     wires = Wires(pool=pool)
     together = np.maximum(-(-sequences // pp), 1)
-    read = Share(sequence=prompt, microbatch=1, tp=tp, ep=ep)
-    decode = Share(sequence=1, microbatch=together, tp=tp, ep=ep)
-    hop = wires.hop(together * model.hidden * 2 / tp, tp, pp) * (pp - 1)
-    prompt_hop = wires.hop(prompt * model.hidden * 2 / tp, tp, pp) * (pp - 1)
+    read = Share(sequence=prompt, microbatch=1, tp=tp, ep=ep, width=width)
+    decode = Share(sequence=1, microbatch=together, tp=tp, ep=ep, width=width)
+    hop = wires.hop(together * model.hidden * width / tp, tp, pp) * (pp - 1)
+    prompt_hop = wires.hop(prompt * model.hidden * width / tp, tp, pp) * (pp - 1)
     kept = prompt + output / 2
     # Bytes of keys and values of one position, in all layers, on one tensor parallel rank.
-    cache = np.zeros(len(tp)) + model.cache_bytes(Share(tp=tp))
+    cache = np.zeros(len(tp)) + model.cache_bytes(Share(tp=tp, width=width))
     reading = together * kept * cache / (pool.device.memory_bytes_per_second * constants.streaming)
     prefill = _forward(model, engine, wires, read, tp, ep) + prompt_hop
     token = _forward(model, engine, wires, decode, tp, ep) + reading + hop
     held = Share(tp=tp, ep=ep)
     parameters = sum((block.num_parameters_on(held) * count for block, count in model.kinds), np.zeros(len(tp)))
-    weights = 2.0 * parameters / pp
+    weights = width * parameters / pp
     overhead = constants.context_bytes + constants.workspace_bytes + constants.group_bytes * (tp * pp > 1)
     free = _TAKEN * pool.device.memory_bytes - weights - overhead - _working_bytes(model, prompt, tp)
     block = BLOCK * cache / pp

@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection
 from typing import Any
 
@@ -64,7 +64,16 @@ def spawn(
 class Ranks:
     """Processes that stay up from one function to the next. After a failure the next function gets new ones."""
 
-    def __init__(self, devices: int, *, gpus: Gpus = "own", silent_seconds: float = SILENT_SECONDS) -> None:
+    def __init__(
+        self,
+        devices: int,
+        *,
+        gpus: Gpus = "own",
+        silent_seconds: float = SILENT_SECONDS,
+        grace_seconds: float = _GRACE_SECONDS,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """`variables` are of the ranks' environment, beside those of this process."""
         if devices < 1:
             raise ShardwiseError(f"{devices} devices: at least 1 rank is needed", remedy="devices=2")
         if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -73,6 +82,7 @@ class Ranks:
             sys.stdout.flush()
             os._exit(_STARTS_AGAIN_STATUS)
         self.devices, self.gpus, self._silent_seconds = devices, gpus, silent_seconds
+        self._grace_seconds, self._variables = grace_seconds, dict(variables or {})
         self._silences: list[Silence] = []
         self._processes: list[Any] = []
         self._calls: list[Any] = []
@@ -109,6 +119,14 @@ class Ranks:
             self._kill()
             raise
 
+    def check(self) -> None:
+        """Raise if a rank has ended between two functions; then all of them end, as after any failure."""
+        gone = next((rank for rank, process in enumerate(self._processes) if not process.is_alive()), None)
+        if gone is not None:
+            error = _death(gone, self._processes[gone].exitcode)
+            self._kill()
+            raise error
+
     def close(self) -> None:
         """End the ranks: gently first."""
         for calls in self._calls:
@@ -127,7 +145,7 @@ class Ranks:
                 "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
             )
         atexit.register(self._kill)
-        variables = environment.all_variables()
+        variables = {**environment.all_variables(), **self._variables}
         for rank in range(self.devices):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -179,7 +197,7 @@ class Ranks:
                 # From one that the others call missing, no word may come; if it only raised, it comes at once.
                 missing = {failure.error.rank for failure in failures if failure.follows}
                 only_missing = missing.issuperset(set(waiting) - set(reports))
-                grace = time.monotonic() + (_GRACE_SECONDS / 5 if only_missing else _GRACE_SECONDS)
+                grace = time.monotonic() + self._grace_seconds / (5 if only_missing else 1)
                 deadline = min(deadline or grace, grace)
         if failures:
             # The earliest that does not look like the consequence of another.

@@ -11,14 +11,18 @@ from shardwise.cluster.local import available_bytes
 from shardwise.errors import ShardwiseError
 from shardwise.nets.settings import Settings
 from shardwise.nets.transformer import Transformer
+from shardwise.planner.plan import Plan
 from shardwise.serving.blocks import BlockPool
 from shardwise.serving.engine import LLMEngine
-from shardwise.serving.file_tier import FileTier
+from shardwise.serving.forecast import Forecast, forecast
 from shardwise.serving.kv_cache import block_bytes, make_cache
+from shardwise.serving.narrow_weights import narrow, num_parameters, weight_bytes
 from shardwise.serving.runner import LocalRunner, Runner
 from shardwise.serving.scheduler import Scheduler
 from shardwise.serving.summary import Summary
-from shardwise.serving.tiers import HostTier, Tiers
+from shardwise.serving.tier_store import TierBytes, make_store
+from shardwise.serving.tiers import Tiers
+from shardwise.training.machine import cluster_here
 from shardwise.units import format_bytes
 
 #: Of what a GPU has free when weights are in, this much may be taken; of a host's memory less, which others need too.
@@ -43,6 +47,8 @@ class Limits:
     kv_folder: Path | None = None
     #: Whether a block is reloaded only where that was measured to be faster than computing it.
     measured: bool = True
+    #: Weights of layers in fewer bits: "fp8" or "int4".
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         if bool(self.file_bytes) != (self.kv_folder is not None):
@@ -52,6 +58,17 @@ class Limits:
                 + ("no folder" if self.kv_folder is None else f"the folder {self.kv_folder}"),
                 remedy="--kv-files 64GiB --kv-folder kv, or neither",
             )
+
+    @property
+    def has_tiers(self) -> bool:
+        return bool(self.host_bytes) or self.kv_folder is not None
+
+    def tiers(self, rank: int = 0, num_ranks: int = 1) -> TierBytes:
+        """What one of so many ranks may hold beneath its cache; each has files of its own."""
+        folder = self.kv_folder if self.kv_folder is None or num_ranks == 1 else self.kv_folder / f"rank-{rank}"
+        return TierBytes(
+            host_bytes=self.host_bytes // num_ranks, file_bytes=self.file_bytes // num_ranks, folder=folder
+        )
 
     def of_device(self, device: torch.device) -> tuple[int, int]:
         """The tokens of one step, and the most sequences in it."""
@@ -77,6 +94,7 @@ def assemble(
 ) -> LLMEngine:
     """An engine on the device that the model is on."""
     limits, identity = limits or Limits(), identity or Identity()
+    narrow(model, limits.weights)
     settings, device, dtype = model.settings, model.embed.weight.device, model.embed.weight.dtype
     token_budget, max_running = limits.of_device(device)
     size = block_bytes(settings, settings.num_layers, dtype, limits.block_size)
@@ -85,14 +103,11 @@ def assemble(
     pool = BlockPool(num_blocks, limits.block_size)
     cache = make_cache(settings, settings.num_layers, num_blocks, limits.block_size, dtype, device)
     tiers = make_tiers(limits, cache.data, pool)
-    weights = [*model.parameters(), *model.buffers()]
-    scheduler = Scheduler(
-        pool, token_budget=token_budget, max_running=max_running, reload=None if tiers is None else tiers.reload
-    )
+    scheduler = Scheduler(pool, token_budget=token_budget, max_running=max_running, beneath=tiers)
     room = Room(
         num_ranks=1,
-        num_parameters=sum(each.numel() for each in model.parameters()),
-        weight_bytes=sum(each.numel() * each.element_size() for each in weights),
+        num_parameters=num_parameters(model),
+        weight_bytes=weight_bytes(model),
         reserve_bytes=reserve,
         block_bytes=size,
     )
@@ -116,6 +131,7 @@ class Room:
 def make_engine(
     runner: Runner, scheduler: Scheduler, settings: Settings, limits: Limits, identity: Identity, room: Room, *,
     dtype: torch.dtype, device: torch.device, tiers: Tiers | None = None, seed: int | None = None,
+    plan: Plan | None = None,
 ) -> LLMEngine:  # fmt: skip
     """The engine over a runner that has its blocks, and what is told of it."""
     num_blocks = scheduler.pool.num_blocks
@@ -123,7 +139,7 @@ def make_engine(
     summary = Summary(
         model=identity.name,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else environment.processor_name(),
-        precision=str(dtype).removeprefix("torch."),
+        precision=str(dtype).removeprefix("torch.") + (f", weights in {limits.weights}" if limits.weights else ""),
         num_ranks=room.num_ranks,
         num_parameters=room.num_parameters,
         weight_bytes=room.weight_bytes,
@@ -133,6 +149,8 @@ def make_engine(
         block_size=limits.block_size,
         block_bytes=room.block_bytes,
         max_length=max_length,
+        plan="" if plan is None else str(plan),
+        forecast=_forecast(settings, plan or Plan(), scheduler, dtype),
     )
     return LLMEngine(
         runner,
@@ -142,20 +160,28 @@ def make_engine(
         max_length=max_length,
         eos_token_ids=identity.eos_token_ids,
         tokenizer_source=identity.tokenizer_source,
-        model_name=f"{identity.name}/{identity.fingerprint}/{dtype}/{limits.block_size}",
+        model_name=f"{identity.name}/{identity.fingerprint}/{dtype}/{limits.weights}/{limits.block_size}",
         tiers=tiers,
         seed=seed,
     )
 
 
+def _forecast(settings: Settings, plan: Plan, scheduler: Scheduler, dtype: torch.dtype) -> Forecast | None:
+    """What the planner predicts, where it knows the device and the model."""
+    try:
+        return forecast(
+            settings, cluster_here(plan.num_ranks), plan, num_blocks=scheduler.pool.num_blocks,
+            block_size=scheduler.pool.block_size, max_running=scheduler.max_running, width=dtype.itemsize,
+        )  # fmt: skip
+    except ShardwiseError:
+        return None
+
+
 def make_tiers(limits: Limits, data: torch.Tensor, pool: BlockPool) -> Tiers | None:
     """What lies beneath a cache, if anything was asked for."""
-    if not limits.host_bytes and limits.kv_folder is None:
+    if not limits.has_tiers:
         return None
-    size = data.shape[1]
-    host = HostTier(limits.host_bytes, size, pinned=data.is_cuda)
-    files = None if limits.kv_folder is None else FileTier(limits.kv_folder, limits.file_bytes, size)
-    return Tiers(data, pool, host, files, measured=limits.measured)
+    return Tiers(make_store(data, limits.tiers()), pool, measured=limits.measured)
 
 
 def free_bytes(device: torch.device) -> int:

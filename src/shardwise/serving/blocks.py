@@ -48,12 +48,21 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int, on_evict: Callable[[int, bytes], None] | None = None) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.on_evict = on_evict
-        self._users = [0] * num_blocks
-        self._names: list[bytes | None] = [None] * num_blocks
-        self._by_name: dict[bytes, int] = {}
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._users: list[int]
+        self._names: list[bytes | None]
+        self._by_name: dict[bytes, int]
+        self._free: list[int]
         #: Oldest first.
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._cached: OrderedDict[int, None]
+        self.clear()
+
+    def clear(self) -> None:
+        """All blocks are free, whatever they were: their bytes are gone."""
+        self._users = [0] * self.num_blocks
+        self._names = [None] * self.num_blocks
+        self._by_name = {}
+        self._free = list(range(self.num_blocks - 1, -1, -1))
+        self._cached = OrderedDict()
 
     @property
     def num_available(self) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwise.errors import ShardwiseError
 from shardwise.serving.blocks import first_name
-from shardwise.serving.request import Finish, Load, Logprob, Request, Token
+from shardwise.serving.request import Finish, Load, Logprob, Request, Sampling, Token
 from shardwise.serving.runner import Runner, prepare, wanted_of
 from shardwise.serving.sampler import draw, ends_of, tell_logprobs
 from shardwise.serving.scheduler import Scheduler
@@ -103,9 +103,21 @@ class LLMEngine:
             **({} if self.tiers is None else self.tiers.load()),
         )
 
+    def check(self) -> None:
+        self.runner.check()
+
+    def recover(self) -> None:
+        """As new: nobody is answered and nothing is cached. It is up again when it has computed a token."""
+        self.scheduler.clear()
+        self._told.clear()
+        self.runner.recover()
+        self.add(Request(id="trial", prompt=(0,), sampling=Sampling(max_tokens=1, temperature=0.0)))
+        while self.has_work():
+            self.step()
+
     def close(self) -> None:
         if self.tiers is not None:
-            self.tiers.flush()
+            self.tiers.close()
         self.runner.close()
 
     def _collect(self, pieces: Several[Piece], logits: Tensor) -> list[Token]:
@@ -156,7 +168,10 @@ class LLMEngine:
         return told
 
     def _take(self, sequence: Sequence, token: int, logprob: Logprob | None) -> Token:
-        """The next token of a sequence has come."""
+        """The next token of a sequence has come; or none could, and it ends."""
+        if sequence.is_stuck:
+            self.scheduler.remove(sequence)
+            return Token(request=sequence.id, token=None, finish="stop")
         is_first = not sequence.num_generated
         sequence.tokens.append(token)
         manner = sequence.request.sampling

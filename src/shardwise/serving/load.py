@@ -5,11 +5,16 @@ from pathlib import Path
 import torch
 
 from shardwise.errors import unknown
+from shardwise.planner.plan import Plan
+from shardwise.ranks.gpus import find_gpus
 from shardwise.serving.assemble import Limits, assemble
 from shardwise.serving.engine import LLMEngine
+from shardwise.serving.forecast import GOALS, choose_plan
+from shardwise.serving.narrow_weights import check_kind
 from shardwise.serving.replicas import Replicas
 from shardwise.serving.sharded import load_sharded
-from shardwise.serving.sources import PRECISIONS, find_newest_run, read_source
+from shardwise.serving.sources import PRECISIONS, describe_source, find_newest_run, read_source
+from shardwise.training.machine import cluster_here
 
 
 def load_engine(
@@ -18,6 +23,7 @@ def load_engine(
     plan: str | None = None,
     random_weights: bool = False,
     precision: str | None = None,
+    weights: str | None = None,
     kv_bytes: int | None = None,
     max_length: int | None = None,
     block_size: int = 16,
@@ -27,16 +33,23 @@ def load_engine(
     file_bytes: int = 0,
     kv_folder: Path | None = None,
     device: str | None = None,
+    goal: str = "tokens",
     seed: int | None = None,
 ) -> LLMEngine | Replicas:
     """The engine of a model: a Hugging Face folder, a run of `shardwise train` (the newest, if none is named), a GGUF
     file, or a catalogue's name with `random_weights`.
 
-    `kv_bytes` is for the cache; by default what is free on a GPU, and on a host a quarter of it, 4 GiB at most.
+    `kv_bytes` is for the cache; by default what is free on a GPU, and on a host a quarter of it, 4 GiB at most. Without
+    a plan all GPUs are used, as the planner finds best for a `goal`, "tokens" or "latency"; without GPUs one process
+    computes. `weights` keeps those of layers in fewer bits, "fp8" or "int4".
     """
+    if goal not in GOALS:
+        raise unknown("goal", goal, GOALS)
     if precision is not None and precision not in PRECISIONS:
         raise unknown("precision", precision, PRECISIONS)
+    check_kind(weights)
     limits = Limits(
+        weights=weights,
         kv_bytes=kv_bytes,
         max_length=max_length,
         block_size=block_size,
@@ -48,8 +61,13 @@ def load_engine(
     )
     named = str(find_newest_run() if source is None else source)
     dtype = None if precision is None else PRECISIONS[precision]
-    if plan not in (None, "", "auto"):
-        return load_sharded(named, str(plan), limits, random_weights=random_weights, dtype=dtype, seed=seed)
+    chosen: str | Plan | None = None if plan in (None, "", "auto") else plan
+    num_gpus = len(find_gpus().gpus) if device is None else 1
+    if chosen is None and num_gpus > 1:
+        settings, _, _ = describe_source(named, random_weights=random_weights, dtype=dtype)
+        chosen = choose_plan(settings, cluster_here(num_gpus), goal, max_length)
+    if chosen is not None:
+        return load_sharded(named, chosen, limits, random_weights=random_weights, dtype=dtype, seed=seed)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model, identity = read_source(
         named,

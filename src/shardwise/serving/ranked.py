@@ -8,10 +8,13 @@ With stages, the sequences of a step are dealt into as many batches as there are
     stage 1      a  b
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import prod
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -22,13 +25,19 @@ from shardwise.nets.hf import load
 from shardwise.nets.hf.entries import CONFIG
 from shardwise.nets.initialise import initialise
 from shardwise.nets.settings import Settings
-from shardwise.nets.weights import place, weights_of
+from shardwise.nets.weights import place, shapes_of, weights_of
 from shardwise.ranks.spawn import Ranks
 from shardwise.serving.assemble import free_bytes
+from shardwise.serving.forecast import deal_layers
 from shardwise.serving.kv_cache import Inputs, make_cache
+from shardwise.serving.narrow_weights import narrow, num_parameters, weight_bytes
 from shardwise.serving.runner import Part
-from shardwise.serving.shards import Shard, connect, make_shard
+from shardwise.serving.shards import Shard, connect, make_shard, shard_waits
 from shardwise.serving.sources import read_source
+from shardwise.serving.tier_store import TierBytes, make_store
+
+#: How long ranks have to end after one of them has: whoever asked is told within 5 s.
+_GRACE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +49,40 @@ class Model:
     settings: Settings
     dtype: torch.dtype
     shard: Shard
+    weights: str | None = None
+
+
+def ranks_for(shard: Shard, variables: Mapping[str, str]) -> Ranks:
+    """The processes of one replica."""
+    return Ranks(shard.num_ranks, variables=variables, grace_seconds=_GRACE_SECONDS)
+
+
+def layers_by_speed(ranks: Ranks, settings: Settings, shard: Shard, dtype: torch.dtype) -> tuple[int, ...]:
+    """Layers of each stage by what its slowest rank reads in a second, and by the room of its fullest."""
+    measured, size = ranks.run(_measure), shard.tp * shard.ep
+    stages = [measured[first : first + size] for first in range(0, shard.num_ranks, size)]
+    every = [(name, shape) for name, shape in shapes_of(settings).items() if name.startswith("layers.")]
+    layer_bytes = sum(prod(shape) for _, shape in every) * dtype.itemsize / settings.num_layers / size
+    speeds = [min(speed for speed, _ in stage) for stage in stages]
+    # A fifth at least is left for keys and values.
+    rooms = [0.8 * min(room for _, room in stage) for stage in stages]
+    return deal_layers(settings.num_layers, speeds, rooms, layer_bytes)
+
+
+def _measure() -> tuple[float, float]:
+    """Bytes a second that this rank copies, and bytes that it has free. Decoding is bound by reading weights."""
+    device = _device()
+    held = torch.ones(2**26 if device.type == "cuda" else 2**23, device=device)
+    best = torch.inf
+    for _ in range(4):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begun = perf_counter()
+        held.mul_(1.0)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, perf_counter() - begun)
+    return 2 * held.nbytes / best, float(free_bytes(device))
 
 
 class RankedRunner:
@@ -47,25 +90,54 @@ class RankedRunner:
 
     device = torch.device("cpu")
 
-    def __init__(self, model: Model, ranks: Ranks | None = None) -> None:
-        self._model, self._owned = model, ranks is None
-        self._ranks = ranks or Ranks(model.shard.num_ranks)
-        #: Of each rank: bytes that are free for blocks, and bytes of its weights.
-        self.rooms: list[tuple[int, int]] = self._ranks.run(_load, model)
+    def __init__(self, model: Model, ranks: Ranks, *, is_owner: bool) -> None:
+        self._model, self.ranks, self._is_owner = model, ranks, is_owner
+        #: Of each rank: bytes that are free for blocks, bytes of its weights, and their number.
+        self.rooms: list[tuple[int, int, int]] = self.ranks.run(_load, model)
+        self._blocks: tuple[int, int, Several[TierBytes]] | None = None
+        #: Blocks that leave the caches of all ranks before their next step, with their names.
+        self._evicted: list[tuple[int, bytes]] = []
+        #: Of the last step: how long each rank computed, without what it waited for others. On GPUs it is not known.
+        self.rank_seconds: list[float] = []
 
-    def allocate(self, num_blocks: int, block_size: int) -> None:
-        self._ranks.run(_allocate, num_blocks, block_size)
+    def allocate(self, num_blocks: int, block_size: int, tiers: Several[TierBytes] = ()) -> None:
+        """Give every rank its part of so many blocks, and what may lie beneath them."""
+        self._blocks = num_blocks, block_size, tiers
+        self.ranks.run(_allocate, *self._blocks)
+
+    def evict(self, block: int, name: bytes) -> None:
+        self._evicted.append((block, name))
+
+    def ask_tiers(self, what: str, *given: Any) -> list[Any]:
+        """Call a method of the tiers of every rank, behind the evictions so far."""
+        return self.ranks.run(_ask_tiers, what, given, self._take_evicted())
+
+    def _take_evicted(self) -> list[tuple[int, bytes]]:
+        found, self._evicted = self._evicted, []
+        return found
+
+    def check(self) -> None:
+        self.ranks.check()
+
+    def recover(self) -> None:
+        """New ranks, which read their weights again: the first that fails has ended all of them."""
+        assert self._blocks is not None, "ranks that have served have blocks"
+        self._evicted.clear()
+        self.ranks.run(_load, self._model)
+        self.ranks.run(_allocate, *self._blocks)
 
     def run(self, inputs: Inputs) -> Tensor:
-        found = self._ranks.run(_step, deal(inputs, self._model.shard.pp))
-        logits = [each for each in found if each is not None]
+        found = self.ranks.run(_step, deal(inputs, self._model.shard.pp), self._take_evicted())
+        self.rank_seconds = [seconds for _, seconds in found]
+        logits = [each for each, _ in found if each is not None]
         assert len(logits) == 1, "one rank of the last stage gives logits back"
         return torch.from_numpy(logits[0])
 
     def close(self) -> None:
-        self._ranks.run(_forget)
-        if self._owned:
-            self._ranks.close()
+        if self._is_owner:
+            self.ranks.close()
+        else:
+            self.ranks.run(_forget)
 
 
 def deal(inputs: Inputs, count: int) -> list[Inputs]:
@@ -98,7 +170,7 @@ def _some(inputs: Inputs, begin: int, end: int) -> Inputs:
 _HELD: dict[str, Any] = {}
 
 
-def _load(model: Model) -> tuple[int, int]:
+def _load(model: Model) -> tuple[int, int, int]:
     shard = replace(model.shard, rank=dist.get_rank())
     size = shard.tp * shard.ep
     group = None
@@ -106,7 +178,7 @@ def _load(model: Model) -> tuple[int, int]:
         for first in range(0, shard.num_ranks, size):  # Every rank makes all groups, in one order.
             made = dist.new_group(list(range(first, first + size)))
             group = made if first <= shard.rank < first + size else group
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = _device()
     module, names = make_shard(model.settings, shard, model.dtype)
     if model.random_weights:
         initialise(module, 0, only=names, slices=shard.slices, device=device)
@@ -121,40 +193,60 @@ def _load(model: Model) -> tuple[int, int]:
         if module.rotary is not None:
             module.rotary.to(device)
     connect(module, shard, group)
-    _HELD.update(model=module.eval().requires_grad_(False), shard=shard, device=device)
-    weights = sum(each.numel() * each.element_size() for each in module.parameters() if not each.is_meta)
-    return free_bytes(device) // (1 if device.type == "cuda" else shard.num_ranks), weights
+    narrow(module, model.weights)
+    _HELD.update(model=module.eval().requires_grad_(False), shard=shard, device=device, dtype=model.dtype)
+    room = free_bytes(device) // (1 if device.type == "cuda" else shard.num_ranks)
+    return room, weight_bytes(module), num_parameters(module)
 
 
-def _allocate(num_blocks: int, block_size: int) -> None:
+def _allocate(num_blocks: int, block_size: int, tiers: Several[TierBytes] = ()) -> None:
     module, shard, device = _HELD["model"], _HELD["shard"], _HELD["device"]
     settings = module.settings
     layers = shard.layers(settings.num_layers)
-    dtype = next(each.dtype for each in module.parameters() if not each.is_meta)
+    dtype = _HELD["dtype"]
     cache = make_cache(settings, len(layers), num_blocks, block_size, dtype, device, shard.tp)
     _HELD["part"] = Part(module, cache, layers)
+    _HELD["tiers"] = make_store(cache.data, tiers[shard.rank]) if tiers else None
+
+
+def _ask_tiers(what: str, given: tuple[Any, ...], evicted: Several[tuple[int, bytes]]) -> Any:
+    _evict(evicted)
+    found = getattr(_HELD["tiers"], what)
+    return found(*given) if callable(found) else found
+
+
+def _evict(evicted: Several[tuple[int, bytes]]) -> None:
+    for block, name in evicted:
+        _HELD["tiers"].put(block, name)
 
 
 @torch.inference_mode()
-def _step(batches: Several[Inputs]) -> Any:
+def _step(batches: Several[Inputs], evicted: Several[tuple[int, bytes]] = ()) -> Any:
+    _evict(evicted)
     part, shard, device = _HELD["part"], _HELD["shard"], _HELD["device"]
-    size, made = shard.tp * shard.ep, []
+    size, made, seconds = shard.tp * shard.ep, [], 0.0
+    waited = shard_waits.seconds
     for batch in batches:
         inputs = _on(batch, device)
         hidden = None
         if not part.is_first:
             shape = 1, len(batch.tokens), part.model.settings.width
-            hidden = torch.empty(
-                shape, dtype=next(part.model.layers[part.layers.start].parameters()).dtype, device=device
-            )
+            hidden = torch.empty(shape, dtype=_HELD["dtype"], device=device)
             dist.recv(hidden, shard.rank - size)
+        begun = perf_counter()
         output = part(inputs, hidden)
+        seconds += perf_counter() - begun
         if part.is_last:
             made.append(output)
         else:
             dist.send(output.contiguous(), shard.rank + size)
     # As an array: torch would send a tensor by shared memory, whose file somebody has to keep open.
-    return torch.cat(made).float().cpu().numpy() if part.is_last and shard.inner == 0 else None
+    seconds = 0.0 if device.type == "cuda" else seconds - (shard_waits.seconds - waited)
+    return torch.cat(made).float().cpu().numpy() if part.is_last and shard.inner == 0 else None, seconds
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _forget() -> None:

@@ -1,17 +1,33 @@
-"""Several engines behind one: a request goes where most of its beginning is cached, else where least is to be done."""
+"""Several engines behind one: a request goes where most of its beginning is cached, else where least is to be done.
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+A replica that fails takes its own requests with it and no others. It is brought back beside the ones that answer:
+
+    up --its step raises, or a rank of it is gone--> away --recovered, in a thread of its own--> up
+
+Each replica steps in a thread of its own, and none waits for another: a long prompt in one, or a slower device, holds
+up its own requests alone. What is to be told to one that is in a step is told before its next.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import fields
 
 from shardwise.errors import ShardwiseError
 from shardwise.serving.blocks import first_name, next_name
-from shardwise.serving.engine import LLMEngine
-from shardwise.serving.request import Load, Request, Token
+from shardwise.serving.engine import LLMEngine, check
+from shardwise.serving.request import Load, Request, Token, describe
+
+#: Between two tries to bring a replica back.
+_PAUSE_SECONDS = 1.0
+
+
+class AllAwayError(Exception):
+    """No replica is up."""
 
 
 class Replicas:
-    """Engines of the same model, each with its own cache. They step at once, each in a thread."""
+    """Engines of the same model, each with its own cache. `step` gives the tokens of those whose step is done."""
 
     def __init__(self, engines: Sequence[LLMEngine]) -> None:
         self.engines = list(engines)
@@ -23,38 +39,118 @@ class Replicas:
             first.summary,
         )
         self._homes: dict[str, LLMEngine] = {}
-        self._threads = ThreadPoolExecutor(len(self.engines))
+        self._told: list[Token] = []
+        #: Of those that are in a step: its tokens; and what they are to be told behind it.
+        self._steps: dict[LLMEngine, Future[list[Token]]] = {}
+        self._later: dict[LLMEngine, list[Callable[[], None]]] = {each: [] for each in self.engines}
+        #: Of those that are away: why, and whether they are back.
+        self._away: dict[LLMEngine, tuple[str, Future[None]]] = {}
+        self._is_closing = threading.Event()
+        self._threads = ThreadPoolExecutor(2 * len(self.engines))
 
     def add(self, request: Request) -> None:
         if request.id in self._homes:
             raise ShardwiseError(f"request {request.id!r} is being answered already", remedy="another id")
-        best = max(self.engines, key=lambda each: (self._num_cached(each, request), -self._num_to_do(each)))
-        best.add(request)
+        check(request, self.max_length, self.vocabulary_size)
+        best = max(self._up(), key=lambda each: (self._num_cached(each, request), -self._num_to_do(each)))
         self._homes[request.id] = best
+        self._later[best].append(lambda: best.add(request))
 
     def cancel(self, request: str) -> None:
-        if request in self._homes:
-            self._homes[request].cancel(request)
+        home = self._homes.get(request)
+        if home is not None:
+            self._later[home].append(lambda: home.cancel(request))
 
     def has_work(self) -> bool:
-        return any(each.has_work() for each in self.engines)
+        return bool(self._told or self._steps) or any(
+            self._later[each] or each.has_work() for each in self.engines if each not in self._away
+        )
 
     def step(self) -> list[Token]:
-        busy = [each for each in self.engines if each.has_work()]
-        told = [token for tokens in self._threads.map(LLMEngine.step, busy) for token in tokens]
+        """Let those begin a step that are in none, and wait for the first that is done."""
+        for engine in self._up():
+            if engine not in self._steps:
+                for tell in self._later[engine]:
+                    tell()
+                self._later[engine].clear()
+                if engine.has_work():
+                    self._steps[engine] = self._threads.submit(engine.step)
+                else:
+                    self._check([engine])
+        if self._steps and not self._told:
+            wait(self._steps.values(), return_when=FIRST_COMPLETED)
+        for engine, running in list(self._steps.items()):
+            if running.done():
+                del self._steps[engine]
+                try:
+                    self._told += running.result()
+                except Exception as error:
+                    self._lose(engine, error)
+        told, self._told = self._told, []
         for token in told:
             if token.finish is not None:
-                del self._homes[token.request]
+                self._homes.pop(token.request, None)
         return told
 
     def load(self) -> Load:
         loads = [each.load() for each in self.engines]
-        return Load(**{each.name: sum(getattr(load, each.name) for load in loads) for each in fields(Load)})
+        trouble = [f"replica {self.engines.index(engine)}: {why}" for engine, (why, _) in self._away.items()]
+        sums = {each.name: sum(getattr(load, each.name) for load in loads) for each in fields(Load)
+                if each.name != "trouble"}  # fmt: skip
+        return Load(**sums, trouble="; ".join(trouble) or None)
+
+    def check(self) -> None:
+        self._check(self._up())
+        self._up()
+
+    def recover(self) -> None:
+        """Each that is away is being brought back already: one is enough to answer."""
+        wait(self._steps.values())
+        for waiting in (self._homes, self._told, self._steps):
+            waiting.clear()
+        for engine in self._up():
+            engine.recover()
 
     def close(self) -> None:
-        self._threads.shutdown()
+        self._is_closing.set()
+        self._threads.shutdown()  # Waits for their steps.
         for each in self.engines:
             each.close()
+
+    def _up(self) -> list[LLMEngine]:
+        """Those that answer, with those that have come back."""
+        for engine, (_, coming) in list(self._away.items()):
+            if coming.done():
+                del self._away[engine]
+                coming.result()
+        found = [each for each in self.engines if each not in self._away]
+        if not found:
+            raise AllAwayError("; ".join(why for why, _ in self._away.values()))
+        return found
+
+    def _check(self, engines: Sequence[LLMEngine]) -> None:
+        for engine in engines:
+            try:
+                engine.check()
+            except Exception as error:
+                self._lose(engine, error)
+
+    def _lose(self, engine: LLMEngine, error: Exception) -> None:
+        why = describe(error)
+        self._later[engine].clear()
+        for name in [name for name, home in self._homes.items() if home is engine]:
+            del self._homes[name]
+            self._told.append(Token(request=name, token=None, finish="failed", failure=f"a replica has failed: {why}"))
+        self._away[engine] = why, self._threads.submit(self._bring_back, engine)
+
+    def _bring_back(self, engine: LLMEngine) -> None:
+        while not self._is_closing.is_set():
+            try:
+                engine.recover()
+            except Exception:
+                self._is_closing.wait(_PAUSE_SECONDS)
+            else:
+                return
 
     def _num_cached(self, engine: LLMEngine, request: Request) -> int:
         pool, name, names = engine.scheduler.pool, first_name(engine.model_name, request.salt), []
@@ -63,6 +159,7 @@ class Replicas:
             names.append(name)
         return len(pool.find(names))
 
-    @staticmethod
-    def _num_to_do(engine: LLMEngine) -> int:
-        return sum(each.num_left + 1 for each in (*engine.scheduler.running, *engine.scheduler.waiting))
+    def _num_to_do(self, engine: LLMEngine) -> int:
+        """Tokens to compute, with those who are on their way to it counted by their number."""
+        there = (*engine.scheduler.running, *engine.scheduler.waiting)
+        return sum(each.num_left + 1 for each in there) + len(self._later[engine])

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-#: Why a sequence ended: a token that ends it, as many tokens as it may have, or whoever asked has gone.
-Finish = Literal["stop", "length", "cancelled"]
+from shardwise.errors import ShardwiseError
+
+#: Why a sequence ended: a token that ends it, as many tokens as it may have, whoever asked is gone, or who computed it.
+Finish = Literal["stop", "length", "cancelled", "failed"]
 
 
 class Guide(Protocol):
@@ -58,6 +60,8 @@ class Request:
     sampling: Sampling
     priority: int = 0
     salt: str = ""
+    #: When it was asked for, by `time.monotonic`, where it waited before the engine.
+    asked_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +75,7 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """One step's news of a request. With `finish` it is the last; a cancelled request's has no token."""
+    """One step's news of a request. With `finish` it is the last; a cancelled or failed request's has no token."""
 
     request: str
     token: int | None
@@ -80,6 +84,8 @@ class Token:
     #: With the first token: how much of the prompt was found in the cache, and the prompt's log-probabilities.
     num_cached: int = 0
     prompt_logprobs: tuple[Logprob, ...] | None = None
+    #: With the finish "failed": why.
+    failure: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +108,16 @@ class Load:
     kv_offload_store_seconds: float = 0.0
     #: How full the host's tier is, from 0 to 1.
     kv_offload_host_usage: float = 0.0
+    #: What part of the engine is away, and why, while the rest answers.
+    trouble: str | None = None
+
+
+def describe(error: Exception) -> str:
+    """What went wrong, in a line."""
+    if isinstance(error, ShardwiseError):
+        return error.problem.splitlines()[0]
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
 
 
 class Answering(Protocol):
@@ -123,5 +139,11 @@ class Answering(Protocol):
         """Schedule, run, collect: the next tokens of some requests."""
 
     def load(self) -> Load: ...
+
+    def check(self) -> None:
+        """Raise if what it stands on is gone, such as a rank. Asked while there is nothing to do."""
+
+    def recover(self) -> None:
+        """After a failure: forget all requests, and be ready for others. Raises where that cannot be (yet)."""
 
     def close(self) -> None: ...

@@ -24,6 +24,12 @@ class Runner(Protocol):
     def run(self, inputs: Inputs) -> Tensor:
         """Logits, [wanted tokens, vocabulary]."""
 
+    def check(self) -> None:
+        """Raise if one of the ranks is gone."""
+
+    def recover(self) -> None:
+        """After a failure: be able to run again. What was in the cache may be gone."""
+
     def close(self) -> None: ...
 
 
@@ -130,5 +136,9 @@ class LocalRunner:
     def run(self, inputs: Inputs) -> Tensor:
         made: Tensor = self._part(inputs)
         return made
+
+    def check(self) -> None: ...
+
+    def recover(self) -> None: ...
 
     def close(self) -> None: ...

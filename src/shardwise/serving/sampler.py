@@ -77,9 +77,14 @@ def _adjust(row: Tensor, sequence: Sequence, eos: Collection[int]) -> None:
         row -= manner.presence_penalty * (counts > 0) + manner.frequency_penalty * counts
     for token, bias in manner.logit_bias.items():
         row[token] += bias
-    if sequence.num_generated < manner.min_tokens:
-        row[list(ends_of(sequence, eos))] = -torch.inf
     if manner.guide is not None:
-        allowed = torch.as_tensor(manner.guide.allowed(), dtype=torch.bool, device=row.device)
-        row[: len(allowed)].masked_fill_(~allowed[: len(row)], -torch.inf)
+        allowed = torch.as_tensor(manner.guide.allowed(), dtype=torch.bool, device=row.device)[: len(row)]
+        row[: len(allowed)].masked_fill_(~allowed, -torch.inf)
         row[len(allowed) :] = -torch.inf
+        sequence.is_stuck = not bool((row > -torch.inf).any())
+    if sequence.num_generated < manner.min_tokens:
+        longer = row.clone()
+        longer[list(ends_of(sequence, eos))] = -torch.inf
+        # Where a guide allows ends alone, nothing can be longer.
+        if manner.guide is None or (longer > -torch.inf).any():
+            row.copy_(longer)

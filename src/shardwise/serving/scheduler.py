@@ -11,18 +11,26 @@ room for its longest answer, so the engine always gets on.
 """
 
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Sequence as Several
+from time import perf_counter
+from typing import Literal, Protocol
 
 from shardwise.serving.blocks import BlockPool
 from shardwise.serving.sequence import Piece, Sequence
 
 
-class Scheduler:
-    """Requests by urgency: lower priority first, then who came first.
+class Beneath(Protocol):
+    """What lies beneath the cache, found by the names of blocks."""
 
-    `reload(sequence, names)` is asked at admission for what lies beneath the cache: it brings the blocks of some of the
-    names, in their order, and gives them back, filled and taken.
-    """
+    def prefetch(self, names: Several[bytes]) -> None:
+        """Somebody with these names waits."""
+
+    def reload(self, names: list[bytes]) -> list[int]:
+        """At admission: bring the blocks of the first of these names, and give them back, filled and taken."""
+
+
+class Scheduler:
+    """Requests by urgency: lower priority first, then who came first. `beneath` is what lies beneath the cache."""
 
     def __init__(
         self,
@@ -30,19 +38,25 @@ class Scheduler:
         *,
         token_budget: int,
         max_running: int,
-        reload: Callable[[list[bytes]], list[int]] | None = None,
+        beneath: Beneath | None = None,
     ) -> None:
         assert token_budget >= max_running, "everyone who runs gets a token in every step"
         self.pool = pool
         self.token_budget, self.max_running = token_budget, max_running
-        self.reload = reload
+        self.beneath = beneath
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self.num_queried = self.num_hit = 0
+        #: Of the last step: its pieces, what whoever waits first waits for, and how long blocks came from beneath.
+        self.pieces: list[Piece] = []
+        self.held_up: Literal["blocks", "tokens", "places"] | None = None
+        self.reload_seconds = 0.0
 
     def add(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=lambda each: each.urgency)
+        if self.beneath is not None:
+            self.beneath.prefetch(self._find_shared(sequence)[1])
 
     def find(self, name: str) -> Sequence | None:
         return next((each for each in (*self.running, *self.waiting) if each.id == name), None)
@@ -52,13 +66,23 @@ class Scheduler:
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         self._let_go(sequence)
 
+    def clear(self) -> None:
+        """Nobody waits or runs, and no block holds anything."""
+        self.waiting.clear()
+        self.running.clear()
+        self.pool.clear()
+
     def schedule(self) -> list[Piece]:
         """The pieces of the next step, each with its blocks."""
+        self.held_up, self.reload_seconds = None, 0.0
         self._make_room_for_urgent()
         num_before = self.num_preemptions
         pieces = self._continue_running()
         if self.num_preemptions == num_before:  # Else who was sent away would come back for the same blocks.
             self._admit(pieces)
+        elif self.waiting:
+            self.held_up = "blocks"
+        self.pieces = pieces
         return pieces
 
     def _continue_running(self) -> list[Piece]:
@@ -85,6 +109,7 @@ class Scheduler:
         while self.waiting and budget and len(self.running) < self.max_running:
             sequence = self.waiting[0]
             if not self._fits(sequence):
+                self.held_up = "blocks"
                 return
             self.waiting.pop(0)
             self.running.append(sequence)
@@ -95,6 +120,8 @@ class Scheduler:
             count = min(sequence.num_left, budget)
             pieces.append(Piece(sequence=sequence, start=sequence.num_computed, count=count))
             budget -= count
+        if self.waiting:
+            self.held_up = "places" if budget else "tokens"
 
     def _make_room_for_urgent(self) -> None:
         """Someone with a better priority than the least urgent who runs does not wait for it."""
@@ -124,8 +151,10 @@ class Scheduler:
         blocks, names = self._find_shared(sequence)
         for block in blocks:
             self.pool.take(block)
-        if self.reload is not None and len(blocks) < len(names):
-            blocks = blocks + self.reload(names[len(blocks) :])
+        if self.beneath is not None and len(blocks) < len(names):
+            begun = perf_counter()
+            blocks = blocks + self.beneath.reload(names[len(blocks) :])
+            self.reload_seconds += perf_counter() - begun
         sequence.blocks = blocks
         sequence.num_computed = len(blocks) * self.pool.block_size
         if sequence.num_cached is None:

@@ -23,6 +23,8 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     #: How much of its prompt was in the cache when it was first admitted; None before.
     num_cached: int | None = None
+    #: Whether its guide allows no token at all: it ends with what it has.
+    is_stuck: bool = False
     #: Of the tokens of the prompt from the second on, where they are asked for.
     prompt_logprobs: list[Logprob] = field(default_factory=list)
     _names: list[bytes] = field(default_factory=list)

@@ -3,6 +3,8 @@
 import argparse
 import json
 import sys
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise import environment
@@ -37,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", metavar="K", help="what clients must show (the variable SHARDWISE_API_KEY)")
     parser.add_argument("--name", metavar="NAME", help="what clients call the model (as it is called)")
     parser.add_argument("--queue", type=int, default=256, metavar="N", help="requests that may wait; more are refused")
+    parser.add_argument("--record", type=Path, metavar="DIR", help="what requests waited for, for doctor and report")
     parser.add_argument("--show", action="store_true", help="show what would be served, and serve nothing")
 
 
@@ -53,7 +56,11 @@ def run(arguments: argparse.Namespace) -> Answer:
         if arguments.show:
             return _shown(arguments, url, has_key=key is not None)
         working_at("the weights")
-        engine = load_as_told(arguments)
+        engine: Any = load_as_told(arguments)
+        if arguments.record is not None:
+            from shardwise.serving.request_trace import RecordedEngine
+
+            engine = RecordedEngine(engine, arguments.record)
         try:
             server = _make_server(engine, arguments, key)
         except BaseException:
@@ -89,6 +96,8 @@ def _tell_ready(engine: "LLMEngine | Replicas", server: "Server", url: str, *, a
             "weight_bytes": summary.weight_bytes,
             "reserve_bytes": summary.reserve_bytes,
             "num_ranks": summary.num_ranks,
+            "plan": summary.plan,
+            "predicted": None if summary.forecast is None else asdict(summary.forecast),
             "has_chat_template": served.text.template is not None,
         }
         print(json.dumps(data), flush=True)

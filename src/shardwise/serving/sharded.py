@@ -6,21 +6,25 @@ import torch
 
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
+from shardwise.ranks.gpus import Found, find_gpus
 from shardwise.ranks.spawn import Ranks
-from shardwise.serving.assemble import Limits, Room, count_blocks, make_engine, reserve_bytes
+from shardwise.serving.assemble import Identity, Limits, Room, count_blocks, make_engine, reserve_bytes
 from shardwise.serving.blocks import BlockPool
 from shardwise.serving.engine import LLMEngine
 from shardwise.serving.kv_cache import block_bytes
-from shardwise.serving.ranked import Model, RankedRunner
+from shardwise.serving.ranked import Model, RankedRunner, layers_by_speed, ranks_for
+from shardwise.serving.ranked_tiers import RankedTiers
 from shardwise.serving.replicas import Replicas
 from shardwise.serving.scheduler import Scheduler
 from shardwise.serving.shards import Shard, check_shard
 from shardwise.serving.sources import describe_source
+from shardwise.serving.tiers import Tiers
+from shardwise.units import counted
 
 
 def load_sharded(
     source: str,
-    plan: str,
+    plan: str | Plan,
     limits: Limits,
     *,
     random_weights: bool = False,
@@ -32,42 +36,86 @@ def load_sharded(
 
     As in training, experts are spread over ranks of dp: `dp=2,ep=2` is one model on two ranks, `dp=2` two replicas.
     """
-    found = Plan.parse(plan)
+    found = plan if isinstance(plan, Plan) else Plan.parse(plan)
     num_replicas = found.dp // found.ep
-    shard = Shard(tp=found.tp, pp=found.pp, ep=found.ep)
+    shard = Shard(tp=found.tp, pp=found.pp, ep=found.ep, counts=found.layers)
     if found.cp > 1:
         raise ShardwiseError(f"the plan {plan} has cp={found.cp}, and serving cuts no sequences", remedy="tp, pp or ep")
-    if limits.host_bytes or limits.file_bytes or limits.kv_folder is not None:
+    if limits.has_tiers and num_replicas > 1:
         raise ShardwiseError(
-            "tiers beneath the KV cache are of one device, and the plan has several", remedy="no --plan, or no tiers"
+            f"tiers beneath the KV cache are of one replica, and the plan {plan} has {num_replicas}",
+            remedy="a plan of tp and pp, or no tiers",
         )
     settings, kind, identity = describe_source(source, random_weights=random_weights, dtype=dtype)
     check_shard(settings, shard)
-    model = Model(source=source, random_weights=random_weights, settings=settings, dtype=kind, shard=shard)
-    if limits.kv_bytes is not None:
-        limits = replace(limits, kv_bytes=limits.kv_bytes // num_replicas)
+    model = Model(source=source, random_weights=random_weights, settings=settings, dtype=kind, shard=shard,
+                  weights=limits.weights)  # fmt: skip
+    gpus = find_gpus()
+    variables = [{}] * num_replicas if ranks is not None else gpus_of(num_replicas, shard.num_ranks, gpus, str(plan))
 
-    def one() -> LLMEngine:
-        runner = RankedRunner(model, ranks)
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        budget, most = limits.of_device(device)
-        reserve = reserve_bytes(settings, budget, most, kind)
-        # The fullest rank decides: that with the most layers.
-        num_layers = max(len(replace(shard, rank=each).layers(settings.num_layers)) for each in range(shard.num_ranks))
-        size = block_bytes(settings, num_layers, kind, limits.block_size, shard.tp)
-        free = min(room for room, _ in runner.rooms) // num_replicas - reserve
-        own = limits if limits.kv_bytes is None else replace(limits, kv_bytes=limits.kv_bytes // shard.num_ranks)
-        num_blocks = count_blocks(own, size, free, settings.length)
-        runner.allocate(num_blocks, limits.block_size)
-        room = Room(
-            num_ranks=shard.num_ranks * num_replicas,
-            num_parameters=sum(weights for _, weights in runner.rooms) // kind.itemsize,
-            weight_bytes=max(weights for _, weights in runner.rooms),
-            reserve_bytes=reserve,
-            block_bytes=size,
-        )
-        scheduler = Scheduler(BlockPool(num_blocks, limits.block_size), token_budget=budget, max_running=most)
-        return make_engine(runner, scheduler, settings, limits, identity, room, dtype=kind, device=device, seed=seed)
+    def one(replica: int) -> LLMEngine:
+        first = replica * shard.num_ranks
+        own = model
+        up = ranks or ranks_for(shard, variables[replica])
+        if shard.pp > 1 and shard.counts is None and len(set(gpus.gpus[first : first + shard.num_ranks])) > 1:
+            own = replace(model, shard=replace(shard, counts=layers_by_speed(up, settings, shard, kind)))
+        return _engine(own, up, limits, identity, found, seed=seed, is_owner=ranks is None)
 
-    engines = [one() for _ in range(num_replicas)]
+    engines = [one(replica) for replica in range(num_replicas)]
     return engines[0] if num_replicas == 1 else Replicas(engines)
+
+
+def _engine(
+    model: Model, ranks: Ranks, limits: Limits, identity: Identity, plan: Plan, *, seed: int | None, is_owner: bool
+) -> LLMEngine:
+    """The engine of one replica."""
+    num_replicas = plan.dp // plan.ep
+    settings, shard, kind = model.settings, model.shard, model.dtype
+    runner = RankedRunner(model, ranks, is_owner=is_owner)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    budget, most = limits.of_device(device)
+    reserve = reserve_bytes(settings, budget, most, kind)
+    # A block is on all ranks, of each its layers: the rank with room for fewest decides.
+    layers = [len(replace(shard, rank=each).layers(settings.num_layers)) for each in range(shard.num_ranks)]
+    sizes = [block_bytes(settings, each, kind, limits.block_size, shard.tp) for each in layers]
+    shared = num_replicas if device.type == "cpu" else 1  # Replicas on GPUs have their own.
+    fullest = min(range(len(sizes)), key=lambda rank: (runner.rooms[rank][0] // shared - reserve) / sizes[rank])
+    own = limits
+    if limits.kv_bytes is not None:
+        own = replace(limits, kv_bytes=limits.kv_bytes // num_replicas * sizes[fullest] // sum(sizes))
+    num_blocks = count_blocks(own, sizes[fullest], runner.rooms[fullest][0] // shared - reserve, settings.length)
+    tier_bytes = [limits.tiers(rank, shard.num_ranks) for rank in range(shard.num_ranks)] if limits.has_tiers else []
+    runner.allocate(num_blocks, limits.block_size, tier_bytes)
+    pool = BlockPool(num_blocks, limits.block_size)
+    tiers = None
+    if limits.has_tiers:
+        num_host = min(each.host_bytes // size for each, size in zip(tier_bytes, sizes, strict=True))
+        tiers = Tiers(RankedTiers(runner, sum(sizes), num_host), pool, measured=limits.measured)
+    room = Room(
+        num_ranks=shard.num_ranks * num_replicas,
+        num_parameters=sum(count for _, _, count in runner.rooms),
+        weight_bytes=max(num_bytes for _, num_bytes, _ in runner.rooms),
+        reserve_bytes=reserve,
+        block_bytes=max(sizes),
+    )
+    scheduler = Scheduler(pool, token_budget=budget, max_running=most, beneath=tiers)
+    return make_engine(
+        runner, scheduler, settings, limits, identity, room, dtype=kind, device=device, tiers=tiers, seed=seed,
+        plan=plan,
+    )  # fmt: skip
+
+
+def gpus_of(num_replicas: int, num_ranks: int, found: Found, plan: str) -> list[dict[str, str]]:
+    """For each replica the environment of its ranks, which leaves it GPUs of its own. Without GPUs nothing is said."""
+    total, here = num_replicas * num_ranks, len(found.gpus)
+    if not here:
+        return [{}] * num_replicas
+    if total > here:
+        raise ShardwiseError(
+            f"the plan {plan} takes {counted(total, 'GPU')}, and {here} {'is' if here == 1 else 'are'} here",
+            remedy="a plan of fewer ranks; or CUDA_VISIBLE_DEVICES= to serve on CPUs",
+        )
+    # As CUDA numbers them: what this process sees, or their names in its own variable.
+    seen = found.visible.split(",")[:here] if found.visible else [str(number) for number in range(here)]
+    runs = [seen[first : first + num_ranks] for first in range(0, total, num_ranks)]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(each)} for each in runs]

@@ -8,6 +8,7 @@ Only what a rank has is read and gets memory. The rest of its module stays on th
 """
 
 from dataclasses import dataclass
+from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,8 @@ class Shard:
     pp: int = 1
     ep: int = 1
     rank: int = 0
+    #: Layers of each stage; none: as even as they come out.
+    counts: tuple[int, ...] | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -50,6 +53,9 @@ class Shard:
 
     def layers(self, num_layers: int) -> range:
         """Of this stage; the first stages have one more where they do not come out even."""
+        if self.counts is not None:
+            begin = sum(self.counts[: self.stage])
+            return range(begin, begin + self.counts[self.stage])
         each, over = divmod(num_layers, self.pp)
         begin = self.stage * each + min(self.stage, over)
         return range(begin, begin + each + (self.stage < over))
@@ -85,6 +91,13 @@ def check_shard(settings: Settings, shard: Shard) -> None:
         raise ShardwiseError("serving cuts a layer by tp or by ep, not by both", remedy="tp=2, or ep=2")
     if shard.pp > settings.num_layers:
         raise ShardwiseError(f"pp={shard.pp} is more than {settings.num_layers} layers", remedy="a smaller pp")
+    if shard.counts is not None and (sum(shard.counts) != settings.num_layers or 0 in shard.counts):
+        text = "+".join(map(str, shard.counts))
+        raise ShardwiseError(
+            f"layers={text} is {sum(shard.counts)} layers, and the model has {settings.num_layers}, of which each stage"
+            " takes one at least",
+            remedy="layers= with their sum, or without it",
+        )
     counts = {"heads": settings.attention.num_heads, "channels of the MLP": settings.mlp.width}
     if isinstance(settings.attention, Heads):
         counts["KV heads"] = settings.attention.num_kv_heads
@@ -128,6 +141,21 @@ def connect(model: Transformer, shard: Shard, group: dist.ProcessGroup | None) -
                 each.exchange = _Exchange(shard, group)
 
 
+class _Waits:
+    """Sums over ranks, and for how long this one was in them: mostly it waits there for the others."""
+
+    seconds = 0.0
+
+    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+        begun = perf_counter()
+        dist.all_reduce(tensor, group=group)
+        self.seconds += perf_counter() - begun
+
+
+#: Of this process.
+shard_waits = _Waits()
+
+
 class _Exchange:
     """The experts of this rank for the rows that are theirs; the other rows come from the other ranks."""
 
@@ -142,7 +170,7 @@ class _Exchange:
         mine = slice(ends[here.start], ends[here.stop])
         made = torch.zeros_like(rows)
         made[mine] = experts(rows[mine], counts[here])
-        dist.all_reduce(made, group=self._group)
+        shard_waits.all_reduce(made, self._group)
         assert callable(meanwhile), "what is computed beside the experts"
         return made, meanwhile()
 
@@ -150,7 +178,7 @@ class _Exchange:
 def _summed(made: Tensor | tuple[Tensor, Tensor | None], group: dist.ProcessGroup | None) -> object:
     output = made if isinstance(made, Tensor) else made[0]
     output = output.contiguous()
-    dist.all_reduce(output, group=group)
+    shard_waits.all_reduce(output, group)
     return output if isinstance(made, Tensor) else (output, made[1])
 
 

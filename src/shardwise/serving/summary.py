@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from shardwise.serving.forecast import Forecast
 from shardwise.units import format_bytes
 
 
@@ -21,6 +22,9 @@ class Summary:
     block_size: int
     block_bytes: int
     max_length: int
+    #: As it was told or chosen; none: one device.
+    plan: str = ""
+    forecast: Forecast | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -29,7 +33,9 @@ class Summary:
 
     def lines(self) -> list[str]:
         """For people."""
-        where = self.device if self.num_ranks == 1 else f"{self.num_ranks} ranks on {self.device}, of each"
+        where = self.device
+        if self.num_ranks > 1:
+            where = f"{self.num_ranks} ranks ({self.plan}) on {self.device}, of the fullest"
         return [
             f"{self.model} in {self.precision} on {where}",
             f"weights   {format_bytes(self.weight_bytes)} ({self.num_parameters:,} parameters in all)",
@@ -37,4 +43,6 @@ class Summary:
             f" {format_bytes(self.block_bytes)} each; {self.num_tokens:,} tokens",
             f"a step    {format_bytes(self.reserve_bytes)} kept for what it computes",
             f"a prompt and its answer have at most {self.max_length:,} tokens",
-        ]
+            "nothing is predicted: the planner does not know this device" if self.forecast is None
+            else self.forecast.line(),
+        ]  # fmt: skip

@@ -1,28 +1,48 @@
-"""What lies beneath the cache: blocks that had to leave it, in host memory, and beneath that in files.
+"""What lies beneath the cache, and when it is worth bringing back: blocks that had to leave it.
 
     KV cache  --evicted-->  host memory  --evicted-->  files
         ^                        |                       |
         +------- reloaded -------+-----------------------+      if that is faster than to compute them again
 
 A block keeps its name on its way down, so a beginning is found wherever it is; no tier holds more bytes than it may.
-What was reloaded stays beneath too: if it is evicted again, nothing has to be written. All of it belongs to the thread
-that steps the engine, so a block is never read while it is written.
+What was reloaded stays beneath too: if it is evicted again, nothing has to be written. Here it is decided, block by
+block; `tier_store.py` has the bytes, of one device or on every rank. All of it belongs to the thread that steps the
+engine, so a block is never read while it is written.
 """
 
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import Any, Protocol
 
 from shardwise.serving.blocks import BlockPool
-from shardwise.serving.file_tier import FileTier
 
 #: Of so many refusals one is tried all the same: what was slow once may be fast by now.
 _TRY_AGAIN = 64
+#: Blocks that are brought at once, from the host, and from files.
+_MANY, _SOME = 1 << 30, 8
+
+
+class Store(Protocol):
+    """Where the bytes are: a `TierStore`, or those of all ranks."""
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    @property
+    def host_usage(self) -> float: ...
+
+    def tiers_of(self, names: Sequence[bytes]) -> list[str]: ...
+
+    def put(self, block: int, name: bytes) -> bool: ...
+
+    def bring(self, wanted: Sequence[tuple[bytes, int]]) -> int: ...
+
+    def prefetch(self, names: Sequence[bytes]) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,56 +57,11 @@ class Speeds:
         self.seconds[what] = found if before is None else 0.8 * before + 0.2 * found
 
 
-class HostTier:
-    """Blocks in host memory, pinned where a GPU copies from it; who was longest not asked for goes first."""
-
-    def __init__(self, num_bytes: int, block_bytes: int, *, pinned: bool = False) -> None:
-        self.num_blocks = num_bytes // block_bytes
-        self._data = torch.empty(self.num_blocks, block_bytes, dtype=torch.uint8, pin_memory=pinned)
-        self._free = list(range(self.num_blocks))
-        self._places: OrderedDict[bytes, int] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __contains__(self, name: bytes) -> bool:
-        return name in self._places
-
-    def items(self) -> Iterator[tuple[bytes, Tensor]]:
-        """All of them, oldest first."""
-        return ((name, self._data[place]) for name, place in self._places.items())
-
-    def oldest(self) -> tuple[bytes, Tensor] | None:
-        """Who goes next, if somebody has to."""
-        if self._free or not self._places:
-            return None
-        name = next(iter(self._places))
-        return name, self._data[self._places[name]]
-
-    def put(self, name: bytes, block: Tensor) -> None:
-        if not self.num_blocks:
-            return
-        if not self._free:
-            self._free.append(self._places.popitem(last=False)[1])
-        place = self._places[name] = self._free.pop()
-        self._data[place].copy_(block)
-
-    def find(self, name: bytes) -> Tensor | None:
-        """Its bytes, until the next `put`."""
-        if name not in self._places:
-            return None
-        self._places.move_to_end(name)
-        return self._data[self._places[name]]
-
-
 class Tiers:
     """Host and files beneath one cache. `measured=False` reloads whatever is there, for tests."""
 
-    def __init__(
-        self, data: Tensor, pool: BlockPool, host: HostTier, files: FileTier | None = None, *, measured: bool = True
-    ) -> None:
-        self._data, self._pool = data, pool
-        self.host, self.files, self.speeds = host, files, Speeds()
+    def __init__(self, store: Store, pool: BlockPool, *, measured: bool = True) -> None:
+        self.store, self._pool, self.speeds = store, pool, Speeds()
         self._measured, self._num_refused = measured, 0
         self.loaded_bytes = self.stored_bytes = 0
         self.load_seconds = self.store_seconds = 0.0
@@ -94,41 +69,42 @@ class Tiers:
 
     def evict(self, block: int, name: bytes) -> None:
         """A block leaves the cache: it goes to the host, and who has to make room there to the files."""
-        if name in self.host:
-            self.host.find(name)  # It was asked for: it stays longer.
-            return
         begun = perf_counter()
-        leaving = self.host.oldest()
-        if leaving is not None and self.files is not None:
-            self.files.put(*leaving)
-        if self.host.num_blocks:
-            self.host.put(name, self._data[block])
-        elif self.files is not None:
-            self.files.put(name, self._data[block].cpu())
-        self.stored_bytes += self._data.shape[1]
-        self.store_seconds += perf_counter() - begun
+        if self.store.put(block, name):
+            self.stored_bytes += self.store.block_bytes
+            self.store_seconds += perf_counter() - begun
+
+    def prefetch(self, names: Sequence[bytes]) -> None:
+        """Somebody waits whose beginning has these names: what the cache has not is read ahead where it is slow."""
+        missing = names[len(self._pool.find(names)) :]
+        if missing and self._is_faster("files"):
+            self.store.prefetch(missing)
 
     def reload(self, names: list[bytes]) -> list[int]:
-        """Bring the first of these that are beneath, one after the other, as long as that is worth it."""
+        """Bring the first of these that are beneath, as long as that is worth it."""
+        tiers = self.store.tiers_of(names)
         brought: list[int] = []
-        for name in names:
-            tier = self._tier_of(name)
-            if tier is None or not self._is_worth_it(tier):
-                break
-            # First a block, whose going may send another down; then the bytes, if they are still there.
-            block = self._pool.allocate()
+        while len(brought) < len(tiers):
+            # What lies in one tier, some at once. First the blocks, whose going may send others down; then the bytes,
+            # if they are still there.
+            first = len(brought)
+            tier = tiers[first]
+            run = next((place for place in range(first, len(tiers)) if tiers[place] != tier), len(tiers)) - first
+            count = min(run, self._num_worth_it(tier))
+            wanted = [(name, self._pool.allocate()) for name in names[first : first + count]]
             begun = perf_counter()
-            found = self.host.find(name) if tier == "host" else self._from_files(name)
-            if found is None:
-                self._pool.release([block])
-                break
-            self._data[block].copy_(found)
+            num_found = self.store.bring(wanted) if wanted else 0
             seconds = perf_counter() - begun
-            self.speeds.note(tier, 1, seconds)
-            self.loaded_bytes += self._data.shape[1]
+            self._pool.release([block for _, block in wanted[num_found:]])
+            for name, block in wanted[:num_found]:
+                self._pool.fill(block, name)
+                brought.append(block)
             self.load_seconds += seconds
-            self._pool.fill(block, name)
-            brought.append(block)
+            if num_found:
+                self.speeds.note(tier, num_found, seconds)
+                self.loaded_bytes += num_found * self.store.block_bytes
+            if not wanted or num_found < len(wanted):
+                break
         return brought
 
     def note_computed(self, num_tokens: int, seconds: float) -> None:
@@ -142,27 +118,22 @@ class Tiers:
             "kv_offload_store_bytes": self.stored_bytes,
             "kv_offload_load_seconds": self.load_seconds,
             "kv_offload_store_seconds": self.store_seconds,
-            "kv_offload_host_usage": len(self.host) / max(self.host.num_blocks, 1),
+            "kv_offload_host_usage": self.store.host_usage,
         }
 
-    def flush(self) -> None:
-        """Write to the files what only the host has, so that the next start finds it."""
-        if self.files is not None:
-            for name, block in self.host.items():
-                self.files.put(name, block)
+    def close(self) -> None:
+        """What only the host has goes to the files, so that the next start finds it."""
+        self.store.flush()
+        self.store.close()
 
-    def _tier_of(self, name: bytes) -> str | None:
-        if name in self.host:
-            return "host"
-        return "files" if self.files is not None and name in self.files else None
-
-    def _from_files(self, name: bytes) -> Tensor | None:
-        assert self.files is not None, "there is a tier of files: the name was found in it"
-        return self.files.find(name)
-
-    def _is_worth_it(self, tier: str) -> bool:
+    def _is_faster(self, tier: str) -> bool:
+        """Whether a block comes sooner than it is computed, as far as both were measured."""
         load, compute = self.speeds.seconds.get(tier), self.speeds.seconds.get("compute")
-        if not self._measured or load is None or compute is None or load < compute:
-            return True
+        return not self._measured or load is None or compute is None or load < compute
+
+    def _num_worth_it(self, tier: str) -> int:
+        """How many blocks may be brought before it is asked again. A slow disk is found out after a few."""
+        if self._is_faster(tier):
+            return _MANY if tier == "host" or not self._measured else _SOME
         self._num_refused += 1
-        return self._num_refused % _TRY_AGAIN == 0
+        return 1 if self._num_refused % _TRY_AGAIN == 0 else 0

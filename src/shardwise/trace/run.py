@@ -25,6 +25,9 @@ from shardwise.units import format_number, format_seconds
 
 TRACE, PREDICTED, PLAN, MANIFEST = "trace.json", "predicted.json", "plan.toml", "manifest.json"
 
+#: What the name of a trace begins with whose rows are requests that were served, and not ranks.
+REQUESTS = "requests to "
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
@@ -67,12 +70,18 @@ class Run:
         return format_seconds(seconds) if self.unit == "s" else f"{format_number(seconds, 4)} {self.unit}".rstrip()
 
     @property
+    def is_of_requests(self) -> bool:
+        return self.trace.name.startswith(REQUESTS)
+
+    @property
     def num_ranks(self) -> int:
         """Of the whole plan."""
         return sum(map(len, self.alike)) or self.trace.num_ranks
 
     def rank_name(self, rank: int) -> str:
-        """A rank of the trace: the first of those that it stands for, and how many they are."""
+        """A rank of the trace: the first of those that it stands for, and how many they are. Or a request."""
+        if self.is_of_requests:
+            return f"request {rank}"
         if not self.alike:
             return f"rank {rank}"
         same = self.alike[rank]

@@ -40,6 +40,7 @@ class RepeatingEngine:
         self._waiting, self._running = deque[Request](), dict[str, _Running]()
         self._prompt_tokens = self._generation_tokens = self.num_steps = 0
         self.order = list[str]()
+        #: What every step and every try to come back raises, while it is set.
         self.broken: str | None = None
         self.is_closed = False
         self._thread = current_thread().name
@@ -59,8 +60,7 @@ class RepeatingEngine:
     def step(self) -> list[Token]:
         assert current_thread().name == "engine", "one thread calls the engine"
         if self.broken is not None:
-            said, self.broken = self.broken, None
-            raise RuntimeError(said)
+            raise RuntimeError(self.broken)
         self._waiting = deque(sorted(self._waiting, key=lambda request: request.priority))
         while self._waiting and len(self._running) < self._slots:
             request = self._waiting.popleft()
@@ -107,6 +107,14 @@ class RepeatingEngine:
             prompt_tokens=self._prompt_tokens, generation_tokens=self._generation_tokens, prefix_cache_queries=0,
             prefix_cache_hits=0,
         )  # fmt: skip
+
+    def check(self) -> None: ...
+
+    def recover(self) -> None:
+        if self.broken is not None:
+            raise RuntimeError(self.broken)
+        self._waiting.clear()
+        self._running.clear()
 
     def close(self) -> None:
         self.is_closed = True

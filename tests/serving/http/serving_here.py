@@ -35,7 +35,7 @@ class Running:
 
     url: str
     server: Server
-    engine: RepeatingEngine
+    engine: Any
 
     def client(self, **more: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=60, trust_env=False, **more)
@@ -51,8 +51,11 @@ class Running:
 
 
 @contextmanager
-def running(engine: RepeatingEngine, *, key: str | None = None, most_waiting: int = 256) -> Iterator[Running]:
-    server = Server(engine, served_by(engine), key=key, most_waiting=most_waiting)
+def running(
+    engine: Any, *, served: Served | None = None, key: str | None = None, most_waiting: int = 256
+) -> Iterator[Running]:
+    """Serve a repeating engine, or any that comes with the words for its model."""
+    server = Server(engine, served or served_by(engine), key=key, most_waiting=most_waiting)
     listening = open_socket("127.0.0.1", 0)
     config = uvicorn.Config(
         server.app(), http=PatientProtocol, ws="none", log_level="warning", lifespan="on", timeout_graceful_shutdown=2
@@ -71,4 +74,4 @@ def running(engine: RepeatingEngine, *, key: str | None = None, most_waiting: in
         thread.join(20)
         listening.close()
         assert not thread.is_alive(), "the server stops when it is told to"
-        assert engine.is_closed
+        assert served is not None or engine.is_closed

@@ -148,10 +148,10 @@ def test_a_full_queue_sends_away_the_newest_of_whoever_has_most() -> None:
     assert [queue.take() for _ in range(3)] == ["a2", "b1", None]
 
 
-def test_an_engine_that_fails_is_told_of_and_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_fails_is_told_of_and_brought_back(monkeypatch: pytest.MonkeyPatch) -> None:
     from shardwise.serving.http import engine_loop
 
-    monkeypatch.setattr(engine_loop, "_PAUSE_SECONDS", 2.0)
+    monkeypatch.setattr(engine_loop, "_PAUSE_SECONDS", 0.1)
     with running(RepeatingEngine(step_seconds=0.005)) as here, here.client() as client:
         body = {"prompt": "letters", "max_tokens": 500, "stream": True}
         with client.stream("POST", "/v1/completions", json=body) as answer:
@@ -166,6 +166,7 @@ def test_an_engine_that_fails_is_told_of_and_asked_again(monkeypatch: pytest.Mon
         refused = here.complete(prompt="x")
         assert refused.status_code == 503
         assert refused.headers["retry-after"]
+        here.engine.broken = None
         wait_until(lambda: here.complete(prompt="say: back").status_code == 200)
         assert client.get("/health").json() == {"status": "ok", "model": "repeating"}
         assert_nothing_left(here)

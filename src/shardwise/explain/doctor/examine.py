@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from shardwise.explain.doctor import balance, bubbles, device, host, memory, replicas
+from shardwise.explain.doctor import balance, bubbles, device, host, memory, replicas, requests
 from shardwise.explain.doctor.case import Case, Finding
 from shardwise.trace.run import Run
 
@@ -33,7 +33,9 @@ RULES: tuple[Rule, ...] = (
 
 
 def examine(run: Run) -> list[Finding]:
-    """Return what holds a run up."""
+    """Return what holds a run up; or, where it is of requests, what they waited for."""
+    if run.is_of_requests:
+        return requests.find_slow_requests(run)
     case = Case(run)
     if not case.trace.events or case.step_seconds <= 0:
         return []

@@ -109,9 +109,11 @@ class Server:
         return HTMLResponse(make_page(self.served.name, needs_key=self._key is not None))
 
     async def _health(self, request: HttpRequest) -> Response:  # noqa: ARG002
-        failure = self.loop.failure
-        body = {"status": "ok" if failure is None else "failed", "model": self.served.name}
-        return JSONResponse(body if failure is None else {**body, "reason": failure}, 200 if failure is None else 503)
+        failure, trouble = self.loop.failure, self.loop.load.trouble
+        status = "failed" if failure is not None else "ok" if trouble is None else "partly"
+        reason = failure or trouble
+        body = {"status": status, "model": self.served.name, **({} if reason is None else {"reason": reason})}
+        return JSONResponse(body, 200 if failure is None else 503)
 
     async def _metrics(self, request: HttpRequest) -> Response:  # noqa: ARG002
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")

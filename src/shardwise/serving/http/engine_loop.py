@@ -14,15 +14,15 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardwise.errors import ShardwiseError
 from shardwise.serving.http.fair_queue import FairQueue
-from shardwise.serving.request import Answering, Load, Request, Token
+from shardwise.serving.request import Answering, Load, Request, Token, describe
 
 #: What the engine may have waiting, so that it can plan and prefetch. More wait here, where all clients have turns.
 _AHEAD = 8
-#: After a failure the engine is not asked for this long.
+#: Between two tries to bring an engine back that has failed.
 _PAUSE_SECONDS = 1.0
 _IDLE_SECONDS = 0.2
 _JOIN_SECONDS = 30.0
@@ -74,7 +74,7 @@ class EngineLoop:
         self, engine: Answering, *, most_waiting: int = 256, watch: Callable[[int], None] | None = None
     ) -> None:
         self.engine = engine
-        #: The engine's load after its last step; and what it failed with, until a step works again.
+        #: The engine's load after its last step; and what it failed with, until it is back.
         self.load: Load = engine.load()
         self.failure: str | None = None
         self._queue = FairQueue[Ticket](most_waiting)
@@ -85,7 +85,6 @@ class EngineLoop:
         self._is_closing = False
         self._asyncio: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._quiet_until = 0.0
 
     def start(self) -> None:
         self._asyncio = asyncio.get_running_loop()
@@ -115,7 +114,7 @@ class EngineLoop:
         made = [Ticket(request=request, client=client, asked_at=now) for request in requests]
         left = list[Ticket]()
         with self._lock:
-            self._check_up(now)
+            self._check_up()
             for place, ticket in enumerate(made):
                 leaves = self._queue.put(ticket, client=client, priority=ticket.request.priority)
                 if leaves is not None and leaves in made:
@@ -131,10 +130,10 @@ class EngineLoop:
             ticket.tell(OverloadedError("another client was waiting with fewer requests"))
         return made
 
-    def _check_up(self, now: float) -> None:
+    def _check_up(self) -> None:
         if self._is_closing:
             raise EngineFailedError("the server is stopping")
-        if self.failure is not None and now < self._quiet_until:
+        if self.failure is not None:
             raise EngineFailedError(self.failure)
 
     def cancel(self, tickets: Sequence[Ticket]) -> None:
@@ -157,24 +156,29 @@ class EngineLoop:
     def _run(self) -> None:
         while not self._is_closing:
             try:
-                if self._prepare() and self.engine.has_work():
-                    self._tell(self.engine.step())
-                    self.failure = None
+                if self._prepare():
+                    if self.engine.has_work():
+                        self._tell(self.engine.step())
+                    else:
+                        self.engine.check()
                 self.load = self.engine.load()
             except Exception as error:
                 self._fail(error)
+                self._recover()
         self._end()
 
     def _prepare(self) -> bool:
-        """Cancel who is gone, add who is next, and wait if there is nothing. False: it is over."""
+        """Cancel who is gone, add who is next, and wait a moment if there is nothing. False: it is over."""
         with self._lock:
-            while not (self._is_closing or self._gone or len(self._queue) or self.engine.has_work()):
+            if not (self._is_closing or self._gone or len(self._queue) or self.engine.has_work()):
                 self._lock.wait(_IDLE_SECONDS)
             if self._is_closing:
                 return False
             gone, self._gone = self._gone, []
             room = _AHEAD - self.load.num_waiting
             added = [ticket for _ in range(max(0, room)) if (ticket := self._queue.take()) is not None]
+            for ticket in added:
+                ticket.begun_at = time.monotonic()  # From here on a failure of the engine is theirs too.
         for name in gone:
             self.engine.cancel(name)
         for ticket in added:
@@ -184,9 +188,8 @@ class EngineLoop:
     def _add(self, ticket: Ticket) -> None:
         if ticket.is_over:
             return  # It left between the queue and here.
-        ticket.begun_at = time.monotonic()
         try:
-            self.engine.add(ticket.request)
+            self.engine.add(replace(ticket.request, asked_at=ticket.asked_at))
         except ShardwiseError as error:
             self._tell_one(ticket, error)
 
@@ -206,7 +209,7 @@ class EngineLoop:
                 if token.finish is not None:
                     ticket.is_over = True
                     del self._tickets[token.request]
-                told.append((ticket, token))
+                told.append((ticket, EngineFailedError(token.failure) if token.finish == "failed" else token))
         if self._watch is not None:
             self._watch(num_tokens)
         self._to_asyncio(told)
@@ -222,23 +225,29 @@ class EngineLoop:
             self._asyncio.call_soon_threadsafe(_tell_all, told)
 
     def _fail(self, error: Exception) -> None:
-        """All who are in the engine are told; who waits has another try when it works again."""
-        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        """All who are in the engine are told; who waits has another try when it is back."""
+        failure = f"the engine has failed: {describe(error)}"
         with self._lock:
-            self.failure = f"the engine has failed: {said}"
-            self._quiet_until = time.monotonic() + _PAUSE_SECONDS
+            self.failure = failure
             hit = [ticket for ticket in self._tickets.values() if ticket.begun_at is not None]
             for ticket in hit:
                 ticket.is_over = True
                 del self._tickets[ticket.request.id]
-                self._gone.append(ticket.request.id)
-        self._to_asyncio([(ticket, EngineFailedError(self.failure)) for ticket in hit])
-        self._lock_wait(_PAUSE_SECONDS)
+        self._to_asyncio([(ticket, EngineFailedError(failure)) for ticket in hit])
 
-    def _lock_wait(self, seconds: float) -> None:
-        with self._lock:
-            if not self._is_closing:
-                self._lock.wait_for(lambda: self._is_closing, seconds)
+    def _recover(self) -> None:
+        """Bring the engine back: try until it is, or the server stops. It knows no requests then."""
+        while not self._is_closing:
+            try:
+                self.engine.recover()
+                with self._lock:
+                    self._gone.clear()
+                    self.load, self.failure = self.engine.load(), None
+                return
+            except Exception as error:
+                self.failure = f"the engine has failed: {describe(error)}"
+                with self._lock:
+                    self._lock.wait_for(lambda: self._is_closing, _PAUSE_SECONDS)
 
     def _end(self) -> None:
         with self._lock:

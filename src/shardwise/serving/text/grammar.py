@@ -49,8 +49,10 @@ class SchemaGuide:
     def __init__(self, matcher: Any, *, size: int, num_bits: int, end_tokens: Sequence[int]) -> None:
         self._matcher, self._size, self._num_tokens = matcher, size, 0
         self._bits = np.zeros(-(-num_bits // 32), dtype=np.int32)
-        self._after = np.full(size, not end_tokens)
-        self._after[[token for token in end_tokens if token < size]] = True
+        # Where no token that the model can draw ends a text, all may follow: the reader ends it.
+        ends = [token for token in end_tokens if token < size]
+        self._after = np.full(size, not ends)
+        self._after[ends] = True
         #: How many tokens there are when nothing may follow. Where no token ends a text, the reader ends it then.
         self.length: int | None = None
 

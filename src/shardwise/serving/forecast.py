@@ -1,0 +1,131 @@
+"""What serving is predicted to take, by the planner's prices; and the plan that it would choose.
+
+Latency and throughput want different plans: replicas answer most tokens, ranks that compute a token together answer
+soonest. So `--goal` says which one is meant. Predictions are of equal prompts of one length, all slots being used.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardwise.cluster.cluster import Cluster
+from shardwise.cost.serving import serve
+from shardwise.errors import ShardwiseError
+from shardwise.model.load import load_model
+from shardwise.model.model import Model
+from shardwise.nets.hf.catalogue import config_for
+from shardwise.nets.settings import Settings
+from shardwise.planner.plan import Plan
+from shardwise.planner.question import Question
+from shardwise.planner.serving import Serving, Target, find_serving
+from shardwise.serving.shards import Shard, check_shard
+from shardwise.units import counted, format_seconds
+
+GOALS = ("tokens", "latency")
+#: What is served in predictions: prompts and answers of so many tokens, where the model takes as many.
+_PROMPT, _OUTPUT = 512, 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """Predicted for `sequences` at once in each replica. Tokens a second are of all replicas together."""
+
+    prompt: int
+    output: int
+    sequences: int
+    first_token_seconds: float
+    each_token_seconds: float
+    tokens_per_second: float
+
+    def line(self) -> str:
+        """For people."""
+        return (
+            f"predicted for prompts of {self.prompt} tokens and answers of {self.output},"
+            f" {counted(self.sequences, 'sequence')} at once: the first token after"
+            f" {format_seconds(self.first_token_seconds)}, then one every {format_seconds(self.each_token_seconds)};"
+            f" {self.tokens_per_second:,.0f} tokens/s"
+        )
+
+
+def priced_model(settings: Settings) -> Model:
+    """The model as the planner knows it. How rotated pairs lie changes no price."""
+    rope = None if settings.rope is None else replace(settings.rope, interleaved=False)
+    return load_model(config_for(replace(settings, rope=rope))[1])
+
+
+def lengths_for(max_length: int) -> tuple[int, int]:
+    """The prompt and the answer that are predicted of."""
+    if max_length >= _PROMPT + _OUTPUT:
+        return _PROMPT, _OUTPUT
+    return max(max_length * 4 // 5, 1), max(max_length // 5, 1)
+
+
+def forecast(
+    settings: Settings, cluster: Cluster, plan: Plan, *, num_blocks: int, block_size: int, max_running: int, width: int
+) -> Forecast:
+    """Of a plan that was chosen: `num_blocks` of one replica, numbers of `width` bytes."""
+    prompt, output = lengths_for(min(settings.length, num_blocks * block_size))
+    sequences = max(min(max_running, num_blocks // -(-(prompt + output) // block_size)), 1)
+    question = Question(model=priced_model(settings), cluster=cluster, batch=1, sequence=prompt)
+
+    def one(count: int) -> np.ndarray:
+        return np.array([count])
+
+    served = serve(
+        question.model, cluster.pools[0], tp=one(plan.tp), pp=one(plan.pp), ep=one(plan.ep), sequences=one(sequences),
+        prompt=prompt, output=output, software=question.software_in("fp32" if width == 4 else "bf16"), width=width,
+    )  # fmt: skip
+    return Forecast(
+        prompt=prompt,
+        output=output,
+        sequences=sequences,
+        first_token_seconds=float(served.first_token[0]),
+        each_token_seconds=float(served.each_token[0]),
+        tokens_per_second=float(served.tokens_per_second[0]) * (plan.dp // plan.ep),
+    )
+
+
+def choose_plan(settings: Settings, cluster: Cluster, goal: str = "tokens", max_length: int | None = None) -> Plan:
+    """The best way to use all devices of a cluster for a goal, among those that this engine cuts."""
+    if cluster.num_devices == 1:
+        return Plan()
+    prompt, output = lengths_for(max_length or settings.length)
+    question = Question(model=priced_model(settings), cluster=cluster, batch=1, sequence=prompt)
+    found = find_serving(question, Target(output=output, goal=goal))
+    able = [way for way in (found.best, *found.others) if _is_cut_so(settings, way)]
+    if not able:
+        raise ShardwiseError(
+            f"none of the plans that are predicted to be best can be served: {found.best.plan} and"
+            f" {counted(len(found.others), 'other')}",
+            remedy="--plan with tp that divides the heads, or pp",
+        )
+    return replace(able[0].plan, precision=Plan().precision)
+
+
+def _is_cut_so(settings: Settings, way: Serving) -> bool:
+    try:
+        check_shard(settings, Shard(tp=way.plan.tp, pp=way.plan.pp, ep=way.plan.ep))
+    except ShardwiseError:
+        return False
+    return True
+
+
+def deal_layers(num_layers: int, speeds: list[float], rooms: list[float], layer_bytes: float) -> tuple[int, ...]:
+    """Layers of each stage: the slowest has as little to do as can be, and none more than it has room for.
+
+    Each layer goes where it takes least longer, among the stages that still have room.
+    """
+    counts = [0] * len(speeds)
+    for _ in range(num_layers):
+        able = [stage for stage, room in enumerate(rooms) if (counts[stage] + 1) * layer_bytes <= room]
+        if not able:
+            raise ShardwiseError(
+                f"{num_layers} layers of {layer_bytes / 2**30:.2f} GiB do not fit the"
+                f" {sum(rooms) / 2**30:.1f} GiB that the stages have",
+                remedy="more ranks, or fewer bits: --weights int4",
+            )
+        counts[min(able, key=lambda stage: ((counts[stage] + 1) / speeds[stage], stage))] += 1
+    if 0 in counts:  # Every stage has a layer, or it would only pass on what it gets.
+        counts[counts.index(max(counts))] -= counts.count(0)
+        counts = [count or 1 for count in counts]
+    return tuple(counts)

@@ -1,0 +1,55 @@
+"""Tiers beneath the caches of many ranks: each keeps its own part of every block, in its own memory and files.
+
+All ranks are told the same in the same order, so the same blocks lie on the same tiers everywhere. What leaves is told
+with the next step; what comes back is asked for, and counts up to the first block that one of the ranks does not have.
+"""
+
+from collections.abc import Sequence
+
+from shardwise.serving.ranked import RankedRunner
+
+
+class RankedTiers:
+    """The store of `Tiers` over a runner of ranks. `block_bytes` are of a block on all of them."""
+
+    def __init__(self, runner: RankedRunner, block_bytes: int, num_host_blocks: int) -> None:
+        self._runner, self.block_bytes, self._num_host_blocks = runner, block_bytes, num_host_blocks
+        #: Names that may lie beneath: those in files from before, and all that went there. Others are not asked for.
+        self._known = set[bytes]().union(*runner.ask_tiers("file_names"))
+        self._num_put = 0
+
+    @property
+    def host_usage(self) -> float:
+        return min(self._num_put / max(self._num_host_blocks, 1), 1.0)
+
+    def tiers_of(self, names: Sequence[bytes]) -> list[str]:
+        num_known = next((place for place, name in enumerate(names) if name not in self._known), len(names))
+        if not num_known:
+            return []
+        found: list[list[str]] = self._runner.ask_tiers("tiers_of", list(names[:num_known]))
+        shortest = min(found, key=len)
+        # The slower tier counts, where a disk of one of them has failed.
+        return ["host" if all(each[place] == "host" for each in found) else "files" for place in range(len(shortest))]
+
+    def put(self, block: int, name: bytes) -> bool:
+        self._runner.evict(block, name)
+        is_new = name not in self._known
+        self._known.add(name)
+        self._num_put += is_new
+        return is_new
+
+    def bring(self, wanted: Sequence[tuple[bytes, int]]) -> int:
+        return min(self._runner.ask_tiers("bring", list(wanted)))
+
+    def prefetch(self, names: Sequence[bytes]) -> None:
+        known = [name for name in names if name in self._known]
+        if known:
+            self._runner.ask_tiers("prefetch", known)
+
+    def flush(self) -> None:
+        if self._runner.ranks.process_ids:  # After a failure there is nothing to be kept.
+            self._runner.ask_tiers("flush")
+
+    def close(self) -> None:
+        if self._runner.ranks.process_ids:
+            self._runner.ask_tiers("close")

@@ -251,6 +251,15 @@ def liger() -> None:
 
 def sketch(precision: str) -> None:
     """What somebody writes who wants speed and nothing else, in plain torch."""
+    model, step_on = make_sketch(precision)
+    parameters = sum(each.numel() for each in model.parameters())
+    for rows, length in SIZES:
+        measure(f"{rows}x{length}", partial(step_on, tokens_of(rows, length)), rows, length, parameters)
+        torch.cuda.empty_cache()
+
+
+def make_sketch(precision: str) -> tuple[torch.nn.Module, Callable[[dict[str, Tensor]], Tensor]]:
+    """The model, and a step of it on a batch."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.checkpoint import checkpoint
 
@@ -263,7 +272,6 @@ def sketch(precision: str) -> None:
     if precision == "fp8":
         in_fp8(model)
     optimizer = ADAMW(model.parameters())
-    parameters = sum(each.numel() for each in model.parameters())
     for layer in model.layers:
         layer.compile(dynamic=False)
     torch.backends.cuda.enable_flash_sdp(False)
@@ -272,25 +280,21 @@ def sketch(precision: str) -> None:
     def part_of_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         return torch.nn.functional.cross_entropy((hidden @ weight.t()).float(), labels, reduction="sum")
 
-    for rows, length in SIZES:
-        batch = tokens_of(rows, length)
+    def step(batch: dict[str, Tensor]) -> Tensor:
+        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+            hidden = model(batch["input_ids"]).flatten(0, 1)
+            weight, labels = model.embed.weight, batch["labels"].flatten()
+            parts = [
+                checkpoint(part_of_loss, *each, use_reentrant=False)
+                for each in zip(hidden.split(2048), [weight] * len(labels), labels.split(2048), strict=False)
+            ]
+            loss = torch.stack(parts).sum() / labels.numel()
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
 
-        def step(batch: dict[str, Tensor] = batch) -> Tensor:
-            with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
-                hidden = model(batch["input_ids"]).flatten(0, 1)
-                weight, labels = model.embed.weight, batch["labels"].flatten()
-                parts = [
-                    checkpoint(part_of_loss, *each, use_reentrant=False)
-                    for each in zip(hidden.split(2048), [weight] * len(labels), labels.split(2048), strict=False)
-                ]
-                loss = torch.stack(parts).sum() / labels.numel()
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        measure(f"{rows}x{length}", step, rows, length, parameters)
-        torch.cuda.empty_cache()
+    return model, step
 
 
 if __name__ == "__main__":

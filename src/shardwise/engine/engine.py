@@ -236,8 +236,7 @@ class Engine:
         with self._shown.open():
             self.states.close()
         self._shown.close()
-        if self.execution.transport is not None:
-            self.execution.transport.close()
+        self.execution.close()
         if self._owns_wires:
             self.wires.close()
 

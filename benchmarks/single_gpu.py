@@ -5,7 +5,7 @@
 
 `unmodified` is LlamaForCausalLM as it is, with labels, its blocks compiled and not; Liger patches the same model.
 bf16 weights, fused AdamW, 4 x 4096 and 16 x 4096 tokens a step; `packed` is ours on rows of 8192, unpacked, and packed
-with documents of 600 tokens on average. Each runs in a process of its own. MFU counts 6 FLOPs a weight a token and
+with documents of 600 tokens on average; `selective` is ours with recompute=selective. Each runs in a process of its own. MFU counts 6 FLOPs a weight a token and
 causal attention at half, against 989.5 TFLOP/s, in fp8 too. Memory is the peak of what torch has allocated. With
 `--precision fp8` (or fp8-rows, of ours alone) linear layers multiply in 8 bits, the head does not.
 """
@@ -41,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", type=Path, default=Path(__file__).parent / "results" / "single_gpu.json")
     parser.add_argument("--liger", type=Path)
-    parser.add_argument("--who", default="ours,unmodified,liger,sketch,packed")
+    parser.add_argument("--who", default="ours,unmodified,liger,sketch,packed,selective")
     parser.add_argument("--precision", choices=("bf16", "fp8", "fp8-rows"), default="bf16")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -49,7 +49,10 @@ def main() -> None:
         print("one GPU is measured, and torch sees none")
         return
     if given.one is not None:
-        by_name = {"ours": ours, "unmodified": unmodified, "liger": liger, "sketch": sketch, "packed": packed}
+        by_name = {
+            "ours": ours, "unmodified": unmodified, "liger": liger, "sketch": sketch, "packed": packed,
+            "selective": selective,
+        }  # fmt: skip
         with_precision = partial(by_name[given.one], given.precision) if given.one in ("ours", "sketch") else None
         (with_precision or by_name[given.one])()
         return
@@ -148,7 +151,9 @@ def make_ours(length: int) -> Any:
     return module.to(torch.bfloat16)
 
 
-def run_ours(name: str, rows: int, length: int, batch: dict[str, Tensor], precision: str = "bf16") -> None:
+def run_ours(
+    name: str, rows: int, length: int, batch: dict[str, Tensor], precision: str = "bf16", recompute: str = "none"
+) -> None:
     import shardwise as sw
     from shardwise.nets.loss import next_token_loss
 
@@ -156,10 +161,17 @@ def run_ours(name: str, rows: int, length: int, batch: dict[str, Tensor], precis
     parameters = sum(each.numel() for each in module.parameters())
     # Weights of 16 bits without masters, as the others have them.
     engine = sw.parallelize(
-        module, f"precision={precision}", loss=next_token_loss, optimizer=ADAMW, example=batch, compile=True,
+        module, f"precision={precision},recompute={recompute}", loss=next_token_loss, optimizer=ADAMW, example=batch, compile=True,
         masters=False,
     )  # fmt: skip
-    measure(name, lambda: engine.train_step(batch), rows, length, parameters)
+    under_way: list[Any] = []
+
+    def step() -> float:
+        """Launch one, and read the one before it, as `shardwise train` does."""
+        under_way.append(engine.launch_step(batch))
+        return float(under_way.pop(0).read().loss) if len(under_way) > 1 else 0.0
+
+    measure(name, step, rows, length, parameters)
 
 
 def clear() -> None:
@@ -172,6 +184,13 @@ def clear() -> None:
 def ours(precision: str) -> None:
     for rows, length in SIZES:
         run_ours(f"{rows}x{length}", rows, length, tokens_of(rows, length), precision)
+        clear()
+
+
+def selective() -> None:
+    """What recomputing all but products and attention costs, and what of the memory is left."""
+    for rows, length in SIZES:
+        run_ours(f"{rows}x{length}", rows, length, tokens_of(rows, length), recompute="selective")
         clear()
 
 

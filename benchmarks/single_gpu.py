@@ -5,9 +5,10 @@
 
 `unmodified` is LlamaForCausalLM as it is, with labels, its blocks compiled and not; Liger patches the same model.
 bf16 weights, fused AdamW, 4 x 4096 and 16 x 4096 tokens a step; `packed` is ours on rows of 8192, unpacked, and packed
-with documents of 600 tokens on average; `selective` is ours with recompute=selective. Each runs in a process of its own. MFU counts 6 FLOPs a weight a token and
-causal attention at half, against 989.5 TFLOP/s, in fp8 too. Memory is the peak of what torch has allocated. With
-`--precision fp8` (or fp8-rows, of ours alone) linear layers multiply in 8 bits, the head does not.
+with documents of 600 tokens on average; `selective` is ours with recompute=selective. Each runs in a process of its
+own. MFU counts 6 FLOPs a weight a token and causal attention at half, against 989.5 TFLOP/s, in fp8 too. Memory is the
+peak of what torch has allocated. With `--precision fp8` (or fp8-rows, of ours alone) linear layers multiply in 8 bits,
+the head does not.
 """
 
 import argparse
@@ -161,8 +162,8 @@ def run_ours(
     parameters = sum(each.numel() for each in module.parameters())
     # Weights of 16 bits without masters, as the others have them.
     engine = sw.parallelize(
-        module, f"precision={precision},recompute={recompute}", loss=next_token_loss, optimizer=ADAMW, example=batch, compile=True,
-        masters=False,
+        module, f"precision={precision},recompute={recompute}", loss=next_token_loss, optimizer=ADAMW, example=batch,
+        compile=True, masters=False,
     )  # fmt: skip
     under_way: list[Any] = []
 

@@ -51,7 +51,8 @@ class ModelChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataChoice:
-    """What is read: a token file of `shardwise data`, or `stdlib`, the sources of Python's standard library.
+    """What is read: a token file of `shardwise data`, `stdlib`, the sources of Python's standard library, or for a
+    module of yours `images:224`, random ones of that size; a row of these is one image, and `sequence` 1.
 
     Rows have `sequence` tokens. With `masks` no token sees another document; `none` has them where the module takes
     `documents`, as ours do. The last `held_out` of the tokens are kept for evaluation. Of `stdlib`, `limit_bytes` are
@@ -294,7 +295,8 @@ def _check_balance(model: ModelChoice, asked: Mapping[str, Any]) -> None:
 
 #: Those with names. `bytes` is what `shardwise train` does when nothing is said: a small transformer that reads bytes,
 #: of text that every machine has; 0.86 million parameters, about two minutes on two cores. `tiny` is the smallest that
-#: still has every part: the same in seconds, to try things with.
+#: still has every part: the same in seconds, to try things with. `resnet50` is a convolutional network on images of
+#: random numbers, for GPUs.
 RECIPES: Mapping[str, Recipe] = {
     "bytes": Recipe(),
     "tiny": Recipe(
@@ -307,5 +309,15 @@ RECIPES: Mapping[str, Recipe] = {
         optimizer=OptimizerChoice(warmup=2),
         checkpoint=CheckpointChoice(every=4),
         evaluation=EvaluationChoice(every=4, batches=1, sample=16),
+    ),
+    "resnet50": Recipe(
+        name="resnet50",
+        steps=100,
+        batch=256,
+        model=ModelChoice(source="shardwise.nets.resnet:resnet50"),
+        data=DataChoice(source="images:224", sequence=1, held_out=0.0),
+        optimizer=OptimizerChoice(name="sgd", rate=0.1, decay=1e-4, clip=0.0),
+        checkpoint=CheckpointChoice(every=0),
+        evaluation=EvaluationChoice(every=0, sample=0),
     ),
 }

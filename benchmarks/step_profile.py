@@ -12,7 +12,7 @@ which no kernel and no copy runs. It is
     device      the next kernel was there, and the device took that long to begin it
 
 `parts` times products and attention of such a layer alone, as they are and as they might be: q, k and v in one
-product, gate and up in one, each of torch's attention kernels.
+product, gate and up in one, each of torch's attention kernels. `small` is a model that is bound by launches.
 """
 
 import argparse
@@ -182,6 +182,53 @@ def sketch() -> None:
     report("sketch", {"launched": lambda: step_on(batch)}, ROWS * LENGTH)
 
 
+def small() -> None:
+    """A model that launches bound, 12 layers of 128 on 4 x 64 tokens: ours with and without kernels, captured, and plain
+    torch by hand. Milliseconds of a step, launched ahead."""
+    import shardwise as sw
+    from shardwise.nets.loss import next_token_loss
+    from shardwise.nets.settings import Heads, Mlp, Settings
+    from shardwise.nets.transformer import Transformer
+
+    settings = Settings(
+        vocabulary=512, width=128, num_layers=12, length=64, mlp=Mlp(width=256),
+        attention=Heads(num_heads=4, num_kv_heads=2, head_dim=32),
+    )  # fmt: skip
+    ids = torch.randint(512, (4, 65), device="cuda")
+    batch = {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
+
+    def a_model() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return Transformer(settings).cuda().to(torch.bfloat16)
+
+    found = {}
+    cases: dict[str, dict[str, Any]] = {
+        "kernels": {}, "plain operators": {"kernels": False}, "captured": {"graphs": True}, "compiled": {"compile": True}
+    }  # fmt: skip
+    for name, options in cases.items():
+        engine = sw.parallelize(
+            a_model(), "precision=bf16", loss=next_token_loss, optimizer=one.ADAMW, example=batch, masters=False, **options
+        )  # fmt: skip
+        found[name] = small_ms(lambda engine=engine: engine.launch_step(batch))
+    model = a_model()
+    optimizer = one.ADAMW(model.parameters())
+
+    def by_hand() -> None:
+        total, count = next_token_loss(model(batch["input_ids"]), batch)
+        (total / count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    found["by hand"] = small_ms(by_hand)
+    print(json.dumps({"small_ms": found}), flush=True)
+
+
+def small_ms(step: Callable[[], Any]) -> float:
+    for _ in range(6):
+        step()
+    return round(timed(step) * 1e3, 2)
+
+
 def parts() -> None:
     """Products and attention of a layer alone, in microseconds: forward, then backward."""
     from triton.testing import do_bench
@@ -268,6 +315,7 @@ def main() -> None:
         cases: dict[str, Callable[[], None]] = {
             "ours": lambda: ours(compile=True), "eager": lambda: ours(compile=False),
             "graph": lambda: ours(compile=True, graphs=True), "sketch": sketch, "parts": parts,
+            "small": small,
         }  # fmt: skip
         cases[given.one]()
         return

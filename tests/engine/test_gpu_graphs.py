@@ -17,7 +17,11 @@ from shardwise.nets.transformer import Transformer
 from shardwise.stages.stage import Batch
 from shardwise.torch_private import DeviceProfiler
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
 
 
 def tokens(seed: int, rows: int = 4, length: int = 64) -> dict[str, Tensor]:

@@ -59,9 +59,12 @@ class Rows:
         return {**made, "documents": torch.from_numpy(documents)} if self.masks else made
 
 
+AnyRows = Rows | ImageRows
+
+
 def training_and_held_out(
     source: Tokens | RandomImages, *, sequence: int, held_out: float, masks: bool, batch: int
-) -> tuple[Rows | ImageRows, Rows | ImageRows]:
+) -> tuple[AnyRows, AnyRows]:
     """The rows to train on, and the last ones, which are for evaluation: at least one batch, if any are held out."""
     if isinstance(source, RandomImages):
         return source.parts(held_out=held_out, batch=batch)
@@ -81,7 +84,7 @@ def training_and_held_out(
 class Batches:
     """The batch of each step, from the seed and the step alone."""
 
-    rows: Rows | ImageRows
+    rows: AnyRows
     size: int
     seed: int
 

@@ -183,8 +183,8 @@ def sketch() -> None:
 
 
 def small() -> None:
-    """A model that launches bound, 12 layers of 128 on 4 x 64 tokens: ours with and without kernels, captured, and plain
-    torch by hand. Milliseconds of a step, launched ahead."""
+    """A model bound by launches, 12 layers of 128 on 4 x 64 tokens: ours with and without kernels, captured, compiled,
+    and plain torch by hand. Milliseconds of a step, launched ahead."""
     import shardwise as sw
     from shardwise.nets.loss import next_token_loss
     from shardwise.nets.settings import Heads, Mlp, Settings
@@ -203,11 +203,13 @@ def small() -> None:
 
     found = {}
     cases: dict[str, dict[str, Any]] = {
-        "kernels": {}, "plain operators": {"kernels": False}, "captured": {"graphs": True}, "compiled": {"compile": True}
+        "kernels": {}, "plain operators": {"kernels": False}, "captured": {"graphs": True},
+        "compiled": {"compile": True},
     }  # fmt: skip
     for name, options in cases.items():
         engine = sw.parallelize(
-            a_model(), "precision=bf16", loss=next_token_loss, optimizer=one.ADAMW, example=batch, masters=False, **options
+            a_model(), "precision=bf16", loss=next_token_loss, optimizer=one.ADAMW, example=batch, masters=False,
+            **options,
         )  # fmt: skip
         found[name] = small_ms(lambda engine=engine: engine.launch_step(batch))
     model = a_model()

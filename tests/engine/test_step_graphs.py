@@ -23,6 +23,7 @@ from shardwise.nets.loss import next_token_loss
 from shardwise.nets.settings import Heads, Mlp, Settings
 from shardwise.nets.transformer import Transformer
 from shardwise.stages.stage import Batch
+from shardwise.training.precision import LossScale
 from tests.stages.pieces import Net
 
 
@@ -136,6 +137,19 @@ def test_another_shape_and_another_number_of_the_loss_are_other_graphs() -> None
     for step in range(4):
         assert engine.train_step(tokens(step)) == plain.train_step(tokens(step))
     assert graphs.num_captured == 3
+
+
+def test_a_factor_of_half_precision_that_changes_is_never_one_of_before() -> None:
+    scales = [LossScale.of("fp16", loss) for _ in range(2)]
+    plain, engine = an_engine(loss=scales[0].loss), an_engine(loss=scales[1].loss, graphs=True)
+    captured(engine)
+    for step in range(8):
+        for scale in scales:
+            scale.factor = 2.0 ** (12 - step // 4)
+        assert engine.train_step(tokens(step)) == plain.train_step(tokens(step))
+        for name, each in plain.gradients().items():
+            assert torch.equal(engine.gradients()[name], each)
+    assert len(engine._steps.graphs._made) == 2
 
 
 def test_a_step_that_is_looked_at_is_run_as_it_is() -> None:

@@ -77,7 +77,7 @@ class StepGraphs:
     def __init__(self, parts: Parts, states: States, dropouts: Dropouts | None, graphs: Graphs | None = None) -> None:
         self._how: How = parts.options.graphs
         self._graphs = graphs or CudaGraphs(parts.device)
-        self._device, self._loss = parts.device, _function_of(parts.loss)
+        self._device, self._losses = parts.device, _functions_of(parts.loss)
         self._parameters = list(states.parameters.values())
         self._modules = list(parts.module.modules())
         self._buffers = [(slots, key) for each in self._modules for slots in [buffer_slots(each)] for key in slots]
@@ -91,7 +91,7 @@ class StepGraphs:
 
     def _first_problem(self, parts: Parts, states: States, dropouts: Dropouts | None) -> str | None:
         found = problems_of(parts, states, dropouts, self._graphs.device_type)
-        if self._how == "auto" and (self._theirs or not _is_known(self._loss)):
+        if self._how == "auto" and (self._theirs or not _is_known(self._losses[-1])):
             found.append("code of others may do on the host what no graph would see: graphs=True captures it")
         return found[0] if found else None
 
@@ -181,7 +181,7 @@ class StepGraphs:
             tuple(each.training for each in self._modules),
             num_hooks(self._modules),
             tuple(values for each in self._theirs for values in _plain_values(vars(each))),
-            tuple(_plain_values(_at_hand(self._loss))),
+            tuple(values for each in self._losses for values in _plain_values(_at_hand(each))),
             torch.is_autocast_enabled("cuda"),
             torch.get_float32_matmul_precision(),
             torch.are_deterministic_algorithms_enabled(),
@@ -235,11 +235,11 @@ def _is_known(kind: Any) -> bool:
     return str(getattr(kind, "__module__", "")).split(".")[0] in ("torch", "shardwise")
 
 
-def _function_of(loss: Any) -> Any:
-    """The function of the user's, behind what an engine has put around it."""
+def _functions_of(loss: Any) -> list[Any]:
+    """A loss as an engine has it, what that is put around, and so on to the function of the user's."""
     kind = loss if hasattr(loss, "__code__") else type(loss)
     inner = next((each for each in _at_hand(loss).values() if callable(each)), None) if _is_known(kind) else None
-    return loss if inner is None else _function_of(inner)
+    return [loss] if inner is None else [loss, *_functions_of(inner)]
 
 
 def _at_hand(function: Any) -> dict[str, Any]:

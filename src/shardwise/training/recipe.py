@@ -141,7 +141,8 @@ class EvaluationChoice:
 class Recipe:
     """A training run: `steps` steps of `batch` rows. `log` is how often a line is printed, in steps. With `tensorboard`
     metrics are written for it too. `bucket_bytes` is how much of the gradients is summed over replicas at a time.
-    Without `kernels` plain operators compute everything.
+    Without `kernels` plain operators compute everything. `graphs`: steps are captured as CUDA graphs where they can be,
+    or (`auto`) where that is faster too.
 
     `precision` and `compile` (each block, by inductor) are `auto`: fp32 and off on processors, and on a GPU bf16 and on
     where they pay.
@@ -157,6 +158,7 @@ class Recipe:
     tensorboard: bool = False
     bucket_bytes: Positive = 16 * 2**20
     kernels: bool = True
+    graphs: Literal["auto", "on", "off"] = "off"
     model: ModelChoice = field(default_factory=ModelChoice)
     data: DataChoice = field(default_factory=DataChoice)
     optimizer: OptimizerChoice = field(default_factory=OptimizerChoice)

@@ -5,9 +5,10 @@
 
 `unmodified` is LlamaForCausalLM as it is, with labels, its blocks compiled and not; Liger patches the same model.
 bf16 weights, fused AdamW, 4 x 4096 and 16 x 4096 tokens a step; `packed` is ours on rows of 8192, unpacked, and packed
-with documents of 600 tokens on average. Each runs in a process of its own. MFU counts 6 FLOPs a weight a token and
-causal attention at half, against 989.5 TFLOP/s, in fp8 too. Memory is the peak of what torch has allocated. With
-`--precision fp8` (or fp8-rows, of ours alone) linear layers multiply in 8 bits, the head does not.
+with documents of 600 tokens on average; `selective` is ours with recompute=selective. Each runs in a process of its
+own. MFU counts 6 FLOPs a weight a token and causal attention at half, against 989.5 TFLOP/s, in fp8 too. Memory is the
+peak of what torch has allocated. With `--precision fp8` (or fp8-rows, of ours alone) linear layers multiply in 8 bits,
+the head does not.
 """
 
 import argparse
@@ -41,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", type=Path, default=Path(__file__).parent / "results" / "single_gpu.json")
     parser.add_argument("--liger", type=Path)
-    parser.add_argument("--who", default="ours,unmodified,liger,sketch,packed")
+    parser.add_argument("--who", default="ours,unmodified,liger,sketch,packed,selective")
     parser.add_argument("--precision", choices=("bf16", "fp8", "fp8-rows"), default="bf16")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -49,7 +50,10 @@ def main() -> None:
         print("one GPU is measured, and torch sees none")
         return
     if given.one is not None:
-        by_name = {"ours": ours, "unmodified": unmodified, "liger": liger, "sketch": sketch, "packed": packed}
+        by_name = {
+            "ours": ours, "unmodified": unmodified, "liger": liger, "sketch": sketch, "packed": packed,
+            "selective": selective,
+        }  # fmt: skip
         with_precision = partial(by_name[given.one], given.precision) if given.one in ("ours", "sketch") else None
         (with_precision or by_name[given.one])()
         return
@@ -148,7 +152,9 @@ def make_ours(length: int) -> Any:
     return module.to(torch.bfloat16)
 
 
-def run_ours(name: str, rows: int, length: int, batch: dict[str, Tensor], precision: str = "bf16") -> None:
+def run_ours(
+    name: str, rows: int, length: int, batch: dict[str, Tensor], precision: str = "bf16", recompute: str = "none"
+) -> None:
     import shardwise as sw
     from shardwise.nets.loss import next_token_loss
 
@@ -156,10 +162,17 @@ def run_ours(name: str, rows: int, length: int, batch: dict[str, Tensor], precis
     parameters = sum(each.numel() for each in module.parameters())
     # Weights of 16 bits without masters, as the others have them.
     engine = sw.parallelize(
-        module, f"precision={precision}", loss=next_token_loss, optimizer=ADAMW, example=batch, compile=True,
-        masters=False,
+        module, f"precision={precision},recompute={recompute}", loss=next_token_loss, optimizer=ADAMW, example=batch,
+        compile=True, masters=False,
     )  # fmt: skip
-    measure(name, lambda: engine.train_step(batch), rows, length, parameters)
+    under_way: list[Any] = []
+
+    def step() -> float:
+        """Launch one, and read the one before it, as `shardwise train` does."""
+        under_way.append(engine.launch_step(batch))
+        return float(under_way.pop(0).read().loss) if len(under_way) > 1 else 0.0
+
+    measure(name, step, rows, length, parameters)
 
 
 def clear() -> None:
@@ -172,6 +185,13 @@ def clear() -> None:
 def ours(precision: str) -> None:
     for rows, length in SIZES:
         run_ours(f"{rows}x{length}", rows, length, tokens_of(rows, length), precision)
+        clear()
+
+
+def selective() -> None:
+    """What recomputing all but products and attention costs, and what of the memory is left."""
+    for rows, length in SIZES:
+        run_ours(f"{rows}x{length}", rows, length, tokens_of(rows, length), recompute="selective")
         clear()
 
 
@@ -251,6 +271,15 @@ def liger() -> None:
 
 def sketch(precision: str) -> None:
     """What somebody writes who wants speed and nothing else, in plain torch."""
+    model, step_on = make_sketch(precision)
+    parameters = sum(each.numel() for each in model.parameters())
+    for rows, length in SIZES:
+        measure(f"{rows}x{length}", partial(step_on, tokens_of(rows, length)), rows, length, parameters)
+        torch.cuda.empty_cache()
+
+
+def make_sketch(precision: str) -> tuple[torch.nn.Module, Callable[[dict[str, Tensor]], Tensor]]:
+    """The model, and a step of it on a batch."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.checkpoint import checkpoint
 
@@ -263,7 +292,6 @@ def sketch(precision: str) -> None:
     if precision == "fp8":
         in_fp8(model)
     optimizer = ADAMW(model.parameters())
-    parameters = sum(each.numel() for each in model.parameters())
     for layer in model.layers:
         layer.compile(dynamic=False)
     torch.backends.cuda.enable_flash_sdp(False)
@@ -272,25 +300,21 @@ def sketch(precision: str) -> None:
     def part_of_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         return torch.nn.functional.cross_entropy((hidden @ weight.t()).float(), labels, reduction="sum")
 
-    for rows, length in SIZES:
-        batch = tokens_of(rows, length)
+    def step(batch: dict[str, Tensor]) -> Tensor:
+        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+            hidden = model(batch["input_ids"]).flatten(0, 1)
+            weight, labels = model.embed.weight, batch["labels"].flatten()
+            parts = [
+                checkpoint(part_of_loss, *each, use_reentrant=False)
+                for each in zip(hidden.split(2048), [weight] * len(labels), labels.split(2048), strict=False)
+            ]
+            loss = torch.stack(parts).sum() / labels.numel()
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
 
-        def step(batch: dict[str, Tensor] = batch) -> Tensor:
-            with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
-                hidden = model(batch["input_ids"]).flatten(0, 1)
-                weight, labels = model.embed.weight, batch["labels"].flatten()
-                parts = [
-                    checkpoint(part_of_loss, *each, use_reentrant=False)
-                    for each in zip(hidden.split(2048), [weight] * len(labels), labels.split(2048), strict=False)
-                ]
-                loss = torch.stack(parts).sum() / labels.numel()
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        measure(f"{rows}x{length}", step, rows, length, parameters)
-        torch.cuda.empty_cache()
+    return model, step
 
 
 if __name__ == "__main__":

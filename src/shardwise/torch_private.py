@@ -12,7 +12,7 @@ torch is imported when this is: rooms without torch must not import it.
 
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -232,6 +232,18 @@ def hooks_of(module: nn.Module) -> list[str]:
         "backward pre": module._backward_pre_hooks,
     }
     return [kind for kind, hooks in kinds.items() if hooks]
+
+
+def num_hooks(modules: Iterable[nn.Module]) -> int:
+    """How many hooks modules have, with those of all modules: what may look at each of their calls. No public way."""
+    from torch.nn.modules import module as home
+
+    every = len(home._global_forward_hooks) + len(home._global_forward_pre_hooks) + len(home._global_backward_hooks)
+    return every + sum(
+        len(each._forward_hooks) + len(each._forward_pre_hooks) + len(each._backward_hooks)
+        + len(each._backward_pre_hooks)
+        for each in modules
+    )  # fmt: skip
 
 
 def get_compiled_call(module: nn.Module) -> Callable[..., Any] | None:

@@ -874,7 +874,7 @@ error: --inject stale-gather makes numbers wrong, and --nccl looks at none
         "train byts",
         1,
         """
-error: unknown recipe 'byts'; known: bytes, tiny
+error: unknown recipe 'byts'; known: bytes, tiny, resnet50
   try: shardwise train bytes, or the path of a TOML file
 """,
     ),

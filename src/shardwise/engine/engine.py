@@ -73,7 +73,7 @@ class Engine:
 
     def explain(self) -> str:
         """What became of the module (its stages, how layers are cut), of batches and of the loss."""
-        return "\n".join([explain(self._parts), *self.execution.batches.explain()])
+        return "\n".join([explain(self._parts), *self.execution.batches.explain(), *self._steps.graphs.explain()])
 
     @property
     def num_steps(self) -> int:
@@ -231,12 +231,12 @@ class Engine:
     def close(self) -> None:
         """Let go of what the engine keeps beside the module; and of its wires, if it has made them."""
         self.flush()
+        self._steps.graphs.close()
         self._parts.detach()
         with self._shown.open():
             self.states.close()
         self._shown.close()
-        if self.execution.transport is not None:
-            self.execution.transport.close()
+        self.execution.close()
         if self._owns_wires:
             self.wires.close()
 

@@ -37,6 +37,11 @@ class Execution:
     recorder: Recorder
     dropouts: Dropouts | None
 
+    def close(self) -> None:
+        """Let go of what goes between processes."""
+        if self.transport is not None:
+            self.transport.close()
+
 
 def make_execution(parts: Parts, states: States) -> Execution:
     """Make what runs a step and an evaluation. Every process calls this alike.

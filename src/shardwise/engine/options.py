@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from shardwise.sharding.context.mask import Mask
 from shardwise.sharding.context.sequence_shards import Entry
@@ -28,6 +29,7 @@ class Options:
     kernels: bool = True
     batch: str = "same"
     masters: bool = True
+    graphs: bool | Literal["auto"] = False
 
     @property
     def is_local(self) -> bool:

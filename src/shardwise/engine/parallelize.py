@@ -4,7 +4,7 @@ The same script runs alone, where one process runs every rank; under `torchrun`;
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
@@ -58,6 +58,7 @@ def parallelize(
     batch: str = "same",
     kernels: bool = True,
     masters: bool = True,
+    graphs: bool | Literal["auto"] = False,
     wires: OneProcess | ManyProcesses | None = None,
 ) -> Engine:
     """Return an engine that trains `module` under `plan`.
@@ -83,7 +84,7 @@ def parallelize(
     of its own (`sw.replica_of(plan)` says which), the same on all ranks of it. On GPUs kernels compute what they
     compute alike, listed by `explain()`; with `kernels=False` plain operators do (`docs/kernels.md`). With
     `masters=False` weights of 16 bits are computed with and stepped on as they are, whatever the precision: no
-    autocast, no copies in fp32.
+    autocast, no copies in fp32. With `graphs` steps are captured as CUDA graphs where they can be (`docs/engine.md`).
     `wires` are what processes talk over, where several engines are to share it (`ranks/wires.py`).
 
     Where `torch.distributed` has several ranks, each of them runs one of the plan. Under `torchrun` it is started here.
@@ -91,7 +92,7 @@ def parallelize(
     options = Options(
         clip=clip, compile=compile, seed=seed, pad=pad, through_blocks=through_blocks, measure=measure, tensor=tensor,
         tensor_chunks=tensor_chunks, positions=positions, entries=entries, masks=masks, bucket_bytes=bucket_bytes,
-        buffers=buffers, verify=verify, batch=batch, kernels=kernels, masters=masters,
+        buffers=buffers, verify=verify, batch=batch, kernels=kernels, masters=masters, graphs=graphs,
     )  # fmt: skip
     # Over wires that others use too, what all refuse alike is no fault.
     with making(None if wires is None else wires.watch, _COMPILING_SECONDS if compile else None) as watch:

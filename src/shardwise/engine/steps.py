@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -10,6 +11,7 @@ from shardwise.engine.make_states import States
 from shardwise.engine.metrics import MetricSum
 from shardwise.engine.parts import Parts
 from shardwise.engine.predictions import Predictions
+from shardwise.engine.step_graphs import StepGraphs
 from shardwise.engine.unchanged import Unchanged
 from shardwise.engine.update import LaunchedStep, StepNumbers
 from shardwise.execution.collector import StreamCollector
@@ -28,6 +30,7 @@ class Steps:
         self._execution, self._states = execution, states
         self._unchanged, self.metrics = Unchanged(parts.module), MetricSum(parts)
         self._predictions = Predictions(parts, execution)
+        self.graphs = StepGraphs(parts, states, execution.dropouts)
         self.num_begun = 0
 
     def train(
@@ -49,7 +52,9 @@ class Steps:
             self.num_begun += 1
             with execution.recorder.listening(recording, signature):
                 with states.written.shared(), self.metrics.of(execution.trainer, metrics):
-                    tally = self._run(execution.trainer, microbatches, signature, record)
+                    compute = partial(self._run, execution.trainer, signature=signature, record=record)
+                    is_plain = record is not None or metrics is not None
+                    tally = compute(microbatches) if is_plain else self.graphs.run(microbatches, compute)
                 start = perf_counter()
                 if states.stream is None:
                     states.data.finish()

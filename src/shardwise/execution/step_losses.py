@@ -38,6 +38,12 @@ class Tally:
         self._count += other._count
         self._unread += other._unread
 
+    def again(self) -> "Tally":
+        """The same losses, not read: those of a graph have other numbers after each replay."""
+        copied = Tally(self._total, self._count)
+        copied._unread = list(self._unread)
+        return copied
+
     def read(self) -> "Tally":
         """Read all losses, now."""
         unread, self._unread = self._unread, []

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from shardwise.kernels.experts import route
 from shardwise.nets.settings import Mixture
 
 
@@ -27,7 +28,7 @@ class Router(nn.Module):
 
     def __init__(self, width: int, mixture: Mixture) -> None:
         super().__init__()
-        self.mixture = mixture
+        self.mixture, self.kernels = mixture, True
         self.weight = nn.Parameter(torch.empty(mixture.num_experts, width))
         #: Added to scores for choosing alone. No gradient reaches it: `balance.py` moves it.
         self.register_buffer("correction", torch.empty(mixture.num_experts) if mixture.correction else None)
@@ -54,9 +55,14 @@ class Router(nn.Module):
         with _plain_precision(tokens.device):
             logits = linear(tokens.float(), self.weight.float())
         scores = logits.sigmoid() if mixture.scores == "sigmoid" else logits.softmax(-1)
+        if mixture.num_chosen_groups == mixture.num_groups:
+            how: dict[str, Any] = {"scores": mixture.scores, "normalised": mixture.normalised, "scale": mixture.scale}
+            weights, experts = route(
+                logits, mixture.num_chosen, correction=self.correction, kernels=self.kernels, **how
+            )
+            return Choice(experts, weights, scores)
         ranked = scores.detach() if self.correction is None else scores.detach() + self.correction
-        if mixture.num_chosen_groups < mixture.num_groups:
-            ranked = _in_best_groups(ranked, mixture)
+        ranked = _in_best_groups(ranked, mixture)
         experts = ranked.topk(mixture.num_chosen, dim=-1).indices
         weights = scores.gather(1, experts)
         if mixture.normalised:

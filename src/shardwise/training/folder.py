@@ -38,8 +38,8 @@ TENSORBOARD, CHECKPOINTS = "tensorboard", "checkpoints"
 #: Keys of a recipe, or beginnings of them, that may differ when a run goes on: how long it goes, how often it speaks,
 #: and what changes no number.
 _MAY_CHANGE = (
-    "name", "steps", "log", "tensorboard", "compile", "kernels", "bucket_bytes", "balance.place_every", "checkpoint",
-    "evaluation",
+    "name", "steps", "log", "tensorboard", "compile", "kernels", "graphs", "bucket_bytes", "balance.place_every",
+    "checkpoint", "evaluation",
 )  # fmt: skip
 _PACKAGES = ("shardwise", "torch", "numpy", "safetensors")
 

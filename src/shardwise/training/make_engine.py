@@ -8,12 +8,15 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.parallelize import parallelize
+from shardwise.engine.step_graphs import How
 from shardwise.planner.plan import Offload
 from shardwise.states.compact_adamw import CompactAdamW
 from shardwise.training.data.rows import Batch
 from shardwise.training.job import Job
 from shardwise.training.precision import LossScale
 from shardwise.training.recipe import OptimizerChoice
+
+_GRAPHS: dict[str, How] = {"on": True, "off": False, "auto": "auto"}
 
 
 def make_engine(job: Job, module: nn.Module, example: Batch, scale: LossScale) -> Engine:
@@ -36,6 +39,7 @@ def make_engine(job: Job, module: nn.Module, example: Batch, scale: LossScale) -
         seed=job.recipe.seed,
         bucket_bytes=job.recipe.bucket_bytes,
         kernels=job.recipe.kernels,
+        graphs=_GRAPHS[job.recipe.graphs],
     )
     if job.compile:
         scale.compile()

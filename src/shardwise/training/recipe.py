@@ -51,7 +51,8 @@ class ModelChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataChoice:
-    """What is read: a token file of `shardwise data`, or `stdlib`, the sources of Python's standard library.
+    """What is read: a token file of `shardwise data`, `stdlib`, the sources of Python's standard library, or for a
+    module of yours `images:224`, random ones of that size; a row of these is one image, and `sequence` 1.
 
     Rows have `sequence` tokens. With `masks` no token sees another document; `none` has them where the module takes
     `documents`, as ours do. The last `held_out` of the tokens are kept for evaluation. Of `stdlib`, `limit_bytes` are
@@ -140,7 +141,8 @@ class EvaluationChoice:
 class Recipe:
     """A training run: `steps` steps of `batch` rows. `log` is how often a line is printed, in steps. With `tensorboard`
     metrics are written for it too. `bucket_bytes` is how much of the gradients is summed over replicas at a time.
-    Without `kernels` plain operators compute everything.
+    Without `kernels` plain operators compute everything. `graphs`: steps are captured as CUDA graphs where they can be,
+    or (`auto`) where that is faster too.
 
     `precision` and `compile` (each block, by inductor) are `auto`: fp32 and off on processors, and on a GPU bf16 and on
     where they pay.
@@ -156,6 +158,7 @@ class Recipe:
     tensorboard: bool = False
     bucket_bytes: Positive = 16 * 2**20
     kernels: bool = True
+    graphs: Literal["auto", "on", "off"] = "off"
     model: ModelChoice = field(default_factory=ModelChoice)
     data: DataChoice = field(default_factory=DataChoice)
     optimizer: OptimizerChoice = field(default_factory=OptimizerChoice)
@@ -294,7 +297,8 @@ def _check_balance(model: ModelChoice, asked: Mapping[str, Any]) -> None:
 
 #: Those with names. `bytes` is what `shardwise train` does when nothing is said: a small transformer that reads bytes,
 #: of text that every machine has; 0.86 million parameters, about two minutes on two cores. `tiny` is the smallest that
-#: still has every part: the same in seconds, to try things with.
+#: still has every part: the same in seconds, to try things with. `resnet50` is a convolutional network on images of
+#: random numbers, for GPUs.
 RECIPES: Mapping[str, Recipe] = {
     "bytes": Recipe(),
     "tiny": Recipe(
@@ -307,5 +311,15 @@ RECIPES: Mapping[str, Recipe] = {
         optimizer=OptimizerChoice(warmup=2),
         checkpoint=CheckpointChoice(every=4),
         evaluation=EvaluationChoice(every=4, batches=1, sample=16),
+    ),
+    "resnet50": Recipe(
+        name="resnet50",
+        steps=100,
+        batch=256,
+        model=ModelChoice(source="shardwise.nets.resnet:resnet50"),
+        data=DataChoice(source="images:224", sequence=1, held_out=0.0),
+        optimizer=OptimizerChoice(name="sgd", rate=0.1, decay=1e-4, clip=0.0),
+        checkpoint=CheckpointChoice(every=0),
+        evaluation=EvaluationChoice(every=0, sample=0),
     ),
 }

@@ -11,7 +11,7 @@ from shardwise.training.balance import Balancer
 from shardwise.training.checkpoint.index import clean, find_last
 from shardwise.training.checkpoint.parts import Held, shapes_of
 from shardwise.training.checkpoint.read import Reader, load, load_random
-from shardwise.training.data.rows import Batch, Batches, Rows, training_and_held_out
+from shardwise.training.data.rows import AnyRows, Batch, Batches, training_and_held_out
 from shardwise.training.data.source import check_data, open_data
 from shardwise.training.folder import CHECKPOINTS
 from shardwise.training.job import Job, check_rows
@@ -34,7 +34,7 @@ class Setup:
     data: Mapping[str, Any]
     data_bytes: int
     batches: Batches
-    held_out: Rows
+    held_out: AnyRows
     scale: LossScale
     balancer: Balancer
     step: int
@@ -84,7 +84,7 @@ def make_ready(job: Job, world: World) -> Setup:
             "num_tokens": tokens.num_tokens,
             "tokenizer": tokens.tokenizer,
         },
-        data_bytes=tokens.tokens.nbytes,
+        data_bytes=tokens.nbytes,
         batches=batches,
         held_out=held_out,
         scale=scale,

@@ -3,14 +3,17 @@
     shardwise train --set model.source=my_package.my_module:factory
 
 where `factory()` returns a module, or a module and its `loss(output, batch)`. Batches have `input_ids` and `labels`,
-each [rows, sequence], and with data.masks `documents`; the module's `forward` takes what it names of them.
+each [rows, sequence], and with data.masks `documents`; the module's `forward` takes what it names of them. Of images
+(data.source=images:224) they have `images`, bytes of [rows, 3, height, width], and `labels`, [rows].
 """
 
+import copy
 import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.errors import ShardwiseError
 from shardwise.nets.loss import next_token_loss
@@ -18,6 +21,7 @@ from shardwise.stages.factory import find_factory
 from shardwise.stages.stage import Batch, Loss
 from shardwise.training.checkpoint.parts import Held
 from shardwise.training.convert_own import describe_hf
+from shardwise.training.data.images import check_images, find_size
 from shardwise.training.model import Ours, num_parameters
 from shardwise.training.recipe import Recipe
 
@@ -36,8 +40,11 @@ class Own:
     def __init__(self, recipe: Recipe) -> None:
         assert recipe.model.source is not None, "an own module has a source"
         self._recipe, self._source = recipe, recipe.model.source
+        self._size = find_size(recipe.data.source)
         self._factory = find_factory(self._source, _OPTION)
         module, self.loss = self._made()
+        if self._size is not None:
+            check_images(recipe.data.sequence, self._source, inspect.signature(module.forward).parameters)
         #: Whether no token is to see another document: as the recipe says, or else where the module can be told.
         self.masks = self._masks_for(module)
         self._hf = describe_hf(module)
@@ -49,16 +56,29 @@ class Own:
         held.take_over()
 
     def flops_per_token(self, module: nn.Module) -> float:
-        return 6.0 * num_parameters(module)
+        if self._size is None:
+            return 6.0 * num_parameters(module)
+        # Weights of convolutions are used at many places: images are followed, without numbers; batch norms want two.
+        with torch.device("meta"):
+            example = self._example(2)
+        with FlopCounterMode(display=False) as counter:
+            copy.deepcopy(module).to("meta")(**example)
+        return 3.0 * int(counter.get_total_flops()) / 2
 
     def description(self) -> dict[str, Any]:
         return {"source": self._source, **({} if self._hf is None else {"hf": self._hf})}
 
     def for_planner(self) -> dict[str, Any]:
-        module, choice = self._made()[0], self._recipe.data
-        zeros = torch.zeros(self._recipe.batch, choice.sequence, dtype=torch.int64)
+        module = self._made()[0]
         takes = inspect.signature(module.forward).parameters
-        return {"model": module, "example": {name: zeros for name in _ENTRIES if name in takes}}
+        example = self._example(self._recipe.batch)
+        return {"model": module, "example": {name: each for name, each in example.items() if name in takes}}
+
+    def _example(self, num_rows: int) -> dict[str, Tensor]:
+        """What batches have, without their numbers."""
+        if self._size is not None:
+            return {"images": torch.zeros(num_rows, 3, self._size, self._size, dtype=torch.uint8)}
+        return dict.fromkeys(_ENTRIES, torch.zeros(num_rows, self._recipe.data.sequence, dtype=torch.int64))
 
     def _made(self) -> tuple[nn.Module, Loss]:
         torch.manual_seed(self._recipe.seed)
@@ -87,6 +107,8 @@ Subject = Ours | Own
 
 def subject_of(recipe: Recipe, vocabulary: int) -> Subject:
     """What a recipe trains, on tokens of a vocabulary."""
+    if recipe.model.source is None and find_size(recipe.data.source) is not None:
+        check_images(recipe.data.sequence, None)
     return Own(recipe) if recipe.model.source is not None else Ours(recipe, vocabulary)
 
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shardwise.errors import ShardwiseError
+from shardwise.training.data.images import ImageRows, RandomImages
 from shardwise.training.data.order import Order
 from shardwise.training.data.tokens import Tokens
 
@@ -58,10 +59,15 @@ class Rows:
         return {**made, "documents": torch.from_numpy(documents)} if self.masks else made
 
 
+AnyRows = Rows | ImageRows
+
+
 def training_and_held_out(
-    source: Tokens, *, sequence: int, held_out: float, masks: bool, batch: int
-) -> tuple[Rows, Rows]:
+    source: Tokens | RandomImages, *, sequence: int, held_out: float, masks: bool, batch: int
+) -> tuple[AnyRows, AnyRows]:
     """The rows to train on, and the last ones, which are for evaluation: at least one batch, if any are held out."""
+    if isinstance(source, RandomImages):
+        return source.parts(held_out=held_out, batch=batch)
     count = source.num_tokens // sequence
     kept = 0 if held_out == 0 else max(batch, round(count * held_out))
     if count - kept < batch:
@@ -78,7 +84,7 @@ def training_and_held_out(
 class Batches:
     """The batch of each step, from the seed and the step alone."""
 
-    rows: Rows
+    rows: AnyRows
     size: int
     seed: int
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from shardwise.errors import ShardwiseError, os_errors_as
 from shardwise.training.data.documents import STDLIB, documents_of
+from shardwise.training.data.images import RandomImages, find_size
 from shardwise.training.data.tokenizer import BYTES, ByteTokenizer, Tokenizer
 from shardwise.training.data.tokens import Tokens, TokenWriter, open_tokens
 from shardwise.training.recipe import DataChoice
@@ -18,14 +19,20 @@ def check_data(choice: DataChoice, *, verify: bool = True) -> int:
     """Refuse data that cannot be read; how many words it has. Without `verify` its header alone is looked at."""
     if choice.source == STDLIB:
         return ByteTokenizer.vocabulary
+    size = find_size(choice.source)
+    if size is not None:
+        return RandomImages(size=size).vocabulary
     tokens = open_tokens(Path(choice.source))
     if verify and tokens.tokens.nbytes <= _VERIFIED_BYTES:
         tokens.verify()
     return tokens.vocabulary
 
 
-def open_data(choice: DataChoice, folder: Path, world: World) -> Tokens:
-    """The token file of a run. That of the standard library is made once, in the run's folder."""
+def open_data(choice: DataChoice, folder: Path, world: World) -> Tokens | RandomImages:
+    """The token file of a run, or its images. That of the standard library is made once, in the run's folder."""
+    size = find_size(choice.source)
+    if size is not None:
+        return RandomImages(size=size)
     if choice.source != STDLIB:
         return open_tokens(Path(choice.source))
     path = folder / f"{STDLIB}-{choice.limit_bytes}.tokens"

@@ -50,6 +50,10 @@ class Tokens:
         return len(self.tokens)
 
     @property
+    def nbytes(self) -> int:
+        return self.tokens.nbytes
+
+    @property
     def num_documents(self) -> int:
         return len(self.ends)
 

@@ -36,6 +36,7 @@ def interpreted() -> Iterator[None]:
             rotary_triton,
             sampling_triton,
             scale_triton,
+            step_inputs_triton,
         )
     yield
     for room, name, value in before:

@@ -53,7 +53,6 @@ def test_queries_come_back_and_keys_and_values_go_to_their_slots(
 
 def test_no_tokens_write_nothing() -> None:
     cache = torch.zeros(1, 2, 1, 4, 8)
-    made = write_cache(
-        torch.empty(0, 24), cache[:, 0], cache[:, 1], torch.empty(0), torch.empty(0), turn(8, torch.float32, angles=True, norms=False)
-    )  # fmt: skip
+    none, manner = torch.empty(0), turn(8, torch.float32, angles=True, norms=False)
+    made = write_cache(torch.empty(0, 24), cache[:, 0], cache[:, 1], none, none, manner)
     assert made.shape == (0, 1, 8)

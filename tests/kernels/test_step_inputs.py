@@ -14,7 +14,7 @@ def test_rows_tokens_of_the_step_before_and_room_for_more() -> None:
         [-3, 9, 1, 2, floats[1][0], 0, floats[1][1], floats[1][2], 8, 1, 6],
         [-1, 4, -5, 6, floats[2][0], 1, floats[2][1], floats[2][2], 2, 5, 0],
     ]
-    packed = torch.tensor([3, 3, *sum(rows, []), 99, 99], dtype=torch.int32)
+    packed = torch.tensor([3, 3, *(each for row in rows for each in row), 99, 99], dtype=torch.int32)
     before = torch.tensor([40, 50, 60, 70])
 
     def made(kernels: bool) -> StepInputs:

@@ -67,7 +67,9 @@ def test_draws_stops_and_those_who_need_the_host_are_the_same(overlapped: Any) -
         assert tokens_of(told) == tokens_of(wanted)
         ends = {name: tokens[-1].finish for name, tokens in told.items()}
         assert ends == {name: tokens[-1].finish for name, tokens in wanted.items()}
-        mine, other = ([each.logprob for each in found["logprobs"][0].prompt_logprobs or ()] for found in (told, wanted))
+        mine, other = (
+            [each.logprob for each in found["logprobs"][0].prompt_logprobs or ()] for found in (told, wanted)
+        )
         assert mine == pytest.approx(other, rel=1e-4)
         assert engine.load().num_used_blocks == 0
 

@@ -9,7 +9,6 @@ Pairs lie half a head apart or beside each other, and come out half a head apart
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from shardwise.kernels.choose import takes_kernel
@@ -41,7 +40,7 @@ def write_cache(
 ) -> Tensor:
     """Write keys and values of `given`, [tokens, (heads + 2 KV heads) x dim], into [blocks, KV heads, block size, dim].
 
-    A slot is a block and a place there in one number; less than 0: nowhere. The queries, [tokens, heads, dim], come back.
+    A slot is a block and a place there in one number; below 0: nowhere. The queries, [tokens, heads, dim], come back.
     """
     floats = turn.q_norm, turn.k_norm
     if kernels and takes_kernel("write_cache", given, keys, values, *floats, lacks=lambda: _lacks(given, keys, turn)):

@@ -1,7 +1,7 @@
 """The program of `cache_write.py`: a few heads of one token a program."""
 
 # mypy: ignore-errors
-# ruff: noqa: N803, ARG001
+# ruff: noqa: N803, N806
 
 import torch
 import triton

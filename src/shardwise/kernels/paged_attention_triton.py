@@ -8,7 +8,7 @@ Keys and values come straight from the blocks: the rows of a tile lie wherever t
 """
 
 # mypy: ignore-errors
-# ruff: noqa: N803, ARG001
+# ruff: noqa: N803
 
 import torch
 import triton

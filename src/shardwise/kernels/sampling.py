@@ -94,8 +94,8 @@ def gumbel(keys: Tensor, positions: Tensor, num_words: int) -> Tensor:
     words = torch.arange(num_words, device=keys.device)
     row = mix(keys[:, 0] ^ mix((positions + keys[:, 1]) & _BITS))
     bits = mix(mix((words * 0x9E3779B9 + row[:, None]) & _BITS) ^ keys[:, 1, None])
-    # An exponential number, -log(1 - uniform). Small ones are the likely winners and keep their digits; none is 0, which
-    # would win against any logit.
+    # An exponential number, -log(1 - uniform). Small ones are the likely winners and keep their digits; none is 0,
+    # which would win against any logit.
     uniform = bits.float() * 2.0**-32 + 2.0**-33
     small = uniform * (1.0 + 0.5 * uniform)
     return -torch.where(uniform < 2.0**-11, small, -(1.0 - uniform).log()).log()

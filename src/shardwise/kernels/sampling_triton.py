@@ -7,7 +7,7 @@ choose    one a row: the largest of its pieces
 """
 
 # mypy: ignore-errors
-# ruff: noqa: N803, ARG001
+# ruff: noqa: N803
 
 import torch
 import triton

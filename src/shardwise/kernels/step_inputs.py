@@ -1,7 +1,7 @@
 """The inputs of a decode step, made on the device from one small run of whole numbers.
 
-    packed    rows, width of a table | of each row: token, position, two words of its key, temperature, top-k, top-p, min-p,
-              and its table of blocks
+    packed    rows, width of a table | of each row: token, position, two words of its key, temperature, top-k, top-p,
+              min-p, and its table of blocks
 
 Floats travel as their bits. A token below 0 is not known to the host yet: -1 is what row 0 of the step before drew, -2
 what row 1 did. A graph has room for more rows than there are: those beyond get a length of 0 and no slot.

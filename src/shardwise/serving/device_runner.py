@@ -1,7 +1,7 @@
 """A model on one GPU: steps are begun, not waited for, and tokens are drawn where the logits are.
 
-    one token each         a graph of the whole step, from the packed inputs to the drawn tokens
-    prompts beside them    the same kernels one by one
+one token each         a graph of the whole step, from the packed inputs to the drawn tokens
+prompts beside them    the same kernels one by one
 """
 
 from collections.abc import Sequence as Several
@@ -95,8 +95,15 @@ class DeviceRunner:
             return self._graphs.run(self._to_device(self._pack(pieces)), len(pieces), has_cuts=False)
         return self._mixed(pieces)
 
+    @torch.inference_mode()
     def run(self, inputs: Inputs) -> Tensor:
-        raise AssertionError("this runner takes pieces")
+        """Of inputs that somebody has prepared: one kernel after the other."""
+        spans = spans_of(inputs.lengths, inputs.starts, self.device)
+
+        def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
+            return spans.attend(query, keys, values, inputs.tables, scale, window, kernels=self._kernels)
+
+        return self._layers.logits(inputs.tokens, inputs.positions, inputs.slots, attend, inputs.wanted)
 
     def close(self) -> None: ...
 
@@ -148,7 +155,7 @@ class DeviceRunner:
     def _copy(self, count: int) -> _Copied:
         if self.device.type != "cuda":
             return _Copied(self._drawn[:count].clone(), None)
-        tokens = torch.empty(count, dtype=torch.int64, pin_memory=True)
+        tokens = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=True)
         tokens.copy_(self._drawn[:count], non_blocking=True)
         event = torch.cuda.Event()
         event.record()
@@ -158,6 +165,4 @@ class DeviceRunner:
 def _attend_singles(
     inputs: StepInputs, kernels: bool, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
 ) -> Tensor:
-    return paged_decode(
-        query, keys, values, inputs.tables, inputs.lengths, scale=scale, window=window, kernels=kernels
-    )
+    return paged_decode(query, keys, values, inputs.tables, inputs.lengths, scale=scale, window=window, kernels=kernels)

@@ -68,7 +68,13 @@ class FusedLayers:
 
 class _FusedLayer:
     def __init__(
-        self, block: Block, cache: HeadsCache, number: int, model: Transformer, cosine: Tensor | None, sine: Tensor | None
+        self,
+        block: Block,
+        cache: HeadsCache,
+        number: int,
+        model: Transformer,
+        cosine: Tensor | None,
+        sine: Tensor | None,
     ) -> None:
         attention, settings = block.attention, model.settings
         assert isinstance(attention, Attention), "latent attention has a cache of its own"

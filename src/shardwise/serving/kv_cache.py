@@ -70,11 +70,11 @@ class Spans:
 
 
 def spans_of(lengths: list[int], starts: list[int], device: torch.device) -> Spans:
-    num_single = next(
-        (row for row in range(len(lengths)) if starts[row + 1] - starts[row] > 1), len(lengths)
-    )
+    num_single = next((row for row in range(len(lengths)) if starts[row + 1] - starts[row] > 1), len(lengths))
     tiles = make_tiles(starts, num_single)
-    numbers = torch.tensor([*lengths, *starts, *(each for tile in tiles for each in tile)], dtype=torch.int32)
+    numbers = torch.tensor(
+        [*lengths, *starts, *(each for tile in tiles for each in tile)], dtype=torch.int32, device="cpu"
+    )
     if device.type == "cuda":
         numbers = numbers.pin_memory().to(device, non_blocking=True)
     first, second = len(lengths), 2 * len(lengths) + 1

@@ -1,6 +1,6 @@
 """What a step needs from the host, in one run of whole numbers: one small copy to the device.
 
-Tables of blocks are kept as rows of one array from step to step: a sequence gets a block in one of sixteen of its steps.
+Tables of blocks are kept as rows of one array from step to step: most steps give a sequence no new block.
 """
 
 from collections.abc import Sequence as Several

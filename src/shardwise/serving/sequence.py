@@ -12,8 +12,8 @@ UNKNOWN = -1
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sequence:
-    """`tokens` are the prompt and what came so far; of the first `num_computed` keys and values are in `blocks`, or will
-    be behind the step that is under way."""
+    """`tokens` are the prompt and what came so far; of the first `num_computed` keys and values are in `blocks`, or
+    will be behind the step that is under way."""
 
     request: Request
     #: The how-many-th request this was, which decides among those of one priority.

@@ -24,6 +24,7 @@ def interpreted() -> Iterator[None]:
         setattr(room, name, made.setdefault(id(value), InterpretedFunction(value.fn)))
     with patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):
         from shardwise.kernels import (  # noqa: F401 - made while the setting is there
+            cache_write_triton,
             compact_states_triton,
             cross_entropy_triton,
             experts_triton,
@@ -31,8 +32,11 @@ def interpreted() -> Iterator[None]:
             gated_triton,
             linear_cross_entropy_triton,
             norm_triton,
+            paged_attention_triton,
             rotary_triton,
+            sampling_triton,
             scale_triton,
+            step_inputs_triton,
         )
     yield
     for room, name, value in before:

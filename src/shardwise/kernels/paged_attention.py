@@ -5,11 +5,96 @@
     starts    where its queries begin among all queries, and behind the last their number
 
 The queries of a sequence are the last of its tokens. A window is how many tokens a query sees, itself included.
+
+    paged_decode     one query a sequence; a length of 0 is a row that nobody asked for, and gives zeros
+    paged_prefill    any number of queries a sequence: a piece of a prompt, behind what is in the blocks already
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from shardwise.kernels.choose import takes_kernel
+
+#: Queries of one tile of a prefill.
+TILE = 128
+
+
+def paged_decode(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    kernels: bool = True,
+) -> Tensor:
+    """The only query of each sequence, [sequences, heads, dim]; the rest as `paged_attention_plain` has it."""
+    if kernels and takes_kernel("paged_decode", query, keys, values, lacks=lambda: _lacks(keys, values)):
+        from shardwise.kernels.paged_attention_triton import decode
+
+        return decode(query, keys, values, tables, lengths, scale, window)
+    told, made = lengths.tolist(), torch.zeros_like(query)
+    rows = [row for row, length in enumerate(told) if length]
+    if rows:
+        made[rows] = paged_attention_plain(
+            query[rows], keys, values, tables[rows], [told[row] for row in rows], list(range(len(rows) + 1)),
+            scale=scale, window=window,
+        )  # fmt: skip
+    return made
+
+
+def paged_prefill(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    starts: Tensor,
+    tiles: Tensor,
+    out: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    kernels: bool = True,
+) -> None:
+    """Queries, [queries, heads, dim], of the sequences that `tiles` names; what they see goes to `out`, in one piece.
+
+    `tiles` are pairs: a sequence, and the first of `TILE` of its queries (`make_tiles`).
+    """
+    if kernels and takes_kernel("paged_prefill", query, keys, values, lacks=lambda: _lacks(keys, values)):
+        from shardwise.kernels.paged_attention_triton import prefill
+
+        prefill(query, keys, values, tables, lengths, starts, tiles, out, scale, window)
+        return
+    begins, told = starts.tolist(), lengths.tolist()
+    for sequence in dict.fromkeys(tiles[:, 0].tolist()):
+        begin, end = begins[sequence : sequence + 2]
+        out[begin:end] = paged_attention_plain(
+            query[begin:end], keys, values, tables[sequence, None], [told[sequence]], [0, end - begin],
+            scale=scale, window=window,
+        )  # fmt: skip
+
+
+def make_tiles(starts: Sequence[int], first: int = 0) -> list[tuple[int, int]]:
+    """The tiles of all sequences from `first` on. Long ones come first: what is left at the end is short."""
+    found = [
+        (sequence, begin)
+        for sequence in range(first, len(starts) - 1)
+        for begin in range(0, starts[sequence + 1] - starts[sequence], TILE)
+    ]
+    return sorted(found, key=lambda tile: -tile[1])
+
+
+def _lacks(keys: Tensor, values: Tensor) -> str | None:
+    if keys.shape != values.shape or keys.stride() != values.stride() or keys.stride(3) != 1:
+        return f"values of {tuple(values.shape)} beside keys of {tuple(keys.shape)}"
+    row_bytes = keys.shape[3] * keys.element_size()
+    return f"heads of {row_bytes} bytes (512 at most)" if row_bytes > 512 else None
 
 
 def paged_attention_plain(

@@ -14,6 +14,8 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from shardwise.kernels.choose import takes_kernel
+
 _BITS = 0xFFFFFFFF
 
 
@@ -21,6 +23,31 @@ def make_key(seed: int) -> tuple[int, int]:
     """Two words of 32 bits from a seed: seeds that are neighbours have nothing in common."""
     digest = blake2b(str(seed).encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    *,
+    has_cuts: bool = True,
+    kernels: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Tokens, [rows], and the log-probability of each before temperature and cuts; logits may be of any float type.
+
+    `has_cuts=False` says that no row has a top-k, top-p or min-p, where the caller knows.
+    """
+    if kernels and takes_kernel("sample", logits):
+        from shardwise.kernels.sampling_triton import sample_rows
+
+        return sample_rows(logits, temperature, top_k, top_p, min_p, keys, positions, has_cuts)
+    numbers = logits.float()
+    tokens = sample_plain(numbers, temperature, top_k, top_p, min_p, keys.long() & _BITS, positions)
+    return tokens, numbers.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
 
 
 def sample_plain(
@@ -67,8 +94,11 @@ def gumbel(keys: Tensor, positions: Tensor, num_words: int) -> Tensor:
     words = torch.arange(num_words, device=keys.device)
     row = mix(keys[:, 0] ^ mix((positions + keys[:, 1]) & _BITS))
     bits = mix(mix((words * 0x9E3779B9 + row[:, None]) & _BITS) ^ keys[:, 1, None])
-    uniform = ((bits >> 8).float() + 0.5) * 2.0**-24
-    return -(-uniform.log()).log()
+    # An exponential number, -log(1 - uniform). Small ones are the likely winners and keep their digits; none is 0,
+    # which would win against any logit.
+    uniform = bits.float() * 2.0**-32 + 2.0**-33
+    small = uniform * (1.0 + 0.5 * uniform)
+    return -torch.where(uniform < 2.0**-11, small, -(1.0 - uniform).log()).log()
 
 
 def mix(x: Tensor) -> Tensor:

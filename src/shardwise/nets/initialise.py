@@ -1,7 +1,7 @@
 """First values, from the seed and each weight's name alone.
 
 It does not matter in which order weights are made, which of them a process has, or on which device they are: numbers
-are drawn on the CPU, for each weight by a generator of its own.
+are drawn on the CPU unless another device is asked for, for each weight by a generator of its own.
 """
 
 import hashlib
@@ -29,15 +29,19 @@ def initialise(
     only: Collection[str] | None = None,
     slices: Slices | None = None,
     device: torch.device | str | None = None,
+    drawn_there: bool = False,
 ) -> None:
     """Give a model its first values; those on the meta device get memory on `device`. `only` names the weights to make.
+
+    With `drawn_there` they are drawn on that device: quickly, and not the numbers of another kind of device.
 
     `slices` says which part of a weight this process holds, where that is not all: its numbers are those of the whole.
     """
     shapes = shapes_of(module.settings)
     for name in weights_of(module):
         if only is None or name in only:
-            value = initial_value(module.settings, name, shapes[name], seed)
+            where = device if drawn_there and device is not None else "cpu"
+            value = initial_value(module.settings, name, shapes[name], seed, where)
             part = value if slices is None else value[slices(name, shapes[name])]
             place(module, name, device=device).copy_(part)
     for each in module.modules():
@@ -47,19 +51,21 @@ def initialise(
             each.to(device)
 
 
-def initial_value(settings: Settings, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+def initial_value(
+    settings: Settings, name: str, shape: tuple[int, ...], seed: int, device: torch.device | str = "cpu"
+) -> Tensor:
     """The whole first value of one weight: norms begin as the identity, biases at 0, all else is drawn.
 
     What is added to the residual is the smaller the more often that is done, so that depth does not make it grow.
     """
     owner, kind = name.split(".")[-2:]
     if kind in ("bias", "correction"):
-        return torch.zeros(shape, device="cpu")
+        return torch.zeros(shape, device=device)
     if owner.endswith("norm"):
-        return torch.ones(shape, device="cpu")
+        return torch.ones(shape, device=device)
     deviation = _DEVIATION
     if "o_proj" in (owner, kind) or "down_proj" in (owner, kind):
         deviation /= math.sqrt(2 * settings.num_layers)
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "big") >> 1)
-    return torch.randn(shape, generator=generator, device="cpu") * deviation
+    generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "big") >> 1)
+    return torch.randn(shape, generator=generator, device=device) * deviation

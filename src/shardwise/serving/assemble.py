@@ -13,11 +13,12 @@ from shardwise.nets.settings import Settings
 from shardwise.nets.transformer import Transformer
 from shardwise.planner.plan import Plan
 from shardwise.serving.blocks import BlockPool
+from shardwise.serving.device_runner import make_runner
 from shardwise.serving.engine import LLMEngine
 from shardwise.serving.forecast import Forecast, forecast
 from shardwise.serving.kv_cache import block_bytes, make_cache
 from shardwise.serving.narrow_weights import narrow, num_parameters, weight_bytes
-from shardwise.serving.runner import LocalRunner, Runner
+from shardwise.serving.runner import Runner
 from shardwise.serving.scheduler import Scheduler
 from shardwise.serving.summary import Summary
 from shardwise.serving.tier_store import TierBytes, make_store
@@ -111,8 +112,10 @@ def assemble(
         reserve_bytes=reserve,
         block_bytes=size,
     )
+    max_length = min(limits.max_length or settings.length, settings.length, num_blocks * limits.block_size)
+    runner = make_runner(model, cache, max_running=max_running, max_length=max_length)
     return make_engine(
-        LocalRunner(model, cache), scheduler, settings, limits, identity, room, dtype=dtype, device=device, tiers=tiers,
+        runner, scheduler, settings, limits, identity, room, dtype=dtype, device=device, tiers=tiers,
         seed=seed,
     )  # fmt: skip
 

@@ -1,19 +1,26 @@
-"""The engine: requests in, tokens out. `step` is schedule, run, collect."""
+"""The engine: requests in, tokens out. `step` is schedule, run, collect.
+
+On a GPU a step is collected while the next one runs:
+
+    host     schedule 1, begin 1    schedule 2, begin 2, collect 1    schedule 3, begin 3, collect 2
+    device              1                      2                                3
+
+So whoever came to an end in step 1 is still in step 2: what that drew for them is dropped.
+"""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Several
 from random import Random
 from time import perf_counter
 
-from torch import Tensor
-
 from shardwise.errors import ShardwiseError
 from shardwise.serving.blocks import first_name
 from shardwise.serving.request import Finish, Load, Logprob, Request, Sampling, Token
-from shardwise.serving.runner import Runner, prepare, wanted_of
-from shardwise.serving.sampler import draw, ends_of, tell_logprobs
+from shardwise.serving.runner import Runner
+from shardwise.serving.sampler import ends_of
 from shardwise.serving.scheduler import Scheduler
-from shardwise.serving.sequence import Piece, Sequence
+from shardwise.serving.sequence import UNKNOWN, Piece, Sequence
+from shardwise.serving.steps import Launching, Step, begin, needs_host
 from shardwise.serving.summary import Summary
 from shardwise.serving.tiers import Tiers
 from shardwise.units import counted
@@ -43,6 +50,9 @@ class LLMEngine:
         self.tokenizer_source = tokenizer_source
         self.model_name = model_name
         self.tiers = tiers
+        #: Whether the next step may begin before this one's tokens are known.
+        self.overlaps = isinstance(runner, Launching)
+        self._under_way: Step | None = None
         self._seeds = Random(seed)
         self._num_arrived = 0
         self._told: list[Token] = []
@@ -73,20 +83,19 @@ class LLMEngine:
             self._told.append(Token(request=request, token=None, finish="cancelled"))
 
     def has_work(self) -> bool:
-        return bool(self._told or self.scheduler.running or self.scheduler.waiting)
+        return bool(self._told or self._under_way or self.scheduler.running or self.scheduler.waiting)
 
     def step(self) -> list[Token]:
         """Schedule, run, collect."""
         told, self._told = self._told, []
+        waits = not self.overlaps or any(map(needs_host, (*self.scheduler.running, *self.scheduler.waiting)))
+        if waits:
+            told += self._collect()
         pieces = self.scheduler.schedule()
-        if not pieces:
-            return told
-        begun = perf_counter()
-        logits = self.runner.run(prepare(pieces, self.scheduler.pool.block_size, self.runner.device))
-        told += self._collect(pieces, logits)
-        if self.tiers is not None and any(piece.count > 1 for piece in pieces):
-            self.tiers.note_computed(sum(piece.count for piece in pieces), perf_counter() - begun)
-        return told
+        begun = self._begin(pieces, waits=waits) if pieces else None
+        told += self._collect()
+        self._under_way = begun
+        return told + self._collect() if waits else told
 
     def load(self) -> Load:
         scheduler, pool = self.scheduler, self.scheduler.pool
@@ -110,6 +119,7 @@ class LLMEngine:
         """As new: nobody is answered and nothing is cached. It is up again when it has computed a token."""
         self.scheduler.clear()
         self._told.clear()
+        self._under_way = None
         self.runner.recover()
         self.add(Request(id="trial", prompt=(0,), sampling=Sampling(max_tokens=1, temperature=0.0)))
         while self.has_work():
@@ -120,60 +130,48 @@ class LLMEngine:
             self.tiers.close()
         self.runner.close()
 
-    def _collect(self, pieces: Several[Piece], logits: Tensor) -> list[Token]:
-        """Note what is computed, draw the next tokens, and let those go that are done."""
-        last: list[Sequence] = []
-        rows: list[int] = []
-        row = 0
+    def _begin(self, pieces: Several[Piece], *, waits: bool) -> Step:
+        """Begin a step, and go on as if it were over: tokens that it draws are not known yet."""
+        begun = perf_counter()
+        step = begin(self.runner, pieces, self.scheduler.pool.block_size, self.eos_token_ids, waits=waits)
         for piece in pieces:
-            sequence, num_rows = piece.sequence, len(wanted_of(piece))
-            if sequence.request.sampling.prompt_logprobs is not None:
-                self._note_prompt(piece, logits[row : row + num_rows])
-            row += num_rows
-            if piece.is_last:
-                last.append(sequence)
-                rows.append(row - 1)
-            self._note_computed(piece)
-        if not last:
+            piece.sequence.num_computed = piece.start + piece.count
+            self._name_blocks(piece.sequence)
+        for row, sequence in enumerate(step.last):
+            sequence.tokens.append(UNKNOWN)
+            sequence.row = row
+        if waits and self.tiers is not None and any(piece.count > 1 for piece in pieces):
+            self.tiers.note_computed(sum(piece.count for piece in pieces), perf_counter() - begun)
+        return step
+
+    def _collect(self) -> list[Token]:
+        """What the step under way has drawn, if there is one; those go that are done."""
+        step, self._under_way = self._under_way, None
+        if step is None:
             return []
-        own = logits if len(rows) == len(logits) else logits[rows]
-        tokens = draw(own, last, self.eos_token_ids).tolist()
-        logprobs = self._logprobs(own, last, tokens)
-        return [self._take(*each) for each in zip(last, tokens, logprobs, strict=True)]
+        drawn = zip(step.last, step.places, step.flight.wait(), step.logprobs, strict=True)
+        return [self._take(*each) for each in drawn if not each[0].is_gone]
 
-    def _note_computed(self, piece: Piece) -> None:
-        """Its keys and values are in the blocks; those that are full now can be found by others."""
-        sequence, pool = piece.sequence, self.scheduler.pool
-        num_full = (piece.start + piece.count) // pool.block_size
-        names = sequence.names(num_full, pool.block_size)
-        for number in range(piece.start // pool.block_size, num_full):
-            pool.fill(sequence.blocks[number], names[number])
-        sequence.num_computed = piece.start + piece.count
+    def _name_blocks(self, sequence: Sequence) -> None:
+        """Blocks that are full, or will be behind the step under way, can be found by others: steps come in order."""
+        pool = self.scheduler.pool
+        num_full = min(sequence.num_computed, sequence.num_known) // pool.block_size
+        if num_full > sequence.num_named:
+            names = sequence.names(num_full, pool.block_size)
+            for number in range(sequence.num_named, num_full):
+                pool.fill(sequence.blocks[number], names[number])
+            sequence.num_named = num_full
 
-    def _note_prompt(self, piece: Piece, logits: Tensor) -> None:
-        sequence = piece.sequence
-        first, num_likeliest = len(sequence.prompt_logprobs), sequence.request.sampling.prompt_logprobs
-        about = sequence.tokens[first + 1 : min(piece.start + piece.count + 1, sequence.num_prompt)]
-        if about and num_likeliest is not None:
-            sequence.prompt_logprobs += tell_logprobs(logits[: len(about)], about, num_likeliest)
-
-    def _logprobs(self, logits: Tensor, sequences: Several[Sequence], tokens: Several[int]) -> list[Logprob | None]:
-        asked = [each.request.sampling.logprobs for each in sequences]
-        rows = [row for row, num_likeliest in enumerate(asked) if num_likeliest is not None]
-        told: list[Logprob | None] = [None] * len(sequences)
-        if rows:
-            most = max(num_likeliest or 0 for num_likeliest in asked)
-            for row, each in zip(rows, tell_logprobs(logits[rows], [tokens[row] for row in rows], most), strict=True):
-                told[row] = Logprob(token=each.token, logprob=each.logprob, top=each.top[: asked[row]])
-        return told
-
-    def _take(self, sequence: Sequence, token: int, logprob: Logprob | None) -> Token:
+    def _take(self, sequence: Sequence, place: int, token: int, logprob: Logprob | None) -> Token:
         """The next token of a sequence has come; or none could, and it ends."""
         if sequence.is_stuck:
+            del sequence.tokens[place:]
             self.scheduler.remove(sequence)
             return Token(request=sequence.id, token=None, finish="stop")
-        is_first = not sequence.num_generated
-        sequence.tokens.append(token)
+        is_first = place == sequence.num_prompt
+        sequence.tokens[place] = token
+        sequence.num_known = place + 1
+        self._name_blocks(sequence)
         manner = sequence.request.sampling
         if manner.guide is not None:
             manner.guide.advance(token)
@@ -183,7 +181,7 @@ class LLMEngine:
         finish: Finish | None = None
         if token in ends_of(sequence, self.eos_token_ids):
             finish = "stop"
-        elif sequence.num_generated >= manner.max_tokens:
+        elif sequence.num_known - sequence.num_prompt >= manner.max_tokens:
             finish = "length"
         if finish is not None:
             self.scheduler.remove(sequence)

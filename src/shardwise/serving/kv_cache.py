@@ -9,12 +9,19 @@ function that is put on them: both are here, so the same modules are trained and
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from shardwise.kernels.paged_attention import attend_last, paged_attention_plain
+from shardwise.kernels.choose import is_interpreted
+from shardwise.kernels.paged_attention import (
+    attend_last,
+    make_tiles,
+    paged_attention_plain,
+    paged_decode,
+    paged_prefill,
+)
 from shardwise.nets.block import Block
 from shardwise.nets.mask import AttentionMask
 from shardwise.nets.settings import Heads, Latent, Settings
@@ -35,6 +42,45 @@ class Inputs:
     starts: list[int]
     #: The tokens whose logits are wanted.
     wanted: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spans:
+    """Which queries are whose, on the device. The first `num_single` sequences have one each."""
+
+    lengths: Tensor
+    starts: Tensor
+    tiles: Tensor
+    num_single: int
+
+    def attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, scale: float, window: int | None, *,
+        kernels: bool = True,
+    ) -> Tensor:  # fmt: skip
+        """Queries, [queries, heads, dim], over blocks."""
+        single, lengths = self.num_single, self.lengths
+        manner: dict[str, Any] = {"scale": scale, "window": window, "kernels": kernels}
+        if not len(self.tiles):
+            return paged_decode(query, keys, values, tables, lengths, **manner)
+        made = query.new_empty(query.shape)
+        if single:
+            made[:single] = paged_decode(query[:single], keys, values, tables[:single], lengths[:single], **manner)
+        paged_prefill(query, keys, values, tables, lengths, self.starts, self.tiles, made, **manner)
+        return made
+
+
+def spans_of(lengths: list[int], starts: list[int], device: torch.device) -> Spans:
+    num_single = next((row for row in range(len(lengths)) if starts[row + 1] - starts[row] > 1), len(lengths))
+    tiles = make_tiles(starts, num_single)
+    numbers = torch.tensor(
+        [*lengths, *starts, *(each for tile in tiles for each in tile)], dtype=torch.int32, device="cpu"
+    )
+    if device.type == "cuda":
+        numbers = numbers.pin_memory().to(device, non_blocking=True)
+    first, second = len(lengths), 2 * len(lengths) + 1
+    return Spans(
+        lengths=numbers[:first], starts=numbers[first:second], tiles=numbers[second:].view(-1, 2), num_single=num_single
+    )
 
 
 class KVCache(Protocol):
@@ -81,11 +127,27 @@ class HeadsCache:
     def __init__(self, data: Tensor, numbers: Tensor) -> None:
         self.data, self._numbers = data, numbers
         self._block_size = numbers.shape[4]
-        self.inputs: Inputs
+        self._has_kernels = data.is_cuda or is_interpreted()
+        self._inputs: Inputs | None = None
+        self._spans: Spans | None = None
+
+    @property
+    def inputs(self) -> Inputs:
+        assert self._inputs is not None, "a step has inputs"
+        return self._inputs
+
+    @inputs.setter
+    def inputs(self, inputs: Inputs) -> None:
+        self._inputs = inputs
+        self._spans = spans_of(inputs.lengths, inputs.starts, self.data.device) if self._has_kernels else None
 
     def attach(self, layer: int, block: Block) -> None:
         block.attention.layer = layer
         block.attention.attend = partial(self._attend, layer)
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, each [blocks, heads, block size, dim]."""
+        return self._numbers[:, layer, 0], self._numbers[:, layer, 1]
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write this step's, [1, heads, tokens, dim]."""
@@ -99,11 +161,13 @@ class HeadsCache:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, scale: float, _: float
     ) -> Tensor:
         del key, value  # They lie in the blocks, with those of before.
-        held, inputs = self._numbers[:, layer], self.inputs
-        seen = paged_attention_plain(
-            query[0].transpose(0, 1), held[:, 0], held[:, 1], inputs.tables, inputs.lengths, inputs.starts,
-            scale=scale, window=mask.window,
-        )  # fmt: skip
+        inputs, own = self.inputs, query[0].transpose(0, 1)
+        if self._spans is not None:
+            seen = self._spans.attend(own, *self.layer(layer), inputs.tables, scale, mask.window)
+        else:
+            seen = paged_attention_plain(
+                own, *self.layer(layer), inputs.tables, inputs.lengths, inputs.starts, scale=scale, window=mask.window
+            )
         return seen.transpose(0, 1)[None]
 
 

@@ -63,6 +63,7 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """It is done, or nobody waits for it any more: its blocks are free at once."""
+        sequence.is_gone = True
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         self._let_go(sequence)
 
@@ -156,6 +157,8 @@ class Scheduler:
             blocks = blocks + self.beneath.reload(names[len(blocks) :])
             self.reload_seconds += perf_counter() - begun
         sequence.blocks = blocks
+        sequence.num_begun += 1
+        sequence.num_named = len(blocks)
         sequence.num_computed = len(blocks) * self.pool.block_size
         if sequence.num_cached is None:
             sequence.num_cached = sequence.num_computed
@@ -181,4 +184,4 @@ class Scheduler:
     def _let_go(self, sequence: Sequence) -> None:
         self.pool.release(sequence.blocks)
         sequence.blocks = []
-        sequence.num_computed = 0
+        sequence.num_computed = sequence.num_named = 0

@@ -6,10 +6,14 @@ from dataclasses import dataclass, field
 from shardwise.serving.blocks import next_name
 from shardwise.serving.request import Logprob, Request
 
+#: In the place of a token that a step under way draws: it is known on the device alone.
+UNKNOWN = -1
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sequence:
-    """`tokens` are the prompt and what came so far; of the first `num_computed` keys and values are in `blocks`."""
+    """`tokens` are the prompt and what came so far; of the first `num_computed` keys and values are in `blocks`, or
+    will be behind the step that is under way."""
 
     request: Request
     #: The how-many-th request this was, which decides among those of one priority.
@@ -27,7 +31,21 @@ class Sequence:
     is_stuck: bool = False
     #: Of the tokens of the prompt from the second on, where they are asked for.
     prompt_logprobs: list[Logprob] = field(default_factory=list)
+    #: How many of its tokens are known here, and how many of its blocks have their names.
+    num_known: int = 0
+    num_named: int = 0
+    #: Which row of the step under way draws its next token.
+    row: int = 0
+    #: How often it was admitted: then it has other blocks.
+    num_begun: int = 0
+    #: How its tokens are drawn, as the device is told.
+    manner: tuple[int, ...] = ()
+    #: Whether it has ended, or nobody waits for it any more.
+    is_gone: bool = False
     _names: list[bytes] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.num_known = len(self.tokens)
 
     @property
     def id(self) -> str:
@@ -48,7 +66,9 @@ class Sequence:
 
     @property
     def num_left(self) -> int:
-        """Tokens that are to be computed before the next can be drawn."""
+        """Tokens that are to be computed before the next can be drawn; none where its last is being drawn."""
+        if self.num_generated >= self.request.sampling.max_tokens:
+            return 0
         return len(self.tokens) - self.num_computed
 
     @property
@@ -57,7 +77,7 @@ class Sequence:
 
     def names(self, num_blocks: int, block_size: int) -> list[bytes]:
         """The names of its first blocks, all of them full of tokens that are known."""
-        assert num_blocks * block_size <= len(self.tokens), "a block that is not full has no name"
+        assert num_blocks * block_size <= self.num_known, "a block whose tokens are not all known has no name"
         while len(self._names) < num_blocks:
             begin = len(self._names) * block_size
             before = self._names[-1] if self._names else self.root

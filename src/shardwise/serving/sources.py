@@ -110,7 +110,7 @@ def _random(source: str, dtype: torch.dtype | None, device: torch.device) -> tup
         model = Transformer(_random_settings(source))
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32))
-    initialise(model, 0, device=device)
+    initialise(model, 0, device=device, drawn_there=device.type == "cuda")
     return model, _random_identity(source)
 
 

@@ -1,0 +1,270 @@
+"""How fast one GPU serves, with random weights: requests of `serving.md`, and transformers' continuous batching beside.
+
+python -m benchmarks.serving qwen3-0.6b --cases first,one,32,256,idle,transformers --save
+python -m benchmarks.serving --cases bandwidth,sweep
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.record import kept, record
+from shardwise.kernels import paged_attention_triton
+from shardwise.kernels.paged_attention import make_tiles, paged_decode, paged_prefill
+from shardwise.model.catalogue import CATALOGUE
+from shardwise.serving.client.bench_requests import BenchRequest, make_requests
+from shardwise.serving.engine import LLMEngine
+from shardwise.serving.load import load_engine
+from shardwise.serving.request import Request, Sampling
+
+#: Bytes a second that an H200's memory gives at best, as measured.
+BANDWIDTH = 4.24e12
+
+
+def answered(engine: LLMEngine, requests: Sequence[BenchRequest], name: str) -> dict[str, float]:
+    """All at once, at a temperature of 0.6, without an end: tokens a second, and the time of the first token."""
+    for number, each in enumerate(requests):
+        sampling = Sampling(max_tokens=each.max_tokens, temperature=0.6, ignore_eos=True)
+        engine.add(Request(id=f"{name}{number}", prompt=each.prompt, sampling=sampling))
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    count = steps = 0
+    first = 0.0
+    while engine.has_work():
+        told = engine.step()
+        steps += 1
+        if told and not count:
+            first = time.perf_counter() - begun
+        count += len(told)
+    seconds = time.perf_counter() - begun
+    assert count == sum(each.max_tokens for each in requests), f"{count} tokens came"
+    return {
+        "tokens_per_second": count / seconds,
+        "seconds": seconds,
+        "first_token_seconds": first,
+        "steps": steps,
+        "step_milliseconds": seconds / steps * 1e3,
+        "preemptions": engine.load().num_preemptions,
+    }
+
+
+def idle(engine: LLMEngine, requests: Sequence[BenchRequest]) -> dict[str, Any]:
+    """What the GPU does in some decode steps: how long it has nothing to do between them, and what takes its time."""
+    for number, each in enumerate(requests):
+        engine.add(Request(id=f"i{number}", prompt=each.prompt, sampling=Sampling(max_tokens=200, ignore_eos=True)))
+    for _ in range(40):
+        engine.step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        begun = time.perf_counter()
+        for _ in range(60):
+            engine.step()
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - begun
+    while engine.has_work():
+        engine.step()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+    by_name: dict[str, list[float]] = {}
+    gaps, end = 0.0, spans[0][0]
+    for begin, until, name in spans:
+        by_name.setdefault(name, []).append(until - begin)
+        # Within a graph kernels follow each other in a microsecond or two.
+        gaps += begin - end if begin - end > 4 else 0.0
+        end = max(end, until)
+    span = end - spans[0][0]
+    busiest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:14]
+    for name, times in busiest:
+        print(
+            f"    {sum(times) / span:6.1%} {len(times) / 60:7.1f} a step {sum(times) / len(times):8.1f} us  {name[:90]}"
+        )
+    return {"idle_share": gaps / span, "step_milliseconds": seconds / 60 * 1e3}
+
+
+def transformers_batching(name: str, requests: Sequence[BenchRequest], weights_seed: int = 0) -> dict[str, float]:
+    """The same requests by transformers' continuous batching, its own defaults."""
+    import transformers
+
+    config = transformers.AutoConfig.for_model(**CATALOGUE[name])
+    torch.manual_seed(weights_seed)
+    with torch.device("cuda"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    manner = transformers.GenerationConfig(
+        max_new_tokens=1024, do_sample=True, temperature=0.6, eos_token_id=-1, pad_token_id=0
+    )
+    manager = model.eval().init_continuous_batching(generation_config=manner)
+    manager.start()
+    try:
+        begun = time.perf_counter()
+        for each in requests:
+            manager.add_request(list(each.prompt), max_new_tokens=each.max_tokens)
+        done = count = 0
+        while done < len(requests) and time.perf_counter() - begun < 80:
+            found = manager.get_result(timeout=1)
+            if found is not None and found.is_finished():
+                done, count = done + 1, count + len(found.generated_tokens)
+            elif found is None and not manager.is_running():
+                break
+        seconds = time.perf_counter() - begun
+    finally:
+        manager.stop(block=True)
+    return {"tokens_per_second": count / seconds, "seconds": seconds, "finished": done}
+
+
+def timed(run: Callable[[], object], count: int = 20) -> float:
+    """Seconds of one call, by the GPU's clock, after a few to warm up."""
+    for _ in range(3):
+        run()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(count):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) / count / 1e3
+
+
+def decode_case(num_sequences: int, length: int, num_layers: int, heads: int = 32, block_size: int = 16) -> Any:
+    """Paged decode of sequences whose blocks lie in no order, in a cache with as many layers as a model has."""
+    width = length // block_size
+    layers = max(1, min(num_layers, int(60e9 / (num_sequences * length * 8 * 128 * 4))))
+    cache = torch.randn(num_sequences * width, layers, 2, 8, block_size, 128, dtype=torch.bfloat16, device="cuda")
+    tables = torch.randperm(num_sequences * width, device="cuda").int().view(num_sequences, width)
+    lengths = torch.full((num_sequences,), length, dtype=torch.int32, device="cuda")
+    query = torch.randn(num_sequences, heads, 128, dtype=torch.bfloat16, device="cuda")
+
+    def run() -> None:
+        for layer in range(min(layers, 8)):
+            paged_decode(query, cache[:, layer, 0], cache[:, layer, 1], tables, lengths, scale=0.1)
+
+    return run, min(layers, 8) * num_sequences * length * 8 * 128 * 4
+
+
+def bandwidth() -> dict[str, float]:
+    found = {}
+    for num_sequences, length in ((32, 4096), (64, 4096), (128, 2048), (256, 1024), (256, 512), (8, 4096), (1, 4096)):
+        run, num_bytes = decode_case(num_sequences, length, 36)
+        rate = num_bytes / timed(run)
+        found[f"{num_sequences} x {length}"] = rate
+        print(f"  paged decode {num_sequences:4} x {length:5}: {rate / 1e12:.2f} TB/s, {rate / BANDWIDTH:.0%}")
+        del run
+        torch.cuda.empty_cache()
+    return found
+
+
+def prefill_speed() -> dict[str, float]:
+    found = {}
+    for count, length in ((1, 8192), (16, 512)):
+        blocks = torch.randn(count * length // 16, 2, 8, 16, 128, dtype=torch.bfloat16, device="cuda")
+        tables = torch.randperm(len(blocks), device="cuda").int().view(count, -1)
+        query = torch.randn(count * length, 32, 128, dtype=torch.bfloat16, device="cuda")
+        starts = [length * each for each in range(count + 1)]
+        told = [torch.tensor(each, dtype=torch.int32, device="cuda") for each in ([length] * count, starts)]
+        tiles = torch.tensor(make_tiles(starts), dtype=torch.int32, device="cuda")
+        out = torch.empty_like(query)
+        seconds = timed(lambda: paged_prefill(query, blocks[:, 0], blocks[:, 1], tables, *told, tiles, out, scale=0.1))  # noqa: B023
+        found[f"{count} x {length}"] = 2 * count * length**2 * 32 * 128 / seconds
+        print(f"  paged prefill {count:3} x {length}: {found[f'{count} x {length}'] / 1e12:.0f} TFLOP/s")
+    return found
+
+
+def sweep() -> None:
+    """Other tiles, warps and parts of the decode, at 32 and at 256 sequences."""
+    file = paged_attention_triton
+    for num_sequences, length in ((32, 4096), (256, 1024)):
+        run, num_bytes = decode_case(num_sequences, length, 8)
+        for keys, warps, tiles in (
+            (32, 2, 2),
+            (32, 4, 3),
+            (64, 4, 1),
+            (64, 4, 2),
+            (64, 4, 3),
+            (64, 8, 2),
+            (128, 4, 1),
+            (128, 8, 1),
+        ):
+            for programs in (4, 8, 16):
+                file.DECODE_KEYS, file.DECODE_WARPS, file.DECODE_TILES, file.PROGRAMS = keys, warps, tiles, programs
+                rate = num_bytes / timed(run, 5)
+                chosen = f"keys {keys} warps {warps} tiles {tiles} programs {programs}"
+                print(f"  {num_sequences} x {length} {chosen}: {rate / BANDWIDTH:.0%}")
+        del run
+        torch.cuda.empty_cache()
+
+
+def measure(name: str, cases: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if "transformers" in cases:
+        found["transformers"] = transformers_batching(name, make_requests("256-requests"))
+        print(f"  transformers: {found['transformers']}")
+        torch.cuda.empty_cache()
+    if not set(cases) - {"transformers"}:
+        return found
+    begun = time.perf_counter()
+    engine = load_engine(name, random_weights=True, max_length=4096)
+    assert isinstance(engine, LLMEngine), "one device"
+    torch.cuda.synchronize()
+    found["ready_seconds"] = time.perf_counter() - begun
+    print(f"  ready in {found['ready_seconds']:.1f} s; {engine.summary.num_blocks:,} blocks")
+    plan = {"first": "tiny", "one": "one-sequence", "32": "32-sequences", "256": "256-requests"}
+    if "first" in cases:
+        found["first"] = answered(engine, make_requests("tiny")[:1], "first")
+        print(f"  first: {found['first']}")
+    for case in ("one", "32", "256"):
+        if case not in cases:
+            continue
+        for turn in ("cold", "first", "again"):
+            if turn == "first":
+                engine.scheduler.pool.forget()
+            figures = found[f"{case} {turn}"] = answered(engine, make_requests(plan[case]), f"{case} {turn} ")
+            print(f"  {case} {turn}: {figures['tokens_per_second']:,.0f} tokens/s {figures}")
+    if "idle" in cases:
+        found["idle"] = idle(engine, make_requests("32-sequences"))
+        print(f"  idle: {found['idle']}")
+    if "idle1" in cases:
+        found["idle1"] = idle(engine, make_requests("one-sequence"))
+        print(f"  idle, one sequence: {found['idle1']}")
+    if "idle256" in cases:
+        found["idle256"] = idle(engine, make_requests("256-requests"))
+        print(f"  idle, 256: {found['idle256']}")
+    engine.close()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=[])
+    parser.add_argument("--cases", default="first,one,32,256,idle")
+    parser.add_argument("--save", action="store_true")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("no GPU here: nothing is measured")
+        return
+    cases = arguments.cases.split(",")
+    found: dict[str, Any] = {}
+    if "bandwidth" in cases:
+        found["paged decode"] = bandwidth()
+    if "prefill" in cases:
+        found["paged prefill"] = prefill_speed()
+    if "sweep" in cases:
+        sweep()
+    for name in arguments.models:
+        print(name)
+        found[name] = measure(name, cases)
+    if arguments.save:
+        before = kept("serving")
+        for name, figures in found.items():
+            held = before.get(name)
+            before[name] = {**held, **figures} if isinstance(held, dict) else figures
+        record("serving", before)
+
+
+if __name__ == "__main__":
+    main()

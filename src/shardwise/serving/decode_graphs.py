@@ -1,0 +1,94 @@
+"""Decode steps as CUDA graphs: all kernels of a step begun by one call.
+
+A graph has a fixed number of rows, and is captured when a step of so many first comes; smaller steps leave rows empty,
+which costs next to nothing, as a decode step reads weights, whatever the number of its rows.
+"""
+
+import warnings
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.kernels.sampling import sample
+from shardwise.kernels.step_inputs import StepInputs, make_step_inputs, unpack_inputs
+
+#: Rows of graphs.
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph | None
+    logits: Tensor
+
+
+class DecodeGraphs:
+    """`forward` gives logits of one token a row. `drawn` is where tokens go, and where the next step finds them."""
+
+    def __init__(
+        self, forward: Callable[[StepInputs], Tensor], drawn: Tensor, *, num_rows: int, width: int, block_size: int,
+        uses_graphs: bool = True, kernels: bool = True,
+    ) -> None:  # fmt: skip
+        self._forward, self._drawn, self._block_size = forward, drawn, block_size
+        self._kernels = kernels
+        self.sizes = [size for size in SIZES if size < num_rows] + [num_rows]
+        self._whole = make_step_inputs(num_rows, width, drawn.device)
+        self._packed = torch.zeros(2 + num_rows * (8 + width), dtype=torch.int32, device=drawn.device)
+        self._captured: dict[tuple[int, bool], _Captured] = {}
+        self._pool: tuple[int, int] | None = None
+        self._is_on = drawn.is_cuda and uses_graphs
+
+    def run(self, packed: Tensor, num_rows: int, *, has_cuts: bool) -> Tensor:
+        """Logits of the rows, until the next step; what is drawn of them is in `drawn`."""
+        size = self.sizes[bisect_left(self.sizes, num_rows)]
+        self._packed[: len(packed)].copy_(packed, non_blocking=True)
+        held = self._captured.get((size, has_cuts))
+        if held is None and self._is_on:
+            held = self._capture(size, has_cuts)
+        if held is None or held.graph is None:
+            return self._step(size, has_cuts)[:num_rows]
+        held.graph.replay()
+        return held.logits[:num_rows]
+
+    def _step(self, size: int, has_cuts: bool) -> Tensor:
+        rows = _first_rows(self._whole, size)
+        unpack_inputs(self._packed, self._drawn, rows, self._block_size, kernels=self._kernels)
+        logits = self._forward(rows)
+        tokens, _ = sample(
+            logits, rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.keys, rows.drawn,
+            has_cuts=has_cuts, kernels=self._kernels,
+        )  # fmt: skip
+        self._drawn[:size].copy_(tokens)
+        return logits
+
+    def _capture(self, size: int, has_cuts: bool) -> _Captured | None:
+        """Of a step without rows: it writes nothing that anyone reads. Who waits in `_packed` comes behind it."""
+        given, before = self._packed[:2].clone(), self._drawn.clone()
+        self._packed[:2].zero_()
+        try:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._step(size, has_cuts)  # Kernels are compiled, and libraries choose theirs, outside of the graph.
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                logits = self._step(size, has_cuts)
+            self._pool = self._pool or graph.pool()
+            held = _Captured(graph=graph, logits=logits)
+        except Exception as error:  # Whatever a layer does that no graph can hold: steps go on without.
+            reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+            warnings.warn(f"decode steps run without CUDA graphs ({reason})", stacklevel=2)
+            self._is_on, held = False, None
+        else:
+            self._captured[size, has_cuts] = held
+        self._packed[:2].copy_(given)
+        self._drawn.copy_(before)
+        return held
+
+
+def _first_rows(whole: StepInputs, size: int) -> StepInputs:
+    return StepInputs(**{name: getattr(whole, name)[:size] for name in StepInputs.__dataclass_fields__})

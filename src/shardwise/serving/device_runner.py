@@ -1,0 +1,168 @@
+"""A model on one GPU: steps are begun, not waited for, and tokens are drawn where the logits are.
+
+one token each         a graph of the whole step, from the packed inputs to the drawn tokens
+prompts beside them    the same kernels one by one
+"""
+
+from collections.abc import Sequence as Several
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.kernels.paged_attention import paged_decode
+from shardwise.kernels.sampling import sample
+from shardwise.kernels.step_inputs import StepInputs
+from shardwise.nets.transformer import Transformer
+from shardwise.serving.decode_graphs import DecodeGraphs
+from shardwise.serving.fused_layers import FusedLayers, can_be_fused
+from shardwise.serving.kv_cache import HeadsCache, Inputs, KVCache, spans_of
+from shardwise.serving.packing import Tables, Whole, has_cuts, manner_of, pack_singles, token_at
+from shardwise.serving.runner import LocalRunner, Runner, wanted_of
+from shardwise.serving.sequence import Piece
+
+
+def make_runner(model: Transformer, cache: KVCache, *, max_running: int, max_length: int) -> Runner:
+    """The runner of a device: on a GPU one that does not wait, for models whose layers can be fused."""
+    device = model.embed.weight.device
+    if device.type == "cuda" and isinstance(cache, HeadsCache) and can_be_fused(model):
+        return DeviceRunner(model, cache, max_running=max_running, max_length=max_length)
+    return LocalRunner(model, cache)
+
+
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    """Tokens on their way to the host."""
+
+    tokens: Tensor
+    event: torch.cuda.Event | None
+
+    def wait(self) -> list[int]:
+        if self.event is not None:
+            self.event.synchronize()
+        found: list[int] = self.tokens.tolist()
+        return found
+
+
+class DeviceRunner:
+    """`uses_graphs=False` and `kernels=False` are for comparing."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        cache: HeadsCache,
+        *,
+        max_running: int,
+        max_length: int,
+        uses_graphs: bool = True,
+        kernels: bool = True,
+    ) -> None:
+        self.device = model.embed.weight.device
+        self._kernels = kernels
+        self._block_size = cache.layer(0)[0].shape[2]
+        width = -(-max_length // self._block_size)
+        self._layers = FusedLayers(model.eval(), cache, max_length, kernels=kernels)
+        self._tables = Tables(2 * max_running, width)
+        self._drawn = torch.zeros(max_running, dtype=torch.int64, device=self.device)
+        self._graphs = DecodeGraphs(
+            self._decode, self._drawn, num_rows=max_running, width=width, block_size=self._block_size,
+            uses_graphs=uses_graphs, kernels=kernels,
+        )  # fmt: skip
+
+    @torch.inference_mode()
+    def launch(self, pieces: Several[Piece]) -> _Copied:
+        last = [piece.sequence for piece in pieces if piece.is_last]
+        if len(last) == len(pieces) and all(piece.count == 1 for piece in pieces):
+            self._graphs.run(self._to_device(self._pack(pieces)), len(pieces), has_cuts=has_cuts(last))
+        elif last:
+            logits = self._mixed(pieces)
+            told = np.array([(*manner_of(each), len(each.tokens)) for each in last], np.int32)
+            keys, floats = self._to_device(told), self._to_device(told[:, [2, 4, 5]]).view(torch.float32)
+            tokens, _ = sample(
+                logits, floats[:, 0], keys[:, 3], floats[:, 1], floats[:, 2], keys[:, :2], keys[:, 6],
+                has_cuts=has_cuts(last), kernels=self._kernels,
+            )  # fmt: skip
+            self._drawn[: len(last)].copy_(tokens)
+        else:
+            self._mixed(pieces)
+        return self._copy(len(last))
+
+    @torch.inference_mode()
+    def logits(self, pieces: Several[Piece]) -> Tensor:
+        if all(piece.count == 1 and len(wanted_of(piece)) == 1 for piece in pieces):
+            return self._graphs.run(self._to_device(self._pack(pieces)), len(pieces), has_cuts=False)
+        return self._mixed(pieces)
+
+    @torch.inference_mode()
+    def run(self, inputs: Inputs) -> Tensor:
+        """Of inputs that somebody has prepared: one kernel after the other."""
+        spans = spans_of(inputs.lengths, inputs.starts, self.device)
+
+        def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
+            return spans.attend(query, keys, values, inputs.tables, scale, window, kernels=self._kernels)
+
+        return self._layers.logits(inputs.tokens, inputs.positions, inputs.slots, attend, inputs.wanted)
+
+    def close(self) -> None: ...
+
+    def _pack(self, pieces: Several[Piece]) -> Whole:
+        return pack_singles(pieces, self._tables, self._block_size)
+
+    def _decode(self, inputs: StepInputs) -> Tensor:
+        attend = partial(_attend_singles, inputs, self._kernels)
+        return self._layers.logits(inputs.tokens, inputs.positions, inputs.slots, attend, None)
+
+    def _mixed(self, pieces: Several[Piece]) -> Tensor:
+        """Any number of tokens of each, those of one token first."""
+        size, starts, lengths = self._block_size, [0], []
+        tokens: list[int] = []
+        wanted: list[int] = []
+        for piece in pieces:
+            end = piece.start + piece.count
+            tokens += piece.sequence.tokens[piece.start : end]
+            if tokens[-1] < 0:
+                tokens[-1] = token_at(piece.sequence, end - 1)
+            wanted += wanted_of(piece, starts[-1])
+            starts.append(len(tokens))
+            lengths.append(end)
+        positions = np.concatenate([np.arange(piece.start, piece.start + piece.count) for piece in pieces])
+        width = max(lengths) // size + 1
+        rows = self._tables.rows[[self._tables.row_of(piece.sequence) for piece in pieces]][:, :width]
+        of_token = np.repeat(np.arange(len(pieces)), np.diff(starts))
+        slots = rows[of_token, positions // size] * size + positions % size
+        given = self._to_device(np.concatenate([tokens, positions, slots, wanted, rows.ravel()]).astype(np.int32))
+        count, num_wanted = len(tokens), len(wanted)
+        on_device, places, where = given[: 3 * count].view(3, count)
+        chosen = given[3 * count : 3 * count + num_wanted]
+        tables = given[3 * count + num_wanted :].view(rows.shape)
+        known = torch.where(on_device < 0, self._drawn[(-1 - on_device).clamp(min=0)].int(), on_device)
+        spans = spans_of(lengths, starts, self.device)
+
+        def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
+            return spans.attend(query, keys, values, tables, scale, window, kernels=self._kernels)
+
+        return self._layers.logits(known, places, where, attend, chosen)
+
+    def _to_device(self, numbers: Whole) -> Tensor:
+        given = torch.from_numpy(np.ascontiguousarray(numbers))
+        if self.device.type != "cuda":
+            return given
+        # Pinned memory comes from a pool that waits for its copies before it is used again.
+        return given.pin_memory().to(self.device, non_blocking=True)
+
+    def _copy(self, count: int) -> _Copied:
+        if self.device.type != "cuda":
+            return _Copied(self._drawn[:count].clone(), None)
+        tokens = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=True)
+        tokens.copy_(self._drawn[:count], non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return _Copied(tokens, event)
+
+
+def _attend_singles(
+    inputs: StepInputs, kernels: bool, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
+) -> Tensor:
+    return paged_decode(query, keys, values, inputs.tables, inputs.lengths, scale=scale, window=window, kernels=kernels)

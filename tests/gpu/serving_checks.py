@@ -1,0 +1,201 @@
+"""Serving on a GPU: kernels against their definitions there, and the same tokens with and without all that is fast.
+
+    python -m tests.gpu.serving_checks
+
+pytest runs the same, where it is installed: `tests/serving/test_gpu_serving.py`.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from shardwise.kernels.cache_write import Turn, write_cache
+from shardwise.kernels.paged_attention import make_tiles, paged_attention_plain, paged_decode, paged_prefill
+from shardwise.kernels.sampling import make_key, sample
+from shardwise.nets.initialise import initialise
+from shardwise.nets.settings import Heads, Mlp, Settings
+from shardwise.nets.transformer import Transformer
+from shardwise.serving import assemble
+from shardwise.serving.device_runner import DeviceRunner
+from shardwise.serving.engine import LLMEngine
+from shardwise.serving.runner import LocalRunner
+from tests.serving.answers import ask, run, tokens_of
+
+
+def check_attention(heads: int, shared: int, dim: int, window: int | None, dtype: torch.dtype) -> None:
+    lengths = [1, 16, 700, 0, 4000, 333]
+    counts = [-(-length // 16) for length in lengths]
+    cache = torch.randn(sum(counts), 3, 2, shared, 16, dim).to(dtype)
+    tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
+    order = torch.randperm(sum(counts)).int()
+    for row, count in enumerate(counts):
+        tables[row, :count], order = order[:count], order[count:]
+    keys, values, told = cache[:, 1, 0], cache[:, 1, 1], torch.tensor(lengths, dtype=torch.int32)
+    query = torch.randn(len(lengths), heads, dim).to(dtype)
+    given: dict[str, Any] = {"scale": dim**-0.5, "window": window}
+    exact = [each.float() for each in (query, keys, values)]
+    wanted = paged_decode(*exact, tables, told, **given, kernels=False)
+    made = paged_decode(query, keys, values, tables, told, **given)
+    limit = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    assert (made.float() - wanted).abs().max() < limit
+
+    starts = [0, 1, 17, 317, 317, 1317, 1650]
+    query = torch.randn(starts[-1], heads, dim).to(dtype)
+    out = torch.zeros_like(query)
+    tiles = torch.tensor(make_tiles(starts), dtype=torch.int32)
+    paged_prefill(query, keys, values, tables, told, torch.tensor(starts, dtype=torch.int32), tiles, out, **given)
+    for row in (0, 1, 2, 4, 5):
+        here = slice(starts[row], starts[row + 1])
+        plain = paged_attention_plain(
+            query[here].float(), *exact[1:], tables[row, None], [lengths[row]], [0, here.stop - here.start], **given
+        )
+        assert (out[here].float() - plain).abs().max() < limit, row
+
+
+def check_cache_write(dtype: torch.dtype) -> None:
+    angles = torch.randn(500, 64)
+    turn = Turn(
+        cosine=angles.cos(), sine=angles.sin(), q_norm=torch.randn(128).to(dtype), k_norm=torch.randn(128).to(dtype)
+    )
+    given = torch.randn(333, 48 * 128).to(dtype)
+    slots, positions = torch.randperm(40 * 16)[:333].int() - 1, torch.randint(0, 500, (333,)).int()
+    found = []
+    for kernels in (True, False):
+        cache = torch.zeros(40, 2, 2, 8, 16, 128, dtype=dtype)
+        query = write_cache(given, cache[:, 1, 0], cache[:, 1, 1], positions, slots, turn, kernels=kernels)
+        found.append((query, cache))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=6e-2 if dtype == torch.bfloat16 else 1e-4)
+
+
+def check_draws(dtype: torch.dtype) -> None:
+    rows = 64
+    logits = (torch.randn(rows, 151_936) * 3).to(dtype)
+    temperature = torch.rand(rows) * (torch.arange(rows) % 5 > 0)
+    top_k = torch.randint(0, 50, (rows,)) * (torch.arange(rows) % 3 == 0)
+    top_p = torch.where(torch.arange(rows) % 4 == 0, 0.8, 1.0)
+    min_p = torch.where(torch.arange(rows) % 7 == 0, 0.1, 0.0)
+    keys = torch.tensor([make_key(seed) for seed in range(rows)])
+    given = logits, temperature, top_k, top_p, min_p, keys, torch.arange(rows)
+    tokens, logprobs = sample(*given)
+    wanted, told = sample(*given, kernels=False)
+    # A draw between two words as close as their rounding may go either way.
+    assert (tokens != wanted).sum() <= 1
+    same = tokens == wanted
+    torch.testing.assert_close(logprobs[same], told[same], atol=1e-3, rtol=1e-3)
+
+
+def small() -> Transformer:
+    settings = Settings(
+        vocabulary=1000, width=256, num_layers=3, length=2048, mlp=Mlp(width=512),
+        attention=Heads(num_heads=8, num_kv_heads=4, head_dim=64, qk_norm=True),
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = Transformer(settings)
+    initialise(model, 0, device="cuda")
+    for name, each in model.named_parameters():  # As large as trained ones, so that tokens differ.
+        if "norm" not in name:
+            each.data *= 4
+    return model.eval().requires_grad_(False)
+
+
+def engine_by(model: Transformer, runner: Any, **limits: Any) -> LLMEngine:
+    with patch.object(assemble, "make_runner", runner):
+        given = assemble.Limits(kv_bytes=2**28, max_length=2048, **limits)
+        return assemble.assemble(model, given, assemble.Identity(), seed=0)
+
+
+def local(model: Transformer, cache: Any, **_: Any) -> LocalRunner:
+    return LocalRunner(model, cache)
+
+
+def check_tokens() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model = small()
+    generator = torch.Generator("cpu").manual_seed(0)
+    lengths = torch.randint(3, 400, (40,), generator=generator, device="cpu").tolist()
+    given = [torch.randint(0, 1000, (each,), generator=generator, device="cpu").tolist() for each in lengths]
+    requests = [
+        ask(prompt, f"r{number}", 30 + number, temperature=0.8 * (number % 3 == 2), seed=number, top_k=number % 2 * 20)
+        for number, prompt in enumerate(given)
+    ]
+
+    def told(runner: Any, *, overlaps: bool = True, **limits: Any) -> dict[str, list[int]]:
+        engine = engine_by(model, runner, **limits)
+        engine.overlaps = engine.overlaps and overlaps
+        found = tokens_of(run(engine, requests))
+        assert engine.load().num_used_blocks == 0
+        return found
+
+    wanted = told(partial(DeviceRunner, kernels=False, uses_graphs=False), overlaps=False)
+    assert told(local) == wanted
+    for graphs in (False, True):
+        assert told(partial(DeviceRunner, uses_graphs=graphs), overlaps=False) == wanted
+        assert told(partial(DeviceRunner, uses_graphs=graphs)) == wanted
+        assert told(partial(DeviceRunner, uses_graphs=graphs), token_budget=64, max_running=24) == wanted
+
+
+def check_logprobs() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model = small()
+    requests = [
+        ask(range(5, 40), "a", 12, logprobs=3),
+        ask(range(9, 29), "b", 12, repetition_penalty=1.4),
+        ask(range(3), "c", 20),
+    ]
+    plain = run(engine_by(model, local), requests)
+    fast = run(engine_by(model, DeviceRunner), requests)
+    assert tokens_of(fast) == tokens_of(plain)
+    for one, other in zip(fast["a"], plain["a"], strict=True):
+        assert one.logprob is not None
+        assert other.logprob is not None
+        assert abs(one.logprob.logprob - other.logprob.logprob) < 1e-3
+
+
+#: By name, what is checked.
+CHECKS: dict[str, Callable[[], None]] = {
+    **{
+        f"attention {heads} {shared} {dim} {window} {dtype}": partial(
+            check_attention, heads, shared, dim, window, dtype
+        )
+        for (heads, shared, dim), window, dtype in product(
+            [(16, 8, 128), (32, 8, 128), (4, 4, 64), (6, 1, 80)],
+            [None, 300],
+            [torch.bfloat16, torch.float16, torch.float32],
+        )
+        if dtype != torch.float16 or dim == 128
+    },
+    **{f"cache write {dtype}": partial(check_cache_write, dtype) for dtype in (torch.bfloat16, torch.float32)},
+    **{f"draws {dtype}": partial(check_draws, dtype) for dtype in (torch.bfloat16, torch.float32)},
+    "tokens": check_tokens,
+    "logprobs": check_logprobs,
+}
+
+
+def check(name: str) -> None:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        CHECKS[name]()
+
+
+def main() -> None:
+    wrong = []
+    for name in CHECKS:
+        begun = time.perf_counter()
+        try:
+            check(name)
+            said = "ok"
+        except Exception as error:  # All of them are run, whatever one does.
+            wrong.append(name)
+            said = f"WRONG {type(error).__name__}: {str(error)[:300]}"
+        print(f"{name}: {said} ({time.perf_counter() - begun:.1f} s)", flush=True)
+    raise SystemExit(f"wrong: {', '.join(wrong)}" if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

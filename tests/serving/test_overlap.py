@@ -1,0 +1,90 @@
+"""Steps that begin before the one before is known: the way of GPUs, here on the CPU by definitions."""
+
+import random
+from functools import partial
+from typing import Any
+
+import pytest
+
+from shardwise.nets.transformer import Transformer
+from shardwise.serving import assemble
+from shardwise.serving.device_runner import DeviceRunner
+from shardwise.serving.engine import LLMEngine
+from tests.serving.answers import FAMILIES, answer, ask, both, engine_over, expected, prompts, run, tokens_of
+
+
+@pytest.fixture
+def overlapped(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Engines as on a GPU."""
+
+    def make(model: Transformer, **limits: Any) -> LLMEngine:
+        with monkeypatch.context() as patched:
+            patched.setattr(assemble, "make_runner", partial(DeviceRunner, kernels=False))
+            engine = engine_over(model, **limits)
+        assert engine.overlaps
+        return engine
+
+    return make
+
+
+@pytest.mark.parametrize("family", [each for each in FAMILIES if not each.startswith("deepseek")])
+def test_greedy_tokens_are_those_of_transformers(family: str, overlapped: Any) -> None:
+    theirs, ours = both(family)
+    given = prompts(8)
+    wanted = [expected(theirs, prompt) for prompt in given]
+    requests = [ask(prompt, f"r{number}") for number, prompt in enumerate(given)]
+    plain = overlapped(ours, max_running=5)
+    assert answer(plain, requests) == wanted
+    assert answer(plain, requests) == wanted
+    assert plain.load().prefix_cache_hits > 0
+    tight = overlapped(ours, num_blocks=9, token_budget=6, max_running=6)
+    assert answer(tight, requests) == wanted
+    assert tight.load().num_preemptions > 0
+    assert tight.load().num_used_blocks == 0
+
+
+def test_draws_stops_and_those_who_need_the_host_are_the_same(overlapped: Any) -> None:
+    _, ours = both("qwen3")
+    given = prompts(10)
+
+    def requests() -> list[Any]:
+        stop = frozenset(range(0, 97, 6))
+        free = [
+            ask(prompt, f"r{number}", 4 + number, temperature=0.9, top_k=number, seed=number, stop_token_ids=stop)
+            for number, prompt in enumerate(given)
+        ]
+        bound = [
+            ask(given[0], "logprobs", logprobs=2, prompt_logprobs=1),
+            ask(given[1], "penalty", repetition_penalty=1.3, temperature=0.7, seed=3),
+            ask(given[2], "early", min_tokens=6, stop_token_ids=stop),
+        ]
+        return [*free[:5], *bound, *free[5:]]
+
+    wanted = run(engine_over(ours, num_blocks=40, max_running=6), requests())
+    for limits in ({"num_blocks": 40, "max_running": 6}, {"num_blocks": 12, "max_running": 4, "token_budget": 9}):
+        engine = overlapped(ours, **limits)
+        told = run(engine, requests())
+        assert tokens_of(told) == tokens_of(wanted)
+        ends = {name: tokens[-1].finish for name, tokens in told.items()}
+        assert ends == {name: tokens[-1].finish for name, tokens in wanted.items()}
+        mine, other = (
+            [each.logprob for each in found["logprobs"][0].prompt_logprobs or ()] for found in (told, wanted)
+        )
+        assert mine == pytest.approx(other, rel=1e-4)
+        assert engine.load().num_used_blocks == 0
+
+
+def test_those_who_leave_between_steps_leave_nothing_behind(overlapped: Any) -> None:
+    _, ours = both("llama")
+    dice, engine = random.Random(1), overlapped(ours, num_blocks=24, token_budget=16, max_running=8)
+    given, ended = prompts(40), set()
+    for number, prompt in enumerate(given):
+        engine.add(ask(prompt, f"r{number}"))
+        ended |= {token.request for token in engine.step() if token.finish}
+        if number % 2:
+            engine.cancel(f"r{dice.randrange(number + 1)}")
+    ended |= {name for name, tokens in run(engine).items() if tokens[-1].finish}
+    assert len(ended) == 40
+    assert engine.load().num_used_blocks == 0
+    whole = answer(engine_over(ours), [ask(given[0])])
+    assert answer(engine, [ask(given[0])]) == whole

@@ -13,7 +13,8 @@ class Device:
     """A device as its maker and those who measured it describe it.
 
     `memory_bytes` is what a program can allocate, context included. `flops_per_second` is the dense peak of the data
-    sheet for each precision; `matmul_efficiency` the share of it that the best shape of a matmul reaches.
+    sheet for each precision; `matmul_efficiency` the share of it that the best shape of a matmul reaches,
+    and `fp8_efficiency` the same in 8 bits (0: not measured, and taken alike).
     `memory_efficiency` is the share of `memory_bytes_per_second` that a long copy reaches. `num_units` are streaming
     multiprocessors (compute units, cores): what a matmul's tiles are dealt out to. `cache_bytes` is the
     last cache before that memory. `architecture` is the generation, for
@@ -26,9 +27,15 @@ class Device:
     memory_bytes_per_second: float
     num_units: int
     matmul_efficiency: float
+    fp8_efficiency: float = 0.0
     memory_efficiency: float = 0.9
     cache_bytes: int = 0
     architecture: str = "other"
+
+    @property
+    def streaming_bytes_per_second(self) -> float:
+        """The memory's rate, less where kernels reach less of it than on other devices."""
+        return self.memory_bytes_per_second * min(self.memory_efficiency / 0.9, 1.0)
 
     def peak(self, precision: str) -> float:
         """FLOP/s of the data sheet in a precision. One that the device lacks runs as the next wider one does."""

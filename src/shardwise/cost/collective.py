@@ -79,7 +79,7 @@ class Wires:
         depth = 2 * ((group.inside - 1) * _TREE_STEP_INSIDE + np.log2(np.maximum(group.domains, 1)) * self._step_across)
         by_tree = _CALL + depth + 2 * size / (0.85 * self._across(group))
         across = np.minimum(by_ring, by_tree)
-        return np.where(group.size <= 1, 0.0, np.where(group.domains <= 1, inside, across))
+        return np.where((group.size <= 1) | (size <= 0), 0.0, np.where(group.domains <= 1, inside, across))
 
     def all_gather(self, num_bytes: Number, group: Group) -> Floats:
         """Seconds until every rank has all `num_bytes`, of which each had its part. A reduce-scatter takes as long."""
@@ -87,7 +87,7 @@ class Wires:
         inside = self._inside(size, group.size) / 2 / self._ring_share
         latency = self._latency(group.size - 1, group.domains - 1)
         across = latency + (group.size - 1) / group.size * size / self._across(group)
-        return np.where(group.size <= 1, 0.0, np.where(group.domains <= 1, inside, across))
+        return np.where((group.size <= 1) | (size <= 0), 0.0, np.where(group.domains <= 1, inside, across))
 
     def dispatch(self, num_bytes: Number, top_k: int, group: Group, *, once: bool) -> Floats:
         """Seconds to send rows of `num_bytes` together to `top_k` experts each, spread evenly over a group.
@@ -103,6 +103,10 @@ class Wires:
         latency = _CALL + _STEP_INSIDE * np.log2(np.maximum(group.size, 2)) + (group.domains > 1) * self._step_across
         moved = np.maximum(size * near / self._large(self.pool.node.link), size * far / self._nic)
         return np.where(group.size <= 1, 0.0, latency + moved)
+
+    def inside_seconds(self, num_bytes: Number) -> Floats:
+        """Seconds that so many bytes would take over the links inside a domain."""
+        return np.asarray(num_bytes, dtype=np.float64) / self._large(self.pool.node.link)
 
     def all_to_all(self, num_bytes: Number, group: Group) -> Floats:
         """Seconds for each rank to exchange its `num_bytes` with all others evenly."""

@@ -29,9 +29,6 @@ from shardwise.model.operations import (
 from shardwise.model.share import Share
 from shardwise.model.traffic import traffic
 
-# Choosing experts and sorting rows for them takes many small kernels, and the processor waits for the number of rows of
-# each expert: together as long as so many launches. Fitted with `expert_launch_seconds`.
-_ROUTING_KERNELS = 100
 # Tiles that libraries choose from, and the share of the best tile's rate that each reaches: a smaller tile reads more
 # for each product. 128 x 256 is the usual one (facts 3.3).
 _TILES = np.array([(256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.78), (64, 64, 0.6)])
@@ -139,15 +136,17 @@ class Engine:
 
     @property
     def _streaming(self) -> float:
-        return self.device.memory_bytes_per_second * self.constants.streaming
+        return self.device.streaming_bytes_per_second * self.constants.streaming
 
     def _rate(self, kind: str) -> float:
         """FLOP/s of a full tile on every unit, held through a step."""
         precision = self.software.matmul_precision if kind == "narrow" else self.software.wide_precision
-        rate = self.device.peak(precision) * self.device.matmul_efficiency
+        wide = self.device.matmul_efficiency
+        rate = self.device.peak(precision) * (self.device.fp8_efficiency or wide if kind == "narrow" else wide)
         share = getattr(self.constants, f"sustained_{self.device.architecture}", self.constants.sustained_other)
-        if kind == "narrow":
-            # No product is faster than the best one that was measured.
+        if kind == "narrow" and self.device.architecture in ("hopper", "blackwell"):
+            # No product is faster than the best one that was measured; elsewhere nobody has shown more than the share
+            # of bf16.
             share = min(share * getattr(self.constants, f"narrow_{self.software.precision}"), 1.0)
         return rate * share
 
@@ -245,7 +244,8 @@ class Engine:
         if isinstance(operation, Norm):
             return 1 if self.software.fused_norms else 6
         if isinstance(operation, (Router, Permutation)):
-            return _ROUTING_KERNELS
+            fast = self.software.fast_dispatch or self.software.graphed_routing
+            return self.constants.routing_kernels * (self.constants.fast_routing if fast else 1.0)
         return 1 if self.software.fused else 4
 
 
@@ -274,5 +274,5 @@ def matmul_seconds(
     moved: Floats = times * (rows * inner + inner * columns + rows * columns) * width
     return np.maximum(
         best.reshape(np.broadcast_shapes(rows.shape, inner.shape, columns.shape, times.shape)),
-        moved / (device.memory_bytes_per_second * constants.streaming),
+        moved / (device.streaming_bytes_per_second * constants.streaming),
     )

@@ -16,18 +16,18 @@ class Constants:
     # Fitted: ampere [aleph 208, llmf 72, zb 54, bloom 62, sc21 16, korth 8], hopper [llmf 43], blackwell [bridge 113].
     # Volta and others: between those, for want of rows.
     sustained_volta: float = 0.8
-    sustained_ampere: float = 0.904
-    sustained_hopper: float = 0.863
-    sustained_blackwell: float = 0.747
+    sustained_ampere: float = 0.895
+    sustained_hopper: float = 0.852
+    sustained_blackwell: float = 0.739
     sustained_other: float = 0.8
     # The same for 8 and 4 bits, against the bf16 share above. Fitted [bridge 113, bcard 11, llmf 4].
-    narrow_fp8: float = 1.3
-    narrow_mxfp8: float = 1.18
+    narrow_fp8: float = 1.29
+    narrow_mxfp8: float = 1.21
     narrow_nvfp4: float = 1.01
     # Products of many small groups of rows (experts) against one of all rows; the second with grouped kernels of 2026.
     # SimuMax measured .30 to .51 of the peak on B200 (facts 3.2). Fitted [bridge 113].
-    grouped: float = 0.516
-    fast_grouped: float = 0.699
+    grouped: float = 0.505
+    fast_grouped: float = 0.656
     # Length of k that a tile's start and end cost. Fitted [all on A100].
     tile_ramp: float = 233.0
     # Batched products whose inner dimension is no multiple of 8 elements cannot use the tensor cores fully: slower by
@@ -35,11 +35,11 @@ class Constants:
     misaligned: float = 8.69
     # Share of the memory's rate that elementwise kernels reach, and how much faster they are while tensors fit the
     # cache. Fitted; SimuMax has .91 for A100 (facts 3.2).
-    streaming: float = 0.814
+    streaming: float = 0.857
     cached: float = 1.24
     # Chains of elementwise operations and norms that are not fused: kernels that move more than the formulas say.
     # Fitted [aleph 208].
-    unfused: float = 1.33
+    unfused: float = 1.32
     # Share of the time to add up gradients of weights over microbatches that the products do not hide. Fitted.
     accumulation: float = 0.323
     # Matrices of scores: passes over them against what the formulas say, torch one by one and Megatron's fused softmax.
@@ -50,40 +50,48 @@ class Constants:
     # [llmf small models; bskill 8 and bridge mixtures of one sequence a microbatch for the second].
     launch_seconds: float = 6.1e-6
     expert_launch_seconds: float = 12.5e-6
+    # Choosing experts and sorting rows for them takes many small kernels, and the processor waits for the number of
+    # rows of each expert: together as long as so many launches; and the share of them where one kernel sends rows and
+    # sorts them (DeepEP, HybridEP) or a graph launches them. Fitted [bskill 8, bridge mixtures; moezoo, automodel for
+    # the second].
+    routing_kernels: float = 150.0
+    fast_routing: float = 0.533
     # Seconds of a launch that is waited for (CUDA_LAUNCH_BLOCKING=1). Fitted [bloom 60].
     blocking_seconds: float = 195e-6
     # Scans of state space models against their bytes and products at full rate. Fitted [bridge, bskill: Nemotron 3,
     # 34].
-    scan: float = 22.8
+    scan: float = 21.7
     # Share of the bf16 peak that attention kernels reach: forward and backward, long causal sequences. Fitted
     # [flash1: aleph 56, llmf 115; flash2: aleph 126; flash3: bridge]. Measured on one H200: .237 SDPA, .387 cuDNN, both
     # passes, heads of 64 (peers.md); SimuMax on B200 .71 and .69 (facts 3.2).
     flash1_forward: float = 0.625
     flash1_backward: float = 0.246
     flash2_forward: float = 0.749
-    flash2_backward: float = 0.451
-    flash3_forward: float = 0.483
-    flash3_backward: float = 0.311
+    flash2_backward: float = 0.412
+    flash3_forward: float = 0.481
+    flash3_backward: float = 0.305
     # Kernels written for Ampere reach less of the peak of later devices. Fitted [llmf 43 on H100].
-    flash_on_hopper: float = 0.548
+    flash_on_hopper: float = 0.526
     # Positions at which a flash kernel reaches half of that. Fitted.
     attention_ramp: float = 463.0
     # Collectives that compute waits for: seconds of each call beside those of nccl-tests, and the share of their rate.
     # Fitted [aleph, bloom, sc21, korth: tensor parallel rows].
     sync_seconds: float = 84e-6
-    sync_rate: float = 0.89
+    sync_rate: float = 0.924
     # The same of exchanges of gradients and of hops between stages. Fitted [aleph, bloom, sc21, zb].
-    exchange_rate: float = 0.434
+    exchange_rate: float = 0.44
     hop_rate: float = 0.983
+    # Of gathers and scatters of ZeRO-3, which are large and asked for ahead. Fitted [llmf 115, titan, moezoo].
+    gather_rate: float = 0.91
     # Of all-to-alls of experts, NCCL's and those made for it (HybridEP), against the rate of rings: above 1 because
     # nothing is sent twice, and in 8 bits where layers compute in them. Fitted [bridge mixtures].
-    dispatch_rate: float = 1.43
-    fast_dispatch_rate: float = 1.31
+    dispatch_rate: float = 1.385
+    fast_dispatch_rate: float = 1.285
     # Share of an overlapped exchange that can hide: of tensor parallel sums, of those beside the gradients of weights
     # (Megatron 2022), of all-to-alls of experts, hops, gradients. Fitted [bridge; korth 8 for the second].
-    tp_hidden: float = 0.38
+    tp_hidden: float = 0.368
     tp_hidden_backward: float = 0.688
-    ep_hidden: float = 0.636
+    ep_hidden: float = 0.649
     hop_hidden: float = 0.952
     dp_hidden: float = 0.857
     # Microbatches that a pipeline loses at the start of a step where each instruction goes through Python (DeepSpeed's
@@ -95,8 +103,9 @@ class Constants:
     pressed: float = 0.058
     pressed_from: float = 0.75
     # Of the time that communication and compute overlap, how much compute loses. Fitted [llmf 115]; Echo found 38 % for
-    # the kernels that overlap (facts 2.4), calculon takes 15 % of the multiprocessors.
-    overlap_loss: float = 0.153
+    # the kernels that overlap (facts 2.4), calculon takes 15 % of the multiprocessors. Counted by bytes, as long as
+    # they would take inside a node.
+    overlap_loss: float = 0.67
     # Adam's step against 30 bytes a parameter at the memory's rate. Fitted.
     optimizer: float = 1.08
     # Seconds of a step that no part explains: data, loss scale, norm of gradients, logging. Fitted [llmf].

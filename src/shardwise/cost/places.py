@@ -167,11 +167,15 @@ def _fullest(schedule: Schedule, rank: int, weights: dict[int, float]) -> dict[i
 
 
 class Counts(NamedTuple):
-    """Parameters before ZeRO: of a rank on each place (candidates x places), of one layer, of both ends."""
+    """Parameters before ZeRO: of a rank on each place (candidates x places), of one layer, of both ends.
+
+    `layer_expert` is what of a layer is experts, which have fewer replicas.
+    """
 
     dense: Floats
     expert: Floats
     layer: Floats
+    layer_expert: Floats
     ends: Floats
     expert_replicas: Floats
 
@@ -188,13 +192,14 @@ def count_blocks(model: Model, layouts: Layouts, places: Places, *, cuts_experts
     zero = np.zeros(len(some))
     layers = layer_kinds(model)
     num_layers = max(sum(count for _, count in layers), 1)
-    dense, expert, layer = np.zeros_like(places.begins), np.zeros_like(places.begins), zero
+    dense, expert, layer, layer_expert = np.zeros_like(places.begins), np.zeros_like(places.begins), zero, zero
     for index, (block, count) in enumerate(layers):
         experts = zero + block.num_expert_parameters_on(share)
         others = zero + block.num_parameters_on(share) - experts
         dense = dense + places.layers[:, :, index] * others[kinds, None]
         expert = expert + places.layers[:, :, index] * experts[kinds, None]
         layer = layer + (others + experts) * (count / num_layers)
+        layer_expert = layer_expert + experts * (count / num_layers)
     before, after = ends_of(model)
     begin = sum((zero + block.num_parameters_on(share) for block in before), zero)
     end = sum((zero + block.num_parameters_on(share) for block in after), zero)
@@ -203,4 +208,11 @@ def count_blocks(model: Model, layouts: Layouts, places: Places, *, cuts_experts
     outside = places.begins * begin[kinds, None] + places.ends * end[kinds, None]
     outside = outside - places.begins * places.ends * tied[kinds, None]
     alike = layouts.replicas * (1 if cuts_experts else layouts.tp) / layouts.ep
-    return Counts(dense + outside, expert, layer[kinds], (begin + end)[kinds], np.maximum(alike, 1.0))
+    return Counts(
+        dense + outside,
+        expert,
+        layer[kinds],
+        layer_expert[kinds],
+        (begin + end)[kinds],
+        np.maximum(alike, 1.0),
+    )

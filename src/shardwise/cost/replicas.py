@@ -44,6 +44,14 @@ def _replicas(wires: Wires, layouts: Layouts) -> _Replicas:
     )
 
 
+def _expert_replicas(pricer: Pricer, layouts: Layouts, counts: Counts) -> Group:
+    """The ranks with the same experts."""
+    return pricer.wires.group(
+        np.maximum(counts.expert_replicas.astype(np.int64), 1),
+        layouts.ep * (layouts.tp if pricer.software.cuts_experts else 1),
+    )
+
+
 def _replicated(pricer: Pricer, layouts: Layouts, counts: Counts, pace: Work) -> Floats:
     """ZeRO 0 to 2: gradients are reduced (under 2 with every microbatch), and what each rank updates is gathered.
 
@@ -52,10 +60,7 @@ def _replicated(pricer: Pricer, layouts: Layouts, counts: Counts, pace: Work) ->
     wires, software, width = pricer.wires, pricer.software, pricer.software.width
     dense, expert = counts.dense.max(axis=1), counts.expert.max(axis=1)
     replicas = _replicas(wires, layouts)
-    experts = wires.group(
-        np.maximum(counts.expert_replicas.astype(np.int64), 1),
-        layouts.ep * (layouts.tp if software.cuts_experts else 1),
-    )
+    experts = _expert_replicas(pricer, layouts, counts)
     scatter = wires.all_gather(dense * software.reduce_bytes, replicas.shard)
     scatter = scatter + wires.all_gather(expert * software.reduce_bytes, experts)
     between = wires.all_reduce(dense * software.reduce_bytes / replicas.shard_size, replicas.copies)
@@ -86,21 +91,27 @@ def _sharded(pricer: Pricer, layouts: Layouts, counts: Counts, stages: Stages, p
     wires, software, width = pricer.wires, pricer.software, pricer.software.width
     replicas = _replicas(wires, layouts)
     group = replicas.shard
-    layer = counts.layer
-    gather = wires.all_gather(layer * width, group)
+    experts, expert = _expert_replicas(pricer, layouts, counts), counts.layer_expert
+    layer = counts.layer - expert
+    gather = wires.all_gather(layer * width, group) + wires.all_gather(expert * width, experts)
     scatter = wires.all_gather(layer * software.reduce_bytes, group)
-    gather, scatter = gather / pricer.constants.exchange_rate, scatter / pricer.constants.exchange_rate
+    scatter = scatter + wires.all_gather(expert * software.reduce_bytes, experts)
+    gather, scatter = gather / pricer.constants.gather_rate, scatter / pricer.constants.gather_rate
     num_layers = pricer.model.num_layers / layouts.pp
     forward, backward = stages.layer.forward + stages.layer.tp_forward, stages.layer.backward + stages.layer.tp_backward
+    # What runs beside compute takes multiprocessors and memory from it, as many as its bytes need, however slow they
+    # are on their way between nodes.
     loss = pricer.constants.overlap_loss
-    exposed_forward = np.maximum(gather - forward, 0.0) + loss * np.minimum(gather, forward)
+    taken = wires.inside_seconds(counts.layer * width) / pricer.constants.gather_rate * (group.size > 1)
+    more = 1.0 + software.reduce_bytes / width
     both = gather + scatter
-    exposed_backward = np.maximum(both - backward, 0.0) + loss * np.minimum(both, backward)
+    exposed_forward = np.maximum(gather - forward, 0.0) + loss * np.minimum(np.minimum(gather, taken), forward)
+    exposed_backward = np.maximum(both - backward, 0.0) + loss * np.minimum(np.minimum(both, more * taken), backward)
     ends = wires.all_gather(counts.ends * width, group) + wires.all_gather(counts.ends * software.reduce_bytes, group)
     once = gather + scatter + ends
     # Between groups that each hold all of the states, a rank's share of the gradients is added up once a step.
     owned = counts.dense.max(axis=1) / replicas.shard_size
-    between = wires.all_reduce(owned * software.reduce_bytes, replicas.copies) / pricer.constants.exchange_rate
+    between = wires.all_reduce(owned * software.reduce_bytes, replicas.copies) / pricer.constants.gather_rate
     if software.overlap_gradients:
         between = between - np.minimum(between * pricer.constants.dp_hidden, pace.backward + pace.tp_backward)
     often = layouts.num_microbatches
@@ -108,6 +119,6 @@ def _sharded(pricer: Pricer, layouts: Layouts, counts: Counts, stages: Stages, p
     if software.shards_parameters:
         # What was gathered is copied out for both passes, and gradients are cast as they are copied in.
         num_bytes = counts.dense.max(axis=1) * (2 * 2 * width + width + software.reduce_bytes)
-        copied = num_bytes / (pricer.pool.device.memory_bytes_per_second * pricer.constants.streaming)
+        copied = num_bytes / (pricer.pool.device.streaming_bytes_per_second * pricer.constants.streaming)
         often = np.where(layouts.pp > 1, 1, often)
     return often * (num_layers * (exposed_forward + exposed_backward) + once + copied) + between

@@ -55,7 +55,7 @@ def serve(
     kept = prompt + output / 2
     # Bytes of keys and values of one position, in all layers, on one tensor parallel rank.
     cache = np.zeros(len(tp)) + model.cache_bytes(Share(tp=tp, width=width))
-    reading = together * kept * cache / (pool.device.memory_bytes_per_second * constants.streaming)
+    reading = together * kept * cache / (pool.device.streaming_bytes_per_second * constants.streaming)
     prefill = _forward(model, engine, wires, read, tp, ep) + prompt_hop
     token = _forward(model, engine, wires, decode, tp, ep) + reading + hop
     held = Share(tp=tp, ep=ep)

@@ -68,8 +68,10 @@ class Software:
     fresh_buffers: bool = False
     # A rank that has its gradients takes its step and goes on, without waiting for the others (Qi et al. 2023, 4).
     steps_overlap: bool = False
-    # Kernels are not launched one by one; or each is waited for (CUDA_LAUNCH_BLOCKING=1).
+    # Kernels are not launched one by one: none of them, or none of those that choose experts and prepare to send rows;
+    # or each is waited for (CUDA_LAUNCH_BLOCKING=1).
     cuda_graphs: bool = False
+    graphed_routing: bool = False
     blocking_launches: bool = False
     # Bytes of a gradient as it is accumulated and as it is reduced, and of the optimizer's states with the masters.
     gradient_bytes: int = 4

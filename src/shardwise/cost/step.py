@@ -28,7 +28,7 @@ HOST_TAKEN = 0.85
 # taken as independent, holds nine in ten of the quality A rows of published/runs.csv; validate prints how many it
 # does. Compute is the better known the more sources there are of a device: six of Ampere, three of Hopper, two of
 # Blackwell, one with anything else; products in 8 and 4 bits come on top.
-_COMPUTE: Mapping[str, float] = {"ampere": 0.13, "volta": 0.13, "hopper": 0.20, "blackwell": 0.25, "cpu": 0.14}
+_COMPUTE: Mapping[str, float] = {"ampere": 0.16, "volta": 0.16, "hopper": 0.22, "blackwell": 0.28, "cpu": 0.14}
 _UNKNOWN_COMPUTE, _NARROW = 0.4, 0.2
 _SPREAD: Mapping[str, float] = {
     "tp": 0.40,
@@ -177,7 +177,7 @@ def _optimizer(pricer: Pricer, layouts: Layouts, counts: Counts) -> Floats:
     dense, expert = (each.max(axis=1, keepdims=True) for each in (counts.dense, counts.expert))
     owned = counts._replace(dense=dense, expert=expert).spread(layouts, 1)[:, 0]
     moved = owned * (30 + 2 * pricer.software.gradient_bytes)
-    rate = pricer.pool.device.memory_bytes_per_second * pricer.constants.streaming
+    rate = pricer.pool.device.streaming_bytes_per_second * pricer.constants.streaming
     return np.asarray(pricer.constants.optimizer * moved / rate)
 
 

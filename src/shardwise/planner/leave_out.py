@@ -37,10 +37,16 @@ PRIORS = {
     "dispatch_rate": 1.0,
     "fast_dispatch_rate": 1.0,
     "tp_hidden": 0.5,
-    "expert_launch_seconds": 5e-6,
+    "expert_launch_seconds": 10e-6,
+    "routing_kernels": 100.0,
+    "fast_routing": 0.5,
+    "gather_rate": 0.8,
+    "overlap_loss": 0.38,
 }
 # A constant may be so far from its prior (a factor of e to this, at one in three), and a step from its prediction.
 _PRIOR_WIDTH, _ERROR = 0.25, 0.06
+# So may be all rows of a source together (the spread of sources that were left out).
+_OFFSET_WIDTH = 0.15
 # Rows of a source that a fit looks at: more of one kind say nothing new.
 _MOST_ROWS = 8
 _DIFFERENCE = 0.05
@@ -92,13 +98,21 @@ def _linearised(sources: dict[str, list[Run]]) -> tuple[list[str], np.ndarray, n
 
 
 def _fit(base: np.ndarray, slopes: np.ndarray, owners: np.ndarray) -> np.ndarray:
-    """Steps of the constants' logarithms that make errors small, in absolute value; each source weighs the same."""
-    counts = {source: (owners == source).sum() for source in set(owners)}
-    fair = np.array([1.0 / np.sqrt(counts[source]) for source in owners]) * np.sqrt(_MOST_ROWS)
-    steps = np.zeros(slopes.shape[1])
-    prior = np.eye(slopes.shape[1]) / _PRIOR_WIDTH**2
+    """Steps of the constants' logarithms that make errors small, in absolute value; each source weighs the same.
+
+    Rows of one source are off together: one machine, one clock, one way to measure. An offset of each source takes what
+    its rows have in common, so that a source that is apart moves constants little; no prediction uses these offsets.
+    """
+    sources = sorted(set(owners))
+    member = np.array([[float(owner == source) for source in sources] for owner in owners])
+    fair = (member @ (1.0 / np.sqrt(member.sum(axis=0)))) * np.sqrt(_MOST_ROWS)
+    columns = np.hstack([slopes, member])
+    widths = np.array([_PRIOR_WIDTH] * slopes.shape[1] + [_OFFSET_WIDTH] * len(sources))
+    steps = np.zeros(columns.shape[1])
     for _ in range(_ROUNDS):
-        left = base + slopes @ steps
+        left = base + columns @ steps
         weight = fair / (_ERROR * np.maximum(np.abs(left), _ERROR / 2))
-        steps = np.linalg.solve(slopes.T @ (weight[:, None] * slopes) + prior, -slopes.T @ (weight * base))
-    return np.clip(steps, -1.0, 1.0)
+        steps = np.linalg.solve(
+            columns.T @ (weight[:, None] * columns) + np.diag(1.0 / widths**2), -columns.T @ (weight * base)
+        )
+    return np.clip(steps[: slopes.shape[1]], -1.0, 1.0)

@@ -152,8 +152,11 @@ def _node_gigabits(text: str) -> float | None:
     return float(one[1]) if one is not None else None
 
 
-def layouts_of(run: Run, *, balance: str, recompute: str | None = None) -> Layouts:
-    """The layout of a run, as one candidate; `balance` as in `BALANCE`, `recompute` (the row's) as in `RECOMPUTE`."""
+def layouts_of(run: Run, *, balance: str, recompute: str | None = None, ep: int | None = None) -> Layouts:
+    """The layout of a run, as one candidate; `balance` as in `BALANCE`, `recompute` (the row's) as in `RECOMPUTE`.
+
+    `ep` stands for the row's where that cannot be meant.
+    """
     dp, tp, pp, cp = (*(run.count(axis) for axis in ("dp", "tp", "pp")), run.count("cp", 1))
     if dp * tp * pp * cp != run.count("num_gpus"):
         raise SkippedError(f"dp x tp x pp x cp is {dp * tp * pp * cp}, not {run.count('num_gpus')}")
@@ -170,7 +173,7 @@ def layouts_of(run: Run, *, balance: str, recompute: str | None = None) -> Layou
         schedule = "interleaved"
     within = re.search(r"within (\d+)", run.text("data_parallel"))
     return Layouts.of(
-        dp=dp, tp=tp, pp=pp, cp=cp, ep=run.count("ep", 1), chunks=max(chunks, 1), microbatch=microbatch,
+        dp=dp, tp=tp, pp=pp, cp=cp, ep=ep or run.count("ep", 1), chunks=max(chunks, 1), microbatch=microbatch,
         num_microbatches=int(num_microbatches), zero=_zero_of(run),
         zero_group=int(within[1]) if within else 0, schedule=SCHEDULES.index(schedule), balance=BALANCE.index(balance),
         recompute=RECOMPUTE.index(recompute or run.choice("recompute", RECOMPUTE, "none")),

@@ -8,12 +8,15 @@ that was fitted, and no source has a factor of its own.
 import re
 from dataclasses import replace
 from functools import lru_cache
+from math import gcd
+from typing import Any
 
 from shardwise.cost.software import Software
 from shardwise.model.catalogue import CATALOGUE, find_name, get_model
 from shardwise.model.config import read_config
 from shardwise.model.describe import Sizes, describe
 from shardwise.model.model import Model
+from shardwise.model.operations import Matmul
 from shardwise.model.prediction import with_prediction
 from shardwise.planner.runs import Run, SkippedError
 
@@ -90,6 +93,10 @@ _FSDP2 = Software(
 )
 _AUTOMODEL = replace(_FSDP2, attention="flash3", fused_loss=True, every_second=False)
 
+# Recipes for mixtures of Megatron-Bridge and of the model zoo keep gradients and moments in bf16 beside masters in fp32
+# (precision-aware optimizer, M).
+_PRECISION_AWARE: dict[str, Any] = {"gradient_bytes": 2, "reduce_bytes": 2, "state_bytes": 8}
+
 _PROGRAMS = (
     ("ModelZoo", replace(_MEGATRON_CORE, cuda_graphs=False)),
     ("SimuMax", _MEGATRON_PLAIN),
@@ -162,7 +169,10 @@ def _with_experts(software: Software, run: Run) -> Software:
     if run.text("arch") != "moe":
         return software
     if software is _MEGATRON_PLAIN or "bridge" not in run.text("source").lower():
-        return replace(software, fast_dispatch="DeepEP" in run.text("notes") + run.text("detail"))
+        fast = "DeepEP" in run.text("notes") + run.text("detail")
+        return replace(
+            software, fast_dispatch=fast, **(_PRECISION_AWARE if "modelzoo" in run.text("source").lower() else {})
+        )
     notes = run.text("notes")
     release = re.search(r"\[(\d\d\.\d\d)", run.text("source"))
     # HybridEP and graphs of whole layers came for NVL72 systems with 26.06; cards are of that time.
@@ -172,16 +182,29 @@ def _with_experts(software: Software, run: Run) -> Software:
     if "GPT-OSS" in run.text("model") and not is_new:
         # Experts with biases and a clamped gate had no fused kernel yet.
         software = replace(software, fused=False)
-    # Its recipes for mixtures keep gradients and moments in bf16 beside masters in fp32 (precision-aware optimizer, M).
     return replace(
         software,
-        gradient_bytes=2,
-        reduce_bytes=2,
-        state_bytes=8,
+        **_PRECISION_AWARE,
         overlap_experts=is_new or "EP overlap on" in notes or "HybridEP + EP overlap" in notes,
         cuda_graphs=is_new or (not is_hybrid and "HybridEP" in notes),
         fast_dispatch=is_new or "HybridEP" in notes,
+        # Recipes of its tables have routers and what comes before sending in graphs (`cuda_graph_scope`, M).
+        graphed_routing="performance-summary" in run.text("source"),
     )
+
+
+def expert_ranks_of(run: Run, model: Model) -> int:
+    """Ranks that experts are spread over.
+
+    DeepEP sends rows to other ranks' experts. A row that names it and has ep=1 left the column out (the program's
+    table has a dash there): experts are then over as many replicas as share them out evenly.
+    """
+    ep, named = run.count("ep", 1), run.text("notes") + run.text("detail")
+    num_experts = max(
+        (each.num_experts for block, _ in model.kinds for each in block.operations if isinstance(each, Matmul)),
+        default=0,
+    )
+    return gcd(run.count("dp"), num_experts) if ep == 1 and num_experts and "DeepEP" in named else ep
 
 
 def model_of(run: Run) -> Model:
@@ -195,6 +218,9 @@ def model_of(run: Run) -> Model:
         model = get_model(known)
         predicts = known == "deepseek-v3" and "w/o MTP" not in run.text("model")
         return _predicting(known) if predicts else model
+    if run.text("arch") == "moe":
+        # Its sizes in a row are those of dense layers; how many experts there are, no column says.
+        raise SkippedError(f"{run.text('model')} is a mixture of experts, and the catalogue has no such model")
     if not run.text("hidden") or not run.text("layers"):
         raise SkippedError(f"the sizes of {run.text('model')} are not published and the catalogue has no such model")
     return _described(

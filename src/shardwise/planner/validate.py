@@ -14,7 +14,7 @@ from shardwise.cost.layouts import RECOMPUTE
 from shardwise.cost.step import Estimate, price
 from shardwise.errors import ShardwiseError
 from shardwise.planner.runs import Run, SkippedError, layouts_of, pool_of
-from shardwise.planner.stated import balance_of, model_of, software_of
+from shardwise.planner.stated import balance_of, expert_ranks_of, model_of, software_of
 
 # A sweep's first choice counts as good within this of the best that was measured.
 _CLOSE = 0.03
@@ -50,9 +50,10 @@ def predict(run: Run, constants: Constants = CONSTANTS) -> Prediction:
     try:
         cluster, model = Cluster(pools=(pool_of(run),)), model_of(run)
         balance, software, sequence = balance_of(run), software_of(run), run.count("sequence")
+        ep = expert_ranks_of(run, model)
 
         def priced(recompute: str | None = None) -> Estimate:
-            layouts = layouts_of(run, balance=balance, recompute=recompute)
+            layouts = layouts_of(run, balance=balance, recompute=recompute, ep=ep)
             return price(model, cluster, layouts, sequence=sequence, software=software, constants=constants)
 
         found = priced()

@@ -54,6 +54,8 @@ TABLE: dict[str, dict[str, Any]] = {
 ALIASES = {
     "nemotron-3-nano": "nemotron-3-nano-30b-a3b",
     "nemotron-3-super": "nemotron-3-super-120b-a12b",
+    "nemotron-v3-nano-30b": "nemotron-3-nano-30b-a3b",
+    "nemotron-v3-super-120b": "nemotron-3-super-120b-a12b",
     "nemotron-15b": "nemotron-4-15b",
     "nemotron-340b": "nemotron-4-340b",
 }

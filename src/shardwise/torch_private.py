@@ -356,6 +356,13 @@ def is_input_wanted(ctx: Any, number: int) -> bool:
     return is_wanted(ctx.next_functions[sum(ctx.are_tensors[:number])][0])
 
 
+def is_in_checkpoint() -> bool:
+    """Whether what is computed now is kept by a `torch.utils.checkpoint` of somebody's, or run again by it. No public
+    way: it is known by who is given what autograd saves."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
 def backward_id() -> int:
     """The number of the backward that this thread is in, -1 in none. No public way."""
     return int(torch._C._current_graph_task_id())

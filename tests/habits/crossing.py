@@ -680,7 +680,7 @@ def a_factor_drawn_by_python(parallelize: Parallelize) -> Result:
     return learn(parallelize, Four(run))
 
 
-@program(dict.fromkeys(("schedule=zb-h1", "schedule=zb-v"), "checkpoints with use_reentrant=True"), but="place")
+@program()
 def checkpointing_of_the_older_kind(parallelize: Parallelize) -> Result:
     """Inside of blocks: `use_reentrant=True`."""
 

@@ -13,7 +13,7 @@ from shardwise.engine.options import Options
 from shardwise.engine.parts import Parts
 from shardwise.engine.prepare import prepare
 from shardwise.engine.sharded import Sharded
-from shardwise.engine.trial import Trial, check_split
+from shardwise.engine.trial import Trial
 from shardwise.execution.pipeline import complete
 from shardwise.fusion.fuse import Fused, settle_kernels
 from shardwise.planner.plan import Plan
@@ -78,8 +78,7 @@ def _parts(
         module, plan, microbatch, second=trial.second(plan, others), probe=trial.probe, rank=place, options=options,
         gather=wires.gather,
     )  # fmt: skip
-    trial.check(plan, shapes, split.units)
-    check_split(split, computed, plan, wires)
+    trial.check(plan, shapes, split, wires)
     if sharded.experts is not None and without_numbers:
         sharded.experts.draw(module, without_numbers, seed=options.seed, device=device)
     context = sharded.attach_context(module, options)

@@ -72,6 +72,19 @@ def check_renormed(module: nn.Module, plan: Plan) -> None:
             )
 
 
+def check_frequencies(module: nn.Module, plan: Plan) -> None:
+    """Refuse embeddings whose gradients are divided by how often a word is in the batch, where parts are computed."""
+    parts = [f"{axis}={getattr(plan, axis)}" for axis in ("dp", "cp", "microbatches") if getattr(plan, axis) > 1]
+    for name, embedding in _embeddings(module) if parts else ():
+        if embedding.scale_grad_by_freq:
+            raise ShardwiseError(
+                f"{name} has scale_grad_by_freq=True, so that the gradient of a word is divided by how often it is in"
+                f" the batch, and under {', '.join(parts)} parts of a batch are computed, which count their own words",
+                remedy=f"module.get_submodule({name!r}).scale_grad_by_freq = False; or a plan without"
+                f" {', '.join(part.partition('=')[0] for part in parts)}",
+            )
+
+
 def check_gradient_hooks(module: nn.Module, plan: Plan) -> None:
     """Refuse hooks of parameters that make something else of parts of a gradient than of their sum.
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from shardwise.engine.assemble import assemble
 from shardwise.engine.engine import Engine
 from shardwise.engine.module_check import (
+    check_frequencies,
     check_gradient_hooks,
     check_module,
     check_renormed,
@@ -119,6 +120,7 @@ def _check_module(module: nn.Module, plan: Plan, options: Options) -> None:
     if not options.masters:
         check_sixteen(module)
     check_renormed(module, plan)
+    check_frequencies(module, plan)
     check_gradient_hooks(module, plan)
 
 

@@ -1,7 +1,6 @@
 """What is seen when the example is run, beside what flows where: buffers that are written, what the loss reads."""
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -13,8 +12,6 @@ from shardwise.engine.shown import HARMLESS
 from shardwise.errors import ShardwiseError, some
 from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import Wires
-from shardwise.schedule.instruction import Kind
-from shardwise.schedule.schedule import Schedule
 from shardwise.stages.losses import trial_of
 from shardwise.stages.split.python_state import PythonState
 from shardwise.stages.split.second_batch import second_batch
@@ -53,8 +50,12 @@ class Trial:
             reruns=f"recompute={plan.recompute}" if plan.recompute != "none" else None,
         )
 
-    def check(self, plan: Plan, shapes: Mapping[str, torch.Size], units: Sequence[Sequence[str]]) -> None:
-        """Refuse what stages of a plan cannot do: `units` are theirs, `shapes` those of the whole parameters."""
+    def check(self, plan: Plan, shapes: Mapping[str, torch.Size], split: Split, wires: Wires) -> None:
+        """Refuse what stages of a plan cannot do; `shapes` are those of the whole parameters. All ranks call this."""
+        self._check_reads(plan, shapes, split.units)
+        check_rewritten(split.rewritten, plan, wires)
+
+    def _check_reads(self, plan: Plan, shapes: Mapping[str, torch.Size], units: Sequence[Sequence[str]]) -> None:
         check_owners(self.written, units)
         gone = [names[0] for names, parameter in self._reads.found if self._is_gone(names, parameter, shapes, units)]
         away = [f"zero={plan.zero}"] if plan.zero == 3 else []
@@ -76,22 +77,6 @@ class Trial:
             return True
         last = {unit.partition("#")[0] for unit in units[-1]}
         return len(units) > 1 and not any(name.startswith(f"{unit}.") for name in names for unit in last)
-
-
-def check_split(split: Split, schedule: Schedule, plan: Plan, wires: Wires) -> None:
-    """Refuse what this schedule and this plan cannot do with what stages were seen to do. All ranks call this alike."""
-    _check_halves(split, schedule)
-    check_rewritten(split.rewritten, plan, wires)
-
-
-def _check_halves(split: Split, schedule: Schedule) -> None:
-    """Refuse a checkpoint whose backward cannot be taken apart, where the schedule does that."""
-    if split.reentrant is not None and any(each.kind is Kind.I for each in chain(*schedule.orders)):
-        raise ShardwiseError(
-            f"{split.reentrant} checkpoints with use_reentrant=True, whose backward gives the gradients of inputs and"
-            " weights at once, and this schedule takes them one after the other",
-            remedy="use_reentrant=False, or schedule=1f1b",
-        )
 
 
 class _Reads(TorchFunctionMode):

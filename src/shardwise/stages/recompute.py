@@ -33,6 +33,7 @@ from shardwise.stages.recalled import DEAR, recalling
 from shardwise.stages.split.module_stage import ModuleStage
 from shardwise.stages.split.switch import Inner
 from shardwise.stages.stage import Split
+from shardwise.torch_private import is_in_checkpoint
 
 
 def choose(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
@@ -81,7 +82,8 @@ def _inside(_unit: str, call: Inner) -> Inner:
 
 def _outside(stage: ModuleStage, selective: bool, stops_early: bool, unit: str, call: Inner) -> Inner:
     def run(*args: Any, **kwargs: Any) -> Any:
-        if stage.moment is None or not torch.is_grad_enabled():
+        # What the module checkpoints itself is not kept anyway.
+        if stage.moment is None or not torch.is_grad_enabled() or is_in_checkpoint():
             return call(*args, **kwargs)
         again, counted = stage.moment(stage.unit(unit))
 

@@ -49,9 +49,8 @@ class Split:
     stage that makes each. `ties` are the parameters that several stages hold: original name to stages, first to last.
     `units` are the pieces of each stage by name, so that one can see that none is lost; `unit_costs` what each costs,
     in FLOPs or their like, and `unit_bytes` the bytes of its weights. `left` are
-    attributes, and the like, that forwards write: the dictionaries that they are in, and their keys. `reentrant` is the
-    line that a part is checkpointed by with `use_reentrant=True`, if any is. `rewritten` are parameters that forwards
-    write to, and how (`split/write_guard.py`).
+    attributes, and the like, that forwards write: the dictionaries that they are in, and their keys. `rewritten` are
+    parameters that forwards write to, and how (`split/write_guard.py`).
     """
 
     stages: tuple[Stage | None, ...]
@@ -63,7 +62,6 @@ class Split:
     unit_costs: tuple[tuple[float, ...], ...] = ()
     unit_bytes: tuple[tuple[float, ...], ...] = ()
     left: tuple[tuple[dict[str, Any], str], ...] = ()
-    reentrant: str | None = None
     rewritten: Mapping[str, Any] = field(default_factory=dict)
 
     @property

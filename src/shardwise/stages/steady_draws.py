@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils import checkpoint
 
+from shardwise.stages.checkpoints import nothing_recomputed
 from shardwise.torch_private import EagerDispatchMode
 
 
@@ -67,28 +67,6 @@ def _with_argument(
     if len(args) > position:
         return (*args[:position], value, *args[position + 1 :]), kwargs
     return args, {**kwargs, name: value}
-
-
-class _NotRecomputed:
-    """In the place of what `checkpoint(..., use_reentrant=True)` applies."""
-
-    @staticmethod
-    def apply(function: Any, _: bool, *args: Any) -> Any:
-        # Its outputs have gradients only if one of its inputs has.
-        has_gradients = any(isinstance(each, torch.Tensor) and each.requires_grad for each in args)
-        with torch.set_grad_enabled(has_gradients and torch.is_grad_enabled()):
-            return function(*args)
-
-
-@contextmanager
-def nothing_recomputed() -> Iterator[None]:
-    """Let such checkpoints run as they are, as they refuse to give gradients to `autograd.grad`. For the process."""
-    before = checkpoint.CheckpointFunction
-    checkpoint.CheckpointFunction = _NotRecomputed  # type: ignore[misc, assignment]
-    try:
-        yield
-    finally:
-        checkpoint.CheckpointFunction = before  # type: ignore[misc]
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from shardwise.states.buckets.make import HeldStages, Users, ZeroConfig
 from shardwise.states.buckets.offloaded_weights import OffloadedWeights, OffloadedWhole
 from shardwise.states.buckets.reducer import MAKES_GRADIENTS
 from shardwise.states.buckets.weights import Weights
-from shardwise.torch_private import pytree
+from shardwise.torch_private import backward_id, pytree
 
 _HALVES_OF_BACKWARD = (Kind.I, Kind.W)
 
@@ -48,6 +48,10 @@ class UnitPrefetch:
         self.units.append(unit)
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            if backward_id() >= 0:
+                # Run again, for a checkpoint. Where that ran it without a graph before, no gradient has told.
+                self._enter(unit, ahead=-1)
+                return call(*args, **kwargs)
             self._enter(unit, ahead=1)
             output = call(*args, **kwargs)
             leaves = [each for each in pytree.tree_leaves(output) if isinstance(each, Tensor)]

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from shardwise.sharding.stand_in import tensors_in
 from shardwise.sharding.tensor.sharding import Shards
 from shardwise.sharding.tensor.vocabulary import VocabParallelLogits
+from shardwise.stages.checkpoints import nothing_recomputed
 from shardwise.stages.full_precision import full_precision
 from shardwise.stages.split.python_state import left_as_it_was
 from shardwise.stages.stage import Batch, Loss
-from shardwise.stages.steady_draws import SteadyDraws, SteadyDropout, nothing_recomputed
+from shardwise.stages.steady_draws import SteadyDraws, SteadyDropout
 from shardwise.units import format_percent
 
 #: How far numbers may be apart, as a part of the largest among them. Modules that compute in float64 may still round

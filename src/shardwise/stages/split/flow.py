@@ -4,20 +4,18 @@ A module that is there is run as it is. One on the meta device is run as far as 
 each unit without numbers.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.flop_counter import flop_registry, sdpa_flop
 
 from shardwise.errors import ShardwiseError
 from shardwise.stages.batch import home_of
+from shardwise.stages.checkpoints import nothing_recomputed
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.lines import line_of, line_of_error
 from shardwise.stages.split.meta import Guesses, call_on_meta, depends_on_data, has_meta, on_meta, tensors_of
@@ -79,8 +77,6 @@ class UnitFlow:
     leaks: Mapping[int, str]
     #: Whether the run left anything in attributes, lists or closures, and what calls put there, if that was recorded.
     traces: bool = False
-    #: Where a part of it is checkpointed with `use_reentrant=True`, whose backward gives all gradients at once.
-    reentrant: str | None = None
     left: tuple[Left, ...] = ()
     #: Parameters that the run wrote to.
     rewritten: Mapping[str, Rewritten] = field(default_factory=dict)
@@ -111,7 +107,6 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger(module)
         self.left: list[Left] = []
-        self.reentrant: str | None = None
         self._recorded = module if records else None
         self.calls: list[UnitCall] = []
         self.in_glue: set[str] = set()
@@ -143,18 +138,6 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
             self.look(sources)
         self._settle(func, args, kwargs, returned, sources)
         return returned
-
-    @contextmanager
-    def seeing_checkpoints(self) -> Iterator[None]:
-        """Where parts that are checkpointed in the older way are noted: no operation tells."""
-        apply = CheckpointFunction.apply
-
-        def noted(*args: Any) -> Any:
-            self.reentrant = self.reentrant or line_of()
-            return apply(*args)  # type: ignore[no-untyped-call]
-
-        with patch.object(CheckpointFunction, "apply", noted):
-            yield
 
     def look_at(self, tensor: Tensor) -> None:
         """Its numbers are taken without an operation."""
@@ -387,7 +370,7 @@ def watch(
     args, kwargs = signature.arguments(example)
     watcher = FlowWatch(module, home_of(example), records=records)
     with undisturbed(module, units, tells_writes=True) as switch:
-        with uncompiled(), watcher, _Looks(watcher), watcher.seeing_checkpoints(), switch.visited_by(watcher):
+        with uncompiled(), nothing_recomputed(), watcher, _Looks(watcher), switch.visited_by(watcher):
             output = module(*args, **kwargs)
         assert switch.state is not None, "it is known what was there before"
         assert switch.guard is not None, "parameters are looked after"
@@ -408,7 +391,6 @@ def watch(
         in_glue=frozenset(watcher.in_glue),
         leaks=watcher.leaks,
         traces=traces,
-        reentrant=watcher.reentrant,
         left=tuple(watcher.left),
         slots=slots,
         rewritten=rewritten,

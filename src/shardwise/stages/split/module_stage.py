@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from shardwise.errors import ShardwiseError
 from shardwise.stages.activation_bytes import Kept
 from shardwise.stages.batch import home_of
+from shardwise.stages.checkpoints import in_the_newer_way
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.flow import UnitCall, UnitFlow
 from shardwise.stages.split.forecast import Forecast
@@ -54,7 +55,7 @@ class ModuleStage:
         output: Any = None
         leaves = [each for each in values.values() if each.requires_grad and each.is_leaf]
         try:
-            with self.running(batch), self._switch.visited_by(self.visited_by(visit)):
+            with self.running(batch), in_the_newer_way(), self._switch.visited_by(self.visited_by(visit)):
                 output = self._module(*args, **kwargs)
         except _Finished:
             pass
@@ -64,11 +65,11 @@ class ModuleStage:
                 raise
         visit.check_complete()
         if not all(each.is_leaf for each in leaves):
-            # What this stage was given went through a checkpointed part that is another stage's, and became its output.
+            # What this stage was given went through such a function around units of another, and became its output.
             raise ShardwiseError(
-                "a part of the module is checkpointed with use_reentrant=True, and gradients of stages before it would"
-                " be lost",
-                remedy='gradient_checkpointing_enable({"use_reentrant": False})',
+                "units are called inside of an autograd.Function of the module's own, as older checkpoints are, and"
+                " gradients of stages before them would be lost",
+                remedy="torch.utils.checkpoint.checkpoint in its place",
             )
         return visit.made, output if self.part.is_last else None
 
@@ -87,7 +88,8 @@ class ModuleStage:
         `around(unit, call)` is given each unit's name and its call, once, and returns what to call instead.
         """
         for unit in self.unit_names:
-            self.wrapped[unit] = around(unit, self.wrapped.get(unit, self._switch.gates[unit].inner))
+            gate = self._switch.gates[unit]
+            gate.again = self.wrapped[unit] = around(unit, self.wrapped.get(unit, gate.inner))
 
 
 class _Visit:

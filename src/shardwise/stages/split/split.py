@@ -82,7 +82,6 @@ def split(
         unit_costs=tuple(tuple(costs[call] for call in part.calls) for part in parts),
         unit_bytes=tuple(tuple(float(flow.calls[call].weight_bytes) for call in part.calls) for part in parts),
         left=tuple(flow.slots.values()),
-        reentrant=flow.reentrant,
         rewritten=flow.rewritten,
     )
 

@@ -18,7 +18,14 @@ from torch import Tensor, nn
 
 from shardwise.stages.split.python_state import PythonState
 from shardwise.stages.split.write_guard import WriteGuard
-from shardwise.torch_private import buffer_slots, get_compiled_call, parameter_slots, plain_call, set_compiled_call
+from shardwise.torch_private import (
+    backward_id,
+    buffer_slots,
+    get_compiled_call,
+    parameter_slots,
+    plain_call,
+    set_compiled_call,
+)
 
 Inner = Callable[..., Any]
 
@@ -32,22 +39,27 @@ class Visitor(Protocol):
 class Gate:
     """In front of one unit."""
 
-    __slots__ = ("_switch", "inner", "unit")
+    __slots__ = ("_is_part", "_switch", "again", "inner", "unit")
 
     def __init__(self, unit: str, inner: Inner, switch: "Switch") -> None:
         self.unit, self.inner, self._switch = unit, inner, switch
+        #: What a backward calls that runs the unit again, for a checkpoint around it: as it was run before.
+        self.again = inner
+        self._is_part = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         local = self._switch.local
         visitor: Visitor | None = getattr(local, "visitor", None)
         if visitor is None:
-            return self.inner(*args, **kwargs)
+            self._is_part = self._is_part or getattr(local, "is_visited", False)
+            call = self.again if backward_id() >= 0 and not self._is_part else self.inner
+            return call(*args, **kwargs)
         # Until the visitor is back it is away: a unit inside a unit is just a part of it.
-        local.visitor = None
+        local.visitor, local.is_visited = None, True
         try:
             return visitor.call(self.unit, self.inner, args, kwargs)
         finally:
-            local.visitor = visitor
+            local.visitor, local.is_visited = visitor, False
 
     # Not every module leaves its compiled call out of its copies and pickles (nn.LSTM does not). There it is None.
     def __deepcopy__(self, memo: dict[int, Any]) -> None:

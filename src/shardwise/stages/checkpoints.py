@@ -1,0 +1,73 @@
+"""What stands in the place of `torch.utils.checkpoint(..., use_reentrant=True)` while an engine or a trial runs.
+
+The older kind runs its forward without a graph. Its backward runs the forward again, and another backward inside of the
+one that it is called in:
+
+    older    F without a graph          B [ F  B ]     its units are not seen in F; gradients come in the inner B
+    newer    F, saves its inputs        [ F ] B        one graph, one backward
+
+Nobody is told in time that the older kind needs its weights again (zero 3), what crosses stages in it is no leaf any
+more, and its backward cannot be taken apart. The newer kind computes the same gradients, so that is what is run.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils import checkpoint
+
+
+class _NotRecomputed:
+    """Runs what is checkpointed as it is."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], _: bool, *args: Any) -> Any:
+        with torch.set_grad_enabled(_has_gradients(args)):
+            return function(*args)
+
+
+class _Newer:
+    """Checkpoints in the newer way."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], keeps_draws: bool, *args: Any) -> Any:
+        if not _has_gradients(args):
+            return _NotRecomputed.apply(function, keeps_draws, *args)
+        return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=keeps_draws)
+
+
+def _has_gradients(args: tuple[Any, ...]) -> bool:
+    """Whether what the older kind returns has gradients: only if one of its arguments has."""
+    return torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in args)
+
+
+class _InPlace:
+    """Has a class stand in the place of torch's, for the process, while any thread is inside."""
+
+    def __init__(self, instead: type) -> None:
+        self._instead, self._lock, self._num_inside = instead, threading.Lock(), 0
+        self._before: Any = None
+
+    @contextmanager
+    def standing(self) -> Iterator[None]:
+        with self._lock:
+            if self._num_inside == 0:
+                self._before, checkpoint.CheckpointFunction = checkpoint.CheckpointFunction, self._instead  # type: ignore[misc, assignment]
+            self._num_inside += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_inside -= 1
+                if self._num_inside == 0:
+                    checkpoint.CheckpointFunction = self._before  # type: ignore[misc]
+
+
+_NEWER, _NONE = _InPlace(_Newer), _InPlace(_NotRecomputed)
+
+#: Where checkpoints of the older kind are of the newer one.
+in_the_newer_way = _NEWER.standing
+#: Where they are not recomputed at all: they refuse to give gradients to `autograd.grad`.
+nothing_recomputed = _NONE.standing

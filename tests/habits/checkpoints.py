@@ -1,0 +1,122 @@
+"""Checkpoints of activations in the root's own loop over blocks, of both kinds and by hand, as scripts have them."""
+# Programs as users write them.
+# mypy: disable-error-code="no-untyped-call,no-any-return"
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.utils.checkpoint import checkpoint
+
+from tests.habits.harness import Block, Net, Parallelize, Result, program, small_net, start, trained
+
+OUTSIDE = {"pp": "units are called inside of an autograd.Function"}
+WORDS = dict.fromkeys(("dp", "microbatches", "cp"), "scale_grad_by_freq=True")
+
+
+class Looped(Net):
+    """Each block in a checkpoint of the older kind, or of the newer one."""
+
+    older = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for layer in self.layers:
+            hidden = checkpoint(layer, hidden, use_reentrant=self.older)
+        return self.head(self.norm(hidden))
+
+
+class Newer(Looped):
+    older = False
+
+
+@program()
+def blocks_in_older_checkpoints(parallelize: Parallelize) -> Result:
+    """`use_reentrant=True`: the second forward is run by a backward inside of another."""
+    return trained(start(parallelize, Looped().double()))
+
+
+@program(only="zero=3")
+def older_checkpoints_of_weights_that_come_and_go(parallelize: Parallelize) -> Result:
+    """The second forward finds its weights again."""
+    return trained(start(parallelize, Looped().double()))
+
+
+@program(only="recompute=full")
+def checkpoints_inside_of_checkpoints(parallelize: Parallelize) -> Result:
+    """The plan recomputes what the module recomputes itself."""
+    return trained(start(parallelize, Newer().double()))
+
+
+@program()
+def blocks_in_newer_checkpoints(parallelize: Parallelize) -> Result:
+    """`use_reentrant=False`."""
+    return trained(start(parallelize, Newer().double()))
+
+
+@program()
+def older_checkpoints_of_what_has_no_gradient(parallelize: Parallelize) -> Result:
+    """A frozen embedding: what comes out of the older kind has no gradient, and torch warns. Only the head learns."""
+    model = Looped().double()
+    model.embed.requires_grad_(False)
+    return trained(start(parallelize, model))
+
+
+@program()
+def a_norm_inside_of_blocks_and_of_the_root(parallelize: Parallelize) -> Result:
+    """A unit of the root that is a part of checkpointed blocks, too."""
+    model = Newer().double()
+    for each in model.layers:
+        each.norm = model.norm
+    return trained(start(parallelize, model))
+
+
+class ByHand(Function):
+    """As in guided diffusion: gradients of arguments, of which weights are some, by a second forward."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, *given: Tensor) -> Tensor:
+        ctx.run, ctx.given = run, given
+        with torch.no_grad():
+            return run(given[0])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        first = ctx.given[0].detach().requires_grad_()
+        with torch.enable_grad():
+            made = ctx.run(first.view_as(first))
+        return None, *torch.autograd.grad(made, [first, *ctx.given[1:]], gradients, allow_unused=True)
+
+
+class BlockByHand(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return ByHand.apply(super().forward, x, *self.parameters())
+
+
+@program()
+def checkpoints_by_hand_in_blocks(parallelize: Parallelize) -> Result:
+    """A function of the script's own inside of each block."""
+    return trained(start(parallelize, small_net(block=BlockByHand)))
+
+
+class LoopedByHand(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for layer in self.layers:
+            hidden = ByHand.apply(layer, hidden, *layer.parameters())
+        return self.head(self.norm(hidden))
+
+
+@program(OUTSIDE)
+def checkpoints_by_hand_around_blocks(parallelize: Parallelize) -> Result:
+    """The same in the root's loop: stages would lose gradients."""
+    return trained(start(parallelize, LoopedByHand().double()))
+
+
+@program(WORDS)
+def gradients_by_how_often_a_word_is_there(parallelize: Parallelize) -> Result:
+    """Of the words of a whole batch, which parts of it do not know."""
+    model = small_net()
+    model.embed = nn.Embedding(12, 8, scale_grad_by_freq=True).double()
+    return trained(start(parallelize, model))

@@ -21,6 +21,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -321,7 +322,11 @@ def main() -> None:
         }  # fmt: skip
         cases[given.one]()
         return
-    results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    results: dict[str, Any] = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+    }
     for who in given.who.split(","):
         lines = subprocess.run(
             [sys.executable, __file__, "--one", who], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

@@ -8,7 +8,6 @@ pytest runs the same, where it is installed: `tests/serving/test_gpu_serving.py`
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +15,7 @@ import torch
 
 from shardwise.kernels.cache_write import Turn, write_cache
 from shardwise.kernels.paged_attention import make_tiles, paged_attention_plain, paged_decode, paged_prefill
+from shardwise.kernels.row_linear import row_linear
 from shardwise.kernels.sampling import make_key, sample
 from shardwise.nets.initialise import initialise
 from shardwise.nets.settings import Heads, Mlp, Settings
@@ -90,6 +90,18 @@ def check_draws(dtype: torch.dtype) -> None:
     torch.testing.assert_close(logprobs[same], told[same], atol=1e-3, rtol=1e-3)
 
 
+def check_row_linear() -> None:
+    for n, k, activation in ((4096, 1024, None), (12288, 4096, "silu"), (1000, 12288, None)):
+        x, residual, norm = torch.randn(1, k).bfloat16(), torch.randn(1, k).bfloat16(), torch.randn(k).bfloat16()
+        weight = (torch.randn(n, k) / k**0.5).bfloat16()
+        given: dict[str, Any] = {"residual": residual, "norm": norm, "activation": activation}
+        made, new = row_linear(x, weight, **given)
+        exact = {name: each.float() if isinstance(each, torch.Tensor) else each for name, each in given.items()}
+        wanted, _ = row_linear(x.float(), weight.float(), **exact, kernels=False)
+        assert torch.equal(new, x + residual)
+        assert (made.float() - wanted).abs().max() < 0.05 * wanted.abs().max()
+
+
 def small() -> Transformer:
     settings = Settings(
         vocabulary=1000, width=256, num_layers=3, length=2048, mlp=Mlp(width=512),
@@ -159,21 +171,23 @@ def check_logprobs() -> None:
 
 #: By name, what is checked.
 CHECKS: dict[str, Callable[[], None]] = {
+    "tokens": check_tokens,
+    "logprobs": check_logprobs,
     **{
         f"attention {heads} {shared} {dim} {window} {dtype}": partial(
             check_attention, heads, shared, dim, window, dtype
         )
-        for (heads, shared, dim), window, dtype in product(
-            [(16, 8, 128), (32, 8, 128), (4, 4, 64), (6, 1, 80)],
-            [None, 300],
-            [torch.bfloat16, torch.float16, torch.float32],
-        )
-        if dtype != torch.float16 or dim == 128
+        for (heads, shared, dim), window, dtype in [
+            ((16, 8, 128), None, torch.bfloat16),
+            ((32, 8, 128), 300, torch.bfloat16),
+            ((32, 8, 128), None, torch.float16),
+            ((4, 4, 64), 300, torch.float32),
+            ((6, 1, 80), None, torch.bfloat16),
+        ]
     },
     **{f"cache write {dtype}": partial(check_cache_write, dtype) for dtype in (torch.bfloat16, torch.float32)},
     **{f"draws {dtype}": partial(check_draws, dtype) for dtype in (torch.bfloat16, torch.float32)},
-    "tokens": check_tokens,
-    "logprobs": check_logprobs,
+    "one row": check_row_linear,
 }
 
 

@@ -38,8 +38,8 @@ def check_attention(heads: int, shared: int, dim: int, window: int | None, dtype
     keys, values, told = cache[:, 1, 0], cache[:, 1, 1], torch.tensor(lengths, dtype=torch.int32)
     query = torch.randn(len(lengths), heads, dim).to(dtype)
     given: dict[str, Any] = {"scale": dim**-0.5, "window": window}
-    exact = [each.float() for each in (query, keys, values)]
-    wanted = paged_decode(*exact, tables, told, **given, kernels=False)
+    exact_keys, exact_values = keys.float(), values.float()
+    wanted = paged_decode(query.float(), exact_keys, exact_values, tables, told, **given, kernels=False)
     made = paged_decode(query, keys, values, tables, told, **given)
     limit = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     assert (made.float() - wanted).abs().max() < limit
@@ -52,7 +52,13 @@ def check_attention(heads: int, shared: int, dim: int, window: int | None, dtype
     for row in (0, 1, 2, 4, 5):
         here = slice(starts[row], starts[row + 1])
         plain = paged_attention_plain(
-            query[here].float(), *exact[1:], tables[row, None], [lengths[row]], [0, here.stop - here.start], **given
+            query[here].float(),
+            exact_keys,
+            exact_values,
+            tables[row, None],
+            [lengths[row]],
+            [0, here.stop - here.start],
+            **given,
         )
         assert (out[here].float() - plain).abs().max() < limit, row
 

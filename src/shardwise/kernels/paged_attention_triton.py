@@ -17,7 +17,6 @@ from torch import Tensor
 
 from shardwise.kernels.choose import is_interpreted
 from shardwise.kernels.launch import num_processors
-from shardwise.kernels.paged_attention import TILE
 
 #: Keys of a tile, warps, and tiles on their way, by the program. `benchmarks/serving.py --sweep` tries others.
 DECODE_KEYS, DECODE_WARPS, DECODE_TILES = 64, 4, 2
@@ -277,7 +276,7 @@ def decode(
 
 def prefill(
     query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, starts: Tensor, tiles: Tensor,
-    out: Tensor, scale: float, window: int | None,
+    out: Tensor, scale: float, window: int | None, num_queries: int,
 ) -> None:  # fmt: skip
     """See `paged_prefill`."""
     num_heads, head_dim = query.shape[1:]
@@ -287,7 +286,7 @@ def prefill(
         query, keys, values, tables, lengths, starts, tiles, out, scale * _LOG2_E, window or 0,
         query.stride(0), query.stride(1), *keys.stride()[:3], tables.stride(0), num_heads,
         SHARING=num_heads // keys.shape[1], HEAD_DIM=head_dim, DIM=dim, BLOCK_SIZE=keys.shape[2],
-        QUERIES=TILE, KEYS=PREFILL_KEYS if not is_wide else 32, HAS_WINDOW=window is not None,
+        QUERIES=num_queries, KEYS=PREFILL_KEYS if not is_wide else 32, HAS_WINDOW=window is not None,
         PRECISION=_precision(query.dtype),
         num_warps=8, num_stages=PREFILL_STAGES,
     )  # fmt: skip

@@ -102,7 +102,9 @@ def check_row_linear() -> None:
         weight = (torch.randn(n, k) / k**0.5).bfloat16()
         given: dict[str, Any] = {"residual": residual, "norm": norm, "activation": activation}
         made, new = row_linear(x, weight, **given)
-        exact = {name: each.float() if isinstance(each, torch.Tensor) else each for name, each in given.items()}
+        exact: dict[str, Any] = {
+            name: each.float() if isinstance(each, torch.Tensor) else each for name, each in given.items()
+        }
         wanted, _ = row_linear(x.float(), weight.float(), **exact, kernels=False)
         assert torch.equal(new, x + residual)
         assert (made.float() - wanted).abs().max() < 0.05 * wanted.abs().max()

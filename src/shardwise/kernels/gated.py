@@ -40,7 +40,7 @@ def gated(gate: Tensor, up: Tensor, activation: Activation = "silu", *, kernels:
         if torch.is_inference_mode_enabled():
             from shardwise.kernels.gated_triton import launch_gated
 
-            return cast(Tensor, launch_gated(gate, up, activation))
+            return launch_gated(gate, up, activation)
         return cast(Tensor, _Gated.apply(gate, up, activation))  # type: ignore[no-untyped-call]
     return ACTIVATIONS[activation](gate) * up
 

@@ -8,7 +8,6 @@ pytest runs the same, where it is installed: `tests/serving/test_gpu_serving.py`
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +15,7 @@ import torch
 
 from shardwise.kernels.cache_write import Turn, write_cache
 from shardwise.kernels.paged_attention import make_tiles, paged_attention_plain, paged_decode, paged_prefill
+from shardwise.kernels.row_linear import row_linear
 from shardwise.kernels.sampling import make_key, sample
 from shardwise.nets.initialise import initialise
 from shardwise.nets.settings import Heads, Mlp, Settings
@@ -38,8 +38,8 @@ def check_attention(heads: int, shared: int, dim: int, window: int | None, dtype
     keys, values, told = cache[:, 1, 0], cache[:, 1, 1], torch.tensor(lengths, dtype=torch.int32)
     query = torch.randn(len(lengths), heads, dim).to(dtype)
     given: dict[str, Any] = {"scale": dim**-0.5, "window": window}
-    exact = [each.float() for each in (query, keys, values)]
-    wanted = paged_decode(*exact, tables, told, **given, kernels=False)
+    exact_keys, exact_values = keys.float(), values.float()
+    wanted = paged_decode(query.float(), exact_keys, exact_values, tables, told, **given, kernels=False)
     made = paged_decode(query, keys, values, tables, told, **given)
     limit = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     assert (made.float() - wanted).abs().max() < limit
@@ -52,7 +52,13 @@ def check_attention(heads: int, shared: int, dim: int, window: int | None, dtype
     for row in (0, 1, 2, 4, 5):
         here = slice(starts[row], starts[row + 1])
         plain = paged_attention_plain(
-            query[here].float(), *exact[1:], tables[row, None], [lengths[row]], [0, here.stop - here.start], **given
+            query[here].float(),
+            exact_keys,
+            exact_values,
+            tables[row, None],
+            [lengths[row]],
+            [0, here.stop - here.start],
+            **given,
         )
         assert (out[here].float() - plain).abs().max() < limit, row
 
@@ -88,6 +94,20 @@ def check_draws(dtype: torch.dtype) -> None:
     assert (tokens != wanted).sum() <= 1
     same = tokens == wanted
     torch.testing.assert_close(logprobs[same], told[same], atol=1e-3, rtol=1e-3)
+
+
+def check_row_linear() -> None:
+    for n, k, activation in ((4096, 1024, None), (12288, 4096, "silu"), (1000, 12288, None)):
+        x, residual, norm = torch.randn(1, k).bfloat16(), torch.randn(1, k).bfloat16(), torch.randn(k).bfloat16()
+        weight = (torch.randn(n, k) / k**0.5).bfloat16()
+        given: dict[str, Any] = {"residual": residual, "norm": norm, "activation": activation}
+        made, new = row_linear(x, weight, **given)
+        exact: dict[str, Any] = {
+            name: each.float() if isinstance(each, torch.Tensor) else each for name, each in given.items()
+        }
+        wanted, _ = row_linear(x.float(), weight.float(), **exact, kernels=False)
+        assert torch.equal(new, x + residual)
+        assert (made.float() - wanted).abs().max() < 0.05 * wanted.abs().max()
 
 
 def small() -> Transformer:
@@ -159,21 +179,23 @@ def check_logprobs() -> None:
 
 #: By name, what is checked.
 CHECKS: dict[str, Callable[[], None]] = {
+    "tokens": check_tokens,
+    "logprobs": check_logprobs,
     **{
         f"attention {heads} {shared} {dim} {window} {dtype}": partial(
             check_attention, heads, shared, dim, window, dtype
         )
-        for (heads, shared, dim), window, dtype in product(
-            [(16, 8, 128), (32, 8, 128), (4, 4, 64), (6, 1, 80)],
-            [None, 300],
-            [torch.bfloat16, torch.float16, torch.float32],
-        )
-        if dtype != torch.float16 or dim == 128
+        for (heads, shared, dim), window, dtype in [
+            ((16, 8, 128), None, torch.bfloat16),
+            ((32, 8, 128), 300, torch.bfloat16),
+            ((32, 8, 128), None, torch.float16),
+            ((4, 4, 64), 300, torch.float32),
+            ((6, 1, 80), None, torch.bfloat16),
+        ]
     },
     **{f"cache write {dtype}": partial(check_cache_write, dtype) for dtype in (torch.bfloat16, torch.float32)},
     **{f"draws {dtype}": partial(check_draws, dtype) for dtype in (torch.bfloat16, torch.float32)},
-    "tokens": check_tokens,
-    "logprobs": check_logprobs,
+    "one row": check_row_linear,
 }
 
 

@@ -34,6 +34,7 @@ def interpreted() -> Iterator[None]:
             norm_triton,
             paged_attention_triton,
             rotary_triton,
+            row_linear_triton,
             sampling_triton,
             scale_triton,
             step_inputs_triton,

@@ -73,7 +73,9 @@ def test_pieces_of_prompts_see_what_is_cached_and_themselves(
     wanted = paged_attention_plain(query, keys, values, tables, lengths, starts, scale=0.3, window=window)
     for kernels in (True, False):
         made = torch.zeros_like(query)
-        told = (torch.tensor(each, dtype=torch.int32) for each in (lengths, starts, make_tiles(starts, 1)))
-        paged_prefill(query, keys, values, tables, *told, made, scale=0.3, window=window, kernels=kernels)
+        told, begins, tiles = (
+            torch.tensor(each, dtype=torch.int32) for each in (lengths, starts, make_tiles(starts, 1))
+        )
+        paged_prefill(query, keys, values, tables, told, begins, tiles, made, scale=0.3, window=window, kernels=kernels)
         assert not made[: starts[1]].any()
         assert_close(made[starts[1] :], wanted[starts[1] :], dtype)

@@ -50,7 +50,7 @@ def write_cache(
     num_kv_heads, size, dim = keys.shape[1:]
     heads = given.view(given.shape[0], -1, dim)
     num_heads = heads.shape[1] - 2 * num_kv_heads
-    query, key, value = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    query, key, value = heads.tensor_split((num_heads, num_heads + num_kv_heads), dim=1)
     if turn.q_norm is not None and turn.k_norm is not None:
         query = rms_norm(query, turn.q_norm, turn.epsilon, kernels=False)
         key = rms_norm(key, turn.k_norm, turn.epsilon, kernels=False)

@@ -3,12 +3,12 @@
 # mypy: ignore-errors
 # ruff: noqa: N803, N806
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from shardwise.kernels.cache_write import Turn
 
 #: Heads that a program takes at most: of one kind, queries, keys or values.
 MOST_HEADS = 8
@@ -90,7 +90,7 @@ def _write(
                 tl.store(there + HALF_DIM, second, mask=mask)
 
 
-def write(given: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor, turn: Turn) -> Tensor:
+def write(given: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor, turn: Any) -> Tensor:
     """See `write_cache`."""
     num_tokens, width = given.shape
     num_kv_heads, size, dim = keys.shape[1:]

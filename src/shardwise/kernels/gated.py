@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, cast
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
@@ -36,6 +37,10 @@ def gated(gate: Tensor, up: Tensor, activation: Activation = "silu", *, kernels:
         )
     is_alike = gate.shape == up.shape and gate.dtype == up.dtype
     if kernels and is_alike and takes_kernel("gated", gate, up):
+        if torch.is_inference_mode_enabled():
+            from shardwise.kernels.gated_triton import launch_gated
+
+            return launch_gated(gate, up, activation)
         return cast(Tensor, _Gated.apply(gate, up, activation))  # type: ignore[no-untyped-call]
     return ACTIVATIONS[activation](gate) * up
 

@@ -80,6 +80,10 @@ def _shape(*tensors: Tensor) -> tuple[int, int]:
 
 @custom_op("shardwise::gated_forward", mutates_args=())
 def gated_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    return launch_gated(gate, up, activation)
+
+
+def launch_gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if gate.numel():
         gate, up = rows_of(gate), rows_of(up)

@@ -100,6 +100,12 @@ def _tile(n: int) -> dict[str, int]:
 def norm_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, is_layer: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return launch_norm(x, residual, weight, bias, eps, is_layer)
+
+
+def launch_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, is_layer: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The norm, the new residual (empty without an old one), and each row's mean (of layer norms) and 1 / deviation."""
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x = rows_of(x)

@@ -69,7 +69,7 @@ def paged_prefill(
     if kernels and takes_kernel("paged_prefill", query, keys, values, lacks=lambda: _lacks(keys, values)):
         from shardwise.kernels.paged_attention_triton import prefill
 
-        prefill(query, keys, values, tables, lengths, starts, tiles, out, scale, window)
+        prefill(query, keys, values, tables, lengths, starts, tiles, out, scale, window, TILE)
         return
     begins, told = starts.tolist(), lengths.tolist()
     for sequence in dict.fromkeys(tiles[:, 0].tolist()):

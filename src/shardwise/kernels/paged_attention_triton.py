@@ -17,7 +17,6 @@ from torch import Tensor
 
 from shardwise.kernels.choose import is_interpreted
 from shardwise.kernels.launch import num_processors
-from shardwise.kernels.paged_attention import TILE
 
 #: Keys of a tile, warps, and tiles on their way, by the program. `benchmarks/serving.py --sweep` tries others.
 DECODE_KEYS, DECODE_WARPS, DECODE_TILES = 64, 4, 2
@@ -46,23 +45,28 @@ def _tile_offsets(
 
 
 @triton.jit
+def _in_parts(length, window, fewest, num_parts, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """The first token that is seen, where the first part begins, and how many tokens each has."""
+    first = length * 0
+    if HAS_WINDOW:
+        first = tl.maximum(length - window, 0)
+    begin = first // KEYS * KEYS
+    each = tl.maximum(tl.cdiv(length - begin, num_parts), fewest)
+    return first, begin, tl.cdiv(each, KEYS) * KEYS
+
+
+@triton.jit
 def _decode(
     query, keys, values, tables, lengths, out, sums, logs, scale, window, fewest,
     q_row, q_head, block_stride, head_stride, token_stride, table_stride, num_heads,
     SHARING: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
     part = tl.program_id(1)
     sequence = tl.program_id(2)
     length = tl.load(lengths + sequence)
-    first = 0
-    if HAS_WINDOW:
-        first = tl.maximum(length - window, 0)
-    begin_all = first // KEYS * KEYS
-    each = tl.maximum(tl.cdiv(length - begin_all, PARTS), fewest)
-    each = tl.cdiv(each, KEYS) * KEYS
+    first, begin_all, each = _in_parts(length, window, fewest, tl.num_programs(1), KEYS, HAS_WINDOW)
     begin = begin_all + part * each
     end = tl.minimum(begin + each, length)
     local = tl.arange(0, HEADS)
@@ -70,9 +74,10 @@ def _decode(
     dim = tl.arange(0, DIM)
     is_dim = dim < HEAD_DIM
     is_out = (local < SHARING)[:, None] & is_dim[None, :]
+    row = sequence.to(tl.int64) * num_heads + head
     if begin >= end:
-        if PARTS == 1:
-            there = out + (sequence.to(tl.int64) * num_heads + head)[:, None] * HEAD_DIM + dim[None, :]
+        if part == 0:  # A row that nobody asked for.
+            there = out + row[:, None] * HEAD_DIM + dim[None, :]
             tl.store(there, tl.zeros((HEADS, DIM), out.dtype.element_ty), mask=is_out)
         return
     q = tl.load(query + sequence.to(tl.int64) * q_row + head[:, None] * q_head + dim[None, :], mask=is_out, other=0.0)
@@ -102,34 +107,31 @@ def _decode(
         seen = seen * kept[:, None] + _dot(shares.to(value.dtype), value, PRECISION)
         highest = new
     seen = seen / total[:, None]
-    if PARTS == 1:
-        there = out + (sequence.to(tl.int64) * num_heads + head)[:, None] * HEAD_DIM + dim[None, :]
+    if begin_all + each >= length:  # There is no other part.
+        there = out + row[:, None] * HEAD_DIM + dim[None, :]
         tl.store(there, seen.to(out.dtype.element_ty), mask=is_out)
     else:
-        row = (sequence.to(tl.int64) * num_heads + head) * PARTS + part
+        row = row * tl.num_programs(1) + part
         tl.store(sums + row[:, None] * HEAD_DIM + dim[None, :], seen, mask=is_out)
         tl.store(logs + row, highest + tl.log2(total), mask=local < SHARING)
 
 
 @triton.jit
 def _put_together(
-    sums, logs, lengths, out, window, fewest, num_heads,
+    sums, logs, lengths, out, window, fewest, num_heads, num_parts,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     sequence = tl.program_id(1)
     length = tl.load(lengths + sequence)
-    first = 0
-    if HAS_WINDOW:
-        first = tl.maximum(length - window, 0)
-    begin_all = first // KEYS * KEYS
-    each = tl.maximum(tl.cdiv(length - begin_all, PARTS), fewest)
-    each = tl.cdiv(each, KEYS) * KEYS
+    _, begin_all, each = _in_parts(length, window, fewest, num_parts, KEYS, HAS_WINDOW)
+    if begin_all + each >= length:
+        return
     part = tl.arange(0, PARTS)
     is_part = begin_all + part * each < length
     dim = tl.arange(0, DIM)
     is_dim = dim < HEAD_DIM
-    row = (sequence.to(tl.int64) * num_heads + head) * PARTS + part
+    row = (sequence.to(tl.int64) * num_heads + head) * num_parts + part
     log = tl.load(logs + row, mask=is_part, other=-float("inf"))
     highest = tl.max(log, 0)
     share = tl.where(is_part, tl.exp2(log - tl.where(highest == -float("inf"), 0.0, highest)), 0.0)
@@ -246,7 +248,7 @@ def decode(
         logs = torch.empty((num_sequences, num_heads, parts), dtype=torch.float32, device=query.device)
     sharing, has_window = num_heads // num_kv_heads, window is not None
     dim = max(16, triton.next_power_of_2(head_dim))
-    narrow = {"HEAD_DIM": head_dim, "DIM": dim, "KEYS": DECODE_KEYS, "PARTS": parts, "HAS_WINDOW": has_window}
+    narrow = {"HEAD_DIM": head_dim, "DIM": dim, "KEYS": DECODE_KEYS, "HAS_WINDOW": has_window}
     _decode[(num_kv_heads, parts, num_sequences)](
         query, keys, values, tables, lengths, out, sums, logs, scale * _LOG2_E, window or 0, fewest,
         query.stride(0), query.stride(1), *keys.stride()[:3], tables.stride(0), num_heads,
@@ -256,14 +258,25 @@ def decode(
     )  # fmt: skip
     if parts > 1:
         _put_together[(num_heads, num_sequences)](
-            sums, logs, lengths, out, window or 0, fewest, num_heads, **narrow, num_warps=min(4, parts)
+            sums,
+            logs,
+            lengths,
+            out,
+            window or 0,
+            fewest,
+            num_heads,
+            parts,
+            **narrow,
+            # Of one size for few sequences, and of another for many: each is compiled once.
+            PARTS=8 if parts <= 8 else MOST_PARTS,
+            num_warps=2 if parts <= 8 else 4,
         )
     return out
 
 
 def prefill(
     query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, starts: Tensor, tiles: Tensor,
-    out: Tensor, scale: float, window: int | None,
+    out: Tensor, scale: float, window: int | None, num_queries: int,
 ) -> None:  # fmt: skip
     """See `paged_prefill`."""
     num_heads, head_dim = query.shape[1:]
@@ -273,7 +286,7 @@ def prefill(
         query, keys, values, tables, lengths, starts, tiles, out, scale * _LOG2_E, window or 0,
         query.stride(0), query.stride(1), *keys.stride()[:3], tables.stride(0), num_heads,
         SHARING=num_heads // keys.shape[1], HEAD_DIM=head_dim, DIM=dim, BLOCK_SIZE=keys.shape[2],
-        QUERIES=TILE, KEYS=PREFILL_KEYS if not is_wide else 32, HAS_WINDOW=window is not None,
+        QUERIES=num_queries, KEYS=PREFILL_KEYS if not is_wide else 32, HAS_WINDOW=window is not None,
         PRECISION=_precision(query.dtype),
         num_warps=8, num_stages=PREFILL_STAGES,
     )  # fmt: skip

@@ -55,7 +55,7 @@ def unpack_inputs(packed: Tensor, before: Tensor, out: StepInputs, block_size: i
     if kernels and takes_kernel("unpack_inputs", out.temperature):
         from shardwise.kernels.step_inputs_triton import unpack
 
-        unpack(packed, before, out, block_size)
+        unpack(packed, before, out, block_size, HEADER, FIELDS)
         return
     num_rows, width = packed[:HEADER].tolist()
     given = packed[HEADER : HEADER + num_rows * (FIELDS + width)].view(num_rows, FIELDS + width)

@@ -3,11 +3,11 @@
 # mypy: ignore-errors
 # ruff: noqa: N803
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from shardwise.kernels.step_inputs import FIELDS, HEADER, StepInputs
 
 
 @triton.jit
@@ -53,10 +53,10 @@ def _unpack(
             tl.store(tables + row.to(tl.int64) * table_stride + place, found, mask=place < width)
 
 
-def unpack(packed: Tensor, before: Tensor, out: StepInputs, block_size: int) -> None:
+def unpack(packed: Tensor, before: Tensor, out: Any, block_size: int, header: int, fields: int) -> None:
     """See `unpack_inputs`."""
     _unpack[(out.tokens.shape[0],)](
         packed, before, out.tokens, out.positions, out.slots, out.lengths, out.tables, out.keys, out.temperature,
         out.top_k, out.top_p, out.min_p, out.drawn, out.tables.stride(0),
-        BLOCK_SIZE=block_size, HEADER=HEADER, FIELDS=FIELDS, WIDTH=256, num_warps=2,
+        BLOCK_SIZE=block_size, HEADER=header, FIELDS=fields, WIDTH=256, num_warps=2,
     )  # fmt: skip

@@ -8,6 +8,7 @@ import warnings
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ class DecodeGraphs:
         self._whole = make_step_inputs(num_rows, width, drawn.device)
         self._packed = torch.zeros(2 + num_rows * (8 + width), dtype=torch.int32, device=drawn.device)
         self._captured: dict[tuple[int, bool], _Captured] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
         self._is_on = drawn.is_cuda and uses_graphs
 
     def run(self, packed: Tensor, num_rows: int, *, has_cuts: bool) -> Tensor:
@@ -66,10 +67,11 @@ class DecodeGraphs:
 
     def _capture(self, size: int, has_cuts: bool) -> _Captured | None:
         """Of a step without rows: it writes nothing that anyone reads. Who waits in `_packed` comes behind it."""
+        held: _Captured | None
         given, before = self._packed[:2].clone(), self._drawn.clone()
         self._packed[:2].zero_()
         try:
-            stream = torch.cuda.Stream()
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 self._step(size, has_cuts)  # Kernels are compiled, and libraries choose theirs, outside of the graph.
@@ -78,13 +80,11 @@ class DecodeGraphs:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 logits = self._step(size, has_cuts)
             self._pool = self._pool or graph.pool()
-            held = _Captured(graph=graph, logits=logits)
+            held = self._captured[size, has_cuts] = _Captured(graph=graph, logits=logits)
         except Exception as error:  # Whatever a layer does that no graph can hold: steps go on without.
             reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
             warnings.warn(f"decode steps run without CUDA graphs ({reason})", stacklevel=2)
             self._is_on, held = False, None
-        else:
-            self._captured[size, has_cuts] = held
         self._packed[:2].copy_(given)
         self._drawn.copy_(before)
         return held

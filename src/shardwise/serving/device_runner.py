@@ -157,7 +157,7 @@ class DeviceRunner:
             return _Copied(self._drawn[:count].clone(), None)
         tokens = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=True)
         tokens.copy_(self._drawn[:count], non_blocking=True)
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return _Copied(tokens, event)
 

@@ -15,6 +15,7 @@ from torch.nn.functional import linear
 
 from shardwise.kernels.cache_write import Turn, write_cache
 from shardwise.kernels.gated import gated
+from shardwise.kernels.row_linear import row_linear
 from shardwise.nets.attention import Attention
 from shardwise.nets.block import Block
 from shardwise.nets.feedforward import FeedForward
@@ -61,6 +62,11 @@ class FusedLayers:
             hidden, residual = layer.forward(hidden, residual, positions, slots, attend, self.kernels)
         if wanted is not None:
             hidden, residual = hidden[wanted], None if residual is None else residual[wanted]
+        if len(hidden) == 1 and isinstance(model.norm, nn.RMSNorm):
+            norm, eps = model.norm.weight, model.norm.eps or 0.0
+            return row_linear(
+                hidden, model.head.weight, residual=residual, norm=norm, eps=eps, kernels=self.kernels
+            )[0]  # fmt: skip
         given, _ = _added(model.norm, hidden, residual, self.kernels)
         made: Tensor = model.head(given)
         return made
@@ -96,11 +102,15 @@ class _FusedLayer:
         self._gate_up = None
         if isinstance(block.mlp, FeedForward) and block.mlp.gate_proj is not None:
             self._gate_up = _joined(block.mlp.gate_proj, block.mlp.up_proj)
+        #: Whether it is of RMS norms and products alone.
+        self._is_plain = self._gate_up is not None and settings.norm == "rms"
 
     def forward(
         self, hidden: Tensor, residual: Tensor | None, positions: Tensor, slots: Tensor, attend: Attend, kernels: bool
     ) -> tuple[Tensor, Tensor]:
         """What the layer adds to the residual, [tokens, width], and the residual without it."""
+        if self._is_plain and len(hidden) == 1:
+            return self._one_row(hidden, residual, positions, slots, attend, kernels)
         given, residual = _added(self._block.attention_norm, hidden, residual, kernels)
         query = write_cache(
             linear(given, *self._qkv), self._keys, self._values, positions, slots, self._turn, kernels=kernels
@@ -108,6 +118,28 @@ class _FusedLayer:
         seen = attend(query, self._keys, self._values, self._scale, self._window)
         given, residual = _added(self._block.mlp_norm, self._o(seen.flatten(1)), residual, kernels)
         return self._feed_forward(given, kernels), residual
+
+    def _one_row(
+        self, hidden: Tensor, residual: Tensor | None, positions: Tensor, slots: Tensor, attend: Attend, kernels: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The same of one token: norms and gates are parts of the products, which are the time that it takes."""
+        attention_norm, mlp_norm, mlp = self._block.attention_norm, self._block.mlp_norm, self._mlp
+        assert isinstance(mlp, FeedForward), "an MLP with a gate"
+        assert isinstance(attention_norm, nn.RMSNorm), "a plain layer has RMS norms"
+        assert isinstance(mlp_norm, nn.RMSNorm), "a plain layer has RMS norms"
+        assert self._gate_up is not None, "an MLP with a gate"
+        eps = attention_norm.eps or 0.0
+        product, residual = row_linear(
+            hidden, *self._qkv, residual=residual, norm=attention_norm.weight, eps=eps, kernels=kernels
+        )
+        query = write_cache(product, self._keys, self._values, positions, slots, self._turn, kernels=kernels)
+        seen = attend(query, self._keys, self._values, self._scale, self._window).flatten(1)
+        attended, _ = row_linear(seen, self._o.weight, self._o.bias, kernels=kernels)
+        inner, residual = row_linear(
+            attended, *self._gate_up, residual=residual, norm=mlp_norm.weight, eps=eps, activation=mlp.activation,
+            kernels=kernels,
+        )  # fmt: skip
+        return row_linear(inner, mlp.down_proj.weight, mlp.down_proj.bias, kernels=kernels)[0], residual
 
     def _feed_forward(self, given: Tensor, kernels: bool) -> Tensor:
         mlp = self._mlp
@@ -136,7 +168,7 @@ def _joined(*layers: nn.Linear) -> tuple[Tensor, Tensor | None]:
     return weight, _in_one([layer.bias for layer in layers]) if has_bias else None
 
 
-def _in_one(parts: list[nn.Parameter]) -> Tensor:
+def _in_one(parts: list[Tensor]) -> Tensor:
     first, count = parts[0], sum(len(part) for part in parts)
     follows = (
         one.data_ptr() + one.numel() * one.element_size() == other.data_ptr()

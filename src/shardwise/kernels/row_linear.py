@@ -1,0 +1,56 @@
+"""A linear layer of one row, with what stands before and behind it: what a decode step of one sequence is made of.
+
+    x ─┐                                             ┌─ y = W n + b
+       + ── new residual ── RMS norm ── n, one row ──┤
+    r ─┘                                             └─ activation(G n) * (U n), where W is G above U
+
+The time is that of reading W. Each program reads some rows of it, and makes n by itself meanwhile: that is a few
+kilobytes, which costs less than a kernel more.
+"""
+
+from typing import cast
+
+from torch import Tensor
+from torch.nn.functional import linear
+
+from shardwise.kernels.choose import takes_kernel
+from shardwise.kernels.gated import Activation, gated
+from shardwise.kernels.norm import add_rms_norm, rms_norm
+
+
+def row_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+    activation: Activation | None = None,
+    kernels: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """`x` is [1, in]. The output, [1, out] or half of that behind a gate, and the new residual, `x` without an old one.
+
+    A residual is added only where there is a norm behind it.
+    """
+    assert residual is None or norm is not None, "a sum that nobody norms"
+    given = x, weight, bias, residual, norm
+    if kernels and takes_kernel("row_linear", *given, lacks=lambda: _lacks(x, weight)):
+        from shardwise.kernels.row_linear_triton import forward
+
+        return forward(x, weight, bias, residual, norm, eps, activation)
+    new = x
+    if norm is not None and residual is not None:
+        x, new = add_rms_norm(x, residual, norm, eps, kernels=False)
+    elif norm is not None:
+        x = rms_norm(x, norm, eps, kernels=False)
+    made = linear(x, weight, bias)
+    if activation is not None:
+        made = gated(*cast("tuple[Tensor, Tensor]", made.chunk(2, -1)), activation, kernels=False)
+    return made, new
+
+
+def _lacks(x: Tensor, weight: Tensor) -> str | None:
+    if x.shape[0] != 1 or not x.is_contiguous() or not weight.is_contiguous():
+        return f"{x.shape[0]} rows"
+    return None

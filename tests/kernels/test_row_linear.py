@@ -1,0 +1,37 @@
+"""A linear layer of one row with its norm and its gate."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.kernels.row_linear import row_linear
+from tests.kernels.against import STEP, random_of
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.whole)])
+@pytest.mark.parametrize(
+    ("n", "k", "has"),
+    [
+        (7, 40, ()),
+        (33, 1500, ("residual", "norm")),
+        (10, 2048, ("norm", "activation")),
+        (6, 24, ("residual", "norm", "activation", "bias")),
+    ],
+)
+def test_one_row_comes_out_as_by_the_definition(n: int, k: int, has: tuple[str, ...], dtype: torch.dtype) -> None:
+    def of(*shape: int) -> torch.Tensor:
+        return random_of(*shape, dtype=dtype, gradient=False)
+
+    given: dict[str, Any] = {
+        "bias": of(n) if "bias" in has else None,
+        "residual": of(1, k) if "residual" in has else None,
+        "norm": of(k) if "norm" in has else None,
+        "activation": "silu" if "activation" in has else None,
+    }
+    x, weight = of(1, k), of(n, k)
+    made, new = row_linear(x, weight, **given)
+    plain, plain_new = row_linear(x, weight, **given, kernels=False)
+    assert (made.dtype, made.shape) == (plain.dtype, plain.shape)
+    assert (new.double() - plain_new.double()).abs().max() <= 2 * STEP[dtype] * float(plain_new.abs().max())
+    assert (made.double() - plain.double()).abs().max() <= 8 * STEP[dtype] * float(plain.abs().max())

@@ -359,7 +359,7 @@ def is_input_wanted(ctx: Any, number: int) -> bool:
 def is_in_checkpoint() -> bool:
     """Whether what is computed now is kept by a `torch.utils.checkpoint` of somebody's, or run again by it. No public
     way: it is known by who is given what autograd saves."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 

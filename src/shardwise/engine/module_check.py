@@ -72,6 +72,18 @@ def check_renormed(module: nn.Module, plan: Plan) -> None:
             )
 
 
+def check_norms(module: nn.Module, plan: Plan) -> None:
+    """Refuse norms that talk to other ranks themselves."""
+    for name, each in module.named_modules() if plan.num_ranks > 1 else ():
+        if isinstance(each, nn.SyncBatchNorm):
+            raise ShardwiseError(
+                f"{name} is a SyncBatchNorm, which adds up over all ranks of the process by itself, whatever they have:"
+                f" rows, stages or parts of layers ({plan})",
+                remedy="nn.BatchNorm2d, which sees a replica's microbatch, as under DDP; or nn.GroupNorm, which is the"
+                " same under every plan",
+            )
+
+
 def check_frequencies(module: nn.Module, plan: Plan) -> None:
     """Refuse embeddings whose gradients are divided by how often a word is in the batch, where parts are computed."""
     parts = [f"{axis}={getattr(plan, axis)}" for axis in ("dp", "cp", "microbatches") if getattr(plan, axis) > 1]

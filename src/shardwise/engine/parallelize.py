@@ -15,6 +15,7 @@ from shardwise.engine.module_check import (
     check_frequencies,
     check_gradient_hooks,
     check_module,
+    check_norms,
     check_renormed,
     check_settings,
     check_sixteen,
@@ -121,6 +122,7 @@ def _check_module(module: nn.Module, plan: Plan, options: Options) -> None:
         check_sixteen(module)
     check_renormed(module, plan)
     check_frequencies(module, plan)
+    check_norms(module, plan)
     check_gradient_hooks(module, plan)
 
 

@@ -12,6 +12,7 @@ engine the tensors are of a class that is asked before anybody computes with the
 Shapes, types and devices are told without asking. In a step the tensors have their own class: nothing is slower then.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -42,6 +43,7 @@ HARMLESS = frozenset(
 )
 _DATA = _KIND.data.__get__
 _GRADIENT = _KIND.grad.__get__
+_ZEROING = nn.Module.zero_grad.__code__
 
 
 class View:
@@ -104,6 +106,8 @@ def _asked(
     """Every function of torch that is given such a tensor comes here."""
     del cls, types
     kwargs = kwargs or {}
+    if function == _GRADIENT and sys._getframe(1).f_code is _ZEROING:
+        return None  # `module.zero_grad()` out of habit: every step begins with none.
     if function not in HARMLESS:
         for each in pytree.tree_leaves((args, kwargs)):
             if isinstance(each, Tensor) and type(each) in _CLASSES.values():

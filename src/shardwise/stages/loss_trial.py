@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from shardwise.stages.across_rows import first_across, with_numbers_of
 from shardwise.stages.backward_trial import NOT_IN_PROPORTION
 from shardwise.stages.loss_kind import LEARNED_NUMBER, REMEDY_OF_LEARNED, REMEDY_OF_PARTS, LossKind, Through, Tried
-from shardwise.stages.rows import RowRule, Seen, nodes, tensors_in
+from shardwise.stages.rows import RowRule, Seen, nodes, take_rows, tensors_in
+from shardwise.stages.spread_outputs import WAYS, spread
 from shardwise.stages.stage import Batch, Loss
 from shardwise.stages.trial_rows import FIRST, IGNORED, NUM_ROWS, is_mask, three_rows, two_and_one, with_hidden
 from shardwise.stages.trial_run import Context, Run, Runs, Trial, is_finite
@@ -63,7 +64,31 @@ def try_loss(
                 return found._replace(tables=(path,))
             remedy = f"batch[{path!r}] = sw.whole(batch[{path!r}]) if it has no entry for each row; else {first.remedy}"
             return first._replace(remedy=remedy)
-    return first
+    untold = first.kind is LossKind.UNTRIED and first.problem is None
+    return (_by_halves(trial, example, seen) if untold else None) or first
+
+
+def _by_halves(trial: Trial, example: Batch, seen: Seen) -> Tried | None:
+    """The same for what cannot be told of three rows, two and one: rows in pairs, the worst two of a batch."""
+    for number in sorted(each for each in {4, 8, seen.length} if 1 < each <= seen.length):
+        half = number - number // 2
+        try:
+            parts = [take_rows(example, seen, *each) for each in ((0, number), (0, half), (half, number))]
+            whole, large, small = runs = trial.run(parts[0]), trial.run(parts[1]), trial.run(parts[2])
+            is_random = trial.run(parts[0], seed=1).total != whole.total
+        except Exception:
+            continue
+        if whole.number is not None or is_random or not is_finite(whole) or not any(each.total for each in runs):
+            return None
+        weights: dict[LossKind, tuple[float, float]] = {LossKind.ROWS: (half, number - half)}
+        if len(whole.counts) == len(large.counts) == len(small.counts) == 1:
+            weights = {LossKind.LABELS: (large.counts[0], small.counts[0]), **weights}
+        kinds = [kind for kind, each in weights.items() if _fits_by(*each, *runs)]
+        kinds += [LossKind.SUM] if _fits(LossKind.SUM, *runs) else []
+        if kinds and all(map(is_finite, runs)):
+            return Tried(kinds[0], labels=max(1, whole.labels * NUM_ROWS // number))
+        return Tried(LossKind.ROWS, _mismatch(*runs, number, half))
+    return None
 
 
 def _outcome(trial: Trial, three: Batch, seen: Seen) -> Tried:
@@ -88,7 +113,8 @@ def _outcome(trial: Trial, three: Batch, seen: Seen) -> Tried:
     if not any(each.total for each in runs):
         return Tried(LossKind.UNTRIED)
     tried = Tried(_kind(*runs), labels=whole.labels, inside=bool(whole.inside), depends=large.total != small.total)
-    return _in_training(trial, three, seen, runs, _with_less(trial, three, seen, runs, tried))
+    tried = _with_less(trial, three, seen, runs, tried)
+    return _in_training(trial, three, seen, runs, _spread_out(trial, three, seen, runs, tried))
 
 
 def try_backward(module: nn.Module, loss: Loss, example: Batch, rule: RowRule, precision: Context) -> Tried:
@@ -105,6 +131,25 @@ def _of_backward(tried: Tried, whole: Run, bent: str | None) -> Tried:
     if whole.is_learned:
         return tried._replace(problem=LEARNED_NUMBER, remedy=REMEDY_OF_LEARNED)
     return tried if bent is None else tried._replace(problem=bent, remedy=NOT_IN_PROPORTION)
+
+
+def _spread_out(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried) -> Tried:
+    """The same of outputs that are moved apart: what counts rows by their outputs counts others then."""
+    if tried.problem is not None or tried.kind is LossKind.UNTRIED or not _is_small(runs[0].output):
+        return tried
+    two, one = two_and_one(three, seen)
+    for factors in WAYS:
+        outputs = spread((runs[0].output, runs[1].output, runs[2].output), factors)
+        if outputs is None:
+            return tried
+        try:
+            whole, large = trial.run(three, output=outputs[0]), trial.run(two, output=outputs[1])
+            now = whole, large, trial.run(one, output=outputs[2])
+        except Exception:  # Outputs that are probabilities, say, are none any more.
+            continue
+        if is_finite(whole) and not _fits_as(tried, three, seen, now):
+            return tried._replace(problem=f"what counts is decided by outputs: with others {_mismatch(*now)}")
+    return tried
 
 
 def _in_training(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried) -> Tried:
@@ -126,12 +171,16 @@ def _in_training(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Trie
         return tried
     if not all(map(is_finite, now)) or (whole.number is not None and not _fits(LossKind.SUM, *runs)):
         return tried
-    if tried.through is not None:
-        fits = _fits_by(*_weights(tried.through, three, seen), *now)
-    else:
-        kinds = {LossKind.PAIR: LossKind.SUM, LossKind.EVEN: LossKind.ROWS}
-        fits = _fits(kinds.get(tried.kind, tried.kind), *now)
+    fits = _fits_as(tried, three, seen, now)
     return tried if fits else tried._replace(problem=f"in training mode {_mismatch(*now)}")
+
+
+def _fits_as(tried: Tried, three: Batch, seen: Seen, now: Runs) -> bool:
+    """Whether other runs are what the loss was found to be."""
+    if tried.through is not None:
+        return _fits_by(*_weights(tried.through, three, seen), *now)
+    kinds = {LossKind.PAIR: LossKind.SUM, LossKind.EVEN: LossKind.ROWS}
+    return _fits(kinds.get(tried.kind, tried.kind), *now)
 
 
 def _with_less(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried) -> Tried:
@@ -204,9 +253,9 @@ def _place(trial: Trial, three: Batch, one: Batch, tolerance: float) -> str:
     return first_across(trial.module, trial.run, three, one, tolerance) or "the loss"
 
 
-def _mismatch(whole: Run, large: Run, small: Run) -> str:
+def _mismatch(whole: Run, large: Run, small: Run, number: int = NUM_ROWS, first: int = FIRST) -> str:
     return (
-        f"the loss of {NUM_ROWS} rows is {whole.total:.6g}, of {FIRST} of them {large.total:.6g} and of the other"
+        f"the loss of {number} rows is {whole.total:.6g}, of {first} of them {large.total:.6g} and of the other"
         f" {small.total:.6g}: it is neither their mean by rows nor their sum, so parts of a batch do not tell its loss"
     )
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.stages.rows import Seen, changed, take_rows
+from shardwise.stages.rows import Seen, changed, nodes, take_rows
 from shardwise.stages.stage import Batch
 
 NUM_ROWS = 3
@@ -16,8 +16,10 @@ IGNORED = -100
 
 
 def three_rows(example: Batch, seen: Seen) -> Batch:
-    """Three rows of an example, the last again if there are fewer."""
-    places = [min(number, seen.length - 1) for number in range(NUM_ROWS)]
+    """Three rows of an example, the last again if there are fewer. The second is as unlike the first as can be."""
+    other = _most_unlike(example, seen)
+    order = [0, other, *(number for number in range(1, seen.length) if number != other)]
+    places = [order[min(number, seen.length - 1)] for number in range(NUM_ROWS)]
 
     def take(path: str, value: Any) -> Any:
         if path not in seen.paths:
@@ -28,6 +30,17 @@ def three_rows(example: Batch, seen: Seen) -> Batch:
 
     plain = take_rows(example, seen, 0, seen.length)
     return changed(plain, take)  # type: ignore[no-any-return]
+
+
+def _most_unlike(example: Batch, seen: Seen) -> int:
+    """The first row that differs from row 0 in most entries of a whole number for each row: its class, its task."""
+    entries = [
+        each.tolist()
+        for path, each in nodes(example)
+        if path in seen.paths and isinstance(each, Tensor) and each.dim() == 1 and not each.is_floating_point()
+    ]
+    differences = [sum(each[row] != each[0] for each in entries) for row in range(1, seen.length)]
+    return 1 + differences.index(max(differences)) if differences else 0
 
 
 def two_and_one(three: Batch, seen: Seen) -> tuple[Batch, Batch]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -59,9 +60,10 @@ class ModuleStage:
                 output = self._module(*args, **kwargs)
         except _Finished:
             pass
-        except Exception:
+        except Exception as error:
             # Behind its last unit a stage runs glue on placeholders, as far as the next unit: nothing there counts.
             if not visit.is_done or self.part.is_last:
+                self._explain(error)
                 raise
         visit.check_complete()
         if not all(each.is_leaf for each in leaves):
@@ -72,6 +74,16 @@ class ModuleStage:
                 remedy="torch.utils.checkpoint.checkpoint in its place",
             )
         return visit.made, output if self.part.is_last else None
+
+    def _explain(self, error: Exception) -> None:
+        """Raise a sentence in the place of what torch says of gradients that a forward asks for over several stages."""
+        asks = any(frame.f_code is torch.autograd.grad.__code__ for frame, _ in walk_tb(error.__traceback__))
+        if asks and not isinstance(error, ShardwiseError) and len(self.part.calls) < len(self.flow.calls):
+            raise ShardwiseError(
+                "the forward asks for gradients (torch.autograd.grad) of what several stages compute, and a stage has"
+                f" the graph of its own units alone: {str(error).partition('. ')[0]}",
+                remedy="torch.autograd.grad inside of one unit; or a plan without pp",
+            ) from error
 
     @property
     def unit_names(self) -> list[str]:

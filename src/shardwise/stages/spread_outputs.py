@@ -1,0 +1,46 @@
+"""Outputs of three rows moved apart: what a loss decides by them is decided differently for each row.
+
+A loss may count rows above a threshold only: those that are hard, or sure. On an untrained module all rows are on one
+side of it, and the loss looks like a mean over rows. Moved apart, some are on the other.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.stages.rows import changed, nodes
+from shardwise.stages.trial_rows import FIRST, NUM_ROWS
+
+#: What each of three rows is multiplied with: further apart, and nearer to nothing.
+WAYS = ((1.0, 8.0, -8.0), (1.0, 0.125, 0.5))
+
+
+def spread(outputs: tuple[Any, Any, Any], factors: tuple[float, ...]) -> tuple[Any, Any, Any] | None:
+    """Those of three rows, of two and of the other, each row multiplied with its factor; None if none has rows."""
+    lengths = [{path: len(each) for path, each in nodes({"": value}) if _may_have_rows(each)} for value in outputs]
+    whole, large, small = lengths
+    each_row = {
+        path: number
+        for path, number in small.items()
+        if whole.get(path) == NUM_ROWS * number and large.get(path) == FIRST * number
+    }
+    if not each_row:
+        return None
+
+    def moved(value: Any, factors: tuple[float, ...]) -> Any:
+        def move(path: str, given: Any) -> Any:
+            if path not in each_row:
+                return None
+            by = torch.tensor(factors, dtype=given.dtype, device=given.device).repeat_interleave(each_row[path])
+            return given * by.view(-1, *[1] * (given.dim() - 1))
+
+        return changed({"": value}, move)[""]
+
+    parts = (factors, factors[:FIRST], factors[FIRST:])
+    one, two, three = (moved(value, part) for value, part in zip(outputs, parts, strict=True))
+    return one, two, three
+
+
+def _may_have_rows(value: Any) -> bool:
+    return type(value) is Tensor and value.is_floating_point() and value.dim() > 0 and len(value) > 0

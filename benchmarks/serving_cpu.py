@@ -85,7 +85,7 @@ def answer(engine: Any, prompts: list[list[int]], turn: int) -> list[list[int]]:
     return [found[str(number)] for number in range(len(prompts))]
 
 
-async def overload(seconds: float = 30.0, places: int = 64) -> dict[str, Any]:
+async def overload(seconds: float = 24.0, places: int = 64) -> dict[str, Any]:
     """The engine has 64 places. Clients ask again as soon as they are answered, or refused and told when."""
     import httpx
     import transformers as hf
@@ -109,23 +109,31 @@ async def overload(seconds: float = 30.0, places: int = 64) -> dict[str, Any]:
 
 
 async def _asked(client: Any, num_clients: int, seconds: float) -> dict[str, Any]:
-    end, answered, refused = perf_counter() + seconds, 0, 0
+    """Tokens that the engine made in the last of so many seconds, by its own count."""
+    end, refused = perf_counter() + seconds, 0
 
     async def one(number: int) -> None:
-        nonlocal answered, refused
-        body = {"prompt": [number % 512] * 16, "max_tokens": 32, "ignore_eos": True, "user": str(number)}
+        nonlocal refused
+        body = {"prompt": [number % 512] * 16, "max_tokens": 16, "ignore_eos": True, "user": str(number)}
         while perf_counter() < end:
             answer = await client.post("/v1/completions", json=body)
-            if answer.status_code == 200:
-                answered += 32 if perf_counter() < end else 0
-            else:
+            if answer.status_code != 200:
                 assert answer.status_code == 429, answer.text
                 refused += 1
                 await asyncio.sleep(float(answer.headers["retry-after"]))
 
-    begun = perf_counter()
-    await asyncio.gather(*(one(number) for number in range(num_clients)))
-    return {"tokens_per_second": round(answered / min(seconds, perf_counter() - begun), 1), "refused": refused}
+    async def count() -> tuple[float, float]:
+        text = (await client.get("/metrics")).text
+        line = next(each for each in text.splitlines() if each.startswith("shardwise:generation_tokens_total{"))
+        return perf_counter(), float(line.split()[-1])
+
+    asking = [asyncio.ensure_future(one(number)) for number in range(num_clients)]
+    await asyncio.sleep(seconds / 4)  # Until all are there.
+    first = await count()
+    await asyncio.sleep(end - perf_counter())
+    last = await count()
+    await asyncio.gather(*asking)
+    return {"tokens_per_second": round((last[1] - first[1]) / (last[0] - first[0]), 1), "refused": refused}
 
 
 if __name__ == "__main__":

@@ -35,7 +35,8 @@ class Narrow(nn.Module):
             self.register_buffer("codes", (weight.float() / scales).to(torch.float8_e4m3fn))
             self.register_buffer("scales", scales)
             return
-        groups = functional.pad(weight.float(), (0, -weight.shape[-1] % _GROUP)).unflatten(-1, (-1, _GROUP))
+        groups = functional.pad(weight.float(), (0, -weight.shape[-1] % _GROUP))
+        groups = groups.view(*weight.shape[:-1], -1, _GROUP)
         low, high = groups.amin(-1, keepdim=True).half(), groups.amax(-1, keepdim=True)
         scales = ((high - low.float()) / 15).clamp_min(1e-7).half()
         steps = ((groups - low.float()) / scales.float()).round().clamp(0, 15).to(torch.uint8)

@@ -39,7 +39,8 @@ class RankedTiers:
         return is_new
 
     def bring(self, wanted: Sequence[tuple[bytes, int]]) -> int:
-        return min(self._runner.ask_tiers("bring", list(wanted)))
+        found: list[int] = self._runner.ask_tiers("bring", list(wanted))
+        return min(found)
 
     def prefetch(self, names: Sequence[bytes]) -> None:
         known = [name for name in names if name in self._known]

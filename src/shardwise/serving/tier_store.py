@@ -78,7 +78,9 @@ class TierStore:
 
     def __init__(self, data: Tensor, host: HostTier, files: FileTier | None = None) -> None:
         self._data, self.host, self.files = data, host, files
-        self._stream = torch.cuda.Stream(data.device) if data.is_cuda else None
+        self._stream: torch.cuda.Stream | None = None
+        if data.is_cuda:
+            self._stream = torch.cuda.Stream(data.device)  # type: ignore[no-untyped-call]
 
     @property
     def block_bytes(self) -> int:

@@ -1,6 +1,7 @@
 """What a client does wrong is told in OpenAI's form, with the reason, and the server goes on."""
 
 import json
+import resource
 import socket
 import time
 from typing import Any
@@ -228,9 +229,12 @@ def test_a_reader_that_takes_nothing_holds_nobody_up(here: Running) -> None:
     assert not here.server.loop.tickets()
 
 
-def test_many_connections_are_held_at_once(here: Running) -> None:
+@pytest.mark.parametrize("most", [400, pytest.param(10_000, marks=pytest.mark.whole)])
+def test_many_connections_are_held_at_once(here: Running, most: int) -> None:
+    """As many as this process may open: it has both ends of each."""
     host, port = here.url.removeprefix("http://").split(":")
-    held = [socket.create_connection((host, int(port))) for _ in range(400)]
+    count = min(most, (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 300) // 2)
+    held = [socket.create_connection((host, int(port))) for _ in range(count)]
     try:
         assert here.complete(prompt="say: x").json()["choices"][0]["text"] == "x"
     finally:

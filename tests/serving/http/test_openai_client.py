@@ -51,6 +51,19 @@ def test_a_stream_has_whole_characters_and_its_usage_last(client: openai.OpenAI)
     assert last.usage.completion_tokens == len("世界 🌍!".encode()) + 1
 
 
+def test_the_usage_is_in_every_event_where_that_is_asked_for(client: openai.OpenAI) -> None:
+    events = list(
+        client.completions.create(
+            model="repeating", prompt="say: abc", stream=True,
+            stream_options={"include_usage": True, "continuous_usage_stats": True},  # type: ignore[typeddict-unknown-key]
+        )
+    )  # fmt: skip
+    assert all(event.usage is not None for event in events)
+    counts = [event.usage.completion_tokens for event in events if event.usage is not None]
+    assert counts == sorted(counts)
+    assert counts[-1] == 4  # Three letters and the end.
+
+
 def test_a_stop_string_is_never_shown_not_even_in_part(client: openai.OpenAI) -> None:
     whole = ask(client, "say: one two END three", stop=["END", "four"])
     assert whole.choices[0].message.content == "one two "

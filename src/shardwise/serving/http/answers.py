@@ -45,6 +45,10 @@ class AnswerForm:
         choice = self.part(place, piece, written, is_first=is_first)
         return {**self._head(self.part_kind), "choices": [choice]}
 
+    def with_usage(self, event: dict[str, Any], written: Sequence[Written]) -> dict[str, Any]:
+        """The event, with the usage so far where that was asked for."""
+        return {**event, "usage": usage_of(self.asked, written)} if self.asked.has_usage_in_events else event
+
     def usage_event(self, written: Sequence[Written]) -> dict[str, Any]:
         return {**self._head(self.part_kind), "choices": [], "usage": usage_of(self.asked, written)}
 

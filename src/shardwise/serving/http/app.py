@@ -246,7 +246,8 @@ class Answered:
             else:
                 piece = await self._next(place)
             if is_first or piece.text or piece.calls or piece.finish or (piece.tokens and self._wants_tokens()):
-                await event(_line(self._form.event(place, piece, written, is_first=is_first)))
+                told = self._form.event(place, piece, written, is_first=is_first)
+                await event(_line(self._form.with_usage(told, self.written)))
                 is_first = False
             if piece.finish is not None:
                 return

@@ -40,6 +40,7 @@ class Asked:
     stops: tuple[str, ...] = ()
     is_streamed: bool = False
     has_usage_event: bool = False
+    has_usage_in_events: bool = False
     echo: bool = False
     #: Only the prompt is asked for: `max_tokens` of 0.
     is_prompt_alone: bool = False
@@ -158,6 +159,7 @@ def _asked(
         stops=stops,
         is_streamed=bool(fields.get("stream")),
         has_usage_event=bool(fields.get("stream_options", {}).get("include_usage")),
+        has_usage_in_events=bool(fields.get("stream_options", {}).get("continuous_usage_stats")),
         return_token_ids=bool(fields.get("return_token_ids")),
         priority=int(fields.get("priority", 0)),
         salt=str(fields.get("cache_salt", "")),

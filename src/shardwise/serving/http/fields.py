@@ -74,7 +74,10 @@ _BOTH: dict[str, Schema] = {
     "stream_options": _or_null(
         {
             "type": "object",
-            "properties": {"include_usage": _flag("a last event with the usage")},
+            "properties": {
+                "include_usage": _flag("a last event with the usage"),
+                "continuous_usage_stats": _flag("the usage so far in every event"),
+            },
             "additionalProperties": False,
         }
     ),

@@ -1,6 +1,6 @@
 """What a run without `--whole` leaves out: what is marked `whole`, and of long rows of cases all but a part.
 
-Of a row (one test with many parameters) every second, third or fourth case runs, at least one, but
+Of a row (one test with many parameters) one case in two to ten runs, at least one, but
 
     each value of each parameter, where there are several parameters, is in a case that runs
     a case that has found a seeded fault runs always (`tests/mutations`)

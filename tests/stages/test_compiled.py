@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends import debugging
 from torch._dynamo.utils import counters
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
@@ -127,7 +128,7 @@ class Counting:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.counts: Counter[tuple[str, str]] = Counter()
         self._at = ""
-        compute, nop = Interpreter.compute, torch._dynamo.backends.debugging.boxed_nop
+        compute, nop = Interpreter.compute, debugging.boxed_nop
 
         def watched(interpreter: Interpreter, instruction: Instruction) -> None:
             self._at = str(instruction.kind)

@@ -105,6 +105,10 @@ class DeviceRunner:
 
         return self._layers.logits(inputs.tokens, inputs.positions, inputs.slots, attend, inputs.wanted)
 
+    def check(self) -> None: ...
+
+    def recover(self) -> None: ...
+
     def close(self) -> None: ...
 
     def _pack(self, pieces: Several[Piece]) -> Whole:

@@ -55,7 +55,7 @@ def test_the_usage_is_in_every_event_where_that_is_asked_for(client: openai.Open
     events = list(
         client.completions.create(
             model="repeating", prompt="say: abc", stream=True,
-            stream_options={"include_usage": True, "continuous_usage_stats": True},  # type: ignore[typeddict-unknown-key]
+            stream_options={"include_usage": True, "continuous_usage_stats": True},
         )
     )  # fmt: skip
     assert all(event.usage is not None for event in events)

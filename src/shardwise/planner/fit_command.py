@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.answer import Answer, Canvas, table
+from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
 from shardwise.units import format_bytes
 from shardwise.working import working_at
@@ -31,7 +32,12 @@ _USUAL_SEQUENCE = 4096
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a name, the path of a config.json, or package.module:factory")
     parser.add_argument("--cluster", metavar="C", required=True, help="8xh100, 64x8xh100, 2xcpu, or a cluster.toml")
-    parser.add_argument("--plan", metavar="P", required=True, help="dp=4,tp=2,zero=1, or a plan.toml")
+    parser.add_argument("--plan", metavar="P", help="dp=4,tp=2,zero=1, or a plan.toml")
+    parser.add_argument(
+        "--from", dest="source", metavar="F",
+        help="another program's file or arguments instead of a plan: those of Megatron-LM or vLLM in quotes, "
+        "torchtitan.toml, ds_config.json, Accelerate's YAML",
+    )  # fmt: skip
     parser.add_argument("--batch", metavar="N", type=int, help="samples of a step (default: one in each microbatch)")
     parser.add_argument(
         "--sequence",
@@ -49,6 +55,13 @@ def run(arguments: argparse.Namespace) -> Answer:
     from shardwise.planner.drawing import account_data
     from shardwise.planner.question import make_question
 
+    if (arguments.plan is None) == (arguments.source is None):
+        said = "neither --plan nor --from is" if arguments.plan is None else "both --plan and --from are"
+        raise ShardwiseError(f"{said} said: what is to fit", remedy="--plan dp=8,zero=1, or --from ds_config.json")
+    if arguments.source is not None:
+        from shardwise.planner.programs.answers import fit_answer
+
+        return fit_answer(arguments, usual_sequence=_USUAL_SEQUENCE, draw=_draw)
     plan = Plan.load(Path(arguments.plan)) if arguments.plan.endswith(".toml") else Plan.parse(arguments.plan)
     question = make_question(
         arguments.model,

@@ -21,6 +21,7 @@ EXAMPLE = """
 shardwise plan llama3-8b --cluster 8xh100 --batch 64 --sequence 4096
 shardwise plan llama3-8b --cluster 2x8xa100 --batch 64 --sequence 4096 --fix tp=2 --save plan.toml
 shardwise plan llama3-8b --cluster 4x8xh100 --batch 64 --sequence 4096 --goal fewest --target 4s
+shardwise plan llama3-8b --cluster 8xh100 --batch 64 --sequence 4096 --for megatron
 shardwise plan llama3-8b --cluster 8xh100 --sequence 1024 --output 256 --task serve
 """
 
@@ -46,6 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", metavar="N", type=int, default=256, help="serving: tokens of an answer")
     parser.add_argument("--first-token", metavar="T", help="serving: the longest that a first token may take: 500ms")
     parser.add_argument("--each-token", metavar="T", help="serving: the longest that each token may take: 30ms")
+    parser.add_argument(
+        "--for", dest="program", metavar="P",
+        help="the best plan that another program runs, as its arguments or file: megatron, torchtitan, deepspeed, "
+        "accelerate; serving: vllm",
+    )  # fmt: skip
     parser.add_argument("--save", metavar="FILE", help="write the plan here, with its reasons")
 
 
@@ -55,6 +61,8 @@ def run(arguments: argparse.Namespace) -> Answer:
         raise ShardwiseError(error.problem, remedy=f"--task {error.remedy or 'train'}")
     if arguments.save is not None:
         check_output(Path(arguments.save), remedy="--save plan.toml")
+    if arguments.program == "vllm" and arguments.task != "serve":
+        raise ShardwiseError("vLLM serves and does not train", remedy="--task serve --for vllm")
     if arguments.task == "serve":
         from shardwise.planner.serving_command import answer
 
@@ -78,6 +86,10 @@ def _train(arguments: argparse.Namespace) -> Answer:
         runnable=not arguments.any_engine,
     )
     working_at("the search for the best plan")
+    if arguments.program is not None:
+        from shardwise.planner.programs.answers import plan_answer
+
+        return plan_answer(arguments, question)
     found, price = _find(arguments, question)
     saved = arguments.save
     if saved is not None:

@@ -74,7 +74,7 @@ def find_serving(question: Question, target: Target) -> ServingFindings:
         split = (int(columns["tp"][row]), int(columns["pp"][row]), int(columns["ep"][row]))
         if allowed[row] and split not in splits:
             splits.add(split)
-            ways.append(_way(question, target, columns, served, int(row)))
+            ways.append(as_serving(question, target, columns, served, int(row)))
     return ServingFindings(
         question=question, target=target, best=ways[0], others=tuple(ways[1:4]), num_candidates=len(allowed),
         num_fitting=int(served.fits.sum()),
@@ -104,7 +104,8 @@ def _sequences(target: Target, replicas: int) -> Sequence[int]:
     return [2**power for power in range(_MOST_SEQUENCES.bit_length())]
 
 
-def _way(question: Question, target: Target, columns: dict[str, np.ndarray], served: Served, row: int) -> Serving:
+def as_serving(question: Question, target: Target, columns: dict[str, np.ndarray], served: Served, row: int) -> Serving:
+    """One candidate of many as a way to serve."""
     replicas, sequences = int(columns["dp"][row]), int(columns["sequences"][row])
     each = float(served.each_token[row])
     total = replicas * float(served.tokens_per_second[row])

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from shardwise.answer import Answer, Canvas, table
 from shardwise.cost.serving import BLOCK
 from shardwise.errors import ShardwiseError, unknown
+from shardwise.planner.programs.vllm import write
 from shardwise.planner.question import make_question
 from shardwise.planner.serving import Serving, ServingFindings, Target, find_serving
 from shardwise.units import counted, format_bytes, format_seconds, parse_seconds
@@ -29,7 +30,12 @@ def answer(arguments: argparse.Namespace) -> Answer:
     question = make_question(
         arguments.model, cluster=arguments.cluster, batch=arguments.batch or 1, sequence=arguments.sequence
     )
+    if arguments.program not in (None, "vllm"):
+        raise ShardwiseError(f"{arguments.program} trains and does not serve", remedy="--task serve --for vllm")
     found = find_serving(question, target)
+    command = None
+    if arguments.program == "vllm":
+        command = write(found.best, arguments.model, longest=question.sequence + target.output)
     if arguments.save is not None:
         found.best.plan.save(arguments.save)
     data = {
@@ -41,8 +47,15 @@ def answer(arguments: argparse.Namespace) -> Answer:
         "others": [_data(each) for each in found.others],
         "candidates": {"considered": found.num_candidates, "fitting": found.num_fitting},
         "saved": arguments.save,
+        **({} if command is None else {"program": "vllm", "text": command}),
     }
-    return Answer(data=data, render=lambda canvas: _draw(found, canvas))
+
+    def render(canvas: Canvas) -> None:
+        _draw(found, canvas)
+        if command is not None:
+            canvas.print(f"\n{command}")
+
+    return Answer(data=data, render=render)
 
 
 def _data(way: Serving) -> dict[str, object]:

@@ -1,0 +1,97 @@
+"""vLLM's arguments: how a model is split for serving, and how much is served at once."""
+
+import shlex
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardwise.cost.serving import serve
+from shardwise.errors import ShardwiseError
+from shardwise.planner.question import Question
+from shardwise.planner.serving import Serving, Target, as_serving
+
+_SIZES = {
+    "tensor-parallel-size": ("tp", "-tp"),
+    "pipeline-parallel-size": ("pp", "-pp"),
+    "data-parallel-size": ("dp", "-dp"),
+    "max-num-seqs": ("sequences", None),
+    "max-model-len": ("longest", None),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """What a command line of vLLM says. `longest` is a prompt with its answer."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    sequences: int = 256
+    longest: int | None = None
+    spreads_experts: bool = False
+
+
+def write(way: Serving, model: str, *, longest: int) -> str:
+    """The command that serves in a way. What shares the work of experts are all ranks of a replica there."""
+    plan = way.plan
+    lines = [
+        f"vllm serve {shlex.quote(model)}",
+        f"--tensor-parallel-size {plan.tp}",
+        f"--pipeline-parallel-size {plan.pp}",
+        f"--data-parallel-size {plan.dp}",
+        *(["--enable-expert-parallel"] if plan.ep > 1 else []),
+        f"--max-num-seqs {way.sequences}",
+        f"--max-model-len {longest}",
+        "--dtype bfloat16",
+        "--gpu-memory-utilization 0.9",
+        "--block-size 16",
+    ]
+    return " \\\n  ".join(lines) + "\n"
+
+
+def is_vllm(text: str) -> bool:
+    """Whether a text is a command line of vLLM."""
+    words = text.split()
+    return "vllm" in words[:4] or "vllm.entrypoints" in text or "--tensor-parallel-size" in text
+
+
+def read(text: str) -> Server:
+    """What a command line says. Arguments that decide nothing here are passed over."""
+    words = shlex.split(text.replace("\\\n", " "), comments=True)
+    found: dict[str, int] = {}
+    for index, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        for long, (key, short) in _SIZES.items():
+            if name in (f"--{long}", f"--{long.replace('-', '_')}", short):
+                value = value if equals else words[index + 1] if index + 1 < len(words) else ""
+                if not value.isdecimal() or int(value) < 1:
+                    raise ShardwiseError(f"{name} {value} wants a number of 1 or more", remedy=f"{name} 1")
+                found[key] = int(value)
+    spreads = "--enable-expert-parallel" in words or "-ep" in words
+    return Server(**found, spreads_experts=spreads)
+
+
+def account_for(server: Server, question: Question, target: Target) -> tuple[Serving, bool]:
+    """What serving so gives with as many sequences as fit, up to the most that are asked for, and whether all fit."""
+    needed = server.tp * server.pp * server.dp
+    if needed != question.cluster.num_devices:
+        raise ShardwiseError(
+            f"tensor {server.tp} x pipeline {server.pp} x data {server.dp} parallel ranks are {needed}, and "
+            f"{question.cluster} has {question.cluster.num_devices} devices",
+            remedy=f"a cluster of {needed} devices, or --data-parallel-size "
+            f"{max(question.cluster.num_devices // (server.tp * server.pp), 1)}",
+        )
+    counts = sorted({server.sequences, *(2**power for power in range(server.sequences.bit_length()))})
+    counts = [count for count in counts if count <= server.sequences]
+    ones = np.ones(len(counts), dtype=np.int64)
+    ep = server.dp if server.spreads_experts and question.num_experts % server.dp == 0 else 1
+    columns = {"dp": server.dp * ones, "tp": server.tp * ones, "pp": server.pp * ones, "ep": ep * ones}
+    columns["sequences"] = np.array(counts)
+    served = serve(
+        question.model, question.cluster.pools[0], tp=columns["tp"], pp=columns["pp"], ep=columns["ep"],
+        sequences=columns["sequences"], prompt=question.sequence, output=target.output,
+        software=question.software_in("bf16"),
+    )  # fmt: skip
+    fitting = np.flatnonzero(served.fits)
+    row = int(fitting[-1]) if len(fitting) else 0
+    return as_serving(question, target, columns, served, row), bool(len(fitting))

@@ -1,0 +1,146 @@
+"""Plans as other programs' arguments and files: what is written is read back, and their own parsers take it."""
+
+import dataclasses
+import json
+import shlex
+import tomllib
+from typing import Any
+
+import pytest
+
+from shardwise.cli import main
+from shardwise.planner.plan import Plan
+from shardwise.planner.programs import vllm
+from shardwise.planner.programs.choose import PROGRAMS, recognise
+from shardwise.planner.programs.program import Job, Machine
+
+PLANS = (
+    "dp=8,microbatches=2,zero=1,precision=bf16",
+    "dp=8,microbatches=2,zero=3,zero_group=4,recompute=full,precision=bf16",
+    "dp=2,tp=2,pp=2,sp=true,microbatches=4,zero=1,schedule=interleaved,chunks=2,layers=7+8+9+8,precision=bf16",
+    "dp=2,cp=2,tp=2,zero=2,recompute=selective,precision=fp8",
+    "pp=8,microbatches=16,schedule=zb-v,precision=bf16,offload.activations=1",
+    "dp=4,pp=2,microbatches=3,schedule=dualpipe-v,order=dp-pp-cp-tp,offload.optimizer=0.5,precision=fp16"
+    .replace("dualpipe-v", "zb-h1"),
+    "dp=8,ep=4,microbatches=2,zero=3,offload.parameters=1,recompute=full,recompute_layers=4,precision=fp8-rows",
+    "dp=8",
+)  # fmt: skip
+MACHINE = Machine(num_devices=8, num_layers=32)
+
+
+def written(name: str, text: str) -> tuple[Plan, str]:
+    program = PROGRAMS[name]
+    plan = program.nearest(Plan.parse(text))
+    stages = plan.num_stages or 1
+    layers = plan.layers or tuple(32 // stages + (stage < 32 % stages) for stage in range(stages))
+    plan = program.with_layers(plan, layers)
+    job = Job(plan=plan, batch=4 * plan.dp * plan.microbatches, sequence=4096)
+    return plan, program.write(job)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("text", PLANS)
+def test_what_is_written_is_read_back_as_the_same_plan(name: str, text: str) -> None:
+    plan, made = written(name, text)
+    program = PROGRAMS[name]
+    assert not program.problems(plan)
+    assert recognise(made) is program
+    read = program.read(made, MACHINE)
+    assert read.plan == plan
+    assert read.batch == 4 * plan.dp * plan.microbatches
+    assert plan.num_ranks == 8
+
+
+def test_what_a_program_cannot_express_is_said_with_the_plans_own_values() -> None:
+    found = PROGRAMS["megatron"].problems(Plan.parse("pp=8,microbatches=16,schedule=zb-v,precision=bf16"))
+    assert found == ["Megatron-LM runs 1F1B, with or without virtual stages, and not schedule=zb-v"]
+
+
+def test_megatrons_text_is_this() -> None:
+    assert written("megatron", PLANS[2])[1].split("\n")[:9] == [
+        "--tensor-model-parallel-size 2",
+        "--pipeline-model-parallel-size 2",
+        "--context-parallel-size 1",
+        "--micro-batch-size 4",
+        "--global-batch-size 32",
+        "--seq-length 4096",
+        "--pipeline-model-parallel-layout 'Ettttttt|tttttttt|ttttttttt|ttttttttL'",
+        "--sequence-parallel",
+        "--use-distributed-optimizer",
+    ]
+
+
+def test_megatron_core_takes_the_layout_of_stages() -> None:
+    layout = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout", exc_type=ImportError)
+    words = shlex.split(written("megatron", PLANS[2])[1])
+    text = words[words.index("--pipeline-model-parallel-layout") + 1]
+    made = layout.PipelineParallelLayerLayout.from_str(text, 2)
+    made.validate_layer_layout(num_layers=32, mtp_num_layers=0)
+
+
+@pytest.mark.parametrize("text", PLANS)
+def test_torchtitans_settings_are_those_of_its_own_classes(text: str) -> None:
+    configs: Any = pytest.importorskip("torchtitan.config.configs", exc_type=ImportError)
+    tree = tomllib.loads(written("torchtitan", text)[1])
+    made = configs.ParallelismConfig(**tree["parallelism"])
+    assert made.tensor_parallel_degree == tree["parallelism"]["tensor_parallel_degree"]
+    assert configs.TrainingConfig(**tree["training"]).seq_len == 4096
+    assert {"enable"} <= {each.name for each in dataclasses.fields(configs.CompileConfig)}
+
+
+@pytest.mark.parametrize("text", PLANS)
+def test_accelerate_reads_its_file(text: str, tmp_path: Any) -> None:
+    config: Any = pytest.importorskip("accelerate.commands.config.config_args", exc_type=ImportError)
+    plan, made = written("accelerate", text)
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(made)
+    found = config.load_config_from_file(str(path))
+    assert found.num_processes == 8
+    assert (found.distributed_type.value == "FSDP") == (plan.zero >= 2)
+
+
+@pytest.mark.parametrize("text", PLANS)
+def test_deepspeed_takes_its_file(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config: Any = pytest.importorskip("deepspeed.runtime.config", exc_type=ImportError)
+    monkeypatch.setattr(config.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(config.dist, "get_world_size", lambda: 8)
+    plan, made = written("deepspeed", text)
+    assert config.DeepSpeedConfig(json.loads(made)).zero_config.stage == plan.zero
+
+
+def test_a_command_line_of_vllm_is_read_with_short_and_long_names() -> None:
+    found = vllm.read("vllm serve x -tp 4 --pipeline-parallel-size=2 --max-num-seqs 64 --max-model-len 2048")
+    assert (found.tp, found.pp, found.dp, found.sequences, found.longest) == (4, 2, 1, 64, 2048)
+
+
+def test_plan_for_and_fit_from_agree(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+    path = tmp_path / "ds_config.json"
+    words = ["llama3-8b", "--cluster", "8xh100", "--sequence", "4096"]
+    assert main(["plan", *words, "--batch", "32", "--for", "deepspeed", "--save", str(path), "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert main(["fit", *words, "--from", str(path), "--json"]) == 0
+    read = json.loads(capsys.readouterr().out)
+    assert read["plan"] == made["plan"]
+    assert read["seconds"] == pytest.approx(made["seconds"])
+    assert read["better"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["fit", "llama3-8b", "--cluster", "8xh100"], "neither --plan nor --from is said"),
+        (["fit", "llama3-8b", "--cluster", "8xh100", "--from", "hello there"], "what 'hello there' is for is not seen"),
+        (["fit", "llama3-8b", "--cluster", "8xh100", "--from", "none.json"], "none.json cannot be read"),
+        (
+            ["plan", "llama3-8b", "--cluster", "8xh100", "--batch", "8", "--sequence", "64", "--for", "megatorn"],
+            "megatorn",
+        ),
+        (
+            ["plan", "llama3-8b", "--cluster", "8xh100", "--batch", "8", "--for", "vllm"],
+            "vLLM serves and does not train",
+        ),
+    ],
+)
+def test_mistakes_are_said_in_a_sentence(words: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 1
+    assert problem in capsys.readouterr().err

@@ -93,7 +93,7 @@ def exact(file: Path) -> dict[str, Any]:
 def weights(file: Path) -> dict[str, Any]:
     """The perplexity with weights in fewer bits, beside that of fp32 on the same text."""
     found: dict[str, Any] = {}
-    for name, told in {"fp32": {"precision": "fp32"}, 
+    for name, told in {"fp32": {"precision": "fp32"},
                        "fp8": {"precision": "fp32", "weights": "fp8"},
                        "int4": {"precision": "fp32", "weights": "int4"}}.items():  # fmt: skip
         engine: Any = load_engine(file, **told, kv_bytes=2**30, token_budget=WINDOW, max_running=64)  # type: ignore[arg-type]

@@ -11,9 +11,10 @@ from torch import nn
 
 from shardwise.nets.hf import load_model
 from shardwise.nets.transformer import Transformer
-from shardwise.serving.assemble import Identity, Limits, assemble
+from shardwise.serving.assemble import Identity, assemble
 from shardwise.serving.engine import LLMEngine
 from shardwise.serving.kv_cache import block_bytes
+from shardwise.serving.limits import Limits
 from shardwise.serving.request import Answering, Request, Sampling, Token
 from tests.nets.families import VOCABULARY, save_theirs
 

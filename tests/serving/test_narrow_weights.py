@@ -7,7 +7,7 @@ import torch
 
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.spawn import Ranks
-from shardwise.serving.assemble import Limits
+from shardwise.serving.limits import Limits
 from shardwise.serving.load import load_engine
 from shardwise.serving.narrow_weights import Narrow, num_parameters
 from shardwise.serving.sharded import load_sharded

@@ -9,7 +9,7 @@ import pytest
 from shardwise.cli import main
 from shardwise.explain.doctor.examine import examine
 from shardwise.ranks.spawn import Ranks
-from shardwise.serving.assemble import Limits
+from shardwise.serving.limits import Limits
 from shardwise.serving.request import Request
 from shardwise.serving.request_trace import RecordedEngine
 from shardwise.serving.sharded import load_sharded

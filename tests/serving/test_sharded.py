@@ -9,14 +9,14 @@ from torch import Tensor
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.gpus import Found, Gpu
 from shardwise.ranks.spawn import Ranks
-from shardwise.serving.assemble import Limits
 from shardwise.serving.kv_cache import Inputs
+from shardwise.serving.limits import Limits
 from shardwise.serving.ranked import deal
-from shardwise.serving.replicas import Replicas
+from shardwise.serving.replicas import Replicas, gpus_of
 from shardwise.serving.request import Token
 from shardwise.serving.runner import prepare
 from shardwise.serving.sequence import Piece, Sequence
-from shardwise.serving.sharded import gpus_of, load_sharded
+from shardwise.serving.sharded import load_sharded
 from tests.nets.families import save_theirs
 from tests.serving.answers import answer, ask, both, engine_over, expected, prompts
 

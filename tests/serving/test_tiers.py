@@ -18,12 +18,12 @@ from torch import Tensor
 
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.spawn import Ranks
-from shardwise.serving.assemble import Limits
 from shardwise.serving.blocks import BlockPool, first_name, next_name
 from shardwise.serving.engine import LLMEngine
 from shardwise.serving.eviction import Arc
 from shardwise.serving.file_tier import FileTier
 from shardwise.serving.kv_cache import Inputs
+from shardwise.serving.limits import Limits
 from shardwise.serving.sharded import load_sharded
 from shardwise.serving.tier_store import HostTier, TierStore
 from shardwise.serving.tiers import Tiers

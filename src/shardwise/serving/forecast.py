@@ -19,6 +19,7 @@ from shardwise.planner.plan import Plan
 from shardwise.planner.question import Question
 from shardwise.planner.serving import Serving, Target, find_serving
 from shardwise.serving.shards import Shard, check_shard
+from shardwise.training.machine import cluster_here
 from shardwise.units import counted, format_seconds
 
 GOALS = ("tokens", "latency")
@@ -83,6 +84,20 @@ def forecast(
         each_token_seconds=float(served.each_token[0]),
         tokens_per_second=float(served.tokens_per_second[0]) * (plan.dp // plan.ep),
     )
+
+
+def forecast_here(
+    settings: Settings, plan: Plan | None, *, num_blocks: int, block_size: int, max_running: int, width: int
+) -> Forecast | None:
+    """On this machine; None where the planner does not know its devices or the model."""
+    plan = plan or Plan()
+    try:
+        return forecast(
+            settings, cluster_here(plan.num_ranks), plan, num_blocks=num_blocks, block_size=block_size,
+            max_running=max_running, width=width,
+        )  # fmt: skip
+    except ShardwiseError:
+        return None
 
 
 def choose_plan(settings: Settings, cluster: Cluster, goal: str = "tokens", max_length: int | None = None) -> Plan:

@@ -7,9 +7,10 @@ import torch
 from shardwise.errors import unknown
 from shardwise.planner.plan import Plan
 from shardwise.ranks.gpus import find_gpus
-from shardwise.serving.assemble import Limits, assemble
+from shardwise.serving.assemble import assemble
 from shardwise.serving.engine import LLMEngine
 from shardwise.serving.forecast import GOALS, choose_plan
+from shardwise.serving.limits import Limits
 from shardwise.serving.narrow_weights import check_kind
 from shardwise.serving.replicas import Replicas
 from shardwise.serving.sharded import load_sharded

@@ -27,9 +27,9 @@ from shardwise.nets.initialise import initialise
 from shardwise.nets.settings import Settings
 from shardwise.nets.weights import place, shapes_of, weights_of
 from shardwise.ranks.spawn import Ranks
-from shardwise.serving.assemble import free_bytes
 from shardwise.serving.forecast import deal_layers
 from shardwise.serving.kv_cache import Inputs, make_cache
+from shardwise.serving.limits import free_bytes
 from shardwise.serving.narrow_weights import narrow, num_parameters, weight_bytes
 from shardwise.serving.runner import Part
 from shardwise.serving.shards import Shard, connect, make_shard, shard_waits

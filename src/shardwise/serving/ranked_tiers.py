@@ -6,7 +6,18 @@ with the next step; what comes back is asked for, and counts up to the first blo
 
 from collections.abc import Sequence
 
+from shardwise.serving.blocks import BlockPool
 from shardwise.serving.ranked import RankedRunner
+from shardwise.serving.tier_store import TierBytes
+from shardwise.serving.tiers import Tiers
+
+
+def make_ranked_tiers(
+    runner: RankedRunner, sizes: Sequence[int], given: Sequence[TierBytes], pool: BlockPool, *, measured: bool
+) -> Tiers:
+    """Tiers of ranks whose parts of a block have these sizes, and which may hold so much."""
+    num_host_blocks = min(each.host_bytes // size for each, size in zip(given, sizes, strict=True))
+    return Tiers(RankedTiers(runner, sum(sizes), num_host_blocks), pool, measured=measured)
 
 
 class RankedTiers:

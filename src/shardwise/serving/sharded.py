@@ -6,20 +6,19 @@ import torch
 
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
-from shardwise.ranks.gpus import Found, find_gpus
+from shardwise.ranks.gpus import find_gpus
 from shardwise.ranks.spawn import Ranks
-from shardwise.serving.assemble import Identity, Limits, Room, count_blocks, make_engine, reserve_bytes
+from shardwise.serving.assemble import Identity, Room, make_engine
 from shardwise.serving.blocks import BlockPool
 from shardwise.serving.engine import LLMEngine
 from shardwise.serving.kv_cache import block_bytes
+from shardwise.serving.limits import Limits, count_blocks, reserve_bytes
 from shardwise.serving.ranked import Model, RankedRunner, layers_by_speed, ranks_for
-from shardwise.serving.ranked_tiers import RankedTiers
-from shardwise.serving.replicas import Replicas
+from shardwise.serving.ranked_tiers import make_ranked_tiers
+from shardwise.serving.replicas import Replicas, gpus_of
 from shardwise.serving.scheduler import Scheduler
 from shardwise.serving.shards import Shard, check_shard
 from shardwise.serving.sources import describe_source
-from shardwise.serving.tiers import Tiers
-from shardwise.units import counted
 
 
 def load_sharded(
@@ -87,10 +86,7 @@ def _engine(
     tier_bytes = [limits.tiers(rank, shard.num_ranks) for rank in range(shard.num_ranks)] if limits.has_tiers else []
     runner.allocate(num_blocks, limits.block_size, tier_bytes)
     pool = BlockPool(num_blocks, limits.block_size)
-    tiers = None
-    if limits.has_tiers:
-        num_host = min(each.host_bytes // size for each, size in zip(tier_bytes, sizes, strict=True))
-        tiers = Tiers(RankedTiers(runner, sum(sizes), num_host), pool, measured=limits.measured)
+    tiers = make_ranked_tiers(runner, sizes, tier_bytes, pool, measured=limits.measured) if tier_bytes else None
     room = Room(
         num_ranks=shard.num_ranks * num_replicas,
         num_parameters=sum(count for _, _, count in runner.rooms),
@@ -103,19 +99,3 @@ def _engine(
         runner, scheduler, settings, limits, identity, room, dtype=kind, device=device, tiers=tiers, seed=seed,
         plan=plan,
     )  # fmt: skip
-
-
-def gpus_of(num_replicas: int, num_ranks: int, found: Found, plan: str) -> list[dict[str, str]]:
-    """For each replica the environment of its ranks, which leaves it GPUs of its own. Without GPUs nothing is said."""
-    total, here = num_replicas * num_ranks, len(found.gpus)
-    if not here:
-        return [{}] * num_replicas
-    if total > here:
-        raise ShardwiseError(
-            f"the plan {plan} takes {counted(total, 'GPU')}, and {here} {'is' if here == 1 else 'are'} here",
-            remedy="a plan of fewer ranks; or CUDA_VISIBLE_DEVICES= to serve on CPUs",
-        )
-    # As CUDA numbers them: what this process sees, or their names in its own variable.
-    seen = found.visible.split(",")[:here] if found.visible else [str(number) for number in range(here)]
-    runs = [seen[first : first + num_ranks] for first in range(0, total, num_ranks)]
-    return [{"CUDA_VISIBLE_DEVICES": ",".join(each)} for each in runs]

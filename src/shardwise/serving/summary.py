@@ -1,9 +1,12 @@
 """What an engine takes: bytes by part, and how many blocks that leaves room for."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from shardwise.serving.forecast import Forecast
 from shardwise.units import format_bytes
+
+if TYPE_CHECKING:
+    from shardwise.serving.forecast import Forecast  # Loads torch.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +27,7 @@ class Summary:
     max_length: int
     #: As it was told or chosen; none: one device.
     plan: str = ""
-    forecast: Forecast | None = None
+    forecast: "Forecast | None" = None
 
     @property
     def num_tokens(self) -> int:

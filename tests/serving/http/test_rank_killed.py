@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shardwise.serving.assemble import Limits
+from shardwise.serving.limits import Limits
 from shardwise.serving.served import served_by
 from shardwise.serving.sharded import load_sharded
 from tests.nets.families import save_theirs

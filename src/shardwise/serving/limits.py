@@ -1,0 +1,92 @@
+"""What an engine may take, and how many KV blocks that leaves room for."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shardwise.cluster.local import available_bytes
+from shardwise.errors import ShardwiseError
+from shardwise.nets.settings import Settings
+from shardwise.serving.tier_store import TierBytes
+from shardwise.units import format_bytes
+
+#: Of what a GPU has free when weights are in, this much may be taken; of a host's memory less, which others need too.
+_SHARE = {"cuda": 0.92, "cpu": 0.25}
+#: More than this no laptop should give without being asked.
+_MOST_ON_CPU = 4 * 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What an engine may take. None: as much as is sensible here."""
+
+    kv_bytes: int | None = None
+    max_length: int | None = None
+    block_size: int = 16
+    #: Tokens of one step, and sequences.
+    token_budget: int | None = None
+    max_running: int | None = None
+    #: For blocks that had to leave the cache: host memory, and files in a folder.
+    host_bytes: int = 0
+    file_bytes: int = 0
+    kv_folder: Path | None = None
+    #: Whether a block is reloaded only where that was measured to be faster than computing it.
+    measured: bool = True
+    #: Weights of layers in fewer bits: "fp8" or "int4".
+    weights: str | None = None
+
+    def __post_init__(self) -> None:
+        if bool(self.file_bytes) != (self.kv_folder is not None):
+            # Without a budget the files of an earlier start would go; without a folder a budget is for nothing.
+            raise ShardwiseError(
+                f"KV blocks have {format_bytes(self.file_bytes)} of files, in "
+                + ("no folder" if self.kv_folder is None else f"the folder {self.kv_folder}"),
+                remedy="--kv-files 64GiB --kv-folder kv, or neither",
+            )
+
+    @property
+    def has_tiers(self) -> bool:
+        return bool(self.host_bytes) or self.kv_folder is not None
+
+    def tiers(self, rank: int = 0, num_ranks: int = 1) -> TierBytes:
+        """What one of so many ranks may hold beneath its cache; each has files of its own."""
+        folder = self.kv_folder if self.kv_folder is None or num_ranks == 1 else self.kv_folder / f"rank-{rank}"
+        return TierBytes(
+            host_bytes=self.host_bytes // num_ranks, file_bytes=self.file_bytes // num_ranks, folder=folder
+        )
+
+    def of_device(self, device: torch.device) -> tuple[int, int]:
+        """The tokens of one step, and the most sequences in it."""
+        budget = self.token_budget or (8192 if device.type == "cuda" else 512)
+        return budget, self.max_running or min(budget, 256 if device.type == "cuda" else 64)
+
+
+def free_bytes(device: torch.device) -> int:
+    """What is free on a device, weights being there already, and may be taken."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * _SHARE["cuda"])
+    return min(int(available_bytes() * _SHARE["cpu"]), _MOST_ON_CPU)
+
+
+def reserve_bytes(settings: Settings, token_budget: int, max_running: int, dtype: torch.dtype) -> int:
+    """What a step holds at its fullest beside weights and blocks, roughly: the widest rows of a layer, and logits."""
+    widest = 4 * settings.width + 3 * max(settings.mlp.width, settings.width)
+    if settings.mixture is not None:
+        widest += 3 * settings.mixture.num_chosen * (settings.mixture.width + settings.width)
+    return token_budget * widest * dtype.itemsize + 3 * max_running * settings.vocabulary * 4
+
+
+def count_blocks(limits: Limits, size: int, free: int, longest: int) -> int:
+    """How many blocks of so many bytes there is room for: one sequence of the greatest length at least."""
+    asked = free if limits.kv_bytes is None else limits.kv_bytes
+    num_blocks = asked // size
+    wanted = -(-min(limits.max_length or 1, longest) // limits.block_size)
+    if num_blocks < max(wanted, 1):
+        whose = "there is room for" if limits.kv_bytes is None else "the KV budget is"
+        raise ShardwiseError(
+            f"one sequence of {limits.max_length or limits.block_size:,} tokens needs {format_bytes(wanted * size)} of"
+            f" keys and values, and {whose} {format_bytes(max(asked, 0))}",
+            remedy=f"max_length={max(num_blocks, 1) * limits.block_size}, or kv_bytes={wanted * size}",
+        )
+    return num_blocks

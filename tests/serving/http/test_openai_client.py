@@ -52,17 +52,8 @@ def test_a_stream_has_whole_characters_and_its_usage_last(client: openai.OpenAI)
 
 
 def test_the_usage_is_in_every_event_where_that_is_asked_for(client: openai.OpenAI) -> None:
-<<<<<<< HEAD
-    events = list(
-        client.completions.create(
-            model="repeating", prompt="say: abc", stream=True,
-            stream_options={"include_usage": True, "continuous_usage_stats": True},
-        )
-    )  # fmt: skip
-=======
     options: Any = {"include_usage": True, "continuous_usage_stats": True}
     events = list(client.completions.create(model="repeating", prompt="say: abc", stream=True, stream_options=options))
->>>>>>> h-serve
     assert all(event.usage is not None for event in events)
     counts = [event.usage.completion_tokens for event in events if event.usage is not None]
     assert counts == sorted(counts)

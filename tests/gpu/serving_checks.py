@@ -23,6 +23,7 @@ from shardwise.nets.transformer import Transformer
 from shardwise.serving import assemble
 from shardwise.serving.device_runner import DeviceRunner
 from shardwise.serving.engine import LLMEngine
+from shardwise.serving.limits import Limits
 from shardwise.serving.runner import LocalRunner
 from tests.serving.answers import ask, run, tokens_of
 
@@ -126,7 +127,7 @@ def small() -> Transformer:
 
 def engine_by(model: Transformer, runner: Any, **limits: Any) -> LLMEngine:
     with patch.object(assemble, "make_runner", runner):
-        given = assemble.Limits(kv_bytes=2**28, max_length=2048, **limits)
+        given = Limits(kv_bytes=2**28, max_length=2048, **limits)
         return assemble.assemble(model, given, assemble.Identity(), seed=0)
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shardwise import environment
 from shardwise.nets.settings import Settings
 from shardwise.nets.transformer import Transformer
 from shardwise.planner.plan import Plan
@@ -14,7 +13,7 @@ from shardwise.serving.device_runner import make_runner
 from shardwise.serving.engine import LLMEngine
 from shardwise.serving.forecast import forecast_here
 from shardwise.serving.kv_cache import block_bytes, make_cache
-from shardwise.serving.limits import Limits, count_blocks, free_bytes, reserve_bytes
+from shardwise.serving.limits import Limits, count_blocks, device_name, free_bytes, reserve_bytes
 from shardwise.serving.narrow_weights import narrow, num_parameters, weight_bytes
 from shardwise.serving.runner import Runner
 from shardwise.serving.scheduler import Scheduler
@@ -87,7 +86,7 @@ def make_engine(
     max_length = min(limits.max_length or settings.length, settings.length, num_blocks * limits.block_size)
     summary = Summary(
         model=identity.name,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else environment.processor_name(),
+        device=device_name(device),
         precision=str(dtype).removeprefix("torch.") + (f", weights in {limits.weights}" if limits.weights else ""),
         num_ranks=room.num_ranks,
         num_parameters=room.num_parameters,

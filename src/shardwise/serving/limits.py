@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from shardwise import environment
 from shardwise.cluster.local import available_bytes
 from shardwise.errors import ShardwiseError
 from shardwise.nets.settings import Settings
@@ -60,6 +61,11 @@ class Limits:
         """The tokens of one step, and the most sequences in it."""
         budget = self.token_budget or (8192 if device.type == "cuda" else 512)
         return budget, self.max_running or min(budget, 256 if device.type == "cuda" else 64)
+
+
+def device_name(device: torch.device) -> str:
+    """What a device is called by whoever made it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else environment.processor_name()
 
 
 def free_bytes(device: torch.device) -> int:

@@ -152,6 +152,15 @@ def can_step_divided(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
+def fuse(optimizer: Optimizer) -> None:
+    """Have an optimizer of torch's fused whose parameters are to be on a GPU and are not there yet. The public way is
+    `fused=True` when it is made, which refuses parameters on the meta device."""
+    for group in optimizer.param_groups:
+        group["fused"] = True
+    optimizer.defaults["fused"] = True
+    setattr(optimizer, "_step_supports_amp_scaling", True)  # noqa: B010 - torch's types do not know it
+
+
 def step_divided(optimizer: Optimizer, divisor: Tensor, skips: Tensor) -> None:
     """A step of a fused optimizer with its gradients over `divisor`, or none where `skips` is 1.
 

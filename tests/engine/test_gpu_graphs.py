@@ -49,19 +49,12 @@ def an_engine(
 
 
 @pytest.mark.parametrize(
-    ("dropout", "compile", "plan"),
-    [
-        (0.0, False, "precision=bf16"),
-        (0.0, True, "precision=bf16"),
-        (0.1, True, "precision=bf16"),
-        (0.0, False, "precision=bf16,microbatches=2"),
-        (0.0, False, "pp=2,microbatches=2,schedule=zb-h1,precision=bf16"),
-    ],
+    "plan", ["precision=bf16", "precision=bf16,microbatches=2", "pp=2,microbatches=2,schedule=zb-h1,precision=bf16"]
 )
-def test_captured_steps_are_bit_for_bit_those_that_are_not(dropout: float, compile: bool, plan: str) -> None:
+def test_captured_steps_are_bit_for_bit_those_that_are_not(plan: str) -> None:
     courses = []
     for graphs in (False, True):
-        engine = an_engine(a_transformer(dropout), plan=plan, compile=compile, graphs=graphs)
+        engine = an_engine(a_transformer(0.0), plan=plan, graphs=graphs)
         torch.manual_seed(2)
         numbers = list[tuple[float, float | None, bool]]()
         for step in range(8):

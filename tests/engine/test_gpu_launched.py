@@ -117,7 +117,7 @@ def test_a_step_on_16_bit_weights_copies_and_scales_no_gradient_and_keeps_none(d
     hook = register_module_forward_hook(
         lambda *_: held.extend(each.grad is not None for each in engine.module.parameters())
     )
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as profiled:
         engine.train_step(batch)
     hook.remove()
     assert held

@@ -123,8 +123,9 @@ def test_a_compiler_sees_all_of_it(scales: Scales) -> None:
     found = torch.compile(run, backend="aot_eager", fullgraph=True)(*given)
     # On a GPU the definition is compiled, and kernels are not.
     torch.testing.assert_close(found, expected, rtol=1e-4 if found.is_cuda else 0, atol=0)
+    near: dict[str, Any] = {"rtol": 1e-3, "atol": 1e-5} if found.is_cuda else {}
     for one, other in zip(torch.autograd.grad(found, given), torch.autograd.grad(expected, given), strict=True):
-        torch.testing.assert_close(one, other)
+        torch.testing.assert_close(one, other, **near)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

@@ -1,17 +1,21 @@
 """What a GPU decides where a recipe leaves it open: bf16 and compiled blocks where they pay, and what is said of it."""
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
+from torch import nn
 
 from shardwise.cli import main
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
+from shardwise.torch_private import can_step_divided
 from shardwise.training import device_defaults
 from shardwise.training.device_defaults import Choice, choose_compile, choose_precision, line_of_choices
 from shardwise.training.folder import RECIPE
-from shardwise.training.recipe import Recipe, get_recipe, read_recipe
+from shardwise.training.make_engine import make_optimizer
+from shardwise.training.recipe import OptimizerChoice, Recipe, get_recipe, read_recipe
 
 LARGE = Recipe().changed(
     {"model.width": 1024, "model.layers": 12, "model.heads": 16, "batch": 16, "data.sequence": 1024, "steps": 20_000}
@@ -107,3 +111,15 @@ def test_a_run_that_goes_on_keeps_the_precision_that_was_chosen_where_it_began(
     assert main([*words, "--set", "steps=3"]) == 0, capsys.readouterr().err
     assert read_recipe(tmp_path / RECIPE).precision == "fp16"
     assert '"precision": "fp16"' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_optimizers_are_fused_where_parameters_will_be_on_a_gpu(name: Literal["adamw", "sgd"]) -> None:
+    """`train` makes modules on the meta device: without this, steps on a GPU wait for the host."""
+    choice = OptimizerChoice(name=name)
+    for here, device, fuses in (("meta", "cuda", True), ("meta", "cpu", False), ("cpu", "cuda", False)):
+        weights = [nn.Parameter(torch.empty(2, 2, device=here))]
+        made = make_optimizer(choice, weights, device=torch.device(device))
+        assert can_step_divided(made) == fuses
+        assert bool(made.param_groups[0]["fused"]) == fuses
+    assert not can_step_divided(make_optimizer(choice, weights, may_fuse=False, device=torch.device("cuda")))

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 
+import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -11,6 +12,7 @@ from shardwise.engine.parallelize import parallelize
 from shardwise.engine.step_graphs import How
 from shardwise.planner.plan import Offload
 from shardwise.states.compact_adamw import CompactAdamW
+from shardwise.torch_private import fuse
 from shardwise.training.data.rows import Batch
 from shardwise.training.job import Job
 from shardwise.training.precision import LossScale
@@ -24,8 +26,10 @@ def make_engine(job: Job, module: nn.Module, example: Batch, scale: LossScale) -
     # State that comes from the host and goes there is updated piece by piece.
     may_fuse = job.plan.offload == Offload()
 
+    device = next((each.device for each in example.values()), None)
+
     def optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
-        return make_optimizer(choice, parameters, may_fuse=may_fuse)
+        return make_optimizer(choice, parameters, may_fuse=may_fuse, device=device)
 
     engine = parallelize(
         module,
@@ -46,16 +50,28 @@ def make_engine(job: Job, module: nn.Module, example: Batch, scale: LossScale) -
     return engine
 
 
-def make_optimizer(choice: OptimizerChoice, parameters: Iterable[nn.Parameter], *, may_fuse: bool = True) -> Optimizer:
-    """Torch's own, or one with compact states.
+def make_optimizer(
+    choice: OptimizerChoice,
+    parameters: Iterable[nn.Parameter],
+    *,
+    may_fuse: bool = True,
+    device: torch.device | None = None,
+) -> Optimizer:
+    """Torch's own, or one with compact states, for parameters on a device, or on the meta device until they get there.
 
     On GPUs torch's are fused: one kernel for many weights, and no number that the host waits for.
     """
     given = list(parameters)
-    fused = True if may_fuse and given and all(each.is_cuda for each in given) else None
-    if choice.name == "sgd":
-        return SGD(given, lr=choice.rate, momentum=choice.beta1, weight_decay=choice.decay, fused=fused)
+    homes = {device if each.is_meta and device is not None else each.device for each in given}
+    fuses = may_fuse and bool(homes) and all(home.type == "cuda" for home in homes)
     betas = (choice.beta1, choice.beta2)
-    if choice.states != "fp32":
+    if choice.name != "sgd" and choice.states != "fp32":
         return CompactAdamW(given, lr=choice.rate, betas=betas, weight_decay=choice.decay, states=choice.states)
-    return AdamW(given, lr=choice.rate, betas=betas, weight_decay=choice.decay, fused=fused)
+    made: Optimizer
+    if choice.name == "sgd":
+        made = SGD(given, lr=choice.rate, momentum=choice.beta1, weight_decay=choice.decay)
+    else:
+        made = AdamW(given, lr=choice.rate, betas=betas, weight_decay=choice.decay)
+    if fuses:
+        fuse(made)
+    return made

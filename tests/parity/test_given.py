@@ -48,7 +48,9 @@ def test_a_loss_that_depends_on_how_a_batch_is_cut_is_shown_or_refused(name: str
     except ShardwiseError as error:
         assert "sum" in (error.remedy or "")  # noqa: PT017 - engines may refuse it
         return
-    assert not verdict.is_same
+    if verdict.is_same:  # Or it is made right: replicas are weighed by their labels.
+        assert verdict.by_microbatches is None
+        return
     assert verdict.by_microbatches is not None
     assert says in verdict.by_microbatches
 

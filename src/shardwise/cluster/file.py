@@ -11,7 +11,7 @@ bytes_per_second = 25e9
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -121,7 +121,7 @@ def _read_device(name: str, entry: Mapping[str, Any], source: str) -> Device:
     missing = [
         field.name
         for field in fields(Device)
-        if getattr(device, field.name) in (0, 0.0, {}) and field.name != "cache_bytes"
+        if field.default is MISSING and getattr(device, field.name) in (0, 0.0, {})
     ]
     if missing:
         raise ShardwiseError(

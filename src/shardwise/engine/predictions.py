@@ -103,7 +103,7 @@ class Predictions:
         told = wires.gather({place: _outline(each) for place, each in mine.items()} if has_first else {})
         for source, outlines in enumerate(told):
             for place, outline in outlines.items():
-                open_dataclasses(outline)
+                open_dataclasses(outline, _Hole)  # This process may have computed none.
                 holes, tree = pytree.tree_flatten(outline)
                 given = iter(pytree.tree_leaves(mine[place])) if source == wires.rank else iter(holes)
                 leaves = []

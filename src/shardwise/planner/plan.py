@@ -316,7 +316,7 @@ def _read_word(key: str, value: Any) -> str:
 OF_PARALLELIZE = (
     "loss", "optimizer", "example", "clip", "compile", "seed", "pad", "through_blocks", "measure", "tensor",
     "tensor_chunks", "verify", "positions", "entries", "masks", "bucket_bytes", "buffers", "batch", "kernels",
-    "masters", "wires",
+    "masters", "graphs", "wires",
 )  # fmt: skip
 _MAY_BE_OPEN = ("chunks", "layers", "zero_group", "recompute_layers")
 _EXAMPLES = {"zero": "1", "microbatches": "8", "layers": "4+4"}

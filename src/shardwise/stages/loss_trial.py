@@ -137,6 +137,8 @@ def _spread_out(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried
     """The same of outputs that are moved apart: what counts rows by their outputs counts others then."""
     if tried.problem is not None or tried.kind is LossKind.UNTRIED or not _is_small(runs[0].output):
         return tried
+    if tried.inside:  # The module has computed the loss: it is an output, and is not computed again.
+        return tried
     two, one = two_and_one(three, seen)
     for factors in WAYS:
         outputs = spread((runs[0].output, runs[1].output, runs[2].output), factors)

@@ -162,10 +162,12 @@ def signature_of(arguments: list[Any]) -> tuple[Any, ...]:
     )
 
 
-def open_dataclasses(given: Any) -> None:
-    """Have torch look into dataclasses with tensors in them, as it looks into tuples: it knows those it was told of."""
+def open_dataclasses(given: Any, kind: type = Tensor) -> None:
+    """Have torch look into dataclasses with tensors in them, as it looks into tuples: it knows those it was told of.
+
+    `kind`: what stands where tensors were, if these were taken out."""
     for each in leaves_of(given):
-        if is_dataclass(each) and any(isinstance(getattr(each, field.name), Tensor) for field in fields(each)):
+        if is_dataclass(each) and any(isinstance(getattr(each, field.name), kind) for field in fields(each)):
             pytree.register_dataclass(type(each))
 
 

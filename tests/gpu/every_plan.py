@@ -38,7 +38,7 @@ from shardwise.testing.mps import shared_at_once
 from tests.crowd import Crowd
 from tests.gpu import families
 from tests.gpu.page import PAGE, RECORD, page
-from tests.gpu.record import FILE, Record
+from tests.gpu.record import FILE, ROOT, Record
 from tests.parity.cases import CASES
 from tests.parity.models import HUGGING_FACE, make_problem
 
@@ -218,7 +218,8 @@ def write(record: Record) -> None:
     ]
     if others:
         kept["others"] = others
-    RECORD.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    # Errors are told with their files: where these lie on this machine is nobody's business.
+    RECORD.write_text(json.dumps(kept, indent=1).replace(f"{ROOT}/", "") + "\n", encoding="utf-8")
     PAGE.write_text(page(kept), encoding="utf-8")
 
 

@@ -57,8 +57,7 @@ def assemble(
         reserve_bytes=reserve,
         block_bytes=size,
     )
-    max_length = min(limits.max_length or settings.length, settings.length, num_blocks * limits.block_size)
-    runner = make_runner(model, cache, max_running=max_running, max_length=max_length)
+    runner = make_runner(model, cache, max_running=max_running, max_length=limits.length(settings, num_blocks))
     return make_engine(
         runner, scheduler, settings, limits, identity, room, dtype=dtype, device=device, tiers=tiers,
         seed=seed,
@@ -83,7 +82,7 @@ def make_engine(
 ) -> LLMEngine:  # fmt: skip
     """The engine over a runner that has its blocks, and what is told of it."""
     num_blocks = scheduler.pool.num_blocks
-    max_length = min(limits.max_length or settings.length, settings.length, num_blocks * limits.block_size)
+    max_length = limits.length(settings, num_blocks)
     summary = Summary(
         model=identity.name,
         device=device_name(device),

@@ -57,6 +57,10 @@ class Limits:
             host_bytes=self.host_bytes // num_ranks, file_bytes=self.file_bytes // num_ranks, folder=folder
         )
 
+    def length(self, settings: Settings, num_blocks: int) -> int:
+        """The most tokens that a sequence can have."""
+        return min(self.max_length or settings.length, settings.length, num_blocks * self.block_size)
+
     def of_device(self, device: torch.device) -> tuple[int, int]:
         """The tokens of one step, and the most sequences in it."""
         budget = self.token_budget or (8192 if device.type == "cuda" else 512)

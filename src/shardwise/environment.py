@@ -3,7 +3,7 @@ in one place."""
 
 import os
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
@@ -12,6 +12,10 @@ from typing import TextIO
 WIDTH_WITHOUT_TERMINAL = 120
 #: Set to 1, 8-bit products are emulated where a device has none.
 EMULATE_FP8 = "SHARDWISE_EMULATE_FP8"
+# Which device each rank sits on, for processes that a command has started.
+_SEATS = "SHARDWISE_SEATS"
+#: What a launcher's script calls the attempt that it starts.
+ATTEMPT = "SHARDWISE_ATTEMPT"
 
 
 def wants_colour(stream: TextIO) -> bool:
@@ -140,8 +144,27 @@ def place_under_torchrun() -> tuple[int, int] | None:
 
 
 def rank_under_torchrun() -> int:
-    """Which of all processes this is."""
-    return int(os.environ["RANK"])
+    """Which of all ranks of the plan this process is: `torchrun` numbers devices, and seats say whose each is."""
+    return rank_on(int(os.environ["RANK"]))
+
+
+@contextmanager
+def seated(devices: Sequence[int] | None) -> Iterator[None]:
+    """Within it, processes that are started or joined take these devices: by rank, its number among all devices."""
+    with changed({} if devices is None else {_SEATS: ",".join(map(str, devices))}):
+        yield
+
+
+def device_of(rank: int) -> int:
+    """The number of the device that a rank sits on; in plain order, its own."""
+    seats = os.environ.get(_SEATS)
+    return int(seats.split(",")[rank]) if seats else rank
+
+
+def rank_on(device: int) -> int:
+    """The rank that sits on a device."""
+    seats = os.environ.get(_SEATS)
+    return seats.split(",").index(str(device)) if seats else device
 
 
 def find_master() -> tuple[str, int] | None:
@@ -154,6 +177,16 @@ def find_master() -> tuple[str, int] | None:
 def find_world_size() -> int | None:
     """How many processes `torchrun` has started on all machines together, if it has started this one."""
     return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+
+def node_name() -> str:
+    """What this machine is called by the system that has started this process, or else by itself."""
+    return os.environ.get("SLURMD_NODENAME") or os.environ.get("NODE_NAME") or platform.node()
+
+
+def find_attempt() -> str | None:
+    """Which attempt of which job this is, where `shardwise launch` has started it."""
+    return os.environ.get(ATTEMPT)
 
 
 def num_restarts() -> int:

@@ -216,3 +216,15 @@ def get_device(name: str) -> Device:
             remedy=near or "cluster.toml, which can describe any device",
         )
     return DEVICES[key]
+
+
+def find_device(called: str) -> str | None:
+    """The catalogue's name for a GPU that calls itself so: `NVIDIA A100-SXM4-80GB` is `a100-80g`."""
+    squeezed = "".join(letter for letter in called.lower() if letter.isalnum())
+    found = [name for name in DEVICES if name.split("-")[0] in squeezed]
+    if not found:
+        return None
+    # `gh200` has `h200` in it, and of several kinds the one of which most is said.
+    longest = max(len(name.split("-")[0]) for name in found)
+    found = [name for name in found if len(name.split("-")[0]) == longest]
+    return max(found, key=lambda name: (sum(part in squeezed for part in name.split("-")), -len(name)))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.cluster.catalogue import NODES, get_device
 from shardwise.cluster.device import Device
+from shardwise.cluster.pairs import Pairs
 from shardwise.cluster.topology import Fabric, Host, Link, NodeKind
 from shardwise.errors import ShardwiseError
 
@@ -42,9 +43,13 @@ class Pool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """What a model runs on: one pool, or several that differ. Ranks number the devices pool by pool, node by node."""
+    """What a model runs on: one pool, or several that differ. Ranks number the devices pool by pool, node by node.
+
+    `pairs` is what every device sends to every other, where that was measured.
+    """
 
     pools: tuple[Pool, ...]
+    pairs: Pairs | None = None
 
     def __post_init__(self) -> None:
         if not self.pools:

@@ -7,6 +7,8 @@ devices_per_node = 8
 
 [pool.fabric]                  # what is not said is as the catalogue has it
 bytes_per_second = 25e9
+
+`shardwise probe` writes what it has measured besides: [[pool.curve]] for collectives, and [pairs].
 """
 
 import tomllib
@@ -17,11 +19,13 @@ from typing import Any, TypeVar
 
 from shardwise.cluster.catalogue import DEVICES, NODES, get_device
 from shardwise.cluster.cluster import Cluster, Pool
+from shardwise.cluster.curve import COLLECTIVES, SCOPES, Curve
 from shardwise.cluster.device import PRECISIONS, Device
+from shardwise.cluster.pairs import Pairs
 from shardwise.cluster.topology import Fabric, Host, Link, NodeKind
 from shardwise.errors import ShardwiseError, unknown
 
-_KEYS = ("device", "num_nodes", "devices_per_node", "domain", "device_is", "link", "fabric", "host")
+_KEYS = ("device", "num_nodes", "devices_per_node", "domain", "device_is", "link", "fabric", "host", "curve")
 _DESCRIBED = Device(
     name="",
     memory_bytes=0,
@@ -55,6 +59,14 @@ def to_toml(cluster: Cluster) -> str:
             if name == "device_is":
                 entries.pop("name")
             lines += [f"[pool.{name}]", *(f"{key} = {_value(value)}" for key, value in entries.items())]
+        for curve in pool.node.curves:
+            lines += [
+                "[[pool.curve]]",
+                *(f"{each.name} = {_value(getattr(curve, each.name))}" for each in fields(curve)),
+            ]
+    if cluster.pairs is not None:
+        lines += ["", "[pairs]"]
+        lines += [f"{each.name} = {_value(getattr(cluster.pairs, each.name))}" for each in fields(cluster.pairs)]
     return "\n".join(lines) + "\n"
 
 
@@ -65,12 +77,13 @@ def from_toml(text: str, *, source: str = "the cluster file") -> Cluster:
     except tomllib.TOMLDecodeError as error:
         raise ShardwiseError(f"{source} is no TOML: {error}", remedy='[[pool]] and device = "h100-80g"') from None
     for key in tree:
-        if key != "pool":
-            raise unknown(f"key in {source}", key, ["pool"])
+        if key not in ("pool", "pairs"):
+            raise unknown(f"key in {source}", key, ["pool", "pairs"])
     pools = tree.get("pool", [])
     if not isinstance(pools, list) or not pools:
         raise ShardwiseError(f"{source} names no pool of devices", remedy='[[pool]] and device = "h100-80g"')
-    return Cluster(pools=tuple(_read_pool(entry, source) for entry in pools))
+    cluster = Cluster(pools=tuple(_read_pool(entry, source) for entry in pools))
+    return replace(cluster, pairs=_read_pairs(tree["pairs"], cluster, source)) if "pairs" in tree else cluster
 
 
 def load(path: Path) -> Cluster:
@@ -106,6 +119,7 @@ def _read_pool(entry: Any, source: str) -> Pool:
         link=_read_part(usual.link, entry, "link", source),
         fabric=_read_part(usual.fabric, entry, "fabric", source),
         host=_read_part(usual.host, entry, "host", source),
+        curves=tuple(_read_curve(each, source) for each in _tables(entry, "curve", source)),
     )
     return Pool(device=device, num_nodes=_read_count(entry, "num_nodes", 1, source), node=node)
 
@@ -152,6 +166,68 @@ def _read_part(usual: _Part, entry: Mapping[str, Any], name: str, source: str) -
     return replace(usual, **table)
 
 
+def _tables(entry: Mapping[str, Any], key: str, source: str) -> list[dict[str, Any]]:
+    found = entry.get(key, [])
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise ShardwiseError(f"{key} in {source} is no list of tables", remedy=f"[[pool.{key}]]")
+    return found
+
+
+def _read_curve(table: Mapping[str, Any], source: str) -> Curve:
+    """A measured collective."""
+    names = [each.name for each in fields(Curve)]
+    for key in table:
+        if key not in names:
+            raise unknown(f"key of a curve in {source}", key, names)
+    for key, known in (("collective", COLLECTIVES), ("scope", SCOPES)):
+        if table.get(key) not in known:
+            raise unknown(f"{key} of a curve in {source}", str(table.get(key)), known)
+    sizes, seconds = (_numbers(table.get(key), f"{key} of a curve", source) for key in ("sizes", "seconds"))
+    if len(sizes) != len(seconds) or len(sizes) < 2 or list(sizes) != sorted(set(sizes)):
+        raise ShardwiseError(
+            f"a curve in {source} has {len(sizes)} sizes and {len(seconds)} seconds: as many of each, at least 2, and"
+            " sizes that rise",
+            remedy="shardwise probe, which writes such files",
+        )
+    return Curve(
+        collective=table["collective"],
+        scope=table["scope"],
+        num_devices=max(_read_count(table, "num_devices", 2, source), 2),
+        sizes=tuple(map(int, sizes)),
+        seconds=seconds,
+    )
+
+
+def _read_pairs(table: Any, cluster: Cluster, source: str) -> Pairs:
+    """What every device sends to every other: as many rows, and numbers in each, as there are devices."""
+    count, names = cluster.num_devices, [each.name for each in fields(Pairs)]
+    if not isinstance(table, dict):
+        raise ShardwiseError(f"pairs in {source} is no table", remedy="[pairs]")
+    for key in table:
+        if key not in names:
+            raise unknown(f"key of pairs in {source}", key, names)
+    for key in names:
+        found = table.get(key)
+        rows = found if isinstance(found, list) else []
+        if len(rows) != count or (key not in ("hosts", "devices") and any(len(row) != count for row in rows)):
+            raise ShardwiseError(
+                f"pairs.{key} in {source} is not of the {count} devices of {cluster}: {len(rows)} are there",
+                remedy="shardwise probe --save, of all of them; or no [pairs]",
+            )
+    numbers = {
+        key: tuple(_numbers(row, f"a row of pairs.{key}", source, least=0.0) for row in table[key])
+        for key in ("bytes_per_second", "latency_seconds")
+    }
+    return Pairs(hosts=tuple(map(str, table["hosts"])), devices=tuple(map(str, table["devices"])), **numbers)
+
+
+def _numbers(values: Any, what: str, source: str, *, least: float = 1e-12) -> tuple[float, ...]:
+    wrong = [each for each in values if not isinstance(each, (int, float)) or each < least] if values else [values]
+    if wrong:
+        raise ShardwiseError(f"{what} in {source} has {wrong[0]!r}: numbers above 0", remedy="shardwise probe --save")
+    return tuple(float(each) for each in values)
+
+
 def _read_count(entry: Mapping[str, Any], key: str, usual: int, source: str) -> int:
     value = entry.get(key, usual)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -164,4 +240,6 @@ def _value(value: object) -> str:
         return "true" if value else "false"
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{key} = {_value(item)}" for key, item in value.items()) + " }"
+    if isinstance(value, (tuple, list)):
+        return "[" + ", ".join(map(_value, value)) + "]"
     return f'"{value}"' if isinstance(value, str) else repr(value)

@@ -4,10 +4,12 @@ Two-parameter formulas miss the knee of these curves by 25 to 60 %, so the curve
 bandwidth in GB/s: bytes x 2(n-1)/n / seconds.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-SIZES: tuple[int, ...] = tuple(2**15 * 2**step for step in range(20))
-NUM_DEVICES = 8
+from shardwise.cluster.curve import Curve, bus_factor
+
+_SIZES: tuple[int, ...] = tuple(2**15 * 2**step for step in range(20))
+_NUM_DEVICES = 8
 
 _A100_MICROSECONDS = (
     43.8, 46.8, 51.8, 61.4, 80.4, 101.9, 101.4, 101.5, 133.5, 276.6,
@@ -22,18 +24,24 @@ _B200_BUS = (
     326.0, 401.0, 568.0, 646.0, 689.0, 723.0, 735.0, 741.0, 839.0, 846.0,
 )  # fmt: skip
 
-_FACTOR = 2 * (NUM_DEVICES - 1) / NUM_DEVICES
+_FACTOR = bus_factor("all-reduce", _NUM_DEVICES)
 
 
-def _seconds(bus: tuple[float, ...]) -> tuple[float, ...]:
-    return tuple(size * _FACTOR / (rate * 1e9) for size, rate in zip(SIZES, bus, strict=True))
+def _curve(seconds: Sequence[float]) -> Curve:
+    return Curve(
+        collective="all-reduce", scope="inside", num_devices=_NUM_DEVICES, sizes=_SIZES, seconds=tuple(seconds)
+    )
 
 
-#: Seconds of an all-reduce of each of `SIZES` over eight devices, by the name of the link.
-ALL_REDUCE: Mapping[str, tuple[float, ...]] = {
-    "nvlink3": tuple(time * 1e-6 for time in _A100_MICROSECONDS),
-    "nvlink4": _seconds(_H200_BUS),
-    "nvlink5": _seconds(_B200_BUS),
+def _of_bus(bus: Sequence[float]) -> Curve:
+    return _curve([size * _FACTOR / (rate * 1e9) for size, rate in zip(_SIZES, bus, strict=True)])
+
+
+#: All-reduces over eight devices, by the name of the link.
+CURVES: Mapping[str, Curve] = {
+    "nvlink3": _curve([time * 1e-6 for time in _A100_MICROSECONDS]),
+    "nvlink4": _of_bus(_H200_BUS),
+    "nvlink5": _of_bus(_B200_BUS),
 }
 
 #: All-gathers and reduce-scatters do not use the sums of the switch: 361 and 363 GB/s where an all-reduce over the ring

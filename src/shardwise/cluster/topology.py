@@ -2,12 +2,15 @@
 
 from dataclasses import dataclass, replace
 
+from shardwise.cluster.curve import Curve
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """What joins the devices of one domain: bytes/s of each device, one way, and seconds of one step of a collective.
 
     `in_switch`: the switch can sum (NVLS). `is_shared`: the devices share one bus instead of having a link each.
+    `is_measured`: the rate is what messages reach, not a data sheet's.
     """
 
     name: str
@@ -15,6 +18,7 @@ class Link:
     latency_seconds: float
     in_switch: bool = False
     is_shared: bool = False
+    is_measured: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +27,7 @@ class Fabric:
 
     `oversubscription` is how much more bandwidth the nodes have than the network's upper levels. With `rails`, the
     devices of one position in their nodes hang on one switch, and traffic between them never goes above it.
+    `is_measured`: the rate is what messages reach.
     """
 
     name: str
@@ -30,6 +35,7 @@ class Fabric:
     latency_seconds: float
     oversubscription: float = 1.0
     rails: bool = True
+    is_measured: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +55,17 @@ class Host:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeKind:
-    """The node a device stands in. `domain` is how many devices one link joins: a node's, or a rack's (NVL72)."""
+    """The node a device stands in. `domain` is how many devices one link joins: a node's, or a rack's (NVL72).
+
+    `curves` are collectives that were measured inside a domain.
+    """
 
     devices_per_node: int
     link: Link
     domain: int
     fabric: Fabric
     host: Host
+    curves: tuple[Curve, ...] = ()
 
     def resized(self, devices: int) -> "NodeKind":
         """With so many devices. A rack's domain is not cut by how many share a host; a node's domain is the node."""

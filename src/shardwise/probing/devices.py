@@ -1,0 +1,163 @@
+"""One device measured: matmuls by type, copies in its memory, the way to the host, and the host's disk.
+
+Matmuls are of random numbers: a GPU that multiplies zeros takes less power, and is faster than it will be.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from shardwise import environment
+from shardwise.cluster.local import available_bytes, memory_bytes
+from shardwise.cluster.probe import DeviceFigures
+from shardwise.dataflow.cuda import new_event, new_stream
+from shardwise.probing.steady import Steady, steady
+from shardwise.torch_private import scaled_mm
+
+#: What is measured takes so long at most, each.
+LIMIT_SECONDS = 0.6
+#: Figures of one device: matmuls of four types on a GPU, copies, the way to the host (three), the disk (two).
+NUM_FIGURES = 10
+_TYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_GPU_SIZE, _CPU_SIZE = 8192, 512
+_GPU_COPIED, _CPU_COPIED, _MOVED, _DISK = 2**30, 2**26, 2**28, 2**25
+_BLOCK = 2**20
+#: 8-bit products are from compute capability 8.9 on.
+_FP8 = (8, 9)
+
+
+def measure_device(device: torch.device, host: str, name: str, sharing: int) -> DeviceFigures:
+    """Figures of this rank's device, of which it is one of so many that share the host's memory."""
+    found: list[Steady] = []
+
+    def rate(amount: float, once: Callable[[], float]) -> float:
+        measured = steady(once, limit_seconds=LIMIT_SECONDS)
+        found.append(measured)
+        return amount / measured.seconds
+
+    is_gpu = device.type == "cuda"
+    size = _GPU_SIZE if is_gpu else _CPU_SIZE
+    flops = {kind: rate(2.0 * size**3, once) for kind, once in _matmuls(device, size).items()}
+    copied = _GPU_COPIED if is_gpu else _CPU_COPIED
+    source = torch.empty(copied, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    copies = rate(2.0 * copied, partial(_timed, device, partial(target.copy_, source)))
+    del source, target
+    ways = _ways(device, rate) if is_gpu else (0.0, 0.0, 0.0)
+    write, read = _disk()
+    properties = torch.cuda.get_device_properties(device) if is_gpu else None
+    return DeviceFigures(
+        host=host,
+        device=name,
+        kind=properties.name if properties else environment.processor_name(),
+        memory_bytes=properties.total_memory if properties else min(available_bytes(), memory_bytes()) // sharing,
+        flops_per_second=flops,
+        copied=copies,
+        to_device=ways[0],
+        to_host=ways[1],
+        both_ways=ways[2],
+        disk_write=write,
+        disk_read=read,
+        num_cores=environment.num_cores(),
+        host_bytes=memory_bytes(),
+        spread=max(each.spread for each in found),
+    )
+
+
+def name_device(device: torch.device, host: str, name: str) -> DeviceFigures:
+    """The device with its figures left open."""
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else environment.processor_name()
+    return DeviceFigures(host=host, device=name, kind=kind, memory_bytes=0, flops_per_second={}, copied=0.0)
+
+
+def _timed(device: torch.device, run: Callable[[], object]) -> float:
+    """Seconds of one run, by the device's own clock."""
+    if device.type != "cuda":
+        start = perf_counter()
+        run()
+        return perf_counter() - start
+    begin, end = new_event(times=True), new_event(times=True)
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+def _matmuls(device: torch.device, size: int) -> dict[str, Callable[[], float]]:
+    """By precision, what times one matmul. Processors compute in fp32 here, as plans on them do."""
+    kinds = ["fp32", "tf32", "fp16", "bf16"] if device.type == "cuda" else ["fp32"]
+    found: dict[str, Callable[[], float]] = {}
+    for kind in kinds:
+        left, right = (torch.randn(size, size, device=device, dtype=_TYPES[kind]) for _ in range(2))
+        made = torch.empty_like(left)
+        multiply = partial(torch.mm, left, right, out=made)
+        found[kind] = partial(_timed, device, partial(_multiply, multiply, precise=kind != "tf32"))
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FP8:
+        halves = [torch.randn(size, size, device=device).to(torch.float8_e4m3fn) for _ in range(2)]
+        one = torch.ones((), device=device)
+        both = [(half, one) for half in halves]
+        run = partial(scaled_mm, both[0], both[1], torch.bfloat16, None, fast=True)
+        found["fp8"] = partial(_timed, device, run)
+    return found
+
+
+def _multiply(multiply: Callable[[], object], *, precise: bool) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest" if precise else "high")
+    multiply()
+    torch.set_float32_matmul_precision(before)
+
+
+def _ways(device: torch.device, rate: Callable[[float, Callable[[], float]], float]) -> tuple[float, float, float]:
+    """Bytes/s to the device, to the host, and each way when both are busy, of pinned memory."""
+    here, there = (torch.empty(_MOVED, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+    mine, other = (torch.empty(_MOVED, dtype=torch.uint8, device=device) for _ in range(2))
+    down, up = new_stream(device), new_stream(device)
+
+    def both() -> None:
+        now = torch.cuda.current_stream(device)
+        for stream in (down, up):
+            stream.wait_stream(now)
+        with torch.cuda.stream(down):
+            mine.copy_(here, non_blocking=True)
+        with torch.cuda.stream(up):
+            there.copy_(other, non_blocking=True)
+        for stream in (down, up):
+            now.wait_stream(stream)
+
+    to_device = rate(_MOVED, partial(_timed, device, partial(mine.copy_, here, non_blocking=True)))
+    to_host = rate(_MOVED, partial(_timed, device, partial(there.copy_, other, non_blocking=True)))
+    return to_device, to_host, rate(_MOVED, partial(_timed, device, both))
+
+
+def _disk() -> tuple[float, float]:
+    """Bytes/s written to the disk beneath the working folder, and read from it; 0 where nothing can be written."""
+    block = os.urandom(_BLOCK)
+    with suppress(OSError), tempfile.TemporaryDirectory(prefix=".shardwise-probe-", dir=".") as folder:
+        path = Path(folder) / "probe"
+        start = perf_counter()
+        with path.open("wb", buffering=0) as file:
+            for _ in range(_DISK // _BLOCK):
+                file.write(block)
+            os.fsync(file.fileno())
+            written = perf_counter() - start
+            _forget(file.fileno())
+        start = perf_counter()
+        with path.open("rb", buffering=0) as file:
+            while file.read(_BLOCK):
+                pass
+        return _DISK / written, _DISK / (perf_counter() - start)
+    return 0.0, 0.0
+
+
+def _forget(handle: int) -> None:
+    """Ask the system to read a file from its disk next time, not from memory."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)

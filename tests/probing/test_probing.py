@@ -1,0 +1,86 @@
+"""A probe of real ranks, and what is decided before anything is measured."""
+
+import json
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from shardwise.cli import main
+from shardwise.cluster.curve import COLLECTIVES
+from shardwise.cluster.file import to_toml
+from shardwise.cluster.probe import Probe
+from shardwise.cluster.probed import cluster_of
+from shardwise.probing import collectives, devices, links
+from shardwise.probing.collectives import groupings_of
+from shardwise.probing.links import rounds_of
+from shardwise.probing.measure import SUBJECTS, probe_rank
+from shardwise.probing.page import make_probe_page
+from shardwise.probing.steady import goes_on, is_stable, settled
+from shardwise.ranks.spawn import Ranks
+
+
+def test_rounds_have_every_pair_once_and_no_host_twice() -> None:
+    for hosts in (["a"] * 4, list("abcdef"), ["a", "a", "b", "b", "c", "c"]):
+        rounds = rounds_of(hosts)
+        pairs = [pair for each in rounds for pair in each]
+        assert len(pairs) == len(set(pairs)) == len(hosts) * (len(hosts) - 1) // 2
+        for each in rounds:
+            used = [host for pair in each for host in {hosts[number] for number in pair}]
+            assert len(used) == len(set(used))
+    assert len(rounds_of(list("abcdefgh"))) <= 9
+
+
+def test_of_many_devices_hosts_are_joined_by_their_first() -> None:
+    hosts = [f"host{number // 8}" for number in range(128)]
+    pairs = {pair for each in rounds_of(hosts) for pair in each}
+    assert len(pairs) == 16 * 28 + 16 * 15 // 2
+
+
+def test_groups_are_those_that_plans_use() -> None:
+    found = groupings_of([[0, 1, 2, 3], [4, 5, 6, 7]])
+    assert [(each.scope, each.size) for each in found] == [("inside", 2), ("inside", 4), ("across", 8), ("rails", 2)]
+    assert found[-1].groups == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert [(each.scope, each.size) for each in groupings_of([[0, 1, 2]])] == [("inside", 2), ("inside", 3)]
+    assert [(each.scope, each.size) for each in groupings_of([[0], [1]])] == [("rails", 2)]
+
+
+def test_it_stops_when_the_lowest_three_agree_and_late_ones_do_not_count() -> None:
+    assert is_stable([1.0, 9.0, 1.005, 5.0, 1.009])
+    assert not is_stable([1.0, 1.005])
+    assert not is_stable([1.0, 1.1, 1.2])
+    assert settled([1.0, 9.0, 1.005, 5.0, 1.009]).seconds == 1.005
+    assert goes_on([1.0, 2.0], 0.0, 0.0)  # There are at least three, whatever the time.
+    assert not goes_on([1.0, 2.0, 3.0], 0.0, 0.0)
+
+
+def quick_probe() -> Probe | None:
+    """All of a probe, with less time for each number."""
+    with (
+        patch.object(collectives, "SIZES", (4096, 32768, 262144)),
+        patch.object(collectives, "LIMIT_SECONDS", 0.02),
+        patch.object(devices, "LIMIT_SECONDS", 0.05),
+        patch.object(links, "_SIZE_SECONDS", 0.05),
+        patch.object(links, "_LARGEST", 2**22),
+    ):
+        return probe_rank(SUBJECTS)
+
+
+def test_two_processes_are_measured_into_a_cluster_that_fit_takes(
+    two: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, other = two.run(quick_probe)
+    assert other is None
+    assert [each.device for each in found.devices] == ["cpu:0", "cpu:1"]
+    assert found.pairs is not None
+    assert min(found.pairs.bytes_per_second[0][1], found.pairs.bytes_per_second[1][0]) > 1e6
+    assert [curve.collective for curve in found.curves] == list(COLLECTIVES)
+    assert all(rate > 0 for curve in found.curves for rate in curve.bus_rates())
+    assert make_probe_page(found).count("<rect") == 4
+    monkeypatch.chdir(tmp_path)
+    Path("here.toml").write_text(to_toml(cluster_of(found)))
+    words = ["--cluster", "here.toml", "--plan", "dp=2", "--batch", "2", "--sequence", "64", "--json"]
+    assert main(["fit", "gpt2", *words]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["seconds"] > 0
+    assert "measured" in told["assumes"]

@@ -3,7 +3,7 @@
 And the parameters of what stands there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from shardwise.cost.deal import Deal, are_dealt_whole
 from shardwise.cost.layouts import Layouts
 from shardwise.cost.numbers import Floats
-from shardwise.cost.pipeline import SCHEDULES
+from shardwise.cost.pipeline import SCHEDULES, by_schedule
 from shardwise.model.model import Block, Model
 from shardwise.model.share import Share
 from shardwise.schedule.catalogue import CATALOGUE
@@ -53,34 +53,41 @@ def ends_of(model: Model) -> tuple[list[Block], list[Block]]:
     return list(model.blocks[:first]), [block for block in model.blocks[first:] if not block.stack]
 
 
-def in_flight(layouts: Layouts, rank: Floats) -> Floats:
-    """Microbatches of a rank's whole stage that it holds, at most. `rank` counts stages from the first.
+class _Held(NamedTuple):
+    p: Floats
+    v: Floats
+    m: Floats
+    rank: Floats
 
-    1F1B holds one for each stage from its own to the last; interleaved, chunks of 2(p-r-1) + (v-1)p + 1 microbatches.
-    Zero bubble schedules hold activations until the weight gradient: the closed forms say with M_W = M_B.
-    """
+
+def _looped(of: _Held) -> Floats:
+    return np.where(of.v > 1, (2 * (of.p - of.rank - 1) + (of.v - 1) * of.p + 1) / of.v, of.p - of.rank)
+
+
+# 1F1B holds one for each stage from its own to the last; interleaved, chunks of 2(p-r-1) + (v-1)p + 1 microbatches.
+# Zero bubble schedules hold activations until the weight gradient: the closed forms say with M_W = M_B.
+_IN_FLIGHT: Mapping[str, Callable[[_Held], Floats]] = {
+    "1f1b": lambda of: of.p - of.rank,
+    "gpipe": lambda of: of.m,
+    "interleaved": _looped,
+    "looped-bfs": lambda of: of.m,
+    "zb-h1": lambda of: of.p,
+    "zb-h2": lambda of: 2 * of.p - 1,
+    "zb-v": lambda of: of.p,
+    "v-half": lambda of: (of.p + 2) // 2,
+    "v-min": lambda of: (of.p + 4) // 3,
+    "dualpipe": lambda of: of.p + 1,
+    "dualpipe-v": lambda of: of.p + 0.5,
+    "eager-1f1b": lambda of: 2 * (of.p - of.rank) - 1,
+    "chimera": lambda of: of.p,
+    "hanayo": lambda of: of.p,
+}
+
+
+def in_flight(layouts: Layouts, rank: Floats) -> Floats:
+    """Microbatches of a rank's whole stage that it holds, at most. `rank` counts stages from the first."""
     p, v, m = (each.astype(np.float64) for each in (layouts.pp, layouts.chunks, layouts.num_microbatches))
-    ahead = p - rank
-    looped = (2 * (p - rank - 1) + (v - 1) * p + 1) / v
-    held = {
-        "1f1b": ahead,
-        "gpipe": m,
-        "interleaved": np.where(v > 1, looped, ahead),
-        "looped-bfs": m,
-        "zb-h1": p,
-        "zb-h2": 2 * p - 1,
-        "zb-v": p,
-        "v-half": (p + 2) // 2,
-        "v-min": (p + 4) // 3,
-        "dualpipe": p + 1,
-        "dualpipe-v": p + 0.5,
-        "eager-1f1b": 2 * ahead - 1,
-        "chimera": p,
-        "hanayo": p,
-    }
-    table = [np.broadcast_to(held[name], m.shape) for name in SCHEDULES]
-    held_by_schedule: Floats = np.choose(layouts.schedule, table)
-    return np.minimum(held_by_schedule, m)
+    return np.minimum(by_schedule(layouts.schedule, _IN_FLIGHT, _Held(p, v, m, rank)), m)
 
 
 def typical_places(model: Model, layouts: Layouts, dealt: Deal) -> Places:
@@ -169,7 +176,8 @@ def _fullest(schedule: Schedule, rank: int, weights: dict[int, float]) -> dict[i
 class Counts(NamedTuple):
     """Parameters before ZeRO: of a rank on each place (candidates x places), of one layer, of both ends.
 
-    `layer_expert` is what of a layer is experts, which have fewer replicas.
+    `layer_expert` is what of a layer is experts, which have fewer replicas. `some` is the same of those that train,
+    where not all do.
     """
 
     dense: Floats
@@ -178,6 +186,18 @@ class Counts(NamedTuple):
     layer_expert: Floats
     ends: Floats
     expert_replicas: Floats
+    some: "Counts | None" = None
+
+    @property
+    def trained(self) -> "Counts":
+        """What has gradients and optimizer state."""
+        return self if self.some is None else self.some
+
+    @property
+    def fullest(self) -> "Counts":
+        """The most of any place, as if it were on all."""
+        dense, expert = (each.max(axis=1, keepdims=True) for each in (self.dense, self.expert))
+        return self._replace(dense=dense, expert=expert, some=None if self.some is None else self.some.fullest)
 
     def spread(self, layouts: Layouts, stage: int) -> Floats:
         """What a rank has of what ZeRO spreads from this stage on. Experts have fewer replicas."""
@@ -187,6 +207,13 @@ class Counts(NamedTuple):
 
 def count_blocks(model: Model, layouts: Layouts, places: Places, *, cuts_experts: bool = False) -> Counts:
     """Parameters that a rank holds on each place. `cuts_experts`: tensor parallel ranks have a part of each expert."""
+    counts = _count(model, layouts, places, cuts_experts=cuts_experts, trained=False)
+    if not model.is_partly_frozen:
+        return counts
+    return counts._replace(some=_count(model, layouts, places, cuts_experts=cuts_experts, trained=True))
+
+
+def _count(model: Model, layouts: Layouts, places: Places, *, cuts_experts: bool, trained: bool) -> Counts:
     some, kinds = layouts.distinct(("tp", "ep", "cp"))
     share = Share(tp=some.tp, ep=some.ep, cp=some.cp, expert_tp=some.tp if cuts_experts else 1)
     zero = np.zeros(len(some))
@@ -194,15 +221,15 @@ def count_blocks(model: Model, layouts: Layouts, places: Places, *, cuts_experts
     num_layers = max(sum(count for _, count in layers), 1)
     dense, expert, layer, layer_expert = np.zeros_like(places.begins), np.zeros_like(places.begins), zero, zero
     for index, (block, count) in enumerate(layers):
-        experts = zero + block.num_expert_parameters_on(share)
-        others = zero + block.num_parameters_on(share) - experts
+        experts = zero + block.num_expert_parameters_on(share, trained=trained)
+        others = zero + block.num_parameters_on(share, trained=trained) - experts
         dense = dense + places.layers[:, :, index] * others[kinds, None]
         expert = expert + places.layers[:, :, index] * experts[kinds, None]
         layer = layer + (others + experts) * (count / num_layers)
         layer_expert = layer_expert + experts * (count / num_layers)
     before, after = ends_of(model)
-    begin = sum((zero + block.num_parameters_on(share) for block in before), zero)
-    end = sum((zero + block.num_parameters_on(share) for block in after), zero)
+    begin = sum((zero + block.num_parameters_on(share, trained=trained) for block in before), zero)
+    end = sum((zero + block.num_parameters_on(share, trained=trained) for block in after), zero)
     # A head that is tied to the embedding is one tensor where both are on one rank.
     tied = np.minimum(begin, end) if model.ties else zero
     outside = places.begins * begin[kinds, None] + places.ends * end[kinds, None]

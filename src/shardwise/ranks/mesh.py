@@ -15,21 +15,18 @@ Expert parallelism has no room of its own in the grid: its ranks are carved from
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from shardwise.errors import ShardwiseError, unknown
+from shardwise.planner.placement.grid import ORDER, along, grid_of, sizes_of
 from shardwise.planner.plan import Plan
 from shardwise.ranks.collectives import Group
 from shardwise.ranks.faults import Watch
 from shardwise.ranks.rank_error import RankError
 from shardwise.ranks.telling import watched
-
-#: Outermost first.
-ORDER = ("pp", "dp", "cp", "tp")
 
 #: What each group is of: the axes of the grid along which its ranks differ.
 GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -82,7 +79,7 @@ def make_mesh(plan: Plan, watch: Watch | None = None, *, experts_over_tp: bool =
         agree_on(plan, watching)
     plan.check_world(dist.get_world_size())
     sizes = sizes_of(plan)
-    grid = _grid(plan, sizes)
+    grid = _grid(plan)
     parts = {name: _along(grid, axes) for name, axes in GROUPS.items()}
     parts |= dict(zip(EXPERT_GROUPS, _expert_parts(grid, plan, experts_over_tp=experts_over_tp), strict=True))
     place = (grid == rank).nonzero()[0].tolist()
@@ -109,17 +106,8 @@ def lone_mesh(plan: Plan) -> Mesh:
     )
 
 
-def sizes_of(plan: Plan) -> dict[str, int]:
-    """The sizes of the grid. Ranks that a plan has for experts hold dense weights as replicas do: they count as dp."""
-    replicas = plan.num_ranks // (plan.pp * plan.cp * plan.tp)
-    return {"pp": plan.pp, "dp": replicas, "cp": plan.cp, "tp": plan.tp}
-
-
-def _grid(plan: Plan, sizes: Mapping[str, int]) -> torch.Tensor:
-    """Which rank stands where: its dimensions are those of `ORDER`, its ranks are numbered in the plan's order."""
-    order = plan.order.split("-")
-    numbered = torch.arange(plan.num_ranks).reshape([sizes[axis] for axis in order])
-    return numbered.permute([order.index(axis) for axis in ORDER])
+def _grid(plan: Plan) -> torch.Tensor:
+    return torch.from_numpy(grid_of(plan).copy())
 
 
 class Replica(NamedTuple):
@@ -131,7 +119,7 @@ class Replica(NamedTuple):
 
 def replicas_of(plan: Plan) -> list[Replica]:
     """Of each rank of a plan, in order, the replica that it is a part of."""
-    grid = _grid(plan, sizes_of(plan))
+    grid = _grid(plan)
     parts = grid.unbind(ORDER.index("dp"))
     places = {rank: place for place, part in enumerate(parts) for rank in part.flatten().tolist()}
     return [Replica(places[rank], len(parts)) for rank in range(plan.num_ranks)]
@@ -150,11 +138,7 @@ def agree_on(plan: Plan, watch: Watch) -> None:
 
 
 def _along(grid: torch.Tensor, axes: Sequence[str]) -> list[tuple[int, ...]]:
-    """The ranks in groups that differ along some axes only."""
-    inner = [ORDER.index(axis) for axis in axes]
-    outer = [number for number in range(grid.dim()) if number not in inner]
-    length = prod(grid.shape[number] for number in inner)
-    return [tuple(row) for row in grid.permute(*outer, *inner).reshape(-1, length).tolist()]
+    return [tuple(row) for row in along(grid.numpy(), axes).tolist()]
 
 
 def _expert_parts(

@@ -1,0 +1,1 @@
+"""Which rank of a plan sits on which device."""

@@ -1,0 +1,41 @@
+"""The cluster that a run is told of: the plan for it, and which rank sits on which of its devices."""
+
+from shardwise.cluster.cluster import Cluster
+from shardwise.cluster.file import find_cluster
+from shardwise.errors import ShardwiseError
+from shardwise.planner.placement.seats import Seats, seats_for
+from shardwise.planner.plan import Plan
+from shardwise.planner.question import make_question
+from shardwise.training.choose import asked_of, choose_plan, software_for
+from shardwise.training.recipe import Recipe
+from shardwise.units import counted
+
+
+def cluster_of_ranks(word: str | None, count: int) -> Cluster | None:
+    """The cluster that was named, which has a device for each rank."""
+    if word is None:
+        return None
+    cluster = find_cluster(word)
+    if cluster.num_devices != count:
+        raise ShardwiseError(
+            f"--cluster {word} has {counted(cluster.num_devices, 'device')}, and the run {counted(count, 'rank')}",
+            remedy=f"--devices {cluster.num_devices}, or a cluster of {count}: shardwise probe --save cluster.toml",
+        )
+    return cluster
+
+
+def choose_plan_on(recipe: Recipe, count: int, word: str | None) -> Plan:
+    """The fastest plan for a recipe's step on so many devices of the cluster that was named, or of this machine."""
+    return choose_plan(recipe, count, cluster_of_ranks(word, count))
+
+
+def find_seats(recipe: Recipe, plan: Plan, num_devices: int, word: str | None) -> Seats | None:
+    """Where the ranks of a plan sit on the cluster that was named, if not in plain order."""
+    if num_devices == 1 and word is not None:
+        return None  # One process runs all ranks.
+    cluster = cluster_of_ranks(word, num_devices)
+    if cluster is None:
+        return None
+    software = software_for(recipe, cluster.pools[0].device)
+    seats = seats_for(make_question(**asked_of(recipe), cluster=cluster, software=software), plan)
+    return None if seats.is_plain else seats

@@ -6,7 +6,7 @@ TORCH := 2.13.0
 # Older than pyproject.toml, or absent: the environment is made or brought up to date.
 INSTALLED := $(VENV)/.installed
 
-.PHONY: run test test-gpu browser lint format bench clean
+.PHONY: run test test-gpu browser slurm lint format bench clean
 
 run: $(INSTALLED)
 	$(BIN)/shardwise train
@@ -16,7 +16,7 @@ run: $(INSTALLED)
 # them; what they say comes at the end. All must pass. What Python compiles is kept, also where that is switched off:
 # every process that a test starts would compile it again.
 WORKERS = $(shell $(BIN)/python -c 'import os; print((os.cpu_count() or 1) + 1)')
-test: $(INSTALLED) browser
+test: $(INSTALLED) browser slurm
 	@said=$$(mktemp); \
 	$(MAKE) --no-print-directory lint >"$$said" 2>&1 & lint=$$!; \
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadgroup -q --durations=15; tests=$$?; \
@@ -43,6 +43,21 @@ browser:
 	if ! has; then \
 	    echo "note: no chromium with chromedriver was found, so the tests in tests/explain/report are skipped" >&2; \
 	    echo "  try: sudo apt install chromium chromium-driver" >&2; \
+	fi
+
+# Tests of `shardwise launch` start a real Slurm and a real ssh server on this machine. Where they cannot be installed the
+# tests are skipped, and say so.
+slurm:
+	@has() { PATH=$$PATH:/usr/sbin; for program in slurmctld slurmd munged sbatch sshd; do command -v $$program >/dev/null || return 1; done; }; \
+	if ! has && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo "installing Slurm, munge and an ssh server, once: tests of shardwise launch start them"; \
+	    apt-get update -qq >/dev/null 2>&1; \
+	    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+	        slurmctld slurmd slurm-client munge openssh-server >/dev/null 2>&1; \
+	fi; \
+	if ! has; then \
+	    echo "note: no Slurm or no ssh server was found, so tests in tests/launch are skipped" >&2; \
+	    echo "  try: sudo apt install slurmctld slurmd slurm-client munge openssh-server" >&2; \
 	fi
 
 lint: $(INSTALLED)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.training.machine import find_device
+from shardwise.cluster.catalogue import find_device
 
 
 @pytest.mark.parametrize(

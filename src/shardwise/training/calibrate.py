@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from shardwise import environment
-from shardwise.cluster.catalogue import DEVICES, NODES
+from shardwise.cluster.catalogue import DEVICES, NODES, find_device
 from shardwise.cluster.cluster import Cluster, Pool
 from shardwise.cluster.device import Device
 from shardwise.cluster.file import to_toml
@@ -20,7 +20,6 @@ from shardwise.cluster.topology import Fabric, Host, Link, NodeKind
 from shardwise.errors import ShardwiseError
 from shardwise.output import save_output
 from shardwise.placing.places import copied_bytes_per_second, matmul_flops
-from shardwise.training.machine import find_device
 from shardwise.training.profile import Measured
 
 

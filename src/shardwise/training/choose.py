@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from shardwise.cluster.cluster import Cluster
 from shardwise.cluster.device import Device
 from shardwise.cluster.local import available_bytes, local_cluster
 from shardwise.cost.software import Software
@@ -23,9 +24,10 @@ from shardwise.training.subject import subject_of
 _STATE_BYTES = {("sgd", "fp32"): 8, ("adamw", "fp32"): 12, ("adamw", "bf16"): 8, ("adamw", "8bit"): 6 + 8 / 256}
 
 
-def choose_plan(recipe: Recipe, num_devices: int) -> Plan:
-    """The fastest plan for a recipe's step on so many devices, with its reasons."""
-    return plan(**asked_of(recipe), cluster=cluster_here(num_devices), fixed={"precision": recipe.precision})
+def choose_plan(recipe: Recipe, num_devices: int, cluster: Cluster | None = None) -> Plan:
+    """The fastest plan for a recipe's step on so many devices (of this cluster), with its reasons."""
+    on = cluster_here(num_devices) if cluster is None else cluster
+    return plan(**asked_of(recipe), cluster=on, fixed={"precision": recipe.precision})
 
 
 def check_host(job: Job) -> None:

@@ -37,8 +37,8 @@ _OPTIONS_OF_OTHERS = {
     **dict.fromkeys(("resume", "output_dir", "logdir"), "--folder"),
     **dict.fromkeys(("gpus", "nproc_per_node", "num_processes"), "--devices"),
 }
-#: Exit statuses of a run that a signal stopped, as shells have them.
-_STATUS = {"SIGINT": 130, "SIGTERM": 143}
+#: Exit statuses of a run that a signal stopped, as shells have them. After SIGUSR1 it has done what it was asked for.
+_STATUS = {"SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plan", metavar="P", help="a plan like pp=2,microbatches=8, a file, or auto (a run that goes on: its own)"
     )
     parser.add_argument("--devices", type=int, metavar="N", help="how many ranks (all GPUs, or else up to 4 processes)")
+    parser.add_argument(
+        "--cluster", metavar="C", help="what it runs on, for the plan and for where ranks sit: a name or a cluster.toml"
+    )
     parser.add_argument(
         "--share-gpus", action="store_true", help="more ranks than GPUs: to check a plan, not for speed"
     )
@@ -121,6 +124,7 @@ class Asked(NamedTuple):
     compile: bool
     is_chosen: bool
     said: str | None
+    seats: tuple[int, ...] | None = None
 
     def job(self, folder: Path) -> "Job":
         from shardwise.training.job import Job
@@ -133,6 +137,7 @@ class Asked(NamedTuple):
             compile=self.compile,
             is_chosen=self.is_chosen,
             said=self.said,
+            seats=self.seats,
         )
 
 
@@ -145,9 +150,10 @@ def ask(arguments: argparse.Namespace, recipe: Recipe, num_here: int) -> Asked:
         with_masks,
         with_precision,
     )
+    from shardwise.training.seating import find_seats
 
     own = _find_own_plan(arguments, num_here)
-    given = own.plan if arguments.plan is None else None if arguments.plan == "auto" else _read_plan(arguments.plan)
+    given = own.plan if arguments.plan is None else None if arguments.plan == "auto" else read_plan(arguments.plan)
     count = environment.find_world_size() or arguments.devices or (num_here if given is None else given.num_ranks)
     if given is not None and given.precision != "fp32" and recipe.precision == "auto":
         recipe = with_precision(recipe, given.precision)
@@ -155,8 +161,11 @@ def ask(arguments: argparse.Namespace, recipe: Recipe, num_here: int) -> Asked:
     recipe = with_precision(recipe, precision.value)
     plan, num_devices = _plan_of(arguments, given, recipe, num_here)
     compile = choose_compile(recipe, plan)
-    said = "\n".join(filter(None, (own.said, line_of_choices(precision, compile)))) or None
-    return Asked(with_masks(recipe), plan, num_devices, compile.value == "on", recipe.compile == "auto", said)
+    seats = find_seats(recipe, plan, num_devices, arguments.cluster)
+    told = None if seats is None else str(seats)
+    said = "\n".join(filter(None, (own.said, line_of_choices(precision, compile), told))) or None
+    is_chosen, devices = recipe.compile == "auto", None if seats is None else seats.devices
+    return Asked(with_masks(recipe), plan, num_devices, compile.value == "on", is_chosen, said, devices)
 
 
 class _OwnPlan(NamedTuple):
@@ -183,23 +192,24 @@ def _find_own_plan(arguments: argparse.Namespace, num_here: int) -> _OwnPlan:
     return _OwnPlan(None, f"its own plan {plan} is for {ranks}, and there are {count}: another is chosen")
 
 
-def _read_plan(word: str) -> Plan:
+def read_plan(word: str) -> Plan:
+    """A plan as it was typed: a file, or the short form."""
     return Plan.load(Path(word)) if word.endswith(".toml") else Plan.parse(word)
 
 
 def _plan_of(arguments: argparse.Namespace, given: Plan | None, recipe: Recipe, num_here: int) -> tuple[Plan, int]:
     """The plan, and how many ranks it has."""
-    from shardwise.training.choose import choose_plan
+    from shardwise.training.seating import choose_plan_on
 
     num_devices = arguments.devices
     if given is None:
         count = num_devices or num_here
-        return choose_plan(recipe, count), count
+        return choose_plan_on(recipe, count, arguments.cluster), count
     plan = _in_precision(given, recipe)
     launched = environment.find_world_size()
     if launched is not None and launched != plan.num_ranks and _has_begun(arguments.folder):
         # A run that `torchrun` has brought back with fewer ranks than it began with.
-        return choose_plan(recipe, launched), launched
+        return choose_plan_on(recipe, launched, arguments.cluster), launched
     count = launched or num_devices or plan.num_ranks
     if count != 1 or plan.num_ranks != plan.pp:  # One process can run all ranks of a pipeline.
         plan.check_world(count)

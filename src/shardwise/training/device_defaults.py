@@ -8,13 +8,12 @@ from typing import NamedTuple
 
 import torch
 
-from shardwise.cluster.catalogue import DEVICES
+from shardwise.cluster.catalogue import DEVICES, find_device
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import FP8_SCALES, Offload, Plan
 from shardwise.ranks.gpus import check_precision, find_gpus
 from shardwise.stages.compiled import find_missing
 from shardwise.training.data.source import check_data
-from shardwise.training.machine import find_device
 from shardwise.training.recipe import Recipe
 from shardwise.training.subject import subject_of
 from shardwise.units import format_seconds

@@ -5,6 +5,7 @@ RUN/
     plan.toml       how it was spread, with reasons
     manifest.json   versions, hardware, seed, digest of the data, command
     metrics.jsonl   a line for each step, and for each evaluation
+    journal.jsonl   a line for each start and end
     tensorboard/    the same for TensorBoard, if the recipe wants it
     trace.json      one step, on all ranks
     checkpoints/    the last ones

@@ -14,7 +14,8 @@ class Job:
 
     `compile`: whether blocks are compiled. If that `is_chosen` here, and not by the user, it
     is given up where it fails.
-    `said` is what a person is told of what was chosen.
+    `said` is what a person is told of what was chosen. `seats` are the devices that ranks sit on, where that is not
+    their own order.
     """
 
     recipe: Recipe
@@ -24,6 +25,7 @@ class Job:
     compile: bool = False
     is_chosen: bool = False
     said: str | None = None
+    seats: tuple[int, ...] | None = None
 
 
 def check_rows(job: Job) -> None:

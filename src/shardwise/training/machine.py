@@ -3,7 +3,7 @@
 import torch
 
 from shardwise import environment
-from shardwise.cluster.catalogue import DEVICES
+from shardwise.cluster.catalogue import DEVICES, find_device
 from shardwise.cluster.cluster import Cluster
 from shardwise.cluster.file import find_cluster
 from shardwise.cluster.local import local_cluster
@@ -25,18 +25,6 @@ def cluster_here(num_devices: int) -> Cluster:
     place = environment.place_under_torchrun()
     per_node = num_devices if place is None else place[1]
     return find_cluster(f"{num_devices // per_node}x{per_node}x{name}")
-
-
-def find_device(called: str) -> str | None:
-    """The catalogue's name for a GPU that calls itself so: `NVIDIA A100-SXM4-80GB` is `a100-80g`."""
-    squeezed = "".join(letter for letter in called.lower() if letter.isalnum())
-    found = [name for name in DEVICES if name.split("-")[0] in squeezed]
-    if not found:
-        return None
-    # `gh200` has `h200` in it, and of several kinds the one of which most is said.
-    longest = max(len(name.split("-")[0]) for name in found)
-    found = [name for name in found if len(name.split("-")[0]) == longest]
-    return max(found, key=lambda name: (sum(part in squeezed for part in name.split("-")), -len(name)))
 
 
 def peak_share(flops_per_second: float, precision: str, world: World) -> float | None:

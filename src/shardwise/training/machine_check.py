@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from shardwise import environment
+from shardwise.cluster.catalogue import find_device
 from shardwise.cluster.cluster import Cluster, make_pool
 from shardwise.cost.pipeline import SCHEDULES
 from shardwise.planner.account import hold
@@ -10,7 +11,6 @@ from shardwise.planner.question import make_question
 from shardwise.ranks.gpus import Found, Gpus, check_any, check_fits, check_one_each, check_precision, find_gpus
 from shardwise.training.choose import asked_of, check_host, software_for
 from shardwise.training.job import Job
-from shardwise.training.machine import find_device
 
 # A GPU that the catalogue does not know is counted as this one, with its own memory.
 _USUAL = "h100-80g"

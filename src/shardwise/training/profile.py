@@ -67,8 +67,9 @@ def measure(job: Job, num_devices: int, num_steps: int, *, gpus: Gpus = "own") -
     check_gpus(job, num_devices, gpus)
     make_folder(job.folder)
     if environment.place_under_torchrun() is not None:
-        return measure_rank(job, num_steps)
-    with own_folder(job.folder, is_owner=True):
+        with environment.seated(job.seats):
+            return measure_rank(job, num_steps)
+    with own_folder(job.folder, is_owner=True), environment.seated(job.seats):
         if num_devices == 1:
             return measure_rank(job, num_steps)
         with Ranks(num_devices, gpus=gpus) as ranks:

@@ -14,12 +14,12 @@ from shardwise.training.job import Job
 from shardwise.training.local_ranks import run_here
 from shardwise.training.loop import Loop
 from shardwise.training.machine_check import check_machine
+from shardwise.training.noted import announce, note_end
 from shardwise.training.outcome import Outcome, Result, StoppedError
 from shardwise.training.progress import Progress
-from shardwise.training.setup import Setup, check_inputs, make_ready
+from shardwise.training.setup import check_inputs, make_ready
 from shardwise.training.stop import StopSignals
 from shardwise.training.world import World
-from shardwise.units import counted, format_bytes
 
 #: Processes of a machine without a GPU: more cores than this make each other wait at small models.
 _MOST_PROCESSES = 4
@@ -41,7 +41,7 @@ def train(job: Job, num_devices: int, *, gpus: Gpus = "own") -> Result | None:
     is_launched = environment.place_under_torchrun() is not None
     if is_launched and gpus == "shared":
         environment.ask_for_shared_gpus()
-    with own_folder(job.folder, is_owner=not is_launched):
+    with own_folder(job.folder, is_owner=not is_launched), environment.seated(job.seats):
         told = train_rank(job) if is_launched or num_devices == 1 else run_here(train_rank, job, num_devices, gpus)
     if isinstance(told, StoppedError):
         raise ShardwiseError(told.problem, remedy=told.remedy)
@@ -89,13 +89,17 @@ def _run(job: Job, world: World, stop: StopSignals, progress: Progress) -> Outco
     with setup.engine:
         if world.is_first:
             write_recipe_and_plan(job.folder, job.recipe, job.plan)
-        _announce(job, world, setup, progress)
+        announce(job, world, setup, progress)
         loop = Loop(job, world, setup, stop, progress)
         try:
-            return loop.run()
+            outcome = loop.run()
+            note_end(job, world, outcome.result.stopped_by or "finished", step=outcome.result.step)
+            return outcome
         except StoppedError as error:
+            note_end(job, world, error.problem, is_final=True)
             return error
         except Exception as error:
+            note_end(job, world, str(error))
             if not gives_up or setup.engine.num_steps > setup.step + 1 or isinstance(error, ShardwiseError):
                 raise
             # The first line of torch's is which backend has failed.
@@ -104,22 +108,3 @@ def _run(job: Job, world: World, stop: StopSignals, progress: Progress) -> Outco
         finally:
             loop.close()
     return _NotCompiled(f"{why} (--set compile=off)")
-
-
-def _announce(job: Job, world: World, setup: Setup, progress: Progress) -> None:
-    """Say what is trained, and on what."""
-    begun = f" from step {setup.step}" if setup.step else ""
-    progress.say(
-        f"{job.recipe.name}{begun}: {setup.num_parameters / 1e6:.2f} M parameters, "
-        f"{format_bytes(setup.data_bytes, decimal=True)} of tokens, plan {job.plan} on "
-        f"{world.size} x {world.device.type}, in {job.folder}"
-    )
-    if setup.is_old:
-        progress.warn(
-            "the checkpoint is of an older format, without a checksum of its index: that could be damaged and"
-            " nobody would see; those that are saved from now on have one"
-        )
-    num_gpus, place = torch.cuda.device_count(), environment.place_under_torchrun()
-    num_here = world.size if place is None else place[1]
-    if world.device.type == "cuda" and num_here > num_gpus:
-        progress.say(f"{num_here} ranks share {counted(num_gpus, 'GPU')}: for checking, and slow")

@@ -1,4 +1,8 @@
-"""Ctrl-C and SIGTERM, heard and remembered: a run stops between two steps, when it has saved."""
+"""Signals that end a run, heard and remembered: it stops between two steps, when it has saved.
+
+Ctrl-C, SIGTERM, SIGHUP (the terminal or the connection is gone), and SIGUSR1: batch systems send it some time before a
+job's limit, and a run that it has stopped ends well, to be started again.
+"""
 
 import contextlib
 import os
@@ -10,7 +14,7 @@ from typing import Any, Self
 from shardwise.ranks.rank_error import RankError
 from shardwise.ranks.spawn import Ranks
 
-_HEARD = (signal.SIGINT, signal.SIGTERM)
+_HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopSignals:
@@ -23,7 +27,9 @@ class StopSignals:
     def __enter__(self) -> Self:
         # Python lets only the main thread listen.
         if threading.current_thread() is threading.main_thread():
-            self._before = {each: signal.signal(each, self._hear) for each in _HEARD}
+            # Under nohup SIGHUP is ignored, and stays so.
+            heard = [each for each in _HEARD if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
+            self._before = {each: signal.signal(each, self._hear) for each in heard}
         return self
 
     def __exit__(self, *_: object) -> None:

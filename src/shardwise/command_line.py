@@ -1,0 +1,117 @@
+"""Words of a command line, read by the options of a command; what is wrong with them is said as other errors are."""
+
+import argparse
+import re
+from collections.abc import Callable
+from typing import NoReturn, Protocol
+
+from shardwise.answer import Answer
+from shardwise.errors import ShardwiseError, unknown
+
+
+class CommandModule(Protocol):
+    """What a command's module offers. It is imported when the command is chosen and not before."""
+
+    DESCRIPTION: str
+    EXAMPLE: str
+
+    def add_arguments(self, parser: argparse.ArgumentParser, /) -> None: ...
+
+    def run(self, arguments: argparse.Namespace, /) -> Answer: ...
+
+    # And, where it has one, `meant_by(option, value)`: what to type for an option that there is none of, or None.
+
+
+class WrongCallError(ShardwiseError):
+    """A command line that cannot be understood."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise _in_our_words(message)
+
+
+def make_parser(name: str, module: CommandModule) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=f"shardwise {name}",
+        description=module.DESCRIPTION.strip(),
+        epilog="\n".join(["example:", *(f"  {line}" for line in examples(module))]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # `--st 4` would mean something else the day a second option starts so.
+    )
+    # By default only a plain number may be negative: in `--times -1,1,1` argparse would see an option `-1,1,1`, and the
+    # command would have no chance to say what is wrong with it.
+    parser._negative_number_matcher = re.compile(r"-[\d.]")
+    module.add_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON, for machines")
+    return parser
+
+
+def examples(module: CommandModule) -> list[str]:
+    return [line.strip() for line in module.EXAMPLE.strip().splitlines()]
+
+
+def parse(
+    parser: argparse.ArgumentParser, words: list[str], module: CommandModule, *,
+    remedy_for: Callable[[str, list[str]], str | None] = lambda _problem, _words: None,
+) -> argparse.Namespace:  # fmt: skip
+    """What the words say. A wrong call whose remedy is not plain from the words is answered with the first example.
+
+    `remedy_for` may know one of a problem and the words.
+    """
+    meant_by = getattr(module, "meant_by", None)
+    known = [option for option in parser._option_string_actions if option.startswith("--")]
+    words = _with_values(words, known)
+    before_dashes = words[: words.index("--")] if "--" in words else words
+    try:
+        # Asked first: else of a misspelt `--stagse 4` it is said that `--stages` is missing, or its 4 becomes a NAME.
+        for place, word in enumerate(before_dashes):
+            option, _, value = word.partition("=")
+            if option.startswith("--") and option not in known:
+                error = unknown("option", option, known)
+                following = "".join(before_dashes[place + 1 : place + 2])
+                value = value or ("" if following.startswith("--") else following)
+                meant = None if meant_by is None else meant_by(option, value)
+                raise WrongCallError(error.problem, remedy=meant or error.remedy)
+        return parser.parse_args(words)
+    except WrongCallError as error:
+        remedy = error.remedy or remedy_for(error.problem, words) or examples(module)[0]
+        raise WrongCallError(error.problem, remedy=remedy) from None
+
+
+_REWORDED = (
+    (r"argument (.+?): invalid int value: (.*)", r"\1 wants a whole number, not \2"),
+    (r"argument (.+?): invalid float value: (.*)", r"\1 wants a number, not \2"),
+    (r"argument (.+?): expected one argument", r"\1 wants a value"),
+    (r"argument (.+?): not allowed with argument (.*)", r"\1 does not go with \2"),
+    (r"argument (.+?): (.*)", r"\1: \2"),
+    (r"the following arguments are required: (.*)", r"missing: \1"),
+    (r"one of the arguments (.*) is required", r"missing: one of \1"),
+    (r"unrecognized arguments: (.*)", r"not understood: \1"),
+)
+
+
+def _in_our_words(message: str) -> WrongCallError:
+    """argparse's message, said as our other errors are."""
+    choice = re.fullmatch(r"argument (.+?): invalid choice: '(.*)' \(choose from (.*)\)", message)
+    if choice is not None:
+        option, word, choices = choice.groups()
+        error = unknown(option, word, re.findall(r"[^', ]+", choices))
+        prefix = f"{option} " if option.startswith("-") else ""
+        return WrongCallError(error.problem, remedy=error.remedy and prefix + error.remedy)
+    for pattern, words in _REWORDED:
+        if (match := re.fullmatch(pattern, message)) is not None:
+            return WrongCallError(match.expand(words))
+    return WrongCallError(message)
+
+
+def _with_values(words: list[str], known: list[str]) -> list[str]:
+    """The words, with what was typed in quotes and is another program's options (`--from '--bf16 --tp 2'`) as the value
+    of the option before it: no option of ours has a blank."""
+    joined: list[str] = []
+    for word in words:
+        if word.startswith("--") and " " in word and joined and joined[-1] in known:
+            joined[-1] = f"{joined[-1]}={word}"
+        else:
+            joined.append(word)
+    return joined

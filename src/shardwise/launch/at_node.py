@@ -1,0 +1,179 @@
+"""What a job does on its machines before and after the ranks: `python -m shardwise.launch.at_node VERB`.
+
+    begin    on the first node: choose a port, or see that the one that was chosen is free; note the attempt
+    report   on every node: its versions, and whether it sees what the first has written
+    judge    reads all reports: a sentence on what differs, and on which node
+    end      notes how the attempt ended, and says what is to be done: requeue, again or over
+
+It needs no torch, so that all of it takes a moment.
+"""
+
+import argparse
+import json
+import secrets
+import socket
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+from shardwise import environment
+from shardwise.errors import ShardwiseError, os_errors_as
+from shardwise.trace.journal import Event, note, read_journal
+
+MARK = ".seen-by-all"
+_PORTS = range(20_000, 30_000)
+_PACKAGES = ("torch", "numpy", "safetensors")
+
+
+def report(folder: Path, mark: str, port: int | None) -> dict[str, Any]:
+    """What is told of this node."""
+    try:
+        seen = (folder / MARK).read_text(encoding="utf-8").strip()
+    except OSError:
+        seen = ""
+    told = {
+        "node": environment.node_name(),
+        "versions": {**environment.versions_of(_PACKAGES), "shardwise": _sources()},
+        "is_shared": seen == mark,
+    }
+    return told if port is None else {**told, "is_port_free": is_free(port)}
+
+
+def judge(reports: Sequence[Mapping[str, Any]], folder: Path) -> None:
+    """Refuse nodes that do not see one folder, or have different versions."""
+    blind = [each["node"] for each in reports if not each["is_shared"]]
+    if blind:
+        raise ShardwiseError(
+            f"the folder {folder} is not shared: {', '.join(blind)} {'does' if len(blind) == 1 else 'do'} not see what"
+            " was written there",
+            remedy="--folder on a file system that all nodes have",
+        )
+    for package in sorted({name for each in reports for name in each["versions"]}):
+        nodes = defaultdict[str, list[str]](list)
+        for each in reports:
+            nodes[each["versions"].get(package, "none")].append(each["node"])
+        if len(nodes) > 1:
+            said = "; ".join(f"{version} on {', '.join(names)}" for version, names in nodes.items())
+            raise ShardwiseError(
+                f"nodes have different versions of {package}: {said}",
+                remedy="--python with an environment that all nodes share",
+            )
+
+
+def write_mark(folder: Path) -> str:
+    """Something that only who shares the folder can know."""
+    mark = secrets.token_hex(8)
+    with os_errors_as(f"the folder {folder} cannot be written to", remedy="another --folder"):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MARK).write_text(mark, encoding="utf-8")
+    return mark
+
+
+def is_free(port: int) -> bool:
+    """Whether nobody listens there."""
+    try:
+        with socket.create_server(("", port)):
+            return True
+    except OSError:
+        return False
+
+
+def choose_port(asked: int | None) -> int:
+    """The port where ranks meet."""
+    if asked is not None and not is_free(asked):
+        raise ShardwiseError(
+            f"port {asked} of {environment.node_name()} is taken", remedy="another --port, or none: a free one is taken"
+        )
+    if asked is not None:
+        return asked
+    # Not one that the system gives to whoever asks for any: it would be somebody else's by the time ranks listen.
+    return next(port for port in iter(lambda: _PORTS.start + secrets.randbelow(len(_PORTS)), 0) if is_free(port))
+
+
+def begin(folder: Path, port: int | None, nodes: Sequence[str], job: str, restart: int) -> tuple[int, str]:
+    """Note the attempt, and why there was one before it. Returns the port and the mark."""
+    mark, chosen = write_mark(folder), choose_port(port)
+    note(folder, "attempt", job=job, restart=restart, nodes=list(nodes), after=_why_again(read_journal(folder)))
+    return chosen, mark
+
+
+def _why_again(events: Sequence[Event]) -> str | None:
+    """Why an attempt before this one ended without a word; None if there was none, or it has told."""
+    attempts = [number for number, each in enumerate(events) if each["event"] == "attempt"]
+    if not attempts or any(each["event"] == "attempt end" for each in events[attempts[-1] :]):
+        return None
+    before = events[attempts[-1]].get("nodes", [])
+    lost = _nodes_that_are_gone(before)
+    return f"lost {', '.join(lost)}" if lost else f"it ended without a word on {', '.join(before)}"
+
+
+def _nodes_that_are_gone(nodes: Iterable[str]) -> list[str]:
+    """Those that Slurm says are down, or do not answer, with its word for it."""
+    try:
+        told = subprocess.run(
+            ["sinfo", "--noheader", "--Node", "--nodes", ",".join(nodes), "--format", "%N %T"],
+            capture_output=True, text=True, timeout=30, check=True,
+        ).stdout  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return []
+    states = dict(line.split() for line in told.splitlines() if len(line.split()) == 2)
+    words = ("down", "drained", "draining", "fail", "unknown")
+    return [f"{node} ({state})" for node, state in states.items() if state.startswith(words) or state.endswith("*")]
+
+
+def end(folder: Path, status: int) -> str:
+    """What is to be done when ranks have ended: `requeue` if time was up, `again` if they had begun, else `over`."""
+    note(folder, "attempt end", status=status)
+    events = read_journal(folder)
+    begun = max((number for number, each in enumerate(events) if each["event"] == "attempt"), default=0)
+    started = [number for number, each in enumerate(events) if each["event"] == "start" and number > begun]
+    ends = [each for each in events[started[-1] :] if each["event"] == "end"] if started else []
+    if status == 0:
+        return "requeue" if ends and ends[-1]["why"] == "SIGUSR1" else "over"
+    # What went wrong before the first step would go wrong again; so would what a run has stopped itself for.
+    return "again" if started and not any(each.get("is_final") for each in ends) else "over"
+
+
+def _sources() -> str:
+    """A checksum of this package: two nodes may have the same release and other sources."""
+    root = Path(__file__).parents[1]
+    total = 0
+    for path in sorted(root.rglob("*.py")):
+        total = crc32(path.read_bytes(), crc32(path.relative_to(root).as_posix().encode(), total))
+    return f"{environment.versions_of(['shardwise']).get('shardwise', 'of a folder')} ({total:08x})"
+
+
+def main(words: Sequence[str]) -> int:
+    """One verb. What is wrong is a sentence on stderr, and status 1."""
+    parser = argparse.ArgumentParser(prog="python -m shardwise.launch.at_node")
+    parser.add_argument("verb", choices=("begin", "report", "judge", "end"))
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--mark", default="")
+    parser.add_argument("--nodes", default="")
+    parser.add_argument("--job", default="")
+    parser.add_argument("--restart", type=int, default=0)
+    parser.add_argument("--status", type=int, default=0)
+    told = parser.parse_args(words)
+    try:
+        if told.verb == "begin":
+            port, mark = begin(told.folder, told.port, told.nodes.split(), told.job, told.restart)
+            print(port, mark)
+        elif told.verb == "report":
+            print(json.dumps(report(told.folder, told.mark, told.port)), flush=True)
+        elif told.verb == "judge":
+            judge([json.loads(line) for line in sys.stdin if line.strip()], told.folder)
+        else:
+            print(end(told.folder, told.status))
+    except ShardwiseError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

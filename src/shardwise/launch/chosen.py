@@ -1,0 +1,121 @@
+"""Options of `shardwise launch` as what they ask for: the layout, and the place where the run is started."""
+
+import argparse
+import math
+import shlex
+from itertools import product
+
+from shardwise import environment
+from shardwise.cluster.file import find_cluster
+from shardwise.command_line import WrongCallError
+from shardwise.errors import ShardwiseError
+from shardwise.launch.kubernetes.pod import OfCluster
+from shardwise.launch.layout import Layout, lay_out
+from shardwise.launch.on_hosts import OnHosts
+from shardwise.launch.on_kubernetes import OnKubernetes, check_cluster
+from shardwise.launch.on_slurm import OnSlurm
+from shardwise.launch.slurm_script import SlurmJob
+from shardwise.launch.target import Target
+from shardwise.launch.work import Work
+from shardwise.units import parse_seconds
+
+
+def layout_of(arguments: argparse.Namespace, work: Work) -> Layout:
+    hosts = _hosts(arguments)
+    if arguments.on == "local" and (arguments.nodes or 1) > 1:
+        raise ShardwiseError(f"--nodes {arguments.nodes} on local: that is one", remedy="--on hosts --hosts A,B")
+    if hosts and arguments.nodes not in (None, len(hosts)):
+        raise ShardwiseError(f"--nodes {arguments.nodes}, and {len(hosts)} hosts are named", remedy="leave --nodes out")
+    return lay_out(
+        work,
+        num_nodes=len(hosts) or (1 if arguments.on == "local" else arguments.nodes),
+        devices_per_node=arguments.devices_per_node,
+        cluster=None if arguments.cluster is None else find_cluster(arguments.cluster),
+        has_gpus=arguments.device == "gpu",
+    )
+
+
+def target_of(arguments: argparse.Namespace, work: Work, layout: Layout) -> Target:
+    if arguments.restarts < 0:
+        raise ShardwiseError(f"--restarts {arguments.restarts}: there are 0 or more", remedy="--restarts 0")
+    if arguments.sweep and (arguments.on != "slurm" or work.kind != "train"):
+        raise ShardwiseError("--sweep is an array of trainings on Slurm", remedy="--on slurm ... -- train")
+    if arguments.on == "slurm":
+        return OnSlurm(work=work, layout=layout, job=_slurm_job(arguments), partition=arguments.partition)
+    if arguments.on == "kubernetes":
+        return _kubernetes(arguments, work, layout)
+    hosts = _hosts(arguments)
+    if arguments.on == "hosts" and not hosts:
+        raise WrongCallError("no hosts are named", remedy="--hosts A,B")
+    if hosts and work.kind == "serve":
+        raise ShardwiseError("serve runs on one machine", remedy=f"ssh {hosts[0]} shardwise serve, or --on slurm")
+    return OnHosts(
+        work=work, layout=layout, python=arguments.python, hosts=hosts, ssh=arguments.ssh, port=arguments.port,
+        restarts=arguments.restarts, variables=_variables(arguments.env),
+    )  # fmt: skip
+
+
+def _kubernetes(arguments: argparse.Namespace, work: Work, layout: Layout) -> OnKubernetes:
+    if arguments.image is None:
+        raise WrongCallError("pods need an image", remedy="--image REPOSITORY@sha256:..., made by the Dockerfile")
+    cluster = OfCluster(
+        image=arguments.image, namespace=arguments.namespace, claim=arguments.claim, rack=arguments.rack,
+        queue=arguments.queue, secret=arguments.secret, cpus=arguments.cpus, memory=arguments.memory,
+        replicas=arguments.replicas, num_restarts=arguments.restarts,
+        variables=tuple(_variables(arguments.env).items()),
+    )  # fmt: skip
+    check_cluster(work, layout, cluster)
+    return OnKubernetes(work=work, layout=layout, cluster=cluster, made_as=arguments.made_as)
+
+
+def _slurm_job(arguments: argparse.Namespace) -> SlurmJob:
+    minutes = None if arguments.time is None else math.ceil(parse_seconds(arguments.time) / 60)
+    if minutes is not None and minutes < 1:
+        raise ShardwiseError(f"--time {arguments.time}: Slurm counts from 1 min", remedy="--time 4h")
+    save = round(parse_seconds(arguments.save_before))
+    if minutes is not None and save >= minutes * 60:
+        raise ShardwiseError(
+            f"--save-before {arguments.save_before} is not before the end of --time {arguments.time}",
+            remedy=f"--save-before {minutes * 15}s",
+        )
+    options = list(arguments.slurm)
+    if arguments.partition is not None:
+        options.insert(0, f"--partition={arguments.partition}")
+    wrong = [each for each in options if not each.startswith("-")]
+    if wrong:
+        raise ShardwiseError(f"--slurm {wrong[0]} is no option of sbatch", remedy=f"--slurm=--{wrong[0]}")
+    return SlurmJob(
+        python=arguments.python, num_minutes=minutes, save_seconds=save, num_restarts=arguments.restarts,
+        port=arguments.port, switches=arguments.switches, cpus_per_task=arguments.cpus, options=tuple(options),
+        setup=(*arguments.setup, *(f"export {_exported(each)}" for each in arguments.env)),
+        sweep=tuple(product(*map(_values, arguments.sweep))) if arguments.sweep else (),
+    )  # fmt: skip
+
+
+def _values(sweep: str) -> list[str]:
+    """`rate=1,2` as changes of a recipe."""
+    key, equals, values = sweep.partition("=")
+    if not equals or not all(values.split(",")):
+        raise ShardwiseError(f"--sweep {sweep} names no values", remedy=f"--sweep {key}=1e-3,3e-3")
+    return [f"{key}={value}" for value in values.split(",")]
+
+
+def _exported(word: str) -> str:
+    ((name, value),) = _variables([word]).items()
+    return f"{name}={shlex.quote(value)}"
+
+
+def _variables(words: list[str]) -> dict[str, str]:
+    """`NAME=VALUE`, or `NAME` with the value that it has here."""
+    found = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        here = value if equals else environment.find_variable(name)
+        if here is None:
+            raise ShardwiseError(f"--env {name}: there is no such variable here", remedy=f"--env {name}=VALUE")
+        found[name] = here
+    return found
+
+
+def _hosts(arguments: argparse.Namespace) -> tuple[str, ...]:
+    return tuple(filter(None, (arguments.hosts or "").split(","))) if arguments.on == "hosts" else ()

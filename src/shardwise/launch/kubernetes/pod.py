@@ -1,0 +1,162 @@
+"""The pod of one node: its container, what it may use, where its data lies, and near whom it should stand.
+
+A pod has the devices of one node, so ranks of a tensor group are on one host: ranks are numbered node by node.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from shardwise.launch.layout import Layout
+from shardwise.launch.work import Work
+
+RUNS, RECIPES = "/runs", "/etc/shardwise"
+_USER = 1000
+
+Tree = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfCluster:
+    """What is said of the cluster beside nodes and devices.
+
+    `image` is by its digest. `claim` is a PersistentVolumeClaim that all nodes share. `rack` is the label by which
+    nodes say in which rack they stand; `queue` one of Kueue's. `secret` has a server's API key under `key`.
+    """
+
+    image: str
+    namespace: str = "default"
+    claim: str | None = None
+    rack: str | None = None
+    queue: str | None = None
+    secret: str | None = None
+    cpus: int | None = None
+    memory: str | None = None
+    replicas: int = 1
+    num_restarts: int = 3
+    variables: tuple[tuple[str, str], ...] = ()
+
+
+def words_in_pod(work: Work) -> list[str]:
+    """The command's words with its files where the pod has them."""
+    words = list(work.words)
+    if work.kind == "train":
+        words[words.index("--folder") + 1] = folder_in_pod(work)
+    if work.recipe is not None:
+        words = [f"{RECIPES}/{work.recipe.name}" if Path(word) == work.recipe else word for word in words]
+    # What looks like a variable of Kubernetes' own is none.
+    return [word.replace("$(", "$$(") for word in words]
+
+
+def folder_in_pod(work: Work) -> str:
+    """That of the run, on the claim."""
+    folder = PurePosixPath(work.folder.as_posix())
+    return str(folder) if folder.is_relative_to(RUNS) else f"{RUNS}/{folder.name}"
+
+
+def metadata(work: Work, cluster: OfCluster, **more: object) -> Tree:
+    """A name, and labels that tools know."""
+    labels = {
+        "app.kubernetes.io/name": "shardwise",
+        "app.kubernetes.io/component": work.kind,
+        "app.kubernetes.io/instance": work.safe_name,
+    }
+    if cluster.queue is not None:
+        labels["kueue.x-k8s.io/queue-name"] = cluster.queue
+    return {"name": work.safe_name, "namespace": cluster.namespace, "labels": labels, **more}
+
+
+def container(work: Work, layout: Layout, cluster: OfCluster, command: Sequence[str], env: Sequence[Tree] = ()) -> Tree:
+    """What runs in the pod, without any privilege."""
+    given: Tree = {}
+    if layout.has_gpus:
+        given["nvidia.com/gpu"] = layout.devices_per_node
+    given["cpu"] = cluster.cpus or layout.devices_per_node * (8 if layout.has_gpus else 1)
+    given["memory"] = cluster.memory or f"{layout.devices_per_node * (64 if layout.has_gpus else 2)}Gi"
+    return {
+        "name": "node",
+        "image": cluster.image,
+        "command": list(command),
+        "env": [*_variables(cluster), *env],
+        "resources": {"requests": given, "limits": dict(given)},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "volumeMounts": [{"name": each["name"], "mountPath": path} for each, path in volumes_of(work, cluster)],
+    }
+
+
+def pod_spec(work: Work, cluster: OfCluster, inside: Tree, near: Tree | None) -> Tree:
+    """A pod around one container. It is not root, and knows nothing of the cluster."""
+    spec: Tree = {
+        "automountServiceAccountToken": False,
+        # A signal to end: ranks save first.
+        "terminationGracePeriodSeconds": 120,
+        "securityContext": pod_security(),
+        "containers": [inside],
+        "volumes": [each for each, _ in volumes_of(work, cluster)],
+    }
+    if near is not None:
+        spec["affinity"] = near
+    return spec
+
+
+def pod_security() -> Tree:
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": _USER,
+        "runAsGroup": _USER,
+        "fsGroup": _USER,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def volumes_of(work: Work, cluster: OfCluster) -> list[tuple[Tree, str]]:
+    """Volumes, and where each is seen: shared memory, room for what is not kept, runs and recipe."""
+    found: list[tuple[Tree, str]] = [
+        ({"name": "shared-memory", "emptyDir": {"medium": "Memory"}}, "/dev/shm"),
+        ({"name": "scratch", "emptyDir": {}}, "/tmp"),
+    ]
+    if cluster.claim is not None:
+        found.append(({"name": "runs", "persistentVolumeClaim": {"claimName": cluster.claim}}, RUNS))
+    if work.recipe is not None:
+        found.append(({"name": "recipe", "configMap": {"name": f"{work.safe_name}-recipe"}}, RECIPES))
+    return found
+
+
+def affinity(work: Work, layout: Layout, cluster: OfCluster, pods: Mapping[str, str]) -> Tree | None:
+    """Near the others of this run: pipeline neighbours in one rack if that can be, tensor groups that need several
+    hosts in any case."""
+    if cluster.rack is None or layout.num_nodes == 1:
+        return None
+    term = {"labelSelector": {"matchLabels": dict(pods)}, "topologyKey": cluster.rack}
+    if must_share_rack(work, layout):
+        return {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
+    return {
+        "podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": term}]}
+    }
+
+
+def must_share_rack(work: Work, layout: Layout) -> bool:
+    """Whether a tensor group is on several hosts: its links must at least be those of a rack."""
+    return work.plan is not None and work.plan.tp > 1 and bool(layout.devices_per_node % work.plan.tp)
+
+
+def topology_annotations(work: Work, layout: Layout, cluster: OfCluster) -> dict[str, str]:
+    """The same for Kueue, which places all pods of a run at once."""
+    if cluster.queue is None or cluster.rack is None or layout.num_nodes == 1:
+        return {}
+    word = "required" if must_share_rack(work, layout) else "preferred"
+    return {f"kueue.x-k8s.io/podset-{word}-topology": cluster.rack}
+
+
+def _variables(cluster: OfCluster) -> list[Tree]:
+    return [
+        # The root file system is read-only: caches of compilers go to the scratch volume.
+        {"name": "HOME", "value": "/tmp"},
+        {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+        *({"name": name, "value": value} for name, value in cluster.variables),
+    ]

@@ -1,0 +1,76 @@
+"""A server as a LeaderWorkerSet, and the Service in front of its replicas."""
+
+from shardwise.launch.kubernetes.pod import OfCluster, Tree, container, metadata, pod_spec, words_in_pod
+from shardwise.launch.layout import Layout
+from shardwise.launch.work import Work
+
+#: How long weights may take to be read before the first answer: so many times so many seconds.
+_STARTS, _START_SECONDS = 180, 10
+
+
+def leaderworkerset(work: Work, layout: Layout, cluster: OfCluster) -> list[Tree]:
+    """Replicas of one pod each, which has all ranks of its plan. Those that answer /health get requests."""
+    assert work.port is not None, "a server has a port"
+    inside = container(
+        work, layout, cluster, ["python", "-m", "shardwise", "serve", *words_in_pod(work)], _key(cluster)
+    )
+    health = {"httpGet": {"path": "/health", "port": "http"}}
+    inside |= {
+        "ports": [{"containerPort": work.port, "name": "http"}],
+        "startupProbe": {**health, "periodSeconds": _START_SECONDS, "failureThreshold": _STARTS},
+        "readinessProbe": {**health, "periodSeconds": 5, "failureThreshold": 2},
+        "livenessProbe": {**health, "periodSeconds": 10, "timeoutSeconds": 10, "failureThreshold": 6},
+    }
+    labels = {"app.kubernetes.io/instance": work.safe_name, "app.kubernetes.io/name": "shardwise"}
+    annotations = {
+        "prometheus.io/scrape": "true",
+        "prometheus.io/port": str(work.port),
+        "prometheus.io/path": "/metrics",
+    }
+    spec = pod_spec(work, cluster, inside, None)
+    if cluster.replicas > 1:
+        # Replicas apart: a host that is lost takes one of them.
+        spec["topologySpreadConstraints"] = [
+            {
+                "maxSkew": 1,
+                "topologyKey": "kubernetes.io/hostname",
+                "whenUnsatisfiable": "ScheduleAnyway",
+                "labelSelector": {"matchLabels": labels},
+            }
+        ]
+    workers: Tree = {
+        "apiVersion": "leaderworkerset.x-k8s.io/v1",
+        "kind": "LeaderWorkerSet",
+        "metadata": metadata(work, cluster),
+        "spec": {
+            "replicas": cluster.replicas,
+            "startupPolicy": "LeaderCreated",
+            "leaderWorkerTemplate": {
+                "size": 1,
+                "restartPolicy": "RecreateGroupOnPodRestart",
+                "workerTemplate": {"metadata": {"labels": labels, "annotations": annotations}, "spec": spec},
+            },
+        },
+    }
+    # The set makes a headless service of its own name.
+    about = metadata(work, cluster)
+    about["name"] = f"{work.safe_name}-http"
+    service: Tree = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": about,
+        "spec": {
+            "selector": {
+                "leaderworkerset.sigs.k8s.io/name": work.safe_name,
+                "leaderworkerset.sigs.k8s.io/worker-index": "0",
+            },
+            "ports": [{"name": "http", "port": work.port, "targetPort": "http"}],
+        },
+    }
+    return [workers, service]
+
+
+def _key(cluster: OfCluster) -> list[Tree]:
+    """Others can reach it, so there is an API key."""
+    source = {"secretKeyRef": {"name": cluster.secret, "key": "key"}}
+    return [{"name": "SHARDWISE_API_KEY", "valueFrom": source}]

@@ -1,0 +1,152 @@
+"""What Slurm says of itself and of a job, and a job handed to it."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardwise.errors import ShardwiseError, unknown
+from shardwise.launch.layout import Layout
+from shardwise.launch.tools import ask, need, try_asking
+from shardwise.units import counted
+
+_ASK_SITE = "sinfo, which says what there is"
+#: States in which a job will not run again by itself.
+OVER = (
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "BOOT_FAIL",
+    "DEADLINE",
+    "PREEMPTED",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """A queue: its nodes, the GPUs of the fullest of them, and how long a job may take (None: for ever)."""
+
+    name: str
+    is_default: bool
+    is_up: bool
+    num_nodes: int
+    gpus_per_node: int
+    most_minutes: int | None
+
+
+def check_installed() -> None:
+    """Refuse where there is no Slurm."""
+    for program in ("sbatch", "sinfo", "scontrol"):
+        need(
+            program,
+            problem="there is no Slurm here",
+            remedy="a login node of the cluster; --show prints the script alone",
+        )
+
+
+def read_partitions() -> list[Partition]:
+    """The queues of this site. A controller that does not answer is told."""
+    text = ask(
+        ["sinfo", "--noheader", "--format", "%P|%a|%l|%D|%G"], remedy="scontrol ping, which says whether it is up"
+    )
+    found: dict[str, Partition] = {}
+    for line in text.splitlines():
+        name, state, limit, nodes, gres = line.strip().split("|")
+        before = found.get(name.rstrip("*"))
+        gpus = sum(int(count) for count in re.findall(r"gpu(?::[^:,()]+)?:(\d+)", gres))
+        found[name.rstrip("*")] = Partition(
+            name=name.rstrip("*"),
+            is_default=name.endswith("*"),
+            is_up=state == "up",
+            num_nodes=int(nodes) + (before.num_nodes if before else 0),
+            gpus_per_node=max(gpus, before.gpus_per_node if before else 0),
+            most_minutes=minutes_of(limit),
+        )
+    return list(found.values())
+
+
+def check_partition(partitions: list[Partition], name: str | None, layout: Layout, num_minutes: int | None) -> None:
+    """Refuse what the queue cannot give."""
+    if name is None:
+        chosen = next((each for each in partitions if each.is_default), None)
+        if chosen is None:
+            raise ShardwiseError(
+                "this site has no default partition", remedy=f"--partition {partitions[0].name}" if partitions else None
+            )
+    else:
+        by_name = {each.name: each for each in partitions}
+        if name not in by_name:
+            error = unknown("partition", name, by_name)
+            raise ShardwiseError(error.problem, remedy=f"--partition {error.remedy or next(iter(by_name), 'NAME')}")
+        chosen = by_name[name]
+    if not chosen.is_up:
+        raise ShardwiseError(f"the partition {chosen.name} takes no jobs now", remedy=_ASK_SITE)
+    if layout.num_nodes > chosen.num_nodes:
+        raise ShardwiseError(
+            f"{layout} are asked for, and the partition {chosen.name} has {counted(chosen.num_nodes, 'node')}",
+            remedy=f"a plan for at most {chosen.num_nodes * layout.devices_per_node} devices, or another --partition",
+        )
+    if layout.has_gpus and layout.devices_per_node > chosen.gpus_per_node:
+        raise ShardwiseError(
+            f"{layout} are asked for, and nodes of the partition {chosen.name} have "
+            f"{counted(chosen.gpus_per_node, 'GPU')}",
+            remedy=f"--devices-per-node {chosen.gpus_per_node}" if chosen.gpus_per_node else "--device cpu",
+        )
+    if num_minutes is not None and chosen.most_minutes is not None and num_minutes > chosen.most_minutes:
+        raise ShardwiseError(
+            f"{num_minutes} min are asked for, and the partition {chosen.name} gives {chosen.most_minutes} min",
+            remedy=f"--time {chosen.most_minutes}min: the job goes back to the queue, and goes on from its checkpoint",
+        )
+
+
+def fewest_switches(num_nodes: int) -> int | None:
+    """On how few leaf switches so many nodes can hang; None where Slurm knows no switches, or one node is asked for."""
+    told = try_asking(["scontrol", "--oneliner", "show", "topology"])
+    leaves = re.findall(r"Level=0 .*?Nodes=(\S+)", told.stdout) if told.returncode == 0 else []
+    sizes = sorted((_num_nodes_in(each) for each in leaves), reverse=True)
+    if num_nodes < 2 or len(sizes) < 2:
+        return None
+    count, held = 0, 0
+    for size in sizes:
+        count, held = count + 1, held + size
+        if held >= num_nodes:
+            return count
+    return None
+
+
+def submit(path: str) -> str:
+    """Hand a script over, after Slurm has said that it would take it. Returns the job's number."""
+    remedy = "what it names, by --partition, --time, --nodes or --slurm OPTION"
+    ask(["sbatch", "--test-only", path], remedy=remedy)
+    return ask(["sbatch", "--parsable", path], remedy=remedy).strip().partition(";")[0]
+
+
+def find_job(job: str) -> Mapping[str, str] | None:
+    """What Slurm knows of a job now, by its own words; None when it has forgotten it."""
+    told = try_asking(["scontrol", "--oneliner", "show", "job", job])
+    lines = told.stdout.strip().splitlines()
+    if told.returncode != 0 or not lines:
+        return None
+    return dict(re.findall(r"(\w+)=(\S*)", lines[0]))
+
+
+def minutes_of(limit: str) -> int | None:
+    """`1-02:30:00`, `30:00`, `infinite`."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", limit)
+    if match is None:
+        return None
+    days, hours, minutes, _ = (int(each or 0) for each in match.groups())
+    return (days * 24 + hours) * 60 + minutes
+
+
+def _num_nodes_in(names: str) -> int:
+    """`node[1-3,7],head` are five."""
+    count = 0
+    for name in re.findall(r"[^,\[]+(?:\[[^\]]*\])?", names):
+        inside = re.search(r"\[(.*)\]", name)
+        for part in inside[1].split(",") if inside else ["1"]:
+            first, dash, last = part.partition("-")
+            count += int(last) - int(first) + 1 if dash else 1
+    return count

@@ -1,0 +1,69 @@
+"""`shardwise status`: how a run stands, wherever it was started."""
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+
+from shardwise.answer import Answer, Canvas, table
+from shardwise.launch.run_status import RunStatus, Start, status_of
+
+DESCRIPTION = """How a run stands: whether it runs, who computes where and since when, its last step and checkpoint, and
+of every start before why it ended. It reads the folder of the run, and asks Slurm or Kubernetes where it was handed to
+one of them.
+"""
+
+EXAMPLE = """
+shardwise status runs/first
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="the folder of a run")
+
+
+def run(arguments: argparse.Namespace) -> Answer:
+    status = status_of(Path(arguments.run))
+    data = asdict(status)
+    data["num_restarts"] = max(0, len(status.starts) - 1)
+    return Answer(data=data, render=lambda canvas: draw(status, canvas))
+
+
+def draw(status: RunStatus, canvas: Canvas) -> None:
+    """A few lines, and a table of starts."""
+    step = "" if status.step is None else f", step {status.step}"
+    canvas.print(f"{canvas.paint(status.folder, 'bold')}: {canvas.paint(status.state, 'bold')}{step}")
+    if status.job is not None:
+        said = "" if status.job_state is None else f": {status.job_state.lower()}"
+        reason = "" if status.job_reason is None else f" ({status.job_reason})"
+        canvas.print(f"{status.on} job {status.job}{said}{reason}")
+    saved = "none yet" if status.checkpoint is None else f"{status.checkpoint}, saved {status.checkpoint_when}"
+    canvas.print(f"last checkpoint: {saved}")
+    if not status.starts:
+        return
+    last = status.starts[-1]
+    canvas.print(f"plan {last.plan}, since {last.when}")
+    for host, ranks in last.hosts.items():
+        devices = [str(place["device"]) for place in last.places if place["host"] == host]
+        canvas.print(f"  {host}: {_ranks(ranks)} on {', '.join(sorted(set(devices)))}")
+    if len(status.starts) > 1:
+        canvas.print(f"restarted {len(status.starts) - 1} times:" if len(status.starts) > 2 else "restarted once:")
+        table(("started", "from step", "to step", "hosts", "ended"), map(_row, status.starts), canvas)
+
+
+def _row(start: Start) -> tuple[object, ...]:
+    return (
+        start.when,
+        start.step,
+        "-" if start.end_step is None else start.end_step,
+        ", ".join(start.hosts),
+        start.why or "it runs",
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    """`ranks 0 to 7`, or each of a few that do not follow each other."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks))}"

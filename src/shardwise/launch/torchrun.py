@@ -1,0 +1,23 @@
+"""The one command that starts the ranks of a node: torch's own launcher, with every node numbered.
+
+Nodes are numbered by whoever starts them, so a rank is where the plan has it: `torchrun`'s own meeting would sort nodes
+by their names. It starts nothing again by itself; whoever started it does, on all nodes at once.
+"""
+
+import shlex
+
+from shardwise.launch.layout import Layout
+from shardwise.launch.work import Work
+
+
+def torchrun_options(layout: Layout, *, address: str, port: str | int) -> str:
+    """Its options but for the node's number, for a shell: `address` and `port` may be variables of it."""
+    return (
+        f"--nnodes {layout.num_nodes} --nproc-per-node {layout.devices_per_node}"
+        f" --master-addr {address} --master-port {port}"
+    )
+
+
+def module_words(work: Work) -> str:
+    """What every rank runs, and a server by itself: it starts its ranks, on one node."""
+    return f"-m shardwise {work.kind} {shlex.join(work.words)}"

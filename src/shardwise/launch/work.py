@@ -1,0 +1,134 @@
+"""What is to be started: `train ...` or `serve ...`, read by the options of these commands before anything else."""
+
+import argparse
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+from shardwise.command_line import WrongCallError, make_parser, parse
+from shardwise.errors import ShardwiseError, nearest
+from shardwise.planner.plan import Plan
+
+Kind = Literal["train", "serve"]
+_MODULES: dict[str, str] = {"train": "shardwise.training.command", "serve": "shardwise.serving.serve_command"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """A command for the machines. `words` are those after its name; `folder` is where its scripts and logs go, and of a
+    training the run itself. `plan` is None where it is chosen when the ranks are there. `recipe` is a file that the
+    command reads."""
+
+    kind: Kind
+    name: str
+    words: tuple[str, ...]
+    folder: Path
+    plan: Plan | None
+    recipe: Path | None = None
+    port: int | None = None
+
+    @property
+    def launch_folder(self) -> Path:
+        """Scripts, manifests and what jobs print."""
+        return self.folder / "launch"
+
+    @property
+    def safe_name(self) -> str:
+        """The name as jobs and objects of a cluster may be called."""
+        name = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:40].rstrip("-")
+        return name if name[:1].isalpha() else f"{self.kind}-{name}".rstrip("-")
+
+    def changed(self, changes: Sequence[str], folder: Path) -> "Work":
+        """The same training with keys of the recipe changed, in another folder."""
+        words = list(self.words)
+        words[words.index("--folder") + 1] = str(folder)
+        return replace(self, words=(*words, *(w for change in changes for w in ("--set", change))), folder=folder)
+
+
+def read_work(words: Sequence[str], folder: str | None = None) -> Work:
+    """What stands after the `--`."""
+    if not words:
+        raise WrongCallError("nothing is said to be started", remedy="-- train RECIPE, or -- serve MODEL")
+    kind, *rest = words
+    if kind not in _MODULES:
+        known = " and ".join(_MODULES)
+        raise WrongCallError(
+            f"{kind!r} cannot be launched; {known} can", remedy=f"-- {nearest(kind, _MODULES) or 'train'} ..."
+        )
+    module: Any = import_module(_MODULES[kind])
+    arguments = parse(make_parser(kind, module), rest, module)
+    for option in ("show", "json"):
+        if getattr(arguments, option):
+            raise WrongCallError(f"--{option} stands after the --", remedy=f"shardwise launch --{option} ... -- {kind}")
+    return _training(arguments, rest, module, folder) if kind == "train" else _serving(arguments, rest, folder)
+
+
+def command_line(work: Work) -> str:
+    """What is started, as one would type it."""
+    return shlex.join(["shardwise", work.kind, *work.words])
+
+
+def as_comment(work: Work) -> str:
+    """The same in one line, whatever is in its words."""
+    return " ".join(command_line(work).split())
+
+
+def _training(arguments: argparse.Namespace, words: list[str], module: Any, folder: str | None) -> Work:
+    recipe = module.recipe_of(arguments)
+    if arguments.devices is not None:
+        raise ShardwiseError(
+            f"--devices {arguments.devices} of train is for ranks of one machine",
+            remedy="before the --: --nodes N --devices-per-node N",
+        )
+    plan = None if arguments.plan in (None, "auto") else module.read_plan(arguments.plan)
+    words = _without(words, "--plan", "--folder")
+    run = arguments.folder or folder or f"runs/{recipe.name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
+    chosen = [] if arguments.plan is None else ["--plan", "auto" if plan is None else str(plan)]
+    given = Path(arguments.recipe) if arguments.recipe and arguments.recipe.endswith(".toml") else None
+    return Work(
+        kind="train",
+        name=Path(run).name,
+        words=(*words, *chosen, "--folder", run),
+        folder=Path(run),
+        plan=plan,
+        recipe=given,
+    )
+
+
+def _serving(arguments: argparse.Namespace, words: list[str], folder: str | None) -> Work:
+    if arguments.api_key is not None:
+        raise ShardwiseError(
+            "an --api-key would stand in the script, for all to read", remedy="export SHARDWISE_API_KEY=KEY"
+        )
+    if arguments.port == 0:
+        raise ShardwiseError("--port 0: others must know where it listens", remedy="--port 8000")
+    if arguments.model is None:
+        raise ShardwiseError("serve needs the model that is served on the machines", remedy="-- serve MODEL")
+    plan = None if arguments.plan == "auto" else Plan.parse(arguments.plan)
+    name = arguments.name or Path(arguments.model).name
+    return Work(
+        kind="serve",
+        name=name,
+        words=(*_without(words, "--host"), "--host", "0.0.0.0" if arguments.host == "127.0.0.1" else arguments.host),
+        folder=Path(folder or f"runs/serve-{name}"),
+        plan=plan,
+        port=arguments.port,
+    )
+
+
+def _without(words: list[str], *options: str) -> list[str]:
+    """The words less these options and their values."""
+    kept, skip = [], False
+    for word in words:
+        if skip:
+            skip = False
+        elif word in options:
+            skip = True
+        elif word.partition("=")[0] not in options:
+            kept.append(word)
+    return kept

@@ -1,0 +1,47 @@
+"""What became of a run, a line for each event, in the order in which it happened: `RUN/journal.jsonl`.
+
+    {"event": "submitted", "when": ..., "on": "slurm", "job": "17", ...}     by `shardwise launch`
+    {"event": "attempt", "job": "17", "restart": 1, "nodes": [...], ...}     by the job, before ranks are started
+    {"event": "start", "step": 40, "plan": "dp=2", "places": [...]}          by the first rank, when all are ready
+    {"event": "end", "step": 80, "why": "SIGUSR1"}                           by the first rank; none where it was killed
+    {"event": "attempt end", "status": 0}                                    by the job
+
+Lines are only ever added, each by one write, so that several machines may. A disk without room ends no run: what cannot
+be written is left out.
+"""
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+JOURNAL = "journal.jsonl"
+
+Event = Mapping[str, Any]
+
+
+def note(folder: Path, event: str, **facts: Any) -> None:
+    """Add a line. Facts that are None are left out."""
+    known = {key: each for key, each in facts.items() if each is not None}
+    line = json.dumps({"event": event, "when": datetime.now(UTC).isoformat(timespec="seconds"), **known})
+    with suppress(OSError), (folder / JOURNAL).open("ab+", buffering=0) as file:
+        # A line that was cut off when a machine was lost takes none with it.
+        is_cut = file.seek(0, 2) > 0 and file.seek(-1, 2) >= 0 and file.read(1) != b"\n"
+        file.write(("\n" * is_cut + line + "\n").encode())
+
+
+def read_journal(folder: Path) -> list[Event]:
+    """All events of a run. A line that was cut off when a machine was lost is left out."""
+    try:
+        lines = (folder / JOURNAL).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    found: list[Event] = []
+    for line in lines:
+        with suppress(ValueError):
+            event = json.loads(line)
+            if isinstance(event, dict) and {"event", "when"} <= event.keys():
+                found.append(event)
+    return found

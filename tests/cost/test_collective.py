@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from shardwise.cluster.cluster import Cluster
-from shardwise.cluster.measured import ALL_REDUCE, SIZES
+from shardwise.cluster.measured import CURVES
 from shardwise.cost.collective import Wires
 
 MIB = 2**20
@@ -17,10 +17,10 @@ def wires(name: str) -> Wires:
 @pytest.mark.parametrize(("name", "link"), [("8xa100", "nvlink3"), ("8xh200", "nvlink4"), ("8xb200", "nvlink5")])
 def test_eight_devices_take_as_long_as_was_measured(name: str, link: str) -> None:
     on = wires(name)
-    seconds = on.all_reduce(np.array(SIZES), on.group(8, 1))
+    seconds = on.all_reduce(np.array(CURVES[link].sizes), on.group(8, 1))
     # Below 4 MiB larger messages were now and then measured faster; there the time of the smaller is taken.
-    assert seconds == pytest.approx(np.array(ALL_REDUCE[link]), rel=0.15)
-    assert seconds[7:] == pytest.approx(np.array(ALL_REDUCE[link])[7:], rel=0.02)
+    assert seconds == pytest.approx(np.array(CURVES[link].seconds), rel=0.15)
+    assert seconds[7:] == pytest.approx(np.array(CURVES[link].seconds)[7:], rel=0.02)
 
 
 @pytest.mark.parametrize(

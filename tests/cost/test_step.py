@@ -67,6 +67,20 @@ def test_every_schedule_is_priced_near_what_the_simulator_plays(schedule: str, n
     assert float(found.seconds[0]) == pytest.approx(played, rel=CLOSE[schedule])
 
 
+@pytest.mark.parametrize("schedule", ["v-min", "v-half"])
+@pytest.mark.parametrize("passes", [(1.0, 1.3, 1.0), (1.0, 2.0, 1.0), (1.0, 2.0, 0.5), (2.0, 1.0, 1.0)])
+def test_patterns_that_do_not_close_up_lose_time_with_every_microbatch(
+    schedule: str, passes: tuple[float, float, float]
+) -> None:
+    made = make_schedule(schedule, 8, 64)
+    forward, inputs, weights = passes
+    times = StageTimes(forward=forward, input_gradient=inputs, weight_gradient=weights)
+    played = simulate(made, stage_prices(made.placement, [times] * 8)).makespan
+    stage = Seconds(*(np.array([value]) for value in passes))
+    found = span(np.array([SCHEDULES.index(schedule)]), 8, 2, 64, stage, stage, stage, 0.0)
+    assert float(found.seconds[0]) == pytest.approx(played, rel=0.03)
+
+
 @pytest.mark.parametrize(("schedule", "num_hops"), [("1f1b", 2 * (3 + 5)), ("gpipe", 2 * 3)])
 def test_hops_cost_what_facts_say(schedule: str, num_hops: int) -> None:
     # facts 1.2: 1F1B pays 2[(p-1) + floor((m-1)(p-1)/p)] hops; p = 4, m = 8.

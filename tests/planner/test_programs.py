@@ -113,6 +113,14 @@ def test_a_command_line_of_vllm_is_read_with_short_and_long_names() -> None:
     assert (found.tp, found.pp, found.dp, found.sequences, found.longest) == (4, 2, 1, 64, 2048)
 
 
+def test_arguments_need_no_word_before_them(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["fit", "llama3-8b", "--cluster", "8xh100", "--from"]
+    # It is read, and does not fit.
+    assert main([*words, "--tensor-model-parallel-size 2 --global-batch-size 32 --bf16", "--json"]) == 1
+    read = json.loads(capsys.readouterr().out)
+    assert read["plan"] == "dp=4,tp=2,microbatches=8,precision=bf16"
+
+
 def test_plan_for_and_fit_from_agree(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     path = tmp_path / "ds_config.json"
     words = ["llama3-8b", "--cluster", "8xh100", "--sequence", "4096"]

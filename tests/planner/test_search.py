@@ -83,7 +83,7 @@ def test_what_is_found_fits_runs_and_is_the_fastest_of_those_shown(found: Findin
         assert each.fits
         assert composes(each.plan)
         assert each.plan.num_ranks == 64
-        assert each.seconds >= 0.99 * found.best.seconds
+        assert each.seconds >= found.best.seconds / 1.03  # Of plans that are so close the simplest is the best.
         assert each.low < each.seconds < each.high
         assert sum(each.parts.values()) == pytest.approx(each.seconds)
 
@@ -176,9 +176,9 @@ def test_unequal_pools_are_planned_for_the_smaller() -> None:
 
 
 def test_mixtures_may_share_out_their_experts() -> None:
-    chosen = find_plan(ask("mixtral-8x7b", "4x8xh100", 64))
+    chosen = find_plan(ask("mixtral-8x7b", "2x8xh100", 32))
     assert chosen.best.fits
-    assert chosen.plan.num_ranks == 32
+    assert chosen.plan.num_ranks == 16
 
 
 def test_a_traced_module_is_planned_on_processes_of_this_computer() -> None:
@@ -205,10 +205,10 @@ def test_the_fewest_devices_keep_the_target_and_fewer_do_not() -> None:
 
 
 def test_the_cheapest_costs_no_more_than_all_devices_do() -> None:
-    question = ask("llama3-8b", "2x8xh100", 64)
+    question = ask("llama3-8b", "1x8xh100", 32)
     priced = cheapest(question, {"h100-80g": 3.6})
     whole = find_plan(question)
-    assert priced.price_of_step <= whole.best.seconds * 16 * 3.6 / 3600
+    assert priced.price_of_step <= whole.best.seconds * 8 * 3.6 / 3600
     devices = priced.findings.question.cluster.num_devices
     assert priced.price_of_step == pytest.approx(priced.findings.best.seconds * devices * 3.6 / 3600)
 

@@ -6,18 +6,20 @@ Megatron-LM and DeepSpeed do, so a group is its size and its stride.
 
     t = latency(steps) + factor x bytes / bus bandwidth        nccl-tests' factors: facts 2.1
 
-Inside a domain, the measured curve of the link is used where there is one (`cluster/measured.py`). Across domains
-every group of the cluster runs at the same time, so each rank has its own share of its node's NICs and no more: a ring
-that has `inside` ranks in a domain leaves it over `inside` shares.
+Inside a domain, measured curves are used where there are any: those of a probe, or of the link
+(`cluster/measured.py`). Across domains every group of the cluster runs at the same time, so each rank has its own share
+of its node's NICs and no more: a ring that has `inside` ranks in a domain leaves it over `inside` shares.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
 from shardwise.cluster.cluster import Pool
-from shardwise.cluster.measured import ALL_REDUCE, NUM_DEVICES, RING_SHARE, SIZES
+from shardwise.cluster.curve import Curve, bus_factor
+from shardwise.cluster.measured import CURVES, RING_SHARE
 from shardwise.cluster.topology import Link
 from shardwise.cost.numbers import Floats, Number, ceil_divide
 
@@ -33,11 +35,6 @@ _REACHED = 0.78
 _NIC_REACHED = 0.95
 # Between two devices of one domain: A100 .91, H100 .83, GB200 .83 (facts 2.4).
 _HOP_REACHED = 0.85
-
-
-# Now and then a larger message was measured faster; a prediction that grows with size is easier to search.
-_CURVES = {name: np.maximum.accumulate(curve) for name, curve in ALL_REDUCE.items()}
-_LOG_SIZES = np.log(SIZES)
 
 
 class Group(NamedTuple):
@@ -72,7 +69,7 @@ class Wires:
         """Seconds to add up `num_bytes` over a group, whichever of ring, tree and switch is fastest."""
         size = np.asarray(num_bytes, dtype=np.float64)
         ring = 2 * (group.size - 1) / group.size
-        inside = self._inside(size, group.size)
+        inside = self._inside("all-reduce", size, group.size)
         steps = 2 * (group.size - 1)
         steps_across = 2 * (group.domains - 1)
         by_ring = self._latency(steps, steps_across) + ring * size / self._across(group)
@@ -84,7 +81,7 @@ class Wires:
     def all_gather(self, num_bytes: Number, group: Group) -> Floats:
         """Seconds until every rank has all `num_bytes`, of which each had its part. A reduce-scatter takes as long."""
         size = np.asarray(num_bytes, dtype=np.float64)
-        inside = self._inside(size, group.size) / 2 / self._ring_share
+        inside = self._inside("all-gather", size, group.size)
         latency = self._latency(group.size - 1, group.domains - 1)
         across = latency + (group.size - 1) / group.size * size / self._across(group)
         return np.where((group.size <= 1) | (size <= 0), 0.0, np.where(group.domains <= 1, inside, across))
@@ -100,7 +97,8 @@ class Wires:
         far = others * (1.0 - (1.0 - 1.0 / group.domains) ** top_k)
         ranks = group.inside * (1.0 - (1.0 - 1.0 / group.size) ** top_k) if once else top_k * group.inside / group.size
         near = ranks * (group.inside - 1) / group.inside * group.domains
-        latency = _CALL + _STEP_INSIDE * np.log2(np.maximum(group.size, 2)) + (group.domains > 1) * self._step_across
+        latency = _CALL + self._step_inside * np.log2(np.maximum(group.size, 2))
+        latency = latency + (group.domains > 1) * self._step_across
         moved = np.maximum(size * near / self._large(self.pool.node.link), size * far / self._nic)
         return np.where(group.size <= 1, 0.0, latency + moved)
 
@@ -113,34 +111,50 @@ class Wires:
         size = np.asarray(num_bytes, dtype=np.float64)
         stays = (group.inside - 1) / group.size * size / self._large(self.pool.node.link)
         leaves = (group.size - group.inside) / group.size * size / self._nic
-        latency = _CALL + _STEP_INSIDE * np.log2(np.maximum(group.size, 2)) + (group.domains > 1) * self._step_across
+        latency = _CALL + self._step_inside * np.log2(np.maximum(group.size, 2))
+        latency = latency + (group.domains > 1) * self._step_across
         return np.where(group.size <= 1, 0.0, latency + np.maximum(stays, leaves))
 
     def hop(self, num_bytes: Number, stride: Number, size: Number) -> Floats:
         """Seconds to send to the next of `size` ranks that are `stride` apart, over the slowest boundary among them."""
         amount = np.asarray(num_bytes, dtype=np.float64)
         across = np.asarray(stride, dtype=np.float64) * size > self.pool.domain
-        near = _CALL + amount / (_HOP_REACHED * self.pool.node.link.bytes_per_second)
+        link = self.pool.node.link
+        near = _CALL + amount / (_HOP_REACHED * link.bytes_per_second)
+        if link.is_measured:
+            near = link.latency_seconds + amount / link.bytes_per_second
         far = _CALL + self.pool.node.fabric.latency_seconds + amount / self._nic
         return np.where(np.asarray(size) <= 1, 0.0, np.where(across, far, near))
 
     @property
     def _nic(self) -> float:
-        return self.pool.node.fabric.bytes_per_second * self.nic_efficiency
+        fabric = self.pool.node.fabric
+        return fabric.bytes_per_second * (1.0 if fabric.is_measured else self.nic_efficiency)
 
     @property
     def _step_across(self) -> float:
-        return 2 * self.pool.node.fabric.latency_seconds
+        fabric = self.pool.node.fabric
+        return fabric.latency_seconds * (1 if fabric.is_measured else 2)
 
     @property
-    def _ring_share(self) -> float:
-        return RING_SHARE.get(self.pool.node.link.name, 1.0)
+    def _step_inside(self) -> float:
+        link = self.pool.node.link
+        return link.latency_seconds if link.is_measured else _STEP_INSIDE
+
+    def _curves(self, collective: str) -> list[Curve]:
+        """What was measured of a collective inside a domain, groups rising: by a probe, or of links of this name."""
+        probed = [curve for curve in self.pool.node.curves if curve.collective == collective]
+        known = CURVES.get(self.pool.node.link.name)
+        return sorted(probed, key=lambda curve: curve.num_devices) or ([known] if known else [])
 
     def _large(self, link: Link) -> float:
         """Bus bandwidth of large messages between the devices of one domain, around a ring."""
-        if link.name in ALL_REDUCE:
-            factor = 2 * (NUM_DEVICES - 1) / NUM_DEVICES
-            return SIZES[-1] * factor / ALL_REDUCE[link.name][-1] * RING_SHARE[link.name]
+        curves = self._curves("all-gather")
+        if curves:
+            share = RING_SHARE.get(link.name, 1.0) if curves[-1].collective == "all-reduce" else 1.0
+            return curves[-1].bus_rates()[-1] * share
+        if link.is_measured:
+            return link.bytes_per_second
         return _REACHED * link.bytes_per_second / (2.0 if link.is_shared else 1.0)
 
     def _across(self, group: Group) -> Floats:
@@ -153,15 +167,37 @@ class Wires:
         inside = np.asarray(steps, dtype=np.float64) - steps_across
         return _CALL + inside * self.pool.node.link.latency_seconds + np.asarray(steps_across) * self._step_across
 
-    def _inside(self, size: Floats, count: Floats) -> Floats:
-        """Seconds of an all-reduce inside a domain: the measured curve of eight, its steps and factor for `count`."""
+    def _inside(self, collective: str, size: Floats, count: Floats) -> Floats:
+        """Seconds of a collective inside a domain: of the curve of the most devices up to `count`, or of a formula."""
+        curves = self._curves(collective)
         link = self.pool.node.link
-        factor = 2 * (count - 1) / count
-        if link.name not in ALL_REDUCE:
-            return self._latency(2 * (count - 1), 0) + factor * size / self._large(link)
-        curve = _CURVES[link.name]
-        measured: Floats = np.exp(np.interp(np.log(np.maximum(size, 1.0)), _LOG_SIZES, np.log(curve)))
-        beyond = np.maximum(size / SIZES[-1], 1.0)
-        fixed: Floats = curve[0] * (count - 1) / (NUM_DEVICES - 1)
-        moving: Floats = np.maximum(measured * beyond - curve[0], 0.0) * factor
-        return fixed + moving * NUM_DEVICES / (2 * (NUM_DEVICES - 1))
+        if not curves:
+            factor = 2 * (count - 1) / count
+            reduced = self._latency(2 * (count - 1), 0) + factor * size / self._large(link)
+            return reduced if collective == "all-reduce" else reduced / 2
+        found = _scaled(curves[0], size, count)
+        for curve in curves[1:]:
+            found = np.where(count >= curve.num_devices, _scaled(curve, size, count), found)
+        # An all-gather moves half of what an all-reduce does, and switches do not sum for it.
+        is_half = collective != "all-reduce" and curves[0].collective == "all-reduce"
+        return found / 2 / RING_SHARE.get(link.name, 1.0) if is_half else found
+
+
+def _scaled(curve: Curve, size: Floats, count: Floats) -> Floats:
+    """A measured curve, its steps and its factor for `count` devices."""
+    seconds, log_sizes, log_seconds = _arrays(curve)
+    measured: Floats = np.exp(np.interp(np.log(np.maximum(size, 1.0)), log_sizes, log_seconds))
+    beyond = np.maximum(size / curve.sizes[-1], 1.0)
+    ring = 2.0 if curve.collective == "all-reduce" else 1.0
+    factor = ring * (count - 1) / count / bus_factor(curve.collective, curve.num_devices)
+    fixed: Floats = seconds[0] * (count - 1) / (curve.num_devices - 1)
+    moving: Floats = np.maximum(measured * beyond - seconds[0], 0.0) * factor
+    return fixed + moving
+
+
+@cache
+def _arrays(curve: Curve) -> tuple[Floats, Floats, Floats]:
+    """Seconds, and the logarithms of sizes and seconds."""
+    # Now and then a larger message was measured faster; a prediction that grows with size is easier to search.
+    seconds: Floats = np.maximum.accumulate(curve.seconds)
+    return seconds, np.log(curve.sizes), np.log(seconds)

@@ -64,7 +64,7 @@ class Engine:
     def block(self, block: Block, share: Share) -> Seconds:
         """Seconds of a block on one rank, for one microbatch: what its kernels take, or launching them."""
         total = self._sum(block, block.operations, share)
-        kernels = sum((np.asarray(self._num_kernels(each, share)) for each in block.operations), np.zeros(()))
+        kernels = self.num_kernels(block, share)
         if self.software.blocking_launches:
             waits = self.constants.blocking_seconds * kernels
             return Seconds(total.forward + waits, total.input + waits, total.weight + waits / 2)
@@ -122,12 +122,12 @@ class Engine:
             more, rate = self.constants.scan, rate / self.constants.scan
         return Seconds(
             *(
-                np.maximum(more * self._stream(each), np.asarray(arithmetic) / rate)
+                np.maximum(more * self.stream(each), np.asarray(arithmetic) / rate)
                 for each, arithmetic in zip(moved, work, strict=True)
             )
         )
 
-    def _stream(self, num_bytes: Number) -> Floats:
+    def stream(self, num_bytes: Number) -> Floats:
         """Seconds to read and write so many bytes; what fits the cache is still there for the next kernel."""
         moved = np.asarray(num_bytes, dtype=np.float64)
         room = self.device.cache_bytes
@@ -195,8 +195,8 @@ class Engine:
         forward = np.asarray(work.forward) / (peak * getattr(self.constants, f"{kernel}_forward") * reached)
         backward = np.asarray(work.input) / (peak * getattr(self.constants, f"{kernel}_backward") * reached)
         return Seconds(
-            np.maximum(forward, self._stream(moved.forward)),
-            np.maximum(backward, self._stream(moved.input)),
+            np.maximum(forward, self.stream(moved.forward)),
+            np.maximum(backward, self.stream(moved.input)),
             np.zeros(()),
         )
 
@@ -228,10 +228,14 @@ class Engine:
         moved = traffic(operation, replace(share, fused=self.software.attention == "megatron")).moved
         more = getattr(self.constants, f"scores_{self.software.attention}")
         return Seconds(
-            products + more * self._stream(moved.forward),
-            2 * products + more * self._stream(moved.input),
+            products + more * self.stream(moved.forward),
+            2 * products + more * self.stream(moved.input),
             np.zeros(()),
         )
+
+    def num_kernels(self, block: Block, share: Share) -> Floats:
+        """Kernels that a block launches forward."""
+        return sum((np.asarray(self._num_kernels(each, share)) for each in block.operations), np.zeros(()))
 
     def _num_kernels(self, operation: Operation, share: Share) -> Number:
         """Kernels that one operation launches forward, or waits of the processor for the device that cost as much."""

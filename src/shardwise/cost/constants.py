@@ -50,6 +50,10 @@ class Constants:
     # [llmf small models; bskill 8 and bridge mixtures of one sequence a microbatch for the second].
     launch_seconds: float = 6.1e-6
     expert_launch_seconds: float = 12.5e-6
+    # Seconds between two kernels that a graph launches, beside their work. Measured on one H200 (serving.md).
+    graph_seconds: float = 1.3e-6
+    # The same in a step of one row, whose kernels begin while the one before them ends: 0.10 ms less of 368. Measured.
+    overlapped_seconds: float = 1.0e-6
     # Choosing experts and sorting rows for them takes many small kernels, and the processor waits for the number of
     # rows of each expert: together as long as so many launches; and the share of them where one kernel sends rows and
     # sorts them (DeepEP, HybridEP) or a graph launches them. Fitted [bskill 8, bridge mixtures; moezoo, automodel for

@@ -31,6 +31,18 @@ def link_rate(host: Host, num_devices: int) -> float:
     return min(shared, host.memory_bytes_per_second / max(num_devices, 1))
 
 
+def both_passes(work: Work) -> tuple[Floats, Floats]:
+    """Seconds of a forward and of a backward, with what either waits for."""
+    forward = work.forward + work.tp_forward + (work.cp + work.ep) / 2
+    return forward, work.total - forward
+
+
+def least_exposed(pricer: Pricer, slowest: Work, saved: Floats) -> Floats:
+    """Seconds of a microbatch below which no wait is for so many bytes that leave forward, and come back backward."""
+    copied = saved / link_rate(pricer.pool.node.host, pricer.pool.node.devices_per_node)
+    return np.asarray(sum(np.maximum(copied - computed, 0.0) for computed in both_passes(slowest)))
+
+
 def exposed(pricer: Pricer, layouts: Layouts, slowest: Work, held: StepBytes, places: Places, counts: Counts) -> Floats:
     """Seconds of a step in which a device waits for its host."""
     parameters, optimizer = (
@@ -54,12 +66,10 @@ def exposed(pricer: Pricer, layouts: Layouts, slowest: Work, held: StepBytes, pl
     forward_in, forward_out = weights / of_pass, activations / of_pass
     # The last gradients are used where they are made; earlier ones go to the host, and come back to be added to.
     backward_in, backward_out = (weights + halves * activations) / of_pass, np.where(more, gradients, 0.0) / of_pass
-    computed_forward = slowest.forward + slowest.tp_forward + (slowest.cp + slowest.ep) / 2
-    computed_backward = slowest.total - computed_forward
+    computed_forward, computed_backward = both_passes(slowest)
     forward = np.maximum(computed_forward, np.maximum(forward_in, forward_out))
     backward = np.maximum(computed_backward, np.maximum(backward_in, backward_out))
-    dense, expert = (each.max(axis=1, keepdims=True) for each in (counts.dense, counts.expert))
-    owned = counts._replace(dense=dense, expert=expert).spread(layouts, 1)[:, 0]
+    owned = counts.trained.fullest.spread(layouts, 1)[:, 0]
     states = owned * (pricer.software.state_bytes - 4.0) * optimizer
     updated_in = (states + np.where(more, gradients, 0.0)) / both
     updated_out = (states + _AT_HOME * owned * parameters) / both

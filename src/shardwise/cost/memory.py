@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import erf, log
+from typing import NamedTuple
 
 import numpy as np
 
@@ -92,6 +93,24 @@ def fitting_odds(held: float, capacity: float) -> float:
     return 0.5 * (1.0 + erf(log(capacity / max(held, 1.0)) / (SPREAD * 2**0.5)))
 
 
+class Kept(NamedTuple):
+    """What of a rank's bytes ZeRO does not change: its parameters as a number, and what its activations take."""
+
+    counts: Counts
+    activations: dict[str, Floats]
+
+
+def keep(model: Model, layouts: Layouts, places: Places, *, sequence: int, software: Software) -> Kept:
+    """What stays the same whatever is done with the states of these layouts."""
+    parts = _activations(model, layouts, places, sequence, software)
+    leaves = layouts.offload_activations > 0
+    if leaves.any():
+        # What leaves is what autograd saves, operation by operation: no compiler decides what to make again instead.
+        plain = _activations(model, layouts, places, sequence, replace(software, fused=False, fused_norms=False))
+        parts |= {name: np.where(leaves[:, None], plain[name], parts[name]) for name in plain}
+    return Kept(count_blocks(model, layouts, places, cuts_experts=software.cuts_experts), parts)
+
+
 def step_bytes(
     model: Model,
     device: Device,
@@ -101,17 +120,13 @@ def step_bytes(
     sequence: int,
     software: Software | None = None,
     constants: Constants = CONSTANTS,
+    kept: Kept | None = None,
 ) -> StepBytes:
-    """Account for the memory of each layout on its places."""
+    """Account for the memory of each layout on its places; `kept` is what `keep` says, where it is known already."""
     software = software or Software()
-    counts = count_blocks(model, layouts, places, cuts_experts=software.cuts_experts)
-    parts = _states(layouts, counts, software)
-    parts |= _activations(model, layouts, places, sequence, software)
-    leaves = layouts.offload_activations > 0
-    if leaves.any():
-        # What leaves is what autograd saves, operation by operation: no compiler decides what to make again instead.
-        plain = _activations(model, layouts, places, sequence, replace(software, fused=False, fused_norms=False))
-        parts |= {name: np.where(leaves[:, None], plain[name], parts[name]) for name in plain}
+    kept = kept or keep(model, layouts, places, sequence=sequence, software=software)
+    counts = kept.counts
+    parts = _states(layouts, counts, software) | kept.activations
     every = np.ones_like(places.begins)
     on_host = _on_host(parts, layouts, counts)
     saved_loss = 1.0 if software.fused_loss else _SAVED_LOGIT / _LOGIT
@@ -120,14 +135,17 @@ def step_bytes(
     on_host["loss"] = parts["loss"] * saved_loss * layouts.offload_activations[:, None]
     if np.any(layouts.zero == 3):
         # Two layers gathered (one ahead), the gradients of one as they are made and as they are reduced, and both ends.
-        gathered = counts.layer * (3 * software.width + software.reduce_bytes) + counts.ends * software.width
+        made = counts.trained.layer * (software.width + software.reduce_bytes)
+        gathered = counts.layer * 2 * software.width + made + counts.ends * software.width
         parts["gathered"] = np.where(layouts.zero == 3, gathered, 0.0)[:, None] * every
     if device.architecture != "cpu":
         axes = (layouts.tp, layouts.replicas, layouts.pp, layouts.ep)
         groups = 1.0 + sum((axis > 1).astype(np.float64) for axis in axes)
         buffers = np.where(layouts.num_ranks > 1, groups * constants.group_bytes, 0.0)
         moving = parts["activations"] + parts["recomputed"] + parts["loss"] + parts["scores"]
-        states = parts["weights"] + parts["gradients"]
+        # What does not train lies where it was loaded, and nothing comes and goes around it.
+        still = (counts.dense + counts.expert - counts.trained.dense - counts.trained.expert) * software.width
+        states = np.maximum(parts["weights"] - still, 0.0) + parts["gradients"]
         parts["buffers"] = buffers[:, None] * every
         parts["workspace"] = constants.workspace_bytes * every
         parts["context"] = constants.context_bytes * every
@@ -145,7 +163,8 @@ def _on_host(parts: dict[str, Floats], layouts: Layouts, counts: Counts) -> dict
     weights that were gathered (zero 3).
     """
     trained = "masters" if parts["masters"].any() else "weights"
-    numbers, shards = counts.dense + counts.expert, (layouts.zero == 3)[:, None]
+    of = counts.trained if trained == "masters" else counts
+    numbers, shards = of.dense + of.expert, (layouts.zero == 3)[:, None]
     at_home = {trained: np.where(shards, parts[trained], 4.0 * numbers)}
     # Of weights that come for their use two layers are there, one ahead, and the ends, which may be one tensor; or the
     # shards of these, before they are gathered.
@@ -172,16 +191,19 @@ def _states(layouts: Layouts, counts: Counts, software: Software) -> dict[str, F
         casts = (layouts.zero < 3) | (layouts.offload_parameters > 0) | software.saves_casts
         stays = software.shards_parameters & (layouts.pp > 1)
         weights = np.where((casts | stays)[:, None], counts.dense + counts.expert, 0.0)
-    gradients = counts.spread(layouts, 2) * software.gradient_bytes
+        # What does not train is held as it is computed with, and has no masters.
+        frozen = counts.spread(layouts, 3) - counts.trained.spread(layouts, 3)
+        weights = weights + np.where((layouts.zero == 3)[:, None], frozen, 0.0)
+    gradients = counts.trained.spread(layouts, 2) * software.gradient_bytes
     if software.shards_parameters:
         # Gradients of a stage that stays gathered are added up whole, as they are computed.
-        whole = (counts.dense + counts.expert) * software.width
+        whole = (counts.trained.dense + counts.trained.expert) * software.width
         gradients = gradients + np.where(((layouts.pp > 1) & (layouts.zero == 3))[:, None], whole, 0.0)
     return {
         "weights": weights * software.width,
         "gradients": gradients,
-        "optimizer": counts.spread(layouts, 1) * (software.state_bytes - 4.0),
-        "masters": counts.spread(layouts, 1) * masters,
+        "optimizer": counts.trained.spread(layouts, 1) * (software.state_bytes - 4.0),
+        "masters": counts.trained.spread(layouts, 1) * masters,
     }
 
 

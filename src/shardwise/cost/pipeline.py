@@ -5,12 +5,13 @@ candidates at once. Stages may differ at the ends (embedding, head): a microbatc
 slowest sets the pace.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from shardwise.cost.compute import Seconds
-from shardwise.cost.numbers import Floats, Number
+from shardwise.cost.numbers import Floats, Ints, Number
 from shardwise.schedule.catalogue import CATALOGUE
 
 SCHEDULES = (
@@ -31,6 +32,79 @@ class Span(NamedTuple):
     hops: Floats
 
 
+class _Pipes(NamedTuple):
+    """What closed forms are of: ranks, chunks, microbatches; seconds of the slowest stage and of all others; `shape` is
+    what a split backward leaves of a bubble; the three passes of a microbatch on a rank."""
+
+    p: Floats
+    v: Floats
+    m: Floats
+    slowest: Floats
+    ramp: Floats
+    shape: Floats
+    forward: Floats
+    input: Floats
+    weight: Floats
+
+
+# Formulas of each schedule, evaluated for the candidates that have it.
+Forms = Mapping[str, Callable[[_Pipes], Floats]]
+
+
+def _looped(of: _Pipes) -> Floats:
+    # With fewer microbatches than ranks, a round over the ranks is not full.
+    return of.ramp / of.v + np.maximum(of.p - of.m, 0.0) * of.slowest * (1.0 - 1.0 / of.v)
+
+
+def _lost_by_v_half(of: _Pipes) -> Floats:
+    """Seconds that ranks idle with every microbatch: its pattern closes up only where passes take about as long."""
+    return np.maximum(2 * np.maximum(of.forward, of.input) - of.forward - of.input - of.weight / 2, 0.0)
+
+
+def _lost_by_v_min(of: _Pipes) -> Floats:
+    """The same of a pattern in which each pass has a third of a microbatch."""
+    return np.maximum(3 * np.maximum(of.forward, of.input) - of.forward - of.input - of.weight, 0.0)
+
+
+# Warm-up and cool-down of one whole backward; V schedules' leftovers in facts 1.3, for tF = tI = tW.
+_IDEAL: Forms = {
+    "1f1b": lambda of: of.ramp,
+    "gpipe": lambda of: of.ramp,
+    "interleaved": _looped,
+    "looped-bfs": _looped,
+    "zb-h1": lambda of: of.ramp * of.shape,
+    "zb-h2": lambda of: of.ramp * of.shape,
+    "zb-v": lambda of: of.ramp * 0.2,
+    "v-half": lambda of: of.ramp / 2 + of.m * _lost_by_v_half(of),
+    "v-min": lambda of: of.ramp * 2 / 3 + of.m * _lost_by_v_min(of),
+    "dualpipe": lambda of: of.ramp / 3,
+    "dualpipe-v": lambda of: of.ramp / 3,
+    "eager-1f1b": lambda of: of.ramp,
+    # Units of p microbatches, which do not quite close up behind each other.
+    "chimera": lambda of: of.ramp * (of.p / 2 - 1) / np.maximum(of.p - 1, 1) * np.maximum(0.85 * of.m / of.p, 1.0),
+    # v / 2 waves: bubble / step is (2p - 2) / (3pw + p - 1) for m = p and a backward of two forwards.
+    "hanayo": lambda of: (
+        of.ramp * 2 * of.p / np.maximum(1.5 * of.p * of.v - of.p + 1, 1) + (-of.m % of.p) * of.slowest / 2
+    ),
+}
+
+
+def _there_and_back(of: _Pipes) -> Floats:
+    return 2 * (of.p - 1)
+
+
+# Hops that are not hidden: 1F1B waits for two with every microbatch (facts 1.2).
+_WAITS: Forms = {
+    **dict.fromkeys(SCHEDULES, _there_and_back),
+    "1f1b": lambda of: (of.p - 1) + (of.m - 1) * (of.p - 1) / of.p,
+    "gpipe": lambda of: of.p - 1,
+    "interleaved": lambda of: of.p * of.v - 1,
+    "looped-bfs": lambda of: of.p - 1,
+    "eager-1f1b": lambda of: of.p - 1,
+    "hanayo": lambda of: of.p * of.v - 1,
+}
+
+
 def span(
     schedule: Number, pp: Number, chunks: Number, num_microbatches: Number, first: Seconds, middle: Seconds,
     last: Seconds, hop: Number, *, steps_overlap: bool = False,
@@ -39,51 +113,37 @@ def span(
 
     Where steps overlap, a step is as long as the busiest rank is busy, from its first forward on.
     """
-    code = np.asarray(schedule)
     p, v, m = (np.asarray(each, dtype=np.float64) for each in (pp, chunks, num_microbatches))
     slowest = np.where(p > 1, np.maximum(np.maximum(first.total, middle.total), last.total), first.total)
-    others = np.maximum(p - 2, 0.0)
-    through = np.where(p > 1, first.total + others * middle.total + last.total, first.total)
+    through = np.where(p > 1, first.total + np.maximum(p - 2, 0.0) * middle.total + last.total, first.total)
     work = m * slowest
-    ramp = through - slowest
-    # Warm-up and cool-down of one whole backward; V schedules' leftovers in facts 1.3, for tF = tI = tW.
     t_forward, t_input, t_weight = middle
     shape = np.maximum(t_forward + t_input - t_weight, 0.0) / np.maximum(t_forward + t_input + t_weight, 1e-12)
-    # With fewer microbatches than ranks, a round over the ranks is not full.
-    missing = np.maximum(p - m, 0.0) * slowest * (1.0 - 1.0 / v)
-    ideal = {
-        "1f1b": ramp,
-        "gpipe": ramp,
-        "interleaved": ramp / v + missing,
-        "looped-bfs": ramp / v + missing,
-        "zb-h1": ramp * shape,
-        "zb-h2": ramp * (0.0 if steps_overlap else shape),
-        "zb-v": ramp * 0.2,
-        "v-half": ramp / 2,
-        "v-min": ramp * 2 / 3,
-        "dualpipe": ramp / 3,
-        "dualpipe-v": ramp / 3,
-        "eager-1f1b": ramp,
-        # Units of p microbatches, which do not quite close up behind each other.
-        "chimera": ramp * (p / 2 - 1) / np.maximum(p - 1, 1) * np.maximum(0.85 * m / p, 1.0),
-        # v / 2 waves: bubble / step is (2p - 2) / (3pw + p - 1) for m = p and a backward of two forwards.
-        "hanayo": ramp * 2 * p / np.maximum(1.5 * p * v - p + 1, 1) + (-m % p) * slowest / 2,
-    }
-    # Hops that are not hidden: 1F1B waits for two with every microbatch (facts 1.2). What is not named: there and back.
-    each = {
-        "1f1b": (p - 1) + (m - 1) * (p - 1) / p,
-        "gpipe": p - 1,
-        "interleaved": p * v - 1,
-        "looped-bfs": p - 1,
-        "eager-1f1b": p - 1,
-        "hanayo": p * v - 1,
-    }
-    bubble = np.choose(code, [np.broadcast_to(ideal[name], work.shape) for name in SCHEDULES])
+    of = _Pipes(*np.broadcast_arrays(p, v, m, slowest, through - slowest, shape, t_forward, t_input, t_weight))
+    code = np.broadcast_to(np.asarray(schedule), np.broadcast_shapes(np.shape(schedule), work.shape))
+    bubble = by_schedule(code, _IDEAL, of)
+    if steps_overlap:
+        bubble = np.where(code == SCHEDULES.index("zb-h2"), 0.0, bubble)
     # No step is shorter than one microbatch's way there and back. Where the backward is split, the way has no weight
     # gradients on it, and few microbatches leave nothing else to do meanwhile (facts 1.1: m <= p).
     few = (m + p - 1) * (t_forward + t_input) + t_weight
     least = np.where(np.isin(code, SPLITS_BACKWARD), np.where(m <= p, few, 0.0), through)
     bubble = np.maximum(bubble, least - work)
-    waits = [np.broadcast_to(each.get(name, 2 * (p - 1)), work.shape) for name in SCHEDULES]
-    hops = np.asarray(2 * hop * np.choose(code, waits), dtype=np.float64)
+    hops = np.asarray(2 * hop * by_schedule(code, _WAITS, of), dtype=np.float64)
     return Span(work + bubble + hops, bubble, hops)
+
+
+_Of = TypeVar("_Of", bound="tuple[Any, ...]")
+
+
+def by_schedule(code: Ints, forms: Mapping[str, Callable[[_Of], Floats]], of: _Of) -> Floats:
+    """The form of each candidate's own schedule. Most questions have few schedules, or one."""
+    present = np.flatnonzero(np.bincount(code.ravel(), minlength=len(SCHEDULES)))
+    if len(present) == 1:
+        return np.broadcast_to(forms[SCHEDULES[present[0]]](of), code.shape)
+    found = np.empty(code.shape)
+    arrays = [np.broadcast_to(each, code.shape) for each in of]
+    for each in present:
+        rows = np.flatnonzero(code == each)
+        found[rows] = forms[SCHEDULES[each]](type(of)(*(array[rows] for array in arrays)))
+    return found

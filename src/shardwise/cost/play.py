@@ -9,9 +9,9 @@ from shardwise.cost.places import layer_kinds
 from shardwise.cost.stage import Pieces, Pricer, Work, add
 from shardwise.cost.step import as_stage, hop_seconds
 from shardwise.schedule.catalogue import make_schedule
-from shardwise.schedule.prices import StageTimes, stage_prices
+from shardwise.schedule.makespan import makespan
+from shardwise.schedule.prices import StageTimes
 from shardwise.schedule.schedule import Schedule
-from shardwise.schedule.simulate import simulate
 
 # A long step repeats itself: a warm-up of so many times the ranks is played, and once more with one round added.
 _ROUNDS = 3
@@ -111,6 +111,10 @@ def _times(work: Work) -> StageTimes:
 
 
 def _makespan(schedule: Schedule, times: Sequence[StageTimes], hop: float) -> float:
-    placement = schedule.placement
-    each = [times[stage % len(times)] for stage in range(placement.num_stages)]
-    return simulate(schedule, stage_prices(placement, each, hops=[hop])).makespan
+    num_stages = schedule.placement.num_stages
+    seconds = {
+        (kind, stage): taken
+        for stage in range(num_stages)
+        for kind, taken in times[stage % len(times)].by_kind.items()
+    }  # fmt: skip
+    return makespan(schedule, seconds, hop)

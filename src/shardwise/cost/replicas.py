@@ -58,7 +58,7 @@ def _replicated(pricer: Pricer, layouts: Layouts, counts: Counts, pace: Work) ->
     Where groups of replicas share states out, each rank's share is also added up over the groups.
     """
     wires, software, width = pricer.wires, pricer.software, pricer.software.width
-    dense, expert = counts.dense.max(axis=1), counts.expert.max(axis=1)
+    dense, expert = counts.trained.dense.max(axis=1), counts.trained.expert.max(axis=1)
     replicas = _replicas(wires, layouts)
     experts = _expert_replicas(pricer, layouts, counts)
     scatter = wires.all_gather(dense * software.reduce_bytes, replicas.shard)
@@ -94,8 +94,9 @@ def _sharded(pricer: Pricer, layouts: Layouts, counts: Counts, stages: Stages, p
     experts, expert = _expert_replicas(pricer, layouts, counts), counts.layer_expert
     layer = counts.layer - expert
     gather = wires.all_gather(layer * width, group) + wires.all_gather(expert * width, experts)
-    scatter = wires.all_gather(layer * software.reduce_bytes, group)
-    scatter = scatter + wires.all_gather(expert * software.reduce_bytes, experts)
+    made, made_expert = counts.trained.layer, counts.trained.layer_expert
+    scatter = wires.all_gather((made - made_expert) * software.reduce_bytes, group)
+    scatter = scatter + wires.all_gather(made_expert * software.reduce_bytes, experts)
     gather, scatter = gather / pricer.constants.gather_rate, scatter / pricer.constants.gather_rate
     num_layers = pricer.model.num_layers / layouts.pp
     forward, backward = stages.layer.forward + stages.layer.tp_forward, stages.layer.backward + stages.layer.tp_backward
@@ -103,14 +104,15 @@ def _sharded(pricer: Pricer, layouts: Layouts, counts: Counts, stages: Stages, p
     # are on their way between nodes.
     loss = pricer.constants.overlap_loss
     taken = wires.inside_seconds(counts.layer * width) / pricer.constants.gather_rate * (group.size > 1)
-    more = 1.0 + software.reduce_bytes / width
+    more = 1.0 + software.reduce_bytes / width * made / np.maximum(counts.layer, 1.0)
     both = gather + scatter
     exposed_forward = np.maximum(gather - forward, 0.0) + loss * np.minimum(np.minimum(gather, taken), forward)
     exposed_backward = np.maximum(both - backward, 0.0) + loss * np.minimum(np.minimum(both, more * taken), backward)
-    ends = wires.all_gather(counts.ends * width, group) + wires.all_gather(counts.ends * software.reduce_bytes, group)
+    ends = wires.all_gather(counts.ends * width, group)
+    ends = ends + wires.all_gather(counts.trained.ends * software.reduce_bytes, group)
     once = gather + scatter + ends
     # Between groups that each hold all of the states, a rank's share of the gradients is added up once a step.
-    owned = counts.dense.max(axis=1) / replicas.shard_size
+    owned = counts.trained.dense.max(axis=1) / replicas.shard_size
     between = wires.all_reduce(owned * software.reduce_bytes, replicas.copies) / pricer.constants.gather_rate
     if software.overlap_gradients:
         between = between - np.minimum(between * pricer.constants.dp_hidden, pace.backward + pace.tp_backward)
@@ -118,7 +120,8 @@ def _sharded(pricer: Pricer, layouts: Layouts, counts: Counts, stages: Stages, p
     copied: Floats = np.zeros(len(layouts))
     if software.shards_parameters:
         # What was gathered is copied out for both passes, and gradients are cast as they are copied in.
-        num_bytes = counts.dense.max(axis=1) * (2 * 2 * width + width + software.reduce_bytes)
+        num_bytes = counts.dense.max(axis=1) * 2 * 2 * width
+        num_bytes = num_bytes + counts.trained.dense.max(axis=1) * (width + software.reduce_bytes)
         copied = num_bytes / (pricer.pool.device.streaming_bytes_per_second * pricer.constants.streaming)
         often = np.where(layouts.pp > 1, 1, often)
     return often * (num_layers * (exposed_forward + exposed_backward) + once + copied) + between

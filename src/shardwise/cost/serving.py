@@ -1,7 +1,8 @@
 """Seconds and bytes of serving: a prompt's forward, one token of many sequences, and the room for keys and values.
 
 Decoding reads every weight of a rank and the keys and values of every sequence for each token: it is bound by memory,
-unless many sequences share the weights. Kernels are taken as launched from graphs, as servers do.
+unless many sequences share the weights. Kernels are taken as launched from graphs, as servers do: one after the other,
+with a pause between them that decides where models are small.
 """
 
 from dataclasses import dataclass, replace
@@ -86,6 +87,9 @@ def _forward(model: Model, engine: Engine, wires: Wires, share: Share, tp: Ints,
     for block, count in model.kinds:
         num_bytes = np.asarray(share.num_rows(block.rows)) * block.output_elements * share.width
         seconds = engine.block(block, share).forward + wires.all_reduce(num_bytes, group) * block.num_reductions
+        is_one = np.asarray(share.num_rows(1)) == 1
+        pause = np.where(is_one, engine.constants.overlapped_seconds, engine.constants.graph_seconds)
+        seconds = seconds + pause * engine.num_kernels(block, share)
         for operation in block.operations:
             if isinstance(operation, Permutation):
                 sent = np.asarray(share.num_rows(operation.rows)) * operation.elements * share.width

@@ -209,12 +209,26 @@ class Pricer:
         return total
 
     def _ring(self, operation: Attention, layouts: Layouts, share: Share) -> Floats:
-        """Keys and values around the ring of context parallel ranks; what attention does not hide."""
+        """Keys and values around the ring of context parallel ranks, as far as attention does not hide them; and what
+        attention piece by piece takes beyond attention at once."""
         per_row = operation.kv_heads * (operation.qk_dim + operation.v_dim) * share.width
         num_bytes = np.asarray(share.num_rows(operation.rows)) * per_row / layouts.tp
         ring = (layouts.cp - 1) * self.wires.hop(num_bytes, layouts.tp, layouts.cp)
         attention = self.engine.operation(operation, share)
-        return np.maximum(ring - attention.forward, 0.0) + np.maximum(2 * ring - attention.input, 0.0)
+        exposed = np.maximum(ring - attention.forward, 0.0) + np.maximum(2 * ring - attention.input, 0.0)
+        # A kernel sees one rank's keys at a time, and reaches less of the peak the fewer they are.
+        own, ramp = self.sequence / layouts.cp, self.constants.attention_ramp
+        slower = (1.0 + ramp / own) / (1.0 + ramp / self.sequence) - 1.0
+        shorter = (attention.forward + attention.input) * slower * self.software.is_flash
+        return exposed + shorter + (layouts.cp - 1) * self._merged(operation, layouts, share)
+
+    def _merged(self, operation: Attention, layouts: Layouts, share: Share) -> Floats:
+        """Seconds to add one piece to what earlier pieces made, in fp32: outputs forward, and backward the gradients of
+        queries, keys and values, each read with what is there, and written."""
+        outputs, queries = operation.heads * operation.v_dim, operation.heads * operation.qk_dim
+        keys = operation.kv_heads * (operation.qk_dim + operation.v_dim)
+        rows = np.asarray(share.num_rows(operation.rows), dtype=np.float64) / layouts.tp
+        return self.engine.stream(rows * (outputs + queries + keys) * (share.width + 4 + 4))
 
     def _heads_exchanged(self, operation: Attention, layouts: Layouts, share: Share) -> Floats:
         """Tokens of all heads for heads of all tokens and back, forward and backward: nothing runs beside it."""

@@ -75,14 +75,14 @@ def price(
         return each[0]
     slowest = np.stack([one.seconds for one in each]).argmax(axis=0)
 
-    def of_slowest(values: list[Floats]) -> Floats:
+    def ofslowest_stage(values: list[Floats]) -> Floats:
         return np.asarray(np.choose(slowest, values))
 
     return Estimate(
-        seconds=of_slowest([one.seconds for one in each]),
-        low=of_slowest([one.low for one in each]),
-        high=of_slowest([one.high for one in each]),
-        parts={name: of_slowest([one.parts[name] for one in each]) for name in each[0].parts},
+        seconds=ofslowest_stage([one.seconds for one in each]),
+        low=ofslowest_stage([one.low for one in each]),
+        high=ofslowest_stage([one.high for one in each]),
+        parts={name: ofslowest_stage([one.parts[name] for one in each]) for name in each[0].parts},
         bytes=each[0].bytes,
         fits=np.logical_and.reduce([one.fits for one in each]),
     )
@@ -97,7 +97,7 @@ def _price_on(
     counts = count_blocks(model, layouts, places, cuts_experts=software.cuts_experts)
     held = step_bytes(model, pool.device, layouts, places, sequence=sequence, software=software, constants=constants)
     parts = _parts(pricer, layouts, stages, counts)
-    slowest = _slowest(stages.first, add(stages.middle, stages.extra), stages.last, layouts)
+    slowest = slowest_stage(stages.first, add(stages.middle, stages.extra), stages.last, layouts)
     parts["offload"] = exposed(pricer, layouts, slowest, held, places, counts)
     parts["other"] = parts["other"] + _searching(pricer, layouts, held) * sum(parts.values(), np.zeros(len(layouts)))
     seconds = sum(parts.values(), np.zeros(len(layouts)))
@@ -117,7 +117,7 @@ def _parts(pricer: Pricer, layouts: Layouts, stages: Stages, counts: Counts) -> 
     """Where the seconds of a step go: those of the slowest stage, and what the pipeline and the replicas add."""
     num = layouts.num_microbatches.astype(np.float64)
     fullest = add(stages.middle, stages.extra)
-    slowest = _slowest(stages.first, fullest, stages.last, layouts)
+    slowest = slowest_stage(stages.first, fullest, stages.last, layouts)
     played = span(
         layouts.schedule,
         layouts.pp,
@@ -139,7 +139,7 @@ def _parts(pricer: Pricer, layouts: Layouts, stages: Stages, counts: Counts) -> 
         "bubble": played.bubble + fill * slowest.total,
         "hops": played.hops,
         "dp": exchange(pricer, layouts, counts, stages, slowest),
-        "optimizer": _optimizer(pricer, layouts, counts),
+        "optimizer": optimizer_seconds(pricer, layouts, counts),
         "other": np.full(len(layouts), pricer.constants.step_seconds),
     }
 
@@ -153,7 +153,7 @@ def as_stage(work: Work) -> Seconds:
     )
 
 
-def _slowest(first: Work, middle: Work, last: Work, layouts: Layouts) -> Work:
+def slowest_stage(first: Work, middle: Work, last: Work, layouts: Layouts) -> Work:
     """The work of the stage that sets the pace."""
     alone = layouts.pp == 1
     is_last = ~alone & (last.total > np.maximum(first.total, middle.total))
@@ -172,10 +172,9 @@ def hop_seconds(pricer: Pricer, layouts: Layouts) -> Floats:
     return hop / pricer.constants.hop_rate * exposed
 
 
-def _optimizer(pricer: Pricer, layouts: Layouts, counts: Counts) -> Floats:
+def optimizer_seconds(pricer: Pricer, layouts: Layouts, counts: Counts) -> Floats:
     """Adam on the states that a rank owns: 30 bytes of each parameter pass through memory (facts 4.4), and the norm."""
-    dense, expert = (each.max(axis=1, keepdims=True) for each in (counts.dense, counts.expert))
-    owned = counts._replace(dense=dense, expert=expert).spread(layouts, 1)[:, 0]
+    owned = counts.trained.fullest.spread(layouts, 1)[:, 0]
     moved = owned * (30 + 2 * pricer.software.gradient_bytes)
     rate = pricer.pool.device.streaming_bytes_per_second * pricer.constants.streaming
     return np.asarray(pricer.constants.optimizer * moved / rate)

@@ -120,13 +120,15 @@ class Block:
                 idle += parameter.count // num_experts * (num_experts - experts[num_experts])
         return idle
 
-    def num_parameters_on(self, share: Share) -> Count:
-        """Its parameters on one rank."""
-        return total(parameter.count_on(share) for parameter in self.parameters)
+    def num_parameters_on(self, share: Share, *, trained: bool = False) -> Count:
+        """Its parameters on one rank; only those that train, if so asked."""
+        return total(each.count_on(share) for each in self.parameters if each.trains or not trained)
 
-    def num_expert_parameters_on(self, share: Share) -> Count:
+    def num_expert_parameters_on(self, share: Share, *, trained: bool = False) -> Count:
         """Those of them that belong to experts: their gradients are summed over fewer ranks."""
-        return total(parameter.count_on(share) for parameter in self.parameters if parameter.is_expert)
+        return total(
+            each.count_on(share) for each in self.parameters if each.is_expert and (each.trains or not trained)
+        )
 
     def flops(self, share: Share) -> Passes:
         """FLOPs of one microbatch on one rank: forward, input gradient, weight gradient."""
@@ -216,6 +218,11 @@ class Model:
         again = {name for tie in self.ties for name in tie[1:]}
         tied = sum(parameter.count for _, name, parameter in self.parameters() if name in again) if again else 0
         return sum(block.num_parameters * count for block, count in self.kinds) - tied
+
+    @cached_property
+    def is_partly_frozen(self) -> bool:
+        """Whether some of its parameters have no gradients and no optimizer state."""
+        return any(not each.trains for block, _ in self.kinds for each in block.parameters)
 
     @cached_property
     def num_active_parameters(self) -> int:

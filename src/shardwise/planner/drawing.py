@@ -87,6 +87,8 @@ def _odds_text(account: Account) -> str:
 def assumptions(account: Account) -> str:
     """What the answer rests on and nobody said: precision, links, the host."""
     told = [f"precision={account.plan.precision}"]
+    if account.question.model.is_partly_frozen:
+        told.append(f"weights that do not train held in {account.plan.precision}")
     for pool in account.question.cluster.pools:
         host, node = pool.node.host, pool.node
         if node.devices_per_node > 1:

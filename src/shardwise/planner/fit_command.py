@@ -31,6 +31,7 @@ _USUAL_SEQUENCE = 4096
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a name, the path of a config.json, or package.module:factory")
+    parser.add_argument("--lora", metavar="R", type=int, help="adapters of this rank train, and nothing else does")
     parser.add_argument("--cluster", metavar="C", required=True, help="8xh100, 64x8xh100, 2xcpu, or a cluster.toml")
     parser.add_argument("--plan", metavar="P", help="dp=4,tp=2,zero=1, or a plan.toml")
     parser.add_argument(
@@ -45,6 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help=f"positions of a sample (default: {_USUAL_SEQUENCE}, or what it knows)",
     )
+    parser.add_argument(
+        "--placement",
+        action="store_true",
+        help="also draw which rank sits on which device, and what every link carries",
+    )
 
 
 def run(arguments: argparse.Namespace) -> Answer:
@@ -53,6 +59,8 @@ def run(arguments: argparse.Namespace) -> Answer:
     from shardwise.planner.changes import cheapest_changes
     from shardwise.planner.composition import composes, nearest_plan
     from shardwise.planner.drawing import account_data
+    from shardwise.planner.placement.drawing import draw_seats, seats_data
+    from shardwise.planner.placement.seats import seats_for
     from shardwise.planner.question import make_question
 
     if (arguments.plan is None) == (arguments.source is None):
@@ -69,6 +77,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         batch=plan.dp * plan.microbatches if arguments.batch is None else arguments.batch,
         sequence=arguments.sequence,
         usual_sequence=_USUAL_SEQUENCE,
+        lora=arguments.lora,
     )
     if not _says_precision(arguments.plan):
         plan = replace(plan, precision=question.precisions[0])  # As on GPUs everybody trains; the plan printed says so.
@@ -78,6 +87,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         working_at("what would make it fit")
     changes = () if found.fits else cheapest_changes(found)
     runs = composes(plan)
+    seats = seats_for(question, plan) if arguments.placement else None
     data = {
         "model": question.model.name,
         "cluster": str(question.cluster),
@@ -88,10 +98,14 @@ def run(arguments: argparse.Namespace) -> Answer:
         "changes": [
             {"change": change.words, "slower": change.slower, **account_data(change.account)} for change in changes
         ],
+        **({} if seats is None else {"placement": seats_data(seats)}),
     }
 
     def render(canvas: Canvas) -> None:
         _draw(found, changes, canvas)
+        if seats is not None:
+            canvas.print()
+            draw_seats(seats, canvas)
         if not runs:
             canvas.print(f"\nThe engines do not run this plan yet. The nearest that they do: {nearest_plan(plan)}")
 

@@ -22,6 +22,7 @@ shardwise plan llama3-8b --cluster 8xh100 --batch 64 --sequence 4096
 shardwise plan llama3-8b --cluster 2x8xa100 --batch 64 --sequence 4096 --fix tp=2 --save plan.toml
 shardwise plan llama3-8b --cluster 4x8xh100 --batch 64 --sequence 4096 --goal fewest --target 4s
 shardwise plan llama3-8b --cluster 8xh100 --batch 64 --sequence 4096 --for megatron
+shardwise plan llama3-70b --cluster 8xh100 --batch 64 --sequence 4096 --lora 16
 shardwise plan llama3-8b --cluster 8xh100 --sequence 1024 --output 256 --task serve
 """
 
@@ -31,6 +32,7 @@ _GOALS = ("fastest", "fewest", "cheapest")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a name, the path of a config.json, or package.module:factory")
+    parser.add_argument("--lora", metavar="R", type=int, help="adapters of this rank train, and nothing else does")
     parser.add_argument("--cluster", metavar="C", required=True, help="8xh100, 64x8xh100, 2xcpu, or a cluster.toml")
     parser.add_argument("--batch", metavar="N", type=int, help="samples of a step; serving: sequences at once, at most")
     parser.add_argument("--sequence", metavar="S", type=int, help="positions of a sample; serving: of a prompt")
@@ -64,6 +66,8 @@ def run(arguments: argparse.Namespace) -> Answer:
     if arguments.program == "vllm" and arguments.task != "serve":
         raise ShardwiseError("vLLM serves and does not train", remedy="--task serve --for vllm")
     if arguments.task == "serve":
+        if arguments.lora is not None:
+            raise ShardwiseError("--lora is for training, and the task is to serve", remedy="--task train")
         from shardwise.planner.serving_command import answer
 
         return answer(arguments)
@@ -75,6 +79,11 @@ def _train(arguments: argparse.Namespace) -> Answer:
     from shardwise.planner.drawing import account_data, draw_findings, tally_data
     from shardwise.planner.question import make_question
 
+    if arguments.lora is not None and arguments.program is not None:
+        raise ShardwiseError(
+            f"what --for {arguments.program} writes would train all weights: adapters are not among its arguments",
+            remedy="--lora without --for, or --for without --lora",
+        )
     if arguments.batch is None:
         raise ShardwiseError("how many samples a step has is not said", remedy="--batch 256")
     question = make_question(
@@ -84,6 +93,7 @@ def _train(arguments: argparse.Namespace) -> Answer:
         sequence=arguments.sequence,
         fixed={} if arguments.fix is None else read_keys(arguments.fix),
         runnable=not arguments.any_engine,
+        lora=arguments.lora,
     )
     working_at("the search for the best plan")
     if arguments.program is not None:

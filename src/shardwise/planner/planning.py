@@ -28,6 +28,7 @@ def plan(
     fixed: Mapping[str, Any] | None = None,
     runnable: bool = True,
     software: Software | None = None,
+    lora: int | None = None,
 ) -> Plan:
     """The fastest plan for a training step of `batch` samples on all devices of a cluster.
 
@@ -37,7 +38,8 @@ def plan(
     or the path of a `cluster.toml`; `local_cluster(n)` is n processes of this computer.
 
     `fixed` are keys of the plan that are decided already: `{"tp": 8}`. Without `runnable`, plans count too that the
-    engines do not run yet. `software` says what is fused, overlapped and kept in which precision.
+    engines do not run yet. `software` says what is fused, overlapped and kept in which precision. With `lora`, adapters
+    of that rank train and all else stays as it is; of a module that is traced, what needs no gradient does.
     """
     question = make_question(
         model,
@@ -48,5 +50,6 @@ def plan(
         fixed=fixed,
         runnable=runnable,
         software=software,
+        lora=lora,
     )
     return find_plan(question).plan

@@ -16,6 +16,7 @@ from shardwise.cost.layouts import Layouts
 from shardwise.cost.software import Software
 from shardwise.cost.step import Estimate, price
 from shardwise.errors import ShardwiseError
+from shardwise.model.adapters import with_lora
 from shardwise.model.load import load_model
 from shardwise.model.model import Model
 from shardwise.model.operations import Attention, Scan
@@ -153,13 +154,17 @@ def make_question(
     fixed: Mapping[str, Any] | None = None,
     runnable: bool = True,
     software: Software | None = None,
+    lora: int | None = None,
 ) -> Question:
     """A question from whatever a user has. `model` is a name, a `config.json`, a `Model`, or a module with an example.
 
     A module that carries the configuration of a known family is described by that, and so by all axes; any other is
     traced with `example`, and planned without those that cut layers. `usual_sequence` is taken where none is said.
+    With `lora`, adapters of that rank train and nothing else does.
     """
     described = _model_of(model, example)
+    if lora is not None:
+        described = with_lora(described, lora)
     if batch < 1:
         raise ShardwiseError(f"a batch of {batch}: a step has at least 1 sample", remedy="--batch 256")
     if usual_sequence is not None:  # No more than the model knows.

@@ -12,6 +12,7 @@ from math import gcd
 from typing import Any
 
 from shardwise.cost.software import Software
+from shardwise.model.adapters import with_lora
 from shardwise.model.catalogue import CATALOGUE, find_name, get_model
 from shardwise.model.config import read_config
 from shardwise.model.describe import Sizes, describe
@@ -22,6 +23,8 @@ from shardwise.planner.runs import Run, SkippedError
 
 # Megatron-LM pads GPT-2's vocabulary of 50257 to 51200 for 8 tensor parallel ranks; rows that name none mean this.
 _USUAL_VOCABULARY = 51200
+# The rank of adapters that PEFT and most recipes take, or twice that.
+_USUAL_RANK = 16
 
 # Megatron-LM of 2021: fused softmax, no flash attention, fp16, gradients in one exchange at the end of the step.
 _MEGATRON_2021 = Software(
@@ -196,8 +199,9 @@ def _with_experts(software: Software, run: Run) -> Software:
 def expert_ranks_of(run: Run, model: Model) -> int:
     """Ranks that experts are spread over.
 
-    DeepEP sends rows to other ranks' experts. A row that names it and has ep=1 left the column out (the program's
-    table has a dash there): experts are then over as many replicas as share them out evenly.
+    DeepEP sends rows to other ranks' experts. A row that names it and has ep=1 cannot mean that: we take experts to be
+    over as many replicas as share them out evenly, as all other rows of that table are. It is an assumption: the
+    program's own table was not read for that row (GPT-OSS 120B of Automodel).
     """
     ep, named = run.count("ep", 1), run.text("notes") + run.text("detail")
     num_experts = max(
@@ -208,7 +212,13 @@ def expert_ranks_of(run: Run, model: Model) -> int:
 
 
 def model_of(run: Run) -> Model:
-    """The model of a run: by its name if the catalogue has it and the row says no other sizes, else by its sizes."""
+    """The model of a run, with adapters where they train; their rank is seldom published, and matters little."""
+    model = _whole_model_of(run)
+    return with_lora(model, _USUAL_RANK) if "LoRA" in run.text("source") + run.text("model") else model
+
+
+def _whole_model_of(run: Run) -> Model:
+    """By its name if the catalogue has it and the row says no other sizes, else by its sizes."""
     called = run.text("model").split(" (")[0].removesuffix(" SFT").removesuffix(" LoRA")
     cut = re.fullmatch(r"(.*) cut to (\d+) layers", called)
     if cut is not None and (whole := find_name(cut[1])) is not None:

@@ -38,6 +38,7 @@ TABLE: dict[str, dict[str, Any]] = {
     | {"first_k_dense_replace": 3},
     "moonlight-16b-a3b": _latent(2048, 27, 16, 11264, 163840, None, **_experts(64, 6, 1408, 2), **_V3)
     | {"max_position_embeddings": 8192},
+    # As moonshotai's config.json has it (read in public copies of it): one dense layer, 384 experts of which 8.
     "kimi-k2": _latent(7168, 61, 64, 18432, 163840, **_experts(384, 8, 2048, 1), **_V3),
 }
 

@@ -94,6 +94,7 @@ def fit_answer(
         batch=arguments.batch or 1,
         sequence=arguments.sequence,
         usual_sequence=usual_sequence,
+        lora=arguments.lora,
     )
     machine: Machine = machine_of(asked)
     job = program.read(text, machine)
@@ -106,6 +107,7 @@ def fit_answer(
             batch=batch,
             sequence=arguments.sequence or job.sequence,
             usual_sequence=usual_sequence,
+            lora=arguments.lora,
         ),
     )
     working_at("the account of every rank")

@@ -26,6 +26,8 @@ from shardwise.schedule.catalogue import CATALOGUE
 _CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
 _SHARES = (0.25, 0.5, 0.75)
 _OFFLOADS = (0.0, 0.5, 1.0)
+#: The least of anything that is on the host, if any of it is.
+LEAST_OFFLOAD = 0.5
 # Schedules under which the model is held once.
 _ONCE = np.array([CATALOGUE[name].num_weight_copies == 1 for name in SCHEDULES])
 
@@ -38,12 +40,14 @@ class Schedules(NamedTuple):
     least: Ints
     even: np.ndarray
 
-    def allowed(self, pp: Ints, num_microbatches: Ints, num_layers: int) -> np.ndarray:
-        """Which schedules each pipeline may have: pipelines x schedules. One rank has no choice."""
-        ranks, steps = pp[:, None], num_microbatches[:, None]
+    def allowed(self, layouts: Layouts, num_layers: int) -> np.ndarray:
+        """Which schedules each layout may have: layouts x schedules. One rank has no choice."""
+        ranks, steps = layouts.pp[:, None], layouts.num_microbatches[:, None]
         allowed = (ranks > 1) & (ranks * self.chunks <= num_layers) & (steps >= self.least * ranks)
         allowed &= ~(self.even & ((ranks % 2 == 1) | (steps % 2 == 1)))
-        allowed[pp == 1] = np.arange(len(self.code)) == 0
+        # Where backwards are run in two halves, a stage is recomputed at once, and not some layers of it.
+        allowed &= ~np.isin(self.code, SPLITS_BACKWARD) | (layouts.recompute_share == 1)[:, None]
+        allowed[layouts.pp == 1] = np.arange(len(self.code)) == 0
         return allowed
 
 
@@ -133,40 +137,49 @@ def offloads_by_recomputation(question: Question, offloads: Floats) -> np.ndarra
     )
 
 
+def with_recomputations(layouts: Layouts, recomputations: list[tuple[int, float]]) -> Layouts:
+    """Each layout with every recomputation."""
+    codes, shares = (np.array(column) for column in zip(*recomputations, strict=True))
+    found = layouts.take(np.repeat(np.arange(len(layouts)), len(codes)))
+    return replace(found, recompute=np.tile(codes, len(layouts)), recompute_share=np.tile(shares, len(layouts)))
+
+
 def with_schedules(
     layouts: Layouts, schedules: Schedules, recomputations: list[tuple[int, float]], num_layers: int
 ) -> Layouts:
     """Each layout under every schedule that it may have, with every recomputation."""
-    allowed = schedules.allowed(layouts.pp, layouts.num_microbatches, num_layers)
-    rows, chosen = np.nonzero(allowed)
-    count = len(recomputations)
-    codes, shares = (np.array(column) for column in zip(*recomputations, strict=True))
-    found = layouts.take(np.repeat(rows, count))
-    chosen = np.repeat(chosen, count)
-    made = replace(
-        found,
-        schedule=schedules.code[chosen],
-        chunks=schedules.chunks[chosen],
-        recompute=np.tile(codes, len(rows)),
-        recompute_share=np.tile(shares, len(rows)),
-    )
-    # Where backwards are run in two halves, a stage is recomputed at once, and not some layers of it.
-    at_once = np.isin(made.schedule, SPLITS_BACKWARD) & (made.pp > 1)
-    return made.take(np.nonzero(~at_once | (made.recompute_share == 1))[0])
+    found = with_recomputations(layouts, recomputations)
+    return with_schedule(found, schedules, *np.nonzero(schedules.allowed(found, num_layers)))
 
 
-def with_zeros(layouts: Layouts, zeros: list[tuple[int, int]]) -> Layouts:
-    """Each layout under every ZeRO stage that its replicas allow.
+def with_schedule(layouts: Layouts, schedules: Schedules, rows: Ints, chosen: Ints) -> Layouts:
+    """Some of the layouts, each under one of the schedules."""
+    return replace(layouts.take(rows), schedule=schedules.code[chosen], chunks=schedules.chunks[chosen])
+
+
+def each_zero(layouts: Layouts, zeros: list[tuple[int, int]]) -> Iterator[tuple[Layouts, np.ndarray]]:
+    """All layouts under one ZeRO stage after the other, and which of them have the replicas for it."""
+    replicas = layouts.dp * layouts.cp
+    for index, (stage, _) in enumerate(zeros):
+        under = with_zero(layouts, zeros, np.full_like(layouts.dp, index))
+        groups = under.zero_group
+        in_groups = (groups > 1) & (groups < replicas) & (replicas % np.maximum(groups, 1) == 0)
+        yield under, ((replicas > 1) | (stage == 0)) & ((groups == 0) | in_groups)
+
+
+def with_zero(layouts: Layouts, zeros: list[tuple[int, int]], chosen: Ints) -> Layouts:
+    """Each layout under its own ZeRO stage.
 
     A group is of the replicas of one domain of fast links: smaller by the tensor parallel ranks between them.
     """
-    stages, domains = (np.array(column) for column in zip(*zeros, strict=True))
-    replicas = (layouts.dp * layouts.cp)[:, None]
-    groups = np.where(domains > 0, np.maximum(domains // layouts.tp[:, None], 1), 0)
-    allowed = ((stages == 0) | (replicas > 1)) & ((groups == 0) | ((groups > 1) & (groups < replicas)))
-    allowed &= (groups == 0) | (replicas % np.maximum(groups, 1) == 0)
-    rows, chosen = np.nonzero(allowed)
-    return replace(layouts.take(rows), zero=stages[chosen], zero_group=groups[rows, chosen])
+    stages, domains = (np.array(column)[chosen] for column in zip(*zeros, strict=True))
+    groups = np.where(domains > 0, np.maximum(domains // layouts.tp, 1), 0)
+    return replace(layouts, zero=stages, zero_group=groups)
+
+
+def with_zeros(layouts: Layouts, zeros: list[tuple[int, int]]) -> Layouts:
+    """Each layout under every ZeRO stage that its replicas allow."""
+    return joined([under.take(np.flatnonzero(allowed)) for under, allowed in each_zero(layouts, zeros)])
 
 
 def with_offloads(layouts: Layouts, offloads: Floats) -> Layouts:

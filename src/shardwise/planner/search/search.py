@@ -1,9 +1,9 @@
 """The search: bounds first, prices for what they leave, and an exact account of the best few.
 
 1. `axes.py` divides devices and batch. A bound on seconds and a bound on bytes for each: nothing beneath it is better.
-2. In the order of the first bound, blocks of these get schedules and recomputation; priced without what ZeRO decides,
-   they are bounds again, and tighter.
-3. What is left gets ZeRO stages and offload, and is priced in full.
+2. In the order of the first bound, blocks of these get recomputation, schedules and ZeRO stages, with bounds again that
+   are nearly prices (`schedule_bounds.py`).
+3. What is left is priced in full; what does not fit, with each offload that makes it fit.
 4. The best, and the best of other kinds, are accounted for exactly: integer layers, schedules played, every rank.
 
 A candidate is let go only when a bound says that it is slower than what was found, or that it does not fit. Of every
@@ -11,6 +11,7 @@ kind (which axes are used at all) the most promising are kept all the same, so t
 """
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,13 +21,11 @@ from shardwise.cost.layouts import Layouts
 from shardwise.cost.memory import StepBytes
 from shardwise.cost.numbers import Floats
 from shardwise.cost.software import Software
-from shardwise.cost.step import Estimate
 from shardwise.planner.question import Question
 from shardwise.planner.search.axes import leanest, spread_axes
 from shardwise.planner.search.choices import (
     Schedules,
     holds_once,
-    joined,
     offloads,
     offloads_by_recomputation,
     precisions,
@@ -34,24 +33,24 @@ from shardwise.planner.search.choices import (
     schedules,
     with_offload,
     with_offloads,
-    with_schedules,
-    with_zeros,
+    with_recomputations,
+    with_schedule,
+    with_zero,
     zeros,
 )
+from shardwise.planner.search.schedule_bounds import Cells, bound_schedules, holder
 from shardwise.planner.search.tally import Tally
 from shardwise.working import working_at
 
-# Axes of a block that is expanded together, candidates that are priced together, and how much slower than the best
+# Axes of a block that is expanded together, candidates that are finished together, and how much slower than the best
 # something may be and still be looked at, for the comparison.
 _BLOCK = 384
-_BATCH = 49_152
+_BATCH = 32_768
 _SLACK = 0.03
 # How many of each kind are kept whatever the bounds say.
 _OF_EACH_KIND = 1
 # What moves to the host with weights, at most.
 _WITH_WEIGHTS = ("weights", "masters", "gradients")
-# What of a step depends on ZeRO and offload: left out of the second bound.
-_DECIDED_LAST = ("dp", "optimizer", "offload")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +97,9 @@ class _InPrecision:
         self.offloads = offloads(question)
         self.offloads_by_recomputation = offloads_by_recomputation(question, self.offloads)
         self.num_beneath = len(self.zeros) * len(self.offloads)
+        # The most of optimizer, parameters and activations that may be on the host, under each recomputation.
+        allowed = self.offloads_by_recomputation[:, :, None]
+        self.movable = np.where(allowed, self.offloads, 0.0).max(axis=1)
 
     def run(self) -> None:
         tally = self.search.tally
@@ -106,6 +108,7 @@ class _InPrecision:
         if len(axes) == 0:
             return
         axes, bound = self._bounded(axes, weight)
+        self.search.best = min(self.search.best, self._usual(axes))
         order = np.argsort(bound, kind="stable")
         # Once there is something to compare with, kinds need no second chance.
         each = 0 if self.search.found else _OF_EACH_KIND
@@ -128,62 +131,51 @@ class _InPrecision:
         )
         return axes, bound
 
+    def _usual(self, axes: Layouts) -> float:
+        """Seconds of the best of the usual plans, for bounds to begin with: one sample a microbatch, states shared out
+        or not, nothing on the host that need not be."""
+        is_usual = (axes.microbatch == 1) & (axes.order == 0) & (axes.context == 0)
+        is_usual &= axes.sequence_parallel == (axes.tp > 1)
+        inside = copy(self)
+        inside.search = Search(self.question)
+        inside.zeros = [(stage, group) for stage, group in self.zeros if stage < 2] or self.zeros
+        inside.offloads = self.offloads[:1]
+        inside._expand(axes.take(np.flatnonzero(is_usual)))
+        return inside.search.best
+
     def _expand(self, axes: Layouts) -> None:
-        """Schedules and recomputation beneath some axes, and what is left of them in full."""
-        num_layers = max(self.question.model.num_layers, 1)
-        layouts = with_schedules(axes, self.schedules, self.recomputations, num_layers)
-        bounds, kept = [], []
-        for start in range(0, len(layouts), _BATCH):
-            part = layouts.take(slice(start, start + _BATCH))
-            found = self._price(part)
-            fits = self._could_fit(part, found)
-            self.search.tally.add_memory(found.bytes, ~fits, np.full(len(part), self.num_beneath))
-            bounds.append((found.seconds - sum(found.parts[name] for name in _DECIDED_LAST))[fits])
-            kept.append(part.take(fits))
-        layouts, bound = joined(kept), np.concatenate(bounds)
-        order = np.argsort(bound, kind="stable")
-        always = _first_of_each(_axes_kind(layouts) * 4 + layouts.recompute, order, _OF_EACH_KIND)
-        most = max(_BATCH // len(self.zeros), 1)
-        for start, stop in _growing(len(order), most):
-            block = order[start:stop]
-            wanted = block[(bound[block] <= self.search.limit) | always[block]]
-            self.search.tally.slower += (len(block) - len(wanted)) * self.num_beneath
-            if len(wanted):
-                self._finish(layouts.take(wanted))
+        """Schedules and recomputation beneath some axes, and what bounds leave of them in full."""
+        if len(axes) == 0:
+            return
+        layouts = with_recomputations(axes, self.recomputations)
+        tally, weight = self.search.tally, len(self.offloads)
+        cells = bound_schedules(
+            self.question, self.software, layouts, self.schedules, self.zeros, self.movable,
+            lambda held, counts: tally.add_memory(held, counts > 0, weight * counts),
+        )  # fmt: skip
+        order = np.argsort(cells.seconds, kind="stable")
+        kinds = (_axes_kind(layouts) * 4 + layouts.recompute)[cells.layout] * 2 + cells.is_tight
+        always = _first_of_each(kinds, order, _OF_EACH_KIND)
+        near = order[: np.searchsorted(cells.seconds[order], self.search.limit, side="right")]
+        for start, stop in _growing(len(near), _BATCH):
+            block = near[start:stop]
+            self._finish(layouts, cells.take(block[(cells.seconds[block] <= self.search.limit) | always[block]]))
+        rest = order[len(near) :]
+        self._finish(layouts, cells.take(rest[always[rest]]))
+        tally.slower += (len(rest) - int(always[rest].sum())) * weight
 
-    def _could_fit(self, layouts: Layouts, found: Estimate) -> np.ndarray:
-        """Whether states shared out as far as they can be would make room."""
-        parts = found.bytes.parts
-        replicas = (layouts.dp * layouts.cp)[:, None]
-        spread = 1.0 - 1.0 / replicas
-        states = parts["gradients"] + parts["optimizer"] + parts["masters"]
-        movable = states * spread + np.where(replicas > 1, parts["weights"], 0.0)
-        if self.offloads.any():
-            allowed = self.offloads_by_recomputation[:, :, None]
-            most = np.where(allowed, self.offloads, 0.0).max(axis=1)
-            optimizer, weights, activations = most[layouts.recompute].T[:, :, None]
-            weights = np.where(holds_once(layouts)[:, None], weights, 0.0)
-            moved = np.maximum(optimizer, weights) * parts["optimizer"]
-            moved = moved + weights * (parts["masters"] + parts["gradients"])
-            left_states = (states - moved) * (1.0 - spread)
-            movable = states - left_states + np.where(replicas > 1, 1.0, weights) * parts["weights"]
-            movable = movable + activations * parts["activations"]
-        # Fragments are a share of some of these.
-        left = found.bytes.by_place - movable - parts.get("fragments", np.zeros(()))
-        return np.asarray(left.max(axis=1) <= self.question.room)
-
-    def _finish(self, layouts: Layouts) -> None:
-        """ZeRO and offload beneath some candidates, priced in full."""
-        layouts = with_offloads(with_zeros(layouts, self.zeros), self.offloads[:1])
-        found = self._price(layouts)
-        self._keep(layouts, found)
+    def _finish(self, layouts: Layouts, cells: Cells) -> None:
+        """Price some candidates in full: what fits as it is, and with what on the host the others do."""
+        under = with_schedule(layouts, self.schedules, cells.layout, cells.schedule)
+        under = with_offloads(with_zero(under, self.zeros, cells.zero), self.offloads[:1])
+        self._keep(under.take(np.flatnonzero(~cells.is_tight)))
         # What fits as it is gains nothing from the host, and what does not is no faster with it.
-        tight = np.flatnonzero(~found.fits & (found.seconds <= self.search.limit))
+        tight = np.flatnonzero(cells.is_tight & (cells.seconds <= self.search.limit))
         if len(self.offloads) > 1 and len(tight):
-            rows, chosen = self._made_to_fit(found.bytes, tight, layouts)
-            if len(rows):
-                on_host = with_offload(layouts.take(rows), self.offloads[chosen])
-                self._keep(on_host, self._price(on_host))
+            under = under.take(tight)
+            held = holder(self.question, self.software, under)(under)
+            rows, chosen = self._made_to_fit(held, np.arange(len(under)), under)
+            self._keep(with_offload(under.take(rows), self.offloads[chosen]))
 
     def _made_to_fit(self, held: StepBytes, tight: np.ndarray, layouts: Layouts) -> tuple[np.ndarray, np.ndarray]:
         """Which candidates choices of offload make fit, each with those that do: but for what moves more of one thing,
@@ -203,9 +195,13 @@ class _InPrecision:
         rows, chosen = np.nonzero(fits)
         return tight[rows], chosen
 
-    def _keep(self, layouts: Layouts, found: Estimate) -> None:
-        """Keep what fits, and count what does not."""
+    def _keep(self, layouts: Layouts) -> None:
+        """Price candidates, keep what fits, and count what does not."""
+        if len(layouts) == 0:
+            return
         tally = self.search.tally
+        tally.priced += len(layouts)
+        found = self.question.price(layouts, self.software)
         tally.add_memory(found.bytes, ~found.fits, np.ones(len(layouts)))
         tally.fitting += int(found.fits.sum())
         if found.fits.any():
@@ -219,10 +215,6 @@ class _InPrecision:
                 )
             )
             self.search.best = min(self.search.best, float(found.seconds[fits].min()))
-
-    def _price(self, layouts: Layouts) -> Estimate:
-        self.search.tally.priced += len(layouts)
-        return self.question.price(layouts, self.software)
 
 
 def _axes_kind(layouts: Layouts) -> np.ndarray:

@@ -33,10 +33,9 @@ class Tally:
         """Count the candidates that fell, each as often as `counts` says, by the fullest place and its largest part."""
         if not fallen.any():
             return
-        names = list(held.parts)
-        every = np.stack([held.parts[name] for name in names], axis=2)[fallen]
-        place = every.sum(axis=2).argmax(axis=1)
-        part = every[np.arange(len(place)), place].argmax(axis=1)
+        names, rows = list(held.parts), np.flatnonzero(fallen)
+        place = held.by_place[rows].argmax(axis=1)
+        part = np.stack([held.parts[name][rows, place] for name in names]).argmax(axis=0)
         for code, count in _sums(place * len(names) + part, counts[fallen]).items():
             self.memory[PLACES[code // len(names)], names[code % len(names)]] += count
 

@@ -1,0 +1,163 @@
+"""Bounds of layouts under schedules and ZeRO stages: nearly their prices, for much less.
+
+What a microbatch takes and keeps on a stage does not depend on the schedule, nor does what replicas send each other. So
+these are worked out once for a layout, and each schedule says what it makes of it: how long ranks idle, and how many
+microbatches they hold.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwise.cost.constants import CONSTANTS
+from shardwise.cost.host import least_exposed
+from shardwise.cost.layouts import Layouts
+from shardwise.cost.memory import StepBytes, keep, step_bytes
+from shardwise.cost.numbers import Floats, Ints
+from shardwise.cost.pipeline import SCHEDULES, span
+from shardwise.cost.places import Counts, count_blocks, in_flight, typical_places
+from shardwise.cost.replicas import exchange
+from shardwise.cost.software import Software
+from shardwise.cost.stage import Pricer, Stages, Work, add
+from shardwise.cost.step import as_stage, hop_seconds, optimizer_seconds, slowest_stage
+from shardwise.planner.question import Question
+from shardwise.planner.search.choices import LEAST_OFFLOAD, Schedules, each_zero
+from shardwise.schedule.catalogue import CATALOGUE
+
+_COPIES = np.array([CATALOGUE[name].num_weight_copies for name in SCHEDULES])
+
+
+class Cells(NamedTuple):
+    """Candidates beneath some layouts: which layout each is, which schedule and which ZeRO stage it has, the seconds
+    that nothing chosen later can better, and whether it fits only with something on the host."""
+
+    layout: Ints
+    schedule: Ints
+    zero: Ints
+    seconds: Floats
+    is_tight: np.ndarray
+
+    def take(self, index: Ints) -> "Cells":
+        layout, schedule, zero, seconds, is_tight = self
+        return Cells(layout[index], schedule[index], zero[index], seconds[index], is_tight[index])
+
+
+def bound_schedules(
+    question: Question, software: Software, layouts: Layouts, schedules: Schedules, zeros: list[tuple[int, int]],
+    movable: Floats, tell: Callable[[StepBytes, np.ndarray], None],
+) -> Cells:  # fmt: skip
+    """What may fit of each layout under each schedule and ZeRO stage.
+
+    `movable`: by recomputation, the most that may be on the host. `tell` is told of layouts how many schedules there is
+    no memory for.
+    """
+    allowed = schedules.allowed(layouts, max(question.model.num_layers, 1))
+    numbers = _numbers(layouts, schedules)
+    one = replace(layouts, num_microbatches=np.ones_like(layouts.num_microbatches))
+    account = holder(question, software, one)
+    of_each = account(one).parts["activations"]
+    seconds, beside = _seconds(question, software, layouts, schedules)
+    waits = beside.waits(LEAST_OFFLOAD * of_each.max(axis=1))[:, None]
+    on_host = movable[layouts.recompute][:, :, None].transpose(1, 0, 2)
+    more = of_each[:, :, None] * (numbers - 1.0)
+    twice = _COPIES[schedules.code] > 1
+    found = []
+    for index, (under, has_replicas) in enumerate(each_zero(one, zeros)):
+        held = account(under)
+        stays = held.by_place[:, :, None] + more
+        is_here = (stays.max(axis=1) <= question.room) | twice
+        states, leaving = _movable(held, on_host), on_host[2][:, :, None] * (of_each[:, :, None] + more)
+        without = stays - states[:, :, None]
+        must_leave = without.max(axis=1) > question.room
+        could = (without - leaving).max(axis=1) <= question.room
+        every = allowed & has_replicas[:, None]
+        lost = (every & ~is_here & ~could).sum(axis=1)
+        if lost.any():
+            tell(held, lost)
+        least = seconds + beside.exchange(under)[:, None]
+        least = np.where(is_here, least, least + np.where(must_leave, waits, 0.0))
+        rows, chosen = np.nonzero(every & (is_here | could))
+        found.append(Cells(rows, chosen, np.full_like(rows, index), least[rows, chosen], ~is_here[rows, chosen]))
+    return Cells(*(np.concatenate(each) for each in zip(*found, strict=True)))
+
+
+def _numbers(layouts: Layouts, schedules: Schedules) -> Floats:
+    """Microbatches that typical ranks hold under each schedule: layouts x places x schedules."""
+    last = np.asarray(layouts.pp - 1.0, dtype=np.float64)
+    ranks = (np.zeros(len(layouts)), np.minimum(1.0, last), last)
+    columns = []
+    for code, chunks in zip(schedules.code, schedules.chunks, strict=True):
+        under = replace(layouts, schedule=np.full_like(layouts.pp, code), chunks=np.full_like(layouts.pp, chunks))
+        columns.append(np.stack([in_flight(under, rank) for rank in ranks], axis=1))
+    return np.stack(columns, axis=2)
+
+
+def _movable(held: StepBytes, on_host: Floats) -> Floats:
+    """Bytes of states and weights on each place that may be on the host."""
+    optimizer, weights, _ = on_host
+    parts = held.parts
+    moved = weights * (parts["weights"] + parts["masters"] + parts["gradients"])
+    # Fragments are a share of some of these.
+    lost = weights * parts.get("fragments", np.zeros(()))
+    return np.asarray(np.maximum(optimizer, weights) * parts["optimizer"] + moved + lost)
+
+
+def holder(question: Question, software: Software, layouts: Layouts) -> Callable[[Layouts], StepBytes]:
+    """A function that says what the same layouts hold whatever ZeRO stage they are under."""
+    pool = min(question.cluster.pools, key=lambda pool: pool.device.memory_bytes)
+    model, sequence = question.model, question.sequence
+    pricer = Pricer(model=model, pool=pool, software=software, constants=CONSTANTS, sequence=sequence)
+    places = typical_places(model, layouts, pricer.stages(layouts).dealt)
+    kept = keep(model, layouts, places, sequence=sequence, software=software)
+
+    def held(under: Layouts) -> StepBytes:
+        return step_bytes(model, pool.device, under, places, sequence=sequence, software=software, kept=kept)
+
+    return held
+
+
+class _Beside(NamedTuple):
+    """What a step of the same layouts adds to its pipeline, on each pool; the least of the pools, since which of them
+    sets the pace is not known yet."""
+
+    layouts: Layouts
+    pools: list[tuple[Pricer, Stages, Work]]
+    counts: Counts
+
+    def waits(self, saved: Floats) -> Floats:
+        """Seconds that a step waits at least if so many bytes of a microbatch leave."""
+        each = [least_exposed(pricer, pace, saved) for pricer, _, pace in self.pools]
+        return np.asarray(self.layouts.num_microbatches * np.minimum.reduce(each))
+
+    def exchange(self, under: Layouts) -> Floats:
+        """Seconds of replicas and of the optimizer, under one ZeRO stage."""
+        under = replace(under, num_microbatches=self.layouts.num_microbatches)
+        each = [
+            exchange(pricer, under, self.counts, stages, pace) + optimizer_seconds(pricer, under, self.counts)
+            for pricer, stages, pace in self.pools
+        ]
+        return np.asarray(np.minimum.reduce(each))
+
+
+def _seconds(question: Question, software: Software, layouts: Layouts, schedules: Schedules) -> tuple[Floats, _Beside]:
+    """Seconds of a step without what replicas, the optimizer and the host add; and what these do."""
+    found, pools = np.zeros((len(layouts), len(schedules.code))), []
+    for pool in question.cluster.pools:
+        pricer = Pricer(
+            model=question.model, pool=pool, software=software, constants=CONSTANTS, sequence=question.sequence
+        )
+        stages, hop = pricer.stages(layouts), hop_seconds(pricer, layouts)
+        works = stages.first, add(stages.middle, stages.extra), stages.last
+        first, middle, last = (as_stage(each) for each in works)
+        for index, (code, chunks) in enumerate(zip(schedules.code, schedules.chunks, strict=True)):
+            played = span(
+                np.full_like(layouts.pp, code), layouts.pp, chunks, layouts.num_microbatches, first, middle, last, hop,
+                steps_overlap=software.steps_overlap,
+            )  # fmt: skip
+            found[:, index] = np.maximum(found[:, index], played.seconds)
+        pools.append((pricer, stages, slowest_stage(*works, layouts)))
+    places = typical_places(question.model, layouts, pools[0][1].dealt)
+    counts = count_blocks(question.model, layouts, places, cuts_experts=software.cuts_experts)
+    return found + CONSTANTS.step_seconds, _Beside(layouts, pools, counts)

@@ -1,0 +1,70 @@
+"""How long a schedule takes, and nothing else of it: the longest way through what waits for what.
+
+Where nothing moves but values between stages, each after the same time and none in another's way, a transfer is never
+late for its receive (`passes/communication.py`), and events need not be played one by one. `simulate` gives the same
+number (`tests/schedule/test_makespan.py`) with all that happens meanwhile, in thirty times the time.
+"""
+
+from collections.abc import Mapping
+
+from shardwise.schedule.instruction import Kind
+from shardwise.schedule.placement import Placement
+from shardwise.schedule.schedule import Schedule
+
+
+def makespan(schedule: Schedule, seconds: Mapping[tuple[Kind, int], float], hop: float) -> float:
+    """Seconds of a schedule of computation alone. `seconds` are of each kind on each stage."""
+    placement, count = schedule.placement, schedule.total_microbatches
+    ends = {
+        (kind, stage): [-1.0] * count
+        for kind in (Kind.F, Kind.I)
+        for stage in range(placement.num_stages)
+    }  # fmt: skip
+    waits = _waits(placement, hop)
+    position, now = [0] * schedule.num_ranks, [0.0] * schedule.num_ranks
+    asleep: dict[tuple[int, int], list[int]] = {}
+    ready = list(range(schedule.num_ranks))
+    while ready:
+        rank = ready.pop()
+        order, place, time = schedule.orders[rank], position[rank], now[rank]
+        while place < len(order):
+            instruction = order[place]
+            back = instruction[4]
+            parts = (instruction[:3],) if back is None else (instruction[:3], back[:3])
+            start, missing = time, None
+            for kind, stage, microbatch in parts:
+                for needed, after in waits.get((kind, stage), ()):
+                    end = ends[needed][microbatch]
+                    if end < 0:
+                        missing = ends[needed]
+                        break
+                    if end + after > start:
+                        start = end + after
+                if missing is not None:
+                    asleep.setdefault((id(missing), microbatch), []).append(rank)
+                    break
+            if missing is not None:
+                break
+            time = start + sum(seconds[kind, stage] for kind, stage, _ in parts)
+            for kind, stage, microbatch in parts:
+                made = ends.get((Kind.I if kind is Kind.B else kind, stage))
+                if made is not None:
+                    made[microbatch] = time
+                    ready.extend(asleep.pop((id(made), microbatch), ()))
+            place += 1
+        position[rank], now[rank] = place, time
+    assert all(place == len(order) for place, order in zip(position, schedule.orders, strict=True)), "ranks wait"
+    return max(now)
+
+
+def _waits(placement: Placement, hop: float) -> dict[tuple[Kind, int], list[tuple[tuple[Kind, int], float]]]:
+    """Of each kind on each stage, whose ends it waits for, and how long what they made is under way."""
+    ranks = placement.ranks
+    waits: dict[tuple[Kind, int], list[tuple[tuple[Kind, int], float]]] = {}
+    for stage, rank in enumerate(ranks):
+        ahead = [((Kind.F, each), hop * (ranks[each] != rank)) for each in placement.sources[stage]]
+        back = [((Kind.I, each), hop * (ranks[each] != rank)) for each in placement.targets[stage]]
+        waits[Kind.F, stage] = ahead
+        waits[Kind.B, stage] = waits[Kind.I, stage] = [((Kind.F, stage), 0.0), *back]
+        waits[Kind.W, stage] = [((Kind.I, stage), 0.0)]
+    return waits

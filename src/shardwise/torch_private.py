@@ -142,6 +142,11 @@ def foreach_scale(tensors: list[Tensor], factor: float) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+def foreach_divide(tensors: list[Tensor], divisor: Tensor) -> None:
+    """Divide many tensors in place by a number of the device's. No public way."""
+    torch._foreach_div_(tensors, divisor)
+
+
 def foreach_norm(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """The 2-norm of each tensor, in one kernel. `torch.linalg.vector_norm` is public, and one kernel for each."""
     return list(torch._foreach_norm(tensors, 2, dtype=dtype))  # type: ignore[call-arg, unused-ignore]
@@ -277,6 +282,11 @@ def plain_call(module: nn.Module) -> Callable[..., Any]:
 def storage_id(storage: torch.UntypedStorage) -> int:
     """What tells two storages apart while both live. `data_ptr` is public, and 0 for all on the meta device."""
     return int(storage._cdata)
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether `torch.func` (`grad`, `vmap`) stands around it: then it has no memory of its own. No public way."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def version_of(tensor: Tensor) -> int:

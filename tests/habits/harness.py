@@ -43,8 +43,9 @@ TWO = (
     "dp=2,offload.parameters=1.0", "pp=2,microbatches=2,recompute=full", "cp=2", "dp=2,ep=2",
 )  # fmt: skip
 FOUR = ("dp=2,pp=2,microbatches=2,zero=1", "dp=2,tp=2,zero=3")
-#: Of a file with more programs than this every other is tried by default: each takes an engine's time or more.
-_MANY = 12
+#: Of a file with more programs than these every other, or one in three, is tried by default: each takes an engine's
+#: time or more.
+_MANY, _VERY_MANY = 8, 16
 _TOLERANCE = 1e-5
 
 Result = Mapping[str, Any]
@@ -59,7 +60,7 @@ class Program:
 
     It is tried under plans that have `only`, and have not `but`, where these are given. `whole`: plain torch computes
     whole batches, and no microbatches. `always`: it is tried by default wherever it stands in its file, and on two
-    ranks, as it takes long.
+    ranks, as it takes long. `apart`: each part of a batch is computed by itself, as batch norms see it.
     """
 
     run: Callable[[Parallelize], Result]
@@ -68,6 +69,7 @@ class Program:
     but: str | None = None
     whole: bool = False
     always: bool = False
+    apart: bool = False
 
     def is_for(self, plan: str) -> bool:
         """Whether it is tried under this plan. Under ep those with experts are; cp has tests of losses of its own."""
@@ -98,12 +100,12 @@ PROGRAMS: dict[str, list[Program]] = {}
 
 def program(
     refused: Mapping[str, str] | None = None, *, only: str | None = None, but: str | None = None, whole: bool = False,
-    always: bool = False,
+    always: bool = False, apart: bool = False,
 ) -> Callable[[Callable[[Parallelize], Result]], Callable[[Parallelize], Result]]:  # fmt: skip
     """Enter a function as a program of its file."""
 
     def enter(run: Callable[[Parallelize], Result]) -> Callable[[Parallelize], Result]:
-        made = Program(run=run, refused=refused or {}, only=only, but=but, whole=whole, always=always)
+        made = Program(run=run, refused=refused or {}, only=only, but=but, whole=whole, always=always, apart=apart)
         PROGRAMS.setdefault(run.__module__.rpartition(".")[2], []).append(made)
         return run
 
@@ -116,12 +118,17 @@ def programs_of(topic: str) -> list[Program]:
     return PROGRAMS[topic]
 
 
+def tried_by_default(topic: str) -> list[Program]:
+    """The programs of a file that are tried without `--whole`."""
+    every = programs_of(topic)
+    one_in = 1 + (len(every) > _MANY) + (len(every) > _VERY_MANY)
+    return [each for place, each in enumerate(every) if place % one_in == 0 or each.always]
+
+
 def turns_of(topic: str, plans: Sequence[str]) -> dict[str, str]:
     """The plan that each program of a file is tried under by default, by its name: in turn one of those it is for."""
-    found, every = {}, programs_of(topic)
-    one_in = 2 if len(every) > _MANY else 1
-    tried = [each for place, each in enumerate(every) if place % one_in == 0 or each.always]
-    for number, each in enumerate(tried):
+    found = {}
+    for number, each in enumerate(tried_by_default(topic)):
         fitting = [plan for plan in plans if each.is_for(plan) and not (each.always and plan in FOUR)]
         found[each.name] = fitting[number % len(fitting)]
     return found
@@ -169,7 +176,7 @@ def _tried(one: Program, plan: str) -> str | None:
     if expected is not None:
         return f"not refused, though {expected!r} was expected"
     torch.manual_seed(0)
-    alone = Apart if one.run.__module__.endswith(".crossing") else Plain
+    alone = InTurn if one.apart else Apart if one.run.__module__.endswith(".crossing") else Plain
     plain, against = Joined if make is Placed else alone, Plan() if one.whole else parsed
     return _difference(came, one.run(lambda module, **options: plain(module, against, **options)))
 
@@ -335,6 +342,16 @@ class Apart(Plain):
                 each.copy_(value)
         self._num_parts += 1
         return super()._loss_of(batch, metrics) / self._plan.dp
+
+
+class InTurn(Apart):
+    """The same, one replica's parts after the other's, each with the buffers that those before it have left."""
+
+    def _microbatches(self, batch: Any) -> list[Any]:
+        return microbatches_of(batch, self._plan, apart=True)
+
+    def _loss_of(self, batch: Any, metrics: Any) -> Tensor:
+        return Plain._loss_of(self, batch, metrics) / self._plan.dp
 
 
 class Joined(Plain):

@@ -57,7 +57,7 @@ def a_whole_evaluation_set(parallelize: Parallelize) -> Result:
     return {"top five": (rank < 5).double().mean(), "rank": (1 / (1 + rank)).mean()}
 
 
-@program()
+@program({"cp": "is a mean"})
 def accuracy_of_an_evaluation(parallelize: Parallelize) -> Result:
     """Lightning's `validation_step`."""
     engine = start(parallelize, small_net())
@@ -65,7 +65,7 @@ def accuracy_of_an_evaluation(parallelize: Parallelize) -> Result:
     return {"loss": engine.evaluate(batch(5), metrics=accuracy), **engine.metrics}
 
 
-@program()
+@program({"cp": "is a mean"})
 def accuracy_of_every_step(parallelize: Parallelize) -> Result:
     """Logged in training."""
     engine, found = start(parallelize, small_net()), dict[str, Any]()
@@ -76,7 +76,7 @@ def accuracy_of_every_step(parallelize: Parallelize) -> Result:
     return found
 
 
-@program()
+@program({"cp": "the loss is a mean"})
 def metrics_of_the_loss_itself(parallelize: Parallelize) -> Result:
     """`return loss, {"perplexity": ...}`, as training steps of many libraries do."""
 
@@ -130,7 +130,7 @@ class Two(nn.Module):
         return {"scores": scores, "values": self.value(scores.tanh()).squeeze(-1), "both": (scores.argmax(-1), None)}
 
 
-@program()
+@program({"cp": "a part of a sequence"})
 def outputs_in_a_dictionary(parallelize: Parallelize) -> Result:
     """Nested, with None among them."""
 
@@ -395,7 +395,7 @@ def a_scaler_that_is_off(parallelize: Parallelize) -> Result:
     return trained(engine, between=lambda _: scaler.update())
 
 
-@program()
+@program({"cp": "a part of a sequence"})
 def a_loss_scaled_as_a_sum_and_its_number(parallelize: Parallelize) -> Result:
     """Scaled with what it is summed over, the mean and its gradients are what they were."""
 

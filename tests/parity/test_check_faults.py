@@ -47,9 +47,10 @@ def test_a_fault_is_found(fault: SeededFault, crowds: Crowds, pytestconfig: pyte
         pytest.param("dp=2,ep=2,microbatches=2", marks=pytest.mark.whole),
     ],
 )
-def test_nothing_is_found_where_nothing_is_wrong(text: str, crowds: Crowds) -> None:
+def test_nothing_is_found_where_nothing_is_wrong(text: str, crowds: Crowds, pytestconfig: pytest.Config) -> None:
     plan = Plan.parse(text)
-    verdict = check(plan, problem_of(default_settings(plan), plan, NUM_STEPS), ranks=crowds.of(plan.num_ranks))
+    num_steps = NUM_STEPS if pytestconfig.getoption("--whole") else NUM_STEPS // 2
+    verdict = check(plan, problem_of(default_settings(plan), plan, num_steps), ranks=crowds.of(plan.num_ranks))
     assert verdict.is_same, (verdict.comparison.first, verdict.halves)
     assert not isinstance(verdict.halves, str), "bf16 was tried"
 

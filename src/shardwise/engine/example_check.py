@@ -18,7 +18,7 @@ from shardwise.stages.batch import home_of
 from shardwise.stages.loss_kind import LossKind, Tried
 from shardwise.stages.loss_trial import try_backward, try_loss
 from shardwise.stages.losses import WeighedLoss, summed_only
-from shardwise.stages.rows import RowRule
+from shardwise.stages.rows import RowRule, check_openable
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.stage import Batch, Loss
 
@@ -40,6 +40,8 @@ class Checked(NamedTuple):
 def check_example(module: nn.Module, plan: Plan, loss: Loss, example: Batch, options: Options, wires: Wires) -> Checked:
     """Refuse an example that ranks do not share, and a loss that parts of a batch do not tell. All call this alike."""
     SameBatch(plan, wires, is_local=options.is_local).take(example, "example")
+    if plan.dp * plan.microbatches > 1:
+        check_openable(example)
     rule = RowRule(Signature(module).names)
     tried = _agreed(module, plan, loss, example, rule, options, wires)
     rule.tables |= set(tried.tables)

@@ -1,12 +1,18 @@
 """Which tensors of a module are asked for before they are looked at, between the steps of a plan."""
 
 from collections.abc import Iterator, Mapping
+from functools import wraps
+from threading import get_ident
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shardwise.engine.parts import Parts
 from shardwise.engine.shown import Shown, View
+from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
 from shardwise.states.buckets.bucket import Bucket
 from shardwise.states.data_parallel import DataParallel
@@ -16,7 +22,29 @@ def make_shown(
     parts: Parts, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], data: DataParallel
 ) -> Shown:
     """The views of a module whose `parameters` and `buffers` this process holds."""
-    return Shown(parts.module, [*_views_of_parameters(parts, parameters, data), *_views_of_buffers(parts, buffers)])
+    views = [*_views_of_parameters(parts, parameters, data), *_views_of_buffers(parts, buffers)]
+    shown = Shown(parts.module, [*views, *_views_of_pieces(parts, data)])
+    for optimizer in data.updates.optimizers:
+        _refuse_steps_by_hand(optimizer, shown)
+    return shown
+
+
+def _refuse_steps_by_hand(optimizer: Optimizer, shown: Shown) -> None:
+    """`optimizer.step()` after `train_step`, out of habit: it would be a second one, of what this rank has."""
+    inner, thread = optimizer.step, get_ident()
+
+    @wraps(inner)
+    def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if shown.is_idle and thread == get_ident():
+            raise ShardwiseError(
+                f"{type(optimizer).__name__}.step() was called between steps of the engine, and"
+                " engine.train_step(batch) has taken this step already",
+                remedy="engine.train_step(batch) alone: it zeroes gradients, runs forward and backward, and steps",
+            )
+        return inner(*args, **kwargs)
+
+    # A method, as schedulers that are made later look for its function.
+    vars(optimizer)["step"] = MethodType(step, optimizer)
 
 
 def _views_of_parameters(
@@ -51,6 +79,16 @@ def _views_of_buffers(parts: Parts, held: Mapping[str, Tensor]) -> Iterator[tupl
     for name, buffer in parts.module.named_buffers():
         if name not in held:
             yield buffer, View(name, problem=_elsewhere(parts.plan), wait=None)
+
+
+def _views_of_pieces(parts: Parts, data: DataParallel) -> Iterator[tuple[Tensor, View]]:
+    """What optimizers have in the place of the module's parameters: whoever goes over their groups would take it for
+    these."""
+    own, updates = {id(each) for each in parts.module.parameters()}, data.updates
+    has = updates.pieces or "a copy of it in full precision"
+    for each in updates.updated:
+        if id(each.weight) not in own:
+            yield each.weight, View(each.name, problem=f"this optimizer has {has}", wait=None, thread=get_ident())
 
 
 def _elsewhere(plan: Plan) -> str:

@@ -8,10 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from shardwise.engine.shown import is_guarded
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
 from shardwise.states.shared_buffers import WAYS
 from shardwise.torch_private import accumulated_hooks, gradient_hooks, is_compiled
+
+#: What other ways to train wrap around a module. By name: the last is imported by who uses it.
+_WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"})
 
 
 def check_module(module: nn.Module) -> None:
@@ -22,6 +26,13 @@ def check_module(module: nn.Module) -> None:
             remedy="the module from before torch.compile, and parallelize(..., compile=True); or layer.compile() of its"
             " layers",
         )
+    for name, each in module.named_modules():
+        if _WRAPPERS.intersection(kind.__name__ for kind in type(each).__mro__ if kind.__module__.startswith("torch.")):
+            raise ShardwiseError(
+                f"{name or 'the module'} is wrapped in {type(each).__name__}, which shares out rows or weights by"
+                " itself",
+                remedy=f"the module that it is around: model{'.' + name if name else ''}.module",
+            )
     every = (*module.named_parameters(), *module.named_buffers())
     lazy = [name for name, each in every if is_lazy(each)]
     if lazy:
@@ -36,12 +47,54 @@ def check_module(module: nn.Module) -> None:
             " nothing to train",
             remedy="module.requires_grad_()",
         )
+    check_memory(module)
     for name, embedding in _embeddings(module):
         if embedding.sparse and embedding.weight.requires_grad:
             raise ShardwiseError(
                 f"{name} is an {type(embedding).__name__} with sparse=True, and gradients are summed as dense ones",
                 remedy=f"module.get_submodule({name!r}).sparse = False",
             )
+
+
+def check_memory(module: nn.Module) -> None:
+    """Refuse parameters that lie in the memory of others: an engine gives each a place, and they would go apart."""
+    held = [(name, each) for name, each in (*module.named_parameters(), *module.named_buffers()) if _has_memory(each)]
+    places = sorted(((each.data_ptr(), name, each) for name, each in held), key=lambda place: place[0])
+    end, before = 0, None
+    for start, name, each in places:
+        is_trained = before is not None and (before[1].requires_grad or each.requires_grad)
+        if before is not None and is_trained and start < end and _share(before[1], each):
+            raise ShardwiseError(
+                f"{before[0]} and {name} are two tensors that share memory: a step on one writes to the other, and"
+                " ranks keep each by itself",
+                remedy="one parameter for both (other.weight = layer.weight), of which forward takes a part:"
+                " weight[:4]; or a clone()",
+            )
+        if start + _extent(each) > end:
+            end, before = start + _extent(each), (name, each)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    if is_guarded(tensor):  # Of another engine, which has memory for it while it is at work.
+        return False
+    return not (tensor.is_meta or is_lazy(tensor)) and tensor.layout is torch.strided and tensor.data_ptr() != 0
+
+
+def _extent(tensor: Tensor) -> int:
+    """From its first byte to behind its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def _share(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors whose bytes overlap have a number in common: columns of one matrix may not."""
+    if one.dtype != other.dtype:
+        return True
+    apart = (other.data_ptr() - one.data_ptr()) // one.element_size()
+    length = max(_extent(one), _extent(other)) // one.element_size()
+    found = torch.arange(length)
+    mine, others = (found.as_strided(each.shape, each.stride()).flatten() for each in (one, other))
+    return bool(torch.isin(mine, others + apart).any())
 
 
 def check_sixteen(module: nn.Module) -> None:
@@ -106,6 +159,11 @@ def check_gradient_hooks(module: nn.Module, plan: Plan) -> None:
     for name, parameter in module.named_parameters() if parts else ():
         hooks = list(gradient_hooks(parameter).values())
         late = list(accumulated_hooks(parameter).values())
+        if any(_home_of(each).startswith("shardwise.") for each in late):
+            raise ShardwiseError(
+                f"{name} is trained by another engine, and two engines would each step on it",
+                remedy="engine.close() of the other one first; or one module of both, and one engine",
+            )
         if late or (hooks and not _is_linear(hooks, parameter)):
             which = "register_post_accumulate_grad_hook" if late else "register_hook"
             raise ShardwiseError(
@@ -114,6 +172,10 @@ def check_gradient_hooks(module: nn.Module, plan: Plan) -> None:
                 remedy="a hook that multiplies; engine.gradients() to look at gradients, clip= to clip them, or an"
                 " optimizer that does it in step()",
             )
+
+
+def _home_of(hook: Any) -> str:
+    return getattr(getattr(hook, "func", hook), "__module__", None) or ""
 
 
 @torch.no_grad()

@@ -43,7 +43,7 @@ def _reasons(each: Rewritten, plan: Plan) -> Iterator[str]:
         yield f"under precision={plan.precision} it is made anew from weights in full precision"
     if plan.cp > 1:
         yield f"under cp={plan.cp} each rank's forward sees other tokens"
-    if plan.recompute != "none":
+    if plan.recompute != "none" and not each.settles:
         yield f"under recompute={plan.recompute} a second forward would write to it again"
     if each.how == "memory" and (plan.zero or plan.offload.optimizer):
         yield "gives it other memory (weight.data = ...), which its optimizer does not have"

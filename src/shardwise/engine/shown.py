@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from threading import get_ident
 from typing import Any
 from weakref import WeakMethod, WeakSet
 
@@ -49,14 +50,16 @@ _ZEROING = nn.Module.zero_grad.__code__
 class View:
     """One tensor of the module. `wait` has all of it come; where that cannot be done alone, `problem` says why.
 
-    `lacks_gradient` says why `grad` is not its gradient. It knows nothing of the tensor, nor of what waits: tensors
-    outlive an engine, and their views with them.
+    `lacks_gradient` says why `grad` is not its gradient. Where a `thread` is given, others are not asked: updates may
+    go on in them. It knows nothing of the tensor, nor of what waits: tensors outlive an engine, and their views with
+    them.
     """
 
     def __init__(
-        self, name: str, *, problem: str | None, wait: Callable[[], None] | None, lacks_gradient: str | None = None
-    ) -> None:
-        self.name, self.problem = name, problem
+        self, name: str, *, problem: str | None, wait: Callable[[], None] | None, lacks_gradient: str | None = None,
+        thread: int | None = None,
+    ) -> None:  # fmt: skip
+        self.name, self.problem, self._thread = name, problem, thread
         self._wait = None if wait is None else WeakMethod(wait)
         self._lacks_gradient = problem if lacks_gradient is None else lacks_gradient
         #: Whether it is to be known what is written to it, also through `data`.
@@ -66,6 +69,8 @@ class View:
 
     def look(self, tensor: Tensor, function: Any) -> None:
         """Somebody is about to compute with it."""
+        if self._thread is not None and self._thread != get_ident():
+            return
         if function == _GRADIENT:
             if self._lacks_gradient is not None:
                 raise ShardwiseError(
@@ -100,6 +105,11 @@ def guarded_class(kind: type) -> type:
     return _CLASSES[kind]
 
 
+def is_guarded(tensor: Tensor) -> bool:
+    """Whether an engine has it, or had it, in a way that not all of it is there."""
+    return type(tensor) in _CLASSES.values()
+
+
 def _asked(
     cls: type, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
@@ -110,7 +120,7 @@ def _asked(
         return None  # `module.zero_grad()` out of habit: every step begins with none.
     if function not in HARMLESS:
         for each in pytree.tree_leaves((args, kwargs)):
-            if isinstance(each, Tensor) and type(each) in _CLASSES.values():
+            if isinstance(each, Tensor) and is_guarded(each):
                 _look(each, function)
     if function == _DATA and _VIEWS[args[0]].counts_writes:
         function = Tensor.detach  # The same numbers; but what is written there counts as written to the tensor.
@@ -156,7 +166,7 @@ _HOOKED: WeakSet[nn.Module] = WeakSet()
 def _look_before_loading(module: nn.Module, *_: Any) -> None:
     """A module is to be loaded by its own method, which else tells of each tensor in a sentence of torch's."""
     for each in (*module.parameters(), *module.buffers()):
-        if type(each) in _CLASSES.values():
+        if is_guarded(each):
             _look(each, Tensor.copy_)
 
 
@@ -170,7 +180,7 @@ class Shown:
             assert own is not None, "a class that asks stands above another"
             self._classes.append((tensor, own, guarded_class(own)))
             _VIEWS[tensor] = view
-        self._depth = 0
+        self._depth, self._is_closed = 0, False
         if self._classes and module not in _HOOKED:
             _HOOKED.add(module)
             module.register_load_state_dict_pre_hook(_look_before_loading)  # type: ignore[no-untyped-call]
@@ -179,6 +189,11 @@ class Shown:
         """A step has ended, or an engine was made: whoever looks is asked from now on."""
         for tensor, _, guarded in self._classes:
             _be(tensor, guarded)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is an engine, and it is not at work."""
+        return not self._depth and not self._is_closed
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -196,6 +211,7 @@ class Shown:
 
     def close(self) -> None:
         """The engine has ended. What is not whole here never will be, and still says so."""
+        self._is_closed = True
         ended = {id(tensor) for tensor, _, _ in self._classes if _VIEWS[tensor].ends_with_engine}
         for tensor, own, _ in self._classes:
             if id(tensor) in ended:

@@ -17,6 +17,7 @@ from shardwise.engine.update import LaunchedStep, StepNumbers
 from shardwise.execution.collector import StreamCollector
 from shardwise.execution.executor import Executor, Record
 from shardwise.execution.step_losses import Tally
+from shardwise.kernels.lazy_logits import before_a_loss
 from shardwise.stages.batch import shapes_of
 from shardwise.stages.metrics import Metrics
 from shardwise.stages.stage import Batch
@@ -32,6 +33,8 @@ class Steps:
         self._predictions = Predictions(parts, execution)
         self.graphs = StepGraphs(parts, states, execution.dropouts)
         self.num_begun = 0
+        #: Whether batches of the same shapes may have stages send others.
+        self._shapes_by_data = parts.split.shapes_by_data
 
     def train(
         self, batch: Batch, update: Callable[[Tally], None] | None = None,
@@ -82,7 +85,8 @@ class Steps:
         evaluator = self._execution.evaluator
         with self._in_evaluation_mode(), self.metrics.of(evaluator, metrics):
             microbatches = self._execution.batches.cut(batch, "evaluation")
-            tally = self._run(evaluator, microbatches, ("evaluate", shapes_of(batch)), None)
+            with before_a_loss():
+                tally = self._run(evaluator, microbatches, ("evaluate", shapes_of(batch)), None)
             self._execution.batches.same.check_told()
             return tally
 
@@ -91,7 +95,8 @@ class Steps:
         with self._in_evaluation_mode():
             given = self._predictions.cut(batch)
             predictor = self._predictions.executor
-            predictor.run(given.microbatches, signature=("predict", shapes_of(given.batch)))
+            signature = None if self._shapes_by_data else ("predict", shapes_of(given.batch))
+            predictor.run(given.microbatches, signature=signature)
             self._sharded.check_attention(self._module, self._wires)
             return self._predictions.joined(given)
 
@@ -111,6 +116,7 @@ class Steps:
         if self._states.stream is not None and executor is self._execution.trainer:
             tally = self._states.stream.train_step(microbatches, signature, record)
         else:
-            tally = self._execution.losses.of(executor.run(microbatches, signature=signature, record=record))
+            agreed = None if self._shapes_by_data else signature
+            tally = self._execution.losses.of(executor.run(microbatches, signature=agreed, record=record))
         self._sharded.check_attention(self._module, self._wires)
         return tally

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from shardwise.stages.across_rows import first_across, with_numbers_of
 from shardwise.stages.backward_trial import NOT_IN_PROPORTION
 from shardwise.stages.loss_kind import LEARNED_NUMBER, REMEDY_OF_LEARNED, REMEDY_OF_PARTS, LossKind, Through, Tried
-from shardwise.stages.rows import RowRule, Seen, nodes, take_rows, tensors_in
+from shardwise.stages.rows import RowRule, Seen, nodes, take_rows, tensors_in, unmarked
 from shardwise.stages.spread_outputs import WAYS, spread
 from shardwise.stages.stage import Batch, Loss
 from shardwise.stages.trial_rows import FIRST, IGNORED, NUM_ROWS, is_mask, three_rows, two_and_one, with_hidden
@@ -65,7 +65,29 @@ def try_loss(
             remedy = f"batch[{path!r}] = sw.whole(batch[{path!r}]) if it has no entry for each row; else {first.remedy}"
             return first._replace(remedy=remedy)
     untold = first.kind is LossKind.UNTRIED and first.problem is None
-    return (_by_halves(trial, example, seen) if untold else None) or first
+    return (_by_halves(trial, example, seen) if untold else None) or _of_parts(trial, example, seen, first)
+
+
+def _of_parts(trial: Trial, example: Batch, seen: Seen, first: Tried) -> Tried:
+    """Refuse what computes all rows, and fails on one half of them: offsets into another entry, say."""
+    half = seen.length // 2
+    if not first.failed or not half:
+        return first
+    try:
+        trial.run(unmarked(example))
+    except Exception:
+        return first
+    try:
+        for each in ((0, half), (half, 2 * half)):
+            trial.run(take_rows(example, seen, *each))
+    except Exception as error:
+        cut, why = ", ".join(sorted(seen.paths)), f"{type(error).__name__}: {error}".splitlines()[0]
+        return first._replace(
+            problem=f"module and loss take {seen.length} rows, and fail on {half} of them (cut: {cut}): {why}",
+            remedy="rows that stand by themselves: padded ones and their lengths in place of offsets; or sw.whole(...)"
+            " around an entry that has no entry for each row",
+        )
+    return first
 
 
 def _by_halves(trial: Trial, example: Batch, seen: Seen) -> Tried | None:

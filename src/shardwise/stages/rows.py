@@ -190,6 +190,13 @@ def check_openable(batch: Mapping[str, Any]) -> None:
                 f"{path} is a PackedSequence, whose rows are not one after the other, so it cannot be cut",
                 remedy="padded rows and their lengths in the batch, and pack_padded_sequence in forward",
             )
+        if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_nested):
+            kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+            raise ShardwiseError(
+                f"{path} is a {kind} tensor, which has no rows to be cut",
+                remedy=f"batch[{path!r}].to_dense(), or to_padded_tensor(0) of a nested one, and back in forward; or"
+                f" sw.whole(batch[{path!r}]) if every rank needs all of it",
+            )
         if _children(value) is None and not isinstance(value, (Tensor, Marked, type)):
             held = getattr(value, "__dict__", None)
             if isinstance(held, dict) and any(isinstance(each, Tensor) for each in held.values()):

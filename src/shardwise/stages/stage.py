@@ -50,7 +50,8 @@ class Split:
     `units` are the pieces of each stage by name, so that one can see that none is lost; `unit_costs` what each costs,
     in FLOPs or their like, and `unit_bytes` the bytes of its weights. `left` are
     attributes, and the like, that forwards write: the dictionaries that they are in, and their keys. `rewritten` are
-    parameters that forwards write to, and how (`split/write_guard.py`).
+    parameters that forwards write to, and how (`split/write_guard.py`). `shapes_by_data`: what crosses stages may have
+    other shapes in another batch of the same shapes.
     """
 
     stages: tuple[Stage | None, ...]
@@ -63,6 +64,7 @@ class Split:
     unit_bytes: tuple[tuple[float, ...], ...] = ()
     left: tuple[tuple[dict[str, Any], str], ...] = ()
     rewritten: Mapping[str, Any] = field(default_factory=dict)
+    shapes_by_data: bool = False
 
     @property
     def num_stages(self) -> int:

@@ -297,8 +297,7 @@ class VocabularyHead(ColumnParallelLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         given = input.piece if isinstance(input, LazyGather) else input
-        waits = self.waits and self.training and self.bias is None
-        if waits and may_wait(given, self.weight):
+        if self.waits and self.bias is None and may_wait(given, self.weight, training=self.training):
             return waiting(self._all_tokens(input), self.weight, self._ranks(), self._shown)
         return self._shown(super().forward(input))
 

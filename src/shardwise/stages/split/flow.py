@@ -18,9 +18,18 @@ from shardwise.stages.batch import home_of
 from shardwise.stages.checkpoints import nothing_recomputed
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.lines import line_of, line_of_error
-from shardwise.stages.split.meta import Guesses, call_on_meta, depends_on_data, has_meta, on_meta, tensors_of
+from shardwise.stages.split.meta import (
+    Guesses,
+    call_on_meta,
+    depends_on_data,
+    has_meta,
+    on_meta,
+    shapes_by_data,
+    tensors_of,
+)
 from shardwise.stages.split.outline import NumberOutline, Outline, TensorOutline, outline_of, signature_of
 from shardwise.stages.split.python_state import PythonState
+from shardwise.stages.split.settled_writes import settled
 from shardwise.stages.split.sources import NOTHING, Drawn, HeldTensor, Hidden, Ledger, Made, Source, Sources, storage_of
 from shardwise.stages.split.switch import Inner, uncompiled, undisturbed
 from shardwise.stages.split.write_guard import Rewritten
@@ -82,6 +91,8 @@ class UnitFlow:
     rewritten: Mapping[str, Rewritten] = field(default_factory=dict)
     #: All attributes and entries that the run wrote, in calls or between them, by name: where they are.
     slots: Mapping[str, tuple[dict[Any, Any], Any]] = field(default_factory=dict)
+    #: Whether shapes of what is between units, or returned by them, depend on numbers of the batch.
+    shapes_by_data: bool = False
 
     def leave_for(self, calls: Collection[int]) -> None:
         """Have what other calls would leave, as on the example, where there is nothing.
@@ -111,6 +122,7 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
         self.calls: list[UnitCall] = []
         self.in_glue: set[str] = set()
         self.leaks: dict[int, str] = {}
+        self.shapes_by_data = False
         self._times_called: dict[str, int] = {}
         self._on_meta = has_meta(module)
         self._home = home
@@ -134,6 +146,7 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
         if draws(func, args, kwargs):
             sources |= {Drawn(line_of())}
         returned = func(*args, **kwargs)
+        self.shapes_by_data = self.shapes_by_data or shapes_by_data(func, args)
         if isinstance(returned, (bool, int, float, complex)):
             self.look(sources)
         self._settle(func, args, kwargs, returned, sources)
@@ -202,6 +215,9 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
             self._inside = None
         if before is not None:
             self.left += self._left_by(index, before, looks=looks or inside.looks)
+        if inside.shapes_by_data:
+            lengths = [{each.shape[:1] for each in tensors_of(some)} for some in (given, pytree.tree_leaves(returned))]
+            self.shapes_by_data = self.shapes_by_data or bool(lengths[1] - lengths[0])
         outline = outline_of(returned, given, inside.changed, sends_numbers=looks or inside.looks)
         if outline.strange:
             raise ShardwiseError(
@@ -280,7 +296,7 @@ class _Inside:
         self._ledger, self._hidden, self._leaks = ledger, frozenset([Hidden(call)]), leaks
         self._places = {storage_of(each): at for at, each in enumerate(arguments) if isinstance(each, Tensor)}
         #: Whether it takes numbers out of tensors, or may have been given some.
-        self.looks = False
+        self.looks = self.shapes_by_data = False
         #: Which of its arguments it wrote into.
         self.changed: set[int] = set()
         self.sources: set[Source] = set()
@@ -292,6 +308,7 @@ class _Inside:
         self.sources |= sources
         note_leaks(func, sources, self._leaks)
         self.looks = self.looks or depends_on_data(func)
+        self.shapes_by_data = self.shapes_by_data or shapes_by_data(func, args)
         returned = func(*args, **kwargs)
         made = tensors_of(returned)
         self.flops += flops_of(func, args, kwargs, returned)
@@ -375,8 +392,12 @@ def watch(
         assert switch.state is not None, "it is known what was there before"
         assert switch.guard is not None, "parameters are looked after"
         traces = bool(switch.state.changed())
+        written = switch.guard.written
+        through_data = [name for name, each in written.items() if each.how == "data"]
+        settles = settled(module, signature, example, through_data) if through_data else ()
         rewritten = {
-            name: each._replace(in_glue=name in watcher.in_glue) for name, each in switch.guard.written.items()
+            name: each._replace(in_glue=name in watcher.in_glue, settles=name in settles)
+            for name, each in written.items()
         }
         slots = {name: (holder, key) for name, holder, key in switch.state.assigned()} if records else {}
         if probe is not None:
@@ -394,4 +415,5 @@ def watch(
         left=tuple(watcher.left),
         slots=slots,
         rewritten=rewritten,
+        shapes_by_data=watcher.shapes_by_data,
     )

@@ -76,6 +76,13 @@ def depends_on_data(func: Any) -> bool:
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
 
+def shapes_by_data(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether the shape of what an operation makes depends on numbers: what a mask selects."""
+    if func is torch.ops.aten.index.Tensor:
+        return any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1])
+    return torch.Tag.dynamic_output_shape in func.tags
+
+
 def tensors_of(given: Any) -> list[Tensor]:
     """All tensors among the arguments or results of an operation, which come in tuples, lists and dictionaries.
 

@@ -76,8 +76,15 @@ class ModuleStage:
         return visit.made, output if self.part.is_last else None
 
     def _explain(self, error: Exception) -> None:
-        """Raise a sentence in the place of what torch says of gradients that a forward asks for over several stages."""
-        asks = any(frame.f_code is torch.autograd.grad.__code__ for frame, _ in walk_tb(error.__traceback__))
+        """Raise a sentence in the place of what torch says of gradients that a forward asks for itself."""
+        codes = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
+        if not isinstance(error, ShardwiseError) and any("_functorch" in code.co_filename for code in codes):
+            raise ShardwiseError(
+                "the forward calls units inside of torch.func (grad, vjp, vmap), which takes no part in what this plan"
+                f" does around them: {str(error).partition('. ')[0]}",
+                remedy="torch.autograd.grad(..., create_graph=True); or a plan without zero=3 and recompute",
+            ) from error
+        asks = torch.autograd.grad.__code__ in codes
         if asks and not isinstance(error, ShardwiseError) and len(self.part.calls) < len(self.flow.calls):
             raise ShardwiseError(
                 "the forward asks for gradients (torch.autograd.grad) of what several stages compute, and a stage has"

@@ -53,6 +53,8 @@ class PythonState:
         self._roots, self._with_buffers = roots, with_buffers
         self._kept: list[_Kept] = []
         self._empty: list[tuple[str, OrderedDict[Any, Any]]] = []
+        #: Which buffers modules had, where their numbers are not noted: a forward may register some.
+        self._buffers: list[tuple[dict[str, Any], frozenset[str]]] = []
         self._versions: dict[int, int] = {}
         self._seen: set[int] = set()
         self._kinds: dict[type, _Note | None] = {}
@@ -114,6 +116,8 @@ class PythonState:
         if self._with_buffers:
             self._kept.append(_Kept(name, buffers, buffers.copy()))
             yield from ((start + key, each) for key, each in buffers.items())
+        else:
+            self._buffers.append((buffers, frozenset(buffers)))
         if is_theirs(type(module)):
             yield from self._note_class(name, type(module))
 
@@ -219,6 +223,9 @@ class PythonState:
             elif len(holder) != len(content) or any(a is not b for a, b in zip(holder, content, strict=True)):
                 holder.clear()
                 (holder.update if isinstance(holder, set) else holder.extend)(content)
+        for buffers, names in self._buffers:
+            for name in buffers.keys() - names:
+                del buffers[name]
         set_python_draws(self._drawn)
 
     def again(self) -> "PythonState":

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardwise.torch_private import storage_id
+from shardwise.torch_private import is_wrapped, storage_id
+
+#: Of tensors that lie in no memory of their own.
+NO_STORAGE = -1
 
 
 class Made(NamedTuple):
@@ -73,7 +76,7 @@ class Ledger:
     def set_made(self, tensor: Tensor, made: Made) -> None:
         """A unit returned this tensor."""
         self._sources[tensor] = frozenset([made])
-        if tensor.layout is torch.strided:
+        if storage_of(tensor) != NO_STORAGE:
             reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
             self._homes[storage_of(tensor)] = reference, made
 
@@ -91,4 +94,6 @@ class Ledger:
 
 def storage_of(tensor: Tensor) -> int:
     """What identifies the memory that a tensor lies in."""
-    return -1 if tensor.layout is not torch.strided else storage_id(tensor.untyped_storage())
+    if tensor.layout is not torch.strided or is_wrapped(tensor):
+        return NO_STORAGE
+    return storage_id(tensor.untyped_storage())

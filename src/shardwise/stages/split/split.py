@@ -83,6 +83,7 @@ def split(
         unit_bytes=tuple(tuple(float(flow.calls[call].weight_bytes) for call in part.calls) for part in parts),
         left=tuple(flow.slots.values()),
         rewritten=flow.rewritten,
+        shapes_by_data=flow.shapes_by_data,
     )
 
 

@@ -18,12 +18,13 @@ _COPIED_TYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.f
 class Rewritten(NamedTuple):
     """A parameter that a forward wrote: given other `memory`, or `in place`, or through `data`; and what it then had.
 
-    `in_glue`: outside of units.
+    `in_glue`: outside of units. `settles`: through `data`, and what the next forward writes is the same again.
     """
 
     how: str
     total: float
     in_glue: bool = False
+    settles: bool = False
 
 
 class WriteGuard(EagerDispatchMode):  # type: ignore[no-untyped-call]

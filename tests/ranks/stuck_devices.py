@@ -2,13 +2,17 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from shardwise.ranks.device_progress import DeviceProgress
 from shardwise.ranks.faults import Watch
+from shardwise.ranks.message_layout import Key, Layout, describe
 from shardwise.ranks.rank_error import RankError
+from shardwise.ranks.transport import ProcessTransport
 
 
 class StuckDevice(DeviceProgress):
@@ -29,6 +33,39 @@ def watch_with(device: StuckDevice, limit_seconds: float) -> Watch:
     watch = Watch(dist.get_rank(), dist.get_world_size(), limit_seconds=limit_seconds, beat_seconds=0.1)
     watch._gpu = device
     return watch
+
+
+class HeldUp(ProcessTransport):
+    """Its host is held up when it asks for a message, until it is told why: what CUDA may do."""
+
+    def _receive(self, tensor: Tensor, key: Key, tag: int) -> Any:  # noqa: ARG002
+        assert self._watch is not None
+        while True:
+            time.sleep(0.05)
+            self._watch.check()
+
+
+def ask_for_a_message(limit_seconds: float, folder: Path) -> str:
+    """Rank 0 is held up when it asks for what rank 1 has not sent, whose host stays where it is."""
+    watch = watch_with(StuckDevice(), limit_seconds)
+    group = dist.new_group(backend="gloo")
+    transport = HeldUp((group, group), watch=watch, links={(0, 1): group, (1, 0): group})
+    if dist.get_rank() == 1:
+        watch.at("a place of its own")
+        while not (folder / "told").exists():
+            time.sleep(0.05)
+        watch.close()
+        return ""
+    key = Key(1, 0, "F", 0, 1, 2)
+    transport._layouts = {key: Layout(describe([torch.zeros(3)]))}
+    watch.at("1RECV_F2<0")
+    try:
+        transport.post_receive(key)
+    except RankError as error:
+        (folder / "told").touch()
+        watch.close()
+        return str(error)
+    return "it was not held up"
 
 
 def wait_for_the_device(limit_seconds: float, comes_back: bool, folder: Path) -> str:

@@ -17,6 +17,14 @@ def test_a_rank_whose_device_waits_names_the_one_that_does_not_come(two: Ranks, 
     assert "\n  rank 0 waits on its GPU at F2 (" in told
 
 
+def test_a_host_that_is_held_up_by_what_it_asks_its_device_for_waits_for_the_other_rank(
+    two: Ranks, tmp_path: Path
+) -> None:
+    told, _ = two.run(stuck_devices.ask_for_a_message, LIMIT_SECONDS, tmp_path)
+    assert told.startswith("rank 1 has been at a place of its own for ")
+    assert "\n  rank 0 waits for rank 1 at 1RECV_F2<0 (" in told
+
+
 @pytest.mark.xdist_group("pairs")
 def test_a_process_whose_host_does_not_come_back_is_ended_and_says_why(tmp_path: Path) -> None:
     with Ranks(2) as ranks, pytest.raises(RankError) as caught:

@@ -86,6 +86,17 @@ def test_of_ranks_whose_gpus_wait_the_one_that_is_silent_is_named() -> None:
     assert error.rank == 2
 
 
+def test_a_host_that_stands_somewhere_is_not_named_while_another_rank_is_silent() -> None:
+    places = [at(0, "0F1", 9, on_gpu=True), at(1, "1RECV_F1<0", 9), at(2, "the norm", 5, silent=4)]
+    assert find_stall(places, 0, limit_seconds=5) is None
+    error = find_stall([*places[:2], at(2, "the norm", 6, silent=5)], 0, limit_seconds=5)
+    assert error is not None
+    assert error.rank == 2
+    error = find_stall([*places[:2], at(2, "the norm", 6)], 0, limit_seconds=5)
+    assert error is not None
+    assert error.rank == 1
+
+
 def test_gpus_that_only_compute_for_long_are_no_stall_until_they_do_so_for_very_long() -> None:
     places = [at(rank, "0F1", 9, on_gpu=True) for rank in range(3)]
     assert find_stall(places, 0, limit_seconds=5) is None

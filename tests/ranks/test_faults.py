@@ -167,6 +167,19 @@ def test_a_circle_is_a_stall_only_when_all_of_it_has_waited_for_long() -> None:
     assert error.problem.startswith("ranks 0, 1 have waited for each other for 22 s\n")
 
 
+def test_ranks_that_have_all_come_to_a_collective_that_does_not_end_say_what_they_wait_for() -> None:
+    others = {0: (1, 2), 1: (0, 2), 2: (0, 1)}
+    places = [RankLocation(rank=rank, at="the loss", at_seconds=61, waits_for=others[rank]) for rank in range(3)]
+    error = find_stall(places, 1, 20)
+    assert error is not None
+    assert error.rank is None
+    assert error.problem.startswith(
+        "ranks 0, 1, 2 have all been at the loss for 61 s, each waiting for what the others"
+    )
+    assert "\n  rank 2 waits for ranks 0, 1 at the loss (61 s)" in error.problem
+    assert find_stall([*places[:2], replace(places[2], at_seconds=59)], 1, 20) is None
+
+
 def test_of_a_circle_the_one_that_is_silent_is_named() -> None:
     """It was stopped while it waited, and others look at it only when they have waited for a while themselves."""
     circle = [PLACES[0], replace(PLACES[1], waits_for=(0,), at_seconds=20, silent_seconds=18), BUSY]

@@ -39,6 +39,25 @@ def test_under_torchrun_what_all_ranks_refuse_is_said_once(tmp_path: Path) -> No
     assert "[rank" not in done.stderr
 
 
+REFUSED = """
+import torch, shardwise as sw
+sw.parallelize(
+    torch.nn.Linear(4, 4), "dp=2", loss=lambda output, _: (output @ output.T).mean(),
+    optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1), example={"input": torch.eye(4) + 1},
+)
+"""
+
+
+@pytest.mark.whole
+def test_a_script_that_all_ranks_refuse_has_one_traceback(tmp_path: Path) -> None:
+    script = tmp_path / "refused.py"
+    script.write_text(REFUSED)
+    done = launched(tmp_path, script)
+    assert done.returncode != 0
+    assert done.stderr.count("]: Traceback (most recent call last)") == 1
+    assert "ShardwiseError: the loss of 3 rows is" in done.stderr
+
+
 def losses_of(done: "subprocess.CompletedProcess[str]") -> list[list[float]]:
     """The losses that each rank printed."""
     assert done.returncode == 0, done.stderr

@@ -9,6 +9,7 @@ The adding is done by a thread, in the order of the ranks: the same bits come ou
 import queue
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from time import perf_counter
 
@@ -146,13 +147,16 @@ class CpuExchange:
         return job
 
     def _work(self) -> None:
-        """Finish one job after the other, with the next one's numbers already coming in. None ends it."""
+        """Finish one job after the other, with the next one's numbers coming in. None ends it, behind the last."""
         last: _Job | None = None
+        has_ended = False
         with torch.no_grad():
-            while True:
-                job = self._next(wait=last is None)
-                if job is None and last is None:
-                    return
+            while last is not None or not has_ended:
+                job = None
+                with suppress(queue.Empty):
+                    if not has_ended:
+                        job = self._jobs.get(block=last is None)
+                        has_ended = job is None
                 if job is not None and not job.follows:
                     job.post()
                 if last is not None:
@@ -160,13 +164,6 @@ class CpuExchange:
                 if job is not None and job.follows:
                     job.post()
                 last = job
-
-    def _next(self, *, wait: bool) -> _Job | None:
-        """The next job; None if there is none and nobody wants to wait, or if it is the end."""
-        try:
-            return self._jobs.get(block=wait)
-        except queue.Empty:
-            return None
 
     def _tag(self, channel: int) -> int:
         """A new pair of tags: the index of a transfer in its channel is the same on all ranks."""

@@ -23,7 +23,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
@@ -325,6 +325,16 @@ class Watch:
         sys.stderr.write(f"error: {verdict}\n")
         sys.stderr.flush()
         os._exit(STATUS_OF_LAST_WORD)
+
+
+@contextlib.contextmanager
+def asking(watch: Watch, peer: int) -> Iterator[None]:
+    """What a host asks of its GPU may hold it up too, as long as rank `peer` does not do its part there."""
+    watch._waits = ((peer,), time.monotonic())
+    try:
+        yield
+    finally:
+        watch._waits = None
 
 
 def default_store() -> Store:

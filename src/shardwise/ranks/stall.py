@@ -11,6 +11,8 @@ from shardwise.torch_private import Store
 
 # GPUs that wait for each other, and nobody else is late, may also have very much to compute at one instruction.
 _LONGER_ON_GPUS = 3
+# A collective that all have come to may have very much to send.
+_LONGER_TOGETHER = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +45,7 @@ def find_stall(places: Sequence[RankLocation], me: int, limit_seconds: float) ->
     """Say who holds up rank `me`, if anybody: follow who waits for whom, to one that has not moved for too long."""
     found = _find_late(places, me, limit_seconds) or _find_circle(places, [me], limit_seconds)
     if found is None:
-        return None
+        return _find_together(places, places[me], limit_seconds)
     culprit, problem = found
     return RankError(
         "\n  ".join([problem, *map(str, places)]),
@@ -61,6 +63,10 @@ def _find_late(places: Sequence[RankLocation], me: int, limit_seconds: float) ->
             return place.rank, _silence_of(place)
         # Of one that is silent it is not known whether it has moved since.
         if not place.waits_for and place.at_seconds - place.silent_seconds >= limit_seconds:
+            # It may stand there for another that is stopped. That one is named as soon as it is known.
+            quiet = max(places, key=lambda each: each.silent_seconds)
+            if quiet.silent_seconds >= limit_seconds / 2:
+                return (quiet.rank, _silence_of(quiet)) if quiet.silent_seconds >= limit_seconds else None
             return place.rank, f"rank {place.rank} has been at {place.at} for {place.at_seconds:.0f} s"
         found = [other for other in _awaited(places, place) if other not in seen]
         seen.update(found)
@@ -84,6 +90,29 @@ def _find_circle(places: Sequence[RankLocation], chain: list[int], limit_seconds
             shortest = min(places[rank].at_seconds for rank in circle)
             return other, f"{_ranks(circle)} have waited for each other for {shortest:.0f} s"
     return next((found for other in awaited if (found := _find_circle(places, [*chain, other], limit_seconds))), None)
+
+
+def _find_together(places: Sequence[RankLocation], mine: RankLocation, limit_seconds: float) -> RankError | None:
+    """Ranks that have all come to one collective, which does not end: nobody is late, so none of them is named."""
+    all_of_them = sorted({mine.rank, *mine.waits_for})
+    together = [places[rank] for rank in all_of_them]
+    shortest = min(each.at_seconds for each in together)
+    is_one_place = all(each.at == mine.at and each.waits_for and not each.on_gpu for each in together)
+    if len(together) < 3 or not is_one_place or shortest < _LONGER_TOGETHER * limit_seconds:
+        return None
+    return RankError(
+        "\n  ".join(
+            [
+                f"{_ranks(all_of_them)} have all been at {mine.at} for {shortest:.0f} s, each waiting for what the"
+                " others send there: no rank is late, so it is lost on its way, or one has come there another time than"
+                " the others",
+                *map(str, places),
+            ]
+        ),
+        remedy="the same calls of the engine on every rank, as many of each; NCCL_DEBUG=INFO, or"
+        f" TORCH_CPP_LOG_LEVEL=INFO for gloo, says what a network does; limit_seconds={3 * limit_seconds:g}, if it is"
+        " only slow",
+    )
 
 
 def _silence_of(place: RankLocation) -> str:

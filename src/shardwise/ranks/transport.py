@@ -15,6 +15,7 @@ step begins with. While signatures repeat, nothing but the values moves.
 
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.errors import ShardwiseError
-from shardwise.ranks.faults import Watch
+from shardwise.ranks.faults import Watch, asking
 from shardwise.ranks.message_layout import HEADER_LENGTH, Description, Key, Layout, decode, describe, encode, length_of
 from shardwise.ranks.outbox import Sent, StreamOutbox, StreamWork, WaitingOutbox
 from shardwise.ranks.shared_memory import MOST_BYTES, Pair, meet
@@ -128,7 +129,8 @@ class ProcessTransport:
                 sent = self.sent[key.target] = [0, 0]
             sent[0] += 1
             sent[1] += num_bytes
-            self._send(_on_host(message) if self._is_staged else message, key, _PAYLOAD)
+            with self._asking(key.target):
+                self._send(_on_host(message) if self._is_staged else message, key, _PAYLOAD)
 
     def post_receive(self, key: Key) -> None:
         """Say that a message will be wanted, so that it can come in beside the computation."""
@@ -192,8 +194,9 @@ class ProcessTransport:
         self._last_waited, self._groups, self._backends, self._links = None, (), [], {}
 
     def _post_payload(self, key: Key, layout: Layout) -> None:
-        message = layout.allocate(torch.device("cpu") if self._is_staged else self._device, pinned=self._is_staged)
-        self._posted[key] = (layout, message, self._receive(message, key, _PAYLOAD) if layout.num_bytes else None)
+        with self._asking(key.source):
+            message = layout.allocate(torch.device("cpu") if self._is_staged else self._device, pinned=self._is_staged)
+            self._posted[key] = (layout, message, self._receive(message, key, _PAYLOAD) if layout.num_bytes else None)
 
     def _learn(self, unknown: deque[tuple[Key, Tensor | None, Any]]) -> None:
         """Take in the oldest header of a link, and post the payload that it describes."""
@@ -247,6 +250,10 @@ class ProcessTransport:
             link = self._links[key.source, key.target]
             return link, 1 - link.rank()
         return self._backends[key.source > key.target], peer
+
+    def _asking(self, peer: int) -> AbstractContextManager[None]:
+        """Over a link nothing waits, but CUDA may: for memory, say, while a kernel waits for the other rank."""
+        return asking(self._watch, self._in_world[peer]) if self._links and self._watch is not None else nullcontext()
 
     def _wait_until(self, work: Any, what: object, peer: int) -> None:
         if self._watch is None:

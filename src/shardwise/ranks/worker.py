@@ -94,7 +94,7 @@ def _end_group() -> None:
 def _join(rank: int, num_ranks: int, port: int, gpus: Gpus, silent_seconds: float) -> None:
     torch.set_num_threads(max(1, environment.num_cores() // num_ranks))
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    backend = choose_backend(rank, num_ranks, gpus)
+    backend = choose_backend(environment.device_of(rank), num_ranks, gpus)
     Pulse(store, rank, num_ranks, limit_seconds=silent_seconds)
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
 
@@ -130,7 +130,8 @@ def join_if_launched() -> None:
         check_one_each(find_gpus(), place[1])
     environment.keep_streams_apart()
     environment.leave_faults_to_watch()
-    store, rank, size = next(rendezvous("env://"))
+    store, device, size = next(rendezvous("env://"))
+    rank = environment.rank_on(device)
     backend = choose_backend(*place, gpus)
     Pulse(store_of_faults(store), rank, size, tells=True)
     dist.init_process_group(
@@ -141,13 +142,13 @@ def join_if_launched() -> None:
     )
 
 
-def is_first_to_tell() -> bool:
+def is_first_to_tell(what: str = "") -> bool:
     """Under `torchrun`: whether no other rank of this attempt has asked. Where its store does not answer, each is."""
     master = environment.find_master()
     assert master is not None, "only torchrun has such a store"
     try:
         store = TCPStore(*master, is_master=False, wait_for_workers=False, timeout=_TELL_WITHIN)
-        return bool(store.add(f"shardwise/told in attempt {environment.num_restarts()}", 1) == 1)
+        return bool(store.add(f"shardwise/told in attempt {environment.num_restarts()}{what}", 1) == 1)
     except RuntimeError:
         return True
 
@@ -165,15 +166,24 @@ def _tell_once(num_here: int) -> None:
         rank = environment.rank_under_torchrun()
         is_anothers = isinstance(error, RankError) and error.rank not in (None, rank)
         # One on another machine has told it there.
-        if not (is_anothers and isinstance(error, RankError) and (error.rank or 0) // num_here == rank // num_here):
+        is_here = isinstance(error, RankError) and _machine_of(error.rank or 0, num_here) == _machine_of(rank, num_here)
+        is_told = is_anothers and is_here
+        if isinstance(error, ShardwiseError) and not isinstance(error, RankError):
+            is_told = not is_first_to_tell(error.problem)  # What all ranks refuse alike.
+        if not is_told:
             before(kind, error, trace)
             return
+        assert isinstance(error, ShardwiseError), "it was told as one"
         line = error.problem.partition("\n    Traceback")[0].rstrip()
         print(f"rank {rank} stops: {line}", file=sys.stderr, flush=True)
         time.sleep(_LATER_SECONDS)
 
     tell.tells_once = True  # type: ignore[attr-defined]
     sys.excepthook = tell
+
+
+def _machine_of(rank: int, num_here: int) -> int:
+    return environment.device_of(rank) // num_here
 
 
 def _run(rank: int, call: bytes) -> object:

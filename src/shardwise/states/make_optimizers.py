@@ -12,6 +12,7 @@ factory has hung on it, a scheduler say, stays.
 """
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -36,6 +37,8 @@ Optimizers = MakeOptimizer | Sequence[Share]
 
 #: Where optimizers of torch keep parameters; in other attributes nobody would look for them.
 _OWN_ATTRIBUTES = {"param_groups", "state", "defaults"}
+#: How a `step(closure=None)` says that it must be given one.
+_ASKS_FOR_CLOSURE = re.compile(r"assert closure\b|if (closure is None|not closure):\s*raise\b")
 
 
 class Weight(NamedTuple):
@@ -201,7 +204,13 @@ def _check_optimizer(made: Any) -> None:
 
 def _needs_closure(made: Optimizer) -> bool:
     closure = inspect.signature(type(made).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
+    if closure is None or closure.default is inspect.Parameter.empty:
+        return closure is not None
+    try:
+        source = inspect.getsource(inspect.unwrap(type(made).step))
+    except (OSError, TypeError):
+        return False
+    return _ASKS_FOR_CLOSURE.search(source) is not None
 
 
 def _check_attributes(made: Optimizer, names: Mapping[int, str]) -> None:

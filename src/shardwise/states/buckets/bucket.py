@@ -12,6 +12,7 @@ from shardwise.states.buckets.gradients import LocalGradients, ScatteredGradient
 from shardwise.states.buckets.offloaded_gradients import HostGradients, OffloadedGradients
 from shardwise.states.buckets.offloaded_weights import OffloadedWeights, OffloadedWhole
 from shardwise.states.buckets.weights import Weights
+from shardwise.states.scaling import multiply
 from shardwise.torch_private import version_of
 
 AnyGradients = WholeGradients | ScatteredGradients | LocalGradients
@@ -174,14 +175,14 @@ class Bucket:
     def scale(self, factor: float) -> None:
         """Multiply the gradients."""
         self.factor = factor
-        if not self.is_offloaded and factor != 1.0:
-            self.result.mul_(factor)
+        if not self.is_offloaded:
+            multiply(self.result, factor)
 
     @property
     def given(self) -> Tensor:
         """The gradients as an optimizer was given them, on the device."""
         result = self.result
-        return result.to(self.key.device, copy=True).mul_(self.factor) if self.is_offloaded else result
+        return multiply(result.to(self.key.device, copy=True), self.factor) if self.is_offloaded else result
 
     @torch.no_grad()
     def give(self, used: list[bool]) -> None:

@@ -15,7 +15,6 @@ one, whose backwards have begun. So what is kept of a step is kept by its number
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,6 @@ from shardwise.ranks.collectives import Group
 from shardwise.ranks.exchange import BufferPool, Exchange, Ticket
 from shardwise.ranks.mesh import Replicas
 from shardwise.states.buckets.flat_layout import BucketSpec
-from shardwise.torch_private import foreach_scale
 
 
 def sum_over(flat: Tensor, replicas: Replicas, exchange: Exchange, channel: int) -> list[Ticket]:
@@ -337,10 +335,3 @@ class LocalGradients(Gradients):
     @property
     def num_bytes(self) -> int:
         return sum(each.nbytes for each in self.found)
-
-
-def scale_all(every: Iterable[LocalGradients], factor: float) -> None:
-    """Multiply gradients, all of them at once."""
-    found = [each for local in every for each in local.found]
-    if factor != 1.0 and found:
-        foreach_scale(found, factor)

@@ -11,10 +11,11 @@ from shardwise.ranks.exchange import Exchange, Ticket
 from shardwise.ranks.mesh import Replicas
 from shardwise.states.buckets.bucket import Bucket
 from shardwise.states.buckets.flat_layout import Slot
-from shardwise.states.buckets.gradients import scale_all, sum_over
+from shardwise.states.buckets.gradients import sum_over
 from shardwise.states.buckets.make import ParameterOwners
 from shardwise.states.buckets.tensor_interface import TensorInterface, sum_partial
 from shardwise.states.buckets.ties import Tie, TieSums
+from shardwise.states.scaling import multiply_all
 from shardwise.torch_private import foreach_norm
 
 # Channels of flags. Ties are numbered alike on ranks whose replicas are not.
@@ -54,7 +55,7 @@ class StepGradients:
     @torch.no_grad()
     def scale(self, factor: float, done: Collection[Bucket]) -> None:
         """Multiply them."""
-        scale_all(self._local, factor)
+        multiply_all([each for local in self._local for each in local.found], factor)
         for bucket in self._summed:
             if bucket not in done:
                 bucket.scale(factor)

@@ -26,6 +26,7 @@ from shardwise.ranks.collectives import Group, start_all_to_all
 from shardwise.states.buckets.bucket import Bucket
 from shardwise.states.buckets.flat_layout import Slot, Span
 from shardwise.states.buckets.tensor_interface import Joining
+from shardwise.states.scaling import multiply
 from shardwise.states.tiers.copy_streams import CopyStreams
 from shardwise.states.tiers.swapped_storage import HostStorage
 
@@ -293,4 +294,4 @@ def _weight(bucket: Bucket, span: Span) -> Tensor:
 def _gradient(bucket: Bucket, span: Span) -> Tensor:
     """Multiplied, where it was not because it lives on the host."""
     numbers = bucket.result[span.at : span.at + span.length]
-    return numbers.to(bucket.key.device, copy=True).mul_(bucket.factor) if bucket.is_offloaded else numbers
+    return multiply(numbers.to(bucket.key.device, copy=True), bucket.factor) if bucket.is_offloaded else numbers

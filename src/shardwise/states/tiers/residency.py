@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.dataflow.streams import Event
+from shardwise.states.scaling import multiply
 from shardwise.states.tiers.copy_streams import CopyStreams
 
 #: What comes beside an optimizer's own entries. No optimizer calls an entry so.
@@ -203,16 +204,16 @@ class HostResidency(Residency):
         return places[WEIGHT] if WEIGHT in places else part.of(self._offloaded.weight_here)
 
     def _scaled(self, part: WeightSlice, places: Places) -> Tensor:
-        scale = self._offloaded.scale
+        factor = self._offloaded.scale
         if GRADIENT in places:
-            return places[GRADIENT] if scale == 1.0 else places[GRADIENT].mul_(scale)
+            return multiply(places[GRADIENT], factor)
         found = self._brought.pop(part.first, None)
         if found is None:
             here = self._offloaded.gradient_here
             assert here is not None, "it was brought, or is on the device still"
             found = part.of(here)
         _use_here(found)
-        return found if scale == 1.0 else found * scale
+        return found if factor == 1.0 else multiply(found.clone(), factor)
 
 
 class HandedGradient(Residency):

@@ -1,10 +1,11 @@
 """How fast one GPU serves, with random weights: requests of `serving.md`, and transformers' continuous batching beside.
 
 python -m benchmarks.serving qwen3-0.6b --cases first,one,32,256,idle,transformers --save
-python -m benchmarks.serving --cases bandwidth,sweep
+python -m benchmarks.serving --cases bandwidth,sweep,rows
 """
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 import torch
 
 from benchmarks.record import kept, record
-from shardwise.kernels import paged_attention_triton
+from shardwise.kernels import paged_attention_triton, row_linear_triton
 from shardwise.kernels.paged_attention import make_tiles, paged_decode, paged_prefill
+from shardwise.kernels.row_linear import row_linear
 from shardwise.model.catalogue import CATALOGUE
 from shardwise.serving.client.bench_requests import BenchRequest, make_requests
 from shardwise.serving.engine import LLMEngine
@@ -204,6 +206,33 @@ def sweep() -> None:
         torch.cuda.empty_cache()
 
 
+def rows() -> None:
+    """Other tiles and warps of the products of one sequence: the layers of Qwen3-0.6B and 8B, one after the other."""
+    file = row_linear_triton
+    for width, inner, qkv, layers in ((1024, 3072, 4096, 28), (4096, 12288, 6144, 36)):
+        out = qkv // 2 if width == 1024 else 4096
+        shapes = [(qkv, width), (width, out), (2 * inner, width), (width, inner)]
+        weights = [torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for _ in range(layers) for shape in shapes]
+        given = {k: torch.randn(1, k, device="cuda", dtype=torch.bfloat16) for _, k in shapes}
+        norm = torch.ones(width, device="cuda", dtype=torch.bfloat16)
+
+        def run() -> None:
+            for number, weight in enumerate(weights):  # noqa: B023
+                has_norm, has_gate = number % 4 in (0, 2), number % 4 == 2
+                row_linear(
+                    given[weight.shape[1]], weight, norm=norm if has_norm else None,  # noqa: B023
+                    activation="silu" if has_gate else None,
+                )  # fmt: skip
+
+        num_bytes = sum(each.nbytes for each in weights)
+        for columns, most, programs, few in itertools.product((512, 1024, 2048), (4, 8, 16), (2, 4), (8, 16)):
+            file.COLUMNS, file.ROWS, file.PROGRAMS, file.FEW_ROWS = columns, most, programs, few
+            rate = num_bytes / timed(run, 5)
+            print(f"  {width}: columns {columns} rows {most} programs {programs} few {few}: {rate / BANDWIDTH:.0%}")
+        weights.clear()
+        torch.cuda.empty_cache()
+
+
 def measure(name: str, cases: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if "transformers" in cases:
@@ -260,6 +289,8 @@ def main() -> None:
         found["paged prefill"] = prefill_speed()
     if "sweep" in cases:
         sweep()
+    if "rows" in cases:
+        rows()
     for name in arguments.models:
         print(name)
         found[name] = measure(name, cases)

@@ -10,7 +10,7 @@ from torch.optim import SGD
 
 import shardwise as sw
 from shardwise.kernels.choose import settle
-from shardwise.kernels.lazy_logits import LazyLogits
+from shardwise.kernels.lazy_logits import LazyLogits, before_a_loss
 from shardwise.nets.loss import has_lazy_logits, next_token_loss
 from shardwise.nets.settings import Heads, Mixture, Mlp, Rope, Settings
 from shardwise.nets.transformer import Transformer
@@ -125,8 +125,30 @@ def test_logits_that_somebody_wrote_into_are_what_the_loss_sees() -> None:
     torch.testing.assert_close((total / count).detach(), torch.tensor(29.0).log())
 
 
-def test_an_evaluation_has_its_logits_at_once() -> None:
+def test_an_evaluation_has_its_logits_at_once_where_no_loss_is_known_to_follow() -> None:
     module = model()
+    settle(module, next_token_loss)
     with torch.no_grad():
         assert type(module(batch()["input_ids"])) is Tensor
-    assert type(module.eval()(batch()["input_ids"])) is Tensor
+        module.eval()
+        assert type(module(batch()["input_ids"])) is Tensor
+        with before_a_loss():
+            assert has_lazy_logits(module(batch()["input_ids"]))
+    assert type(module(batch()["input_ids"])) is Tensor
+
+
+def test_the_loss_of_an_evaluation_takes_logits_that_wait_and_a_prediction_has_them() -> None:
+    seen = []
+
+    def noting(output: Any, batch: Any) -> Any:
+        seen.append(has_lazy_logits(output))
+        return next_token_loss(output, batch)
+
+    engine = sw.parallelize(model(), "dp=1", loss=noting, optimizer=partial(SGD, lr=0.5), example=batch())
+    plain = sw.parallelize(
+        model(), "dp=1", loss=next_token_loss, optimizer=partial(SGD, lr=0.5), example=batch(), kernels=False
+    )
+    seen.clear()
+    assert engine.evaluate(batch()) == pytest.approx(plain.evaluate(batch()), rel=1e-6)
+    assert seen == [True]
+    assert type(engine.predict(batch())) is Tensor

@@ -13,7 +13,7 @@ from shardwise.kernels.lazy_logits import may_wait, waiting
 class HeadForward:
     def __call__(self, module: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = args[0] if len(args) == 1 and not kwargs else None
-        if not isinstance(given, Tensor) or not module.training or not may_wait(given, module.weight):
+        if not isinstance(given, Tensor) or not may_wait(given, module.weight, training=module.training):
             return own(module, *args, **kwargs)
         return waiting(given, module.weight)
 

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shardwise.kernels.launch import overlapping
+
 #: Heads that a program takes at most: of one kind, queries, keys or values.
 MOST_HEADS = 8
 
@@ -43,8 +45,11 @@ def _write(
     given, query, keys, values, positions, slots, q_norm, k_norm, cosine, sine, epsilon,
     given_stride, block_stride, head_stride, token_stride, num_heads, num_kv_heads,
     BLOCK_SIZE: tl.constexpr, HALF_DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_ANGLES: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_ANGLES: tl.constexpr, INTERLEAVED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * HEADS
     head = begin + tl.arange(0, HEADS)
@@ -106,6 +111,6 @@ def write(given: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots:
         given.stride(0), *keys.stride()[:3], num_heads, num_kv_heads,
         BLOCK_SIZE=size, HALF_DIM=dim // 2, HALF=triton.next_power_of_2(dim // 2), HEADS=heads,
         HAS_NORM=turn.q_norm is not None, HAS_ANGLES=turn.cosine is not None, INTERLEAVED=turn.interleaved,
-        num_warps=1 if heads < 4 else 2,
+        num_warps=1 if heads < 4 else 2, **overlapping(given.device),
     )  # fmt: skip
     return query

@@ -19,6 +19,20 @@ def rows_of(x: Tensor) -> Tensor:
 
 
 @cache
+def overlapping(device: torch.device) -> dict[str, bool]:
+    """What a launch is given so that its programs may be placed while those of the kernel before it end.
+
+    They read what no kernel writes (weights), and then wait until the kernel before is over and all that it wrote is
+    seen (`gdc_wait`); each lets the next kernel's programs in as soon as it runs (`gdc_launch_dependents`). Every
+    program waits before it writes anything or returns, so that the end of one kernel is the end of all before it. From
+    Hopper on.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        return {"OVERLAPS": False}
+    return {"OVERLAPS": True, "launch_pdl": True}
+
+
+@cache
 def num_processors(device: torch.device) -> int:
     """Multiprocessors of a GPU; in the interpreter a few, so that loops over them are tried."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

@@ -9,7 +9,9 @@ what was noted before is done to them too, so that views stay views and copies s
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from math import prod
 from numbers import Real
@@ -36,6 +38,7 @@ _TIMES = {Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul}
 _OVER = {Tensor.div, Tensor.__truediv__, Tensor.true_divide, torch.div}
 _CASTS = {Tensor.float: torch.float32, Tensor.bfloat16: torch.bfloat16, Tensor.half: torch.float16}
 _SHAPES = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.__getitem__}
+_IS_BEFORE_A_LOSS: ContextVar[bool] = ContextVar("is_before_a_loss", default=False)
 _LOSS_ORDER = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 
 
@@ -275,9 +278,21 @@ def _loss(given: LazyLogits, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> T
     return loss.to(done.dtype)
 
 
-def may_wait(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether logits of these may wait: in training, where the kernel takes them."""
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+@contextmanager
+def before_a_loss() -> Iterator[None]:
+    """A loss follows what is computed here, though nobody wants gradients: its logits wait as in training. Where logits
+    are what is wanted, a prediction, they do not."""
+    token = _IS_BEFORE_A_LOSS.set(True)
+    try:
+        yield
+    finally:
+        _IS_BEFORE_A_LOSS.reset(token)
+
+
+def may_wait(hidden: Tensor, weight: Tensor, *, training: bool) -> bool:
+    """Whether logits of these may wait, where the kernel takes them: in training, or before an evaluation's loss."""
+    has_loss = (training and torch.is_grad_enabled()) or _IS_BEFORE_A_LOSS.get()
+    if not has_loss or torch.compiler.is_compiling():
         return False
     # Weights that are cast for every step cost more than whole logits and a compiled loss: 95 % of the speed of a
     # Llama-1B on an H200, for 4 GiB.

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shardwise.kernels.choose import is_interpreted
-from shardwise.kernels.launch import num_processors
+from shardwise.kernels.launch import num_processors, overlapping
 
 #: Keys of a tile, warps, and tiles on their way, by the program. `benchmarks/serving.py --sweep` tries others.
 DECODE_KEYS, DECODE_WARPS, DECODE_TILES = 64, 4, 2
@@ -61,7 +61,11 @@ def _decode(
     q_row, q_head, block_stride, head_stride, token_stride, table_stride, num_heads,
     SHARING: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     kv_head = tl.program_id(0)
     part = tl.program_id(1)
     sequence = tl.program_id(2)
@@ -120,7 +124,11 @@ def _decode(
 def _put_together(
     sums, logs, lengths, out, window, fewest, num_heads, num_parts,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     head = tl.program_id(0)
     sequence = tl.program_id(1)
     length = tl.load(lengths + sequence)
@@ -255,6 +263,7 @@ def decode(
         SHARING=sharing, HEADS=max(16, triton.next_power_of_2(sharing)), BLOCK_SIZE=block_size,
         PRECISION=_precision(query.dtype), **narrow,
         num_warps=DECODE_WARPS, num_stages=_stages(DECODE_KEYS * dim * query.dtype.itemsize),
+        **overlapping(query.device),
     )  # fmt: skip
     if parts > 1:
         _put_together[(num_heads, num_sequences)](
@@ -270,6 +279,7 @@ def decode(
             # Of one size for few sequences, and of another for many: each is compiled once.
             PARTS=8 if parts <= 8 else MOST_PARTS,
             num_warps=2 if parts <= 8 else 4,
+            **overlapping(query.device),
         )
     return out
 

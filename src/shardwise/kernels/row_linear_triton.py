@@ -9,10 +9,11 @@ import triton.language as tl
 from torch import Tensor
 
 from shardwise.kernels.gated_triton import _activate
-from shardwise.kernels.launch import num_processors
+from shardwise.kernels.launch import num_processors, overlapping
 
-#: Columns of the weight at a time, most rows of a program, and how many programs a processor should have.
-COLUMNS, ROWS, PROGRAMS = 1024, 16, 2
+#: Columns of the weight at a time, most rows of a program, how many programs a processor should have, and up to how
+#: many rows four warps are enough. `benchmarks/serving.py --cases rows` tries others.
+COLUMNS, ROWS, PROGRAMS, FEW_ROWS = 1024, 16, 2, 8
 
 
 @triton.jit
@@ -36,8 +37,10 @@ def _normed_piece(
 def _row_linear(
     x, weight, bias, residual, norm, out, new, n, k, eps,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, ACTIVATION: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < n
     column = tl.arange(0, COLUMNS)
@@ -48,6 +51,8 @@ def _row_linear(
     tile = tl.load(here, mask=mask, other=0.0, eviction_policy="evict_first")
     if ACTIVATION != "":
         beneath = tl.load(under, mask=mask, other=0.0, eviction_policy="evict_first")
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
     rstd = 1.0
     if HAS_NORM:
         squares = tl.zeros((COLUMNS,), tl.float32)
@@ -99,6 +104,7 @@ def forward(
         x, weight, bias, residual, norm, out, new, n, k, eps,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, HAS_NORM=norm is not None,
         ACTIVATION=activation or "", ROWS=rows, COLUMNS=min(COLUMNS, triton.next_power_of_2(k)),
-        num_warps=4 if rows * (1 if activation is None else 2) <= 8 else 8,
+        num_warps=4 if rows * (1 if activation is None else 2) <= FEW_ROWS else 8,
+        **overlapping(x.device),
     )  # fmt: skip
     return out, new

@@ -1,4 +1,4 @@
-"""The layer that scores words. In training on a GPU its logits wait for somebody who looks at them.
+"""The layer that scores words. On a GPU its logits wait for somebody who looks at them.
 
 A cross entropy never does (`kernels/lazy_logits.py`). Whoever else is given them finds logits, of the shape and with
 the gradients that they always have.
@@ -21,6 +21,6 @@ class Head(nn.Linear):
         self.waits = False
 
     def forward(self, input: Tensor) -> Tensor:  # torch's name for it, which a caller may use.
-        if self.waits and self.training and may_wait(input, self.weight):
+        if self.waits and may_wait(input, self.weight, training=self.training):
             return waiting(input, self.weight)
         return super().forward(input)

@@ -1,11 +1,15 @@
 """Decode steps as CUDA graphs: all kernels of a step begun by one call.
 
 A graph has a fixed number of rows, and is captured when a step of so many first comes; smaller steps leave rows empty,
-which costs next to nothing, as a decode step reads weights, whatever the number of its rows.
+which costs next to nothing, as a decode step reads weights, whatever the number of its rows. A capture stands in the
+way of all requests for a few hundred milliseconds. So where a graph is there that is larger by less than `MOST_EMPTY`,
+it is used, until as many steps have come to that as a capture is worth: while 256 requests come to an end one by one,
+most sizes between are passed too soon.
 """
 
 import warnings
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +22,9 @@ from shardwise.kernels.step_inputs import StepInputs, make_step_inputs, unpack_i
 
 #: Rows of graphs.
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+#: A graph is used for steps of a size down to one over so much of its own, for so many steps; not for the fewest rows,
+#: whose products are others.
+MOST_EMPTY, PATIENCE, FEWEST = 4, 256, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +47,13 @@ class DecodeGraphs:
         self._packed = torch.zeros(2 + num_rows * (8 + width), dtype=torch.int32, device=drawn.device)
         self._captured: dict[tuple[int, bool], _Captured] = {}
         self._pool: Any = None
+        #: How many steps of a size a larger graph has served.
+        self._served: Counter[tuple[int, bool]] = Counter()
         self._is_on = drawn.is_cuda and uses_graphs
 
     def run(self, packed: Tensor, num_rows: int, *, has_cuts: bool) -> Tensor:
         """Logits of the rows, until the next step; what is drawn of them is in `drawn`."""
-        size = self.sizes[bisect_left(self.sizes, num_rows)]
+        size = self._choose(num_rows, has_cuts)
         self._packed[: len(packed)].copy_(packed, non_blocking=True)
         held = self._captured.get((size, has_cuts))
         if held is None and self._is_on:
@@ -53,6 +62,19 @@ class DecodeGraphs:
             return self._step(size, has_cuts)[:num_rows]
         held.graph.replay()
         return held.logits[:num_rows]
+
+    def _choose(self, num_rows: int, has_cuts: bool) -> int:
+        """The size of the graph that is used: it is there, or is to be captured."""
+        first = bisect_left(self.sizes, num_rows)
+        size = self.sizes[first]
+        if (size, has_cuts) in self._captured:
+            return size
+        larger = next((each for each in self.sizes[first:] if (each, has_cuts) in self._captured), None)
+        is_near = larger is not None and size >= FEWEST and larger < MOST_EMPTY * size
+        if larger is None or not is_near or self._served[size, has_cuts] >= PATIENCE:
+            return size
+        self._served[size, has_cuts] += 1
+        return larger
 
     def _step(self, size: int, has_cuts: bool) -> Tensor:
         rows = _first_rows(self._whole, size)

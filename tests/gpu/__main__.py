@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from tests.gpu import every_plan, faults
+from tests.gpu import commands, every_plan, faults
 from tests.gpu.pieces import Piece, run_at_once
 from tests.gpu.record import FILE, ROOT, Record
 
@@ -44,17 +44,19 @@ def pieces(parts: Sequence[str]) -> list[Piece]:
     def of_plans(ranks: int, precision: str) -> Piece:
         return Piece("plans", ranks, ("--ranks", str(ranks), "--precision", precision))
 
-    every = [Piece("plans", 8, ("--ranks", "8")), Piece("commands", 6), Piece("faults", 4)]
+    every = [Piece("plans", 8, ("--ranks", "8")), Piece("commands", commands.PROCESSES), Piece("faults", 4)]
     every += [of_plans(ranks, precision) for ranks in (4, 2) for precision in ("fp32", "bf16")]
     every += [Piece("families", 2, ("--precision", precision)) for precision in ("fp32", "bf16")]
     every += [Piece("nccl", 4), Piece("input", 2)]
-    every += [Piece("pytest", 1 if _is_alone(name) else 2, ("--files", name)) for name in files_for_gpus()]
+    every += [Piece("pytest", _num_processes(name), ("--files", name)) for name in files_for_gpus()]
     return [each for each in every if each.part in parts]
 
 
-def _is_alone(name: str) -> bool:
-    """Whether tests of a file start no ranks."""
-    return name.startswith(("tests/kernels/", "tests/nets/", "tests/dataflow/"))
+def _num_processes(name: str) -> int:
+    """How many a test file has at a time; all that there may be, where it asks what the GPU does by itself."""
+    if name == "tests/explain/doctor/test_gpu_real.py":
+        return _at_once()
+    return 1 if name.startswith(("tests/kernels/", "tests/nets/", "tests/dataflow/")) else 2
 
 
 def run_plans(
@@ -88,17 +90,17 @@ def run_faults(record: Record, deadline: float) -> tuple[int, int, int]:
 
 def run_commands(record: Record, part: str, deadline: float, *, files: Sequence[str] = ()) -> tuple[int, int, int]:
     """What is a module of its own, or the tests of pytest, one file after the other."""
-    commands = {part: [sys.executable, "-m", f"tests.gpu.{MODULES.get(part, part)}"]}
+    typed = {part: [sys.executable, "-m", f"tests.gpu.{MODULES.get(part, part)}"]}
     if part == "pytest":
         if find_spec("pytest") is None:
             print("left out: all tests of pytest, which is not installed")
             return 0, 0, 1
-        commands = {
+        typed = {
             name: [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-p", "no:benchmark", name]
             for name in files or files_for_gpus()
         }
     passed = failed = left_out = 0
-    for name, command in commands.items():
+    for name, command in typed.items():
         key = f"{part}: {name}"
         if key not in record.rows:
             if time.monotonic() > deadline - _SECONDS[part]:

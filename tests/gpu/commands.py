@@ -11,6 +11,7 @@ with status 1 if one of them fails. Nothing is installed; what is left out is sa
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from tests.gpu.pieces import Room
 from tests.gpu.seen import (
     Seen,
     calibrated,
@@ -39,13 +41,15 @@ from tests.gpu.seen import (
 ROOT = Path(__file__).parents[2]
 #: A command that takes longer stands still.
 LIMIT_SECONDS = 240.0
+#: On a GPU at a time: as many as the largest case has.
+PROCESSES = 8
 _LAST_LINES = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """What is typed after `shardwise`, or (`script`) after `python`; what has to be true of it, and after which other
-    cases. `needs` are packages beside ours."""
+    cases. `needs` are packages beside ours; `processes` are on the GPU at a time."""
 
     name: str
     words: str
@@ -55,6 +59,7 @@ class Case:
     needs: tuple[str, ...] = ()
     status: int = 0
     gpu_only: bool = False
+    processes: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,19 +116,23 @@ def cases(device: str) -> list[Case]:
         Case(name="plan", words="plan gpt2 --cluster cluster.toml --batch 2 --sequence 128", holds=said("plan"),
              after=("profile",)),
         Case(name="share", words=f"train tiny {short} --plan dp=2 --devices 2 --share-gpus --folder share",
-             holds=has_trained(6)),
+             holds=has_trained(6), processes=2),
         Case(name="share a pipeline", words=f"train tiny {short} --plan pp=2,microbatches=2 --share-gpus --folder pipe",
-             holds=has_trained(6)),
+             holds=has_trained(6), processes=2),
         Case(name="profile two", words="profile tiny --steps 1 --plan dp=2 --share-gpus --folder prof2",
-             holds=said("step_seconds")),
-        Case(name="check", words=f"check --plan dp=2,tp=2 --steps 1 --device {device}", holds=is_same),
+             holds=said("step_seconds"), processes=2),
+        Case(name="check", words=f"check --plan dp=2,tp=2 --steps 1 --device {device}", holds=is_same,
+             processes=4),
         Case(name="torchrun", words="-m torch.distributed.run --standalone --nproc-per-node 1 -m shardwise train tiny "
              f"{short} --plan dp=1 --folder torchrun --json", holds=has_trained(6), script=True),
     ]  # fmt: skip
     for path in sorted((ROOT / "examples").glob("*.py")):
         text = path.read_text(encoding="utf-8")
         needs = tuple(name for name in ("transformers", "triton") if name in text)
-        found.append(Case(name=f"example {path.stem}", words=str(path), holds=learns, script=True, needs=needs))
+        ranks = max(map(int, re.findall(r"devices=(\d+)", text)), default=1)
+        found.append(
+            Case(name=f"example {path.stem}", words=str(path), holds=learns, script=True, needs=needs, processes=ranks)
+        )
     return found
 
 
@@ -157,13 +166,15 @@ def run(case: Case, folder: Path, device: str) -> Row:
 def try_all(chosen: Sequence[Case], folder: Path, device: str, jobs: int) -> list[Row]:
     """All of them, each after those that it goes on from."""
     under_way: dict[str, Future[Row]] = {}
+    room = Room(PROCESSES)
 
     def after_others(case: Case) -> Row:
         before = [under_way[name].result() for name in case.after if name in under_way]
         failed = [each.name for each in before if each.problem is not None]
         if failed:
             return Row(name=case.name, command=case.words, problem=f"{failed[0]} failed, from which it goes on")
-        row = run(case, folder, device)
+        with room.places(case.processes):
+            row = run(case, folder, device)
         print(f"{row.name}: {row.problem or 'passed'}, {row.seconds:.1f} s", flush=True)
         return row
 

@@ -126,7 +126,7 @@ def try_torchrun(plan: str, fault: str, victim: int, device: str) -> Row:
         named = [line for line in text.splitlines() if f"rank {victim} " in line or f"rank      : {victim} " in line]
         problem = None if named else f"rank {victim} was not named: {text[-600:]}"
         if not status:
-            problem = f"torchrun ended with status {status}"
+            problem = f"torchrun ended with status {status}: {text[-600:]}"
         return _row("torchrun", plan, fault, victim, folder, ended, named[0].strip() if named else "", problem)
 
 

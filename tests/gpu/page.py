@@ -140,6 +140,7 @@ def _of_faults(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         took = "never" if row["seconds"] is None else f"{row['seconds']:.1f} s"
         said = (row["problem"] or row["sentence"]).partition("\n")[0].replace("|", "\\|")
+        said = "; ".join([said, *([row["since"]] if "since" in row else [])])
         lines.append(f"| {row['how']} | `{row['plan']}` | {row['fault']} | {row['rank']} | {took} | {said} |")
     intro = (
         "## Ranks that are lost\n\nA rank is killed (SIGKILL), stopped (SIGSTOP), raises, is late (sleeps in a step) or"

@@ -1,14 +1,16 @@
 """Parts of the tests on GPUs that run beside each other, each a process of its own with its ranks.
 
-What one does is right or wrong whatever runs beside it: nothing here is timed but how soon a lost rank is named, and
-that has seconds to spare.
+What one does is right or wrong whatever runs beside it, as long as a GPU has queues for all of them (`Room`): nothing
+here is timed but how soon a lost rank is named, and that has seconds to spare. What asks the GPU what it does by itself
+(a doctor's findings) has it for itself.
 """
 
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +30,7 @@ class Piece:
         return " ".join((self.part, *(each for each in self.options if not each.startswith("--"))))
 
 
-class _Room:
+class Room:
     """How many processes may still begin."""
 
     def __init__(self, size: int) -> None:
@@ -38,28 +40,39 @@ class _Room:
         """The first of those that wait for which there is room, when there is."""
 
         def first() -> Piece | None:
-            return next((each for each in waiting if self._needs(each) <= self._left), None)
+            return next((each for each in waiting if self._needs(each.processes) <= self._left), None)
 
         with self._changed:
             self._changed.wait_for(lambda: first() is not None)
             found = first()
             assert found is not None, "there is room for one"
-            self._left -= self._needs(found)
+            self._left -= self._needs(found.processes)
         waiting.remove(found)
         return found
 
-    def give(self, piece: Piece) -> None:
+    def give(self, processes: int) -> None:
         with self._changed:
-            self._left += self._needs(piece)
+            self._left += self._needs(processes)
             self._changed.notify_all()
 
-    def _needs(self, piece: Piece) -> int:
-        return min(piece.processes, self._size)  # What needs more than there is runs alone.
+    @contextmanager
+    def places(self, processes: int) -> Iterator[None]:
+        """Begin when there is room for so many."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._needs(processes) <= self._left)
+            self._left -= self._needs(processes)
+        try:
+            yield
+        finally:
+            self.give(processes)
+
+    def _needs(self, processes: int) -> int:
+        return min(processes, self._size)  # What needs more than there is runs alone.
 
 
 def run_at_once(pieces: Sequence[Piece], processes: int, record: Path, seconds: float) -> None:
     """Run all of them, as many at a time as there is room for. What they say comes line by line, with their names."""
-    deadline, room, waiting = time.monotonic() + seconds, _Room(processes), list(pieces)
+    deadline, room, waiting = time.monotonic() + seconds, Room(processes), list(pieces)
     threads = []
     while waiting:
         thread = threading.Thread(target=_run, args=(room.take(waiting), record, deadline, room))
@@ -69,7 +82,7 @@ def run_at_once(pieces: Sequence[Piece], processes: int, record: Path, seconds: 
         thread.join()
 
 
-def _run(piece: Piece, record: Path, deadline: float, room: _Room) -> None:
+def _run(piece: Piece, record: Path, deadline: float, room: Room) -> None:
     left = deadline - time.monotonic()
     command = [sys.executable, "-m", "tests.gpu", "--only", piece.part, *piece.options, "--at-once", "1"]
     command += ["--record", str(record), *(["--seconds", f"{left:.0f}"] if left != float("inf") else [])]
@@ -82,4 +95,4 @@ def _run(piece: Piece, record: Path, deadline: float, room: _Room) -> None:
         status = process.wait()
         print(f"{piece.name} | status {status} after {time.monotonic() - start:.0f} s", flush=True)
     finally:
-        room.give(piece)
+        room.give(piece.processes)

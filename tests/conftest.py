@@ -1,15 +1,18 @@
 """What every test may count on, and the ranks that tests share."""
 
 import gc
+import os
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 
 from tests.left_out import LEFT_OUT, left_out_of
+from tests.trials import is_untried, untried
 
 # A busy machine fails no test: how long an example takes, or takes to be made, is not looked at.
 hypothesis.settings.register_profile(
@@ -57,6 +60,15 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.loadscopereorder = (
             False  # Groups of many tests would come first, and not those that take longest.
         )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """Before workers of xdist are started: they are forks of this process, if it has one thread (`make test`)."""
+    if sys.platform == "linux" and os.environ.get("OMP_NUM_THREADS") == "1":
+        from tests.forked_workers import fork_workers
+
+        fork_workers()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -147,6 +159,13 @@ def nothing_left_set() -> Iterator[None]:
     before = Settings.now()
     yield
     assert Settings.now() == before, "the test has left a setting of torch changed"
+
+
+@pytest.fixture(autouse=True)
+def trials(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Engines are made with a trial of what they cut, or without one where that is not what is tested."""
+    with untried() if is_untried(request.path) else nullcontext():
+        yield
 
 
 @pytest.fixture(scope="session")

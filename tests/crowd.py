@@ -4,7 +4,7 @@ import gc
 import sys
 import threading
 from collections.abc import Callable
-from multiprocessing import forkserver
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 from shardwise.ranks.faults import Watch
 from shardwise.ranks.spawn import Ranks
+from tests import rank_server
 from tests.settings import settings_kept
+from tests.trials import are_untried, untried
 
 #: What ranks need beside the runtime, by one of each: importing it takes a rank 3 s of a core (torch 2.13,
 #: transformers 5).
@@ -28,22 +30,21 @@ _IMPORTED_ONCE = [
 def import_once() -> None:
     """Let the server that ranks are forked from import what they need. If it is up already, each does so itself."""
     if sys.platform == "linux":
-        forkserver.set_forkserver_preload(_IMPORTED_ONCE)
-        forkserver.ensure_running()
+        rank_server.start(_IMPORTED_ONCE)
 
 
 class Crowd(Ranks):
     """Ranks that begin every function alike, whatever they ran before, and have five minutes for it."""
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout_seconds: float | None = 300) -> list[Any]:
-        return super().run(_afresh, fn, *args, timeout_seconds=timeout_seconds)
+        return super().run(_afresh, are_untried(), fn, *args, timeout_seconds=timeout_seconds)
 
 
-def _afresh(fn: Callable[..., Any], *args: Any) -> Any:
+def _afresh(is_untried: bool, fn: Callable[..., Any], *args: Any) -> Any:
     # What was imported stays: to look through all of torch takes the collector 0.3 s of a core. To freeze again costs
     # nothing; to ask how much is frozen costs 35 ms, as all of it is counted.
     gc.freeze()
-    with settings_kept():
+    with settings_kept(), untried() if is_untried else nullcontext():
         torch.manual_seed(0)
         result = fn(*args)
     _end_what_is_left()

@@ -124,8 +124,7 @@ def _kept(cases: Sequence[pytest.Item], one_in: int, turn: int, needed: set[str]
     } or {turn % len(cases)}  # fmt: skip
     if not hasattr(cases[0], "callspec"):
         return kept  # One test without parameters.
-    indices = [getattr(each, "callspec").indices for each in cases]  # noqa: B009 - pytest has no name for its type
-    for axis in _axes(indices):
+    for axis in _axes([getattr(each, "callspec")._idlist for each in cases]):  # noqa: B009 - pytest has no name for its type
         met = {axis[number] for number in kept}
         for number, value in enumerate(axis):
             if value not in met:
@@ -134,8 +133,11 @@ def _kept(cases: Sequence[pytest.Item], one_in: int, turn: int, needed: set[str]
     return kept
 
 
-def _axes(indices: Sequence[dict[str, int]]) -> Iterable[tuple[int, ...]]:
-    """What each of several parameters is in each case; none if there is one, of which all values would be kept."""
-    columns = {tuple(each[name] for each in indices) for name in indices[0]}
-    several = sorted(column for column in columns if len(set(column)) > 1)
+def _axes(words: Sequence[Sequence[str]]) -> Iterable[tuple[str, ...]]:
+    """What each of several parameters is called in each case; none if there is one, of which all values would be kept.
+
+    By their words, one for each `parametrize`: since pytest 9.2 `callspec.indices` count pairs of stacked ones, and all
+    of these would be kept.
+    """
+    several = sorted(column for column in set(zip(*words, strict=False)) if len(set(column)) > 1)
     return several if len(several) > 1 else []

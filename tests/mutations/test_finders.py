@@ -1,10 +1,13 @@
 """What `make test` leaves out guards nothing alone: every seeded fault is found by a test that it runs."""
 
 import re
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tests.left_out import LEFT_OUT, ONE_IN, ROOT, finders
+from tests.left_out import LEFT_OUT, ONE_IN, ROOT, _kept, finders
 from tests.mutations.fault import read_faults
 
 
@@ -34,3 +37,21 @@ def test_every_fault_can_still_be_made() -> None:
     """Code that was changed takes its faults along: one that no longer applies guards nothing."""
     for fault in read_faults():
         assert fault.applied_to((ROOT / fault.file).read_text(encoding="utf-8"))
+
+
+def test_of_a_square_of_cases_those_run_that_meet_every_row_and_every_column() -> None:
+    words = list(product("abcdef", "12345"))
+    cases: list[Any] = [SimpleNamespace(nodeid="".join(each), callspec=SimpleNamespace(_idlist=each)) for each in words]
+    kept = _kept(cases, 10, 0, {"f5"})
+    assert {letter for letter, _ in (words[each] for each in kept)} == set("abcdef")
+    assert {digit for _, digit in (words[each] for each in kept)} == set("12345")
+    assert words.index(("f", "5")) in kept, "it has found a fault"
+    assert len(kept) < len(words) / 2
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+@pytest.mark.parametrize("second", ["c", "d"])
+def test_a_case_tells_the_word_of_each_of_its_parameters(
+    first: str, second: str, request: pytest.FixtureRequest
+) -> None:
+    assert set(request.node.callspec._idlist) == {first, second}

@@ -11,6 +11,7 @@ import pytest
 import shardwise
 from shardwise.answer import Answer, canvas_on
 from shardwise.cli import COMMANDS, Command, main
+from shardwise.trace.journal import note
 from tests.promises.processes import run_shardwise
 
 #: What makes an example shorter: it is answered in the same words.
@@ -43,6 +44,9 @@ def test_every_example_answers_in_json_and_has_no_colour_in_a_pipe_unless_it_is_
 ) -> None:
     """An example may train for a while, so each is run once, and what it answers is drawn in every way."""
     monkeypatch.chdir(tmp_path)  # An example may save a file.
+    if command.name == "status":
+        Path("runs/first").mkdir(parents=True)
+        note(Path("runs/first"), "start", step=0, plan="dp=1")
     module = import_module(command.module)
     run, answers = module.run, list[Answer]()
 
@@ -52,8 +56,8 @@ def test_every_example_answers_in_json_and_has_no_colour_in_a_pipe_unless_it_is_
 
     monkeypatch.setattr(module, "run", noted)
     for example in module.EXAMPLE.strip().splitlines():
-        _, *words = example.split()
-        assert main([*words, *_LESS.get(command.name, ()), "--json"]) == 0
+        _, name, *words = example.split()
+        assert main([name, "--json", *words, *_LESS.get(command.name, ())]) == 0
         assert isinstance(json.loads(capsys.readouterr().out), dict)
     assert "\x1b" not in drawn(answers[0])
     monkeypatch.setenv("FORCE_COLOR", "1")

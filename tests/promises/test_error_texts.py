@@ -45,6 +45,55 @@ FILES = {
 }
 
 ERRORS: list[tuple[str, int, str]] = [
+    # Probe, and where ranks sit.
+    (
+        "train tiny --devices 2 --cluster 4xcpu",
+        1,
+        """
+error: --cluster 4xcpu has 4 devices, and the run 2 ranks
+  try: --devices 4, or a cluster of 2: shardwise probe --save cluster.toml
+""",
+    ),
+    (
+        "probe link",
+        1,
+        """
+error: unknown thing to measure 'link'; known: devices, links, collectives
+  try: links
+""",
+    ),
+    (
+        "probe --devices 0",
+        1,
+        """
+error: --devices 0: there is at least 1
+  try: --devices 2
+""",
+    ),
+    (
+        "probe links --devices 1",
+        1,
+        """
+error: links are between devices, and there is 1
+  try: --devices 2, or torchrun --nnodes 2 ... -m shardwise probe
+""",
+    ),
+    (
+        "probe --save cluster.json",
+        1,
+        """
+error: --save cluster.json: a cluster's file ends in .toml
+  try: --save cluster.toml
+""",
+    ),
+    (
+        "probe links --save cluster.toml",
+        1,
+        """
+error: --save cluster.toml of links alone: a cluster has devices too
+  try: shardwise probe --save cluster.toml
+""",
+    ),
     # Serving.
     (
         "serve folder --host 0.0.0.0",
@@ -930,7 +979,7 @@ error: there is no recipe runs/absent
         "train tiny --lr 1e-3",
         2,
         """
-error: unknown option '--lr'; known: --help, --plan, --devices, --share-gpus, --set, --folder, --show, --json
+error: unknown option '--lr'; known: --help, --plan, --devices, --cluster, --share-gpus, --set, --folder, --show, --json
   try: --set optimizer.rate=1e-3
 """,
     ),
@@ -938,17 +987,17 @@ error: unknown option '--lr'; known: --help, --plan, --devices, --share-gpus, --
         "train tiny --batch-size=4",
         2,
         """
-error: unknown option '--batch-size'; known: --help, --plan, --devices, --share-gpus, --set, --folder, --show, --json
+error: unknown option '--batch-size'; known: --help, --plan, --devices, --cluster, --share-gpus, --set, --folder, --show, --json
   try: --set batch=4
-""",
+""",  # noqa: E501
     ),
     (
         "train tiny --resume mine",
         2,
         """
-error: unknown option '--resume'; known: --help, --plan, --devices, --share-gpus, --set, --folder, --show, --json
+error: unknown option '--resume'; known: --help, --plan, --devices, --cluster, --share-gpus, --set, --folder, --show, --json
   try: --folder mine
-""",
+""",  # noqa: E501
     ),
     (
         "train folder",

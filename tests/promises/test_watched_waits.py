@@ -21,6 +21,9 @@ SPAWNED = "of ranks that one process has started: when one fails, it ends them a
 KNOWN = {
     ("serving/ranked.py", "*"): SPAWNED,
     ("serving/shards.py", "*"): SPAWNED,
+    ("probing/collectives.py", "*"): GUARDED,
+    ("probing/links.py", "*"): GUARDED,
+    ("probing/measure.py", "probe_rank"): MET,
     ("ranks/backend_exchange.py", "_start_shards"): BEGUN,
     ("ranks/backend_exchange.py", "_start_gather"): BEGUN,
     ("ranks/clocks.py", "_compare_machines"): BEGUN,

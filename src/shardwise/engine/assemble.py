@@ -63,7 +63,7 @@ def _parts(
     if not any(each.training for each in module.modules()):
         # What is dropped in training is seen in training mode only. Of one that is partly so the user has said which.
         module.train()
-    (microbatch, *others), device, rule, kind, loss, weighed = check_example(
+    (microbatch, *others), device, rule, kind, loss, weighed, is_quiet = check_example(
         module, plan, loss, example, options, wires
     )
     sharded = Sharded(module, plan, wires.mesh, microbatch, options, loss)
@@ -76,7 +76,7 @@ def _parts(
     trial = Trial(module, loss, microbatch)
     split, computed, callers = prepare(
         module, plan, microbatch, second=trial.second(plan, others), probe=trial.probe, rank=place, options=options,
-        gather=wires.gather,
+        gather=wires.gather, is_tried=wires.rank == 0 or not is_quiet or max(plan.tp, plan.ep, plan.cp) > 1,
     )  # fmt: skip
     trial.check(plan, shapes, split, wires)
     if sharded.experts is not None and without_numbers:

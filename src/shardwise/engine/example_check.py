@@ -1,6 +1,7 @@
 """The example looked at before anything is cut: what of it are rows, and what its loss is, on all ranks alike."""
 
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from shardwise.stages.batch import home_of
 from shardwise.stages.loss_kind import LossKind, Tried
 from shardwise.stages.loss_trial import try_backward, try_loss
 from shardwise.stages.losses import WeighedLoss, summed_only
+from shardwise.stages.no_collectives import CollectiveMetError
 from shardwise.stages.rows import RowRule, check_openable
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.stage import Batch, Loss
@@ -26,7 +28,8 @@ from shardwise.stages.stage import Batch, Loss
 class Checked(NamedTuple):
     """The microbatches of the example, where they are, the rule by which they were cut, and what the loss is.
 
-    `loss` is a user's, of a microbatch; `weighed` the same with its weight in the batch.
+    `loss` is a user's, of a microbatch; `weighed` the same with its weight in the batch. `is_quiet`: ranks are known
+    not to talk to each other in module and loss, so that one may try something for all.
     """
 
     microbatches: list[Batch]
@@ -35,6 +38,7 @@ class Checked(NamedTuple):
     kind: LossKind
     loss: Loss
     weighed: Loss
+    is_quiet: bool
 
 
 def check_example(module: nn.Module, plan: Plan, loss: Loss, example: Batch, options: Options, wires: Wires) -> Checked:
@@ -43,7 +47,7 @@ def check_example(module: nn.Module, plan: Plan, loss: Loss, example: Batch, opt
     if plan.dp * plan.microbatches > 1:
         check_openable(example)
     rule = RowRule(Signature(module).names)
-    tried = _agreed(module, plan, loss, example, rule, options, wires)
+    tried, is_quiet = _agreed(module, plan, loss, example, rule, options, wires)
     rule.tables |= set(tried.tables)
     cutter = Cutter(plan, wires.mesh, rule, pad=options.pad, is_local=options.is_local)
     microbatches = cutter.cut(example)
@@ -56,23 +60,20 @@ def check_example(module: nn.Module, plan: Plan, loss: Loss, example: Batch, opt
         by_rows=by_rows,
         is_all=plan.dp * plan.microbatches * plan.cp == 1,
     )
-    return Checked(microbatches, home_of(microbatches[0]), rule, tried.kind, loss, weighed)
+    return Checked(microbatches, home_of(microbatches[0]), rule, tried.kind, loss, weighed, is_quiet)
 
 
 def _agreed(
     module: nn.Module, plan: Plan, loss: Loss, example: Batch, rule: RowRule, options: Options, wires: Wires
-) -> Tried:
-    """What the loss is, if anything of a batch is cut; the same on all ranks."""
-    mine = Tried(LossKind.UNTRIED)
+) -> tuple[Tried, bool]:
+    """What the loss is, if anything of a batch is cut, and whether ranks are known to be quiet in it; on all alike."""
+    tried, is_quiet = Tried(LossKind.UNTRIED), False
     is_meta = any(each.is_meta for each in (*module.parameters(), *module.buffers()))
     if plan.dp * plan.microbatches * plan.cp > 1 and options.verify and not is_meta:
         # Under cp a loss has to be a pair anyway.
         attempt = partial(try_loss, meets=_has_capacity(module)) if plan.cp == 1 else try_backward
         precision = partial(ComputePolicy.of(plan, casts=options.masters).precision, home_of(example))
-        mine = attempt(module, loss, example, rule, precision)
-    found: list[Tried] = wires.gather(mine)
-    problem = next((each for each in found if each.problem), None)
-    tried = problem or next((each for each in found if each.kind is not LossKind.UNTRIED), mine)
+        tried, is_quiet = _tried(partial(attempt, module, loss, example, rule, precision), options, wires)
     tried.check()
     if tried.decides is not None and wires.rank == 0:
         warnings.warn(
@@ -81,7 +82,26 @@ def _agreed(
             " or between steps; return loss, 1 says that each part's own is meant",
             stacklevel=2,
         )
-    return tried
+    return tried, is_quiet
+
+
+def _tried(attempt: Callable[..., Tried], options: Options, wires: Wires) -> tuple[Tried, bool]:
+    """What comes of a trial by the first rank, for all have the same module and example. Where in it ranks talk to each
+    other, or have examples of their own, all of them try."""
+    if not options.is_local:
+        mine: Tried | None = Tried(LossKind.UNTRIED)
+        if wires.rank == 0:
+            try:
+                mine = attempt(for_all=True)
+            except CollectiveMetError:
+                mine = None
+        first: Tried | None = wires.gather(mine)[0]
+        if first is not None:
+            return first, not first.failed
+    mine = attempt()
+    found: list[Tried] = wires.gather(mine)
+    problem = next((each for each in found if each.problem), None)
+    return problem or next((each for each in found if each.kind is not LossKind.UNTRIED), mine), False
 
 
 def _has_capacity(module: nn.Module) -> bool:

@@ -21,6 +21,7 @@ from shardwise.stages.compiled import check_backend, compile_units
 from shardwise.stages.recompute import recompute_units
 from shardwise.stages.split.choose import TooFewUnitsError
 from shardwise.stages.split.flow import UnitCall
+from shardwise.stages.split.python_state import draws_digest
 from shardwise.stages.split.split import split, stage_costs
 from shardwise.stages.split.stopwatch import Stopwatch
 from shardwise.stages.stage import Batch, Second, Split
@@ -50,11 +51,13 @@ def prepare(
     rank: int | None,
     options: Options,
     gather: Gather,
+    is_tried: bool = True,
 ) -> Prepared:
     """Make a module ready for this process, which runs one rank of a pipeline or (None) all.
 
     `batch` is a microbatch, and `probe` is given what the module makes of it; stages are tried on the `second`. If the
-    process is one of many, all call this alike, and `gather` gives each what all of them give.
+    process is one of many, all call this alike, and `gather` gives each what all of them give. Without `is_tried`
+    another of them tries the stages.
     """
     home = home_of(batch)
     backend = check_backend(options.compile, home)
@@ -72,6 +75,7 @@ def prepare(
         # Where a rank has stages of both copies of a model, they share all attributes too.
         processes=[] if rank is None or len(schedule.placement.pipes) > 1 else schedule.placement.ranks,
         agree=None if rank is None else partial(agree_on_refusal, gather),
+        is_tried=is_tried,
     )
     try:
         with ComputePolicy.of(plan, casts=options.masters).precision(home), finding.watching():
@@ -140,16 +144,16 @@ def agree_on_costs(gather: Gather, calls: Sequence[UnitCall]) -> None:
         call.seconds = None if call.seconds is None else seconds
 
 
-def agree_on_refusal(gather: Gather, error: ShardwiseError | None, draws: bytes | None) -> None:
+def agree_on_refusal(gather: Gather, error: ShardwiseError | None, draws: bool) -> None:
     """Let all ranks raise what speaks against the cut on any of them. All call this alike.
 
-    `draws` is where this rank's generators of Python's are, if forwards draw from them outside of units.
+    `draws`: forwards draw from Python's generators outside of units, and these must be at one place on all ranks.
     """
-    told = gather((None if error is None else (error.problem, error.remedy), draws))
-    found = next((each for each, _ in told if each is not None), None)
+    told = gather((None if error is None else (error.problem, error.remedy), draws, draws_digest()))
+    found = next((each for each, _, _ in told if each is not None), None)
     if found is not None:
         raise ShardwiseError(found[0], remedy=found[1])
-    if len({where for _, where in told}) > 1:
+    if any(each for _, each, _ in told) and len({where for _, _, where in told}) > 1:
         raise ShardwiseError(
             "the forward draws from Python's or NumPy's generators outside of units, and ranks would draw others",
             remedy="random.seed(0) and numpy.random.seed(0) on every rank before sw.parallelize; or draw in a unit",

@@ -44,12 +44,14 @@ def try_loss(
     precision: Context = nullcontext,
     *,
     meets: bool = False,
+    for_all: bool = False,
 ) -> Tried:
     """Find out what a loss is, from a few rows of an example that the module can compute.
 
-    `meets`: it is known that rows of a part see each other, and that is meant."""
+    `meets`: it is known that rows of a part see each other, and that is meant. `for_all`: no other rank tries it; raise
+    `CollectiveMetError` if all must."""
     seen = rule.look(example)
-    trial, three = Trial(module, loss, precision, meets=meets), three_rows(example, seen)
+    trial, three = Trial(module, loss, precision, meets=meets, for_all=for_all), three_rows(example, seen)
     first = _outcome(trial, three, seen)
     if first.problem is None and first.kind is not LossKind.UNTRIED:
         return first if first.apart else first._replace(decides=trial.decides(three, two_and_one(three, seen)[1]))
@@ -139,12 +141,14 @@ def _outcome(trial: Trial, three: Batch, seen: Seen) -> Tried:
     return _in_training(trial, three, seen, runs, _spread_out(trial, three, seen, runs, tried))
 
 
-def try_backward(module: nn.Module, loss: Loss, example: Batch, rule: RowRule, precision: Context) -> Tried:
+def try_backward(
+    module: nn.Module, loss: Loss, example: Batch, rule: RowRule, precision: Context, *, for_all: bool = False
+) -> Tried:
     """Only whether backwards of parts can be those of the whole: for a loss that has to be a pair anyway."""
     seen = rule.look(example)
     tried, three = Tried(LossKind.UNTRIED), three_rows(example, seen)
     try:
-        return _of_backward(tried, *Trial(module, loss, precision).run_in_training(three))
+        return _of_backward(tried, *Trial(module, loss, precision, for_all=for_all).run_in_training(three))
     except Exception:
         return tried
 

@@ -104,6 +104,8 @@ class Second:
     reruns: str | None = None
     #: Whether the user's own code may read what a forward of several microbatches has left in attributes.
     is_read_after: bool = False
-    #: Is given what speaks against the cut, None if nothing does, and where generators of Python's are, if forwards
-    #: draw from them outside of units; raises what speaks against it on any rank.
-    agree: Callable[[ShardwiseError | None, bytes | None], None] | None = None
+    #: Is given what speaks against the cut, None if nothing does, and whether forwards draw from Python's generators
+    #: outside of units; raises what speaks against it on any rank.
+    agree: Callable[[ShardwiseError | None, bool], None] | None = None
+    #: Whether this process tries them; another may do so for it.
+    is_tried: bool = True

@@ -13,6 +13,7 @@ from shardwise.stages.decisions import Decisions, find_decision
 from shardwise.stages.full_precision import full_precision
 from shardwise.stages.label_counts import LabelCounts
 from shardwise.stages.metrics import take_metrics
+from shardwise.stages.no_collectives import NoCollectives
 from shardwise.stages.rows import Seen, changed
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.python_state import PythonState, draws_digest
@@ -49,10 +50,17 @@ Runs = tuple[Run, Run, Run]
 
 
 class Trial:
-    """Computes the loss of rows as often as is asked, and leaves no trace."""
+    """Computes the loss of rows as often as is asked, and leaves no trace.
 
-    def __init__(self, module: nn.Module, loss: Loss, precision: Context, *, meets: bool = False) -> None:
+    Where it does so `for_all` ranks, a collective in its first run of either mode raises `CollectiveMetError`.
+    """
+
+    def __init__(
+        self, module: nn.Module, loss: Loss, precision: Context, *, meets: bool = False, for_all: bool = False
+    ) -> None:
         self.module, self._loss, self._precision, self.meets = module, loss, precision, meets
+        #: The modes, training or not, in which it is not known yet whether ranks talk to each other.
+        self._unknown = {False, True} if for_all else set()
         self._signature = Signature(module)
         #: What was there before the first run in evaluation mode. In training mode each run has hooks of its own.
         self._state: PythonState | None = None
@@ -91,12 +99,13 @@ class Trial:
                 seed_torch(seed)
                 drawn = draws_digest()
                 is_rounded = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
-                with decisions or nullcontext():
+                with decisions or (NoCollectives() if training in self._unknown else nullcontext()):
                     if output is None:
                         args, kwargs = self._signature.arguments(batch)
                         output = self.module(*args, **kwargs)
                     inside = len(counts.found)
                     result, _ = take_metrics(self._loss(output, batch))
+                self._unknown.discard(training)
                 has_drawn = draws_digest() != drawn
                 if look is not None:
                     look(result[0] if isinstance(result, tuple) else result)

@@ -9,7 +9,7 @@ import random
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from threading import current_thread
+from threading import Event, current_thread
 
 from shardwise.errors import ShardwiseError
 from shardwise.serving.request import Load, Logprob, Request, Token
@@ -42,6 +42,9 @@ class RepeatingEngine:
         self.order = list[str]()
         #: What every step and every try to come back raises, while it is set.
         self.broken: str | None = None
+        #: Steps wait until it is set: so long, requests are queued.
+        self.gate = Event()
+        self.gate.set()
         self.is_closed = False
         self._thread = current_thread().name
 
@@ -61,6 +64,7 @@ class RepeatingEngine:
         assert current_thread().name == "engine", "one thread calls the engine"
         if self.broken is not None:
             raise RuntimeError(self.broken)
+        self.gate.wait(60)
         self._waiting = deque(sorted(self._waiting, key=lambda request: request.priority))
         while self._waiting and len(self._running) < self._slots:
             request = self._waiting.popleft()

@@ -25,7 +25,7 @@ from shardwise.stages.split.lines import line_of_error
 from shardwise.stages.split.module_stage import ModuleStage
 from shardwise.stages.split.parts import StagePart
 from shardwise.stages.split.prints import Print, far_apart, print_of
-from shardwise.stages.split.python_state import PythonState, Steady, draws_digest
+from shardwise.stages.split.python_state import PythonState, Steady
 from shardwise.stages.split.switch import Inner, Switch, Visitor, undisturbed
 from shardwise.stages.stage import Batch, Second, Values
 
@@ -82,11 +82,11 @@ class StageCheck:
     def check(self) -> None:
         """Raise if stages would not compute what the module does."""
         found: ShardwiseError | None = None
-        if len(self._parts) > 1 or self._flow.traces:
+        if self._second.is_tried and (len(self._parts) > 1 or self._flow.traces):
             with undisturbed(self._module, self._units, *self._roots[1:]) as switch:
                 found = self._find(switch)
         if self._second.agree is not None:
-            self._second.agree(found, draws_digest() if self._draws and len(self._parts) > 1 else None)
+            self._second.agree(found, self._draws and len(self._parts) > 1)
         elif found is not None:
             raise found
 

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.engine.agreement import agree_on_costs
 from shardwise.engine.parallelize import parallelize
-from shardwise.engine.prepare import agree_on_costs
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.spawn import Ranks
 from shardwise.ranks.telling import watched

@@ -43,9 +43,9 @@ TWO = (
     "dp=2,offload.parameters=1.0", "pp=2,microbatches=2,recompute=full", "cp=2", "dp=2,ep=2",
 )  # fmt: skip
 FOUR = ("dp=2,pp=2,microbatches=2,zero=1", "dp=2,tp=2,zero=3")
-#: Of a file with more programs than these every other, or one in three, is tried by default: each takes an engine's
-#: time or more.
-_MANY, _VERY_MANY = 8, 16
+#: Of a file with more programs than these every other, one in three or one in four is tried by default: each takes an
+#: engine's time or more.
+_MANY = (8, 16, 24)
 _TOLERANCE = 1e-5
 
 Result = Mapping[str, Any]
@@ -121,7 +121,7 @@ def programs_of(topic: str) -> list[Program]:
 def tried_by_default(topic: str) -> list[Program]:
     """The programs of a file that are tried without `--whole`."""
     every = programs_of(topic)
-    one_in = 1 + (len(every) > _MANY) + (len(every) > _VERY_MANY)
+    one_in = 1 + sum(len(every) > each for each in _MANY)
     return [each for place, each in enumerate(every) if place % one_in == 0 or each.always]
 
 

@@ -15,7 +15,7 @@ from shardwise.trace.journal import note
 from tests.promises.processes import run_shardwise
 
 #: What makes an example shorter: it is answered in the same words.
-_LESS = {"check": ("--steps", "2")}
+_LESS = {"check": ("--steps", "2"), "generate": ("--kv", "64MiB")}
 
 every_command = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 

@@ -1,14 +1,14 @@
 """A module made ready for a plan: cut into stages, its loss tried, given the weights that this process needs."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
+from shardwise.engine.agreement import Gather, agree_on_costs, agree_on_refusal
 from shardwise.engine.options import Options
 from shardwise.errors import ShardwiseError
 from shardwise.execution.compute_policy import ComputePolicy
@@ -20,16 +20,12 @@ from shardwise.stages.batch import home_of
 from shardwise.stages.compiled import check_backend, compile_units
 from shardwise.stages.recompute import recompute_units
 from shardwise.stages.split.choose import TooFewUnitsError
-from shardwise.stages.split.flow import UnitCall
-from shardwise.stages.split.python_state import draws_digest
 from shardwise.stages.split.split import split, stage_costs
 from shardwise.stages.split.stopwatch import Stopwatch
 from shardwise.stages.stage import Batch, Second, Split
 
 #: Schedules of more instructions than this are not played again and again to place a cut.
 _MOST_INSTRUCTIONS = 4_000
-#: What each rank gives, from what this one gives.
-Gather = Callable[[Any], list[Any]]
 
 
 class Prepared(NamedTuple):
@@ -119,42 +115,3 @@ def _in_keys(error: ShardwiseError) -> ShardwiseError:
     if found is None:
         return error
     return ShardwiseError(error.problem, remedy=f"layers={'+'.join(found[1].split(', '))}{found[2]}")
-
-
-def agree_on_costs(gather: Gather, calls: Sequence[UnitCall]) -> None:
-    """Let all ranks have the same costs of the units that they have seen called, the mean. All call this alike.
-
-    Where to cut is decided by what units cost, and ranks of a mesh see different costs: one has more heads than
-    another, or more experts, or more tokens came to its experts.
-    """
-    costs = [[each.flops, each.bytes, each.weight_bytes, each.seconds or 0.0] for each in calls]
-    told = gather(([each.name for each in calls], costs))
-    first, _ = told[0]
-    for rank, (names, _) in enumerate(told):
-        if names != first:
-            place = next((at for at, pair in enumerate(zip(first, names, strict=False)) if pair[0] != pair[1]), -1)
-            raise ShardwiseError(
-                f"on the example rank 0 calls {len(first)} units and rank {rank} calls {len(names)}, at first different"
-                f" at {first[place]}: which units run depends on the data",
-                remedy="decide inside a unit what to compute",
-            )
-    means = torch.tensor([costs for _, costs in told], dtype=torch.float64).mean(0)
-    for call, mean in zip(calls, means.tolist(), strict=True):
-        call.flops, call.bytes, call.weight_bytes, seconds = mean
-        call.seconds = None if call.seconds is None else seconds
-
-
-def agree_on_refusal(gather: Gather, error: ShardwiseError | None, draws: bool) -> None:
-    """Let all ranks raise what speaks against the cut on any of them. All call this alike.
-
-    `draws`: forwards draw from Python's generators outside of units, and these must be at one place on all ranks.
-    """
-    told = gather((None if error is None else (error.problem, error.remedy), draws, draws_digest()))
-    found = next((each for each, _, _ in told if each is not None), None)
-    if found is not None:
-        raise ShardwiseError(found[0], remedy=found[1])
-    if any(each for _, each, _ in told) and len({where for _, _, where in told}) > 1:
-        raise ShardwiseError(
-            "the forward draws from Python's or NumPy's generators outside of units, and ranks would draw others",
-            remedy="random.seed(0) and numpy.random.seed(0) on every rank before sw.parallelize; or draw in a unit",
-        )

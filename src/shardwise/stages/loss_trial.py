@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from shardwise.stages.across_rows import first_across, with_numbers_of
 from shardwise.stages.backward_trial import NOT_IN_PROPORTION
 from shardwise.stages.loss_kind import LEARNED_NUMBER, REMEDY_OF_LEARNED, REMEDY_OF_PARTS, LossKind, Through, Tried
+from shardwise.stages.no_collectives import NoCollectives
 from shardwise.stages.rows import RowRule, Seen, nodes, take_rows, tensors_in, unmarked
 from shardwise.stages.spread_outputs import WAYS, spread
 from shardwise.stages.stage import Batch, Loss
@@ -51,7 +52,8 @@ def try_loss(
     `meets`: it is known that rows of a part see each other, and that is meant. `for_all`: no other rank tries it; raise
     `CollectiveMetError` if all must."""
     seen = rule.look(example)
-    trial, three = Trial(module, loss, precision, meets=meets, for_all=for_all), three_rows(example, seen)
+    trial = Trial(module, loss, precision, meets=meets, at_first=_at_first(for_all))
+    three = three_rows(example, seen)
     first = _outcome(trial, three, seen)
     if first.problem is None and first.kind is not LossKind.UNTRIED:
         return first if first.apart else first._replace(decides=trial.decides(three, two_and_one(three, seen)[1]))
@@ -68,6 +70,11 @@ def try_loss(
             return first._replace(remedy=remedy)
     untold = first.kind is LossKind.UNTRIED and first.problem is None
     return (_by_halves(trial, example, seen) if untold else None) or _of_parts(trial, example, seen, first)
+
+
+def _at_first(for_all: bool) -> Context:
+    """What the first runs of a trial are run in: who tries for all ranks must not wait for them there."""
+    return NoCollectives if for_all else nullcontext
 
 
 def _of_parts(trial: Trial, example: Batch, seen: Seen, first: Tried) -> Tried:
@@ -148,7 +155,7 @@ def try_backward(
     seen = rule.look(example)
     tried, three = Tried(LossKind.UNTRIED), three_rows(example, seen)
     try:
-        return _of_backward(tried, *Trial(module, loss, precision, for_all=for_all).run_in_training(three))
+        return _of_backward(tried, *Trial(module, loss, precision, at_first=_at_first(for_all)).run_in_training(three))
     except Exception:
         return tried
 

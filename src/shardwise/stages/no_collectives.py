@@ -7,7 +7,7 @@ that, and end at the first collective: then all ranks try.
 
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
+from shardwise.torch_private import TorchDispatchMode
 
 _NAMESPACES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"})
 
@@ -16,7 +16,7 @@ class CollectiveMetError(BaseException):
     """A collective was about to begin. No `Exception`: whoever tries something takes those for what it does."""
 
 
-class NoCollectives(TorchDispatchMode):
+class NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within it a collective raises before anything is sent."""
 
     def __torch_dispatch__(

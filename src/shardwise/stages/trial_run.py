@@ -13,7 +13,6 @@ from shardwise.stages.decisions import Decisions, find_decision
 from shardwise.stages.full_precision import full_precision
 from shardwise.stages.label_counts import LabelCounts
 from shardwise.stages.metrics import take_metrics
-from shardwise.stages.no_collectives import NoCollectives
 from shardwise.stages.rows import Seen, changed
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.python_state import PythonState, draws_digest
@@ -52,15 +51,16 @@ Runs = tuple[Run, Run, Run]
 class Trial:
     """Computes the loss of rows as often as is asked, and leaves no trace.
 
-    Where it does so `for_all` ranks, a collective in its first run of either mode raises `CollectiveMetError`.
+    Its first run of either mode is `at_first` within another context: one that looks for collectives, say.
     """
 
     def __init__(
-        self, module: nn.Module, loss: Loss, precision: Context, *, meets: bool = False, for_all: bool = False
+        self, module: nn.Module, loss: Loss, precision: Context, *, meets: bool = False, at_first: Context = nullcontext
     ) -> None:
         self.module, self._loss, self._precision, self.meets = module, loss, precision, meets
-        #: The modes, training or not, in which it is not known yet whether ranks talk to each other.
-        self._unknown = {False, True} if for_all else set()
+        self._at_first = at_first
+        #: The modes, training or not, in which nothing was run yet.
+        self._unknown = {False, True}
         self._signature = Signature(module)
         #: What was there before the first run in evaluation mode. In training mode each run has hooks of its own.
         self._state: PythonState | None = None
@@ -99,7 +99,7 @@ class Trial:
                 seed_torch(seed)
                 drawn = draws_digest()
                 is_rounded = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
-                with decisions or (NoCollectives() if training in self._unknown else nullcontext()):
+                with decisions or (self._at_first() if training in self._unknown else nullcontext()):
                     if output is None:
                         args, kwargs = self._signature.arguments(batch)
                         output = self.module(*args, **kwargs)

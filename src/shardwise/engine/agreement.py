@@ -1,0 +1,52 @@
+"""What ranks agree on before a module is cut: what its units cost, and whether anything speaks against the cut."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.errors import ShardwiseError
+from shardwise.stages.split.flow import UnitCall
+from shardwise.stages.split.python_state import draws_digest
+
+#: What each rank gives, from what this one gives.
+Gather = Callable[[Any], list[Any]]
+
+
+def agree_on_costs(gather: Gather, calls: Sequence[UnitCall]) -> None:
+    """Let all ranks have the same costs of the units that they have seen called, the mean. All call this alike.
+
+    Where to cut is decided by what units cost, and ranks of a mesh see different costs: one has more heads than
+    another, or more experts, or more tokens came to its experts.
+    """
+    costs = [[each.flops, each.bytes, each.weight_bytes, each.seconds or 0.0] for each in calls]
+    told = gather(([each.name for each in calls], costs))
+    first, _ = told[0]
+    for rank, (names, _) in enumerate(told):
+        if names != first:
+            place = next((at for at, pair in enumerate(zip(first, names, strict=False)) if pair[0] != pair[1]), -1)
+            raise ShardwiseError(
+                f"on the example rank 0 calls {len(first)} units and rank {rank} calls {len(names)}, at first different"
+                f" at {first[place]}: which units run depends on the data",
+                remedy="decide inside a unit what to compute",
+            )
+    means = torch.tensor([costs for _, costs in told], dtype=torch.float64).mean(0)
+    for call, mean in zip(calls, means.tolist(), strict=True):
+        call.flops, call.bytes, call.weight_bytes, seconds = mean
+        call.seconds = None if call.seconds is None else seconds
+
+
+def agree_on_refusal(gather: Gather, error: ShardwiseError | None, draws: bool) -> None:
+    """Let all ranks raise what speaks against the cut on any of them. All call this alike.
+
+    `draws`: forwards draw from Python's generators outside of units, and these must be at one place on all ranks.
+    """
+    told = gather((None if error is None else (error.problem, error.remedy), draws, draws_digest()))
+    found = next((each for each, _, _ in told if each is not None), None)
+    if found is not None:
+        raise ShardwiseError(found[0], remedy=found[1])
+    if any(each for _, each, _ in told) and len({where for _, _, where in told}) > 1:
+        raise ShardwiseError(
+            "the forward draws from Python's or NumPy's generators outside of units, and ranks would draw others",
+            remedy="random.seed(0) and numpy.random.seed(0) on every rank before sw.parallelize; or draw in a unit",
+        )

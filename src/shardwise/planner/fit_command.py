@@ -25,6 +25,7 @@ least time, and the exit status is 1.
 EXAMPLE = """
 shardwise fit llama3-8b --cluster 8xh100 --plan dp=4,tp=2,zero=1,microbatches=4,precision=bf16 --sequence 8192
 shardwise fit llama3-8b --cluster 8xh100 --plan pp=8,microbatches=16,schedule=zb-v,precision=bf16 --batch 32
+shardwise fit llama3-8b --cluster 1xrtx4090 --plan recompute=full,microbatches=8 --batch 8 --sequence 2048 --lora 16
 """
 
 _USUAL_SEQUENCE = 4096
